@@ -1,0 +1,37 @@
+"""Save and load PyTorch distributed checkpoints straight to and from object stores.
+
+>>> import cloudckpt
+>>> cloudckpt.save(state_dict, checkpoint_id="s3://bucket/run/step-1000")  # doctest: +SKIP
+>>> cloudckpt.load(state_dict, checkpoint_id="s3://bucket/run/step-1000")  # doctest: +SKIP
+"""
+
+from cloudckpt.api import async_save, load, save
+from cloudckpt.checkpoint.metadata import add_safe_metadata_globals
+from cloudckpt.config import Config, RetryPolicy, S3Options
+from cloudckpt.dcp.install import install, uninstall
+from cloudckpt.dcp.reader import CloudStorageReader
+from cloudckpt.dcp.writer import CloudStorageWriter
+from cloudckpt.errors import *  # noqa: F403 - all errors are public, and listed there
+from cloudckpt.errors import __all__ as _errors
+from cloudckpt.transfer.stats import Transferred
+from cloudckpt.uri import CheckpointURI
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointURI",
+    "CloudStorageReader",
+    "CloudStorageWriter",
+    "Config",
+    "RetryPolicy",
+    "S3Options",
+    "Transferred",
+    "__version__",
+    "add_safe_metadata_globals",
+    "async_save",
+    "install",
+    "load",
+    "save",
+    "uninstall",
+    *_errors,
+]

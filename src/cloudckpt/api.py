@@ -1,0 +1,254 @@
+"""``save``, ``async_save`` and ``load``: torch's own, on a URI."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+
+from cloudckpt.config import Config
+from cloudckpt.dcp.load_planner import NamedErrorsLoadPlanner
+from cloudckpt.dcp.reader import CloudStorageReader
+from cloudckpt.dcp.writer import CloudStorageWriter
+from cloudckpt.errors import (
+    CloudCheckpointError,
+    CommitUnknownError,
+    ConfigError,
+    InvalidURIError,
+    RanksFailedError,
+)
+from cloudckpt.uri import URILike
+
+__all__ = ["async_save", "load", "save"]
+
+
+def save(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: URILike | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+    config: Config | None = None,
+) -> Metadata:
+    """Saves a distributed state dict; as ``torch.distributed.checkpoint.save``, to a URI.
+
+    When it returns, the checkpoint is committed and whole. If it raises, it does so on every rank,
+    nothing new is visible, what was there is untouched, and what the attempt had sent is deleted.
+
+    Args:
+        state_dict: The state dict; ``Stateful`` values are asked for theirs.
+        checkpoint_id: ``s3://bucket/path`` or another location.
+        storage_writer: A writer of the caller's instead of one for ``checkpoint_id``.
+        planner: As in torch.
+        process_group: As in torch.
+        no_dist: As in torch.
+        use_collectives: As in torch: whether ranks commit together.
+        config: Options, if no writer is given.
+
+    Returns:
+        The committed metadata.
+
+    Raises:
+        CheckpointExistsError: If there is a checkpoint and ``overwrite`` is off.
+        CheckpointConflictError: If another writer committed first.
+        CloudCheckpointError: The cause, if the ranks that failed did so for the same reason.
+        RanksFailedError: If they failed for different reasons, or outside of cloudckpt.
+    """
+    writer = _writer(checkpoint_id, storage_writer, config)
+    try:
+        return cast(
+            Metadata,
+            state_dict_saver.save(
+                state_dict,
+                storage_writer=writer,
+                planner=planner,
+                process_group=process_group,
+                no_dist=no_dist,
+                use_collectives=use_collectives,
+            ),
+        )
+    except CheckpointException as exc:
+        raise _settle(exc, writer) from exc
+
+
+def async_save(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: URILike | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    async_checkpointer_type: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
+    async_stager: AsyncStager | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+    config: Config | None = None,
+) -> Future[Any] | AsyncSaveResponse:
+    """Copies the state dict and saves the copy in the background; as torch's ``async_save``.
+
+    Args are those of :func:`save` and of ``torch.distributed.checkpoint.async_save``.
+
+    Returns:
+        A future of the metadata, with the guarantees and errors of :func:`save`; or torch's
+        ``AsyncSaveResponse`` if the stager itself is asynchronous.
+    """
+    writer = _writer(checkpoint_id, storage_writer, config)
+    response = state_dict_saver.async_save(
+        state_dict,
+        storage_writer=writer,
+        planner=planner,
+        process_group=process_group,
+        async_checkpointer_type=async_checkpointer_type,
+        async_stager=async_stager,
+        no_dist=no_dist,
+        use_collectives=use_collectives,
+    )
+    if isinstance(response, AsyncSaveResponse):
+        uploaded = _settled(response.upload_completion, writer)
+        return AsyncSaveResponse(response.staging_completion, uploaded)
+    return _settled(response, writer)
+
+
+def load(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: URILike | None = None,
+    storage_reader: StorageReader | None = None,
+    planner: LoadPlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    config: Config | None = None,
+    trust_pickle: bool = False,
+) -> None:
+    """Loads a checkpoint into a state dict, in place; as ``torch.distributed.checkpoint.load``.
+
+    When it returns, every byte was verified. If it raises, it does so on every rank, and the
+    tensors of ``state_dict`` may hold a part of the new values.
+
+    Args:
+        state_dict: What to load: its keys say what, its tensors say where to and how sharded.
+        checkpoint_id: ``s3://bucket/path`` or another location.
+        storage_reader: A reader of the caller's instead of one for ``checkpoint_id``.
+        planner: As in torch.
+        process_group: As in torch.
+        no_dist: As in torch.
+        config: Options, if no reader is given.
+        trust_pickle: Whether pickles in the checkpoint may run any code.
+
+    Raises:
+        CheckpointNotFoundError: If there is no committed checkpoint.
+        MissingKeyError: If the checkpoint lacks a key (with the default planner).
+        ShapeMismatchError: If a shape differs (with the default planner).
+        CheckpointCorruptError: If bytes are missing or damaged.
+        UntrustedPickleError: If a pickle would run code that is not on the allow-list.
+        RanksFailedError: If ranks failed for different reasons, or outside of cloudckpt.
+    """
+    reader = _reader(checkpoint_id, storage_reader, config, trust_pickle)
+    if planner is None and isinstance(reader, CloudStorageReader):
+        planner = NamedErrorsLoadPlanner(reader.checkpoint_id)
+    try:
+        state_dict_loader.load(
+            state_dict,
+            storage_reader=reader,
+            planner=planner,
+            process_group=process_group,
+            no_dist=no_dist,
+        )
+    except CheckpointException as exc:
+        # torch passes on why the metadata could not be read only as a text
+        local = reader.failure if isinstance(reader, CloudStorageReader) else None
+        raise (local if local is not None else _cause(exc)) from exc
+
+
+def _writer(
+    checkpoint_id: URILike | None, writer: StorageWriter | None, config: Config | None
+) -> StorageWriter:
+    if writer is None:
+        if checkpoint_id is None:
+            raise InvalidURIError("neither checkpoint_id nor storage_writer was given")
+        return CloudStorageWriter(checkpoint_id, config=config)
+    if config is not None:
+        raise ConfigError("config= is for the writer made here; give it to your storage_writer")
+    writer.reset(None if checkpoint_id is None else str(checkpoint_id))
+    return writer
+
+
+def _reader(
+    checkpoint_id: URILike | None,
+    reader: StorageReader | None,
+    config: Config | None,
+    trust_pickle: bool,
+) -> StorageReader:
+    if reader is None:
+        if checkpoint_id is None:
+            raise InvalidURIError("neither checkpoint_id nor storage_reader was given")
+        return CloudStorageReader(checkpoint_id, config=config, trust_pickle=trust_pickle)
+    if config is not None or trust_pickle:
+        raise ConfigError(
+            "config= and trust_pickle= are for the reader made here; give them to your "
+            "storage_reader"
+        )
+    reader.reset(None if checkpoint_id is None else str(checkpoint_id))
+    return reader
+
+
+def _settled(future: Any, writer: StorageWriter) -> Future[Any]:
+    """A future with the same result, or with the cause of its failure."""
+    mapped: Future[Any] = Future()
+    mapped.set_running_or_notify_cancel()
+
+    def settle(done: Any) -> None:
+        try:
+            result = done.result()
+        except CheckpointException as exc:
+            cause = _settle(exc, writer)
+            cause.__cause__ = exc
+            mapped.set_exception(cause)
+        except BaseException as exc:  # noqa: BLE001 - handed to whoever waits
+            mapped.set_exception(exc)
+        else:
+            mapped.set_result(result)
+
+    future.add_done_callback(settle)
+    return mapped
+
+
+def _settle(exc: CheckpointException, writer: StorageWriter) -> CloudCheckpointError:
+    """Cleans up after a failed save and returns its cause.
+
+    What this rank has written is deleted only if every failure says that there was no commit: after
+    an interrupt or a lost answer the checkpoint may be visible.
+    """
+    errors = [error for error, _ in exc.failures.values()]
+    certain = all(
+        isinstance(error, Exception) and not isinstance(error, CommitUnknownError)
+        for error in errors
+    )
+    if certain and isinstance(writer, CloudStorageWriter):
+        writer.discard()
+    return _cause(exc)
+
+
+def _cause(exc: CheckpointException) -> CloudCheckpointError:
+    """The error that a user can act on."""
+    failures = {rank: error for rank, (error, _) in sorted(exc.failures.items())}
+    first = next(iter(failures.values()))
+    if isinstance(first, CloudCheckpointError) and len({type(e) for e in failures.values()}) == 1:
+        return first
+    texts = {rank: f"{type(error).__name__}: {error}" for rank, error in failures.items()}
+    listed = "; ".join(f"rank {rank}: {text}" for rank, text in list(texts.items())[:8])
+    more = f"; and {len(texts) - 8} more ranks" if len(texts) > 8 else ""
+    return RanksFailedError(
+        f"{len(texts)} ranks failed in step {exc.args[0]!r}: {listed}{more}", failures=texts
+    )

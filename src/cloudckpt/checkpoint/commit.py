@@ -1,0 +1,193 @@
+"""The commit: one conditional write of ``.metadata`` makes a checkpoint visible, or nothing does.
+
+Before the first data byte the coordinator notes which version of ``.metadata`` is there, if any.
+At the end it writes its own on the condition that nothing has changed: ``if_absent`` for a new
+checkpoint, ``if_version`` for a replacement. Of two writers that race, one wins and the other is
+told; a process that was thought dead and comes back late can't overwrite its successor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+
+from cloudckpt.checksum import crc32c
+from cloudckpt.config import Switch
+from cloudckpt.errors import (
+    CheckpointConflictError,
+    CheckpointExistsError,
+    CommitUnknownError,
+    ConfigError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    StoreError,
+    TransientStoreError,
+)
+from cloudckpt.stores.base import ObjectStore
+from cloudckpt.transfer.retry import Retrier
+
+__all__ = ["Baseline", "Probe", "begin", "commit", "conditions_work"]
+
+logger = logging.getLogger("cloudckpt")
+
+
+@dataclass(frozen=True)
+class Probe:
+    """An object to try conditional writes on: its key, and what it holds."""
+
+    key: str
+    content: bytes
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What was there when the save began.
+
+    Attributes:
+        key: The commit object.
+        version: Its version, or None if there was none.
+    """
+
+    key: str
+    version: str | None
+
+
+def begin(store: ObjectStore, key: str, *, overwrite: bool, retrier: Retrier) -> Baseline:
+    """Looks for a checkpoint that is there already.
+
+    Raises:
+        CheckpointExistsError: If there is one and it must not be overwritten.
+    """
+    try:
+        version: str | None = retrier.call(lambda: store.head(key)).version
+    except ObjectNotFoundError:
+        version = None
+    if version is not None and not overwrite:
+        raise CheckpointExistsError(
+            "there is a checkpoint already and overwrite is off; choose another location, or "
+            "allow it with Config(overwrite=True)",
+            uri=store.uri(key),
+        )
+    return Baseline(key, version)
+
+
+def conditions_work(store: ObjectStore, setting: Switch, probe: Probe, retrier: Retrier) -> bool:
+    """Whether the commit may rely on conditional writes.
+
+    Args:
+        store: The store.
+        setting: The user's word; ``auto`` believes the vendor's documentation where there is one
+            and tries it out otherwise, once for a store.
+        probe: An object of this save, which may be written again.
+        retrier: For transient failures of the trial.
+
+    Raises:
+        ConfigError: If the store ignores conditions and the user has not accepted that.
+    """
+    if setting == "off":
+        logger.warning(
+            "%s: conditional writes are off; concurrent writers of one checkpoint are not detected",
+            store.root,
+        )
+        return False
+    if setting == "on" or store.capabilities.conditional_writes:
+        return True
+    if store.capabilities.conditional_writes is None:
+        found = _honours_conditions(store, probe, retrier)
+        store.capabilities = dataclasses.replace(store.capabilities, conditional_writes=found)
+        if found:
+            return True
+    raise ConfigError(
+        "the store ignores conditional writes (If-None-Match, If-Match), which protect a commit "
+        "from concurrent writers. If only one job ever writes to a location, set "
+        "Config(conditional_writes='off') or CLOUDCKPT_CONDITIONAL_WRITES=off",
+        uri=store.root,
+    )
+
+
+def _honours_conditions(store: ObjectStore, probe: Probe, retrier: Retrier) -> bool:
+    """Writes the object again: twice on conditions that do not hold, once on one that does."""
+    body, crc = [memoryview(probe.content)], crc32c(probe.content)
+
+    def accepted(*, if_absent: bool = False, if_version: str | None = None) -> bool:
+        try:
+            retrier.call(
+                lambda: store.put(
+                    probe.key, body, crc32c=crc, if_absent=if_absent, if_version=if_version
+                )
+            )
+        except PreconditionFailedError:
+            return False
+        return True
+
+    if accepted(if_absent=True) or accepted(if_version='"00000000000000000000000000000000"'):
+        return False
+    return accepted(if_version=retrier.call(lambda: store.head(probe.key)).version)
+
+
+def commit(
+    store: ObjectStore, baseline: Baseline, data: bytes, *, conditional: bool, retrier: Retrier
+) -> None:
+    """Makes the checkpoint visible, in a single request.
+
+    Raises:
+        CheckpointConflictError: If the commit object is not what it was at the beginning. Nothing
+            of this save is visible.
+        CommitUnknownError: If it can't be found out whether the commit took place.
+        StoreError: If it certainly did not.
+    """
+    key, crc = baseline.key, crc32c(data)
+    absent = conditional and baseline.version is None
+    version = baseline.version if conditional else None
+    doubtful = False
+
+    def put() -> None:
+        nonlocal doubtful
+        try:
+            store.put(key, [memoryview(data)], crc32c=crc, if_absent=absent, if_version=version)
+        except TransientStoreError:
+            doubtful = True  # the request may have been carried out, and its answer lost
+            raise
+
+    try:
+        retrier.call(put)
+    except PreconditionFailedError as error:
+        if doubtful and _holds(store, key, data, retrier):
+            return
+        raise CheckpointConflictError(
+            "another writer has committed to this location since this save began; this save is "
+            "discarded and theirs is kept",
+            uri=store.uri(key),
+            cause=error,
+        ) from error
+    except StoreError as error:
+        if not doubtful:
+            raise
+        if _holds(store, key, data, retrier):
+            return
+        raise _unknown(store, key, error) from error
+
+
+def _holds(store: ObjectStore, key: str, data: bytes, retrier: Retrier) -> bool:
+    """Whether the commit object is ours.
+
+    Raises:
+        CommitUnknownError: If the store does not answer.
+    """
+    try:
+        held, _ = retrier.call(lambda: store.get(key))
+    except ObjectNotFoundError:
+        return False
+    except StoreError as error:
+        raise _unknown(store, key, error) from error
+    return bytes(held) == data
+
+
+def _unknown(store: ObjectStore, key: str, error: StoreError) -> CommitUnknownError:
+    return CommitUnknownError(
+        "the store stopped answering during the commit, which may have taken place; look whether "
+        "this checkpoint is there before you go on. Its data was kept",
+        uri=store.uri(key),
+        cause=error,
+    )

@@ -1,0 +1,197 @@
+"""What stands before and after a tensor's bytes, so that ``torch.load`` reads them.
+
+``torch.save`` writes a zip archive of stored records. Only one of them, ``data/0``, holds the
+tensor's bytes; all others follow from dtype and shape. So they are built here, without touching the
+bytes, in the order and with the alignment that torch uses.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import sys
+import warnings
+import zlib
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+__all__ = ["Envelope", "envelope"]
+
+_ROOT = "archive/"
+_ALIGNMENT = 64
+_FLAGS = 0x0808  # sizes in a descriptor behind the record; names in UTF-8
+_MAX32 = 0xFFFFFFFF
+_LOCAL = struct.Struct("<4s5H3I2H")
+_CENTRAL = struct.Struct("<4s6H3I5H2I")
+_END64 = struct.Struct("<4sQ2H2I4Q")
+_LOCATOR64 = struct.Struct("<4sIQI")
+_END = struct.Struct("<4s4H2IH")
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """The bytes around a tensor's raw data.
+
+    Attributes:
+        head: Everything before; its length is a multiple of 64.
+        tail: Everything behind.
+    """
+
+    head: bytes
+    tail: bytes
+
+
+@lru_cache(maxsize=8192)
+def envelope(dtype: torch.dtype, shape: tuple[int, ...], crc32: int = 0) -> Envelope:
+    """The envelope of a contiguous tensor.
+
+    Args:
+        dtype: Its element type.
+        shape: Its shape.
+        crc32: The CRC32 of its bytes for the zip directory; torch does not check it.
+    """
+    numel = 1
+    for size in shape:
+        numel *= size
+    nbytes = numel * dtype.itemsize
+    before = (
+        ("data.pkl", _pickle(dtype, shape, numel)),
+        (".format_version", b"1"),
+        (".storage_alignment", str(_ALIGNMENT).encode()),
+        ("byteorder", sys.byteorder.encode()),
+    )
+    zip_file = _Zip()
+    for name, data in before:
+        zip_file.record(name, data)
+    zip_file.open_record("data/0", nbytes)
+    head = zip_file.take()
+    zip_file.position += nbytes
+    zip_file.close_record("data/0", nbytes, crc32)
+    zip_file.record("version", b"3\n")
+    zip_file.directory()
+    return Envelope(head, zip_file.take())
+
+
+class _Zip:
+    """Writes the parts of a zip archive that are not payload."""
+
+    def __init__(self) -> None:
+        self.position = 0
+        self._written = bytearray()
+        self._entries: list[bytes] = []
+        self._opened_at = 0
+
+    def take(self) -> bytes:
+        taken, self._written = bytes(self._written), bytearray()
+        return taken
+
+    def record(self, name: str, data: bytes) -> None:
+        self.open_record(name, len(data))
+        self._write(data)
+        self.close_record(name, len(data), zlib.crc32(data))
+
+    def open_record(self, name: str, nbytes: int) -> None:
+        """The local header, padded so that the data behind it is aligned."""
+        self._opened_at = start = self.position
+        path = (_ROOT + name).encode()
+        extra = _zip64(nbytes, start)
+        unpadded = start + _LOCAL.size + len(path) + len(extra) + 4
+        padding = -unpadded % _ALIGNMENT
+        extra += b"FB" + struct.pack("<H", padding) + b"Z" * padding
+        header = (b"PK\3\4", 0, _FLAGS, 0, 0, 0, 0, 0, 0, len(path), len(extra))
+        self._write(_LOCAL.pack(*header) + path + extra)
+
+    def close_record(self, name: str, nbytes: int, crc32: int) -> None:
+        start, path = self._opened_at, (_ROOT + name).encode()
+        extra = _zip64(nbytes, start)
+        self._write(struct.pack("<4sI2Q" if extra else "<4s3I", b"PK\7\x08", crc32, nbytes, nbytes))
+        short = _MAX32 if nbytes >= _MAX32 else nbytes
+        at = _MAX32 if start >= _MAX32 else start
+        entry = (b"PK\1\2", 0, 0, _FLAGS, 0, 0, 0, crc32, short, short, len(path), len(extra))
+        self._entries.append(_CENTRAL.pack(*entry, 0, 0, 0, 0, at) + path + extra)
+
+    def directory(self) -> None:
+        start, count = self.position, len(self._entries)
+        self._write(b"".join(self._entries))
+        size, end = self.position - start, self.position
+        self._write(
+            _END64.pack(b"PK\6\6", _END64.size - 12, 0x031E, 45, 0, 0, count, count, size, start)
+        )
+        self._write(_LOCATOR64.pack(b"PK\6\7", 0, end, 1))
+        self._write(_END.pack(b"PK\5\6", 0, 0, count, count, size, min(start, _MAX32), 0))
+
+    def _write(self, data: bytes) -> None:
+        self._written += data
+        self.position += len(data)
+
+
+def _zip64(nbytes: int, start: int) -> bytes:
+    """The extra field with the numbers that do not fit into 32 bits, if any."""
+    numbers = [nbytes, nbytes] if nbytes >= _MAX32 else []
+    if start >= _MAX32:
+        numbers.append(start)
+    return struct.pack(f"<2H{len(numbers)}Q", 1, 8 * len(numbers), *numbers) if numbers else b""
+
+
+class _Storage:
+    """Stands for the storage in the pickle; the pickler writes its persistent id."""
+
+    def __init__(self, kind: type[Any], numel: int) -> None:
+        self.persistent_id = ("storage", kind, "0", "cpu", numel)
+
+
+class _TensorPickler(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> Any:
+        return obj.persistent_id if isinstance(obj, _Storage) else None
+
+
+class _Rebuilt:
+    """Pickles as a call with arguments."""
+
+    def __init__(self, function: Any, arguments: tuple[Any, ...]) -> None:
+        self._call = (function, arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._call
+
+
+def _pickle(dtype: torch.dtype, shape: tuple[int, ...], numel: int) -> bytes:
+    """``data.pkl``: how torch itself describes a tensor of this dtype, with another shape."""
+    function, arguments, untyped = _description(dtype)
+    storage: _Storage
+    if untyped is None:
+        storage = _Storage(torch.UntypedStorage, numel * dtype.itemsize)
+    else:
+        storage = _Storage(untyped, numel)
+    strides = _row_major_strides(shape)
+    buffer = io.BytesIO()
+    pickler = _TensorPickler(buffer, protocol=2)
+    pickler.dump(_Rebuilt(function, (storage, 0, shape, strides, *arguments)))
+    return buffer.getvalue()
+
+
+@lru_cache(maxsize=128)
+def _description(dtype: torch.dtype) -> tuple[Any, tuple[Any, ...], type[Any] | None]:
+    """``(rebuild function, its arguments behind the strides, typed storage class or None)``."""
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore"
+        )  # TypedStorage is deprecated, and still what torch.save uses
+        function, arguments = torch.empty(1, dtype=dtype).__reduce_ex__(2)  # type: ignore[no-untyped-call]
+        storage, _, _, _, *rest = arguments
+        if isinstance(storage, torch.UntypedStorage):
+            return function, tuple(rest), None
+        return function, tuple(rest), getattr(torch, storage.pickle_storage_type())
+
+
+def _row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """As torch gives them to a contiguous tensor: a size of 0 counts as 1."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

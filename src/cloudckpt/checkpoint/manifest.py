@@ -1,0 +1,134 @@
+"""The manifest: what torch's metadata has no room for, in JSON.
+
+``.metadata`` names it by an id that includes its size and checksum, so that a manifest which is
+damaged or belongs to another attempt is not believed.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cloudckpt.checkpoint.names import checked, manifest_name
+from cloudckpt.checkpoint.records import ItemRecord, ObjectRecord
+from cloudckpt.checksum import crc32c
+from cloudckpt.errors import CheckpointCorruptError
+
+__all__ = ["ItemKey", "Manifest", "ManifestId"]
+
+_FORMAT = "cloudckpt"
+_VERSION = 1
+
+ItemKey = tuple[str, "tuple[int, ...] | None"]
+"""Fully qualified name, and the offsets of the chunk in the whole tensor (None if no tensor)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestId:
+    """What ``StorageMeta.save_id`` says: which manifest belongs to the metadata.
+
+    Attributes:
+        attempt: The coordinator's random name of the save.
+        size: Bytes of the manifest.
+        crc32c: Its checksum.
+    """
+
+    attempt: str
+    size: int
+    crc32c: int
+
+    def __str__(self) -> str:
+        return f"{_FORMAT}-{_VERSION}-{self.attempt}-{self.size}-{self.crc32c:08x}"
+
+    @classmethod
+    def parse(cls, save_id: object) -> ManifestId | None:
+        """The id, or None if the checkpoint was not written by cloudckpt."""
+        if not isinstance(save_id, str):
+            return None
+        pattern = rf"{_FORMAT}-{_VERSION}-([0-9a-f]+)-([0-9]+)-([0-9a-f]{{8}})"
+        match = re.fullmatch(pattern, save_id)
+        return cls(match[1], int(match[2]), int(match[3], 16)) if match else None
+
+    @property
+    def name(self) -> str:
+        """The manifest's object name."""
+        return manifest_name(self.attempt)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All items of a checkpoint."""
+
+    items: Mapping[ItemKey, ItemRecord]
+
+    def to_json(self) -> bytes:
+        """The bytes that are stored."""
+        objects: dict[ObjectRecord, int] = {}
+        rows: list[list[Any]] = []
+        for (fqn, offsets), item in self.items.items():
+            where = objects.setdefault(item.object, len(objects))
+            crcs = base64.b64encode(item.crcs).decode("ascii")
+            place = [where, item.offset, item.length, item.raw_offset, item.raw_length]
+            rows.append([fqn, offsets, *place, item.dtype, item.shape, item.block_size, crcs])
+        document = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "objects": [[entry.name, entry.size, entry.crc32c] for entry in objects],
+            "items": rows,
+        }
+        return json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
+
+    def identify(self, attempt: str, data: bytes) -> ManifestId:
+        """The id of this manifest, stored as ``data``."""
+        return ManifestId(attempt, len(data), crc32c(data))
+
+    @classmethod
+    def from_json(cls, data: bytes | bytearray, expected: ManifestId, uri: str) -> Manifest:
+        """Reads a manifest.
+
+        Raises:
+            CheckpointCorruptError: If it is damaged, or not the one that the metadata names.
+        """
+        if len(data) != expected.size or crc32c(data) != expected.crc32c:
+            raise CheckpointCorruptError(
+                "the manifest is damaged: it has another size or checksum than the metadata says",
+                uri=uri,
+            )
+        try:
+            document = json.loads(bytes(data))
+            objects = [
+                ObjectRecord(checked(name, uri), size, crc)
+                for name, size, crc in document["objects"]
+            ]
+            return cls(dict(_item(row, objects.__getitem__) for row in document["items"]))
+        except (ValueError, KeyError, TypeError, IndexError) as exc:
+            raise CheckpointCorruptError(
+                "the manifest can't be understood; was it written by a newer cloudckpt?",
+                uri=uri,
+                cause=exc,
+            ) from exc
+
+
+def _item(row: list[Any], find: Callable[[int], ObjectRecord]) -> tuple[ItemKey, ItemRecord]:
+    fqn, offsets, where, offset, length, raw_offset, raw_length, dtype, shape, block, crcs = row
+    item = ItemRecord(
+        object=find(where),
+        offset=offset,
+        length=length,
+        raw_offset=raw_offset,
+        raw_length=raw_length,
+        dtype=dtype,
+        shape=tuple(shape),
+        block_size=block,
+        crcs=base64.b64decode(crcs, validate=True),
+    )
+    inside = 0 <= offset <= raw_offset and raw_offset + raw_length <= offset + length
+    if not inside or offset + length > item.object.size:
+        raise ValueError(f"{fqn} lies outside of its object")
+    if len(item.crcs) != 4 * -(-raw_length // block):
+        raise ValueError(f"{fqn} has a wrong number of checksums")
+    return (fqn, None if offsets is None else tuple(offsets)), item

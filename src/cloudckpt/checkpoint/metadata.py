@@ -1,0 +1,115 @@
+"""``.metadata``: torch's pickle, with a checksum behind it, read through an allow-list.
+
+A pickle ends where it says so; torch's readers do not look at what follows. There stands a trailer
+with the length and the CRC32C of the pickle, so that a damaged commit object is noticed.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from cloudckpt.checksum import crc32c
+from cloudckpt.errors import CheckpointCorruptError, UntrustedPickleError
+
+__all__ = ["add_safe_metadata_globals", "dump_metadata", "load_metadata"]
+
+_MAGIC = b"cloudckpt-metadata\0\1"
+_TRAILER = struct.Struct(f"<{len(_MAGIC)}sQI")
+
+_DCP = "torch.distributed.checkpoint"
+_SAFE = {
+    (f"{_DCP}.metadata", "Metadata"),
+    (f"{_DCP}.metadata", "MetadataIndex"),
+    (f"{_DCP}.metadata", "TensorStorageMetadata"),
+    (f"{_DCP}.metadata", "BytesStorageMetadata"),
+    (f"{_DCP}.metadata", "ChunkStorageMetadata"),
+    (f"{_DCP}.metadata", "TensorProperties"),
+    (f"{_DCP}.metadata", "StorageMeta"),
+    (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"),
+    (f"{_DCP}.filesystem", "_StorageInfo"),
+    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),
+    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "Path"),
+    ("pathlib", "PurePosixPath"),
+    ("pathlib", "PosixPath"),
+}
+_safe_lock = threading.Lock()
+
+
+def add_safe_metadata_globals(classes: Iterable[type[Any]]) -> None:
+    """Lets ``.metadata`` hold instances of these classes, for custom planners and writers.
+
+    Only name classes whose construction from arbitrary arguments is harmless.
+    """
+    with _safe_lock:
+        for cls in classes:
+            _SAFE.add((cls.__module__, cls.__qualname__))
+
+
+class _AllowListUnpickler(pickle.Unpickler):
+    def __init__(self, data: bytes | memoryview, uri: str) -> None:
+        super().__init__(io.BytesIO(data))
+        self._uri = uri
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _SAFE:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise UntrustedPickleError(
+            f"the checkpoint's metadata names {module}.{name}, which is not on the allow-list: if "
+            "you trust whoever can write to this location, pass trust_pickle=True, or allow the "
+            "class by cloudckpt.add_safe_metadata_globals([...])",
+            uri=self._uri,
+        )
+
+
+def dump_metadata(metadata: Metadata) -> bytes:
+    """The bytes of ``.metadata``."""
+    data = pickle.dumps(metadata, protocol=pickle.HIGHEST_PROTOCOL)
+    return data + _TRAILER.pack(_MAGIC, len(data), crc32c(data))
+
+
+def load_metadata(data: bytes | bytearray, uri: str, *, trust_pickle: bool = False) -> Metadata:
+    """Reads ``.metadata``, ours or of another writer.
+
+    Raises:
+        UntrustedPickleError: If it names a class or function that is not on the allow-list.
+        CheckpointCorruptError: If it is damaged, or no metadata.
+    """
+    body = memoryview(data)
+    if len(data) >= _TRAILER.size:
+        magic, size, crc = _TRAILER.unpack_from(data, len(data) - _TRAILER.size)
+        if magic == _MAGIC:
+            body = body[: -_TRAILER.size]
+            if body.nbytes != size or crc32c(body) != crc:
+                raise CheckpointCorruptError(
+                    "the metadata does not match its checksum: restore it, or load an older "
+                    "checkpoint",
+                    uri=uri,
+                )
+    try:
+        unpickler = pickle.Unpickler(io.BytesIO(body)) if trust_pickle else None  # noqa: S301
+        metadata = (unpickler or _AllowListUnpickler(body, uri)).load()
+    except UntrustedPickleError:
+        raise
+    except Exception as exc:  # a damaged pickle may raise anything
+        raise CheckpointCorruptError(
+            "the metadata can't be read: it is damaged or no checkpoint's", uri=uri, cause=exc
+        ) from exc
+    if not isinstance(metadata, Metadata):
+        raise CheckpointCorruptError(
+            f"the metadata is a {type(metadata).__name__}, not torch's Metadata", uri=uri
+        )
+    return metadata

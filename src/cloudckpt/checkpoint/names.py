@@ -1,0 +1,45 @@
+"""What the objects of a checkpoint are called, relative to its prefix."""
+
+from __future__ import annotations
+
+import re
+
+from cloudckpt.errors import CheckpointCorruptError
+
+__all__ = ["METADATA", "checked", "data_name", "manifest_name", "metadata_name"]
+
+METADATA = ".metadata"
+"""The object whose presence makes a checkpoint; torch's name for it."""
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+def metadata_name(rank: int | None) -> str:
+    """The commit object: one for all, or of one rank if it saves without collectives."""
+    return METADATA if rank is None else f"__{rank}{METADATA}"
+
+
+def data_name(rank: int, ordinal: int, attempt: str) -> str:
+    """A shard object. ``attempt`` keeps two attempts from ever writing to the same key."""
+    return f"__{rank}_{ordinal}.{attempt}.distcp"
+
+
+def manifest_name(attempt: str) -> str:
+    """The manifest of an attempt."""
+    return f".manifest.{attempt}.json"
+
+
+def checked(name: str, uri: str) -> str:
+    """``name``, if it stays beneath the checkpoint's prefix.
+
+    Names come from the bucket; one that leads elsewhere must not be read, much less deleted.
+
+    Raises:
+        CheckpointCorruptError: If it does not.
+    """
+    parts = name.split("/")
+    if not name or _CONTROL.search(name) or "" in parts or "." in parts or ".." in parts:
+        raise CheckpointCorruptError(
+            f"the metadata names an object outside of the checkpoint: {name!r}", uri=uri
+        )
+    return name

@@ -1,0 +1,154 @@
+"""Pickles in a checkpoint's items: what they may do, and what they say of a tensor."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cloudckpt.errors import CheckpointCorruptError, UntrustedPickleError
+
+__all__ = ["TensorDescription", "check_trusted", "describe_tensor", "load_tensor"]
+
+
+def check_trusted(data: bytes | bytearray, item: str, uri: str) -> None:
+    """Whether ``torch.load`` of a non-tensor item would run only what torch allows.
+
+    Raises:
+        UntrustedPickleError: If its pickle names anything else.
+    """
+    try:
+        torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as exc:
+        raise UntrustedPickleError(
+            f"{item} can't be loaded without running code that is not on torch's allow-list: if "
+            "you trust whoever can write to this location, pass trust_pickle=True, or allow the "
+            "class by torch.serialization.add_safe_globals([...])",
+            uri=uri,
+            item=item,
+            cause=str(exc).partition("\n")[0],
+        ) from None
+    except Exception as exc:
+        raise CheckpointCorruptError(
+            f"{item} can't be read", uri=uri, item=item, cause=exc
+        ) from exc
+
+
+def load_tensor(data: io.BytesIO, item: str, uri: str, *, trust: bool) -> torch.Tensor:
+    """A tensor that was written by ``torch.save`` and is no plain one.
+
+    Raises:
+        UntrustedPickleError: If it needs code that torch does not allow.
+        CheckpointCorruptError: If it can't be read, or is no tensor.
+    """
+    try:
+        loaded = torch.load(data, map_location="cpu", weights_only=not trust)
+    except pickle.UnpicklingError as exc:
+        raise UntrustedPickleError(
+            f"{item} needs a class that is not on torch's allow-list: allow it by "
+            "torch.serialization.add_safe_globals([...]), or pass trust_pickle=True",
+            uri=uri,
+            item=item,
+            cause=str(exc).partition("\n")[0],
+        ) from None
+    except Exception as exc:
+        raise CheckpointCorruptError(
+            f"{item} can't be read", uri=uri, item=item, cause=exc
+        ) from exc
+    if not isinstance(loaded, torch.Tensor):
+        raise CheckpointCorruptError(
+            f"{item} is a {type(loaded).__name__}, not a tensor", uri=uri, item=item
+        )
+    return loaded
+
+
+@dataclass(frozen=True)
+class TensorDescription:
+    """What ``data.pkl`` says of a plain tensor.
+
+    Attributes:
+        dtype: Element type.
+        record: The name of its storage's record, beneath ``data/``.
+        storage_offset: The first element in the storage.
+        shape: Its shape.
+        stride: Its strides, in elements.
+    """
+
+    dtype: torch.dtype
+    record: str
+    storage_offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def is_row_major(self) -> bool:
+        """Whether its elements stand in row-major order without gaps."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != expected:
+                return False
+            expected *= max(size, 1)
+        return True
+
+
+class _UnknownContentError(Exception):
+    pass
+
+
+@dataclass(frozen=True)
+class _Storage:
+    dtype: torch.dtype | None
+    record: str
+
+
+class _DescribingUnpickler(pickle.Unpickler):
+    """Follows the pickle of a plain tensor without building one."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return _described_v2
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v3"):
+            return _described_v3
+        if (module, name) == ("torch._utils", "_rebuild_parameter"):
+            return lambda data, requires_grad, hooks: data
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        if module in ("torch", "torch.storage"):
+            found = getattr(torch, name, None)
+            if isinstance(found, torch.dtype) or name.endswith("Storage"):
+                return found
+        raise _UnknownContentError(f"{module}.{name}")
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        _, kind, record, _, _ = pid
+        dtype = None if kind is torch.UntypedStorage else kind.dtype
+        return _Storage(dtype, record)
+
+
+def _described_v2(
+    storage: _Storage, offset: int, shape: Any, stride: Any, *_: Any
+) -> TensorDescription:
+    if storage.dtype is None:
+        raise _UnknownContentError("an untyped storage without a dtype")
+    return TensorDescription(storage.dtype, storage.record, offset, tuple(shape), tuple(stride))
+
+
+def _described_v3(
+    storage: _Storage, offset: int, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any,
+    metadata: Any = None,
+) -> TensorDescription:  # fmt: skip
+    if metadata or not isinstance(dtype, torch.dtype):
+        raise _UnknownContentError("a tensor with metadata")
+    return TensorDescription(dtype, storage.record, offset, tuple(shape), tuple(stride))
+
+
+def describe_tensor(data: bytes) -> TensorDescription | None:
+    """Reads ``data.pkl``; None if it describes anything but a plain tensor."""
+    try:
+        described = _DescribingUnpickler(io.BytesIO(data)).load()
+    except Exception:  # noqa: BLE001 - whatever it is, torch.load will tell
+        return None
+    return described if isinstance(described, TensorDescription) else None

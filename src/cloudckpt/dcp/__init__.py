@@ -1,0 +1,1 @@
+"""The adapters that torch.distributed.checkpoint calls."""

@@ -1,0 +1,363 @@
+"""``CloudStorageWriter``: torch's StorageWriter on an object store."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from cloudckpt.checkpoint.commit import (
+    Baseline,
+    Probe,
+    begin,
+    commit,
+    conditions_work,
+)
+from cloudckpt.checkpoint.manifest import ItemKey, Manifest, ManifestId
+from cloudckpt.checkpoint.metadata import dump_metadata, load_metadata
+from cloudckpt.checkpoint.names import checked, data_name, manifest_name, metadata_name
+from cloudckpt.checkpoint.records import ItemRecord, ObjectRecord
+from cloudckpt.checkpoint.shard import (
+    OpenObject,
+    PendingItem,
+    ShardWriter,
+    check_supported,
+    travels_as_bytes,
+)
+from cloudckpt.checkpoint.torch_private import CURRENT_DCP_VERSION, StorageInfo
+from cloudckpt.checksum import crc32c
+from cloudckpt.config import Config
+from cloudckpt.errors import (
+    CheckpointConflictError,
+    CloudCheckpointError,
+    IncompleteSaveError,
+    StoreError,
+)
+from cloudckpt.stores.base import ObjectStore, random_suffix
+from cloudckpt.stores.registry import open_store
+from cloudckpt.transfer.group import TaskGroup
+from cloudckpt.transfer.parts import choose_part_size
+from cloudckpt.transfer.retry import Retrier
+from cloudckpt.transfer.staging import StagingPool
+from cloudckpt.transfer.stats import Transferred, TransferStats
+from cloudckpt.transfer.upload import ObjectUpload, delete_quietly
+from cloudckpt.uri import CheckpointURI, URILike
+
+__all__ = ["CloudStorageWriter"]
+
+logger = logging.getLogger("cloudckpt")
+
+
+class CloudStorageWriter(StorageWriter):
+    """Writes a checkpoint to ``s3://``, ``file://`` or a local path.
+
+    Works wherever torch takes a ``storage_writer``. Every rank streams its shards in parallel
+    multipart uploads out of tensor memory; the coordinator then commits with one conditional write
+    of ``.metadata``. Until then nothing is visible, and a checkpoint that was there stays loadable.
+
+    The object is picklable (location and options travel, nothing else) and may be used for one save
+    after another, not for two at a time.
+
+    Attributes:
+        transferred: What this rank sent in the last save.
+    """
+
+    def __init__(self, checkpoint_id: URILike, *, config: Config | None = None) -> None:
+        """
+        Args:
+            checkpoint_id: Where to save; :meth:`reset` may name another place later.
+            config: Options; read from the environment where they are not given.
+
+        Raises:
+            InvalidURIError: If ``checkpoint_id`` is no location.
+        """
+        super().__init__()
+        self.uri = CheckpointURI.parse(checkpoint_id)
+        self.config = config if config is not None else Config()
+        self.transferred: Transferred | None = None
+        self._start_attempt()
+
+    def _start_attempt(self) -> None:
+        self._attempt = random_suffix()
+        self._rank = 0
+        self._use_collectives = True
+        self._is_coordinator = True
+        self._baseline: Baseline | None = None
+        self._written: list[str] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"uri": self.uri, "config": self.config}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__init__(state["uri"], config=state["config"])  # type: ignore[misc]
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The location, as a string."""
+        return str(self.uri)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether the location can be parsed."""
+        try:
+            CheckpointURI.parse(checkpoint_id)
+        except CloudCheckpointError:
+            return False
+        return True
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begins a new attempt, at another location if one is given."""
+        if checkpoint_id:
+            self.uri = CheckpointURI.parse(checkpoint_id)
+        self._start_attempt()
+
+    def storage_meta(self) -> StorageMeta:
+        """What planners are told about this save."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._attempt)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        # torch passes rank and use_collectives only to a parameter named exactly `kwargs`
+        if self._baseline is not None or self._written:
+            self._start_attempt()  # a caller that does not reset between two saves
+        self._rank = kwargs.get("rank") or 0
+        self._use_collectives = kwargs.get("use_collectives", True)
+        self._is_coordinator = is_coordinator
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Notes what is there already, before anything is sent.
+
+        Raises:
+            CheckpointExistsError: If there is a checkpoint and ``overwrite`` is off.
+        """
+        if self._commits():
+            self._baseline = begin(
+                self._store(), self._commit_key(), overwrite=self.config.overwrite,
+                retrier=self._retrier(),
+            )  # fmt: skip
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        # plans may be cached by the planner and come back in a later save: nothing of this attempt
+        # may travel in them
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Sends this rank's items; returns when the store has all of them."""
+        results = self._send(plan.items, planner) if plan.items else []
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commits.
+
+        Raises:
+            IncompleteSaveError: If an item of the plan was not written.
+            CheckpointConflictError: If another writer has committed since this save began.
+            CommitUnknownError: If the store does not say whether the commit took place.
+        """
+        written = {result.index: result.storage_data for ranks in results for result in ranks}
+        try:
+            data, conditional, replaced = self._prepare_commit(metadata, written)
+        except BaseException:
+            self._delete_attempt(written)
+            raise
+        try:
+            assert self._baseline is not None  # checked by _prepare_commit
+            commit(
+                self._store(), self._baseline, data, conditional=conditional,
+                retrier=self._retrier(),
+            )  # fmt: skip
+        except (CheckpointConflictError, StoreError):
+            # only these two say for certain that nothing became visible
+            self._delete_attempt(written)
+            raise
+        self._written = []
+        self._delete(replaced)
+
+    def discard(self) -> None:
+        """Deletes what this rank has written in an attempt that was certainly not committed."""
+        self._delete(self._written)
+        self._written = []
+
+    def _send(self, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        store, config = self._store(), self.config
+        stats = TransferStats()
+        uploads: list[ObjectUpload] = []
+        expected = sum(_expected_size(item) for item in items)
+        group = TaskGroup(config.connections, name="cloudckpt-save")
+        retrier = Retrier(config.retry, group.cancellation, on_retry=stats.add_retry)
+        pool = StagingPool(config.memory_budget, group.cancellation)
+        attempt = random_suffix()
+
+        def open_object(ordinal: int, staged: bool) -> OpenObject:
+            budget = config.memory_budget if staged else None
+            limits = store.capabilities
+            part_size = choose_part_size(expected, config.part_size, limits, copied=budget)
+            name = data_name(self._rank, ordinal, attempt)
+            upload = ObjectUpload(store, self.uri.key(name), part_size, group, retrier, stats)
+            uploads.append(upload)
+            self._written.append(name)
+            return OpenObject(upload, name, part_size * limits.max_parts)
+
+        shard = ShardWriter(open_object, pool, zip_crc32=config.zip_crc32)
+        pending: list[tuple[WriteItem, PendingItem]] = []
+        try:
+            with group:
+                for item in items:
+                    pending.append((item, _write(item, planner, shard)))
+                shard.close()
+        except BaseException:
+            for upload in uploads:
+                upload.abandon()
+            self._written = []
+            raise
+        finally:
+            self.transferred = stats.snapshot()
+        objects: dict[str, ObjectRecord] = {}
+        return [
+            WriteResult(item.index, written.length, written.record(objects))
+            for item, written in pending
+        ]
+
+    def _prepare_commit(
+        self, metadata: Metadata, written: Mapping[MetadataIndex, ItemRecord]
+    ) -> tuple[bytes, bool, list[str]]:
+        """All that precedes the commit; returns its content, its mode, and what it replaces."""
+        _check_complete(metadata, written, str(self.uri))
+        store, retrier, baseline = self._store(), self._retrier(), self._baseline
+        if baseline is None:
+            raise IncompleteSaveError("the save was not planned", uri=str(self.uri))
+        manifest = Manifest({_item_key(index): record for index, record in written.items()})
+        content = manifest.to_json()
+        identity = manifest.identify(self._attempt, content)
+        key = self.uri.key(identity.name)
+        body, crc = [memoryview(content)], crc32c(content)
+        retrier.call(lambda: store.put(key, body, crc32c=crc))
+        conditional = conditions_work(
+            store, self.config.conditional_writes, Probe(key, content), retrier
+        )
+        kept = {record.object.name for record in written.values()}
+        replaced = [name for name in self._replaced(baseline) if name not in kept]
+        metadata.storage_data = {
+            index: StorageInfo(record.object.name, record.offset, record.length)
+            for index, record in written.items()
+        }
+        metadata.storage_meta = StorageMeta(self.checkpoint_id, str(identity))
+        metadata.version = CURRENT_DCP_VERSION
+        return dump_metadata(metadata), conditional, replaced
+
+    def _delete_attempt(self, written: Mapping[MetadataIndex, ItemRecord]) -> None:
+        names = {record.object.name for record in written.values()}
+        self._delete([*sorted(names), manifest_name(self._attempt)])
+        self._written = []
+
+    def _replaced(self, baseline: Baseline) -> list[str]:
+        """The objects of the checkpoint that this one replaces; they are deleted after it.
+
+        Raises:
+            CheckpointConflictError: If it is no longer the one that was there in the beginning.
+        """
+        if baseline.version is None:
+            return []
+        store, uri = self._store(), self._store().uri(baseline.key)
+        try:
+            data, info = self._retrier().call(lambda: store.get(baseline.key))
+            if info.version != baseline.version:
+                raise CheckpointConflictError(
+                    "another writer has committed to this location since this save began", uri=uri
+                )
+            old = load_metadata(data, uri)
+            names = {
+                checked(entry.relative_path, uri)
+                for entry in (old.storage_data or {}).values()
+                if isinstance(entry, StorageInfo)
+            }
+            identity = ManifestId.parse(getattr(old.storage_meta, "save_id", None))
+            return sorted(names | ({identity.name} if identity is not None else set()))
+        except CheckpointConflictError:
+            raise
+        except StoreError:
+            raise
+        except CloudCheckpointError as error:
+            logger.warning("the objects of the replaced checkpoint are left behind: %s", error)
+            return []
+
+    def _delete(self, names: list[str]) -> None:
+        if names:
+            keys = [self.uri.key(name) for name in names]
+            delete_quietly(self._store(), keys, self._retrier())
+
+    def _commits(self) -> bool:
+        return self._is_coordinator or not self._use_collectives
+
+    def _commit_key(self) -> str:
+        return self.uri.key(metadata_name(None if self._use_collectives else self._rank))
+
+    def _store(self) -> ObjectStore:
+        return open_store(self.uri, self.config)
+
+    def _retrier(self) -> Retrier:
+        return Retrier(self.config.retry)
+
+
+def _write(item: WriteItem, planner: SavePlanner, shard: ShardWriter) -> PendingItem:
+    data = planner.resolve_data(item)
+    if isinstance(data, io.BytesIO):
+        return shard.add_bytes(data.getbuffer(), data)
+    tensor = data.detach()
+    check_supported(tensor, item.index.fqn)
+    if travels_as_bytes(tensor):
+        return shard.add_object(tensor)
+    if type(tensor) is not torch.Tensor:
+        tensor = tensor.as_subclass(torch.Tensor)
+    return shard.add_tensor(tensor)
+
+
+def _expected_size(item: WriteItem) -> int:
+    """About how many bytes an item will take; planners may change their mind."""
+    if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
+        return item.bytes_io_data.nbytes if item.bytes_io_data is not None else 4096
+    sizes = item.tensor_data.chunk.sizes
+    return sizes.numel() * item.tensor_data.properties.dtype.itemsize + 1536
+
+
+def _item_key(index: MetadataIndex) -> ItemKey:
+    return index.fqn, None if index.offset is None else tuple(index.offset)
+
+
+def _check_complete(
+    metadata: Metadata, written: Mapping[MetadataIndex, ItemRecord], uri: str
+) -> None:
+    """Whether every item that a reader may ask for was written."""
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            wanted = [MetadataIndex(fqn, chunk.offsets) for chunk in entry.chunks]
+        else:
+            wanted = [MetadataIndex(fqn)]
+        for index in wanted:
+            if index not in written:
+                raise IncompleteSaveError(
+                    f"{fqn} (offsets {index.offset}) was planned, but no rank has written it; "
+                    "nothing was committed",
+                    uri=uri,
+                    item=fqn,
+                )

@@ -1,0 +1,279 @@
+"""Every error that cloudckpt raises.
+
+::
+
+    CloudCheckpointError
+    ├── InvalidURIError               also ValueError
+    ├── ConfigError                   also ValueError
+    ├── MissingDependencyError        also ImportError
+    ├── InstallError                  torch's internals are not where install() expects them
+    ├── StoreError                    the object store refused, failed or could not be reached
+    │   ├── ObjectNotFoundError       also FileNotFoundError
+    │   ├── BucketNotFoundError       also FileNotFoundError
+    │   ├── AccessDeniedError         also PermissionError
+    │   ├── CredentialsError          absent, incomplete or expired
+    │   ├── WrongRegionError
+    │   ├── PreconditionFailedError   the object is not (or already) what the condition says
+    │   ├── StorageFullError
+    │   ├── InvalidRequestError       the store will never accept this request
+    │   └── TransientStoreError       retried; it surfaces only when the retries are used up
+    │       ├── ThrottledError
+    │       ├── ServerError
+    │       └── ConnectionLostError   reset, timed out, stalled or truncated
+    ├── TransferCancelledError        another transfer of the same save or load failed first
+    └── CheckpointError
+        ├── CheckpointNotFoundError   also FileNotFoundError
+        ├── CheckpointExistsError     also FileExistsError
+        ├── CheckpointConflictError   another writer committed first
+        ├── CommitUnknownError        the store never said whether the commit took place
+        ├── IncompleteSaveError       a planned item was not written
+        ├── CheckpointCorruptError    bytes missing, changed or damaged
+        ├── UntrustedPickleError      loading would run code that is not on the allow-list
+        ├── MissingKeyError           also KeyError
+        ├── ShapeMismatchError        also ValueError
+        ├── UnsupportedTensorError    also TypeError
+        └── RanksFailedError          several ranks failed for different reasons
+
+Every error survives pickling with its message, URI, item and the text of its cause: torch gathers
+the failures of all ranks by pickle, and a cause that is lost there is lost for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = [
+    "AccessDeniedError",
+    "BucketNotFoundError",
+    "CheckpointConflictError",
+    "CheckpointCorruptError",
+    "CheckpointError",
+    "CheckpointExistsError",
+    "CheckpointNotFoundError",
+    "CloudCheckpointError",
+    "CommitUnknownError",
+    "ConfigError",
+    "ConnectionLostError",
+    "CredentialsError",
+    "IncompleteSaveError",
+    "InstallError",
+    "InvalidRequestError",
+    "InvalidURIError",
+    "MissingDependencyError",
+    "MissingKeyError",
+    "ObjectNotFoundError",
+    "PreconditionFailedError",
+    "RanksFailedError",
+    "ServerError",
+    "ShapeMismatchError",
+    "StorageFullError",
+    "StoreError",
+    "ThrottledError",
+    "TransferCancelledError",
+    "TransientStoreError",
+    "UnsupportedTensorError",
+    "UntrustedPickleError",
+    "WrongRegionError",
+]
+
+
+class CloudCheckpointError(Exception):
+    """The root of the tree.
+
+    Attributes:
+        message: What failed, why, and what to do.
+        uri: The object or checkpoint it is about, without secrets, if there is one.
+        item: The state-dict entry it is about, if there is one.
+        cause: The text of the error beneath, kept because ``__cause__`` does not survive pickling.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        uri: str | None = None,
+        item: str | None = None,
+        cause: BaseException | str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.uri = uri
+        self.item = item
+        self.cause = _text(cause)
+
+    def __str__(self) -> str:
+        parts = [self.message]
+        if self.uri is not None and self.uri not in self.message:
+            parts.append(f"at {self.uri}")
+        if self.item is not None and self.item not in self.message:
+            parts.append(f"item {self.item!r}")
+        if self.cause is not None and self.cause not in self.message:
+            parts.append(f"cause: {self.cause}")
+        return " | ".join(parts)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.message, dict(self.__dict__))
+
+
+def _text(cause: BaseException | str | None) -> str | None:
+    if isinstance(cause, BaseException):
+        return f"{type(cause).__name__}: {cause}"
+    return cause
+
+
+def _rebuild(
+    cls: type[CloudCheckpointError], message: str, state: Mapping[str, Any]
+) -> CloudCheckpointError:
+    error = cls(message)
+    error.__dict__.update(state)
+    return error
+
+
+class InvalidURIError(CloudCheckpointError, ValueError):
+    """A string that is no checkpoint location; the message says what to write instead."""
+
+
+class ConfigError(CloudCheckpointError, ValueError):
+    """An option, or its environment variable, has a value that can't work."""
+
+
+class MissingDependencyError(CloudCheckpointError, ImportError):
+    """An optional package is not installed; the message has the ``pip install`` line."""
+
+
+class InstallError(CloudCheckpointError):
+    """``cloudckpt.install()`` does not fit the running torch."""
+
+
+class StoreError(CloudCheckpointError):
+    """The object store refused, failed, or could not be reached."""
+
+
+class ObjectNotFoundError(StoreError, FileNotFoundError):
+    """There is no object under this key."""
+
+
+class BucketNotFoundError(StoreError, FileNotFoundError):
+    """There is no such bucket or container, or it is invisible to these credentials."""
+
+
+class AccessDeniedError(StoreError, PermissionError):
+    """The credentials are valid but may not do this."""
+
+
+class CredentialsError(StoreError):
+    """No credentials were found, or the store does not accept them any more."""
+
+
+class WrongRegionError(StoreError):
+    """The bucket lives in another region than the client was told."""
+
+
+class PreconditionFailedError(StoreError):
+    """A conditional request did not find the object in the state that it named."""
+
+
+class StorageFullError(StoreError):
+    """The disk or the quota is full."""
+
+
+class InvalidRequestError(StoreError):
+    """The store rejects the request as such: sending it again can't help."""
+
+
+class TransientStoreError(StoreError):
+    """A failure that often goes away; raised to the user only after the last retry.
+
+    Attributes:
+        retry_after: Seconds that the store asked us to wait, if it did.
+    """
+
+    def __init__(self, message: str, *, retry_after: float | None = None, **context: Any) -> None:
+        super().__init__(message, **context)
+        self.retry_after = retry_after
+
+
+class ThrottledError(TransientStoreError):
+    """The store asks for fewer requests (429, 503 SlowDown)."""
+
+
+class ServerError(TransientStoreError):
+    """The store failed inside (5xx), or answered 200 with an error in its body."""
+
+
+class ConnectionLostError(TransientStoreError):
+    """The connection was refused, reset, timed out, stalled, or closed before the last byte.
+
+    Attributes:
+        received: Bytes of a download that arrived before; the retry goes on behind them.
+    """
+
+    def __init__(self, message: str, *, received: int = 0, **context: Any) -> None:
+        super().__init__(message, **context)
+        self.received = received
+
+
+class TransferCancelledError(CloudCheckpointError):
+    """The transfer was stopped because another one of the same save or load had failed."""
+
+
+class CheckpointError(CloudCheckpointError):
+    """A checkpoint can't be saved or loaded."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no committed checkpoint at this URI."""
+
+
+class CheckpointExistsError(CheckpointError, FileExistsError):
+    """A checkpoint is there already and ``overwrite`` is off."""
+
+
+class CheckpointConflictError(CheckpointError):
+    """Another writer committed to the same URI since this save began; this save is discarded."""
+
+
+class CommitUnknownError(CheckpointError):
+    """The connection broke during the commit and the store could not be asked for its outcome.
+
+    Nothing is deleted in this state: the checkpoint may be committed.
+    """
+
+
+class IncompleteSaveError(CheckpointError):
+    """The plan names an item that no rank has written; nothing was committed."""
+
+
+class CheckpointCorruptError(CheckpointError):
+    """Bytes of the checkpoint are missing, were replaced, or do not match their checksum."""
+
+
+class UntrustedPickleError(CheckpointError):
+    """The checkpoint holds a pickle that names code outside of the allow-list."""
+
+
+class MissingKeyError(CheckpointError, KeyError):
+    """The state dict asks for a key that the checkpoint does not have."""
+
+
+class ShapeMismatchError(CheckpointError, ValueError):
+    """The tensor in the checkpoint has another shape than the one to be loaded into."""
+
+
+class UnsupportedTensorError(CheckpointError, TypeError):
+    """A kind of tensor whose bytes can't be stored faithfully (quantized, sparse, meta)."""
+
+
+class RanksFailedError(CheckpointError):
+    """Several ranks failed, for different reasons; the message lists them.
+
+    Attributes:
+        failures: The text of each failure by rank.
+    """
+
+    def __init__(
+        self, message: str, *, failures: Mapping[int, str] | None = None, **context: Any
+    ) -> None:
+        super().__init__(message, **context)
+        self.failures = dict(failures or {})

@@ -1,0 +1,219 @@
+"""The seam between cloudckpt and an object store.
+
+A store makes exactly one attempt at what it is told and maps the vendor's errors to
+:mod:`cloudckpt.errors`; retries, parallelism and clean-up are the caller's. Buffers go in and out
+without a copy: an upload is a sequence of memoryviews that are sent one after the other, a download
+fills memoryviews of the caller.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+__all__ = ["Body", "Capabilities", "ObjectInfo", "ObjectStore", "Part", "Progress", "Upload"]
+
+Body = Sequence[memoryview]
+"""Byte views (format ``B``), sent in order."""
+
+Progress = Callable[[int], None]
+"""Called with the number of bytes moved since the last call; may raise to stop the transfer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What a kind of store can do, as its documentation states it.
+
+    Attributes:
+        conditional_writes: Whether ``if_absent`` and ``if_version`` of ``put`` are honoured: True
+            or False where that is documented, None where it has to be tried out.
+        min_part_size: Fewest bytes of an upload part other than the last.
+        max_part_size: Most bytes of an upload part.
+        max_parts: Most parts of an upload.
+        max_put_size: Most bytes of a single ``put``.
+    """
+
+    conditional_writes: bool | None
+    min_part_size: int
+    max_part_size: int
+    max_parts: int
+    max_put_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """An object as the store knows it.
+
+    Attributes:
+        key: The key in the bucket.
+        size: Bytes.
+        version: What changes when the object is replaced (ETag, generation); opaque.
+    """
+
+    key: str
+    size: int
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """An object under construction; invisible until it is completed.
+
+    Attributes:
+        key: The key that the object will have.
+        id: The store's name for this upload.
+        part_size: Bytes of every part but the last.
+    """
+
+    key: str
+    id: str
+    part_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part that the store has taken: its number from 1, bytes, tag and CRC32C."""
+
+    number: int
+    size: int
+    tag: str
+    crc32c: int
+
+
+class ObjectStore(ABC):
+    """One bucket. Safe to use from many threads; made anew in every process.
+
+    All methods raise :class:`~cloudckpt.errors.StoreError` or one of its children. Methods that
+    move payload take ``progress``, see :data:`Progress`.
+    """
+
+    root: str
+    """``scheme://bucket``, for messages."""
+
+    capabilities: Capabilities
+
+    @abstractmethod
+    def put(
+        self,
+        key: str,
+        body: Body,
+        *,
+        crc32c: int,
+        if_absent: bool = False,
+        if_version: str | None = None,
+        progress: Progress | None = None,
+    ) -> ObjectInfo:
+        """Writes one object in one request; it appears whole or not at all.
+
+        Args:
+            key: The key.
+            body: The bytes.
+            crc32c: Their CRC32C, which the store verifies if it can.
+            if_absent: Fail with PreconditionFailedError if the key is taken.
+            if_version: Fail with PreconditionFailedError unless the key holds this version.
+            progress: See :data:`Progress`.
+        """
+
+    @abstractmethod
+    def create_upload(self, key: str, part_size: int) -> Upload:
+        """Begins an object that is sent in parts of ``part_size`` bytes, the last one shorter."""
+
+    @abstractmethod
+    def put_part(
+        self,
+        upload: Upload,
+        number: int,
+        body: Body,
+        *,
+        crc32c: int,
+        progress: Progress | None = None,
+    ) -> Part:
+        """Sends part ``number`` (from 1); sending it again replaces it."""
+
+    @abstractmethod
+    def complete_upload(self, upload: Upload, parts: Sequence[Part]) -> ObjectInfo:
+        """Makes the object visible, from all of its parts in order."""
+
+    @abstractmethod
+    def abort_upload(self, upload: Upload) -> None:
+        """Discards an upload; doing it again, or after completion, is no error."""
+
+    @abstractmethod
+    def list_uploads(self, prefix: str) -> Iterator[Upload]:
+        """The uploads under ``prefix`` that were neither completed nor aborted."""
+
+    @abstractmethod
+    def get(self, key: str) -> tuple[bytearray, ObjectInfo]:
+        """Reads a whole object into memory: for metadata, not for shards."""
+
+    @abstractmethod
+    def get_range(
+        self,
+        key: str,
+        start: int,
+        into: Sequence[memoryview],
+        *,
+        if_version: str | None = None,
+        progress: Progress | None = None,
+    ) -> ObjectInfo:
+        """Fills ``into``, one view after the other, with the object's bytes from ``start``.
+
+        Args:
+            key: The key.
+            start: The first byte.
+            into: Writable byte views, not empty in total.
+            if_version: Fail with PreconditionFailedError if the object was replaced.
+            progress: See :data:`Progress`.
+
+        Raises:
+            ConnectionLostError: Also if the body was short; its ``received`` says what arrived.
+            InvalidRequestError: If the object ends before the range does.
+        """
+
+    @abstractmethod
+    def head(self, key: str) -> ObjectInfo:
+        """Size and version of an object.
+
+        Raises:
+            ObjectNotFoundError: If there is none.
+        """
+
+    @abstractmethod
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """The objects whose key begins with ``prefix``, in the order of keys, page by page."""
+
+    @abstractmethod
+    def delete(self, keys: Iterable[str]) -> None:
+        """Removes objects; those that are not there are no error."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives connections back; the store can't be used afterwards."""
+
+    def uri(self, key: str) -> str:
+        """The URI of ``key``, for messages."""
+        return f"{self.root}/{key}"
+
+
+def nbytes(views: Iterable[memoryview]) -> int:
+    """Total bytes of ``views``."""
+    return sum(view.nbytes for view in views)
+
+
+def skip(views: Sequence[memoryview], count: int) -> list[memoryview]:
+    """``views`` without their first ``count`` bytes."""
+    rest: list[memoryview] = []
+    for view in views:
+        if count >= view.nbytes:
+            count -= view.nbytes
+            continue
+        rest.append(view[count:] if count else view)
+        count = 0
+    return rest
+
+
+def random_suffix() -> str:
+    """Sixteen hexadecimal digits that no other attempt, process or host will draw."""
+    return os.urandom(8).hex()

@@ -1,0 +1,326 @@
+"""The zero-copy HTTP layer under the cloud stores.
+
+urllib3 keeps the connections, speaks TLS and finds its way through proxies. This module adds what
+a mover of large buffers needs: bodies that are lists of memoryviews, answers received straight into
+memoryviews, and a watch that ends a connection which no longer makes progress.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import urllib3
+import urllib3.connection
+import urllib3.exceptions
+
+from cloudckpt.errors import ConnectionLostError, TransientStoreError
+from cloudckpt.stores.base import Body, Progress
+
+__all__ = ["HttpClient", "HttpOptions", "Reply"]
+
+STEP = 1024 * 1024
+"""Bytes that one blocking call moves: few enough to notice a stall or a cancellation soon, enough
+that Python's share of the work stays below a percent."""
+
+_SMALL = 64 * 1024
+_GATHER = 256 * 1024
+_MOST_ERROR_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpOptions:
+    """How connections are made: see :class:`cloudckpt.config.Config` for the times (seconds)."""
+
+    connections: int
+    connect_timeout: float
+    read_timeout: float
+    stall_timeout: float
+    proxies: tuple[tuple[str, str], ...] = ()
+    ca_bundle: str | None = None
+    client_cert: str | None = None
+    verify_tls: bool = True
+
+
+class _Watched(http.client.HTTPConnection):
+    """Sits between urllib3's connection and the standard library's.
+
+    It keeps the standard library's response, whose ``readinto`` receives into the caller's memory
+    (urllib3's own copies), and gives each send the time of a step.
+    """
+
+    sock: socket.socket | None
+    step_timeout: float  # seconds, set by the class that _pool_classes makes
+    raw_response: http.client.HTTPResponse | None = None
+    raw_sock: socket.socket | None = None
+
+    def send(self, data: Any) -> None:
+        if self.sock is None and self.auto_open:
+            self.connect()
+        if self.sock is not None:
+            self.sock.settimeout(self.step_timeout)
+        super().send(data)
+
+    def getresponse(self) -> http.client.HTTPResponse:
+        self.raw_sock = self.sock  # dropped below if it is to close
+        self.raw_response = super().getresponse()
+        return self.raw_response
+
+
+def _pool_classes(timeout: float) -> dict[str, type[urllib3.HTTPConnectionPool]]:
+    """urllib3's pools, of connections that are watched."""
+
+    class Plain(urllib3.connection.HTTPConnection, _Watched):  # type: ignore[misc]
+        step_timeout = timeout
+
+    class Secure(urllib3.connection.HTTPSConnection, _Watched):  # type: ignore[misc]
+        step_timeout = timeout
+
+    class PlainPool(urllib3.HTTPConnectionPool):
+        ConnectionCls = Plain
+
+    class SecurePool(urllib3.HTTPSConnectionPool):
+        ConnectionCls = Secure
+
+    return {"http": PlainPool, "https": SecurePool}
+
+
+class _Watch:
+    """Ends connections whose current step takes too long.
+
+    A socket's timeout only limits the wait for the *next* bytes: a peer that drips one byte a
+    second would hold a transfer forever. One thread looks at all transfers once a second.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._steps: dict[int, tuple[float, socket.socket]] = {}
+        self._expired: set[int] = set()
+        self._lock = threading.Lock()
+        self._wake = threading.Condition(self._lock)
+        self._thread: threading.Thread | None = None
+
+    def begin(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._steps[id(sock)] = (time.monotonic() + self._limit, sock)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._look, name="cloudckpt-watch", daemon=True
+                )
+                self._thread.start()
+            elif len(self._steps) == 1:
+                self._wake.notify()
+
+    def end(self, sock: socket.socket) -> bool:
+        """Whether the step ended in time."""
+        with self._lock:
+            self._steps.pop(id(sock), None)
+            late = id(sock) in self._expired
+            self._expired.discard(id(sock))
+        return not late
+
+    def _look(self) -> None:
+        while True:
+            with self._lock:
+                while not self._steps:
+                    self._wake.wait()
+                now = time.monotonic()
+                late = [key for key, (deadline, _) in self._steps.items() if now > deadline]
+                for key in late:
+                    _, sock = self._steps.pop(key)
+                    self._expired.add(key)
+                    with contextlib.suppress(OSError):
+                        # not SSLSocket.shutdown, which would drop its state under the reader
+                        socket.socket.shutdown(sock, socket.SHUT_RDWR)
+            time.sleep(min(1.0, self._limit / 4))
+
+
+class Reply:
+    """An answer whose body has not been read yet."""
+
+    def __init__(
+        self,
+        response: urllib3.response.BaseHTTPResponse,
+        raw: http.client.HTTPResponse,
+        sock: socket.socket | None,
+        watch: _Watch,
+    ) -> None:
+        self.status = response.status
+        self.headers: Mapping[str, str] = response.headers
+        self._response = response
+        self._raw = raw
+        self._sock = sock
+        self._watch = watch
+
+    @property
+    def length(self) -> int | None:
+        """The bytes that the body is said to have."""
+        text = self.headers.get("Content-Length")
+        return int(text) if text is not None and text.isdigit() else None
+
+    def read_into(self, views: Sequence[memoryview], progress: Progress | None = None) -> None:
+        """Receives exactly the bytes of ``views``.
+
+        Raises:
+            ConnectionLostError: If the body ends early or stalls; ``received`` says what arrived.
+        """
+        received = 0
+        for view in views:
+            position = 0
+            while position < view.nbytes:
+                try:
+                    count = self._step(view[position : position + STEP])
+                except (OSError, http.client.HTTPException) as exc:
+                    raise ConnectionLostError(
+                        f"the connection broke after {received} bytes", received=received, cause=exc
+                    ) from exc
+                if count == 0:
+                    raise ConnectionLostError(
+                        f"the answer ended after {received} bytes", received=received
+                    )
+                position += count
+                received += count
+                if progress is not None:
+                    progress(count)
+
+    def read(self, limit: int = _MOST_ERROR_BYTES) -> bytes:
+        """The body of a short answer, at most ``limit`` bytes of it."""
+        data = bytearray(min(limit, self.length if self.length is not None else limit))
+        received = 0
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            while received < len(data) and (count := self._step(memoryview(data)[received:])):
+                received += count
+        return bytes(data[:received])
+
+    def _step(self, view: memoryview) -> int:
+        if self._sock is None:
+            return self._raw.readinto(view)
+        self._watch.begin(self._sock)
+        try:
+            count = self._raw.readinto(view)
+        finally:
+            in_time = self._watch.end(self._sock)
+        if not in_time:
+            raise TimeoutError(f"stalled: {view.nbytes} bytes did not arrive in time")
+        return count
+
+    def close(self) -> None:
+        """Gives the connection back if the body was read to its end, else closes it."""
+        if self._raw.isclosed():
+            self._response.release_conn()
+        else:
+            self._response.close()
+
+
+class HttpClient:
+    """Keep-alive connections to the endpoints of one store; for one process, many threads."""
+
+    def __init__(self, options: HttpOptions) -> None:
+        self._options = options
+        self._watch = _Watch(options.stall_timeout)
+        self._timeout = urllib3.Timeout(connect=options.connect_timeout, read=options.read_timeout)
+        self._direct = self._manager(None)
+        self._proxied = {scheme: self._manager(proxy) for scheme, proxy in options.proxies}
+
+    def _manager(self, proxy: str | None) -> urllib3.PoolManager:
+        options = self._options
+        settings: dict[str, Any] = {"maxsize": options.connections, "num_pools": 8}
+        settings["cert_reqs"] = "CERT_REQUIRED" if options.verify_tls else "CERT_NONE"
+        if options.ca_bundle is not None:
+            settings["ca_certs"] = options.ca_bundle
+        if options.client_cert is not None:
+            settings["cert_file"] = options.client_cert
+        if proxy is None:
+            manager = urllib3.PoolManager(**settings)
+        else:
+            manager = urllib3.ProxyManager(proxy, **settings)
+        manager.pool_classes_by_scheme = _pool_classes(options.stall_timeout)
+        return manager
+
+    @contextlib.contextmanager
+    def send(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: Body = (),
+        progress: Progress | None = None,
+    ) -> Iterator[Reply]:
+        """Sends one request and yields its answer, whatever its status.
+
+        ``headers`` must hold Content-Length if there is a body.
+
+        Raises:
+            ConnectionLostError: If no answer came.
+        """
+        manager = self._proxied.get(url.partition(":")[0], self._direct)
+        try:
+            response = manager.urlopen(
+                method,
+                url,
+                body=_steps(body, progress) if body else None,
+                headers=headers,
+                timeout=self._timeout,
+                retries=False,
+                redirect=False,
+                preload_content=False,
+                decode_content=False,
+            )
+        except TransientStoreError:
+            raise
+        except (urllib3.exceptions.HTTPError, OSError, http.client.HTTPException) as exc:
+            raise ConnectionLostError(f"{method} got no answer", cause=_plain(exc)) from exc
+        connection: object = response.connection
+        if not isinstance(connection, _Watched) or connection.raw_response is None:
+            raise TypeError("urllib3 did not use the connection class it was given")
+        reply = Reply(response, connection.raw_response, connection.raw_sock, self._watch)
+        try:
+            yield reply
+        finally:
+            reply.close()
+
+    def close(self) -> None:
+        """Closes the idle connections."""
+        for manager in (self._direct, *self._proxied.values()):
+            manager.clear()
+
+
+def _steps(body: Body, progress: Progress | None) -> Iterator[memoryview | bytes]:
+    """Cuts large views into steps and gathers small ones, which would cost a call each."""
+    gathered: list[memoryview] = []
+    waiting = 0
+    for view in body:
+        if view.nbytes < _SMALL:
+            gathered.append(view)
+            waiting += view.nbytes
+            if waiting < _GATHER:
+                continue
+        if waiting:
+            yield b"".join(gathered)
+            if progress is not None:
+                progress(waiting)
+            gathered, waiting = [], 0
+        if view.nbytes >= _SMALL:
+            for start in range(0, view.nbytes, STEP):
+                piece = view[start : start + STEP]
+                yield piece
+                if progress is not None:
+                    progress(piece.nbytes)
+    if waiting:
+        yield b"".join(gathered)
+        if progress is not None:
+            progress(waiting)
+
+
+def _plain(exc: BaseException) -> str:
+    """The innermost reason, without urllib3's wrapping and object addresses."""
+    reason = getattr(exc, "reason", None)
+    inner = reason if isinstance(reason, BaseException) else exc
+    text = str(inner).rpartition(">: ")[2] or str(inner)
+    return f"{type(inner).__name__}: {text}"

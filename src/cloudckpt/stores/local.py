@@ -1,0 +1,263 @@
+"""``file:///path`` and plain paths: a store on a POSIX file system.
+
+An object appears by one atomic step of the file system: a hard link for a new one, a rename for a
+replacement. Its bytes and its directory entry are on the disk (fsync) before that is reported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from cloudckpt.errors import (
+    AccessDeniedError,
+    ConnectionLostError,
+    InvalidRequestError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    StorageFullError,
+    StoreError,
+)
+from cloudckpt.stores.base import (
+    Body,
+    Capabilities,
+    ObjectInfo,
+    ObjectStore,
+    Part,
+    Progress,
+    Upload,
+    nbytes,
+    random_suffix,
+    skip,
+)
+
+__all__ = ["LocalStore"]
+
+_UNFINISHED = ".cloudckpt-unfinished-"  # names of files that are not objects yet
+_LOCK_PATIENCE = 60.0  # seconds; a commit holds the lock for milliseconds
+_MOST_BUFFERS = 512  # below IOV_MAX of every POSIX system in use
+
+
+class LocalStore(ObjectStore):
+    """The whole file system as one bucket; keys are absolute paths."""
+
+    root = "file://"
+    capabilities = Capabilities(
+        conditional_writes=True,
+        min_part_size=1,
+        max_part_size=1 << 40,
+        max_parts=1 << 20,
+        max_put_size=1 << 50,
+    )
+
+    def put(
+        self,
+        key: str,
+        body: Body,
+        *,
+        crc32c: int,
+        if_absent: bool = False,
+        if_version: str | None = None,
+        progress: Progress | None = None,
+    ) -> ObjectInfo:
+        upload = self.create_upload(key, max(1, nbytes(body)))
+        try:
+            self._write(upload, 0, body, progress)
+            return self._publish(upload, if_absent=if_absent, if_version=if_version)
+        except BaseException:
+            self.abort_upload(upload)
+            raise
+
+    def create_upload(self, key: str, part_size: int) -> Upload:
+        path = Path(key)
+        temporary = path.parent / f"{_UNFINISHED}{random_suffix()}-{path.name}"
+        with self._errors(key):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+        return Upload(key, str(temporary), part_size)
+
+    def put_part(
+        self,
+        upload: Upload,
+        number: int,
+        body: Body,
+        *,
+        crc32c: int,
+        progress: Progress | None = None,
+    ) -> Part:
+        size = self._write(upload, (number - 1) * upload.part_size, body, progress)
+        return Part(number, size, str(number), crc32c)
+
+    def complete_upload(self, upload: Upload, parts: Sequence[Part]) -> ObjectInfo:
+        return self._publish(upload)
+
+    def abort_upload(self, upload: Upload) -> None:
+        with self._errors(upload.key):
+            Path(upload.id).unlink(missing_ok=True)
+
+    def list_uploads(self, prefix: str) -> Iterator[Upload]:
+        for path in self._walk(prefix):
+            if path.name.startswith(_UNFINISHED):
+                name = path.name.removeprefix(_UNFINISHED).partition("-")[2]
+                yield Upload(str(path.with_name(name)), str(path), 0)
+
+    def get(self, key: str) -> tuple[bytearray, ObjectInfo]:
+        info = self.head(key)
+        data = bytearray(info.size)
+        return data, self.get_range(key, 0, [memoryview(data)])
+
+    def get_range(
+        self,
+        key: str,
+        start: int,
+        into: Sequence[memoryview],
+        *,
+        if_version: str | None = None,
+        progress: Progress | None = None,
+    ) -> ObjectInfo:
+        with self._errors(key), open(key, "rb", buffering=0) as file:
+            info = _info(key, os.fstat(file.fileno()))
+            if if_version is not None and info.version != if_version:
+                raise PreconditionFailedError("the file was replaced", uri=self.uri(key))
+            if start + nbytes(into) > info.size:
+                raise InvalidRequestError(
+                    f"the range from {start} is longer than the file of {info.size} bytes",
+                    uri=self.uri(key),
+                )
+            done, rest = 0, list(into)
+            while rest:
+                count = os.preadv(file.fileno(), rest[:_MOST_BUFFERS], start + done)
+                if count == 0:
+                    raise ConnectionLostError(
+                        "the file shrank while it was read", received=done, uri=self.uri(key)
+                    )
+                done += count
+                rest = skip(rest, count)
+                if progress is not None:
+                    progress(count)
+        return info
+
+    def head(self, key: str) -> ObjectInfo:
+        with self._errors(key):
+            return _info(key, os.stat(key))
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        for path in self._walk(prefix):
+            if not path.name.startswith(_UNFINISHED):
+                with contextlib.suppress(FileNotFoundError):
+                    yield _info(str(path), path.stat())
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            with self._errors(key):
+                Path(key).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """No file stays open between two calls."""
+
+    def uri(self, key: str) -> str:
+        return Path(key).as_uri()
+
+    def _write(self, upload: Upload, offset: int, body: Body, progress: Progress | None) -> int:
+        written, rest = 0, [view for view in body if view.nbytes]
+        with self._errors(upload.key), open(upload.id, "r+b", buffering=0) as file:
+            while rest:
+                count = os.pwritev(file.fileno(), rest[:_MOST_BUFFERS], offset + written)
+                written += count
+                rest = skip(rest, count)
+                if progress is not None:
+                    progress(count)
+        return written
+
+    def _publish(
+        self, upload: Upload, *, if_absent: bool = False, if_version: str | None = None
+    ) -> ObjectInfo:
+        key = upload.key
+        with self._errors(key):
+            _sync(upload.id)
+            with _locked(Path(key).parent):
+                if if_absent:
+                    try:
+                        os.link(upload.id, key)
+                    except FileExistsError as exc:
+                        raise PreconditionFailedError(
+                            "the file exists already", uri=self.uri(key)
+                        ) from exc
+                    os.unlink(upload.id)
+                else:
+                    if if_version is not None and self._version(key) != if_version:
+                        raise PreconditionFailedError("the file was replaced", uri=self.uri(key))
+                    os.replace(upload.id, key)
+            return _info(key, os.stat(key))
+
+    def _version(self, key: str) -> str | None:
+        try:
+            return self.head(key).version
+        except ObjectNotFoundError:
+            return None
+
+    def _walk(self, prefix: str) -> Iterator[Path]:
+        """Regular files whose path begins with ``prefix``, in order."""
+        top = Path(prefix) if prefix.endswith("/") else Path(prefix).parent
+        found = [Path(folder) / name for folder, _, names in os.walk(top) for name in names]
+        return iter(sorted(path for path in found if str(path).startswith(prefix)))
+
+    @contextlib.contextmanager
+    def _errors(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except StoreError:
+            raise
+        except FileNotFoundError as exc:
+            raise ObjectNotFoundError("there is no such file", uri=self.uri(key)) from exc
+        except PermissionError as exc:
+            raise AccessDeniedError(
+                "this user may not do that here", uri=self.uri(key), cause=exc
+            ) from exc
+        except OSError as exc:
+            if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise StorageFullError(
+                    "the disk or the quota is full; free space or choose another location",
+                    uri=self.uri(key),
+                    cause=exc,
+                ) from exc
+            raise InvalidRequestError(
+                "the file system refused", uri=self.uri(key), cause=exc
+            ) from exc
+
+
+def _info(key: str, stat: os.stat_result) -> ObjectInfo:
+    return ObjectInfo(key, stat.st_size, f"{stat.st_ino:x}-{stat.st_mtime_ns:x}-{stat.st_size:x}")
+
+
+def _sync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keeps other writers out of ``folder`` for a moment; its new entries are durable on exit."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        deadline = time.monotonic() + _LOCK_PATIENCE
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.005)
+        yield
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,171 @@
+"""``memory://name``: a store in this process, for tests."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from cloudckpt.errors import InvalidRequestError, ObjectNotFoundError, PreconditionFailedError
+from cloudckpt.stores.base import (
+    Body,
+    Capabilities,
+    ObjectInfo,
+    ObjectStore,
+    Part,
+    Progress,
+    Upload,
+    nbytes,
+)
+
+__all__ = ["MemoryStore"]
+
+
+@dataclass
+class _Bucket:
+    objects: dict[str, tuple[bytes, str]] = field(default_factory=dict)
+    uploads: dict[str, tuple[Upload, dict[int, bytes]]] = field(default_factory=dict)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    versions: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+
+_buckets: dict[str, _Bucket] = {}
+
+
+class MemoryStore(ObjectStore):
+    """Objects in a dict that all stores of the same name in this process share."""
+
+    capabilities = Capabilities(
+        conditional_writes=True,
+        min_part_size=1,
+        max_part_size=5 * 1024**3,
+        max_parts=10_000,
+        max_put_size=5 * 1024**3,
+    )
+
+    def __init__(self, name: str) -> None:
+        self.root = f"memory://{name}"
+        self._bucket = _buckets.setdefault(name, _Bucket())
+
+    def put(
+        self,
+        key: str,
+        body: Body,
+        *,
+        crc32c: int,
+        if_absent: bool = False,
+        if_version: str | None = None,
+        progress: Progress | None = None,
+    ) -> ObjectInfo:
+        data = b"".join(body)
+        if progress is not None:
+            progress(len(data))
+        with self._bucket.lock:
+            held = self._bucket.objects.get(key)
+            if if_absent and held is not None:
+                raise PreconditionFailedError("the object exists already", uri=self.uri(key))
+            if if_version is not None and (held is None or held[1] != if_version):
+                raise PreconditionFailedError("the object was replaced", uri=self.uri(key))
+            version = str(next(self._bucket.versions))
+            self._bucket.objects[key] = (data, version)
+        return ObjectInfo(key, len(data), version)
+
+    def create_upload(self, key: str, part_size: int) -> Upload:
+        with self._bucket.lock:
+            upload = Upload(key, str(next(self._bucket.versions)), part_size)
+            self._bucket.uploads[upload.id] = (upload, {})
+        return upload
+
+    def put_part(
+        self,
+        upload: Upload,
+        number: int,
+        body: Body,
+        *,
+        crc32c: int,
+        progress: Progress | None = None,
+    ) -> Part:
+        data = b"".join(body)
+        if progress is not None:
+            progress(len(data))
+        with self._bucket.lock:
+            self._parts(upload)[number] = data
+        return Part(number, len(data), str(number), crc32c)
+
+    def complete_upload(self, upload: Upload, parts: Sequence[Part]) -> ObjectInfo:
+        with self._bucket.lock:
+            held = self._parts(upload)
+            data = b"".join(held[part.number] for part in parts)
+            info = self.put(upload.key, [memoryview(data)], crc32c=0)
+            del self._bucket.uploads[upload.id]
+        return info
+
+    def abort_upload(self, upload: Upload) -> None:
+        with self._bucket.lock:
+            self._bucket.uploads.pop(upload.id, None)
+
+    def list_uploads(self, prefix: str) -> Iterator[Upload]:
+        with self._bucket.lock:
+            held = [upload for upload, _ in self._bucket.uploads.values()]
+        return (upload for upload in held if upload.key.startswith(prefix))
+
+    def get(self, key: str) -> tuple[bytearray, ObjectInfo]:
+        data, version = self._held(key)
+        return bytearray(data), ObjectInfo(key, len(data), version)
+
+    def get_range(
+        self,
+        key: str,
+        start: int,
+        into: Sequence[memoryview],
+        *,
+        if_version: str | None = None,
+        progress: Progress | None = None,
+    ) -> ObjectInfo:
+        data, version = self._held(key)
+        if if_version is not None and version != if_version:
+            raise PreconditionFailedError("the object was replaced", uri=self.uri(key))
+        if start + nbytes(into) > len(data):
+            raise InvalidRequestError(
+                f"the range from {start} is longer than the object of {len(data)} bytes",
+                uri=self.uri(key),
+            )
+        for view in into:
+            view[:] = data[start : start + view.nbytes]
+            start += view.nbytes
+            if progress is not None:
+                progress(view.nbytes)
+        return ObjectInfo(key, len(data), version)
+
+    def head(self, key: str) -> ObjectInfo:
+        data, version = self._held(key)
+        return ObjectInfo(key, len(data), version)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        with self._bucket.lock:
+            held = sorted(self._bucket.objects.items())
+        return (
+            ObjectInfo(key, len(data), version)
+            for key, (data, version) in held
+            if key.startswith(prefix)
+        )
+
+    def delete(self, keys: Iterable[str]) -> None:
+        with self._bucket.lock:
+            for key in keys:
+                self._bucket.objects.pop(key, None)
+
+    def close(self) -> None:
+        """The objects stay: they belong to the process."""
+
+    def _held(self, key: str) -> tuple[bytes, str]:
+        with self._bucket.lock:
+            if key not in self._bucket.objects:
+                raise ObjectNotFoundError("there is no such object", uri=self.uri(key))
+            return self._bucket.objects[key]
+
+    def _parts(self, upload: Upload) -> dict[int, bytes]:
+        if upload.id not in self._bucket.uploads:
+            raise ObjectNotFoundError("there is no such upload", uri=self.uri(upload.key))
+        return self._bucket.uploads[upload.id][1]

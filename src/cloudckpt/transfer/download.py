@@ -1,0 +1,326 @@
+"""Fetches ranges of many objects at once, verifies them, and hands them to their sinks."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cloudckpt.checksum import first_bad_block
+from cloudckpt.config import Config
+from cloudckpt.errors import (
+    CheckpointCorruptError,
+    ConnectionLostError,
+    InvalidRequestError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+)
+from cloudckpt.stores.base import ObjectInfo, ObjectStore, nbytes, skip
+from cloudckpt.transfer.budget import ByteBudget
+from cloudckpt.transfer.group import TaskGroup
+from cloudckpt.transfer.memory import bytes_of
+from cloudckpt.transfer.ranges import Span, pack_requests
+from cloudckpt.transfer.retry import Retrier
+from cloudckpt.transfer.sinks import Sink
+from cloudckpt.transfer.stats import TransferStats
+
+__all__ = ["Source", "Wanted", "download"]
+
+logger = logging.getLogger("cloudckpt")
+
+_DIRECT = 64 * 1024  # fewer bytes are cheaper to copy than to receive in a call of their own
+_ALIGNMENT = 64
+_GRAIN = 1024 * 1024  # where unverified data may be cut
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Raw data of an item in an object.
+
+    Attributes:
+        key: The object.
+        offset: The first byte of the raw data in the object.
+        nbytes: Its length.
+        block_size: Bytes that share a checksum; 0 if there are no checksums.
+        crcs: The CRC32C of each block.
+        object_size: What the object's size must be, or None if that is unknown.
+        item: The item's name, for messages.
+    """
+
+    key: str
+    offset: int
+    nbytes: int
+    block_size: int
+    crcs: Sequence[int]
+    object_size: int | None
+    item: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Bytes ``start`` to ``stop`` of a source's raw data, and who takes them.
+
+    Attributes:
+        source: The raw data.
+        start: The first byte.
+        stop: Behind the last one.
+        sink: The taker.
+        divisible: Whether the sink accepts the bytes in several deliveries.
+    """
+
+    source: Source
+    start: int
+    stop: int
+    sink: Sink
+    divisible: bool
+
+
+def download(
+    store: ObjectStore,
+    wanted: Sequence[Wanted],
+    config: Config,
+    stats: TransferStats,
+) -> None:
+    """Delivers all that is wanted; at its return every byte has arrived and was verified.
+
+    Raises:
+        CheckpointCorruptError: If bytes are missing, were replaced, or do not match their
+            checksum when they are fetched a second time.
+        StoreError: If the store refuses or stays unreachable.
+    """
+    _Download(store, wanted, config, stats).run()
+
+
+class _Download:
+    def __init__(
+        self,
+        store: ObjectStore,
+        wanted: Sequence[Wanted],
+        config: Config,
+        stats: TransferStats,
+    ) -> None:
+        self._store = store
+        self._wanted = wanted
+        self._config = config
+        self._stats = stats
+        self._group = TaskGroup(config.connections, name="cloudckpt-load")
+        self._retrier = Retrier(config.retry, self._group.cancellation, on_retry=stats.add_retry)
+        self._budget = ByteBudget(config.memory_budget, self._group.cancellation)
+        self._seen: dict[str, ObjectInfo] = {}
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        by_key: dict[str, list[Span]] = {}
+        for index, want in enumerate(self._wanted):
+            if want.stop > want.start:
+                by_key.setdefault(want.source.key, []).append(self._span(index, want))
+        config = self._config
+        with self._group as group:
+            for key, spans in by_key.items():
+                for request in pack_requests(
+                    spans, limit=config.request_size, merge_gap=config.merge_gap
+                ):
+                    group.submit(lambda key=key, request=request: self._fetch(key, request))  # type: ignore[misc]
+
+    def _span(self, index: int, want: Wanted) -> Span:
+        """The bytes to ask for: whole blocks, if they can be verified."""
+        source = want.source
+        start, stop, grain = want.start, want.stop, _GRAIN
+        if self._config.verify and source.block_size:
+            grain = source.block_size
+            start = start // grain * grain
+            stop = min(-(-stop // grain) * grain, source.nbytes)
+        origin = source.offset
+        return Span(origin + start, origin + stop, grain if want.divisible else 0, origin, index)
+
+    def _fetch(self, key: str, spans: list[Span]) -> None:
+        landing = _Landing(spans, self._wanted)
+        with self._budget.holding(landing.scratch_bytes):
+            views = landing.allocate()
+            self._receive(key, spans, views)
+            bad = self._first_bad(landing)
+            if bad is not None:
+                logger.warning("%s: fetched again after a wrong checksum of %s", key, bad.item)
+                self._receive(key, spans, views)
+                if (bad := self._first_bad(landing)) is not None:
+                    raise CheckpointCorruptError(
+                        f"bytes {bad.start} to {bad.stop} of the object do not match their "
+                        "checksum, twice: the object is damaged; restore it or load an older "
+                        "checkpoint",
+                        uri=self._store.uri(key),
+                        item=bad.item,
+                    )
+            landing.deliver()
+
+    def _receive(self, key: str, spans: list[Span], views: Sequence[memoryview]) -> None:
+        """One range into ``views``; a retry goes on where the connection broke."""
+        start, rest = spans[0].start, list(views)
+        source = self._wanted[spans[0].owner].source
+        with self._lock:
+            seen = self._seen.get(key)
+
+        def once() -> ObjectInfo:
+            nonlocal start, rest
+            try:
+                return self._store.get_range(
+                    key,
+                    start,
+                    rest,
+                    if_version=seen.version if seen is not None else None,
+                    progress=self._progress,
+                )
+            except ConnectionLostError as error:
+                if error.received < nbytes(rest):
+                    start, rest = start + error.received, skip(rest, error.received)
+                raise
+
+        try:
+            info = self._retrier.call(once)
+        except (ObjectNotFoundError, PreconditionFailedError, InvalidRequestError) as error:
+            what = {
+                ObjectNotFoundError: "an object of the checkpoint is gone",
+                PreconditionFailedError: "an object was replaced while it was read",
+            }.get(type(error), "an object of the checkpoint is shorter than it was written")
+            raise CheckpointCorruptError(
+                f"{what}: was the checkpoint deleted or overwritten meanwhile? Load another one",
+                uri=self._store.uri(key),
+                item=source.item,
+                cause=error,
+            ) from error
+        self._stats.add_requests(1)
+        self._compare(key, info, source)
+
+    def _compare(self, key: str, info: ObjectInfo, source: Source) -> None:
+        with self._lock:
+            first = self._seen.setdefault(key, info)
+        if first.version != info.version or source.object_size not in (None, info.size):
+            raise CheckpointCorruptError(
+                f"the object has {info.size} bytes instead of {source.object_size}, or was "
+                "replaced while it was read; load another checkpoint",
+                uri=self._store.uri(key),
+                item=source.item,
+            )
+
+    def _progress(self, count: int) -> None:
+        self._group.cancellation.check()
+        self._stats.add_bytes(count)
+
+    def _first_bad(self, landing: _Landing) -> _Bad | None:
+        if not self._config.verify:
+            return None
+        for segment in landing.segments:
+            source = segment.want.source
+            if not source.block_size:
+                continue
+            first = (segment.span.start - source.offset) // source.block_size
+            last = -(-(segment.span.stop - source.offset) // source.block_size)
+            bad = first_bad_block(segment.views, source.crcs[first:last], source.block_size)
+            if bad is not None:
+                start = source.offset + (first + bad) * source.block_size
+                stop = min(start + source.block_size, source.offset + source.nbytes)
+                return _Bad(source.item, start, stop)
+        return None
+
+
+@dataclass(frozen=True)
+class _Bad:
+    item: str
+    start: int
+    stop: int
+
+
+class _Segment:
+    """One span of a request: what is wanted of it, and where its bytes land."""
+
+    def __init__(self, span: Span, want: Wanted) -> None:
+        self.span = span
+        self.want = want
+        origin = want.source.offset
+        self.start = max(want.start, span.start - origin)  # wanted, relative to the raw data
+        self.stop = min(want.stop, span.stop - origin)
+        self.before = self.start - (span.start - origin)  # bytes read for their block's sake
+        self.behind = (span.stop - origin) - self.stop
+        begin = self.start - want.start
+        self.target = want.sink.direct(begin, begin + self.stop - self.start)
+        self.is_direct = self.target is not None and self.target.nbytes >= _DIRECT
+        self.views: list[memoryview] = []
+        self.landed: torch.Tensor | None = None
+
+    def deliver(self) -> None:
+        if self.landed is None:
+            return
+        if self.target is not None:
+            self.target[:] = bytes_of(self.landed)
+        else:
+            self.want.sink.deliver(self.start - self.want.start, self.landed)
+
+
+class _Landing:
+    """The memory that one request is received into.
+
+    Large plain targets receive their bytes themselves. All else (small targets, targets that need
+    a copy, the rest of a block, gaps between spans) lies in one piece of scratch memory, at the
+    object's own alignment.
+    """
+
+    def __init__(self, spans: Sequence[Span], wanted: Sequence[Wanted]) -> None:
+        self.segments = [_Segment(span, wanted[span.owner]) for span in spans]
+        self._places: list[tuple[int, int, _Segment | None, memoryview | None]] = []
+        self.scratch_bytes = 0
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        position = self.segments[0].span.start
+        for segment in self.segments:
+            span = segment.span
+            if span.start > position:
+                self._scratch(position, span.start - position, None)
+            if segment.is_direct:
+                self._scratch(span.start, segment.before, segment)
+                self._places.append((0, 0, segment, segment.target))
+                self._scratch(span.stop - segment.behind, segment.behind, segment)
+            else:
+                self._scratch(span.start, span.stop - span.start, segment)
+            position = span.stop
+
+    def _scratch(self, position: int, count: int, segment: _Segment | None) -> None:
+        if count == 0:
+            return
+        if not self._places or self._places[-1][3] is not None:
+            self.scratch_bytes += (position - self.scratch_bytes) % _ALIGNMENT
+        self._places.append((self.scratch_bytes, count, segment, None))
+        self.scratch_bytes += count
+
+    def allocate(self) -> list[memoryview]:
+        """The views to receive into, those that are neighbours in memory made one."""
+        pinned = any(s.want.sink.pinned for s in self.segments) and torch.cuda.is_available()
+        scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, pin_memory=pinned)
+        memory = bytes_of(scratch)
+        self._keep = scratch
+        merged: list[memoryview] = []
+        run: tuple[int, int] | None = None
+        for at, count, segment, target in self._places:
+            if target is not None:
+                view = target
+                if run is not None:
+                    merged.append(memory[run[0] : run[1]])
+                    run = None
+                merged.append(target)
+            else:
+                view = memory[at : at + count]
+                run = (at, at + count) if run is None else (run[0], at + count)
+                if segment is not None and not segment.is_direct:
+                    first = at + segment.before
+                    segment.landed = scratch[first : first + segment.stop - segment.start]
+            if segment is not None:
+                segment.views.append(view)
+        if run is not None:
+            merged.append(memory[run[0] : run[1]])
+        return merged
+
+    def deliver(self) -> None:
+        for segment in self.segments:
+            segment.deliver()

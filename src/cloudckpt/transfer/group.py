@@ -1,0 +1,121 @@
+"""Parallel tasks of which the first failure stops the rest."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+
+from cloudckpt.errors import TransferCancelledError
+
+__all__ = ["Cancellation", "TaskGroup"]
+
+
+_MOST_WAITING = 2
+
+
+class Cancellation:
+    """A flag that running transfers look at; see :meth:`check`."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def cancel(self) -> None:
+        """Asks all that watch this flag to stop."""
+        self._event.set()
+
+    def check(self) -> None:
+        """Raises TransferCancelledError once cancelled."""
+        if self._event.is_set():
+            raise TransferCancelledError("stopped, because another transfer failed")
+
+    def wait(self, seconds: float) -> None:
+        """Sleeps, but not past the cancellation."""
+        if seconds > 0 and self._event.wait(seconds):
+            self.check()
+
+
+class TaskGroup:
+    """Runs tasks on up to ``width`` threads; use it as a context manager.
+
+    ``submit`` blocks while two tasks wait, so that a producer can't run ahead of the network: what
+    waits keeps memory alive. Leaving the block waits for all tasks. The first error, of a task or
+    of the block, cancels the rest and is raised when every thread has stopped.
+    """
+
+    def __init__(self, width: int, *, name: str = "cloudckpt") -> None:
+        self.cancellation = Cancellation()
+        self._width = width
+        self._name = name
+        self._tasks: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self._idle = 0
+        self._closed = False
+        self._error: BaseException | None = None
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Queues a task.
+
+        Raises:
+            TransferCancelledError: If an earlier task has failed.
+        """
+        with self._changed:
+            while len(self._tasks) >= _MOST_WAITING and self._error is None:
+                self._changed.wait()
+            if self._error is not None:
+                self.cancellation.check()
+            self._tasks.append(task)
+            if self._idle >= len(self._tasks):
+                self._changed.notify_all()
+            elif len(self._threads) < self._width:
+                thread = threading.Thread(
+                    target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True
+                )
+                self._threads.append(thread)
+                thread.start()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._idle += 1
+                while not self._tasks and not self._closed:
+                    self._changed.wait()
+                self._idle -= 1
+                if not self._tasks:
+                    return
+                task = self._tasks.popleft()
+                self._changed.notify_all()
+            try:
+                task()
+            except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+                self._fail(error)
+            del task  # its buffers must not live on while this thread waits for the next
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            if self._error is None:
+                self._error = error
+            self._tasks.clear()
+            self.cancellation.cancel()
+            self._changed.notify_all()
+
+    def __enter__(self) -> TaskGroup:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self._fail(error)
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+        if self._error is not None and self._error is not error:
+            raise self._error

@@ -1,0 +1,142 @@
+"""The plan of an upload: how a stream of pieces is cut into parts. No I/O."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from cloudckpt.checksum import BlockChecksums, combine, crc32c
+from cloudckpt.config import MIB
+from cloudckpt.stores.base import Capabilities
+
+__all__ = ["Lease", "PartCutter", "PartPlan", "Piece", "choose_part_size"]
+
+_SMALLEST_AUTO = 16 * MIB
+_LARGEST_AUTO = 256 * MIB
+_PARTS_AIMED_AT = 9_000  # below the 10,000 of S3 and GCS, in case the size was underestimated
+
+
+class Lease(Protocol):
+    """Memory on loan; it goes back when every holder has released it."""
+
+    def retain(self) -> None: ...
+
+    def release(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Piece:
+    """Some bytes of an object, in memory that is not to be copied.
+
+    Attributes:
+        view: The bytes.
+        checksums: Where the checksums of an item's raw data are collected, if it is such data.
+        start: Where the bytes lie in the item's raw data.
+        lease: The loan that ``view`` lies in, if it is not the user's memory.
+        owner: What keeps ``view`` valid: the tensor whose memory it shows.
+        ready: Waits until the bytes are there (a device copies them), if that takes waiting.
+    """
+
+    view: memoryview
+    checksums: BlockChecksums | None = None
+    start: int = 0
+    lease: Lease | None = None
+    owner: object = None
+    ready: Callable[[], None] | None = None
+
+    def split(self, count: int) -> tuple[Piece, Piece]:
+        """The first ``count`` bytes, and the rest."""
+        if self.lease is not None:
+            self.lease.retain()
+        first = dataclasses.replace(self, view=self.view[:count])
+        rest = dataclasses.replace(self, view=self.view[count:], start=self.start + count)
+        return first, rest
+
+
+@dataclass(slots=True)
+class PartPlan:
+    """A part to be sent: its number from 1, its pieces in order, its bytes."""
+
+    number: int
+    pieces: list[Piece] = field(default_factory=list)
+    size: int = 0
+
+    def checksum(self) -> int:
+        """The CRC32C of the part; fills the checksums of the items in it on the way."""
+        found: list[tuple[int, int]] = []
+        for piece in self.pieces:
+            if piece.ready is not None:
+                piece.ready()
+            if piece.checksums is None:
+                found.append((crc32c(piece.view), piece.view.nbytes))
+            else:
+                crc = piece.checksums.add(piece.start, piece.view)
+                found.append((crc, piece.view.nbytes))
+        return combine(found)
+
+    def release(self) -> None:
+        """Gives back what the pieces have on loan."""
+        for piece in self.pieces:
+            if piece.lease is not None:
+                piece.lease.release()
+        self.pieces.clear()
+
+
+class PartCutter:
+    """Cuts pieces into parts of exactly ``part_size`` bytes; only the last is shorter.
+
+    Equal parts are what Cloudflare R2 demands and what lets a local file be written in any order.
+    """
+
+    def __init__(self, part_size: int) -> None:
+        self._part_size = part_size
+        self._part = PartPlan(1)
+
+    def push(self, piece: Piece) -> list[PartPlan]:
+        """Adds a piece; returns the parts that it completes."""
+        done: list[PartPlan] = []
+        rest = piece
+        while rest.view.nbytes:
+            room = self._part_size - self._part.size
+            if rest.view.nbytes <= room:
+                taken, left = rest, None
+            else:
+                taken, left = rest.split(room)
+            self._part.pieces.append(taken)
+            self._part.size += taken.view.nbytes
+            if self._part.size == self._part_size:
+                done.append(self._part)
+                self._part = PartPlan(self._part.number + 1)
+            if left is None:
+                break
+            rest = left
+        return done
+
+    def finish(self) -> PartPlan | None:
+        """The last part, if anything is left for it."""
+        part, self._part = self._part, PartPlan(self._part.number + 1)
+        return part if part.size else None
+
+
+def choose_part_size(
+    nbytes: int, wanted: int | None, capabilities: Capabilities, *, copied: int | None = None
+) -> int:
+    """Bytes of a part for an object of about ``nbytes``.
+
+    Args:
+        nbytes: The size that is planned for.
+        wanted: The user's choice, which wins where the store allows it.
+        capabilities: The limits of the store.
+        copied: The memory budget, if parts will hold copies. A part may then take a sixth of it:
+            two parts are held back at a time and the pool loses up to half to fragments.
+    """
+    size = wanted or min(max(nbytes // _PARTS_AIMED_AT, _SMALLEST_AUTO), _LARGEST_AUTO)
+    if copied is not None:
+        size = min(size, copied // 6)
+    fitting = -(-nbytes // capabilities.max_parts)
+    if copied is None:
+        size = max(size, fitting)
+    size = -(-size // MIB) * MIB if size > MIB else size
+    return min(max(size, capabilities.min_part_size), capabilities.max_part_size)

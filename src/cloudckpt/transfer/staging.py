@@ -1,0 +1,174 @@
+"""A bounded pipeline of copies: from accelerators and strided tensors into bytes that can be sent.
+
+What can be sent as it lies is never copied. Everything else passes through slabs of host memory,
+slice by slice, so that the memory in use does not depend on the size of a tensor.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from cloudckpt.transfer.group import Cancellation
+from cloudckpt.transfer.memory import bytes_of
+from cloudckpt.transfer.parts import Piece
+
+__all__ = ["StagingPool", "row_major_slices"]
+
+_SLABS = 16
+_ALIGNMENT = 64
+
+
+def row_major_slices(
+    shape: tuple[int, ...], itemsize: int, limit: int
+) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Boxes that follow one another in row-major order, each of at most ``limit`` bytes.
+
+    Yields:
+        ``(start, length)`` for each dimension. Together the boxes cover ``shape`` once; each is
+        contiguous in a row-major tensor of that shape.
+    """
+    if 0 in shape:
+        return
+    inner, cut = itemsize, len(shape)
+    while cut > 0 and inner * shape[cut - 1] <= limit:
+        cut -= 1
+        inner *= shape[cut]
+    full = tuple((0, size) for size in shape[cut:])
+    if cut == 0:
+        yield full
+        return
+    rows = max(1, limit // inner)
+    axis = cut - 1
+    for outer in _indices(shape[:axis]):
+        prefix = tuple((index, 1) for index in outer)
+        for start in range(0, shape[axis], rows):
+            yield (*prefix, (start, min(rows, shape[axis] - start)), *full)
+
+
+def _indices(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    if not shape:
+        yield ()
+        return
+    for first in range(shape[0]):
+        for rest in _indices(shape[1:]):
+            yield (first, *rest)
+
+
+class _Slab:
+    """A piece of host memory and the number of those who use it."""
+
+    def __init__(self, pool: StagingPool, nbytes: int, pinned: bool) -> None:
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        self.used = 0
+        self._pool = pool
+        self._holders = 0
+        self._lock = threading.Lock()
+
+    def retain(self) -> None:
+        with self._lock:
+            self._holders += 1
+
+    def release(self) -> None:
+        with self._lock:
+            self._holders -= 1
+            free = self._holders == 0
+        if free:
+            self._pool.take_back(self)
+
+
+@dataclass(frozen=True)
+class _Copier:
+    """Copies on a side stream of an accelerator, or plainly on a CPU."""
+
+    stream: torch.Stream | None
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Event | None:
+        if self.stream is None:
+            target.copy_(source)
+            return None
+        with self.stream:
+            target.copy_(source, non_blocking=True)
+            return self.stream.record_event()
+
+
+class StagingPool:
+    """Slabs of host memory, ``budget`` bytes in all, in use by one save."""
+
+    def __init__(self, budget: int, cancellation: Cancellation) -> None:
+        self._slab_bytes = budget // _SLABS
+        self._cancellation = cancellation
+        self._changed = threading.Condition()
+        self._free: list[_Slab] = []
+        self._made = 0
+        self._current: _Slab | None = None
+        self._streams: dict[torch.device, torch.Stream] = {}
+        self._pinned = torch.cuda.is_available()
+
+    def pieces(self, tensor: torch.Tensor) -> Iterator[Piece]:
+        """The row-major bytes of any strided tensor, slice after slice, each in a slab.
+
+        The last use of a piece must release its lease.
+        """
+        copier = self._copier(tensor.device)
+        start = 0
+        for box in row_major_slices(tuple(tensor.shape), tensor.itemsize, self._slab_bytes):
+            source = tensor
+            for axis, (first, length) in enumerate(box):
+                source = source.narrow(axis, first, length)
+            nbytes = source.numel() * source.itemsize
+            slab, memory = self._reserve(nbytes)
+            event = copier.copy(memory.view(tensor.dtype).view(source.shape), source)
+            yield Piece(
+                bytes_of(memory),
+                start=start,
+                lease=slab,
+                ready=event.synchronize if event is not None else None,
+            )
+            start += nbytes
+
+    def close(self) -> None:
+        """Ends the producer's hold on the slab that it was filling."""
+        if self._current is not None:
+            self._current.release()
+            self._current = None
+
+    def take_back(self, slab: _Slab) -> None:
+        with self._changed:
+            slab.used = 0
+            self._free.append(slab)
+            self._changed.notify_all()
+
+    def _reserve(self, nbytes: int) -> tuple[_Slab, torch.Tensor]:
+        """``nbytes`` of the slab in use, or of the next one; waits until one is free."""
+        slab = self._current
+        if slab is None or slab.used + nbytes > self._slab_bytes:
+            self.close()
+            slab = self._current = self._next()
+            slab.retain()
+        memory = slab.memory[slab.used : slab.used + nbytes]
+        slab.used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        slab.retain()
+        return slab, memory
+
+    def _next(self) -> _Slab:
+        with self._changed:
+            while not self._free and self._made >= _SLABS:
+                self._changed.wait(0.2)
+                self._cancellation.check()
+            if self._free:
+                return self._free.pop()
+            self._made += 1
+        return _Slab(self, self._slab_bytes, self._pinned)
+
+    def _copier(self, device: torch.device) -> _Copier:
+        if device.type == "cpu":
+            return _Copier(None)
+        if device not in self._streams:
+            stream = torch.Stream(device)
+            stream.wait_stream(torch.accelerator.current_stream(device))
+            self._streams[device] = stream
+        return _Copier(self._streams[device])

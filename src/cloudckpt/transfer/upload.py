@@ -1,0 +1,168 @@
+"""Sends objects that are written piece by piece: in parallel parts, whole or not at all."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from cloudckpt.checksum import combine
+from cloudckpt.errors import CloudCheckpointError, ObjectNotFoundError, TransientStoreError
+from cloudckpt.stores.base import ObjectInfo, ObjectStore, Part, Upload
+from cloudckpt.transfer.group import TaskGroup
+from cloudckpt.transfer.parts import PartCutter, PartPlan, Piece
+from cloudckpt.transfer.retry import Retrier
+from cloudckpt.transfer.stats import TransferStats
+
+__all__ = ["ObjectUpload", "delete_quietly"]
+
+logger = logging.getLogger("cloudckpt")
+
+
+class ObjectUpload:
+    """One object on its way.
+
+    Its parts run on the threads of ``group`` while the producer goes on writing; the thread that
+    finishes the last part completes the object. A small object is one PUT. Leaving the group's
+    block without an error means that the object is complete.
+
+    Attributes:
+        key: Its key.
+        position: Bytes written so far.
+        info: What the store holds, once the object is complete.
+        crc32c: The checksum of the whole object, once it is complete.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        key: str,
+        part_size: int,
+        group: TaskGroup,
+        retrier: Retrier,
+        stats: TransferStats,
+    ) -> None:
+        self.key = key
+        self.position = 0
+        self.info: ObjectInfo | None = None
+        self.crc32c = 0
+        self._store = store
+        self._group = group
+        self._retrier = retrier
+        self._stats = stats
+        self._part_size = part_size
+        self._cutter = PartCutter(part_size)
+        self._first: PartPlan | None = None  # kept back until it is known to have a successor
+        self._upload: Upload | None = None
+        self._lock = threading.Lock()
+        self._sent: list[Part] = []
+        self._expected: int | None = None
+
+    def write(self, piece: Piece) -> None:
+        """Appends a piece; blocks while the network is behind."""
+        self.position += piece.view.nbytes
+        for part in self._cutter.push(piece):
+            self._send(part)
+
+    def close(self) -> None:
+        """Says that nothing follows."""
+        last = self._cutter.finish()
+        if last is not None and (self._first is not None or self._upload is not None):
+            self._send(last)
+            last = None
+        single = self._first if self._first is not None else last
+        if self._upload is None:
+            whole = single if single is not None else PartPlan(1)
+            self._group.submit(lambda: self._put(whole))
+            return
+        with self._lock:
+            self._expected = -(-self.position // self._part_size)
+            done = len(self._sent) == self._expected
+        if done:
+            self._group.submit(self._complete)
+
+    def abandon(self) -> None:
+        """Removes whatever of the object reached the store; errors are logged, not raised."""
+        if self._upload is not None and self.info is None:
+            upload = self._upload
+            try:
+                Retrier(self._retrier.policy).call(lambda: self._store.abort_upload(upload))
+            except CloudCheckpointError as error:
+                logger.warning("an unfinished multipart upload was left behind: %s", error)
+        delete_quietly(self._store, [self.key], self._retrier)
+
+    def _send(self, part: PartPlan) -> None:
+        if self._upload is None:
+            if self._first is None:
+                self._first = part
+                return
+            self._upload = self._retrier.call(
+                lambda: self._store.create_upload(self.key, self._part_size)
+            )
+            first, self._first = self._first, None
+            self._group.submit(lambda: self._put_part(first))
+        self._group.submit(lambda: self._put_part(part))
+
+    def _progress(self, count: int) -> None:
+        self._group.cancellation.check()
+        self._stats.add_bytes(count)
+
+    def _put(self, part: PartPlan) -> None:
+        crc = part.checksum()
+        body = [piece.view for piece in part.pieces]
+        self.info = self._retrier.call(
+            lambda: self._store.put(self.key, body, crc32c=crc, progress=self._progress)
+        )
+        self.crc32c = crc
+        self._stats.add_requests(1)
+        part.release()
+
+    def _put_part(self, part: PartPlan) -> None:
+        upload = self._upload
+        assert upload is not None  # created before the first part was submitted
+        crc = part.checksum()
+        body = [piece.view for piece in part.pieces]
+        sent = self._retrier.call(
+            lambda: self._store.put_part(
+                upload, part.number, body, crc32c=crc, progress=self._progress
+            )
+        )
+        self._stats.add_requests(1)
+        part.release()
+        with self._lock:
+            self._sent.append(sent)
+            done = len(self._sent) == self._expected
+        if done:
+            self._complete()
+
+    def _complete(self) -> None:
+        upload = self._upload
+        assert upload is not None
+        parts = sorted(self._sent, key=lambda part: part.number)
+        doubtful = False
+
+        def complete() -> ObjectInfo:
+            nonlocal doubtful
+            try:
+                return self._store.complete_upload(upload, parts)
+            except TransientStoreError:
+                doubtful = True
+                raise
+            except ObjectNotFoundError:
+                # gone because an earlier try, whose answer was lost, has completed it?
+                if doubtful and (held := self._store.head(self.key)).size == self.position:
+                    return held
+                raise
+
+        self.info = self._retrier.call(complete)
+        self.crc32c = combine((part.crc32c, part.size) for part in parts)
+        self._stats.add_requests(2)
+
+
+def delete_quietly(store: ObjectStore, keys: list[str], retrier: Retrier) -> None:
+    """Deletes objects that nobody needs; a failure is logged, since it loses nothing."""
+    if not keys:
+        return
+    try:
+        Retrier(retrier.policy).call(lambda: store.delete(keys))
+    except CloudCheckpointError as error:
+        logger.warning("%d unneeded objects were left behind: %s", len(keys), error)

@@ -1,0 +1,135 @@
+"""Where a checkpoint lives: parsing, checking and joining of checkpoint URIs."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Union
+from urllib.parse import unquote, urlsplit
+
+from cloudckpt.errors import InvalidURIError
+
+__all__ = ["CLOUD_SCHEMES", "CheckpointURI", "URILike"]
+
+CLOUD_SCHEMES = frozenset({"s3", "gs", "az"})
+_SCHEMES = CLOUD_SCHEMES | {"file", "memory"}
+_FORMS = "s3://bucket/path, gs://bucket/path, az://container/path, file:///path or a local path"
+
+_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]*)://")
+_SWALLOWED_SLASH = re.compile(r"^(s3|gs|az|memory):/(?!/)")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+URILike = Union[str, "os.PathLike[str]", "CheckpointURI"]
+
+
+@dataclass(frozen=True)
+class CheckpointURI:
+    """A parsed location: ``scheme://bucket/prefix``.
+
+    It is never a ``pathlib.Path``: a path would fold ``s3://`` into ``s3:/``.
+
+    Attributes:
+        scheme: ``s3``, ``gs``, ``az``, ``file`` or ``memory``.
+        bucket: The bucket or container; empty for ``file``.
+        prefix: The key prefix without slashes at its ends; for ``file`` the absolute path.
+    """
+
+    scheme: str
+    bucket: str
+    prefix: str
+
+    @classmethod
+    def parse(cls, location: URILike) -> CheckpointURI:
+        """Reads a location as a user writes it.
+
+        Raises:
+            InvalidURIError: If the location can't name a checkpoint; the message says why.
+        """
+        if isinstance(location, CheckpointURI):
+            return location
+        if not isinstance(location, (str, os.PathLike)):
+            raise InvalidURIError(
+                f"a checkpoint location must be a string or a path, "
+                f"not {type(location).__name__}; write {_FORMS}"
+            )
+        text = os.fspath(location)
+        if not isinstance(text, str) or not text.strip():
+            raise InvalidURIError(f"the checkpoint location is empty; write {_FORMS}")
+        if _CONTROL.search(text):
+            raise InvalidURIError(f"{text!r} holds a control character")
+        if swallowed := _SWALLOWED_SLASH.match(text):
+            scheme = swallowed.group(1)
+            raise InvalidURIError(
+                f"{text!r} lost a slash, as pathlib.Path does to a URI; "
+                f'pass the string "{scheme}://{text[len(scheme) + 2 :]}" instead'
+            )
+        match = _SCHEME.match(text)
+        if match is None:
+            return cls("file", "", os.path.abspath(os.path.expanduser(text)))
+        scheme, rest = match.group(1).lower(), text[match.end() :]
+        if scheme not in _SCHEMES:
+            raise InvalidURIError(f"unknown scheme {scheme!r} in {_shown(text)!r}; write {_FORMS}")
+        return cls._file(text) if scheme == "file" else cls._object(scheme, rest, text)
+
+    @classmethod
+    def _file(cls, text: str) -> CheckpointURI:
+        parts = urlsplit(text)
+        if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
+            raise InvalidURIError(f"{text!r} is no local file URI; write file:///absolute/path")
+        return cls("file", "", os.path.abspath(unquote(parts.path)))
+
+    @classmethod
+    def _object(cls, scheme: str, rest: str, text: str) -> CheckpointURI:
+        shown = _shown(text)
+        bucket, _, prefix = rest.partition("/")
+        if not bucket:
+            raise InvalidURIError(f"{shown!r} names no bucket; write {scheme}://bucket/path")
+        if "@" in bucket:
+            raise InvalidURIError(
+                f"{shown!r}: credentials do not belong into a URI; "
+                "they are taken from where the cloud's own tools find them"
+            )
+        if "?" in rest or "#" in rest:
+            raise InvalidURIError(f"{shown!r}: a checkpoint URI has no query and no fragment")
+        prefix = prefix.removesuffix("/")
+        segments = prefix.split("/") if prefix else []
+        if "" in segments:
+            raise InvalidURIError(f"{shown!r} holds an empty path segment ('//')")
+        if "." in segments or ".." in segments:
+            raise InvalidURIError(
+                f"{shown!r} holds '.' or '..'; object stores do not resolve them: "
+                "write the whole path"
+            )
+        return cls(scheme, bucket, prefix)
+
+    @property
+    def is_cloud(self) -> bool:
+        """Whether it names a cloud object store."""
+        return self.scheme in CLOUD_SCHEMES
+
+    def key(self, name: str) -> str:
+        """The store's key of the object ``name`` under this prefix."""
+        return f"{self.prefix}/{name}" if self.prefix else name
+
+    def join(self, *names: str) -> CheckpointURI:
+        """The location beneath this one, for example ``run.join("step-1000")``."""
+        below = "/".join(name.strip("/") for name in names)
+        return CheckpointURI.parse(f"{str(self).rstrip('/')}/{below}")
+
+    def __str__(self) -> str:
+        if self.scheme == "file":
+            return Path(self.prefix).as_uri()
+        return f"{self.scheme}://{self.bucket}/{self.prefix}" if self.prefix else self.root
+
+    @property
+    def root(self) -> str:
+        """``scheme://bucket``, the place that a store is opened on."""
+        return f"{self.scheme}://{self.bucket}"
+
+
+def _shown(text: str) -> str:
+    """The text without what may be a secret: user information and the query."""
+    text = re.sub(r"//[^/@]*@", "//***@", text)
+    return re.sub(r"\?.*", "?***", text)

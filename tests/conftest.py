@@ -1,0 +1,58 @@
+"""What all tests share: a real S3 server and clean surroundings."""
+
+import os
+import uuid
+from collections.abc import Iterator
+
+import boto3
+import pytest
+
+from cloudckpt import Config, RetryPolicy, S3Options
+from cloudckpt.testing.servers import DUMMY_AWS, moto_server
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_surroundings() -> Iterator[None]:
+    """No test sees the user's credentials, endpoints, proxies or options."""
+    prefixes = ("AWS_", "CLOUDCKPT_", "HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")
+    before = dict(os.environ)
+    for name in before:
+        if name.startswith(prefixes):
+            del os.environ[name]
+    os.environ.update(DUMMY_AWS)
+    os.environ["AWS_EC2_METADATA_DISABLED"] = "true"
+    os.environ["AWS_CONFIG_FILE"] = os.environ["AWS_SHARED_CREDENTIALS_FILE"] = os.devnull
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="session")
+def s3_url(_own_surroundings: None) -> Iterator[str]:
+    """The endpoint of a moto server in a process of its own."""
+    with moto_server() as url:
+        yield url
+
+
+@pytest.fixture
+def s3_config(s3_url: str) -> Config:
+    """Options that lead to the server, and that give up soon."""
+    return Config(
+        connections=4,
+        retry=RetryPolicy(attempts=4, base=0.01, cap=0.05, deadline=20.0),
+        s3=S3Options(endpoint_url=s3_url, addressing_style="path"),
+    )
+
+
+@pytest.fixture
+def s3_client(s3_url: str):
+    """boto3 on the server, to look at it without cloudckpt."""
+    return boto3.client("s3", endpoint_url=s3_url)
+
+
+@pytest.fixture
+def bucket(s3_client) -> str:
+    """A new bucket."""
+    name = f"bucket-{uuid.uuid4().hex[:12]}"
+    s3_client.create_bucket(Bucket=name)
+    return name
