@@ -17,6 +17,7 @@ from cloudckpt.checkpoint.names import checked, manifest_name
 from cloudckpt.checkpoint.records import ItemRecord, ObjectRecord
 from cloudckpt.checksum import crc32c
 from cloudckpt.errors import CheckpointCorruptError
+from cloudckpt.gc_pause import paused_gc
 
 __all__ = ["ItemKey", "Manifest", "ManifestId"]
 
@@ -99,12 +100,13 @@ class Manifest:
                 uri=uri,
             )
         try:
-            document = json.loads(bytes(data))
-            objects = [
-                ObjectRecord(checked(name, uri), size, crc)
-                for name, size, crc in document["objects"]
-            ]
-            return cls(dict(_item(row, objects.__getitem__) for row in document["items"]))
+            with paused_gc():
+                document = json.loads(bytes(data))
+                objects = [
+                    ObjectRecord(checked(name, uri), size, crc)
+                    for name, size, crc in document["objects"]
+                ]
+                return cls(dict(_item(row, objects.__getitem__) for row in document["items"]))
         except (ValueError, KeyError, TypeError, IndexError) as exc:
             raise CheckpointCorruptError(
                 "the manifest can't be understood; was it written by a newer cloudckpt?",

@@ -6,6 +6,7 @@ with the length and the CRC32C of the pickle, so that a damaged commit object is
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import pickle
 import struct
@@ -14,10 +15,15 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from cloudckpt.checksum import crc32c
 from cloudckpt.errors import CheckpointCorruptError, UntrustedPickleError
+from cloudckpt.gc_pause import paused_gc
 
 __all__ = ["add_safe_metadata_globals", "dump_metadata", "load_metadata"]
 
@@ -77,7 +83,20 @@ class _AllowListUnpickler(pickle.Unpickler):
 
 def dump_metadata(metadata: Metadata) -> bytes:
     """The bytes of ``.metadata``."""
-    data = pickle.dumps(metadata, protocol=pickle.HIGHEST_PROTOCOL)
+    shared: dict[tuple[Any, ...], TensorProperties] = {}
+
+    def lean(entry: Any) -> Any:
+        """The entry with properties that equal ones share: the pickle has them but once."""
+        if type(entry) is not TensorStorageMetadata:
+            return entry
+        properties = entry.properties
+        one = shared.setdefault(properties.__getstate__(), properties)  # type: ignore[no-untyped-call]
+        return TensorStorageMetadata(one, entry.size, entry.chunks)
+
+    with paused_gc():
+        entries = {fqn: lean(entry) for fqn, entry in metadata.state_dict_metadata.items()}
+        metadata = dataclasses.replace(metadata, state_dict_metadata=entries)
+        data = pickle.dumps(metadata, protocol=pickle.HIGHEST_PROTOCOL)
     return data + _TRAILER.pack(_MAGIC, len(data), crc32c(data))
 
 
@@ -101,7 +120,8 @@ def load_metadata(data: bytes | bytearray, uri: str, *, trust_pickle: bool = Fal
                 )
     try:
         unpickler = pickle.Unpickler(io.BytesIO(body)) if trust_pickle else None  # noqa: S301
-        metadata = (unpickler or _AllowListUnpickler(body, uri)).load()
+        with paused_gc():
+            metadata = (unpickler or _AllowListUnpickler(body, uri)).load()
     except UntrustedPickleError:
         raise
     except Exception as exc:  # a damaged pickle may raise anything

@@ -12,9 +12,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cloudckpt.checkpoint.envelope import envelope
 from cloudckpt.checkpoint.records import ItemRecord, ObjectRecord, pack_crcs
-from cloudckpt.checksum import BlockChecksums, block_size_for
+from cloudckpt.checksum import BlockChecksums, block_size_for, crc32c
 from cloudckpt.errors import UnsupportedTensorError
 from cloudckpt.transfer.memory import bytes_of, is_plain
+from cloudckpt.transfer.packing import PACKED_BELOW, Packer
 from cloudckpt.transfer.parts import Piece
 from cloudckpt.transfer.staging import StagingPool
 from cloudckpt.transfer.upload import ObjectUpload
@@ -25,7 +26,7 @@ _ALIGNMENT = 64
 _PADDING = bytes(_ALIGNMENT)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class OpenObject:
     """An object under construction: its upload, its name, and the bytes that it can have."""
 
@@ -34,35 +35,40 @@ class OpenObject:
     capacity: int
 
 
-@dataclass
+@dataclass(slots=True)
 class PendingItem:
     """An item that was written, but whose object may not be complete."""
 
-    upload: ObjectUpload
-    name: str
+    target: OpenObject
     offset: int
     length: int
     raw_offset: int
     raw_length: int
     dtype: str | None
     shape: tuple[int, ...]
-    checksums: BlockChecksums
+    checksums: BlockChecksums | int
+    """Those of its blocks; or that of its only block, if it is known."""
 
     def record(self, objects: dict[str, ObjectRecord]) -> ItemRecord:
         """The record, once all uploads are complete; ``objects`` shares those of one object."""
-        if self.name not in objects:
-            upload = self.upload
-            objects[self.name] = ObjectRecord(self.name, upload.position, upload.crc32c)
+        name, upload = self.target.name, self.target.upload
+        if name not in objects:
+            objects[name] = ObjectRecord(name, upload.position, upload.crc32c)
+        found, crcs = self.checksums, tuple[int, ...]()
+        if not isinstance(found, int):
+            crcs = found.finish(self.raw_length)
+        elif self.raw_length:
+            crcs = (found,)
         return ItemRecord(
-            object=objects[self.name],
+            object=objects[name],
             offset=self.offset,
             length=self.length,
             raw_offset=self.raw_offset,
             raw_length=self.raw_length,
             dtype=self.dtype,
             shape=self.shape,
-            block_size=self.checksums.block_size,
-            crcs=pack_crcs(self.checksums.finish(self.raw_length)),
+            block_size=block_size_for(self.raw_length),
+            crcs=pack_crcs(crcs),
         )
 
 
@@ -87,18 +93,19 @@ def check_supported(tensor: torch.Tensor, fqn: str) -> None:
 
 def travels_as_bytes(tensor: torch.Tensor) -> bool:
     """Whether a tensor has no storage of its own, so that only ``torch.save`` can write it."""
-    return bool(is_traceable_wrapper_subclass(tensor))
+    return type(tensor) is not torch.Tensor and bool(is_traceable_wrapper_subclass(tensor))
 
 
 class ShardWriter:
     """Appends items to objects, and starts the next object when one is full.
 
     There are two lanes, each with an object of its own: what is sent as it lies, and what passes
-    through the staging pool. The parts of the latter must be small enough for the pool.
+    through the staging pool (accelerator and strided tensors, small items). The parts of the latter
+    must be small enough for the pool.
 
     Args:
         open_object: Begins the object of an ordinal (0, 1, …) for a lane (True: staged).
-        pool: Memory for tensors that can't be sent as they lie.
+        pool: Memory for what can't be sent as it lies.
         zip_crc32: Whether to fill in the CRC32 of the zip records.
     """
 
@@ -114,16 +121,25 @@ class ShardWriter:
         self._zip_crc32 = zip_crc32
         self._opened = 0
         self._lanes: dict[bool, OpenObject] = {}
+        self._packer: Packer | None = None
 
     def add_tensor(self, tensor: torch.Tensor) -> PendingItem:
         """Writes a strided tensor of any device and strides."""
         shape, nbytes = tuple(tensor.shape), tensor.numel() * tensor.itemsize
-        around = envelope(tensor.dtype, shape)
-        checksums = BlockChecksums(block_size_for(nbytes))
-        length = len(around.head) + nbytes + len(around.tail)
         plain = is_plain(tensor)
-        upload, name = self._room_for(length, staged=not plain)
-        offset = upload.position
+        around = envelope(tensor.dtype, shape)
+        length = len(around.head) + nbytes + len(around.tail)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if plain and nbytes < PACKED_BELOW:
+            raw = bytes_of(tensor)
+            if self._zip_crc32:
+                around = envelope.__wrapped__(tensor.dtype, shape, zlib.crc32(raw))
+            target, offset = self._pack((around.head, raw, around.tail), length)
+            at = offset + len(around.head)
+            return PendingItem(target, offset, length, at, nbytes, dtype, shape, crc32c(raw))
+        checksums = BlockChecksums(block_size_for(nbytes))
+        target, offset = self._room_for(length, staged=not plain)
+        upload = target.upload
         upload.write(Piece(memoryview(around.head)))
         crc32 = 0
         for piece in self._pieces(tensor, checksums, plain):
@@ -135,22 +151,19 @@ class ShardWriter:
         if self._zip_crc32:
             around = envelope.__wrapped__(tensor.dtype, shape, crc32)
         upload.write(Piece(memoryview(around.tail)))
-        raw_offset = offset + len(around.head)
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return PendingItem(
-            upload, name, offset, length, raw_offset, nbytes, dtype, shape, checksums
-        )
+        at = offset + len(around.head)
+        return PendingItem(target, offset, length, at, nbytes, dtype, shape, checksums)
 
     def add_bytes(self, data: memoryview, owner: object) -> PendingItem:
         """Writes bytes as they are."""
-        checksums = BlockChecksums(block_size_for(data.nbytes))
-        upload, name = self._room_for(data.nbytes, staged=False)
-        offset = upload.position
-        if data.nbytes:
-            upload.write(Piece(data, checksums, owner=owner))
-        return PendingItem(
-            upload, name, offset, data.nbytes, offset, data.nbytes, None, (), checksums
-        )
+        length = data.nbytes
+        if length < PACKED_BELOW:
+            target, offset = self._pack((data,), length)
+            return PendingItem(target, offset, length, offset, length, None, (), crc32c(data))
+        checksums = BlockChecksums(block_size_for(length))
+        target, offset = self._room_for(length, staged=False)
+        target.upload.write(Piece(data, checksums, owner=owner))
+        return PendingItem(target, offset, length, offset, length, None, (), checksums)
 
     def add_object(self, tensor: torch.Tensor) -> PendingItem:
         """Writes a tensor subclass without storage of its own, as ``torch.save`` does."""
@@ -160,6 +173,8 @@ class ShardWriter:
 
     def close(self) -> None:
         """Ends the last objects."""
+        if self._packer is not None:
+            self._packer.flush()
         self._pool.close()
         for lane in self._lanes.values():
             lane.upload.close()
@@ -178,8 +193,22 @@ class ShardWriter:
             piece.checksums = checksums
             yield piece
 
-    def _room_for(self, length: int, *, staged: bool) -> tuple[ObjectUpload, str]:
-        """The object that the next item goes into, at an aligned position."""
+    def _pack(self, buffers: tuple[bytes | memoryview, ...], length: int) -> tuple[OpenObject, int]:
+        """Adds a small item to the staged lane; returns where it went."""
+        lane = self._lanes.get(True)
+        if lane is None or self._packer is None:
+            lane, _ = self._room_for(length, staged=True)
+            self._packer = Packer(lane.upload, self._pool)
+        elif self._packer.position + length + _ALIGNMENT > lane.capacity:
+            self._packer.flush()
+            lane, _ = self._room_for(lane.capacity, staged=True)
+            self._packer = Packer(lane.upload, self._pool)
+        return lane, self._packer.append(buffers, length)
+
+    def _room_for(self, length: int, *, staged: bool) -> tuple[OpenObject, int]:
+        """The object that the next item goes into, and an aligned position in it."""
+        if staged and self._packer is not None:
+            self._packer.flush()
         lane = self._lanes.get(staged)
         if lane is not None:
             padding = -lane.upload.position % _ALIGNMENT
@@ -191,4 +220,6 @@ class ShardWriter:
         if lane is None:
             lane = self._lanes[staged] = self._open_object(self._opened, staged)
             self._opened += 1
-        return lane.upload, lane.name
+            if staged:
+                self._packer = Packer(lane.upload, self._pool)
+        return lane, lane.upload.position

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -32,6 +32,7 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     ShapeMismatchError,
 )
+from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.stores.registry import open_store
 from cloudckpt.transfer.download import Source, Wanted, download
@@ -284,37 +285,43 @@ class _Load:
         self._afterwards: list[Callable[[], None]] = []
 
     def run(self) -> None:
-        for item, whole, stored in self._located():
-            if item.type == LoadItemType.BYTE_IO:
-                self._want_bytes(item, whole)
-            elif stored is not None:
-                self._want_tensor(item, stored)
-            else:
-                self._want_pickled_tensor(item, whole)
+        located = self._located()
+        with paused_gc():
+            for item, whole, stored in located:
+                if item.type == LoadItemType.BYTE_IO:
+                    self._want_bytes(item, whole)
+                elif stored is not None:
+                    self._want_tensor(item, stored)
+                else:
+                    self._want_pickled_tensor(item, whole)
         download(self._store, self._wanted, self._reader.config, self._stats)
         for finish in self._afterwards:
             finish()
 
-    def _located(self) -> Iterator[tuple[ReadItem, Source, _Stored | None]]:
+    def _located(self) -> list[tuple[ReadItem, Source, _Stored | None]]:
         """Each item with its bytes and, if it is a plain tensor, where its elements are."""
-        found = [(item, *self._reader.item_source(item.storage_index)) for item in self._plan.items]
+        with paused_gc():
+            found = [
+                (item, *self._reader.item_source(item.storage_index)) for item in self._plan.items
+            ]
         if self._reader.has_manifest:
-            yield from found
-            return
+            return found
         foreign = {
             id(item): ForeignItem(whole.key, whole.offset, whole.nbytes, whole.item)
             for item, whole, _ in found
             if item.type != LoadItemType.BYTE_IO and not self._transforms(item)
         }
         raw = locate(self._store, list(foreign.values()), self._reader.config, self._stats)
+        located: list[tuple[ReadItem, Source, _Stored | None]] = []
         for item, whole, _ in found:
             place = raw.get(foreign[id(item)]) if id(item) in foreign else None
-            if place is None:
-                yield item, whole, None
-                continue
-            nbytes = torch.Size(place.shape).numel() * place.dtype.itemsize
-            source = Source(whole.key, place.offset, nbytes, 0, (), None, whole.item)
-            yield item, whole, _Stored(source, place.dtype, place.shape)
+            stored = None
+            if place is not None:
+                nbytes = torch.Size(place.shape).numel() * place.dtype.itemsize
+                source = Source(whole.key, place.offset, nbytes, 0, (), None, whole.item)
+                stored = _Stored(source, place.dtype, place.shape)
+            located.append((item, whole, stored))
+        return located
 
     def _want_tensor(self, item: ReadItem, stored: _Stored) -> None:
         target = self._planner.resolve_tensor(item).detach()

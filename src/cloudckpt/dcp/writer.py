@@ -51,6 +51,7 @@ from cloudckpt.errors import (
     IncompleteSaveError,
     StoreError,
 )
+from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectStore, random_suffix
 from cloudckpt.stores.registry import open_store
 from cloudckpt.transfer.group import TaskGroup
@@ -233,21 +234,24 @@ class CloudStorageWriter(StorageWriter):
         finally:
             self.transferred = stats.snapshot()
         objects: dict[str, ObjectRecord] = {}
-        return [
-            WriteResult(item.index, written.length, written.record(objects))
-            for item, written in pending
-        ]
+        with paused_gc():
+            return [
+                WriteResult(item.index, written.length, written.record(objects))
+                for item, written in pending
+            ]
 
     def _prepare_commit(
         self, metadata: Metadata, written: Mapping[MetadataIndex, ItemRecord]
     ) -> tuple[bytes, bool, list[str]]:
         """All that precedes the commit; returns its content, its mode, and what it replaces."""
-        _check_complete(metadata, written, str(self.uri))
+        with paused_gc():
+            _check_complete(metadata, written, str(self.uri))
         store, retrier, baseline = self._store(), self._retrier(), self._baseline
         if baseline is None:
             raise IncompleteSaveError("the save was not planned", uri=str(self.uri))
-        manifest = Manifest({_item_key(index): record for index, record in written.items()})
-        content = manifest.to_json()
+        with paused_gc():
+            manifest = Manifest({_item_key(index): record for index, record in written.items()})
+            content = manifest.to_json()
         identity = manifest.identify(self._attempt, content)
         key = self.uri.key(identity.name)
         body, crc = [memoryview(content)], crc32c(content)
@@ -257,10 +261,11 @@ class CloudStorageWriter(StorageWriter):
         )
         kept = {record.object.name for record in written.values()}
         replaced = [name for name in self._replaced(baseline) if name not in kept]
-        metadata.storage_data = {
-            index: StorageInfo(record.object.name, record.offset, record.length)
-            for index, record in written.items()
-        }
+        with paused_gc():
+            metadata.storage_data = {
+                index: StorageInfo(record.object.name, record.offset, record.length)
+                for index, record in written.items()
+            }
         metadata.storage_meta = StorageMeta(self.checkpoint_id, str(identity))
         metadata.version = CURRENT_DCP_VERSION
         return dump_metadata(metadata), conditional, replaced
@@ -304,7 +309,7 @@ class CloudStorageWriter(StorageWriter):
     def _delete(self, names: list[str]) -> None:
         if names:
             keys = [self.uri.key(name) for name in names]
-            delete_quietly(self._store(), keys, self._retrier())
+            delete_quietly(self._store(), keys, self.config.retry)
 
     def _commits(self) -> bool:
         return self._is_coordinator or not self._use_collectives

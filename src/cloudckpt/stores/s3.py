@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 from urllib.parse import quote, urlencode
@@ -105,7 +104,6 @@ class S3Store(ObjectStore):
             {"RequestPayer": "requester"} if options.requester_pays else {}
         )
         self._http = HttpClient(_http_options(self._client, config))
-        self._signing_lock = threading.Lock()
 
     def put(
         self,
@@ -328,8 +326,7 @@ class S3Store(ObjectStore):
     def _sign(self, method: str, url: str, headers: Mapping[str, str]) -> dict[str, str]:
         request = AWSRequest(method, url, headers=dict(headers))
         request.context["client_config"] = _UNSIGNED_PAYLOAD
-        with self._signing_lock:  # a refresh of credentials is made by one thread
-            frozen = self._credentials.get_frozen_credentials()
+        frozen = self._credentials.get_frozen_credentials()  # refreshes them when they are due
         S3SigV4Auth(frozen, "s3", self._client.meta.region_name or "us-east-1").add_auth(request)
         return dict(request.headers.items())
 

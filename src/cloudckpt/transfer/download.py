@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     PreconditionFailedError,
 )
+from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, nbytes, skip
 from cloudckpt.transfer.budget import ByteBudget
 from cloudckpt.transfer.group import TaskGroup
@@ -113,17 +115,25 @@ class _Download:
         self._lock = threading.Lock()
 
     def run(self) -> None:
+        with paused_gc():
+            requests = self._requests()
+        with self._group as group:
+            for key, spans in requests:
+                group.submit(functools.partial(self._fetch, key, spans))
+
+    def _requests(self) -> list[tuple[str, list[Span]]]:
+        config = self._config
         by_key: dict[str, list[Span]] = {}
         for index, want in enumerate(self._wanted):
             if want.stop > want.start:
                 by_key.setdefault(want.source.key, []).append(self._span(index, want))
-        config = self._config
-        with self._group as group:
-            for key, spans in by_key.items():
-                for request in pack_requests(
-                    spans, limit=config.request_size, merge_gap=config.merge_gap
-                ):
-                    group.submit(lambda key=key, request=request: self._fetch(key, request))  # type: ignore[misc]
+        return [
+            (key, request)
+            for key, spans in by_key.items()
+            for request in pack_requests(
+                spans, limit=config.request_size, merge_gap=config.merge_gap
+            )
+        ]
 
     def _span(self, index: int, want: Wanted) -> Span:
         """The bytes to ask for: whole blocks, if they can be verified."""
@@ -137,7 +147,8 @@ class _Download:
         return Span(origin + start, origin + stop, grain if want.divisible else 0, origin, index)
 
     def _fetch(self, key: str, spans: list[Span]) -> None:
-        landing = _Landing(spans, self._wanted)
+        with paused_gc():
+            landing = _Landing(spans, self._wanted)
         with self._budget.holding(landing.scratch_bytes):
             views = landing.allocate()
             self._receive(key, spans, views)
@@ -234,6 +245,11 @@ class _Bad:
 
 class _Segment:
     """One span of a request: what is wanted of it, and where its bytes land."""
+
+    __slots__ = (
+        *("span", "want", "start", "stop", "before", "behind"),
+        *("target", "is_direct", "views", "landed"),
+    )
 
     def __init__(self, span: Span, want: Wanted) -> None:
         self.span = span

@@ -15,10 +15,10 @@ def is_plain(tensor: torch.Tensor) -> bool:
     A tensor with the conjugate or negative bit shows other values than its memory holds.
     """
     return (
-        tensor.device.type == "cpu"
+        tensor.is_cpu
         and tensor.is_contiguous()
-        and not tensor.is_conj()
         and not tensor.is_neg()
+        and not (tensor.is_complex() and tensor.is_conj())
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import random
 import time
@@ -39,6 +40,14 @@ class Retrier:
         self._clock = clock
         self._draw = draw
         self._on_retry = on_retry
+
+    @classmethod
+    def for_cleanup(cls, policy: RetryPolicy) -> Retrier:
+        """For what is done after a failure: a few tries, so that the error is soon told."""
+        brief = dataclasses.replace(
+            policy, attempts=min(policy.attempts, 3), deadline=min(policy.deadline, 10.0)
+        )
+        return cls(brief)
 
     def call(self, operation: Callable[[], T]) -> T:
         """The result of ``operation``.

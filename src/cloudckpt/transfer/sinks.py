@@ -44,6 +44,8 @@ class BytesSink:
 class FlatSink:
     """A target whose elements lie in the order of the range; the range may come in any cuts."""
 
+    __slots__ = ("_bytes", "_dtype", "_flat", "_plain", "pinned")
+
     def __init__(self, target: torch.Tensor, dtype: torch.dtype) -> None:
         self.pinned = target.device.type == "cuda"
         self._flat = target.reshape(-1) if target.dim() != 1 else target

@@ -16,7 +16,7 @@ from cloudckpt.transfer.group import Cancellation
 from cloudckpt.transfer.memory import bytes_of
 from cloudckpt.transfer.parts import Piece
 
-__all__ = ["StagingPool", "row_major_slices"]
+__all__ = ["Slab", "StagingPool", "row_major_slices"]
 
 _SLABS = 16
 _ALIGNMENT = 64
@@ -58,11 +58,12 @@ def _indices(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
             yield (first, *rest)
 
 
-class _Slab:
+class Slab:
     """A piece of host memory and the number of those who use it."""
 
     def __init__(self, pool: StagingPool, nbytes: int, pinned: bool) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        self.view = bytes_of(self.memory)
         self.used = 0
         self._pool = pool
         self._holders = 0
@@ -102,9 +103,9 @@ class StagingPool:
         self._slab_bytes = budget // _SLABS
         self._cancellation = cancellation
         self._changed = threading.Condition()
-        self._free: list[_Slab] = []
+        self._free: list[Slab] = []
         self._made = 0
-        self._current: _Slab | None = None
+        self._current: Slab | None = None
         self._streams: dict[torch.device, torch.Stream] = {}
         self._pinned = torch.cuda.is_available()
 
@@ -120,10 +121,11 @@ class StagingPool:
             for axis, (first, length) in enumerate(box):
                 source = source.narrow(axis, first, length)
             nbytes = source.numel() * source.itemsize
-            slab, memory = self._reserve(nbytes)
+            slab, first = self.reserve(nbytes)
+            memory = slab.memory[first : first + nbytes]
             event = copier.copy(memory.view(tensor.dtype).view(source.shape), source)
             yield Piece(
-                bytes_of(memory),
+                slab.view[first : first + nbytes],
                 start=start,
                 lease=slab,
                 ready=event.synchronize if event is not None else None,
@@ -136,25 +138,29 @@ class StagingPool:
             self._current.release()
             self._current = None
 
-    def take_back(self, slab: _Slab) -> None:
+    def take_back(self, slab: Slab) -> None:
         with self._changed:
             slab.used = 0
             self._free.append(slab)
             self._changed.notify_all()
 
-    def _reserve(self, nbytes: int) -> tuple[_Slab, torch.Tensor]:
-        """``nbytes`` of the slab in use, or of the next one; waits until one is free."""
+    def reserve(self, nbytes: int) -> tuple[Slab, int]:
+        """Room for ``nbytes``: a slab, retained once, and the place in it.
+
+        The place is a multiple of 64, and follows the previous one as long as a slab has room.
+        Waits until a slab is free. ``nbytes`` is at most a sixteenth of the budget.
+        """
         slab = self._current
         if slab is None or slab.used + nbytes > self._slab_bytes:
             self.close()
             slab = self._current = self._next()
             slab.retain()
-        memory = slab.memory[slab.used : slab.used + nbytes]
+        place = slab.used
         slab.used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         slab.retain()
-        return slab, memory
+        return slab, place
 
-    def _next(self) -> _Slab:
+    def _next(self) -> Slab:
         with self._changed:
             while not self._free and self._made >= _SLABS:
                 self._changed.wait(0.2)
@@ -162,7 +168,7 @@ class StagingPool:
             if self._free:
                 return self._free.pop()
             self._made += 1
-        return _Slab(self, self._slab_bytes, self._pinned)
+        return Slab(self, self._slab_bytes, self._pinned)
 
     def _copier(self, device: torch.device) -> _Copier:
         if device.type == "cpu":

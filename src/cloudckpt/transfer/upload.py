@@ -6,6 +6,7 @@ import logging
 import threading
 
 from cloudckpt.checksum import combine
+from cloudckpt.config import RetryPolicy
 from cloudckpt.errors import CloudCheckpointError, ObjectNotFoundError, TransientStoreError
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, Part, Upload
 from cloudckpt.transfer.group import TaskGroup
@@ -53,6 +54,7 @@ class ObjectUpload:
         self._cutter = PartCutter(part_size)
         self._first: PartPlan | None = None  # kept back until it is known to have a successor
         self._upload: Upload | None = None
+        self._may_have_twin = False
         self._lock = threading.Lock()
         self._sent: list[Part] = []
         self._expected: int | None = None
@@ -83,21 +85,43 @@ class ObjectUpload:
     def abandon(self) -> None:
         """Removes whatever of the object reached the store; errors are logged, not raised."""
         if self._upload is not None and self.info is None:
-            upload = self._upload
+            self._abort(self._upload)
+        if self._may_have_twin:
+            self._abort_twins()
+        delete_quietly(self._store, [self.key], self._retrier.policy)
+
+    def _create(self) -> Upload:
+        def create() -> Upload:
             try:
-                Retrier(self._retrier.policy).call(lambda: self._store.abort_upload(upload))
-            except CloudCheckpointError as error:
-                logger.warning("an unfinished multipart upload was left behind: %s", error)
-        delete_quietly(self._store, [self.key], self._retrier)
+                return self._store.create_upload(self.key, self._part_size)
+            except TransientStoreError:
+                self._may_have_twin = True  # begun, perhaps, by a request whose answer was lost
+                raise
+
+        return self._retrier.call(create)
+
+    def _abort(self, upload: Upload) -> None:
+        try:
+            Retrier.for_cleanup(self._retrier.policy).call(lambda: self._store.abort_upload(upload))
+        except CloudCheckpointError as error:
+            logger.warning("an unfinished multipart upload was left behind: %s", error)
+
+    def _abort_twins(self) -> None:
+        """Ends other uploads of this key: nobody else can have begun them, the key is random."""
+        own = () if self._upload is None else (self._upload.id,)
+        try:
+            for upload in self._store.list_uploads(self.key):
+                if upload.key == self.key and upload.id not in own:
+                    self._abort(upload)
+        except CloudCheckpointError as error:
+            logger.warning("unfinished multipart uploads could not be listed: %s", error)
 
     def _send(self, part: PartPlan) -> None:
         if self._upload is None:
             if self._first is None:
                 self._first = part
                 return
-            self._upload = self._retrier.call(
-                lambda: self._store.create_upload(self.key, self._part_size)
-            )
+            self._upload = self._create()
             first, self._first = self._first, None
             self._group.submit(lambda: self._put_part(first))
         self._group.submit(lambda: self._put_part(part))
@@ -156,13 +180,15 @@ class ObjectUpload:
         self.info = self._retrier.call(complete)
         self.crc32c = combine((part.crc32c, part.size) for part in parts)
         self._stats.add_requests(2)
+        if self._may_have_twin:
+            self._abort_twins()
 
 
-def delete_quietly(store: ObjectStore, keys: list[str], retrier: Retrier) -> None:
+def delete_quietly(store: ObjectStore, keys: list[str], policy: RetryPolicy) -> None:
     """Deletes objects that nobody needs; a failure is logged, since it loses nothing."""
     if not keys:
         return
     try:
-        Retrier(retrier.policy).call(lambda: store.delete(keys))
+        Retrier.for_cleanup(policy).call(lambda: store.delete(keys))
     except CloudCheckpointError as error:
         logger.warning("%d unneeded objects were left behind: %s", len(keys), error)
