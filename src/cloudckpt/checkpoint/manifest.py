@@ -46,13 +46,23 @@ class ManifestId:
         return f"{_FORMAT}-{_VERSION}-{self.attempt}-{self.size}-{self.crc32c:08x}"
 
     @classmethod
-    def parse(cls, save_id: object) -> ManifestId | None:
-        """The id, or None if the checkpoint was not written by cloudckpt."""
-        if not isinstance(save_id, str):
+    def parse(cls, save_id: object, uri: str) -> ManifestId | None:
+        """The id, or None if the checkpoint was not written by cloudckpt.
+
+        Raises:
+            CheckpointCorruptError: If it is of a version that this cloudckpt does not know.
+        """
+        if not isinstance(save_id, str) or not save_id.startswith(f"{_FORMAT}-"):
             return None
         pattern = rf"{_FORMAT}-{_VERSION}-([0-9a-f]+)-([0-9]+)-([0-9a-f]{{8}})"
         match = re.fullmatch(pattern, save_id)
-        return cls(match[1], int(match[2]), int(match[3], 16)) if match else None
+        if match is None:
+            raise CheckpointCorruptError(
+                f"the checkpoint's format is not version {_VERSION} ({save_id!r}); a newer "
+                "cloudckpt may be able to read it",
+                uri=uri,
+            )
+        return cls(match[1], int(match[2]), int(match[3], 16))
 
     @property
     def name(self) -> str:

@@ -157,7 +157,7 @@ class CloudStorageReader(StorageReader):
             metadata.storage_meta = StorageMeta()
         assert metadata.storage_meta is not None
         metadata.storage_meta.load_id = self._load_id
-        identity = ManifestId.parse(metadata.storage_meta.save_id)
+        identity = ManifestId.parse(metadata.storage_meta.save_id, uri)
         self._manifest = self._read_manifest(identity) if identity is not None else None
         return metadata
 

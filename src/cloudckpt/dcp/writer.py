@@ -296,7 +296,7 @@ class CloudStorageWriter(StorageWriter):
                 for entry in (old.storage_data or {}).values()
                 if isinstance(entry, StorageInfo)
             }
-            identity = ManifestId.parse(getattr(old.storage_meta, "save_id", None))
+            identity = ManifestId.parse(getattr(old.storage_meta, "save_id", None), uri)
             return sorted(names | ({identity.name} if identity is not None else set()))
         except CheckpointConflictError:
             raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 from urllib.parse import quote, urlencode
@@ -44,9 +45,12 @@ from cloudckpt.stores.s3_errors import from_answer, from_code
 try:
     import boto3
     import botocore.exceptions
+    import botocore.session
     from botocore.auth import S3SigV4Auth
     from botocore.awsrequest import AWSRequest, AWSResponse
     from botocore.config import Config as BotoConfig
+    from botocore.httpsession import get_cert_path
+    from botocore.utils import get_environ_proxies
 except ImportError as exc:
     raise MissingDependencyError(
         "s3:// needs boto3; install it with: pip install 'cloudckpt[s3]'", cause=exc
@@ -70,9 +74,8 @@ class S3Store(ObjectStore):
         self._bucket = bucket
         self._options = options
         with self._errors("", "connect"):
-            session = boto3.session.Session(
-                profile_name=options.profile, region_name=options.region
-            )
+            core = botocore.session.Session(profile=options.profile)
+            session = boto3.session.Session(botocore_session=core, region_name=options.region)
             self._client = session.client(
                 "s3", endpoint_url=options.endpoint_url, config=_boto_config(config)
             )
@@ -103,7 +106,9 @@ class S3Store(ObjectStore):
         self._payer: dict[str, Any] = (
             {"RequestPayer": "requester"} if options.requester_pays else {}
         )
-        self._http = HttpClient(_http_options(self._client, config))
+        self._http = HttpClient(
+            _http_options(self._client, core.get_config_variable("ca_bundle"), config)
+        )
 
     def put(
         self,
@@ -404,35 +409,21 @@ def _boto_config(config: Config) -> BotoConfig:
     )
 
 
-def _http_options(client: Any, config: Config) -> HttpOptions:
-    """Proxies and certificates as boto3 found them."""
-    from botocore.utils import get_environ_proxies
-
+def _http_options(client: Any, ca_bundle: str | None, config: Config) -> HttpOptions:
+    """Proxies and certificates as boto3 finds them."""
     meta = client.meta
-    proxies = meta.config.proxies or get_environ_proxies(meta.endpoint_url)
-    bundle = _ca_bundle(client)
     certificate = meta.config.client_cert
+    proxies = meta.config.proxies or get_environ_proxies(meta.endpoint_url)
+    ca_bundle = ca_bundle or os.environ.get("REQUESTS_CA_BUNDLE")
     return HttpOptions(
         connections=config.connections,
         connect_timeout=config.connect_timeout,
         read_timeout=config.read_timeout,
         stall_timeout=config.stall_timeout,
         proxies=tuple(sorted((proxies or {}).items())),
-        ca_bundle=bundle,
+        ca_bundle=ca_bundle or get_cert_path(True),
         client_cert=certificate if isinstance(certificate, str) else None,
     )
-
-
-def _ca_bundle(client: Any) -> str | None:
-    """AWS_CA_BUNDLE or ``ca_bundle`` of the profile, else REQUESTS_CA_BUNDLE, else certifi's."""
-    import os
-
-    import botocore.httpsession
-
-    for variable in ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE"):
-        if path := os.environ.get(variable):
-            return path
-    return str(botocore.httpsession.where())
 
 
 _HEADER_OF = {
