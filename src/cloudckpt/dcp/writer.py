@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import io
-import logging
 import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import (
     SavePlan,
     SavePlanner,
@@ -24,17 +18,10 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from cloudckpt.checkpoint.commit import (
-    Baseline,
-    Probe,
-    begin,
-    commit,
-    conditions_work,
-)
-from cloudckpt.checkpoint.manifest import ItemKey, Manifest, ManifestId
-from cloudckpt.checkpoint.metadata import dump_metadata, load_metadata
-from cloudckpt.checkpoint.names import checked, data_name, manifest_name, metadata_name
-from cloudckpt.checkpoint.records import ItemRecord, ObjectRecord
+from cloudckpt.checkpoint.commit import Baseline, begin
+from cloudckpt.checkpoint.names import data_name, metadata_name
+from cloudckpt.checkpoint.publish import publish
+from cloudckpt.checkpoint.records import ObjectRecord
 from cloudckpt.checkpoint.shard import (
     OpenObject,
     PendingItem,
@@ -42,15 +29,8 @@ from cloudckpt.checkpoint.shard import (
     check_supported,
     travels_as_bytes,
 )
-from cloudckpt.checkpoint.torch_private import CURRENT_DCP_VERSION, StorageInfo
-from cloudckpt.checksum import crc32c
 from cloudckpt.config import Config
-from cloudckpt.errors import (
-    CheckpointConflictError,
-    CloudCheckpointError,
-    IncompleteSaveError,
-    StoreError,
-)
+from cloudckpt.errors import CloudCheckpointError, IncompleteSaveError
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectStore, random_suffix
 from cloudckpt.stores.registry import open_store
@@ -63,8 +43,6 @@ from cloudckpt.transfer.upload import ObjectUpload, delete_quietly
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["CloudStorageWriter"]
-
-logger = logging.getLogger("cloudckpt")
 
 
 class CloudStorageWriter(StorageWriter):
@@ -176,27 +154,24 @@ class CloudStorageWriter(StorageWriter):
             CommitUnknownError: If the store does not say whether the commit took place.
         """
         written = {result.index: result.storage_data for ranks in results for result in ranks}
-        try:
-            data, conditional, replaced = self._prepare_commit(metadata, written)
-        except BaseException:
-            self._delete_attempt(written)
-            raise
-        try:
-            assert self._baseline is not None  # checked by _prepare_commit
-            commit(
-                self._store(), self._baseline, data, conditional=conditional,
-                retrier=self._retrier(),
-            )  # fmt: skip
-        except (CheckpointConflictError, StoreError):
-            # only these two say for certain that nothing became visible
-            self._delete_attempt(written)
-            raise
+        if self._baseline is None:
+            raise IncompleteSaveError("the save was not planned", uri=str(self.uri))
+        publish(
+            self._store(),
+            self.uri,
+            self.config,
+            baseline=self._baseline,
+            attempt=self._attempt,
+            metadata=metadata,
+            written=written,
+        )
         self._written = []
-        self._delete(replaced)
 
     def discard(self) -> None:
         """Deletes what this rank has written in an attempt that was certainly not committed."""
-        self._delete(self._written)
+        if self._written:
+            keys = [self.uri.key(name) for name in self._written]
+            delete_quietly(self._store(), keys, self.config.retry)
         self._written = []
 
     def _send(self, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
@@ -240,77 +215,6 @@ class CloudStorageWriter(StorageWriter):
                 for item, written in pending
             ]
 
-    def _prepare_commit(
-        self, metadata: Metadata, written: Mapping[MetadataIndex, ItemRecord]
-    ) -> tuple[bytes, bool, list[str]]:
-        """All that precedes the commit; returns its content, its mode, and what it replaces."""
-        with paused_gc():
-            _check_complete(metadata, written, str(self.uri))
-        store, retrier, baseline = self._store(), self._retrier(), self._baseline
-        if baseline is None:
-            raise IncompleteSaveError("the save was not planned", uri=str(self.uri))
-        with paused_gc():
-            manifest = Manifest({_item_key(index): record for index, record in written.items()})
-            content = manifest.to_json()
-        identity = manifest.identify(self._attempt, content)
-        key = self.uri.key(identity.name)
-        body, crc = [memoryview(content)], crc32c(content)
-        retrier.call(lambda: store.put(key, body, crc32c=crc))
-        conditional = conditions_work(
-            store, self.config.conditional_writes, Probe(key, content), retrier
-        )
-        kept = {record.object.name for record in written.values()}
-        replaced = [name for name in self._replaced(baseline) if name not in kept]
-        with paused_gc():
-            metadata.storage_data = {
-                index: StorageInfo(record.object.name, record.offset, record.length)
-                for index, record in written.items()
-            }
-        metadata.storage_meta = StorageMeta(self.checkpoint_id, str(identity))
-        metadata.version = CURRENT_DCP_VERSION
-        return dump_metadata(metadata), conditional, replaced
-
-    def _delete_attempt(self, written: Mapping[MetadataIndex, ItemRecord]) -> None:
-        names = {record.object.name for record in written.values()}
-        self._delete([*sorted(names), manifest_name(self._attempt)])
-        self._written = []
-
-    def _replaced(self, baseline: Baseline) -> list[str]:
-        """The objects of the checkpoint that this one replaces; they are deleted after it.
-
-        Raises:
-            CheckpointConflictError: If it is no longer the one that was there in the beginning.
-        """
-        if baseline.version is None:
-            return []
-        store, uri = self._store(), self._store().uri(baseline.key)
-        try:
-            data, info = self._retrier().call(lambda: store.get(baseline.key))
-            if info.version != baseline.version:
-                raise CheckpointConflictError(
-                    "another writer has committed to this location since this save began", uri=uri
-                )
-            old = load_metadata(data, uri)
-            names = {
-                checked(entry.relative_path, uri)
-                for entry in (old.storage_data or {}).values()
-                if isinstance(entry, StorageInfo)
-            }
-            identity = ManifestId.parse(getattr(old.storage_meta, "save_id", None), uri)
-            return sorted(names | ({identity.name} if identity is not None else set()))
-        except CheckpointConflictError:
-            raise
-        except StoreError:
-            raise
-        except CloudCheckpointError as error:
-            logger.warning("the objects of the replaced checkpoint are left behind: %s", error)
-            return []
-
-    def _delete(self, names: list[str]) -> None:
-        if names:
-            keys = [self.uri.key(name) for name in names]
-            delete_quietly(self._store(), keys, self.config.retry)
-
     def _commits(self) -> bool:
         return self._is_coordinator or not self._use_collectives
 
@@ -343,26 +247,3 @@ def _expected_size(item: WriteItem) -> int:
         return item.bytes_io_data.nbytes if item.bytes_io_data is not None else 4096
     sizes = item.tensor_data.chunk.sizes
     return sizes.numel() * item.tensor_data.properties.dtype.itemsize + 1536
-
-
-def _item_key(index: MetadataIndex) -> ItemKey:
-    return index.fqn, None if index.offset is None else tuple(index.offset)
-
-
-def _check_complete(
-    metadata: Metadata, written: Mapping[MetadataIndex, ItemRecord], uri: str
-) -> None:
-    """Whether every item that a reader may ask for was written."""
-    for fqn, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
-            wanted = [MetadataIndex(fqn, chunk.offsets) for chunk in entry.chunks]
-        else:
-            wanted = [MetadataIndex(fqn)]
-        for index in wanted:
-            if index not in written:
-                raise IncompleteSaveError(
-                    f"{fqn} (offsets {index.offset}) was planned, but no rank has written it; "
-                    "nothing was committed",
-                    uri=uri,
-                    item=fqn,
-                )

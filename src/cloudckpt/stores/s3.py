@@ -8,22 +8,16 @@ payload; integrity rests on CRC32C (and TLS), so no byte is hashed for the signa
 from __future__ import annotations
 
 import contextlib
-import io
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import quote, urlencode
 
-import urllib3
-
 from cloudckpt.checksum import combine, to_base64
-from cloudckpt.config import Config, S3Options
+from cloudckpt.config import Config
 from cloudckpt.errors import (
     CloudCheckpointError,
     ConnectionLostError,
-    CredentialsError,
     InvalidRequestError,
-    MissingDependencyError,
     ObjectNotFoundError,
     PreconditionFailedError,
     StoreError,
@@ -39,22 +33,14 @@ from cloudckpt.stores.base import (
     Upload,
     nbytes,
 )
-from cloudckpt.stores.http import HttpClient, HttpOptions, Reply
+from cloudckpt.stores.http import HttpClient, Reply
+from cloudckpt.stores.s3_access import (
+    BucketAccess,
+    object_headers,
+    object_parameters,
+    translated,
+)
 from cloudckpt.stores.s3_errors import from_answer, from_code
-
-try:
-    import boto3
-    import botocore.exceptions
-    import botocore.session
-    from botocore.auth import S3SigV4Auth
-    from botocore.awsrequest import AWSRequest, AWSResponse
-    from botocore.config import Config as BotoConfig
-    from botocore.httpsession import get_cert_path
-    from botocore.utils import get_environ_proxies
-except ImportError as exc:
-    raise MissingDependencyError(
-        "s3:// needs boto3; install it with: pip install 'cloudckpt[s3]'", cause=exc
-    ) from exc
 
 __all__ = ["S3Store"]
 
@@ -69,28 +55,12 @@ class S3Store(ObjectStore):
     """One bucket of S3 or of a store with its API (MinIO, Ceph RGW, R2, moto)."""
 
     def __init__(self, bucket: str, config: Config) -> None:
-        options = config.s3
         self.root = f"s3://{bucket}"
         self._bucket = bucket
-        self._options = options
-        with self._errors("", "connect"):
-            core = botocore.session.Session(profile=options.profile)
-            session = boto3.session.Session(botocore_session=core, region_name=options.region)
-            self._client = session.client(
-                "s3", endpoint_url=options.endpoint_url, config=_boto_config(config)
-            )
-            self._credentials = session.get_credentials()
-            if self._credentials is None:
-                raise CredentialsError(
-                    "no AWS credentials were found: neither in the environment "
-                    "(AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_WEB_IDENTITY_TOKEN_FILE), nor "
-                    "in a profile of ~/.aws/config and ~/.aws/credentials (AWS_PROFILE), nor from "
-                    "the container's or instance's role",
-                    uri=self.root,
-                )
-            self._base = self._resolve()
-        host = self._base.split("/")[2].partition(":")[0]
-        aws = host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
+        self._access = BucketAccess(bucket, config, self.root)
+        self._client = self._access.client
+        self._http = HttpClient(self._access.http_options)
+        options, aws = config.s3, self._access.is_aws
         self._checksums = aws if options.checksum == "auto" else options.checksum == "on"
         self.capabilities = Capabilities(
             conditional_writes=True if aws else None,
@@ -99,16 +69,12 @@ class S3Store(ObjectStore):
             max_parts=_MAX_PARTS,
             max_put_size=_MAX_PART,
         )
-        self._object_headers = _object_headers(options)
-        self._request_headers = (
-            {"x-amz-request-payer": "requester"} if options.requester_pays else {}
-        )
+        self._object_headers = object_headers(options)
+        self._object_parameters = object_parameters(options)
         self._payer: dict[str, Any] = (
             {"RequestPayer": "requester"} if options.requester_pays else {}
         )
-        self._http = HttpClient(
-            _http_options(self._client, core.get_config_variable("ca_bundle"), config)
-        )
+        self._payer_headers = {"x-amz-request-payer": "requester"} if options.requester_pays else {}
 
     def put(
         self,
@@ -149,10 +115,10 @@ class S3Store(ObjectStore):
         return (version, version.strip('"'))
 
     def create_upload(self, key: str, part_size: int) -> Upload:
-        parameters = _object_parameters(self._options)
+        parameters = dict(self._object_parameters)
         if self._checksums:
             parameters |= {"ChecksumAlgorithm": "CRC32C", "ChecksumType": "FULL_OBJECT"}
-        with self._errors(key, "create a multipart upload of"):
+        with translated("create a multipart upload of", self.uri(key)):
             answer = self._client.create_multipart_upload(
                 Bucket=self._bucket, Key=key, **parameters, **self._payer
             )
@@ -183,7 +149,7 @@ class S3Store(ObjectStore):
                 entry["ChecksumCRC32C"] = to_base64(part.crc32c)
             whole = combine((part.crc32c, part.size) for part in parts)
             total = {"ChecksumCRC32C": to_base64(whole), "ChecksumType": "FULL_OBJECT"}
-        with self._errors(upload.key, "complete the multipart upload of"):
+        with translated("complete the multipart upload of", self.uri(upload.key)):
             answer = self._client.complete_multipart_upload(
                 Bucket=self._bucket,
                 Key=upload.key,
@@ -198,7 +164,7 @@ class S3Store(ObjectStore):
     def abort_upload(self, upload: Upload) -> None:
         with (
             contextlib.suppress(ObjectNotFoundError),
-            self._errors(upload.key, "abort the multipart upload of"),
+            translated("abort the multipart upload of", self.uri(upload.key)),
         ):
             self._client.abort_multipart_upload(
                 Bucket=self._bucket, Key=upload.key, UploadId=upload.id, **self._payer
@@ -208,7 +174,7 @@ class S3Store(ObjectStore):
         pages = self._client.get_paginator("list_multipart_uploads").paginate(
             Bucket=self._bucket, Prefix=prefix
         )
-        with self._errors(prefix, "list the multipart uploads under"):
+        with translated("list the multipart uploads under", self.uri(prefix)):
             for page in pages:
                 for entry in page.get("Uploads", ()):
                     yield Upload(entry["Key"], entry["UploadId"], 0)
@@ -253,7 +219,7 @@ class S3Store(ObjectStore):
         pages = self._client.get_paginator("list_objects_v2").paginate(
             Bucket=self._bucket, Prefix=prefix, **self._payer
         )
-        with self._errors(prefix, "list"):
+        with translated("list", self.uri(prefix)):
             for page in pages:
                 for entry in page.get("Contents", ()):
                     yield ObjectInfo(entry["Key"], entry["Size"], entry["ETag"])
@@ -262,7 +228,7 @@ class S3Store(ObjectStore):
         wanted = list(dict.fromkeys(keys))
         for start in range(0, len(wanted), _KEYS_PER_DELETE):
             batch = [{"Key": key} for key in wanted[start : start + _KEYS_PER_DELETE]]
-            with self._errors(batch[0]["Key"], "delete"):
+            with translated("delete", self.uri(batch[0]["Key"])):
                 answer = self._client.delete_objects(
                     Bucket=self._bucket, Delete={"Objects": batch, "Quiet": True}, **self._payer
                 )
@@ -276,28 +242,6 @@ class S3Store(ObjectStore):
         self._http.close()
         self._client.close()
 
-    def _resolve(self) -> str:
-        """The URL of the bucket, ending in a slash, as botocore resolves it.
-
-        botocore's rules (path or virtual style, access points, FIPS, dual stack, endpoints of other
-        vendors) are left to botocore: the hook sees the request that it would send.
-        """
-        seen: list[str] = []
-
-        def capture(request: Any, **_: Any) -> AWSResponse:
-            seen.append(request.url)
-            return AWSResponse(
-                request.url, 200, {}, urllib3.HTTPResponse(io.BytesIO(), preload_content=False)
-            )
-
-        events = self._client.meta.events
-        events.register("before-send.s3.HeadObject", capture)
-        try:
-            self._client.head_object(Bucket=self._bucket, Key="x")
-        finally:
-            events.unregister("before-send.s3.HeadObject", capture)
-        return seen[0].partition("?")[0].removesuffix("x")
-
     @contextlib.contextmanager
     def _send(
         self,
@@ -309,13 +253,13 @@ class S3Store(ObjectStore):
         progress: Progress | None = None,
     ) -> Iterator[Reply]:
         """One signed request; an answer that is no success is raised as its error."""
-        url = self._base + quote(key, safe="/-._~")
+        url = self._access.base + quote(key, safe="/-._~")
         if query:
             url += "?" + urlencode(query, quote_via=quote)
         if not url.isascii():
             raise InvalidRequestError("the URL is not ASCII", uri=self.uri(key))
         try:
-            signed = self._sign(method, url, {**headers, **self._request_headers})
+            signed = self._access.sign(method, url, {**headers, **self._payer_headers})
             with self._http.send(method, url, signed, body, progress) as reply:
                 if reply.status not in (200, 204, 206):
                     answer = reply.read() if method != "HEAD" else b""
@@ -325,15 +269,6 @@ class S3Store(ObjectStore):
             if error.uri is None:
                 error.uri = self.uri(key)
             raise
-        except botocore.exceptions.BotoCoreError as exc:
-            self._raise(exc, key, method)
-
-    def _sign(self, method: str, url: str, headers: Mapping[str, str]) -> dict[str, str]:
-        request = AWSRequest(method, url, headers=dict(headers))
-        request.context["client_config"] = _UNSIGNED_PAYLOAD
-        frozen = self._credentials.get_frozen_credentials()  # refreshes them when they are due
-        S3SigV4Auth(frozen, "s3", self._client.meta.region_name or "us-east-1").add_auth(request)
-        return dict(request.headers.items())
 
     def _checksum(self, crc32c: int) -> dict[str, str]:
         return {"x-amz-checksum-crc32c": to_base64(crc32c)} if self._checksums else {}
@@ -343,118 +278,6 @@ class S3Store(ObjectStore):
         if not tag:
             raise ConnectionLostError("the answer has no ETag", uri=self.uri(key))
         return tag
-
-    @contextlib.contextmanager
-    def _errors(self, key: str, action: str) -> Iterator[None]:
-        try:
-            yield
-        except StoreError:
-            raise
-        except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError) as exc:
-            self._raise(exc, key, action)
-
-    def _raise(self, exc: Exception, key: str, action: str) -> NoReturn:
-        uri = self.uri(key)
-        if isinstance(exc, botocore.exceptions.ClientError):
-            answer: Mapping[str, Any] = exc.response
-            error, meta = answer.get("Error", {}), answer.get("ResponseMetadata", {})
-            raise from_code(
-                str(error.get("Code", "")),
-                int(meta.get("HTTPStatusCode", 0)),
-                str(error.get("Message", "")),
-                action,
-                uri,
-                meta.get("HTTPHeaders", {}),
-            ) from exc
-        credentials = (
-            botocore.exceptions.NoCredentialsError,
-            botocore.exceptions.PartialCredentialsError,
-            botocore.exceptions.CredentialRetrievalError,
-            botocore.exceptions.ProfileNotFound,
-            botocore.exceptions.TokenRetrievalError,
-            botocore.exceptions.UnauthorizedSSOTokenError,
-            botocore.exceptions.SSOTokenLoadError,
-        )
-        if isinstance(exc, credentials):
-            raise CredentialsError(
-                "the AWS credentials can't be used; check AWS_PROFILE, the AWS_* variables and "
-                "~/.aws, or sign in again",
-                uri=uri,
-                cause=exc,
-            ) from exc
-        if isinstance(exc, botocore.exceptions.HTTPClientError):
-            raise ConnectionLostError(
-                f"could not {action} the object: no answer from the endpoint", uri=uri, cause=exc
-            ) from exc
-        raise InvalidRequestError(f"boto3 can't {action} the object", uri=uri, cause=exc) from exc
-
-
-_UNSIGNED_PAYLOAD = BotoConfig(s3={"payload_signing_enabled": False})
-
-
-def _boto_config(config: Config) -> BotoConfig:
-    return BotoConfig(
-        connect_timeout=config.connect_timeout,
-        read_timeout=max(config.read_timeout, 120.0),  # completing a large upload takes its time
-        max_pool_connections=config.connections,
-        retries={"total_max_attempts": 1, "mode": "standard"},  # retries have one home: transfer
-        request_checksum_calculation="when_required",
-        response_checksum_validation="when_required",
-        signature_version="s3v4",
-        s3={
-            "addressing_style": config.s3.addressing_style,
-            "us_east_1_regional_endpoint": "regional",
-        },
-        user_agent_extra="cloudckpt",
-    )
-
-
-def _http_options(client: Any, ca_bundle: str | None, config: Config) -> HttpOptions:
-    """Proxies and certificates as boto3 finds them."""
-    meta = client.meta
-    certificate = meta.config.client_cert
-    proxies = meta.config.proxies or get_environ_proxies(meta.endpoint_url)
-    ca_bundle = ca_bundle or os.environ.get("REQUESTS_CA_BUNDLE")
-    return HttpOptions(
-        connections=config.connections,
-        connect_timeout=config.connect_timeout,
-        read_timeout=config.read_timeout,
-        stall_timeout=config.stall_timeout,
-        proxies=tuple(sorted((proxies or {}).items())),
-        ca_bundle=ca_bundle or get_cert_path(True),
-        client_cert=certificate if isinstance(certificate, str) else None,
-    )
-
-
-_HEADER_OF = {
-    "ServerSideEncryption": "x-amz-server-side-encryption",
-    "SSEKMSKeyId": "x-amz-server-side-encryption-aws-kms-key-id",
-    "BucketKeyEnabled": "x-amz-server-side-encryption-bucket-key-enabled",
-    "StorageClass": "x-amz-storage-class",
-    "ACL": "x-amz-acl",
-    "Tagging": "x-amz-tagging",
-}
-
-
-def _object_parameters(options: S3Options) -> dict[str, Any]:
-    """What every new object gets, as parameters of boto3."""
-    wanted = {
-        "ServerSideEncryption": options.sse,
-        "SSEKMSKeyId": options.kms_key_id,
-        "BucketKeyEnabled": options.bucket_key or None,
-        "StorageClass": options.storage_class,
-        "ACL": options.acl,
-        "Tagging": urlencode(options.tags) or None,
-    }
-    return {name: value for name, value in wanted.items() if value is not None}
-
-
-def _object_headers(options: S3Options) -> dict[str, str]:
-    """The same, as headers."""
-    return {
-        _HEADER_OF[name]: "true" if value is True else str(value)
-        for name, value in _object_parameters(options).items()
-    }
 
 
 def _check_range(reply: Reply, start: int, size: int, uri: str) -> int:

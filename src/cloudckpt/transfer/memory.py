@@ -6,20 +6,17 @@ import ctypes
 
 import torch
 
-__all__ = ["bytes_of", "is_plain"]
+__all__ = ["bytes_of", "is_plain", "shows_its_memory"]
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie in host memory, in row-major order, exactly as they are to be read.
+    """Whether the elements lie in host memory, in row-major order, just as they are to be read."""
+    return tensor.is_cpu and tensor.is_contiguous() and shows_its_memory(tensor)
 
-    A tensor with the conjugate or negative bit shows other values than its memory holds.
-    """
-    return (
-        tensor.is_cpu
-        and tensor.is_contiguous()
-        and not tensor.is_neg()
-        and not (tensor.is_complex() and tensor.is_conj())
-    )
+
+def shows_its_memory(tensor: torch.Tensor) -> bool:
+    """Whether the values are those in memory: a conjugated or negated view shows others."""
+    return not tensor.is_neg() and not (tensor.is_complex() and tensor.is_conj())
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -1,0 +1,161 @@
+"""From data objects to a checkpoint: completeness, manifest, metadata, commit, clean-up."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+
+from cloudckpt.checkpoint.commit import Baseline, Probe, commit, conditions_work
+from cloudckpt.checkpoint.manifest import ItemKey, Manifest, ManifestId
+from cloudckpt.checkpoint.metadata import dump_metadata, load_metadata
+from cloudckpt.checkpoint.names import checked
+from cloudckpt.checkpoint.records import ItemRecord
+from cloudckpt.checkpoint.torch_private import CURRENT_DCP_VERSION, StorageInfo
+from cloudckpt.checksum import crc32c
+from cloudckpt.config import Config
+from cloudckpt.errors import (
+    CheckpointConflictError,
+    CloudCheckpointError,
+    IncompleteSaveError,
+    StoreError,
+)
+from cloudckpt.gc_pause import paused_gc
+from cloudckpt.stores.base import ObjectStore
+from cloudckpt.transfer.retry import Retrier
+from cloudckpt.transfer.upload import delete_quietly
+from cloudckpt.uri import CheckpointURI
+
+__all__ = ["publish"]
+
+logger = logging.getLogger("cloudckpt")
+
+
+def publish(
+    store: ObjectStore,
+    uri: CheckpointURI,
+    config: Config,
+    *,
+    baseline: Baseline,
+    attempt: str,
+    metadata: Metadata,
+    written: Mapping[MetadataIndex, ItemRecord],
+) -> None:
+    """Commits a checkpoint whose data objects are all in the store.
+
+    Args:
+        store: The store of ``uri``.
+        uri: The checkpoint.
+        config: The options.
+        baseline: What was there when the save began.
+        attempt: The random name of this save.
+        metadata: torch's metadata; the places of the items are filled in.
+        written: Every item that some rank has written.
+
+    Raises:
+        IncompleteSaveError: If the metadata promises an item that nobody has written.
+        CheckpointConflictError: If another writer has committed since the save began.
+        CommitUnknownError: If the store does not say whether the commit took place.
+        StoreError: If it did not take place.
+    """
+    names = sorted({record.object.name for record in written.values()})
+    manifest_id: list[ManifestId] = []
+
+    def discard() -> None:
+        unneeded = [uri.key(name) for name in (*names, *(one.name for one in manifest_id))]
+        delete_quietly(store, unneeded, config.retry)
+
+    retrier = Retrier(config.retry)
+    try:
+        _check_complete(metadata, written, str(uri))
+        with paused_gc():
+            manifest = Manifest({_item_key(index): record for index, record in written.items()})
+            content = manifest.to_json()
+        identity = manifest.identify(attempt, content)
+        manifest_id.append(identity)
+        key, view, crc = uri.key(identity.name), memoryview(content), crc32c(content)
+        retrier.call(lambda: store.put(key, [view], crc32c=crc))
+        probe = Probe(key, content)
+        conditional = conditions_work(store, config.conditional_writes, probe, retrier)
+        replaced = [name for name in _replaced(store, baseline, retrier) if name not in names]
+        _fill_in(metadata, written, StorageMeta(str(uri), str(identity)))
+        data = dump_metadata(metadata)
+    except BaseException:
+        discard()  # nothing can have become visible yet
+        raise
+    try:
+        commit(store, baseline, data, conditional=conditional, retrier=retrier)
+    except (CheckpointConflictError, StoreError):
+        discard()  # only these two say for certain that nothing became visible
+        raise
+    delete_quietly(store, [uri.key(name) for name in replaced], config.retry)
+
+
+def _check_complete(
+    metadata: Metadata, written: Mapping[MetadataIndex, ItemRecord], uri: str
+) -> None:
+    """Whether every item that a reader may ask for was written."""
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            wanted = [MetadataIndex(fqn, chunk.offsets) for chunk in entry.chunks]
+        else:
+            wanted = [MetadataIndex(fqn)]
+        for index in wanted:
+            if index not in written:
+                raise IncompleteSaveError(
+                    f"{fqn} (offsets {index.offset}) was planned, but no rank has written it; "
+                    "nothing was committed",
+                    uri=uri,
+                    item=fqn,
+                )
+
+
+def _item_key(index: MetadataIndex) -> ItemKey:
+    return index.fqn, None if index.offset is None else tuple(index.offset)
+
+
+def _fill_in(
+    metadata: Metadata, written: Mapping[MetadataIndex, ItemRecord], storage_meta: StorageMeta
+) -> None:
+    """What a storage writer adds to the planner's metadata."""
+    with paused_gc():
+        metadata.storage_data = {
+            index: StorageInfo(record.object.name, record.offset, record.length)
+            for index, record in written.items()
+        }
+    metadata.storage_meta = storage_meta
+    metadata.version = CURRENT_DCP_VERSION
+
+
+def _replaced(store: ObjectStore, baseline: Baseline, retrier: Retrier) -> list[str]:
+    """The objects of the checkpoint that this one replaces; they are deleted after it.
+
+    Raises:
+        CheckpointConflictError: If it is no longer the one that was there in the beginning.
+    """
+    if baseline.version is None:
+        return []
+    uri = store.uri(baseline.key)
+    data, info = retrier.call(lambda: store.get(baseline.key))
+    if info.version != baseline.version:
+        raise CheckpointConflictError(
+            "another writer has committed to this location since this save began", uri=uri
+        )
+    try:
+        old = load_metadata(data, uri)
+        names = {
+            checked(entry.relative_path, uri)
+            for entry in (old.storage_data or {}).values()
+            if isinstance(entry, StorageInfo)
+        }
+        identity = ManifestId.parse(getattr(old.storage_meta, "save_id", None), uri)
+    except CloudCheckpointError as error:
+        logger.warning("the objects of the replaced checkpoint are left behind: %s", error)
+        return []
+    return sorted(names | ({identity.name} if identity is not None else set()))

@@ -1,0 +1,158 @@
+"""One ``read_data``: what a load plan wants, the download, and what the planner is told."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+
+from cloudckpt.checkpoint.pickles import check_trusted, load_tensor
+from cloudckpt.checkpoint.places import ItemPlace, Places, StoredTensor
+from cloudckpt.config import Config
+from cloudckpt.dcp.torch_private import ExtensionRegistry, StreamTransformExtension
+from cloudckpt.errors import CheckpointCorruptError, ShapeMismatchError
+from cloudckpt.gc_pause import paused_gc
+from cloudckpt.stores.base import ObjectStore
+from cloudckpt.transfer.download import Source, Wanted, download
+from cloudckpt.transfer.memory import shows_its_memory
+from cloudckpt.transfer.ranges import plan_boxes
+from cloudckpt.transfer.sinks import BoxSink, BytesSink, FlatSink, narrow
+from cloudckpt.transfer.staging import row_major_slices
+from cloudckpt.transfer.stats import TransferStats
+
+__all__ = ["Load"]
+
+
+class Load:
+    """Fetches the items of a plan into the planner's tensors."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        config: Config,
+        planner: LoadPlanner,
+        stats: TransferStats,
+        *,
+        uri: str,
+        trust_pickle: bool,
+    ) -> None:
+        self._store = store
+        self._config = config
+        self._planner = planner
+        self._stats = stats
+        self._uri = uri
+        self._trust_pickle = trust_pickle
+        self._wanted: list[Wanted] = []
+        self._afterwards: list[Callable[[], None]] = []
+
+    def run(self, plan: LoadPlan, places: Places) -> None:
+        """Returns when every item has arrived, was verified, and was handed to the planner."""
+        indices = [item.storage_index for item in plan.items]
+        found = places.find(indices, self._store, self._config, self._stats)
+        with paused_gc():
+            for item, place in zip(plan.items, found, strict=True):
+                if item.type == LoadItemType.BYTE_IO:
+                    self._want_bytes(item, place)
+                elif place.tensor is not None:
+                    self._want_tensor(item, place.tensor)
+                else:
+                    self._want_pickled_tensor(item, place)
+        download(self._store, self._wanted, self._config, self._stats)
+        for finish in self._afterwards:
+            finish()
+
+    def _want_tensor(self, item: ReadItem, stored: StoredTensor) -> None:
+        target = self._planner.resolve_tensor(item).detach()
+        self._afterwards.append(lambda: self._planner.commit_tensor(item, target))
+        self._check_shape(item, target, stored.shape)
+        source, dtype, config = stored.elements, stored.dtype, self._config
+        for read in plan_boxes(
+            stored.shape,
+            item.storage_offsets,
+            item.lengths,
+            dtype.itemsize,
+            limit=config.request_size,
+            merge_gap=config.merge_gap,
+        ):
+            if not read.contiguous:
+                sink = BoxSink(target, read.box, dtype, stored.shape)
+                self._wanted.append(Wanted(source, read.start, read.stop, sink, False))
+                continue
+            part = narrow(target, read.box)
+            if part.is_contiguous() and shows_its_memory(part):
+                flat = FlatSink(part, dtype)
+                self._wanted.append(Wanted(source, read.start, read.stop, flat, True))
+                continue
+            start = read.start
+            for box in row_major_slices(tuple(part.shape), dtype.itemsize, config.request_size):
+                rows = BoxSink(part, box, dtype, None)
+                stop = start + torch.Size([length for _, length in box]).numel() * dtype.itemsize
+                self._wanted.append(Wanted(source, start, stop, rows, False))
+                start = stop
+
+    def _want_bytes(self, item: ReadItem, place: ItemPlace) -> None:
+        sink = self._want_all(place.whole)
+
+        def finish() -> None:
+            data = _untransformed(place, sink.data)
+            default = type(self._planner).load_bytes is DefaultLoadPlanner.load_bytes
+            if default and not self._trust_pickle:
+                # that planner unpickles without restrictions: see first that it may
+                check_trusted(data, place.whole.item, self._uri)
+            self._planner.load_bytes(item, io.BytesIO(data))
+
+        self._afterwards.append(finish)
+
+    def _want_pickled_tensor(self, item: ReadItem, place: ItemPlace) -> None:
+        sink = self._want_all(place.whole)
+
+        def finish() -> None:
+            data = io.BytesIO(_untransformed(place, sink.data))
+            tensor = load_tensor(data, place.whole.item, self._uri, trust=self._trust_pickle)
+            target = self._planner.resolve_tensor(item).detach()
+            self._check_shape(item, target, tuple(tensor.shape))
+            box = tuple(zip(item.storage_offsets, item.lengths, strict=True))
+            target.copy_(narrow(tensor, box))
+            self._planner.commit_tensor(item, target)
+
+        self._afterwards.append(finish)
+
+    def _want_all(self, source: Source) -> BytesSink:
+        sink = BytesSink(source.nbytes)
+        self._wanted.append(Wanted(source, 0, source.nbytes, sink, True))
+        return sink
+
+    def _check_shape(self, item: ReadItem, target: torch.Tensor, stored: tuple[int, ...]) -> None:
+        fqn, wanted = item.storage_index.fqn, tuple(item.lengths)
+        if tuple(target.shape) != wanted:
+            raise ShapeMismatchError(
+                f"{fqn}: {wanted} is to be loaded into a target of shape {tuple(target.shape)}",
+                uri=self._uri,
+                item=fqn,
+            )
+        fits = len(stored) == len(wanted) and all(
+            offset + length <= size
+            for offset, length, size in zip(item.storage_offsets, wanted, stored, strict=True)
+        )
+        if not fits:
+            raise CheckpointCorruptError(
+                f"{fqn} is stored with shape {stored}, which does not hold {wanted} at "
+                f"{tuple(item.storage_offsets)}",
+                uri=self._uri,
+                item=fqn,
+            )
+
+
+def _untransformed(place: ItemPlace, data: bytearray) -> bytes | bytearray:
+    """The item's bytes as they were before torch's writer compressed them."""
+    if not place.transforms:
+        return data
+    stream: Any = io.BytesIO(data)
+    for extension in ExtensionRegistry().from_descriptor_list(place.transforms):
+        if isinstance(extension, StreamTransformExtension):
+            stream = extension.transform_from(stream)
+    return cast(bytes, stream.read(-1))

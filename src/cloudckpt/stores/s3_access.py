@@ -1,0 +1,221 @@
+"""How a bucket is reached: credentials, endpoint, signatures, and boto3's errors in our words."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
+from urllib.parse import urlencode
+
+import urllib3
+
+from cloudckpt.config import Config, S3Options
+from cloudckpt.errors import (
+    ConnectionLostError,
+    CredentialsError,
+    InvalidRequestError,
+    MissingDependencyError,
+)
+from cloudckpt.stores.http import HttpOptions
+from cloudckpt.stores.s3_errors import from_code
+
+try:
+    import boto3
+    import botocore.exceptions
+    import botocore.session
+    from botocore.auth import S3SigV4Auth
+    from botocore.awsrequest import AWSRequest, AWSResponse
+    from botocore.config import Config as BotoConfig
+    from botocore.httpsession import get_cert_path
+    from botocore.utils import get_environ_proxies
+except ImportError as exc:
+    raise MissingDependencyError(
+        "s3:// needs boto3; install it with: pip install 'cloudckpt[s3]'", cause=exc
+    ) from exc
+
+__all__ = ["BucketAccess", "object_headers", "object_parameters", "translated"]
+
+
+class BucketAccess:
+    """What boto3 knows about a bucket.
+
+    Attributes:
+        client: boto3's S3 client, which makes one attempt at each call.
+        base: The URL that keys are appended to, ending in a slash.
+        is_aws: Whether the endpoint is Amazon's own.
+        http_options: How to connect to it.
+    """
+
+    def __init__(self, bucket: str, config: Config, uri: str) -> None:
+        with translated("reach", uri):
+            core = botocore.session.Session(profile=config.s3.profile)
+            session = boto3.session.Session(botocore_session=core, region_name=config.s3.region)
+            self.client: Any = session.client(
+                "s3", endpoint_url=config.s3.endpoint_url, config=_boto_config(config)
+            )
+            self._credentials = session.get_credentials()
+            if self._credentials is None:
+                raise CredentialsError(
+                    "no AWS credentials were found: neither in the environment "
+                    "(AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_WEB_IDENTITY_TOKEN_FILE), nor "
+                    "in a profile of ~/.aws/config and ~/.aws/credentials (AWS_PROFILE), nor from "
+                    "the container's or instance's role",
+                    uri=uri,
+                )
+            self.base = _bucket_url(self.client, bucket)
+        host = self.base.split("/")[2].partition(":")[0]
+        self.is_aws = host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
+        self.http_options = _http_options(
+            self.client, core.get_config_variable("ca_bundle"), config
+        )
+
+    def sign(self, method: str, url: str, headers: Mapping[str, str]) -> dict[str, str]:
+        """The headers with which a request may be sent; the payload is not part of the signature.
+
+        Raises:
+            CredentialsError: If the credentials can't be refreshed.
+        """
+        request = AWSRequest(method, url, headers=dict(headers))
+        request.context["client_config"] = _UNSIGNED_PAYLOAD
+        with translated("sign a request for", url.partition("?")[0]):
+            frozen = self._credentials.get_frozen_credentials()  # refreshes them when they are due
+        S3SigV4Auth(frozen, "s3", self.client.meta.region_name or "us-east-1").add_auth(request)
+        return dict(request.headers.items())
+
+
+_UNSIGNED_PAYLOAD = BotoConfig(s3={"payload_signing_enabled": False})
+
+
+def _bucket_url(client: Any, bucket: str) -> str:
+    """The URL of the bucket as botocore resolves it.
+
+    botocore's rules (path or virtual style, access points, FIPS, dual stack, endpoints of other
+    vendors) are left to botocore: the hook sees the request that it would send.
+    """
+    seen: list[str] = []
+
+    def capture(request: Any, **_: Any) -> AWSResponse:
+        seen.append(request.url)
+        answer = urllib3.HTTPResponse(io.BytesIO(), preload_content=False)
+        return AWSResponse(request.url, 200, {}, answer)
+
+    events = client.meta.events
+    events.register("before-send.s3.HeadObject", capture)
+    try:
+        client.head_object(Bucket=bucket, Key="x")
+    finally:
+        events.unregister("before-send.s3.HeadObject", capture)
+    return seen[0].partition("?")[0].removesuffix("x")
+
+
+def _boto_config(config: Config) -> BotoConfig:
+    return BotoConfig(
+        connect_timeout=config.connect_timeout,
+        read_timeout=max(config.read_timeout, 120.0),  # completing a large upload takes its time
+        max_pool_connections=config.connections,
+        retries={"total_max_attempts": 1, "mode": "standard"},  # retries have one home: transfer
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+        signature_version="s3v4",
+        s3={
+            "addressing_style": config.s3.addressing_style,
+            "us_east_1_regional_endpoint": "regional",
+        },
+        user_agent_extra="cloudckpt",
+    )
+
+
+def _http_options(client: Any, ca_bundle: str | None, config: Config) -> HttpOptions:
+    """Proxies and certificates as boto3 finds them."""
+    meta = client.meta
+    certificate = meta.config.client_cert
+    proxies = meta.config.proxies or get_environ_proxies(meta.endpoint_url)
+    ca_bundle = ca_bundle or os.environ.get("REQUESTS_CA_BUNDLE")
+    return HttpOptions(
+        connections=config.connections,
+        connect_timeout=config.connect_timeout,
+        read_timeout=config.read_timeout,
+        stall_timeout=config.stall_timeout,
+        proxies=tuple(sorted((proxies or {}).items())),
+        ca_bundle=ca_bundle or get_cert_path(True),
+        client_cert=certificate if isinstance(certificate, str) else None,
+    )
+
+
+_HEADER_OF = {
+    "ServerSideEncryption": "x-amz-server-side-encryption",
+    "SSEKMSKeyId": "x-amz-server-side-encryption-aws-kms-key-id",
+    "BucketKeyEnabled": "x-amz-server-side-encryption-bucket-key-enabled",
+    "StorageClass": "x-amz-storage-class",
+    "ACL": "x-amz-acl",
+    "Tagging": "x-amz-tagging",
+}
+
+
+def object_parameters(options: S3Options) -> dict[str, Any]:
+    """What every new object gets, as parameters of boto3."""
+    wanted = {
+        "ServerSideEncryption": options.sse,
+        "SSEKMSKeyId": options.kms_key_id,
+        "BucketKeyEnabled": options.bucket_key or None,
+        "StorageClass": options.storage_class,
+        "ACL": options.acl,
+        "Tagging": urlencode(options.tags) or None,
+    }
+    return {name: value for name, value in wanted.items() if value is not None}
+
+
+def object_headers(options: S3Options) -> dict[str, str]:
+    """The same, as headers."""
+    return {
+        _HEADER_OF[name]: "true" if value is True else str(value)
+        for name, value in object_parameters(options).items()
+    }
+
+
+_CREDENTIAL_ERRORS = (
+    botocore.exceptions.NoCredentialsError,
+    botocore.exceptions.PartialCredentialsError,
+    botocore.exceptions.CredentialRetrievalError,
+    botocore.exceptions.ProfileNotFound,
+    botocore.exceptions.TokenRetrievalError,
+    botocore.exceptions.UnauthorizedSSOTokenError,
+    botocore.exceptions.SSOTokenLoadError,
+)
+
+
+@contextlib.contextmanager
+def translated(action: str, uri: str) -> Iterator[None]:
+    """Raises boto3's errors as cloudckpt's."""
+    try:
+        yield
+    except botocore.exceptions.ClientError as exc:
+        answer: Mapping[str, Any] = exc.response
+        error, meta = answer.get("Error", {}), answer.get("ResponseMetadata", {})
+        raise from_code(
+            str(error.get("Code", "")),
+            int(meta.get("HTTPStatusCode", 0)),
+            str(error.get("Message", "")),
+            action,
+            uri,
+            meta.get("HTTPHeaders", {}),
+        ) from exc
+    except botocore.exceptions.BotoCoreError as exc:
+        _raise(exc, action, uri)
+
+
+def _raise(exc: Exception, action: str, uri: str) -> NoReturn:
+    if isinstance(exc, _CREDENTIAL_ERRORS):
+        raise CredentialsError(
+            "the AWS credentials can't be used; check AWS_PROFILE, the AWS_* variables and ~/.aws, "
+            "or sign in again",
+            uri=uri,
+            cause=exc,
+        ) from exc
+    if isinstance(exc, botocore.exceptions.HTTPClientError):
+        raise ConnectionLostError(
+            f"could not {action} the object: no answer from the endpoint", uri=uri, cause=exc
+        ) from exc
+    raise InvalidRequestError(f"boto3 can't {action} the object", uri=uri, cause=exc) from exc
