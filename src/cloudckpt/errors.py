@@ -16,6 +16,7 @@
     │   ├── PreconditionFailedError   the object is not (or already) what the condition says
     │   ├── StorageFullError
     │   ├── InvalidRequestError       the store will never accept this request
+    │   │   └── RangeNotSatisfiableError  the object ends before the range does
     │   └── TransientStoreError       retried; it surfaces only when the retries are used up
     │       ├── ThrottledError
     │       ├── ServerError
@@ -64,6 +65,7 @@ __all__ = [
     "MissingKeyError",
     "ObjectNotFoundError",
     "PreconditionFailedError",
+    "RangeNotSatisfiableError",
     "RanksFailedError",
     "ServerError",
     "ShapeMismatchError",
@@ -180,6 +182,10 @@ class StorageFullError(StoreError):
 
 class InvalidRequestError(StoreError):
     """The store rejects the request as such: sending it again can't help."""
+
+
+class RangeNotSatisfiableError(InvalidRequestError):
+    """The object ends before the range that was asked for."""
 
 
 class TransientStoreError(StoreError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import threading
 from collections.abc import Iterator
 
@@ -38,3 +39,15 @@ def paused_gc() -> Iterator[None]:
             _holders -= 1
             if _holders == 0 and _was_enabled:
                 gc.enable()
+
+
+def _after_fork() -> None:
+    """A child has none of the threads that were in a block when its parent forked."""
+    global _lock, _holders
+    _lock = threading.Lock()
+    if _holders and _was_enabled:
+        gc.enable()
+    _holders = 0
+
+
+os.register_at_fork(after_in_child=_after_fork)

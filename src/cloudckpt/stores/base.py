@@ -169,7 +169,7 @@ class ObjectStore(ABC):
 
         Raises:
             ConnectionLostError: Also if the body was short; its ``received`` says what arrived.
-            InvalidRequestError: If the object ends before the range does.
+            RangeNotSatisfiableError: If the object ends before the range does.
         """
 
     @abstractmethod

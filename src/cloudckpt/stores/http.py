@@ -191,9 +191,12 @@ class Reply:
 
     def read(self, limit: int = _MOST_ERROR_BYTES) -> bytes:
         """The body of a short answer, at most ``limit`` bytes of it."""
-        data = bytearray(min(limit, self.length if self.length is not None else limit))
+        left = self._raw.length
+        data = bytearray(limit if left is None else min(limit, left))
         received = 0
         with contextlib.suppress(OSError, http.client.HTTPException):
+            if not data:
+                self._raw.read()  # lets the response notice its end
             while received < len(data) and (count := self._step(memoryview(data)[received:])):
                 received += count
         return bytes(data[:received])
@@ -211,7 +214,10 @@ class Reply:
         return count
 
     def close(self) -> None:
-        """Gives the connection back if the body was read to its end, else closes it."""
+        """Gives the connection back if the body was read, or nearly so; else closes it."""
+        left = self._raw.length  # None: unknown; 0 also after HEAD, and for answers without a body
+        if left is not None and left <= _MOST_ERROR_BYTES:
+            self.read()
         if self._raw.isclosed():
             self._response.release_conn()
         else:

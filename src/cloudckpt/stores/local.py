@@ -20,6 +20,7 @@ from cloudckpt.errors import (
     InvalidRequestError,
     ObjectNotFoundError,
     PreconditionFailedError,
+    RangeNotSatisfiableError,
     StorageFullError,
     StoreError,
 )
@@ -125,7 +126,7 @@ class LocalStore(ObjectStore):
             if if_version is not None and info.version != if_version:
                 raise PreconditionFailedError("the file was replaced", uri=self.uri(key))
             if start + nbytes(into) > info.size:
-                raise InvalidRequestError(
+                raise RangeNotSatisfiableError(
                     f"the range from {start} is longer than the file of {info.size} bytes",
                     uri=self.uri(key),
                 )

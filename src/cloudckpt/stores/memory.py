@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from cloudckpt.errors import InvalidRequestError, ObjectNotFoundError, PreconditionFailedError
+from cloudckpt.errors import ObjectNotFoundError, PreconditionFailedError, RangeNotSatisfiableError
 from cloudckpt.stores.base import (
     Body,
     Capabilities,
@@ -127,7 +127,7 @@ class MemoryStore(ObjectStore):
         if if_version is not None and version != if_version:
             raise PreconditionFailedError("the object was replaced", uri=self.uri(key))
         if start + nbytes(into) > len(data):
-            raise InvalidRequestError(
+            raise RangeNotSatisfiableError(
                 f"the range from {start} is longer than the object of {len(data)} bytes",
                 uri=self.uri(key),
             )

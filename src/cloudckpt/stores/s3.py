@@ -20,6 +20,7 @@ from cloudckpt.errors import (
     InvalidRequestError,
     ObjectNotFoundError,
     PreconditionFailedError,
+    RangeNotSatisfiableError,
     StoreError,
     TransientStoreError,
 )
@@ -71,10 +72,9 @@ class S3Store(ObjectStore):
         )
         self._object_headers = object_headers(options)
         self._object_parameters = object_parameters(options)
-        self._payer: dict[str, Any] = (
-            {"RequestPayer": "requester"} if options.requester_pays else {}
-        )
-        self._payer_headers = {"x-amz-request-payer": "requester"} if options.requester_pays else {}
+        pays = options.requester_pays
+        self._payer: dict[str, Any] = {"RequestPayer": "requester"} if pays else {}
+        self._payer_headers = {"x-amz-request-payer": "requester"} if pays else {}
 
     def put(
         self,
@@ -291,7 +291,7 @@ def _check_range(reply: Reply, start: int, size: int, uri: str) -> int:
     if unit != "bytes" or not total.isdigit():
         raise ConnectionLostError(f"the answer has no usable Content-Range: {span!r}", uri=uri)
     if extent != f"{start}-{start + size - 1}":
-        raise InvalidRequestError(
+        raise RangeNotSatisfiableError(
             f"the object ends before the range does: bytes {extent} of {total} were offered "
             f"for {start}-{start + size - 1}",
             uri=uri,

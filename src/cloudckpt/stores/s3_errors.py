@@ -16,6 +16,7 @@ from cloudckpt.errors import (
     InvalidRequestError,
     ObjectNotFoundError,
     PreconditionFailedError,
+    RangeNotSatisfiableError,
     ServerError,
     StorageFullError,
     StoreError,
@@ -32,6 +33,7 @@ _BY_CODE: dict[str, tuple[type[StoreError], str]] = {
     ),
     "NoSuchKey": (ObjectNotFoundError, "there is no such object"),
     "NoSuchUpload": (ObjectNotFoundError, "there is no such multipart upload any more"),
+    "InvalidRange": (RangeNotSatisfiableError, "the object ends before the range does"),
     "PreconditionFailed": (PreconditionFailedError, "the object is not in the expected state"),
     "AccessDenied": (
         AccessDeniedError,
@@ -81,6 +83,7 @@ _BY_STATUS: dict[int, tuple[type[StoreError], str]] = {
     408: (ServerError, "the store gave up waiting for the request"),
     409: (ServerError, "another write of the same object is under way"),
     412: (PreconditionFailedError, "the object is not in the expected state"),
+    416: (RangeNotSatisfiableError, "the object ends before the range does"),
     429: (ThrottledError, "the store asks to slow down"),
     503: (ThrottledError, "the store is unavailable for the moment"),
     507: (StorageFullError, "the store's disks are full"),

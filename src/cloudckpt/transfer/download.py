@@ -15,9 +15,9 @@ from cloudckpt.config import Config
 from cloudckpt.errors import (
     CheckpointCorruptError,
     ConnectionLostError,
-    InvalidRequestError,
     ObjectNotFoundError,
     PreconditionFailedError,
+    RangeNotSatisfiableError,
 )
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, nbytes, skip
@@ -190,11 +190,12 @@ class _Download:
 
         try:
             info = self._retrier.call(once)
-        except (ObjectNotFoundError, PreconditionFailedError, InvalidRequestError) as error:
+        except (ObjectNotFoundError, PreconditionFailedError, RangeNotSatisfiableError) as error:
             what = {
                 ObjectNotFoundError: "an object of the checkpoint is gone",
                 PreconditionFailedError: "an object was replaced while it was read",
-            }.get(type(error), "an object of the checkpoint is shorter than it was written")
+                RangeNotSatisfiableError: "an object is shorter than it was written",
+            }[type(error)]
             raise CheckpointCorruptError(
                 f"{what}: was the checkpoint deleted or overwritten meanwhile? Load another one",
                 uri=self._store.uri(key),

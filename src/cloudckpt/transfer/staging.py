@@ -128,6 +128,7 @@ class StagingPool:
                 slab.view[first : first + nbytes],
                 start=start,
                 lease=slab,
+                owner=tensor,  # its memory must not be reused before the copy has been made
                 ready=event.synchronize if event is not None else None,
             )
             start += nbytes
@@ -174,7 +175,7 @@ class StagingPool:
         if device.type == "cpu":
             return _Copier(None)
         if device not in self._streams:
-            stream = torch.Stream(device)
-            stream.wait_stream(torch.accelerator.current_stream(device))
-            self._streams[device] = stream
-        return _Copier(self._streams[device])
+            self._streams[device] = torch.Stream(device)
+        stream = self._streams[device]
+        stream.wait_stream(torch.accelerator.current_stream(device))  # what makes the tensor
+        return _Copier(stream)
