@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from cloudckpt.config import Config
-from cloudckpt.dcp.load_planner import NamedErrorsLoadPlanner
+from cloudckpt.dcp.planners import CloudLoadPlanner, CloudSavePlanner
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.errors import (
@@ -72,7 +72,7 @@ def save(
             state_dict_saver.save(
                 state_dict,
                 storage_writer=writer,
-                planner=planner,
+                planner=planner or CloudSavePlanner(),
                 process_group=process_group,
                 no_dist=no_dist,
                 use_collectives=use_collectives,
@@ -107,7 +107,7 @@ def async_save(
     response = state_dict_saver.async_save(
         state_dict,
         storage_writer=writer,
-        planner=planner,
+        planner=planner or CloudSavePlanner(),
         process_group=process_group,
         async_checkpointer_type=async_checkpointer_type,
         async_stager=async_stager,
@@ -156,7 +156,7 @@ def load(
     """
     reader = _reader(checkpoint_id, storage_reader, config, trust_pickle)
     if planner is None and isinstance(reader, CloudStorageReader):
-        planner = NamedErrorsLoadPlanner(reader.checkpoint_id)
+        planner = CloudLoadPlanner(reader.checkpoint_id)
     try:
         state_dict_loader.load(
             state_dict,

@@ -1,19 +1,32 @@
-"""torch's default load planner, with errors that have names."""
+"""torch's default planners, undisturbed by the garbage collector and with errors that have names."""
 
 from __future__ import annotations
 
 import difflib
 
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 
 from cloudckpt.errors import MissingKeyError, ShapeMismatchError
+from cloudckpt.gc_pause import paused_gc
 
-__all__ = ["NamedErrorsLoadPlanner"]
+__all__ = ["CloudLoadPlanner", "CloudSavePlanner"]
 
 
-class NamedErrorsLoadPlanner(DefaultLoadPlanner):
+class CloudSavePlanner(DefaultSavePlanner):
+    """Plans as torch does; a plan of many items takes about half of the time."""
+
+    def create_local_plan(self) -> SavePlan:
+        with paused_gc():
+            return super().create_local_plan()
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        with paused_gc():
+            return super().create_global_plan(all_plans)
+
+
+class CloudLoadPlanner(DefaultLoadPlanner):
     """Plans as torch does, and says which keys are missing or misshapen.
 
     Args:
@@ -25,13 +38,15 @@ class NamedErrorsLoadPlanner(DefaultLoadPlanner):
         self._uri = uri
 
     def create_local_plan(self) -> LoadPlan:
-        """
+        """As torch's.
+
         Raises:
             MissingKeyError: If the state dict has keys that the checkpoint has not.
             ShapeMismatchError: If a tensor has another shape than the one in the checkpoint.
         """
         try:
-            return super().create_local_plan()
+            with paused_gc():
+                return super().create_local_plan()
         except (RuntimeError, ValueError) as exc:
             self._explain(exc)
             raise
