@@ -18,7 +18,7 @@ _SCHEMES = CLOUD_SCHEMES | {"file", "memory"}
 _FORMS = "s3://bucket/path, gs://bucket/path, az://container/path, file:///path or a local path"
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]*)://")
-_SWALLOWED_SLASH = re.compile(r"^(s3|gs|az|memory):/(?!/)")
+_SWALLOWED_SLASH = re.compile(r"^(s3|gs|az|memory|file):/(?!/)")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 URILike = Union[str, "os.PathLike[str]", "CheckpointURI"]
@@ -58,12 +58,13 @@ class CheckpointURI:
         if not isinstance(text, str) or not text.strip():
             raise InvalidURIError(f"the checkpoint location is empty; write {_FORMS}")
         if _CONTROL.search(text):
-            raise InvalidURIError(f"{text!r} holds a control character")
+            raise InvalidURIError(f"{_shown(text)!r} holds a control character")
         if swallowed := _SWALLOWED_SLASH.match(text):
-            scheme = swallowed.group(1)
+            slashes = "///" if swallowed.group(1) == "file" else "//"
+            shown = _shown(text)
             raise InvalidURIError(
-                f"{text!r} lost a slash, as pathlib.Path does to a URI; "
-                f'pass the string "{scheme}://{text[len(scheme) + 2 :]}" instead'
+                f"{shown!r} lost a slash, as pathlib.Path does to a URI; "
+                f'pass the string "{shown.replace(":/", f":{slashes}", 1)}" instead'
             )
         match = _SCHEME.match(text)
         if match is None:
@@ -77,7 +78,13 @@ class CheckpointURI:
     def _file(cls, text: str) -> CheckpointURI:
         parts = urlsplit(text)
         if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
-            raise InvalidURIError(f"{text!r} is no local file URI; write file:///absolute/path")
+            raise InvalidURIError(
+                f"{_shown(text)!r} is no local file URI; write file:///absolute/path"
+            )
+        if "?" in text or "#" in text:
+            raise InvalidURIError(
+                f"{_shown(text)!r}: write %3F for '?' and %23 for '#' in a file URI"
+            )
         return cls("file", "", os.path.abspath(unquote(parts.path)))
 
     @classmethod
@@ -86,7 +93,7 @@ class CheckpointURI:
         bucket, _, prefix = rest.partition("/")
         if not bucket:
             raise InvalidURIError(f"{shown!r} names no bucket; write {scheme}://bucket/path")
-        if "@" in bucket:
+        if "@" in bucket or ":" in bucket:
             raise InvalidURIError(
                 f"{shown!r}: credentials do not belong into a URI; "
                 "they are taken from where the cloud's own tools find them"
@@ -116,6 +123,8 @@ class CheckpointURI:
     def join(self, *names: str) -> CheckpointURI:
         """The location beneath this one, for example ``run.join("step-1000")``."""
         below = "/".join(name.strip("/") for name in names)
+        if self.scheme == "file":
+            return CheckpointURI("file", "", os.path.abspath(f"{self.prefix}/{below}"))
         return CheckpointURI.parse(f"{str(self).rstrip('/')}/{below}")
 
     def __str__(self) -> str:
@@ -131,5 +140,5 @@ class CheckpointURI:
 
 def _shown(text: str) -> str:
     """The text without what may be a secret: user information and the query."""
-    text = re.sub(r"//[^/@]*@", "//***@", text)
-    return re.sub(r"\?.*", "?***", text)
+    text = re.sub(r":(/+).*@", r":\1***@", text, flags=re.DOTALL)
+    return re.sub(r"\?.*", "?***", text, flags=re.DOTALL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,7 @@ def check_trusted(data: bytes | bytearray, item: str, uri: str) -> None:
             "class by torch.serialization.add_safe_globals([...])",
             uri=uri,
             item=item,
-            cause=str(exc).partition("\n")[0],
+            cause=_refused(exc),
         ) from None
     except Exception as exc:
         raise CheckpointCorruptError(
@@ -52,7 +53,7 @@ def load_tensor(data: io.BytesIO, item: str, uri: str, *, trust: bool) -> torch.
             "torch.serialization.add_safe_globals([...]), or pass trust_pickle=True",
             uri=uri,
             item=item,
-            cause=str(exc).partition("\n")[0],
+            cause=_refused(exc),
         ) from None
     except Exception as exc:
         raise CheckpointCorruptError(
@@ -63,6 +64,13 @@ def load_tensor(data: io.BytesIO, item: str, uri: str, *, trust: bool) -> torch.
             f"{item} is a {type(loaded).__name__}, not a tensor", uri=uri, item=item
         )
     return loaded
+
+
+def _refused(exc: pickle.UnpicklingError) -> str:
+    """What torch did not allow: the name of the class, if its long message has one."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(exc))
+    named = re.search(r"GLOBAL (\S+) was not an allowed global", text)
+    return f"{named[1]} is not allowed" if named else text.partition("\n")[0]
 
 
 @dataclass(frozen=True)
@@ -129,11 +137,10 @@ class _DescribingUnpickler(pickle.Unpickler):
 
 
 def _described_v2(
-    storage: _Storage, offset: int, shape: Any, stride: Any, *_: Any
-) -> TensorDescription:
-    if storage.dtype is None:
-        raise _UnknownContentError("an untyped storage without a dtype")
-    return TensorDescription(storage.dtype, storage.record, offset, tuple(shape), tuple(stride))
+    storage: _Storage, offset: int, shape: Any, stride: Any, grad: Any, hooks: Any,
+    metadata: Any = None,
+) -> TensorDescription:  # fmt: skip
+    return _described_v3(storage, offset, shape, stride, grad, hooks, storage.dtype, metadata)
 
 
 def _described_v3(
@@ -141,7 +148,7 @@ def _described_v3(
     metadata: Any = None,
 ) -> TensorDescription:  # fmt: skip
     if metadata or not isinstance(dtype, torch.dtype):
-        raise _UnknownContentError("a tensor with metadata")
+        raise _UnknownContentError("a tensor with metadata, such as the conjugate bit")
     return TensorDescription(dtype, storage.record, offset, tuple(shape), tuple(stride))
 
 

@@ -14,7 +14,7 @@ from cloudckpt.checkpoint.envelope import envelope
 from cloudckpt.checkpoint.records import ItemRecord, ObjectRecord, pack_crcs
 from cloudckpt.checksum import BlockChecksums, block_size_for, crc32c
 from cloudckpt.errors import UnsupportedTensorError
-from cloudckpt.transfer.memory import bytes_of, is_plain
+from cloudckpt.transfer.memory import bytes_of, has_memory, is_plain
 from cloudckpt.transfer.packing import PACKED_BELOW, Packer
 from cloudckpt.transfer.parts import Piece
 from cloudckpt.transfer.staging import StagingPool
@@ -76,7 +76,8 @@ def check_supported(tensor: torch.Tensor, fqn: str) -> None:
     """Refuses what can't be stored faithfully, before anything is sent.
 
     Raises:
-        UnsupportedTensorError: For quantized, sparse, nested and meta tensors.
+        UnsupportedTensorError: For quantized, sparse, nested and meta tensors, and for those
+            without memory.
     """
     kind = None
     if tensor.is_quantized:
@@ -87,6 +88,8 @@ def check_supported(tensor: torch.Tensor, fqn: str) -> None:
         kind = "a nested tensor: save its components instead"
     elif tensor.layout != torch.strided:
         kind = f"a tensor of layout {tensor.layout}: save its indices and values instead"
+    elif not travels_as_bytes(tensor) and not has_memory(tensor):
+        kind = "a tensor whose memory was freed, or that never had any"
     if kind is not None:
         raise UnsupportedTensorError(f"{fqn} is {kind}", item=fqn)
 

@@ -12,13 +12,18 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 
 from cloudckpt.checkpoint.pickles import check_trusted, load_tensor
 from cloudckpt.checkpoint.places import ItemPlace, Places, StoredTensor
+from cloudckpt.checkpoint.shard import travels_as_bytes
 from cloudckpt.config import Config
 from cloudckpt.dcp.torch_private import ExtensionRegistry, StreamTransformExtension
-from cloudckpt.errors import CheckpointCorruptError, ShapeMismatchError
+from cloudckpt.errors import (
+    CheckpointCorruptError,
+    ShapeMismatchError,
+    UnsupportedTensorError,
+)
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.transfer.download import Source, Wanted, download
-from cloudckpt.transfer.memory import shows_its_memory
+from cloudckpt.transfer.memory import has_memory, shows_its_memory
 from cloudckpt.transfer.ranges import plan_boxes
 from cloudckpt.transfer.sinks import BoxSink, BytesSink, FlatSink, narrow
 from cloudckpt.transfer.staging import row_major_slices
@@ -69,6 +74,14 @@ class Load:
         target = self._planner.resolve_tensor(item).detach()
         self._afterwards.append(lambda: self._planner.commit_tensor(item, target))
         self._check_shape(item, target, stored.shape)
+        opaque = travels_as_bytes(target)
+        if not opaque and not has_memory(target):
+            raise UnsupportedTensorError(
+                f"{item.dest_index.fqn} can't be loaded into: the memory of its tensor was freed, "
+                "or never was",
+                uri=self._uri,
+                item=item.dest_index.fqn,
+            )
         source, dtype, config = stored.elements, stored.dtype, self._config
         for read in plan_boxes(
             stored.shape,
@@ -83,7 +96,7 @@ class Load:
                 self._wanted.append(Wanted(source, read.start, read.stop, sink, False))
                 continue
             part = narrow(target, read.box)
-            if part.is_contiguous() and shows_its_memory(part):
+            if not opaque and part.is_contiguous() and shows_its_memory(part):
                 flat = FlatSink(part, dtype)
                 self._wanted.append(Wanted(source, read.start, read.stop, flat, True))
                 continue

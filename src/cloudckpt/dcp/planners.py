@@ -1,4 +1,4 @@
-"""torch's default planners, undisturbed by the garbage collector and with errors that have names."""
+"""torch's default planners, without collector pauses and with errors that have names."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from cloudckpt.checkpoint.commit import Baseline, begin
-from cloudckpt.checkpoint.names import data_name, metadata_name
+from cloudckpt.checkpoint.names import METADATA, data_name, metadata_name
 from cloudckpt.checkpoint.publish import publish
 from cloudckpt.checkpoint.records import ObjectRecord
 from cloudckpt.checkpoint.shard import (
@@ -124,8 +124,12 @@ class CloudStorageWriter(StorageWriter):
         """Notes what is there already, before anything is sent.
 
         Raises:
-            CheckpointExistsError: If there is a checkpoint and ``overwrite`` is off.
+            CheckpointExistsError: If there is a checkpoint and ``overwrite`` is off, or if one that
+                was saved with collectives would hide that of a save without them.
         """
+        if not self._use_collectives:
+            # readers look for the common metadata first: it would hide that of the ranks
+            begin(self._store(), self.uri.key(METADATA), overwrite=False, retrier=self._retrier())
         if self._commits():
             self._baseline = begin(
                 self._store(), self._commit_key(), overwrite=self.config.overwrite,

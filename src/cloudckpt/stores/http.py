@@ -15,12 +15,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 import urllib3
 import urllib3.connection
 import urllib3.exceptions
 
-from cloudckpt.errors import ConnectionLostError, TransientStoreError
+from cloudckpt.errors import ConnectionLostError
 from cloudckpt.stores.base import Body, Progress
 
 __all__ = ["HttpClient", "HttpOptions", "Reply"]
@@ -46,6 +47,13 @@ class HttpOptions:
     ca_bundle: str | None = None
     client_cert: str | None = None
     verify_tls: bool = True
+
+
+class _StoppedError(Exception):
+    """Carries what ``progress`` raised past urllib3, which would take an OSError for its own."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
 
 
 class _Watched(http.client.HTTPConnection):
@@ -105,6 +113,13 @@ class _Watch:
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def close(self) -> None:
+        """Ends the thread."""
+        with self._lock:
+            self._closed = True
+            self._wake.notify()
 
     def begin(self, sock: socket.socket) -> None:
         with self._lock:
@@ -128,8 +143,10 @@ class _Watch:
     def _look(self) -> None:
         while True:
             with self._lock:
-                while not self._steps:
+                while not self._steps and not self._closed:
                     self._wake.wait()
+                if self._closed:
+                    return
                 now = time.monotonic()
                 late = [key for key, (deadline, _) in self._steps.items() if now > deadline]
                 for key in late:
@@ -245,7 +262,9 @@ class HttpClient:
         if proxy is None:
             manager = urllib3.PoolManager(**settings)
         else:
-            manager = urllib3.ProxyManager(proxy, **settings)
+            user = urllib3.util.parse_url(proxy).auth
+            headers = urllib3.make_headers(proxy_basic_auth=unquote(user)) if user else None
+            manager = urllib3.ProxyManager(proxy, proxy_headers=headers, **settings)
         manager.pool_classes_by_scheme = _pool_classes(options.stall_timeout)
         return manager
 
@@ -278,8 +297,8 @@ class HttpClient:
                 preload_content=False,
                 decode_content=False,
             )
-        except TransientStoreError:
-            raise
+        except _StoppedError as stopped:
+            raise stopped.error from None
         except (urllib3.exceptions.HTTPError, OSError, http.client.HTTPException) as exc:
             raise ConnectionLostError(f"{method} got no answer", cause=_plain(exc)) from exc
         connection: object = response.connection
@@ -292,13 +311,22 @@ class HttpClient:
             reply.close()
 
     def close(self) -> None:
-        """Closes the idle connections."""
+        """Closes the idle connections and ends the watch."""
+        self._watch.close()
         for manager in (self._direct, *self._proxied.values()):
             manager.clear()
 
 
 def _steps(body: Body, progress: Progress | None) -> Iterator[memoryview | bytes]:
     """Cuts large views into steps and gathers small ones, which would cost a call each."""
+
+    def moved(count: int) -> None:
+        if progress is not None:
+            try:
+                progress(count)
+            except BaseException as error:
+                raise _StoppedError(error) from error
+
     gathered: list[memoryview] = []
     waiting = 0
     for view in body:
@@ -309,19 +337,16 @@ def _steps(body: Body, progress: Progress | None) -> Iterator[memoryview | bytes
                 continue
         if waiting:
             yield b"".join(gathered)
-            if progress is not None:
-                progress(waiting)
+            moved(waiting)
             gathered, waiting = [], 0
         if view.nbytes >= _SMALL:
             for start in range(0, view.nbytes, STEP):
                 piece = view[start : start + STEP]
                 yield piece
-                if progress is not None:
-                    progress(piece.nbytes)
+                moved(piece.nbytes)
     if waiting:
         yield b"".join(gathered)
-        if progress is not None:
-            progress(waiting)
+        moved(waiting)
 
 
 def _plain(exc: BaseException) -> str:

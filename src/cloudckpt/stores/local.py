@@ -10,6 +10,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -78,7 +79,7 @@ class LocalStore(ObjectStore):
         path = Path(key)
         temporary = path.parent / f"{_UNFINISHED}{random_suffix()}-{path.name}"
         with self._errors(key):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            _make_folder(path.parent)
             os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
         return Upload(key, str(temporary), part_size)
 
@@ -95,6 +96,8 @@ class LocalStore(ObjectStore):
         return Part(number, size, str(number), crc32c)
 
     def complete_upload(self, upload: Upload, parts: Sequence[Part]) -> ObjectInfo:
+        with self._errors(upload.key):
+            os.truncate(upload.id, sum(part.size for part in parts))  # a part may have shrunk
         return self._publish(upload)
 
     def abort_upload(self, upload: Upload) -> None:
@@ -105,7 +108,9 @@ class LocalStore(ObjectStore):
         for path in self._walk(prefix):
             if path.name.startswith(_UNFINISHED):
                 name = path.name.removeprefix(_UNFINISHED).partition("-")[2]
-                yield Upload(str(path.with_name(name)), str(path), 0)
+                key = str(path.with_name(name))
+                if key.startswith(prefix):
+                    yield Upload(key, str(path), 0)
 
     def get(self, key: str) -> tuple[bytearray, ObjectInfo]:
         info = self.head(key)
@@ -130,7 +135,7 @@ class LocalStore(ObjectStore):
                     f"the range from {start} is longer than the file of {info.size} bytes",
                     uri=self.uri(key),
                 )
-            done, rest = 0, list(into)
+            done, rest = 0, [view for view in into if view.nbytes]
             while rest:
                 count = os.preadv(file.fileno(), rest[:_MOST_BUFFERS], start + done)
                 if count == 0:
@@ -145,11 +150,14 @@ class LocalStore(ObjectStore):
 
     def head(self, key: str) -> ObjectInfo:
         with self._errors(key):
-            return _info(key, os.stat(key))
+            found = os.stat(key)
+            if stat.S_ISDIR(found.st_mode):
+                raise IsADirectoryError(key)
+            return _info(key, found)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         for path in self._walk(prefix):
-            if not path.name.startswith(_UNFINISHED):
+            if not path.name.startswith(_UNFINISHED) and str(path).startswith(prefix):
                 with contextlib.suppress(FileNotFoundError):
                     yield _info(str(path), path.stat())
 
@@ -203,10 +211,10 @@ class LocalStore(ObjectStore):
             return None
 
     def _walk(self, prefix: str) -> Iterator[Path]:
-        """Regular files whose path begins with ``prefix``, in order."""
-        top = Path(prefix) if prefix.endswith("/") else Path(prefix).parent
-        found = [Path(folder) / name for folder, _, names in os.walk(top) for name in names]
-        return iter(sorted(path for path in found if str(path).startswith(prefix)))
+        """The files in and beneath the folder that ``prefix`` leads to, in the order of keys."""
+        top = prefix if prefix.endswith("/") else os.path.dirname(prefix)
+        found = [os.path.join(folder, name) for folder, _, names in os.walk(top) for name in names]
+        return map(Path, sorted(found))
 
     @contextlib.contextmanager
     def _errors(self, key: str) -> Iterator[None]:
@@ -214,7 +222,7 @@ class LocalStore(ObjectStore):
             yield
         except StoreError:
             raise
-        except FileNotFoundError as exc:
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as exc:
             raise ObjectNotFoundError("there is no such file", uri=self.uri(key)) from exc
         except PermissionError as exc:
             raise AccessDeniedError(
@@ -232,11 +240,23 @@ class LocalStore(ObjectStore):
             ) from exc
 
 
-def _info(key: str, stat: os.stat_result) -> ObjectInfo:
-    return ObjectInfo(key, stat.st_size, f"{stat.st_ino:x}-{stat.st_mtime_ns:x}-{stat.st_size:x}")
+def _info(key: str, found: os.stat_result) -> ObjectInfo:
+    version = f"{found.st_ino:x}-{found.st_mtime_ns:x}-{found.st_size:x}"
+    return ObjectInfo(key, found.st_size, version)
 
 
-def _sync(path: str) -> None:
+def _make_folder(folder: Path) -> None:
+    """Makes a folder and those above it; their entries are on the disk at its return."""
+    missing = []
+    while not folder.is_dir():
+        missing.append(folder)
+        folder = folder.parent
+    for folder in reversed(missing):
+        folder.mkdir(exist_ok=True)
+        _sync(folder.parent)
+
+
+def _sync(path: str | Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -21,6 +21,7 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     PreconditionFailedError,
     RangeNotSatisfiableError,
+    ServerError,
     StoreError,
     TransientStoreError,
 )
@@ -90,12 +91,13 @@ class S3Store(ObjectStore):
         headers = {"Content-Length": str(size), **self._object_headers, **self._checksum(crc32c)}
         if if_absent:
             headers["If-None-Match"] = "*"
-        for tag in self._spellings(if_version):
-            if tag is not None:
-                headers["If-Match"] = tag
+        *others, last = self._spellings(if_version)
+        for tag in others:
             with contextlib.suppress(PreconditionFailedError):
-                return self._put(key, size, headers, body, progress)
-        raise PreconditionFailedError("the object is not in the expected state", uri=self.uri(key))
+                return self._put(key, size, {**headers, "If-Match": str(tag)}, body, progress)
+        if last is not None:
+            headers["If-Match"] = last
+        return self._put(key, size, headers, body, progress)
 
     def _put(
         self,
@@ -105,14 +107,21 @@ class S3Store(ObjectStore):
         body: Body,
         progress: Progress | None,
     ) -> ObjectInfo:
-        with self._send("PUT", key, headers, body=body, progress=progress) as reply:
-            return ObjectInfo(key, size, self._tag(reply, key))
+        try:
+            with self._send("PUT", key, headers, body=body, progress=progress) as reply:
+                return ObjectInfo(key, size, self._tag(reply, key))
+        except ObjectNotFoundError as error:
+            if "If-Match" not in headers:
+                raise
+            raise PreconditionFailedError(
+                "the object that was to be replaced is gone", uri=self.uri(key), cause=error
+            ) from error
 
-    def _spellings(self, version: str | None) -> tuple[str | None, ...]:
+    def _spellings(self, version: str | None) -> list[str | None]:
         """How to write an ETag in If-Match: Ceph RGW 16 knows its own only without the quotes."""
-        if version is None or self.capabilities.conditional_writes or '"' not in version:
-            return (version,)
-        return (version, version.strip('"'))
+        if version is None or self._access.is_aws or '"' not in version:
+            return [version]
+        return [version, version.strip('"')]
 
     def create_upload(self, key: str, part_size: int) -> Upload:
         parameters = dict(self._object_parameters)
@@ -122,6 +131,8 @@ class S3Store(ObjectStore):
             answer = self._client.create_multipart_upload(
                 Bucket=self._bucket, Key=key, **parameters, **self._payer
             )
+        if not answer.get("UploadId"):
+            raise ServerError("the answer names no upload", uri=self.uri(key))
         return Upload(key, answer["UploadId"], part_size)
 
     def put_part(
@@ -159,7 +170,9 @@ class S3Store(ObjectStore):
                 **self._payer,
             )
         size = sum(part.size for part in parts)
-        return ObjectInfo(upload.key, size, answer.get("ETag", ""))
+        if not answer.get("ETag"):  # 200 is sent before the work is done: look into the body
+            raise ServerError("the completion has no result", uri=self.uri(upload.key))
+        return ObjectInfo(upload.key, size, answer["ETag"])
 
     def abort_upload(self, upload: Upload) -> None:
         with (
@@ -172,7 +185,7 @@ class S3Store(ObjectStore):
 
     def list_uploads(self, prefix: str) -> Iterator[Upload]:
         pages = self._client.get_paginator("list_multipart_uploads").paginate(
-            Bucket=self._bucket, Prefix=prefix
+            Bucket=self._bucket, Prefix=prefix, **self._payer
         )
         with translated("list the multipart uploads under", self.uri(prefix)):
             for page in pages:
@@ -253,11 +266,11 @@ class S3Store(ObjectStore):
         progress: Progress | None = None,
     ) -> Iterator[Reply]:
         """One signed request; an answer that is no success is raised as its error."""
+        if not {".", ".."}.isdisjoint(key.split("/")):
+            raise InvalidRequestError("'.' and '..' can't be part of a key", uri=self.uri(key))
         url = self._access.base + quote(key, safe="/-._~")
         if query:
             url += "?" + urlencode(query, quote_via=quote)
-        if not url.isascii():
-            raise InvalidRequestError("the URL is not ASCII", uri=self.uri(key))
         try:
             signed = self._access.sign(method, url, {**headers, **self._payer_headers})
             with self._http.send(method, url, signed, body, progress) as reply:

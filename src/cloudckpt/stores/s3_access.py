@@ -64,7 +64,7 @@ class BucketAccess:
                     "the container's or instance's role",
                     uri=uri,
                 )
-            self.base = _bucket_url(self.client, bucket)
+            self.base, self._region = _resolve(self.client, bucket)
         host = self.base.split("/")[2].partition(":")[0]
         self.is_aws = host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
         self.http_options = _http_options(
@@ -81,23 +81,27 @@ class BucketAccess:
         request.context["client_config"] = _UNSIGNED_PAYLOAD
         with translated("sign a request for", url.partition("?")[0]):
             frozen = self._credentials.get_frozen_credentials()  # refreshes them when they are due
-        S3SigV4Auth(frozen, "s3", self.client.meta.region_name or "us-east-1").add_auth(request)
+        S3SigV4Auth(frozen, "s3", self._region).add_auth(request)
         return dict(request.headers.items())
 
 
 _UNSIGNED_PAYLOAD = BotoConfig(s3={"payload_signing_enabled": False})
 
 
-def _bucket_url(client: Any, bucket: str) -> str:
-    """The URL of the bucket as botocore resolves it.
+def _resolve(client: Any, bucket: str) -> tuple[str, str]:
+    """The URL of the bucket and the region to sign for, as botocore resolves them.
 
     botocore's rules (path or virtual style, access points, FIPS, dual stack, endpoints of other
     vendors) are left to botocore: the hook sees the request that it would send.
     """
-    seen: list[str] = []
+    seen: list[tuple[str, str]] = []
 
     def capture(request: Any, **_: Any) -> AWSResponse:
-        seen.append(request.url)
+        signature = request.headers["Authorization"]
+        if isinstance(signature, bytes):
+            signature = signature.decode("ascii")
+        _, _, scope = signature.partition("Credential=")  # key/date/region/service/aws4_request
+        seen.append((request.url, scope.split(",")[0].split("/")[-3]))
         answer = urllib3.HTTPResponse(io.BytesIO(), preload_content=False)
         return AWSResponse(request.url, 200, {}, answer)
 
@@ -107,7 +111,8 @@ def _bucket_url(client: Any, bucket: str) -> str:
         client.head_object(Bucket=bucket, Key="x")
     finally:
         events.unregister("before-send.s3.HeadObject", capture)
-    return seen[0].partition("?")[0].removesuffix("x")
+    url, region = seen[0]
+    return url.partition("?")[0].removesuffix("x"), region
 
 
 def _boto_config(config: Config) -> BotoConfig:
@@ -214,7 +219,8 @@ def _raise(exc: Exception, action: str, uri: str) -> NoReturn:
             uri=uri,
             cause=exc,
         ) from exc
-    if isinstance(exc, botocore.exceptions.HTTPClientError):
+    lost = (botocore.exceptions.HTTPClientError, botocore.exceptions.ConnectionError)
+    if isinstance(exc, lost):
         raise ConnectionLostError(
             f"could not {action} the object: no answer from the endpoint", uri=uri, cause=exc
         ) from exc

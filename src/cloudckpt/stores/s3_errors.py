@@ -39,6 +39,11 @@ _BY_CODE: dict[str, tuple[type[StoreError], str]] = {
         AccessDeniedError,
         "access denied; check the IAM, bucket and key policies for these credentials",
     ),
+    "InvalidObjectState": (
+        InvalidRequestError,
+        "the object is archived; restore it from its storage class first",
+    ),
+    "NotImplemented": (InvalidRequestError, "the store does not know this operation"),
     "AllAccessDisabled": (AccessDeniedError, "all access to the bucket is disabled"),
     "AccountProblem": (AccessDeniedError, "there is a problem with the AWS account"),
     "ExpiredToken": (CredentialsError, "the credentials have expired; renew them"),
@@ -85,6 +90,7 @@ _BY_STATUS: dict[int, tuple[type[StoreError], str]] = {
     412: (PreconditionFailedError, "the object is not in the expected state"),
     416: (RangeNotSatisfiableError, "the object ends before the range does"),
     429: (ThrottledError, "the store asks to slow down"),
+    501: (InvalidRequestError, "the store does not know this operation"),
     503: (ThrottledError, "the store is unavailable for the moment"),
     507: (StorageFullError, "the store's disks are full"),
 }

@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-__all__ = ["bytes_of", "is_plain", "shows_its_memory"]
+__all__ = ["bytes_of", "has_memory", "is_plain", "shows_its_memory"]
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -17,6 +17,17 @@ def is_plain(tensor: torch.Tensor) -> bool:
 def shows_its_memory(tensor: torch.Tensor) -> bool:
     """Whether the values are those in memory: a conjugated or negated view shows others."""
     return not tensor.is_neg() and not (tensor.is_complex() and tensor.is_conj())
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether there is memory behind the tensor: not if it was freed, or only pretends to exist."""
+    if tensor.numel() == 0:
+        return True
+    storage = tensor.untyped_storage()
+    try:
+        return storage.device.type != "meta" and storage.data_ptr() != 0  # a fake one's is meta
+    except RuntimeError:  # torch's zero tensors
+        return False
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
