@@ -42,7 +42,7 @@ def block_size_for(nbytes: int) -> int:
     4 MiB.
     """
     wanted = max(1, nbytes // _BLOCKS_PER_ITEM)
-    power = 1 << (wanted - 1).bit_length()
+    power = 1 << (wanted.bit_length() - 1)
     return min(max(power, _SMALLEST_BLOCK), _LARGEST_BLOCK)
 
 

@@ -213,11 +213,15 @@ class ConnectionLostError(TransientStoreError):
 
     Attributes:
         received: Bytes of a download that arrived before; the retry goes on behind them.
+        version: Of which version of the object they are, if the answer said so.
     """
 
-    def __init__(self, message: str, *, received: int = 0, **context: Any) -> None:
+    def __init__(
+        self, message: str, *, received: int = 0, version: str | None = None, **context: Any
+    ) -> None:
         super().__init__(message, **context)
         self.received = received
+        self.version = version
 
 
 class TransferCancelledError(CloudCheckpointError):

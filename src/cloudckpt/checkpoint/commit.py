@@ -19,9 +19,11 @@ from cloudckpt.errors import (
     CheckpointExistsError,
     CommitUnknownError,
     ConfigError,
+    InvalidRequestError,
     ObjectNotFoundError,
     PreconditionFailedError,
     StoreError,
+    ThrottledError,
     TransientStoreError,
 )
 from cloudckpt.stores.base import ObjectStore
@@ -30,6 +32,8 @@ from cloudckpt.transfer.retry import Retrier
 __all__ = ["Baseline", "Probe", "begin", "commit", "conditions_work"]
 
 logger = logging.getLogger("cloudckpt")
+
+_NO_VERSION = '"00000000000000000000000000000000"'
 
 
 @dataclass(frozen=True)
@@ -110,20 +114,24 @@ def _honours_conditions(store: ObjectStore, probe: Probe, retrier: Retrier) -> b
     """Writes the object again: twice on conditions that do not hold, once on one that does."""
     body, crc = [memoryview(probe.content)], crc32c(probe.content)
 
-    def accepted(*, if_absent: bool = False, if_version: str | None = None) -> bool:
-        try:
-            retrier.call(
-                lambda: store.put(
-                    probe.key, body, crc32c=crc, if_absent=if_absent, if_version=if_version
-                )
+    def put(*, if_absent: bool = False, if_version: str | None = None) -> None:
+        retrier.call(
+            lambda: store.put(
+                probe.key, body, crc32c=crc, if_absent=if_absent, if_version=if_version
             )
-        except PreconditionFailedError:
-            return False
-        return True
+        )
 
-    if accepted(if_absent=True) or accepted(if_version='"00000000000000000000000000000000"'):
-        return False
-    return accepted(if_version=retrier.call(lambda: store.head(probe.key)).version)
+    try:
+        for condition in ({"if_absent": True}, {"if_version": _NO_VERSION}):
+            try:
+                put(**condition)
+            except PreconditionFailedError:
+                continue
+            return False
+        put(if_version=retrier.call(lambda: store.head(probe.key)).version)
+    except (PreconditionFailedError, InvalidRequestError):
+        return False  # the condition that holds was not recognized, or conditions are refused
+    return True
 
 
 def commit(
@@ -146,6 +154,8 @@ def commit(
         nonlocal doubtful
         try:
             store.put(key, [memoryview(data)], crc32c=crc, if_absent=absent, if_version=version)
+        except ThrottledError:
+            raise  # turned away: certainly not carried out
         except TransientStoreError:
             doubtful = True  # the request may have been carried out, and its answer lost
             raise

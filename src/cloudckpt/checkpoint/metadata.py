@@ -7,11 +7,12 @@ with the length and the CRC32C of the pickle, so that a damaged commit object is
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import pickle
 import struct
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -67,10 +68,28 @@ class _AllowListUnpickler(pickle.Unpickler):
     def __init__(self, data: bytes | memoryview, uri: str) -> None:
         super().__init__(io.BytesIO(data))
         self._uri = uri
+        self._before: dict[type[Any], dict[str, Any]] = {}
+
+    def load(self) -> Any:
+        """As in the base class; a pickle that sets attributes of classes has no effect on them."""
+        try:
+            return super().load()
+        finally:
+            if any(_reverted(cls, before) for cls, before in self._before.items()):
+                raise UntrustedPickleError(
+                    "the checkpoint's metadata tries to change classes of torch: do not load "
+                    "anything from this location",
+                    uri=self._uri,
+                )
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _SAFE:
-            return super().find_class(module, name)
+            found = super().find_class(module, name)
+            if not isinstance(found, type):
+                return functools.partial(found)  # what a pickle sets on this is of no consequence
+            if found not in self._before:
+                self._before[found] = dict(vars(found))
+            return found
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise UntrustedPickleError(
@@ -79,6 +98,18 @@ class _AllowListUnpickler(pickle.Unpickler):
             "class by cloudckpt.add_safe_metadata_globals([...])",
             uri=self._uri,
         )
+
+
+def _reverted(cls: type[Any], before: Mapping[str, Any]) -> bool:
+    """Undoes changes of a class; returns whether there were any."""
+    now = dict(vars(cls))
+    added = now.keys() - before.keys()
+    changed = [name for name, value in before.items() if now.get(name, _reverted) is not value]
+    for name in added:
+        delattr(cls, name)
+    for name in changed:
+        setattr(cls, name, before[name])
+    return bool(added or changed)
 
 
 def dump_metadata(metadata: Metadata) -> bytes:

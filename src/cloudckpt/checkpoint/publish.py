@@ -23,7 +23,9 @@ from cloudckpt.config import Config
 from cloudckpt.errors import (
     CheckpointConflictError,
     CloudCheckpointError,
+    CommitUnknownError,
     IncompleteSaveError,
+    ObjectNotFoundError,
     StoreError,
 )
 from cloudckpt.gc_pause import paused_gc
@@ -94,6 +96,14 @@ def publish(
     except (CheckpointConflictError, StoreError):
         discard()  # only these two say for certain that nothing became visible
         raise
+    except CommitUnknownError:
+        raise
+    except Exception as error:
+        raise CommitUnknownError(
+            "the commit failed in an unexpected way and may have taken place; its data was kept",
+            uri=str(uri),
+            cause=error,
+        ) from error
     delete_quietly(store, [uri.key(name) for name in replaced], config.retry)
 
 
@@ -142,10 +152,15 @@ def _replaced(store: ObjectStore, baseline: Baseline, retrier: Retrier) -> list[
     if baseline.version is None:
         return []
     uri = store.uri(baseline.key)
-    data, info = retrier.call(lambda: store.get(baseline.key))
-    if info.version != baseline.version:
+    try:
+        data, info = retrier.call(lambda: store.get(baseline.key))
+    except ObjectNotFoundError:
+        info = None
+    if info is None or info.version != baseline.version:
         raise CheckpointConflictError(
-            "another writer has committed to this location since this save began", uri=uri
+            "the checkpoint that was to be replaced has itself been replaced or deleted since this "
+            "save began; this save is discarded",
+            uri=uri,
         )
     try:
         old = load_metadata(data, uri)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
@@ -18,6 +19,7 @@ from cloudckpt.checkpoint.names import metadata_name
 from cloudckpt.checkpoint.places import Places
 from cloudckpt.config import Config
 from cloudckpt.dcp.loading import Load
+from cloudckpt.dcp.portable import portable_errors
 from cloudckpt.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -31,6 +33,9 @@ from cloudckpt.transfer.stats import Transferred, TransferStats
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["CloudStorageReader"]
+
+T = TypeVar("T")
+logger = logging.getLogger("cloudckpt")
 
 
 class CloudStorageReader(StorageReader):
@@ -119,17 +124,18 @@ class CloudStorageReader(StorageReader):
         return metadata
 
     def _read_metadata(self, rank: int | None) -> Metadata:
-        store, key = self._store(), self.uri.key(metadata_name(rank))
+        key = self.uri.key(metadata_name(rank))
+        uri = self._store().uri(key)
         try:
-            data, _ = self._retrier().call(lambda: store.get(key))
+            metadata = self._parsed(
+                key, lambda data: load_metadata(data, uri, trust_pickle=self.trust_pickle)
+            )
         except ObjectNotFoundError as error:
             raise CheckpointNotFoundError(
                 "there is no committed checkpoint here: it has no .metadata. Check the location; a "
                 "save that was interrupted leaves none",
                 uri=str(self.uri),
             ) from error
-        uri = store.uri(key)
-        metadata = load_metadata(data, uri, trust_pickle=self.trust_pickle)
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         assert metadata.storage_meta is not None
@@ -139,17 +145,26 @@ class CloudStorageReader(StorageReader):
         return metadata
 
     def _read_manifest(self, identity: ManifestId) -> Manifest | None:
-        store, key = self._store(), self.uri.key(identity.name)
+        key = self.uri.key(identity.name)
+        uri = self._store().uri(key)
         try:
-            data, _ = self._retrier().call(lambda: store.get(key))
+            return self._parsed(key, lambda data: Manifest.from_json(data, identity, uri))
         except ObjectNotFoundError as error:
             if not self.config.verify:
                 return None
             raise CheckpointCorruptError(
                 "the manifest with the checksums is gone; Config(verify=False) loads without it",
-                uri=store.uri(key),
+                uri=uri,
             ) from error
-        return Manifest.from_json(data, identity, store.uri(key))
+
+    def _parsed(self, key: str, parse: Callable[[bytearray], T]) -> T:
+        """A whole object; fetched once more if it seems to be damaged."""
+        store, retrier = self._store(), Retrier(self.config.retry)
+        try:
+            return parse(retrier.call(lambda: store.get(key))[0])
+        except CheckpointCorruptError as error:
+            logger.warning("fetched again: %s", error)
+            return parse(retrier.call(lambda: store.get(key))[0])
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -181,7 +196,8 @@ class CloudStorageReader(StorageReader):
                 uri=str(self.uri),
                 trust_pickle=self.trust_pickle,
             )
-            load.run(plan, self._places)
+            with portable_errors(str(self.uri)):
+                load.run(plan, self._places)
         finally:
             self.transferred = stats.snapshot()
         future: Future[None] = Future()
@@ -190,6 +206,3 @@ class CloudStorageReader(StorageReader):
 
     def _store(self) -> ObjectStore:
         return open_store(self.uri, self.config)
-
-    def _retrier(self) -> Retrier:
-        return Retrier(self.config.retry)

@@ -30,6 +30,7 @@ from cloudckpt.checkpoint.shard import (
     travels_as_bytes,
 )
 from cloudckpt.config import Config
+from cloudckpt.dcp.portable import portable_errors
 from cloudckpt.errors import CloudCheckpointError, IncompleteSaveError
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectStore, random_suffix
@@ -144,7 +145,8 @@ class CloudStorageWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Sends this rank's items; returns when the store has all of them."""
-        results = self._send(plan.items, planner) if plan.items else []
+        with portable_errors(str(self.uri)):
+            results = self._send(plan.items, planner) if plan.items else []
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future

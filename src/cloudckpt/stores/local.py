@@ -229,9 +229,9 @@ class LocalStore(ObjectStore):
                 "this user may not do that here", uri=self.uri(key), cause=exc
             ) from exc
         except OSError as exc:
-            if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+            if exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise StorageFullError(
-                    "the disk or the quota is full; free space or choose another location",
+                    "the disk or a quota is full; free space or choose another location",
                     uri=self.uri(key),
                     cause=exc,
                 ) from exc

@@ -215,8 +215,13 @@ class S3Store(ObjectStore):
             headers["If-Match"] = if_version
         with self._send("GET", key, headers) as reply:
             total = _check_range(reply, start, size, self.uri(key))
-            reply.read_into(into, progress)
-            return ObjectInfo(key, total, self._tag(reply, key))
+            version = self._tag(reply, key)
+            try:
+                reply.read_into(into, progress)
+            except ConnectionLostError as error:
+                error.version = version
+                raise
+            return ObjectInfo(key, total, version)
 
     def head(self, key: str) -> ObjectInfo:
         try:

@@ -21,11 +21,11 @@ from cloudckpt.errors import (
 )
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, nbytes, skip
-from cloudckpt.transfer.budget import ByteBudget
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.memory import bytes_of
 from cloudckpt.transfer.ranges import Span, pack_requests
 from cloudckpt.transfer.retry import Retrier
+from cloudckpt.transfer.scratch import ScratchPool
 from cloudckpt.transfer.sinks import Sink
 from cloudckpt.transfer.stats import TransferStats
 
@@ -110,7 +110,7 @@ class _Download:
         self._stats = stats
         self._group = TaskGroup(config.connections, name="cloudckpt-load")
         self._retrier = Retrier(config.retry, self._group.cancellation, on_retry=stats.add_retry)
-        self._budget = ByteBudget(config.memory_budget, self._group.cancellation)
+        self._scratch = ScratchPool(config.memory_budget, self._group.cancellation)
         self._seen: dict[str, ObjectInfo] = {}
         self._lock = threading.Lock()
 
@@ -149,8 +149,8 @@ class _Download:
     def _fetch(self, key: str, spans: list[Span]) -> None:
         with paused_gc():
             landing = _Landing(spans, self._wanted)
-        with self._budget.holding(landing.scratch_bytes):
-            views = landing.allocate()
+        with self._scratch.borrowed(landing.scratch_bytes, pinned=landing.pinned) as scratch:
+            views = landing.place(scratch)
             self._receive(key, spans, views)
             bad = self._first_bad(landing)
             if bad is not None:
@@ -172,19 +172,21 @@ class _Download:
         source = self._wanted[spans[0].owner].source
         with self._lock:
             seen = self._seen.get(key)
+        version = seen.version if seen is not None else None
 
         def once() -> ObjectInfo:
-            nonlocal start, rest
+            nonlocal start, rest, version
             try:
                 return self._store.get_range(
                     key,
                     start,
                     rest,
-                    if_version=seen.version if seen is not None else None,
+                    if_version=version,
                     progress=self._progress,
                 )
             except ConnectionLostError as error:
                 if error.received < nbytes(rest):
+                    version = version or error.version
                     start, rest = start + error.received, skip(rest, error.received)
                 raise
 
@@ -311,12 +313,14 @@ class _Landing:
         self._places.append((self.scratch_bytes, count, segment, None))
         self.scratch_bytes += count
 
-    def allocate(self) -> list[memoryview]:
+    @property
+    def pinned(self) -> bool:
+        """Whether page-locked memory helps to deliver."""
+        return any(segment.want.sink.pinned for segment in self.segments)
+
+    def place(self, scratch: torch.Tensor) -> list[memoryview]:
         """The views to receive into, those that are neighbours in memory made one."""
-        pinned = any(s.want.sink.pinned for s in self.segments) and torch.cuda.is_available()
-        scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, pin_memory=pinned)
         memory = bytes_of(scratch)
-        self._keep = scratch
         merged: list[memoryview] = []
         run: tuple[int, int] | None = None
         for at, count, segment, target in self._places:

@@ -100,7 +100,7 @@ class StagingPool:
     """Slabs of host memory, ``budget`` bytes in all, in use by one save."""
 
     def __init__(self, budget: int, cancellation: Cancellation) -> None:
-        self._slab_bytes = budget // _SLABS
+        self._slab_bytes = budget // _SLABS // _ALIGNMENT * _ALIGNMENT
         self._cancellation = cancellation
         self._changed = threading.Condition()
         self._free: list[Slab] = []
