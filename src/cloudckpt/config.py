@@ -194,10 +194,14 @@ class Config:
         None,
         "CLOUDCKPT_PART_SIZE",
         _size,
-        "bytes of an upload part; default: from the size of the shard, 16 MiB to 256 MiB",
+        "bytes of an upload part; default: from the size of the shard, 16 MiB and more",
     )
-    request_size: int = _option(
-        16 * MIB, "CLOUDCKPT_REQUEST_SIZE", _size, "most bytes that one download request asks for"
+    request_size: int | None = _option(
+        None,
+        "CLOUDCKPT_REQUEST_SIZE",
+        _size,
+        "most bytes that one download request asks for; default: from what is to be read, 16 MiB "
+        "to 64 MiB",
     )
     merge_gap: int = _option(
         MIB,
@@ -252,7 +256,8 @@ class Config:
             f"part_size={self.part_size}: S3 takes parts of 5 MiB to 5 GiB",
         )
         _require(
-            self.request_size >= MIB, f"request_size={self.request_size}: at least 1 MiB is needed"
+            self.request_size is None or self.request_size >= MIB,
+            f"request_size={self.request_size}: at least 1 MiB is needed",
         )
         _require(self.merge_gap >= 0, f"merge_gap={self.merge_gap}: must not be negative")
         _require(

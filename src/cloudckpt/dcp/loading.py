@@ -24,6 +24,7 @@ from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.transfer.download import Source, Wanted, download
 from cloudckpt.transfer.memory import has_memory, shows_its_memory
+from cloudckpt.transfer.parts import even_share
 from cloudckpt.transfer.ranges import plan_boxes
 from cloudckpt.transfer.sinks import BoxSink, BytesSink, FlatSink, narrow
 from cloudckpt.transfer.staging import row_major_slices
@@ -83,12 +84,13 @@ class Load:
                 item=item.dest_index.fqn,
             )
         source, dtype, config = stored.elements, stored.dtype, self._config
+        limit = config.request_size or even_share(0, config.connections)
         for read in plan_boxes(
             stored.shape,
             item.storage_offsets,
             item.lengths,
             dtype.itemsize,
-            limit=config.request_size,
+            limit=limit,
             merge_gap=config.merge_gap,
         ):
             if not read.contiguous:
@@ -101,7 +103,7 @@ class Load:
                 self._wanted.append(Wanted(source, read.start, read.stop, flat, True))
                 continue
             start = read.start
-            for box in row_major_slices(tuple(part.shape), dtype.itemsize, config.request_size):
+            for box in row_major_slices(tuple(part.shape), dtype.itemsize, limit):
                 rows = BoxSink(part, box, dtype, None)
                 stop = start + torch.Size([length for _, length in box]).numel() * dtype.itemsize
                 self._wanted.append(Wanted(source, start, stop, rows, False))

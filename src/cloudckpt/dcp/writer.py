@@ -193,7 +193,13 @@ class CloudStorageWriter(StorageWriter):
         def open_object(ordinal: int, staged: bool) -> OpenObject:
             budget = config.memory_budget if staged else None
             limits = store.capabilities
-            part_size = choose_part_size(expected, config.part_size, limits, copied=budget)
+            part_size = choose_part_size(
+                expected,
+                config.part_size,
+                limits,
+                connections=config.connections,
+                copied=budget,
+            )
             name = data_name(self._rank, ordinal, attempt)
             upload = ObjectUpload(store, self.uri.key(name), part_size, group, retrier, stats)
             uploads.append(upload)

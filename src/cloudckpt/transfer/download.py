@@ -23,6 +23,7 @@ from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, nbytes, skip
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.memory import bytes_of
+from cloudckpt.transfer.parts import even_share
 from cloudckpt.transfer.ranges import Span, pack_requests
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.scratch import ScratchPool
@@ -123,6 +124,7 @@ class _Download:
 
     def _requests(self) -> list[tuple[str, list[Span]]]:
         config = self._config
+        limit = config.request_size or self._even_share()
         by_key: dict[str, list[Span]] = {}
         for index, want in enumerate(self._wanted):
             if want.stop > want.start:
@@ -130,10 +132,15 @@ class _Download:
         return [
             (key, request)
             for key, spans in by_key.items()
-            for request in pack_requests(
-                spans, limit=config.request_size, merge_gap=config.merge_gap
-            )
+            for request in pack_requests(spans, limit=limit, merge_gap=config.merge_gap)
         ]
+
+    def _even_share(self) -> int:
+        """The size of requests; small if they need scratch memory, of which there is little."""
+        if not all(want.sink.plain for want in self._wanted):
+            return even_share(0, self._config.connections)
+        total = sum(want.stop - want.start for want in self._wanted)
+        return even_share(total, self._config.connections)
 
     def _span(self, index: int, want: Wanted) -> Span:
         """The bytes to ask for: whole blocks, if they can be verified."""

@@ -11,10 +11,10 @@ from cloudckpt.checksum import BlockChecksums, combine, crc32c
 from cloudckpt.config import MIB
 from cloudckpt.stores.base import Capabilities
 
-__all__ = ["Lease", "PartCutter", "PartPlan", "Piece", "choose_part_size"]
+__all__ = ["Lease", "PartCutter", "PartPlan", "Piece", "choose_part_size", "even_share"]
 
-_SMALLEST_AUTO = 16 * MIB
-_LARGEST_AUTO = 256 * MIB
+_ROUNDS = 4
+
 _PARTS_AIMED_AT = 9_000  # below the 10,000 of S3 and GCS, in case the size was underestimated
 
 
@@ -120,8 +120,23 @@ class PartCutter:
         return part if part.size else None
 
 
+def even_share(nbytes: int, connections: int) -> int:
+    """Bytes of a request when ``nbytes`` go over ``connections``: 16 MiB to 64 MiB.
+
+    A request costs about half a millisecond of Python, so it should be large; but each connection
+    should get several, so that none has to wait long for the last one.
+    """
+    share = nbytes // (connections * _ROUNDS)
+    return min(max(share // MIB * MIB, 16 * MIB), 64 * MIB)
+
+
 def choose_part_size(
-    nbytes: int, wanted: int | None, capabilities: Capabilities, *, copied: int | None = None
+    nbytes: int,
+    wanted: int | None,
+    capabilities: Capabilities,
+    *,
+    connections: int,
+    copied: int | None = None,
 ) -> int:
     """Bytes of a part for an object of about ``nbytes``.
 
@@ -129,10 +144,11 @@ def choose_part_size(
         nbytes: The size that is planned for.
         wanted: The user's choice, which wins where the store allows it.
         capabilities: The limits of the store.
+        connections: How many parts are sent at a time.
         copied: The memory budget, if parts will hold copies. A part may then take a sixth of it:
             two parts are held back at a time and the pool loses up to half to fragments.
     """
-    size = wanted or min(max(nbytes // _PARTS_AIMED_AT, _SMALLEST_AUTO), _LARGEST_AUTO)
+    size = wanted or max(nbytes // _PARTS_AIMED_AT, even_share(nbytes, connections))
     if copied is not None:
         size = min(size, copied // 6)
     fitting = -(-nbytes // capabilities.max_parts)

@@ -18,6 +18,9 @@ class Sink(Protocol):
     pinned: bool
     """Whether pinned memory makes :meth:`deliver` faster."""
 
+    plain: bool
+    """Whether bytes can go straight into the target."""
+
     def direct(self, start: int, stop: int) -> memoryview | None:
         """The memory that bytes ``start`` to ``stop`` of the range belong to, if it is plain."""
 
@@ -29,6 +32,7 @@ class BytesSink:
     """Keeps the bytes: for items that are not tensors."""
 
     pinned = False
+    plain = True
 
     def __init__(self, nbytes: int) -> None:
         self.data = bytearray(nbytes)
@@ -44,17 +48,17 @@ class BytesSink:
 class FlatSink:
     """A target whose elements lie in the order of the range; the range may come in any cuts."""
 
-    __slots__ = ("_bytes", "_dtype", "_flat", "_plain", "pinned")
+    __slots__ = ("_bytes", "_dtype", "_flat", "pinned", "plain")
 
     def __init__(self, target: torch.Tensor, dtype: torch.dtype) -> None:
         self.pinned = target.device.type == "cuda"
         self._flat = target.reshape(-1) if target.dim() != 1 else target
         self._dtype = dtype
-        self._plain = is_plain(target) and target.dtype == dtype
-        self._bytes = bytes_of(target) if self._plain else memoryview(b"")
+        self.plain = is_plain(target) and target.dtype == dtype
+        self._bytes = bytes_of(target) if self.plain else memoryview(b"")
 
     def direct(self, start: int, stop: int) -> memoryview | None:
-        return self._bytes[start:stop] if self._plain else None
+        return self._bytes[start:stop] if self.plain else None
 
     def deliver(self, start: int, data: torch.Tensor) -> None:
         elements = _viewed(data, self._dtype)
@@ -64,6 +68,8 @@ class FlatSink:
 
 class BoxSink:
     """A box of a target, taken out of a range that also holds other elements, or not in order."""
+
+    plain = False
 
     def __init__(
         self,
