@@ -1,0 +1,69 @@
+"""What a benchmark found: one row a number, with the limit it must reach, if it has one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One measured quantity of one contender."""
+
+    scenario: str
+    case: str
+    """What was done, such as `save 1 GiB`."""
+    contender: str
+    metric: str
+    """What was measured, such as `CPU`."""
+    unit: str
+    samples: tuple[float, ...]
+    """Every round's number, in order; empty if there is none."""
+    ratio: float | None = None
+    """The median over `baseline`'s."""
+    baseline: str = ""
+    """What `ratio` divides by."""
+    limit: float | None = None
+    """The most that the ratio, or without one the median, may be."""
+    note: str = ""
+
+    @property
+    def value(self) -> float | None:
+        """The median of the samples."""
+        return median(self.samples) if self.samples else None
+
+    @property
+    def passed(self) -> bool | None:
+        """Whether the limit holds; None if there is no limit."""
+        if self.limit is None:
+            return None
+        judged = self.ratio if self.ratio is not None else self.value
+        return judged is not None and judged <= self.limit
+
+
+class Limits:
+    """What cloudckpt must reach. Other contenders are not judged."""
+
+    CPU = 1.5
+    """CPU of a save or a load over the floor's."""
+    CPU_AIM = 1.25
+    """The same, where we want to be."""
+    EXTRA_MEMORY_MIB = 96.0
+    """Peak memory of a save or a load beyond what was there before."""
+    SHAPED = 1.25
+    """Time on a slow link over bytes / (connections x rate)."""
+    BYTES_READ = 1.05
+    """Bytes read over bytes needed, sharded by rows."""
+    REQUESTS = 1.2
+    """Data requests over the ideal count, sharded by rows."""
+    MANY_SMALL = 3.0
+    """Wall time of 20,000 small tensors over that of one tensor of the same bytes."""
+
+
+OURS = "cloudckpt"
+FLOOR = "floor"
+
+
+def limit_for(contender: str, limit: float) -> float | None:
+    """Returns `limit` if `contender` is ours."""
+    return limit if contender == OURS else None

@@ -1,0 +1,29 @@
+"""The situations that are measured, by name, in the order they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from benchmarks.bench import Bench
+from benchmarks.rows import Row
+from benchmarks.scenarios import (
+    many_small,
+    memory,
+    plain,
+    resharding,
+    shaped,
+    stall,
+    trainer,
+)
+
+Scenario = Callable[[Bench], list[Row]]
+
+SCENARIOS: Mapping[str, Scenario] = {
+    "plain": plain.measure,
+    "memory": memory.measure,
+    "shaped": shaped.measure,
+    "many-small": many_small.measure,
+    "resharding": resharding.measure,
+    "stall": stall.measure,
+    "trainer": trainer.measure,
+}

@@ -1,0 +1,86 @@
+"""One process saves and loads 1 GiB over a link that is never the bottleneck."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from statistics import median
+
+from benchmarks.bench import Bench, rotated
+from benchmarks.meter import Cost
+from benchmarks.operation import SINK, Action, prepare, run
+from benchmarks.rows import FLOOR, Limits, Row, limit_for
+from benchmarks.states import GIB, MIB, StateSpec, mixed
+
+ACTIONS: tuple[Action, ...] = ("save", "load")
+
+
+def measure(bench: Bench) -> list[Row]:
+    """Returns CPU, wall time and extra memory of every contender, taken in alternation."""
+    spec = mixed(bench.sized(GIB, 128 * MIB))
+    contenders = bench.taking_part()
+    for name in contenders:
+        bench.attempt(name, prepare, bench.server, name, spec, f"{name}-loads")
+    costs: dict[tuple[str, Action], list[Cost]] = defaultdict(list)
+    for turn in range(max(map(bench.rounds_of, contenders), default=0)):
+        for action in ACTIONS:
+            for name in rotated(contenders, turn):
+                if turn >= bench.rounds_of(name):
+                    continue
+                done = bench.attempt(name, _once, bench, name, action, spec, turn)
+                if done is not None:
+                    costs[name, action].append(done)
+                bench.server.clear(SINK)
+    return [
+        row
+        for action in ACTIONS
+        for name in contenders
+        if costs[name, action]
+        for row in _rows(name, action, spec, costs[name, action], costs[FLOOR, action])
+    ]
+
+
+def _once(bench: Bench, name: str, action: Action, spec: StateSpec, turn: int) -> Cost:
+    if action == "save":
+        return run(bench.server, name, action, spec, f"{name}-{turn}", bucket=SINK).cost
+    return run(bench.server, name, action, spec, f"{name}-loads").cost
+
+
+def _rows(
+    name: str, action: Action, spec: StateSpec, costs: list[Cost], floor: list[Cost]
+) -> list[Row]:
+    gib = spec.total / GIB
+    case = f"{action} {spec.total // MIB} MiB"
+    cpu = tuple(cost.cpu_s / gib for cost in costs)
+    wall = tuple(cost.wall_s / gib for cost in costs)
+    memory = tuple(cost.extra_memory / MIB for cost in costs)
+    ratio = median(cpu) / median(cost.cpu_s / gib for cost in floor) if floor else None
+    return [
+        Row(
+            scenario="plain",
+            case=case,
+            contender=name,
+            metric="CPU",
+            unit="s/GiB",
+            samples=cpu,
+            ratio=ratio,
+            baseline=FLOOR,
+            limit=limit_for(name, Limits.CPU),
+        ),
+        Row(
+            scenario="plain",
+            case=case,
+            contender=name,
+            metric="wall",
+            unit="s/GiB",
+            samples=wall,
+        ),
+        Row(
+            scenario="plain",
+            case=case,
+            contender=name,
+            metric="extra memory",
+            unit="MiB",
+            samples=memory,
+            limit=limit_for(name, Limits.EXTRA_MEMORY_MIB),
+        ),
+    ]

@@ -1,0 +1,78 @@
+"""Lists of a bucket: its objects and its open uploads."""
+
+from __future__ import annotations
+
+import base64
+from urllib.parse import quote
+from xml.sax.saxutils import escape
+
+from benchmarks.server.answers import element, iso_time, xml
+from benchmarks.server.message import Answer, Body, Request
+from benchmarks.server.objects import Buckets
+
+_LIST_LIMIT = 1000
+
+
+def list_objects(buckets: Buckets, request: Request, body: Body) -> Answer:
+    """Lists objects and common prefixes, page by page."""
+    body.read()
+    query = request.query
+    prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
+    limit = min(int(query.get("max-keys", _LIST_LIMIT)), _LIST_LIMIT)
+    after = query.get("start-after", query.get("marker", ""))
+    if token := query.get("continuation-token"):
+        after = base64.urlsafe_b64decode(token).decode()
+    written = quote if query.get("encoding-type") == "url" else escape
+    rows: list[str] = []
+    last, common, truncated = "", "", False
+    for stored in buckets.in_order(request.bucket):
+        name = stored.key
+        if not name.startswith(prefix) or name <= after:
+            continue
+        group = _group(name, prefix, delimiter)
+        # A continuation point may be a common prefix, which covers all keys below it.
+        if group and group in (common, after):
+            continue
+        if len(rows) == limit:
+            truncated = True
+            break
+        common, last = group, group or name
+        rows.append(
+            f"<CommonPrefixes><Prefix>{written(group)}</Prefix></CommonPrefixes>"
+            if group
+            else f"<Contents><Key>{written(name)}</Key><Size>{stored.size}</Size>"
+            f"<ETag>{escape(stored.etag)}</ETag><StorageClass>STANDARD</StorageClass>"
+            f"<LastModified>{iso_time(stored.modified)}</LastModified></Contents>"
+        )
+    token = base64.urlsafe_b64encode(last.encode()).decode()
+    inner = [
+        f"<Name>{request.bucket}</Name><Prefix>{written(prefix)}</Prefix>",
+        f"<KeyCount>{len(rows)}</KeyCount><MaxKeys>{limit}</MaxKeys>",
+        f"<IsTruncated>{str(truncated).lower()}</IsTruncated>",
+        f"<Delimiter>{written(delimiter)}</Delimiter>" if delimiter else "",
+        f"<NextContinuationToken>{token}</NextContinuationToken>" if truncated else "",
+        "<EncodingType>url</EncodingType>" if written is quote else "",
+        *rows,
+    ]
+    return xml(element("ListBucketResult", "".join(inner)))
+
+
+def _group(key: str, prefix: str, delimiter: str) -> str:
+    if not delimiter:
+        return ""
+    head, found, _ = key[len(prefix) :].partition(delimiter)
+    return prefix + head + found if found else ""
+
+
+def list_uploads(buckets: Buckets, request: Request, body: Body) -> Answer:
+    """Lists the open uploads of a prefix, on one page."""
+    body.read()
+    prefix = request.query.get("prefix", "")
+    rows = "".join(
+        f"<Upload><Key>{escape(upload.key)}</Key><UploadId>{upload_id}</UploadId>"
+        f"<Initiated>{iso_time(upload.started)}</Initiated></Upload>"
+        for upload_id, upload in buckets.uploads(request.bucket)
+        if upload.key.startswith(prefix)
+    )
+    inner = f"<Bucket>{request.bucket}</Bucket><IsTruncated>false</IsTruncated>{rows}"
+    return xml(element("ListMultipartUploadsResult", inner))

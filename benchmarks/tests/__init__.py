@@ -1,0 +1,1 @@
+"""The benchmarks' own instruments are tested too: a wrong ruler measures nothing."""

@@ -1,0 +1,267 @@
+"""What networks and stores do to requests: faults for a ``FaultyProxy``.
+
+Each says what happens to one request. Own ones derive from :class:`~cloudckpt.testing.proxy.Fault`.
+"""
+
+from __future__ import annotations
+
+import http.client
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from cloudckpt.testing.proxy import Answer, Fault, Headers, Hop, Request
+
+__all__ = [
+    "Call",
+    "Corrupt",
+    "CorruptUpload",
+    "Delay",
+    "Drip",
+    "Moment",
+    "Reset",
+    "Respond",
+    "Stall",
+    "StripHeaders",
+    "Truncate",
+    "internal_error",
+    "s3_error",
+    "slow_down",
+    "too_many_requests",
+]
+
+Moment = Literal["request", "answer", "body"]
+"""When a fault strikes: ``request``, while the request's body is read, which is then not forwarded;
+``answer``, when the request was carried out and nothing was answered; ``body``, in the answer's
+body."""
+
+
+@dataclass(frozen=True)
+class Reset(Fault):
+    """Resets the connection; at ``answer``, the request was carried out and its answer is lost.
+
+    Attributes:
+        moment: When.
+        after: Bytes of the body (of the request, or of the answer) that pass before.
+    """
+
+    moment: Moment = "request"
+    after: int = 0
+
+    def inflict(self, hop: Hop) -> None:
+        _go_to(hop, self.moment, self.after)
+        hop.reset()
+
+
+@dataclass(frozen=True)
+class Stall(Fault):
+    """Lets nothing more through, and keeps the connection open.
+
+    Attributes:
+        moment: When.
+        after: Bytes of the body (of the request, or of the answer) that pass before.
+    """
+
+    moment: Moment = "answer"
+    after: int = 0
+
+    def inflict(self, hop: Hop) -> None:
+        _go_to(hop, self.moment, self.after)
+        hop.stall()
+
+
+@dataclass(frozen=True)
+class Truncate(Fault):
+    """Closes the connection in an orderly way after a part of the answer's body.
+
+    Attributes:
+        after: Bytes of the body that are sent.
+    """
+
+    after: int = 0
+
+    def inflict(self, hop: Hop) -> None:
+        _go_to(hop, "body", self.after)
+        hop.hang_up()
+
+
+@dataclass(frozen=True)
+class Drip(Fault):
+    """Answers one byte at a time, so that no wait for the next byte ever takes long.
+
+    Attributes:
+        interval: Seconds between two bytes.
+        moment: Where that begins: with the status line (``answer``), or with the ``body``.
+    """
+
+    interval: float = 1.0
+    moment: Literal["answer", "body"] = "body"
+
+    def inflict(self, hop: Hop) -> None:
+        answer = hop.forward()
+        if self.moment == "body":
+            hop.send(answer, stop=0)
+            hop.drip(hop.payload(answer), self.interval)
+        else:
+            hop.drip(hop.head(answer) + hop.payload(answer), self.interval)
+
+
+@dataclass(frozen=True)
+class Corrupt(Fault):
+    """Flips the bits of one byte of the answer's body, if it has one.
+
+    Attributes:
+        at: Which byte, modulo the length of the body.
+    """
+
+    at: int = 0
+
+    def inflict(self, hop: Hop) -> None:
+        answer = hop.forward()
+        hop.send(replace(answer, body=_flipped(answer.body, self.at)))
+
+
+@dataclass(frozen=True)
+class CorruptUpload(Fault):
+    """Flips the bits of one byte of the request's body, if it has one.
+
+    Attributes:
+        at: Which byte, modulo the length of the body.
+    """
+
+    at: int = 0
+
+    def inflict(self, hop: Hop) -> None:
+        hop.send(hop.forward(body=_flipped(hop.body(), self.at)))
+
+
+@dataclass(frozen=True)
+class Respond(Fault):
+    """Answers in the server's place; see :func:`s3_error` and its companions.
+
+    Attributes:
+        answer: What is answered.
+        carry_out: Whether the server carries out the request all the same.
+    """
+
+    answer: Answer
+    carry_out: bool = False
+
+    def inflict(self, hop: Hop) -> None:
+        if self.carry_out:
+            hop.forward()
+        hop.send(self.answer)
+
+
+@dataclass(frozen=True)
+class Delay(Fault):
+    """Holds a request back before it is forwarded, or its answer; both arrive, if late.
+
+    Attributes:
+        seconds: How long.
+        moment: ``request`` or ``answer``.
+    """
+
+    seconds: float
+    moment: Literal["request", "answer"] = "answer"
+
+    def inflict(self, hop: Hop) -> None:
+        hop.body()
+        if self.moment == "request":
+            hop.pause(self.seconds)
+        answer = hop.forward()
+        if self.moment == "answer":
+            hop.pause(self.seconds)
+        hop.send(answer)
+
+
+@dataclass(frozen=True)
+class Call(Fault):
+    """Calls a function of the test, and goes on when it returns. It may block, or kill a process.
+
+    Attributes:
+        function: What to call with the request.
+        moment: ``request``, when a part of its body has arrived, or ``answer``, when it was
+            carried out.
+        after: Bytes of the request's body that have arrived before.
+    """
+
+    function: Callable[[Request], object]
+    moment: Literal["request", "answer"] = "request"
+    after: int = 0
+
+    def inflict(self, hop: Hop) -> None:
+        if self.moment == "request":
+            hop.take(self.after)
+            self.function(hop.request)
+            hop.send(hop.forward())
+        else:
+            answer = hop.forward()
+            self.function(hop.request)
+            hop.send(answer)
+
+
+@dataclass(frozen=True)
+class StripHeaders(Fault):
+    """Forwards a request without some headers: a store that ignores them.
+
+    Attributes:
+        names: The headers, in any case.
+    """
+
+    names: Collection[str]
+
+    def inflict(self, hop: Hop) -> None:
+        dropped = {name.lower() for name in self.names}
+        kept = tuple(pair for pair in hop.request.headers if pair[0].lower() not in dropped)
+        hop.send(hop.forward(replace(hop.request, headers=kept)))
+
+
+def s3_error(
+    status: int,
+    code: str,
+    message: str = "injected by a test",
+    headers: Headers = (),
+    *,
+    carry_out: bool = False,
+) -> Respond:
+    """An error as S3 words it; with status 200 it is one that came too late for the status."""
+    body = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>"
+    xml = f'<?xml version="1.0" encoding="UTF-8"?>\n{body}'.encode()
+    reason = http.client.responses.get(status, "")
+    typed = (("Content-Type", "application/xml"), *headers)
+    return Respond(Answer(status, reason, typed, xml), carry_out)
+
+
+def slow_down(retry_after: int | None = None) -> Respond:
+    """503 SlowDown, with the seconds to wait in ``Retry-After`` if given."""
+    headers = () if retry_after is None else (("Retry-After", str(retry_after)),)
+    return s3_error(503, "SlowDown", "Please reduce your request rate.", headers)
+
+
+def too_many_requests(retry_after: int | None = None) -> Respond:
+    """429, as other vendors say SlowDown."""
+    headers = () if retry_after is None else (("Retry-After", str(retry_after)),)
+    return s3_error(429, "TooManyRequests", headers=headers)
+
+
+def internal_error(*, carry_out: bool = False) -> Respond:
+    """500 InternalError."""
+    return s3_error(500, "InternalError", carry_out=carry_out)
+
+
+def _go_to(hop: Hop, moment: Moment, after: int) -> None:
+    if moment == "request":
+        hop.take(after)
+        return
+    answer = hop.forward()
+    if moment == "body":
+        hop.send(answer, stop=after)
+
+
+def _flipped(body: bytes, at: int) -> bytes:
+    if not body:
+        return body
+    changed = bytearray(body)
+    changed[at % len(changed)] ^= 0xFF
+    return bytes(changed)

@@ -1,0 +1,241 @@
+"""The manifest: what was written comes back, and nothing else is believed."""
+
+import base64
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cloudckpt.checkpoint.manifest import Manifest, ManifestId
+from cloudckpt.checkpoint.records import ItemRecord, ObjectRecord, pack_crcs, unpack_crcs
+from cloudckpt.checksum import crc32c
+from cloudckpt.errors import CheckpointCorruptError
+
+URI = "s3://bucket/run/.manifest"
+ATTEMPT = "0123456789abcdef"
+
+NAMES = st.text(st.characters(blacklist_categories=("Cs",)), min_size=1, max_size=20)
+OFFSETS = st.lists(st.integers(0, 1 << 40), max_size=4).map(tuple)
+
+
+@st.composite
+def manifests(draw):
+    """Items in a few objects, one behind the other."""
+    objects = [
+        (f"__{rank}_0.{ATTEMPT}.distcp", draw(st.integers(0, 0xFFFFFFFF)))
+        for rank in range(draw(st.integers(1, 3)))
+    ]
+    planned = []
+    for _ in range(draw(st.integers(0, 6))):
+        key = (draw(NAMES), draw(st.none() | OFFSETS))
+        numbers = [draw(st.integers(0, 5000)) for _ in range(4)]
+        dtype = draw(st.sampled_from([None, "float32", "float8_e4m3fn"]))
+        planned.append((key, draw(st.sampled_from(objects)), numbers, dtype))
+    ends, items = {}, {}
+    for key, (name, _), (gap, before, raw, behind), dtype in planned:
+        offset = ends.get(name, 0) + gap
+        blocks = -(-raw // 512)
+        crcs = pack_crcs(tuple(draw(st.integers(0, 0xFFFFFFFF)) for _ in range(blocks)))
+        length = before + raw + behind
+        items[key] = (name, offset, length, offset + before, raw, dtype, (raw,), 512, crcs)
+        ends[name] = offset + length
+    made = {name: ObjectRecord(name, ends.get(name, 0) + 7, crc) for name, crc in objects}
+    return Manifest({key: ItemRecord(made[item[0]], *item[1:]) for key, item in items.items()})
+
+
+def stored(manifest):
+    data = manifest.to_json()
+    return data, manifest.identify(ATTEMPT, data)
+
+
+@settings(deadline=None)
+@given(manifests())
+def test_a_manifest_comes_back(manifest):
+    data, identity = stored(manifest)
+    assert Manifest.from_json(data, identity, URI) == manifest
+    assert Manifest.from_json(bytearray(data), identity, URI) == manifest
+
+
+def test_items_of_one_object_share_its_record():
+    data, identity = stored(EXAMPLE)
+    back = Manifest.from_json(data, identity, URI)
+    one, other = back.items.values()
+    assert one.object is other.object
+
+
+def test_it_is_json_that_anybody_can_read():
+    document = json.loads(EXAMPLE.to_json())
+    assert (document["format"], document["version"]) == ("cloudckpt", 1)
+    assert document["objects"] == [["__0_0.ab.distcp", 10_000, 77]]
+
+
+SHARD = ObjectRecord("__0_0.ab.distcp", 10_000, 77)
+EXAMPLE = Manifest(
+    {
+        ("w", (0, 0)): ItemRecord(
+            SHARD, 0, 1000, 640, 300, "float32", (3, 25), 128, pack_crcs((1, 2, 3))
+        ),
+        ("step", None): ItemRecord(SHARD, 1024, 99, 1024, 99, None, (), 128, pack_crcs((4,))),
+    }
+)
+
+
+# damage
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_a_flipped_bit_is_noticed(data):
+    stored_bytes, identity = stored(EXAMPLE)
+    damaged = bytearray(stored_bytes)
+    damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    with pytest.raises(CheckpointCorruptError, match="damaged") as caught:
+        Manifest.from_json(damaged, identity, URI)
+    assert caught.value.uri == URI
+
+
+@pytest.mark.parametrize("change", [lambda d: d[:-1], lambda d: d + b" ", lambda d: b""])
+def test_missing_and_surplus_bytes_are_noticed(change):
+    data, identity = stored(EXAMPLE)
+    with pytest.raises(CheckpointCorruptError):
+        Manifest.from_json(change(data), identity, URI)
+
+
+def test_the_manifest_of_another_attempt_is_not_believed():
+    _, identity = stored(EXAMPLE)
+    other, _ = stored(Manifest({}))
+    with pytest.raises(CheckpointCorruptError):
+        Manifest.from_json(other, identity, URI)
+
+
+def row(**changes):
+    """An item as it is stored, with changes."""
+    fields = {
+        "fqn": "w",
+        "offsets": [0, 0],
+        "object": 0,
+        "offset": 0,
+        "length": 1000,
+        "raw_offset": 640,
+        "raw_length": 300,
+        "dtype": "float32",
+        "shape": [3, 25],
+        "block_size": 128,
+        "crcs": base64.b64encode(bytes(12)).decode(),
+    }
+    return list({**fields, **changes}.values())
+
+
+def document(rows=(), objects=(("__0_0.ab.distcp", 10_000, 77),), **changes):
+    return {
+        "format": "cloudckpt",
+        "version": 1,
+        "objects": list(objects),
+        "items": list(rows),
+        **changes,
+    }
+
+
+def test_the_rows_of_these_tests_are_right():
+    data = json.dumps(document([row()])).encode()
+    manifest = Manifest.from_json(data, ManifestId(ATTEMPT, len(data), crc32c(data)), URI)
+    assert manifest.items[("w", (0, 0))].object == SHARD
+
+
+def escapes(reason):
+    return pytest.mark.xfail(strict=True, reason=f"{reason} comes out")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b"{}",
+        b"{",
+        b"\xff\xfe",
+        document(items=None),
+        document(objects=[["__0_0.ab.distcp", 10_000]]),
+        document(objects=[["../other", 10_000, 77]]),
+        document(objects=[["/etc/passwd", 10_000, 77]]),
+        pytest.param(document(objects=[[7, 10_000, 77]]), marks=escapes("an AttributeError")),
+        document([row()[:-1]]),
+        document([row(object=1)]),
+        pytest.param(document([row(object=-1)]), marks=escapes("the object counted from behind")),
+        document([row(object="0")]),
+        document([row(offset=-1)]),
+        document([row(offset=9001)]),
+        document([row(raw_offset=701)]),
+        document([row(raw_offset=-1)]),
+        document([row(raw_length=301)]),
+        document([row(raw_length=400)]),
+        pytest.param(document([row(raw_length=-1, crcs="")]), marks=escapes("an item of -1 bytes")),
+        document([row(length=10_001)]),
+        document([row(block_size=1024)]),
+        pytest.param(document([row(block_size=0)]), marks=escapes("a ZeroDivisionError")),
+        document([row(block_size=None)]),
+        document([row(crcs="?")]),
+        document([row(crcs=base64.b64encode(bytes(11)).decode())]),
+        document([row(shape=None)]),
+        document([row(offsets=7)]),
+        pytest.param(document([row(fqn=["w"])]), marks=()),
+    ],
+    ids=str,
+)
+def test_a_manifest_that_makes_no_sense_is_refused(content):
+    """Whoever can write to the bucket can also write the id that goes with it."""
+    data = content if isinstance(content, bytes) else json.dumps(content).encode()
+    identity = ManifestId(ATTEMPT, len(data), crc32c(data))
+    with pytest.raises(CheckpointCorruptError) as caught:
+        Manifest.from_json(data, identity, URI)
+    assert caught.value.uri in (URI, "s3://bucket/run")
+
+
+# its id
+
+
+@given(
+    attempt=st.from_regex(r"[0-9a-f]{1,32}", fullmatch=True),
+    size=st.integers(0, 1 << 50),
+    crc=st.integers(0, 0xFFFFFFFF),
+)
+def test_an_id_comes_back_from_its_text(attempt, size, crc):
+    identity = ManifestId(attempt, size, crc)
+    assert ManifestId.parse(str(identity), URI) == identity
+    assert attempt in identity.name
+
+
+@pytest.mark.parametrize(
+    "save_id", [None, "", 7, "0d9f64d1-6e3b-4d8a-8f0e-2b1f5f1f3a55", "cloudckptx-1-ab-7-00000000"]
+)
+def test_the_save_id_of_another_writer_is_none_of_ours(save_id):
+    assert ManifestId.parse(save_id, URI) is None
+
+
+@pytest.mark.parametrize(
+    "save_id",
+    [
+        "cloudckpt-2-ab-7-00000000",
+        "cloudckpt-1-../../x-7-00000000",
+        "cloudckpt-1-AB-7-00000000",
+        "cloudckpt-1-ab-7-0000000",
+        "cloudckpt-1-ab--7-00000000",
+        "cloudckpt-1-ab-7-00000000\n",
+        "cloudckpt-",
+        pytest.param(
+            f"cloudckpt-1-ab-{'9' * 5000}-00000000",
+            marks=escapes("the ValueError of int(), which takes 4,300 digits,"),
+        ),
+    ],
+)
+def test_an_id_that_this_version_does_not_know_is_refused(save_id):
+    with pytest.raises(CheckpointCorruptError):
+        ManifestId.parse(save_id, URI)
+
+
+@given(st.lists(st.integers(0, 0xFFFFFFFF), max_size=50).map(tuple))
+def test_checksums_come_back_from_their_bytes(crcs):
+    assert unpack_crcs(pack_crcs(crcs)) == crcs
+    assert len(pack_crcs(crcs)) == 4 * len(crcs)

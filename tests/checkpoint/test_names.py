@@ -1,0 +1,82 @@
+"""What objects are called, and that names from the bucket lead nowhere else."""
+
+import pytest
+
+from cloudckpt.checkpoint.names import (
+    checked,
+    data_name,
+    manifest_name,
+    metadata_name,
+)
+from cloudckpt.errors import CheckpointCorruptError
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "__0_0.distcp",
+        "__0_0.0123456789abcdef.distcp",
+        ".metadata",
+        ".manifest.ab.json",
+        "folder/__0_0.distcp",
+        "with spaces and ünïcode",
+        "a..b",
+        "...",
+    ],
+)
+def test_a_name_beneath_the_checkpoint_is_accepted(name):
+    assert checked(name, "s3://bucket/run") == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "..",
+        ".",
+        "../other/__0_0.distcp",
+        "a/../../other",
+        "a/./b",
+        "a/..",
+        "/etc/passwd",
+        "//bucket/key",
+        "a//b",
+        "a/",
+        "a\x00b",
+        "a\nb",
+        "a\x7fb",
+    ],
+)
+def test_a_name_that_leads_elsewhere_is_refused(name):
+    with pytest.raises(CheckpointCorruptError) as caught:
+        checked(name, "s3://bucket/run")
+    assert caught.value.uri == "s3://bucket/run"
+
+
+@pytest.mark.parametrize("name", [None, 7, b"__0_0.distcp", ["a"]])
+@pytest.mark.xfail(strict=True, reason="what is no text raises an AttributeError")
+def test_a_name_that_is_no_text_is_refused(name):
+    with pytest.raises(CheckpointCorruptError):
+        checked(name, "s3://bucket/run")
+
+
+def test_no_two_objects_of_a_save_share_a_name():
+    names = {
+        data_name(rank, ordinal, attempt)
+        for rank in range(12)
+        for ordinal in range(12)
+        for attempt in ("a1", "b2")
+    }
+    names |= {manifest_name(attempt) for attempt in ("a1", "b2")}
+    names |= {metadata_name(rank) for rank in (None, *range(12))}
+    assert len(names) == 12 * 12 * 2 + 2 + 13
+
+
+def test_made_names_pass_the_check():
+    for name in (data_name(3, 1, "ab"), manifest_name("ab"), metadata_name(None), metadata_name(7)):
+        assert checked(name, "s3://bucket/run") == name
+
+
+@pytest.mark.parametrize(("rank", "name"), [(None, ".metadata"), (0, "__0.metadata")])
+def test_the_commit_object_has_torchs_name(rank, name):
+    assert metadata_name(rank) == name

@@ -1,0 +1,60 @@
+"""Ranks, and places to save to."""
+
+import uuid
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from cloudckpt import Config, RetryPolicy, S3Options
+
+from .places import Place
+from .ranks import Ranks
+
+
+@pytest.fixture(scope="session")
+def ranks(_own_surroundings: None) -> Iterator[Ranks]:
+    """Up to four gloo ranks."""
+    pool = Ranks(4)
+    yield pool
+    pool.kill()
+
+
+@pytest.fixture(scope="session")
+def places(s3_url: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Place]:
+    """Makes places of a kind: ``local``, a new folder, or ``s3``, a new prefix.
+
+    All prefixes are in one bucket: a process opens a bucket once, which takes it a while.
+    """
+    retry = RetryPolicy(attempts=4, base=0.01, cap=0.05, deadline=20.0)
+    options = S3Options(endpoint_url=s3_url, addressing_style="path")
+    remote = Place(
+        f"s3://bucket-{uuid.uuid4().hex[:12]}",
+        Config(connections=4, retry=retry, s3=options),
+    )
+    remote.client().create_bucket(Bucket=remote.uri.removeprefix("s3://"))
+
+    def make(kind: str) -> Place:
+        if kind == "s3":
+            return remote.at(f"{uuid.uuid4().hex[:12]}/run")
+        folder = tmp_path_factory.mktemp("run").as_uri()
+        return Place(folder, Config(connections=4, retry=retry))
+
+    return make
+
+
+@pytest.fixture
+def local(places) -> Place:
+    """A new folder."""
+    return places("local")
+
+
+@pytest.fixture
+def s3(places) -> Place:
+    """A new prefix in a bucket."""
+    return places("s3")
+
+
+@pytest.fixture(params=["local", "s3"])
+def place(request: pytest.FixtureRequest, places) -> Place:
+    """Both, one after the other."""
+    return places(request.param)

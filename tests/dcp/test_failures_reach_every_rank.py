@@ -1,0 +1,412 @@
+"""When one rank fails, every rank is told why, soon, and no trace of the attempt stays."""
+
+import dataclasses
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
+
+import cloudckpt
+from cloudckpt import (
+    BucketNotFoundError,
+    CheckpointConflictError,
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    CloudCheckpointError,
+    IncompleteSaveError,
+    MissingKeyError,
+    RanksFailedError,
+    ShapeMismatchError,
+    UnsupportedTensorError,
+)
+from cloudckpt.stores.registry import open_store
+from cloudckpt.uri import CheckpointURI
+
+from .layouts import LAYOUTS, Layout, full_state, spread
+from .places import Place
+from .values import assert_same, numbered
+
+MIB = 1024 * 1024
+ROWS = LAYOUTS["2 rows"].placements
+
+
+def save(state, place: Place, **options):
+    return cloudckpt.save(state, checkpoint_id=place.uri, config=place.config, **options)
+
+
+def load(state, place: Place, **options) -> dict:
+    cloudckpt.load(state, checkpoint_id=place.uri, config=place.config, **options)
+    return state
+
+
+def _rows(state: dict, *, blank: bool = False) -> dict:
+    return spread(state, Layout((dist.get_world_size(),), ROWS), blank=blank)
+
+
+def _is_last() -> bool:
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+# ---- a save that fails
+
+
+class UnpicklableError(Exception):
+    def __reduce__(self):
+        raise TypeError("this error can't be pickled")
+
+
+_RAISED = {
+    "an exception": ArithmeticError("the dog ate it"),
+    "an interrupt": KeyboardInterrupt("the dog ate it"),
+    "one of ours": UnsupportedTensorError("the dog ate it"),
+}
+
+
+class Failing(DefaultSavePlanner):
+    """Sends all but the last item of the last rank, and raises then."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def resolve_data(self, write_item):
+        if _is_last() and write_item.index.fqn == self.plan.items[-1].index.fqn:
+            raise _RAISED[self.kind] if self.kind in _RAISED else UnpicklableError("the dog ate it")
+        return super().resolve_data(write_item)
+
+
+def _failing_save(kind: str, place: Place) -> None:
+    # several parts a rank, so that there are uploads to be aborted
+    state = _rows({"a large": numbered(3 * 11 * MIB // 16, 4), "b": numbered(60, 10)})
+    save({**state, "c": [1, 2, 3]}, place.having(part_size=5 * MIB), planner=Failing(kind))
+
+
+@pytest.mark.parametrize("kind", ["an exception", "one of ours"])
+def test_a_planner_that_raises_on_one_rank_fails_the_save_on_all(kind, place, ranks):
+    told = ranks.errors(3, _failing_save, kind, place)
+    expected = RanksFailedError if kind == "an exception" else UnsupportedTensorError
+    assert [type(error) for error in told] == [expected] * 3
+    assert all("the dog ate it" in str(error) for error in told)
+    assert place.names() == []
+    assert place.unfinished() == []
+
+
+def test_an_interrupt_on_one_rank_is_told_to_all_and_nothing_becomes_visible(place, ranks):
+    told = ranks.errors(3, _failing_save, "an interrupt", place)
+    assert [type(error) for error in told] == [RanksFailedError] * 3
+    assert all("KeyboardInterrupt: the dog ate it" in str(error) for error in told)
+    assert ".metadata" not in place.names()
+    assert place.unfinished() == []
+
+
+def test_an_error_that_cannot_be_pickled_is_told_to_all(local, ranks):
+    told = ranks.errors(3, _failing_save, "one that can't be pickled", local)
+    assert all(isinstance(error, CloudCheckpointError) for error in told), told
+    assert all("the dog ate it" in str(error) for error in told), told
+    assert local.names() == []
+
+
+def _failing_save_by_torch(place: Place) -> dict:
+    state = _rows({"a": numbered(600, 10), "b": numbered(60, 10)})
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save(state, storage_writer=place.writer(), planner=Failing("an exception"))
+    return {rank: str(error) for rank, (error, _) in caught.value.failures.items()}
+
+
+def test_stock_save_tells_all_ranks_and_leaves_nothing_visible(place, ranks):
+    assert ranks(3, _failing_save_by_torch, place) == [{2: "the dog ate it"}] * 3
+    assert ".metadata" not in place.names()
+
+
+def _failing_replacement(place: Place) -> None:
+    save(_rows({"t": numbered(60, 10)}), place)
+    dist.barrier()
+    before = place.names()
+    dist.barrier()
+    with pytest.raises(RanksFailedError):
+        save(_rows({"t": numbered(60, 10, first=999)}), place, planner=Failing("an exception"))
+    dist.barrier()
+    assert place.names() == before
+    loaded = {"t": torch.zeros(60, 10)}
+    assert_same(load(loaded, place)["t"], numbered(60, 10))
+
+
+def test_a_failed_replacement_leaves_the_checkpoint_that_was_there(place, ranks):
+    ranks(3, _failing_replacement, place)
+
+
+def _odd_tensor_on_one_rank(place: Place) -> None:
+    state = {"t": numbered(100)}
+    if _is_last():
+        state["odd"] = numbered(3, 3).to_sparse()
+    save({**state, **_rows({"r": numbered(30, 3)})}, place)
+
+
+def test_an_unsupported_tensor_on_one_rank_is_named_on_all(place, ranks):
+    told = ranks.errors(3, _odd_tensor_on_one_rank, place)
+    assert [type(error) for error in told] == [UnsupportedTensorError] * 3
+    assert {error.item for error in told} == {"odd"}
+    assert place.names() == []
+
+
+class Forgetful(DefaultSavePlanner):
+    """Drops what the last rank was to write, as a faulty planner or a lost worker would."""
+
+    def finish_plan(self, new_plan):
+        plan = super().finish_plan(new_plan)
+        return dataclasses.replace(plan, items=[]) if _is_last() else plan
+
+
+def _forgetful_save(place: Place) -> None:
+    save(_rows({"t": numbered(60, 10)}), place, planner=Forgetful())
+
+
+def test_a_planned_item_that_nobody_wrote_prevents_the_commit(place, ranks):
+    told = ranks.errors(3, _forgetful_save, place)
+    assert [type(error) for error in told] == [IncompleteSaveError] * 3
+    assert all("(40, 0)" in str(error).replace("[", "(").replace("]", ")") for error in told)
+    assert place.names() == []
+
+
+def _hole(place: Place) -> None:
+    state = _rows({"t": numbered(60, 10)})
+    save({} if _is_last() else state, place)
+
+
+def test_a_shard_that_no_rank_plans_is_named_on_all(place, ranks):
+    told = ranks.errors(3, _hole, place)
+    assert [type(error) for error in told] == [RanksFailedError] * 3
+    assert all("key:t" in str(error) for error in told)
+    assert place.names() == []
+
+
+def _save_to_nowhere(place: Place) -> None:
+    save({"t": numbered(10)}, place)
+
+
+def test_a_bucket_that_is_not_there_is_named_on_all_ranks(s3, ranks):
+    nowhere = Place("s3://there-is-no-such-bucket/run", s3.config)
+    told = ranks.errors(2, _save_to_nowhere, nowhere)
+    assert [type(error) for error in told] == [BucketNotFoundError] * 2
+    assert all("there-is-no-such-bucket" in str(error) for error in told)
+
+
+class Overtaken(DefaultSavePlanner):
+    """While this save sends its data, another one commits to the same place."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__()
+        self.place = place
+
+    def finish_plan(self, new_plan):
+        if dist.get_rank() == 0:
+            save({"t": numbered(60, 10, first=555)}, self.place, no_dist=True)
+        return super().finish_plan(new_plan)
+
+
+def _overtaken(place: Place, replaces: bool) -> None:
+    if replaces:
+        save(_rows({"t": numbered(60, 10)}), place)
+    save(_rows({"t": numbered(60, 10, first=222)}), place, planner=Overtaken(place))
+
+
+@pytest.mark.parametrize("replaces", [False, True], ids=["new", "replacement"])
+def test_a_save_that_lost_the_race_is_told_on_all_ranks_and_cleans_up(replaces, place, ranks):
+    told = ranks.errors(3, _overtaken, place, replaces)
+    assert [type(error) for error in told] == [CheckpointConflictError] * 3
+    assert_same(load({"t": torch.zeros(60, 10)}, place)["t"], numbered(60, 10, first=555))
+    named = {info.relative_path for info in place.reader().read_metadata().storage_data.values()}
+    assert set(place.data()) == named
+    assert len(place.names()) == len(named) + 2
+
+
+def _surprised_after_the_commit(surprise: str, place: Place) -> str:
+    """Rank 0 meets an error that no store should raise, when .metadata is already written."""
+    save(_rows({"t": numbered(60, 10)}), place)
+    store = open_store(CheckpointURI.parse(place.uri), place.config)
+    put = store.put
+
+    def odd_put(key, *args, **kwargs):
+        info = put(key, *args, **kwargs)
+        if key.endswith("/.metadata"):
+            raise RuntimeError("a surprise behind the commit")
+        return info
+
+    def odd_delete(keys):
+        raise RuntimeError("a surprise behind the commit")
+
+    try:
+        if dist.get_rank() == 0:
+            setattr(store, surprise, odd_put if surprise == "put" else odd_delete)
+        save(_rows({"t": numbered(60, 10, first=777)}), place)
+    except CloudCheckpointError as error:
+        return str(error)
+    finally:
+        store.__dict__.pop(surprise, None)
+    return "saved"
+
+
+@pytest.mark.parametrize("surprise", ["put", "delete"])
+def test_data_of_a_checkpoint_that_may_be_committed_is_never_deleted(surprise, place, ranks):
+    told = ranks(3, _surprised_after_the_commit, surprise, place)
+    assert len(set(told)) == 1
+    assert_same(load({"t": torch.zeros(60, 10)}, place)["t"], numbered(60, 10, first=777))
+
+
+# ---- a load that fails
+
+
+def _saved(place: Place, world: int = 2) -> None:
+    save({**_rows(full_state()), "step": 3, f"of {dist.get_rank()}": numbered(5)}, place)
+
+
+def _load_with_extra(who: str, place: Place) -> None:
+    state = {**_rows(full_state(), blank=True), "step": None}
+    if who == "all" or _is_last():
+        state["evne"] = torch.zeros(3)
+    load(state, place)
+
+
+@pytest.mark.parametrize("who", ["all", "the last"])
+def test_a_key_that_is_not_stored_is_named_on_all_ranks(who, place, ranks):
+    ranks(2, _saved, place)
+    told = ranks.errors(3, _load_with_extra, who, place)
+    assert [type(error) for error in told] == [MissingKeyError] * 3
+    assert {error.item for error in told} == {"evne"}
+    assert all("'even'" in str(error) for error in told)  # what may have been meant
+    assert all(isinstance(error, KeyError) for error in told)
+
+
+def _load_misshapen(who: str, place: Place) -> None:
+    state = _rows(full_state(), blank=True)
+    if who == "all" or _is_last():
+        state["uneven"] = torch.zeros(5, 7)
+    load(state, place)
+
+
+@pytest.mark.parametrize("who", ["all", "the last"])
+def test_another_shape_is_named_on_all_ranks(who, place, ranks):
+    ranks(2, _saved, place)
+    told = ranks.errors(3, _load_misshapen, who, place)
+    assert [type(error) for error in told] == [ShapeMismatchError] * 3
+    assert all("uneven" in str(error) for error in told)
+    assert all("(7, 5)" in str(error) and "(5, 7)" in str(error) for error in told)
+
+
+def test_with_a_planner_of_torch_a_missing_key_is_still_named(local):
+    save({"a": numbered(3)}, local)
+    with pytest.raises(RanksFailedError, match="Missing key in checkpoint state_dict: b"):
+        load({"b": torch.zeros(3)}, local, planner=DefaultLoadPlanner())
+
+
+def _load_from(place: Place) -> None:
+    load(_rows(full_state(), blank=True), place)
+
+
+def test_a_checkpoint_that_is_not_there_is_told_on_all_ranks(place, ranks):
+    told = ranks.errors(3, _load_from, place)
+    assert [type(error) for error in told] == [CheckpointNotFoundError] * 3
+    assert all(place.uri in str(error) for error in told)
+    assert all(isinstance(error, FileNotFoundError) for error in told)
+
+
+def _save_apart(place: Place) -> None:
+    save({"t": numbered(5, first=dist.get_rank())}, place, use_collectives=False)
+
+
+def _load_apart(place: Place) -> None:
+    load({"t": torch.zeros(5)}, place)
+
+
+def test_a_checkpoint_of_fewer_ranks_without_collectives_says_whose_part_is_missing(place, ranks):
+    ranks(2, _save_apart, place)
+    told = ranks.errors(3, _load_apart, place)
+    assert isinstance(told[2], CheckpointNotFoundError)
+    assert all(isinstance(error, CloudCheckpointError) for error in told)
+    assert all("there is no committed checkpoint" in str(error) for error in told)
+
+
+def _damage(place: Place, name: str) -> None:
+    data = bytearray(place.read(name))
+    for at in range(len(data) // 3, len(data), 1000):
+        data[at] ^= 255
+    if place.uri.startswith("s3://"):
+        bucket, _, prefix = place.uri.removeprefix("s3://").partition("/")
+        place.client().put_object(Bucket=bucket, Key=f"{prefix}/{name}", Body=bytes(data))
+    else:
+        with open(os.path.join(place.path, name), "wb") as file:
+            file.write(data)
+
+
+def test_damage_that_one_rank_meets_is_told_to_all(place, ranks):
+    ranks(2, _saved, place)
+    places = place.reader().read_metadata().storage_data.items()
+    names = {
+        info.relative_path
+        for index, info in places
+        if (index.fqn, any(index.offset or ())) == ("large", True)
+    }
+    for name in names:
+        _damage(place, name)
+    told = ranks.errors(2, _load_from, place)
+    assert [type(error) for error in told] == [CheckpointCorruptError] * 2
+    assert all(name in str(error) for error in told for name in names)
+
+
+class Clumsy(DefaultLoadPlanner):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def _fail(self, where: str) -> None:
+        if where == self.where and _is_last():
+            raise ArithmeticError("the dog ate it")
+
+    def resolve_tensor(self, read_item):
+        self._fail("resolve_tensor")
+        return super().resolve_tensor(read_item)
+
+    def commit_tensor(self, read_item, tensor):
+        self._fail("commit_tensor")
+        return super().commit_tensor(read_item, tensor)
+
+    def load_bytes(self, read_item, value):
+        self._fail("load_bytes")
+        return super().load_bytes(read_item, value)
+
+
+def _load_clumsily(where: str, place: Place) -> None:
+    load({**_rows(full_state(), blank=True), "step": None}, place, planner=Clumsy(where))
+
+
+@pytest.mark.parametrize("where", ["resolve_tensor", "commit_tensor", "load_bytes"])
+def test_a_load_planner_that_raises_on_one_rank_fails_the_load_on_all(where, local, ranks):
+    ranks(2, _saved, local)
+    told = ranks.errors(3, _load_clumsily, where, local)
+    assert [type(error) for error in told] == [RanksFailedError] * 3
+    assert all("rank 2: ArithmeticError: the dog ate it" in str(error) for error in told)
+    assert all(error.failures == {2: "ArithmeticError: the dog ate it"} for error in told)
+
+
+def test_two_ranks_that_fail_differently_are_both_named(local, ranks):
+    told = ranks.errors(3, _fail_differently, local)
+    assert [type(error) for error in told] == [RanksFailedError] * 3
+    assert told[0].failures.keys() == {0, 1}
+    assert all("rank 0: " in str(error) and "rank 1: " in str(error) for error in told)
+
+
+class Different(DefaultSavePlanner):
+    def resolve_data(self, write_item):
+        if dist.get_rank() == 0:
+            raise ArithmeticError("the dog ate it")
+        if dist.get_rank() == 1:
+            raise UnsupportedTensorError("so it did")
+        return super().resolve_data(write_item)
+
+
+def _fail_differently(place: Place) -> None:
+    save(_rows({"t": numbered(60, 10)}), place, planner=Different())

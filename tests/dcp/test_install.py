@@ -1,0 +1,183 @@
+"""``install()``: stock torch takes our URIs, and everything else stays as it was."""
+
+import os
+import pathlib
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import (
+    FileSystemWriter,
+    _async_process_executor,
+    _storage_utils,
+    state_dict_loader,
+    state_dict_saver,
+)
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import cloudckpt
+from cloudckpt import InstallError
+
+from .places import Place
+from .values import assert_same, numbered
+
+_NAMES = [
+    (_storage_utils, "_storage_setup"),
+    (state_dict_saver, "_storage_setup"),
+    (state_dict_loader, "_storage_setup"),
+    (state_dict_saver, "_ProcessBasedAsyncCheckpointExecutor"),
+]
+_ORIGINALS = [getattr(module, name) for module, name in _NAMES]
+_PATIENCE = 60.0  # seconds
+
+
+def _current() -> list:
+    return [getattr(module, name) for module, name in _NAMES]
+
+
+@pytest.fixture
+def installed(s3_config, monkeypatch):
+    """Stock torch takes URIs; the options come from the environment."""
+    monkeypatch.setenv("CLOUDCKPT_S3_ENDPOINT_URL", s3_config.s3.endpoint_url)
+    monkeypatch.setenv("CLOUDCKPT_S3_ADDRESSING_STYLE", "path")
+    cloudckpt.install()
+    yield
+    cloudckpt.uninstall()
+
+
+def test_stock_save_and_load_take_an_s3_uri(installed, s3):
+    dcp.save({"t": numbered(10), "step": 3}, checkpoint_id=s3.uri)
+    loaded = {"t": torch.zeros(10), "step": None}
+    dcp.load(loaded, checkpoint_id=s3.uri)
+    assert_same(loaded, {"t": numbered(10), "step": 3})
+    assert any(name.startswith(".manifest.") for name in s3.names())
+
+
+def test_stock_async_save_in_a_thread_takes_an_s3_uri(installed, s3):
+    dcp.async_save({"t": numbered(10)}, checkpoint_id=s3.uri).result(_PATIENCE)
+    loaded = {"t": torch.zeros(10)}
+    cloudckpt.load(loaded, checkpoint_id=s3.uri, config=s3.config)
+    assert_same(loaded["t"], numbered(10))
+
+
+def _in_a_process(place: Place) -> None:
+    variables = {
+        "CLOUDCKPT_S3_ENDPOINT_URL": place.config.s3.endpoint_url,
+        "CLOUDCKPT_S3_ADDRESSING_STYLE": "path",
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    os.environ.update(variables)
+    cloudckpt.install()
+    try:
+        for step in (1, 2):
+            state = {"t": numbered(10, first=step), f"rank {dist.get_rank()}": step}
+            dcp.async_save(
+                state,
+                checkpoint_id=place.uri,
+                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+            ).result(_PATIENCE)
+            loaded = {"t": torch.zeros(10), f"rank {dist.get_rank()}": None}
+            dcp.load(loaded, checkpoint_id=place.uri)
+            assert_same(loaded, state)
+    finally:
+        cloudckpt.uninstall()
+        for name in variables:
+            del os.environ[name]
+        _async_process_executor._CHECKPOINT_PROCESS = None  # which ends it
+
+
+def test_stock_async_save_in_a_process_takes_an_s3_uri(s3, ranks):
+    ranks(1, _in_a_process, s3)
+
+
+@pytest.mark.parametrize("as_path", [str, pathlib.Path])
+def test_local_paths_still_go_to_torch(as_path, installed, local):
+    dcp.save({"t": numbered(10)}, checkpoint_id=as_path(local.path))
+    assert local.names() == [".metadata", "__0_0.distcp"]
+    loaded = {"t": torch.zeros(10)}
+    dcp.load(loaded, checkpoint_id=as_path(local.path))
+    assert_same(loaded["t"], numbered(10))
+
+
+def test_other_schemes_still_go_to_torch(installed, local):
+    dcp.save({"t": numbered(10)}, checkpoint_id=local.uri)
+    assert local.names() == [".metadata", "__0_0.distcp"]
+
+
+@pytest.mark.xfail(
+    strict=True, reason="_is_ours goes by CLOUD_SCHEMES, not by the stores there are"
+)
+@pytest.mark.parametrize("scheme", ["gs", "az"])
+def test_a_scheme_that_has_no_store_here_still_goes_to_torch(scheme, installed):
+    asked = []
+    with pytest.MonkeyPatch.context() as patch:
+        writer = dcp._fsspec_filesystem.FsspecWriter
+        patch.setattr(writer, "validate_checkpoint_id", lambda uri: asked.append(uri))
+        with pytest.raises(RuntimeError, match="Cannot detect"):
+            state_dict_saver._storage_setup(None, f"{scheme}://bucket/run")
+    assert asked == [f"{scheme}://bucket/run"]
+
+
+def test_a_writer_that_is_named_is_used_whatever_the_uri(installed, local, s3):
+    writer = local.writer()
+    dcp.save({"t": numbered(10)}, storage_writer=writer, checkpoint_id=s3.uri.replace("run", "x"))
+    assert writer.checkpoint_id.startswith("s3://")
+    stock = FileSystemWriter(local.path)
+    dcp.save({"t": numbered(10)}, storage_writer=stock)
+    assert local.names() == [".metadata", "__0_0.distcp"]
+
+
+def test_without_install_stock_torch_does_not_use_us(s3):
+    setup = state_dict_saver._storage_setup
+    assert not isinstance(setup(None, s3.uri), cloudckpt.CloudStorageWriter)
+
+
+def test_installing_twice_is_installing_once():
+    cloudckpt.install()
+    try:
+        once = _current()
+        cloudckpt.install()
+        assert _current() == once
+        assert all(new is not old for new, old in zip(once, _ORIGINALS, strict=True))
+    finally:
+        cloudckpt.uninstall()
+    assert _current() == _ORIGINALS
+
+
+def test_uninstalling_restores_torch_and_may_be_repeated():
+    for _ in range(2):
+        cloudckpt.install()
+        cloudckpt.uninstall()
+        cloudckpt.uninstall()
+        assert _current() == _ORIGINALS
+
+
+@pytest.mark.parametrize(("module", "name"), _NAMES, ids=lambda x: getattr(x, "__name__", x))
+def test_a_torch_without_a_private_name_is_refused_and_left_alone(module, name, monkeypatch):
+    monkeypatch.delattr(module, name)
+    with pytest.raises(InstallError, match=name):
+        cloudckpt.install()
+    assert not hasattr(module, name)
+    others = [pair for pair in zip(_NAMES, _ORIGINALS, strict=True) if pair[0] != (module, name)]
+    assert all(getattr(*where) is original for where, original in others)
+
+
+def test_a_torch_with_another_signature_is_refused_and_left_alone(monkeypatch):
+    def changed(storage, checkpoint_id, *, reader=False, more=None):
+        raise AssertionError("not called")
+
+    monkeypatch.setattr(_storage_utils, "_storage_setup", changed)
+    with pytest.raises(InstallError, match="newer"):
+        cloudckpt.install()
+    assert [getattr(module, name) for module, name in _NAMES[1:]] == _ORIGINALS[1:]
+
+
+def test_after_a_refusal_installing_works_once_the_name_is_back():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(state_dict_saver, "_storage_setup")
+        with pytest.raises(InstallError):
+            cloudckpt.install()
+    cloudckpt.install()
+    cloudckpt.uninstall()
+    assert _current() == _ORIGINALS

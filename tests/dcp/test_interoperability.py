@@ -1,0 +1,260 @@
+"""torch's own readers and writers, and ours, on each other's checkpoints."""
+
+import dataclasses
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint._extension import ZStandard
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
+from torch.distributed.checkpoint.metadata import Metadata
+
+import cloudckpt
+from cloudckpt import CheckpointCorruptError, UntrustedPickleError
+
+from .layouts import LAYOUTS, check_local_parts, full_state, spread
+from .places import Place
+from .values import assert_same, blank_like, numbered
+
+WRITERS = {
+    "FileSystemWriter": lambda place: FileSystemWriter(place.path),
+    "two threads": lambda place: FileSystemWriter(place.path, thread_count=2),
+    "a file an item": lambda place: FileSystemWriter(place.path, single_file_per_rank=False),
+    "a file an item, two threads": lambda place: FileSystemWriter(
+        place.path, single_file_per_rank=False, thread_count=2
+    ),
+    "FsspecWriter": lambda place: FsspecWriter(place.uri),
+    "FsspecWriter, two threads": lambda place: FsspecWriter(place.uri, thread_count=2),
+    "zstd": lambda place: FileSystemWriter(place.path, _extensions=[ZStandard()]),
+    "zstd, FsspecWriter, a file an item": lambda place: FsspecWriter(
+        place.uri, _extensions=[ZStandard()], single_file_per_rank=False
+    ),
+}
+READERS = {
+    "FileSystemReader": lambda place: FileSystemReader(place.path),
+    "FsspecReader": lambda place: FsspecReader(place.uri),
+}
+# their layouts say what is different: more ranks, fewer, other cuts
+PAIRS = [("4 rows", "2 columns"), ("2x2 blocks", "3 rows"), ("2 replicas of 2 rows", "4 columns")]
+
+
+def _mixed() -> dict:
+    """Values that are no tensors, and tensors that torch stores in its own ways."""
+    return {
+        "nested": {"values": [1, "two", numbered(5)], "none": None},
+        "transposed": numbered(30, 40).t(),
+        "slice of a large one": numbered(50, 60)[10:20, 5:9],
+        "no dimension": torch.tensor(2.5),
+        "no element": torch.empty(0, 3),
+        "bf16": numbered(200, dtype=torch.bfloat16),
+        "fp8": torch.arange(100).to(torch.uint8).view(torch.float8_e4m3fn),
+        "bytes off alignment": numbered(90, dtype=torch.uint8)[7:],
+        "parameter": torch.nn.Parameter(numbered(4, 4)),
+        "large": numbered(700, 1000),
+    }
+
+
+def _room(state: dict) -> dict:
+    room = blank_like({k: v for k, v in state.items() if k != "fp8"})
+    room["fp8"] = torch.zeros(100, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    return {key: room[key] for key in state}
+
+
+# ---- theirs, read by us
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_what_torch_wrote_is_read_by_us(writer, local):
+    dcp.save(_mixed(), storage_writer=WRITERS[writer](local))
+    loaded = _room(_mixed())
+    cloudckpt.load(loaded, checkpoint_id=local.uri, config=local.config)
+    assert_same(loaded, {k: v.detach() if k == "parameter" else v for k, v in _mixed().items()})
+
+
+def _save_by(writer: str, name: str, place: Place) -> None:
+    dcp.save(spread(full_state(), LAYOUTS[name]), storage_writer=WRITERS[writer](place))
+
+
+def _load_by_us(name: str, place: Place) -> None:
+    state = spread(full_state(), LAYOUTS[name], blank=True)
+    cloudckpt.load(state, checkpoint_id=place.uri, config=place.config)
+    check_local_parts(state, LAYOUTS[name])
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize(("before", "after"), PAIRS[:2])
+def test_what_torch_wrote_is_resharded_by_us(writer, before, after, local, ranks):
+    ranks(LAYOUTS[before].world, _save_by, writer, before, local)
+    ranks(LAYOUTS[after].world, _load_by_us, after, local)
+
+
+def test_of_a_large_tensor_by_torch_only_the_wanted_part_is_read(local):
+    dcp.save({"t": numbered(4096, 1024)}, storage_writer=FileSystemWriter(local.path))
+    reader = local.reader()
+
+    class Rows(dcp.DefaultLoadPlanner):
+        def create_local_plan(self):
+            plan = super().create_local_plan()
+            (item,) = plan.items
+            first, rows = torch.Size([2048, 0]), torch.Size([1024, 1024])
+            item = dataclasses.replace(item, storage_offsets=first, lengths=rows)
+            return dataclasses.replace(plan, items=[item])
+
+        def resolve_tensor(self, read_item):
+            return self.state_dict["t"][:1024]
+
+    state = {"t": torch.zeros(4096, 1024)}
+    dcp.load(state, storage_reader=reader, planner=Rows())
+    assert_same(state["t"][:1024], numbered(4096, 1024)[2048:3072])
+    assert not state["t"][1024:].any()
+    assert reader.transferred.bytes < 1.05 * 1024 * 1024 * 4
+
+
+_SIGNS = {
+    "conjugate": torch.complex(numbered(4, 3), numbered(4, 3, first=100)).conj(),
+    "conjugate, transposed": torch.complex(numbered(4, 3), numbered(4, 3, first=9)).t().conj(),
+    "negative": torch._neg_view(numbered(4, 4, first=1)),
+}
+
+
+@pytest.mark.parametrize("kind", _SIGNS)
+def test_what_torch_wrote_with_a_lazy_sign_has_its_sign(kind, local):
+    dcp.save({"v": _SIGNS[kind]}, storage_writer=FileSystemWriter(local.path))
+    loaded = blank_like({"v": _SIGNS[kind].resolve_conj().resolve_neg()})
+    cloudckpt.load(loaded, checkpoint_id=local.uri, config=local.config)
+    assert_same(loaded["v"], _SIGNS[kind])
+
+
+def test_what_torch_save_to_dcp_wrote_is_read_by_us(local, tmp_path):
+    torch.save(_mixed(), tmp_path / "one.pt")
+    torch_save_to_dcp(tmp_path / "one.pt", local.path)
+    loaded = _room(_mixed())
+    cloudckpt.load(loaded, checkpoint_id=local.uri, config=local.config)
+    assert_same(loaded["large"], numbered(700, 1000))
+    assert_same(loaded["transposed"], numbered(30, 40).t())
+    assert_same(loaded["nested"], _mixed()["nested"])
+
+
+def test_a_compressed_item_of_an_unknown_transform_is_no_silent_garbage(local):
+    dcp.save(
+        {"t": numbered(100)}, storage_writer=FileSystemWriter(local.path, _extensions=[ZStandard()])
+    )
+    metadata = FileSystemReader(local.path).read_metadata()
+    for info in metadata.storage_data.values():
+        info.transform_descriptors = ["stream.unheard-of/1"]
+    with open(f"{local.path}/.metadata", "wb") as file:
+        pickle.dump(metadata, file)
+    with pytest.raises(cloudckpt.CloudCheckpointError, match=r"stream\.unheard-of"):
+        cloudckpt.load({"t": torch.zeros(100)}, checkpoint_id=local.uri, config=local.config)
+
+
+# ---- ours, read by them
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_what_we_wrote_is_read_by_torch(reader, local):
+    cloudckpt.save(_mixed(), checkpoint_id=local.uri, config=local.config)
+    loaded = _room(_mixed())
+    dcp.load(loaded, storage_reader=READERS[reader](local))
+    assert_same(loaded, {k: v.detach() if k == "parameter" else v for k, v in _mixed().items()})
+
+
+def _save_by_us(name: str, place: Place) -> None:
+    cloudckpt.save(
+        spread(full_state(), LAYOUTS[name]), checkpoint_id=place.uri, config=place.config
+    )
+
+
+def _load_by(reader: str, name: str, place: Place) -> None:
+    state = spread(full_state(), LAYOUTS[name], blank=True)
+    dcp.load(state, storage_reader=READERS[reader](place))
+    check_local_parts(state, LAYOUTS[name])
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize(("before", "after"), PAIRS)
+def test_what_we_wrote_is_resharded_by_torch(reader, before, after, local, ranks):
+    ranks(LAYOUTS[before].world, _save_by_us, before, local)
+    ranks(LAYOUTS[after].world, _load_by, reader, after, local)
+
+
+def test_torch_converts_what_we_wrote_into_one_file(local, tmp_path):
+    cloudckpt.save(_mixed(), checkpoint_id=local.uri, config=local.config)
+    dcp_to_torch_save(local.path, tmp_path / "one.pt")
+    loaded = torch.load(tmp_path / "one.pt", weights_only=True)
+    assert_same(loaded, {k: v.detach() if k == "parameter" else v for k, v in _mixed().items()})
+
+
+def test_plain_pickle_reads_our_metadata(place):
+    cloudckpt.save(_mixed(), checkpoint_id=place.uri, config=place.config)
+    metadata = pickle.loads(place.read(".metadata"))
+    assert isinstance(metadata, Metadata)
+    assert metadata.version == "1.0.0"
+    objects = {info.relative_path for info in metadata.storage_data.values()}
+    assert objects == set(place.data())
+    assert metadata.state_dict_metadata.keys() == {index.fqn for index in metadata.storage_data}
+
+
+def test_the_properties_in_our_metadata_are_those_that_torch_writes(local):
+    ours, theirs = local.at("ours"), local.at("theirs")
+    cloudckpt.save(_mixed(), checkpoint_id=ours.uri, config=ours.config)
+    dcp.save(_mixed(), storage_writer=FileSystemWriter(theirs.path))
+    mine = FileSystemReader(ours.path).read_metadata()
+    stock = FileSystemReader(theirs.path).read_metadata()
+    assert mine.state_dict_metadata == stock.state_dict_metadata
+    assert mine.planner_data == stock.planner_data
+    assert mine.storage_data.keys() == stock.storage_data.keys()
+
+
+# ---- in each other's place
+
+
+@pytest.mark.parametrize("writer", ["FileSystemWriter", "a file an item, two threads", "zstd"])
+def test_a_checkpoint_by_torch_is_replaced_whole(writer, local):
+    dcp.save(_mixed(), storage_writer=WRITERS[writer](local))
+    theirs = set(local.names())
+    cloudckpt.save({"t": numbered(10)}, checkpoint_id=local.uri, config=local.config)
+    assert theirs & set(local.names()) == {".metadata"}
+    loaded = {"t": torch.zeros(10)}
+    cloudckpt.load(loaded, checkpoint_id=local.uri, config=local.config)
+    assert_same(loaded["t"], numbered(10))
+
+
+def test_a_checkpoint_of_ours_that_torch_overwrote_loads_as_what_torch_wrote(local):
+    cloudckpt.save({"t": numbered(10)}, checkpoint_id=local.uri, config=local.config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch announces that it overwrites
+        dcp.save({"t": numbered(10, first=50)}, storage_writer=FileSystemWriter(local.path))
+    loaded = {"t": torch.zeros(10)}
+    cloudckpt.load(loaded, checkpoint_id=local.uri, config=local.config)
+    assert_same(loaded["t"], numbered(10, first=50))
+
+
+class Elsewhere:
+    """What a hostile or merely custom planner may have put into the metadata."""
+
+
+def test_metadata_of_torch_with_a_foreign_class_needs_trust(local):
+    dcp.save({"t": numbered(10)}, storage_writer=FileSystemWriter(local.path))
+    metadata = FileSystemReader(local.path).read_metadata()
+    metadata.planner_data = {"t": ("t",), "extra": Elsewhere()}
+    with open(f"{local.path}/.metadata", "wb") as file:
+        pickle.dump(metadata, file)
+    loaded = {"t": torch.zeros(10)}
+    with pytest.raises(UntrustedPickleError, match="Elsewhere"):
+        cloudckpt.load(loaded, checkpoint_id=local.uri, config=local.config)
+    cloudckpt.load(loaded, checkpoint_id=local.uri, config=local.config, trust_pickle=True)
+    assert_same(loaded["t"], numbered(10))
+
+
+def test_a_shard_of_torch_that_was_cut_short_is_corrupt_not_garbage(local):
+    dcp.save({"t": numbered(1000, 1000)}, storage_writer=FileSystemWriter(local.path))
+    (name,) = local.data()
+    with open(f"{local.path}/{name}", "r+b") as file:
+        file.truncate(2_000_000)
+    with pytest.raises(CheckpointCorruptError):
+        cloudckpt.load({"t": torch.zeros(1000, 1000)}, checkpoint_id=local.uri, config=local.config)

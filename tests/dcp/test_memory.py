@@ -1,0 +1,133 @@
+"""How much memory a save or a load takes beside the state itself."""
+
+import ctypes
+
+import pytest
+import torch
+
+import cloudckpt
+from cloudckpt import Config
+
+from .children import in_a_child
+from .places import Place
+from .values import assert_same, numbered
+
+MIB = 1024 * 1024
+_SIDE = 6144  # an int32 square of 144 MiB
+_BUDGET = 32 * MIB
+
+
+def _square() -> torch.Tensor:
+    return torch.arange(_SIDE * _SIDE, dtype=torch.int32).view(_SIDE, _SIDE)
+
+
+def _status(field: str) -> int:
+    with open("/proc/self/status") as status:
+        (line,) = [line for line in status if line.startswith(field)]
+    return int(line.split()[1]) * 1024
+
+
+def _forget_peak() -> None:
+    ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak of the resident set is the present size from here on
+
+
+def _growth(place: Place) -> dict[str, int]:
+    """By how many bytes each step exceeds, at its peak, what was in memory before."""
+    torch.set_num_threads(1)
+    square, room, grown = _square(), _square().zero_(), {}
+
+    def step(name: str, action, tensor: torch.Tensor, where: str) -> None:
+        here = place.at(where)
+        if name:
+            _forget_peak()
+        before = _status("VmRSS")
+        action({"t": tensor}, checkpoint_id=here.uri, config=here.config)
+        grown[name] = _status("VmHWM") - before
+
+    # first everything once and small, for what is allocated but once
+    step("", cloudckpt.save, square[:64].t(), "warm")
+    step("", cloudckpt.load, room[:64].t(), "warm")
+
+    step("saving a contiguous tensor", cloudckpt.save, square, "plain")
+    step("loading into a contiguous tensor", cloudckpt.load, room, "plain")
+    assert torch.equal(room, square)
+    step("saving a transposed tensor", cloudckpt.save, square.t(), "transposed")
+    step("saving every second column", cloudckpt.save, square[:, ::2], "strided")
+    room.zero_()
+    step("loading into a transposed tensor", cloudckpt.load, room.t(), "plain")
+    assert torch.equal(room, square.t())
+    step("loading what was transposed", cloudckpt.load, room, "transposed")
+    assert torch.equal(room, square.t())
+    room.zero_()
+    step("loading into every second column", cloudckpt.load, room[:, ::2], "strided")
+    assert torch.equal(room[:, ::2], square[:, ::2])
+    step("loading into another dtype", cloudckpt.load, room.view(torch.float32), "plain")
+    assert torch.equal(room.view(torch.float32)[0], square[0].float())
+    return grown
+
+
+@pytest.fixture(scope="module")
+def growth(places) -> dict[str, int]:
+    place = places("local").having(memory_budget=_BUDGET, request_size=8 * MIB)
+    return in_a_child("spawn", _growth, place, deadline=100)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        "saving a contiguous tensor",
+        "saving a transposed tensor",
+        "saving every second column",
+        "loading into a contiguous tensor",
+        "loading what was transposed",
+        "loading into a transposed tensor",
+        "loading into every second column",
+        "loading into another dtype",
+    ],
+)
+def test_memory_stays_within_the_budget_when(step, growth):
+    assert growth[step] <= _BUDGET + 16 * MIB, {k: v // MIB for k, v in growth.items()}
+
+
+def test_a_transposed_tensor_larger_than_the_budget_is_saved_right(s3):
+    place = s3.having(memory_budget=_BUDGET, part_size=5 * MIB)
+    tensor = numbered(3000, 3001)  # 34 MiB; no slice of it ends with a slab
+    cloudckpt.save(
+        {"t": tensor.t(), "small": numbered(3)}, checkpoint_id=place.uri, config=place.config
+    )
+    loaded = {"t": torch.zeros(3001, 3000), "small": torch.zeros(3)}
+    cloudckpt.load(loaded, checkpoint_id=place.uri, config=place.config)
+    assert_same(loaded, {"t": tensor.t(), "small": numbered(3)})
+
+
+def test_large_strided_small_and_plain_tensors_may_alternate(place):
+    place = place.having(memory_budget=_BUDGET, part_size=5 * MIB)
+    state = {}
+    for number in range(6):
+        state[f"{number} plain"] = numbered(300, 1000, first=number)
+        state[f"{number} small"] = numbered(number, 7, first=number)
+        state[f"{number} strided"] = numbered(1000, 700, first=number).t()
+        state[f"{number} value"] = [number] * number
+    cloudckpt.save(state, checkpoint_id=place.uri, config=place.config)
+    loaded = {
+        key: torch.zeros(value.shape) if isinstance(value, torch.Tensor) else [None] * len(value)
+        for key, value in state.items()
+    }
+    cloudckpt.load(loaded, checkpoint_id=place.uri, config=place.config)
+    assert_same(loaded, state)
+
+
+def test_any_memory_budget_that_is_accepted_works(local):
+    value = b"x" * 20_000
+    cloudckpt.save({"v": value}, checkpoint_id=local.uri, config=local.config)
+    (info,) = local.reader().read_metadata().storage_data.values()
+    aligned = -(-info.length // 64) * 64
+    budget = 16 * (99 * aligned + info.length)  # a hundred of them fill a slab to its last byte
+    config = Config(memory_budget=budget)
+    state = {f"v{number}": value for number in range(150)}
+    cloudckpt.save(state, checkpoint_id=local.uri, config=config)
+    loaded = dict.fromkeys(state)
+    cloudckpt.load(loaded, checkpoint_id=local.uri, config=config)
+    assert loaded == state

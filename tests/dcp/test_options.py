@@ -1,0 +1,585 @@
+"""The options of torch's save and load: groups, planners, plan caching, reuse, overwriting."""
+
+import io
+import itertools
+import os
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+import cloudckpt
+from cloudckpt import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CloudStorageReader,
+    CloudStorageWriter,
+    ConfigError,
+    InvalidURIError,
+)
+
+from .layouts import LAYOUTS, Layout, check_local_parts, full_state, spread
+from .places import Place
+from .values import assert_same, blank_like, numbered
+
+
+def save(state, place: Place, **options):
+    return cloudckpt.save(state, checkpoint_id=place.uri, config=place.config, **options)
+
+
+def load(state, place: Place, **options) -> dict:
+    cloudckpt.load(state, checkpoint_id=place.uri, config=place.config, **options)
+    return state
+
+
+# ---- who takes part
+
+
+def _each_alone(place: Place) -> None:
+    rank = dist.get_rank()
+    mine = place.at(f"rank-{rank}")
+    save({"t": numbered(30, first=rank * 100)}, mine, no_dist=True)
+    assert_same(
+        load({"t": torch.zeros(30)}, mine, no_dist=True)["t"], numbered(30, first=rank * 100)
+    )
+
+
+def test_no_dist_lets_each_rank_save_and_load_alone(place, ranks):
+    ranks(3, _each_alone, place)
+    assert sum(name.endswith("/.metadata") for name in place.names()) == 3
+
+
+def _only_one_saves(place: Place) -> None:
+    if dist.get_rank() == 1:
+        save({"t": numbered(30)}, place, no_dist=True)
+    dist.barrier()
+    assert_same(load({"t": torch.zeros(30)}, place)["t"], numbered(30))
+
+
+def test_no_dist_needs_nobody_else(place, ranks):
+    ranks(2, _only_one_saves, place)
+
+
+def _in_a_group(members: list[int], place: Place) -> None:
+    group = dist.new_group(members)
+    if dist.get_rank() not in members:
+        return
+    number = dist.get_rank(group)
+    state = {"all": numbered(40), f"rank {number}": numbered(5, first=number)}
+    save(state, place, process_group=group)
+    loaded = load(blank_like(state), place, process_group=group)
+    assert_same(loaded, state)
+
+
+@pytest.mark.parametrize("members", [[1, 3], [2, 3], [0, 1, 2], [3]], ids=str)
+def test_a_group_of_some_ranks_saves_and_loads(members, place, ranks):
+    ranks(4, _in_a_group, members, place)
+    shards = {name.split(".")[0].split("_")[2] for name in place.data()}
+    assert shards <= {str(number) for number in range(len(members))}
+
+
+def _two_groups_at_once(place: Place) -> None:
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = dist.get_rank() // 2
+    state = {"t": numbered(1000, first=mine * 5000)}
+    save(state, place.at(f"group-{mine}"), process_group=groups[mine])
+    dist.barrier()
+    for other in (0, 1):
+        loaded = load(
+            {"t": torch.zeros(1000)}, place.at(f"group-{other}"), process_group=groups[mine]
+        )
+        assert_same(loaded["t"], numbered(1000, first=other * 5000))
+
+
+def test_two_groups_save_to_two_places_at_once(place, ranks):
+    ranks(4, _two_groups_at_once, place)
+
+
+def _without_collectives(place: Place) -> None:
+    rank = dist.get_rank()
+    state = {"t": numbered(50, first=rank * 100), "rank": rank}
+    save(state, place, use_collectives=False)
+    assert_same(load({"t": torch.zeros(50), "rank": None}, place), state)
+
+
+def test_without_collectives_each_rank_commits_and_finds_its_own(place, ranks):
+    ranks(3, _without_collectives, place)
+    ranks(3, _without_collectives, place)  # and replaces it
+    names = place.names()
+    assert [name for name in names if name.endswith(".metadata")] == [
+        "__0.metadata",
+        "__1.metadata",
+        "__2.metadata",
+    ]
+    assert len(names) == 3 * 3  # metadata, manifest, data
+
+
+def test_a_save_without_collectives_that_an_older_checkpoint_would_hide_is_refused(place):
+    save({"t": numbered(10)}, place)
+    before = place.names()
+    with pytest.raises(CheckpointExistsError):
+        save({"t": numbered(10, first=500)}, place, use_collectives=False)
+    assert place.names() == before
+    assert_same(load({"t": torch.zeros(10)}, place)["t"], numbered(10))
+
+
+@pytest.mark.xfail(
+    strict=True, reason="the advice is that of the other refusal: to allow overwriting"
+)
+def test_the_refusal_of_a_save_without_collectives_gives_advice_that_helps(local):
+    save({"t": numbered(10)}, local)
+    with pytest.raises(CheckpointExistsError) as caught:
+        save({"t": numbered(10)}, local.having(overwrite=True), use_collectives=False)
+    assert "overwrite=True" not in str(caught.value)
+
+
+@pytest.mark.xfail(strict=True, reason="only the objects that .metadata names are removed")
+def test_a_save_with_collectives_replaces_one_without(local):
+    save({"t": numbered(10)}, local, use_collectives=False)
+    save({"t": numbered(10, first=500)}, local)
+    assert_same(load({"t": torch.zeros(10)}, local)["t"], numbered(10, first=500))
+    assert len(local.names()) == 3  # metadata, manifest, data
+
+
+# ---- planners
+
+
+class Renaming(DefaultSavePlanner):
+    def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
+        renamed = {f"renamed.{key}": value for key, value in state_dict.items()}
+        super().set_up_planner(renamed, storage_meta, is_coordinator)
+
+
+class HalfPrecision(DefaultSavePlanner):
+    """torch's own example of a planner that changes what is stored."""
+
+    def create_local_plan(self):
+        plan = super().create_local_plan()
+        for item in plan.items:
+            if item.tensor_data is not None:
+                item.tensor_data.properties.dtype = torch.float16
+        return plan
+
+    def resolve_data(self, write_item):
+        found = super().resolve_data(write_item)
+        return found if write_item.type == WriteItemType.BYTE_IO else found.to(torch.float16)
+
+
+class Noting(DefaultLoadPlanner):
+    """Keeps a note of what it is told, and hands out copies that only ``commit_tensor`` takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.committed = []
+        self.bytes = []
+
+    def resolve_tensor(self, read_item):
+        return torch.zeros_like(super().resolve_tensor(read_item))
+
+    def commit_tensor(self, read_item, tensor):
+        super().resolve_tensor(read_item).copy_(tensor)
+        self.committed.append(read_item.dest_index.fqn)
+
+    def load_bytes(self, read_item, value):
+        assert isinstance(value, io.BytesIO)
+        assert value.tell() == 0
+        self.bytes.append(read_item.dest_index.fqn)
+        super().load_bytes(read_item, value)
+
+
+def test_a_planner_may_rename_what_it_saves(place):
+    save({"a": numbered(4), "b": 5}, place, planner=Renaming())
+    loaded = load({"renamed.a": torch.zeros(4), "renamed.b": None}, place)
+    assert_same(loaded, {"renamed.a": numbered(4), "renamed.b": 5})
+
+
+def _save_halved(layout: Layout, place: Place) -> None:
+    save(spread({"t": numbered(40, 50)}, layout), place, planner=HalfPrecision())
+
+
+@pytest.mark.parametrize("layout", ["2 rows", "2 columns", "2x2 blocks"])
+def test_a_planner_may_change_the_dtype_of_what_it_saves(layout, place, ranks):
+    ranks(LAYOUTS[layout].world, _save_halved, LAYOUTS[layout], place)
+    stored = place.reader().read_metadata().state_dict_metadata["t"]
+    assert stored.properties.dtype == torch.float16
+    assert_same(load({"t": torch.zeros(40, 50)}, place)["t"], numbered(40, 50))
+    loaded = load({"t": torch.zeros(40, 50, dtype=torch.float16)}, place)
+    assert_same(loaded["t"], numbered(40, 50, dtype=torch.float16))
+
+
+def test_a_load_planner_is_told_of_every_item_and_may_place_it_itself(place):
+    state = {"a": numbered(400, 500), "b": numbered(3).t(), "c": {"d": 5}, "e": torch.empty(0)}
+    save(state, place)
+    planner = Noting()
+    loaded = load(blank_like(state), place, planner=planner)
+    assert_same(loaded, state)
+    assert sorted(planner.committed) == ["a", "b"]
+    assert planner.bytes == ["c.d"]
+
+
+def test_a_partial_load_leaves_what_is_not_stored(place):
+    save({"a": numbered(4), "n": {"b": 5}}, place)
+    state = {"a": torch.zeros(4), "missing": numbered(3), "n": {"b": None, "too": 7}}
+    load(state, place, planner=DefaultLoadPlanner(allow_partial_load=True))
+    assert_same(state, {"a": numbered(4), "missing": numbered(3), "n": {"b": 5, "too": 7}})
+
+
+def test_a_part_of_the_keys_may_be_loaded(place):
+    save({"a": numbered(4), "b": numbered(5), "c": 1}, place)
+    assert_same(load({"b": torch.zeros(5)}, place), {"b": numbered(5)})
+
+
+@pytest.mark.parametrize("flatten", [True, False])
+def test_default_planners_work_with_and_without_flattening(flatten, place):
+    state = {"a": numbered(4), "n": {"b": 5, "c": "x"}}
+    options = {"flatten_state_dict": flatten, "flatten_sharded_tensors": flatten}
+    save(state, place, planner=DefaultSavePlanner(**options))
+    planner = DefaultLoadPlanner(**options)
+    loaded = load({"a": torch.zeros(4), "n": {"b": None, "c": None}}, place, planner=planner)
+    assert_same(loaded, state)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is unavailable")
+def test_torch_builds_a_state_dict_from_our_metadata_alone(place):
+    state = {"a": numbered(4), "n": {"b": 5, "list": [numbered(2), "x"]}}
+    save(state, place)
+    assert_same(_load_state_dict_from_keys(storage_reader=place.reader()), state)
+    some = _load_state_dict_from_keys({"n.list"}, storage_reader=place.reader())
+    assert_same(some, {"n": {"list": [numbered(2), "x"]}})
+
+
+def test_stateful_objects_are_asked_and_told(place):
+    class Counter:
+        def __init__(self, count: int) -> None:
+            self.count = count
+
+        def state_dict(self):
+            return {"count": self.count, "history": numbered(3, first=self.count)}
+
+        def load_state_dict(self, state):
+            self.count = state["count"]
+            self.history = state["history"]
+
+    save({"counter": Counter(7)}, place)
+    fresh = Counter(0)
+    load({"counter": fresh}, place)
+    assert fresh.count == 7
+    assert_same(fresh.history, numbered(3, first=7))
+
+
+# ---- plan caching
+
+
+def _cached_state(step: int, rank: int) -> dict:
+    """Three times the same shapes, then others, other keys, another dtype, and the first again."""
+    state = {
+        "t": numbered(64, 10, first=step * 1000),
+        f"values {rank}": [rank, step],
+        f"only {rank}": numbered(7, first=rank + step),
+    }
+    if step == 3:
+        state["t"] = numbered(32, 21, first=step * 1000)
+    if step == 4:
+        state["new"] = numbered(5, first=step)
+    if step == 5:
+        del state[f"only {rank}"]
+    if step == 6:
+        state["t"] = numbered(64, 10, first=step * 1000, dtype=torch.float64)
+    return state
+
+
+def _save_with_cached_plans(place: Place, one_writer: bool) -> list[list[str]]:
+    rank, seen = dist.get_rank(), []
+    writer = place.writer()
+    planner = DefaultSavePlanner(enable_plan_caching=True)
+    for step in range(8):
+        here = place.at(f"step-{step}")
+        if step % 2:  # a trainer keeps its planner, or makes one a save: the cache is the class's
+            planner = DefaultSavePlanner(enable_plan_caching=True)
+        if one_writer:
+            cloudckpt.save(
+                _cached_state(step, rank),
+                storage_writer=writer,
+                checkpoint_id=here.uri,
+                planner=planner,
+            )
+        else:
+            save(_cached_state(step, rank), here, planner=planner)
+        dist.barrier()
+        seen.append(here.names())
+    for step in range(8):
+        state = _cached_state(step, rank)
+        loaded = load(blank_like(state), place.at(f"step-{step}"))
+        assert_same(loaded, state, f"step {step}")
+    return seen
+
+
+@pytest.mark.parametrize("one_writer", [True, False], ids=["one writer", "a writer a save"])
+@pytest.mark.parametrize("world", [1, 3])
+def test_cached_plans_never_mix_two_checkpoints(world, one_writer, place, ranks):
+    seen = ranks(world, _save_with_cached_plans, place, one_writer)[0]
+    names = [name for names in seen for name in names if name != ".metadata"]
+    assert len(set(names)) == len(names)
+
+
+def _replace_with_cached_plans(place: Place) -> list[list[str]]:
+    rank, seen = dist.get_rank(), []
+    for step in range(6):
+        planner = DefaultSavePlanner(enable_plan_caching=True)
+        save(_cached_state(step, rank), place, planner=planner)
+        state = _cached_state(step, rank)
+        assert_same(load(blank_like(state), place), state, f"step {step}")
+        seen.append(place.names())
+        dist.barrier()
+    return seen
+
+
+def test_cached_plans_replace_a_checkpoint_whole_each_time(place, ranks):
+    seen = ranks(2, _replace_with_cached_plans, place)[0]
+    for before, after in itertools.pairwise(seen):
+        assert set(before) & set(after) == {".metadata"}
+        assert len(after) == len(before)
+
+
+def _fail_between(place: Place) -> None:
+    def planner() -> DefaultSavePlanner:
+        return DefaultSavePlanner(enable_plan_caching=True)
+
+    state = {"t": numbered(10)}
+    save(state, place, planner=planner())
+    with pytest.raises(CheckpointExistsError):
+        save({"t": numbered(20)}, place.having(overwrite=False), planner=planner())
+    for _ in range(2):
+        save({"t": numbered(20, first=7)}, place, planner=planner())
+        assert_same(load({"t": torch.zeros(20)}, place)["t"], numbered(20, first=7))
+
+
+def test_a_failed_save_does_not_spoil_cached_plans(local, ranks):
+    ranks(2, _fail_between, local)
+
+
+# ---- a writer, a reader, used many times
+
+
+def _many_saves(place: Place, door: str) -> None:
+    rank = dist.get_rank()
+    writer, reader = place.writer(), place.reader()
+    for step in range(4):
+        here, state = place.at(f"step-{step // 2}"), {f"t{rank}": numbered(40, first=step)}
+        if door == "torch":
+            dcp.save(state, checkpoint_id=here.uri, storage_writer=writer)
+        else:
+            cloudckpt.save(state, checkpoint_id=here.uri, storage_writer=writer)
+        assert writer.checkpoint_id == here.uri
+        assert writer.transferred.bytes > 40 * 4
+        loaded = blank_like(state)
+        if door == "torch":
+            dcp.load(loaded, checkpoint_id=here.uri, storage_reader=reader)
+        else:
+            cloudckpt.load(loaded, checkpoint_id=here.uri, storage_reader=reader)
+        assert_same(loaded, state)
+
+
+@pytest.mark.parametrize("door", ["torch", "cloudckpt"])
+def test_a_writer_and_a_reader_serve_one_checkpoint_after_another(door, place, ranks):
+    ranks(2, _many_saves, place, door)
+    assert len(place.at("step-0").names()) == len(place.at("step-1").names()) == 4
+
+
+def _never_reset(place: Place) -> None:
+    writer, reader = place.writer(), place.reader()
+    for step in range(3):
+        state = {"t": numbered(40, first=step), f"mine {dist.get_rank()}": step}
+        dcp.save(state, storage_writer=writer)
+        loaded = blank_like(state)
+        dcp.load(loaded, storage_reader=reader)
+        assert_same(loaded, state)
+
+
+def test_a_writer_that_nobody_resets_replaces_its_checkpoint(place, ranks):
+    ranks(2, _never_reset, place)
+    assert len(place.names()) == 4
+
+
+def test_reset_begins_a_new_attempt_at_the_place_it_is_given(local):
+    writer = local.writer()
+    first = writer.storage_meta().save_id
+    writer.reset()
+    assert writer.checkpoint_id == local.uri
+    second = writer.storage_meta().save_id
+    writer.reset(local.at("other").uri)
+    assert writer.checkpoint_id == local.at("other").uri
+    assert len({first, second, writer.storage_meta().save_id}) == 3
+
+
+def test_storage_meta_reaches_the_planner(local):
+    class Curious(DefaultSavePlanner):
+        def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
+            self.told = storage_meta
+            super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    planner = Curious()
+    metadata = save({"t": numbered(3)}, local, planner=planner)
+    assert isinstance(planner.told, StorageMeta)
+    assert planner.told.checkpoint_id == metadata.storage_meta.checkpoint_id == local.uri
+    assert planner.told.save_id in metadata.storage_meta.save_id
+
+
+def test_save_returns_the_metadata_that_was_committed(place):
+    state = {"t": numbered(3), "n": {"v": 1}}
+    returned, stored = save(state, place), place.reader().read_metadata()
+    stored.storage_meta.load_id = returned.storage_meta.load_id
+    assert returned == stored
+
+
+@pytest.mark.parametrize("kind", [CloudStorageWriter, CloudStorageReader])
+@pytest.mark.parametrize(
+    ("location", "valid"),
+    [
+        ("s3://bucket/run", True),
+        ("/a/path", True),
+        ("file:///a/path", True),
+        ("s3://", False),
+        ("s3:/bucket/run", False),
+        ("ftp://host/run", False),
+        ("", False),
+        ("s3://bucket/../up", False),
+    ],
+)
+def test_validate_checkpoint_id_says_whether_it_is_a_location(kind, location, valid):
+    assert kind.validate_checkpoint_id(location) is valid
+
+
+@pytest.mark.parametrize("call", [cloudckpt.save, cloudckpt.load, cloudckpt.async_save])
+def test_a_call_without_a_location_is_refused(call):
+    with pytest.raises(InvalidURIError, match="checkpoint_id"):
+        call({"t": torch.zeros(1)})
+
+
+def test_options_beside_a_writer_or_reader_are_refused(local):
+    with pytest.raises(ConfigError, match="storage_writer"):
+        cloudckpt.save({}, storage_writer=local.writer(), config=local.config)
+    with pytest.raises(ConfigError, match="storage_reader"):
+        cloudckpt.load({}, storage_reader=local.reader(), trust_pickle=True)
+
+
+def test_a_writer_of_torch_works_behind_our_door(local):
+    from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+
+    cloudckpt.save({"t": numbered(5)}, storage_writer=FileSystemWriter(local.path))
+    loaded = {"t": torch.zeros(5)}
+    cloudckpt.load(loaded, storage_reader=FileSystemReader(local.path))
+    assert_same(loaded["t"], numbered(5))
+
+
+def test_a_reader_forgets_the_checkpoint_it_read_before(local):
+    """One by us, with checksums, then one by torch, without."""
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    ours, theirs = local.at("ours"), local.at("theirs")
+    save({"t": numbered(5)}, ours)
+    dcp.save({"t": numbered(5, first=9)}, storage_writer=FileSystemWriter(theirs.path))
+    reader = local.reader()
+    for place, first in ((ours, 0), (theirs, 9), (ours, 0)):
+        loaded = {"t": torch.zeros(5)}
+        cloudckpt.load(loaded, checkpoint_id=place.uri, storage_reader=reader)
+        assert_same(loaded["t"], numbered(5, first=first))
+
+
+# ---- overwriting
+
+
+def _refused(place: Place) -> str:
+    state = {"t": numbered(100), f"mine {dist.get_rank()}": numbered(50)}
+    try:
+        save(state, place.having(overwrite=False))
+    except CheckpointExistsError as error:
+        return str(error)
+    raise AssertionError("it was overwritten")
+
+
+def test_without_overwrite_an_existing_checkpoint_stops_every_rank_before_any_data(place, ranks):
+    save({"t": numbered(100, first=7)}, place)
+    before = {name: place.read(name) for name in place.names()}
+    told = ranks(3, _refused, place)
+    assert all("Config(overwrite=True)" in text and place.uri in text for text in told)
+    assert {name: place.read(name) for name in place.names()} == before
+    assert place.unfinished() == []
+    assert_same(load({"t": torch.zeros(100)}, place)["t"], numbered(100, first=7))
+
+
+def test_without_overwrite_a_new_place_is_saved_to(place):
+    save({"t": numbered(3)}, place.having(overwrite=False))
+    assert_same(load({"t": torch.zeros(3)}, place)["t"], numbered(3))
+
+
+def _save_step(step: int, place: Place) -> None:
+    state = spread(
+        {"t": numbered(64, 1000, first=step)},
+        Layout((dist.get_world_size(),), LAYOUTS["2 rows"].placements),
+    )
+    save({**state, "step": step}, place)
+
+
+@pytest.mark.parametrize("worlds", [(2, 2), (1, 3), (4, 1)], ids=str)
+def test_overwriting_leaves_exactly_the_objects_of_the_new_attempt(worlds, place, ranks):
+    ranks(worlds[0], _save_step, 1, place)
+    before = place.names()
+    ranks(worlds[1], _save_step, 2, place)
+    after = place.names()
+    assert set(before) & set(after) == {".metadata"}
+    named = {info.relative_path for info in place.reader().read_metadata().storage_data.values()}
+    assert set(place.data()) == named
+    assert len(after) == len(named) + 2
+    assert place.unfinished() == []
+    loaded = load({"t": torch.zeros(64, 1000), "step": None}, place)
+    assert_same(loaded, {"t": numbered(64, 1000, first=2), "step": 2})
+
+
+@pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps({"no": "metadata"})])
+def test_a_checkpoint_that_cannot_be_read_is_replaced(content, local, caplog):
+    save({"t": numbered(3)}, local)
+    with open(os.path.join(local.path, ".metadata"), "wb") as file:
+        file.write(content)
+    save({"t": numbered(3, first=5)}, local)
+    assert_same(load({"t": torch.zeros(3)}, local)["t"], numbered(3, first=5))
+    assert "left behind" in caplog.text
+
+
+def test_a_checkpoint_beneath_another_is_left_alone(place):
+    save({"t": numbered(3)}, place.at("inner"))
+    save({"t": numbered(3, first=5)}, place)
+    save({"t": numbered(3, first=9)}, place)
+    assert_same(load({"t": torch.zeros(3)}, place.at("inner"))["t"], numbered(3))
+
+
+def test_a_layout_of_many_ranks_is_checked_again_after_all_that(place, ranks):
+    ranks(4, _save_layout, "2x2 blocks", place)
+    ranks(2, _load_layout, "2 columns", place)
+
+
+def _save_layout(name: str, place: Place) -> None:
+    save(
+        spread(full_state(), LAYOUTS[name]),
+        place,
+        planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+    )
+
+
+def _load_layout(name: str, place: Place) -> None:
+    check_local_parts(load(spread(full_state(), LAYOUTS[name], blank=True), place), LAYOUTS[name])
+
+
+# ---- where there is nothing
+
+
+def test_a_place_without_a_checkpoint_says_so(place):
+    with pytest.raises(CheckpointNotFoundError, match=r"no \.metadata") as caught:
+        load({"t": torch.zeros(3)}, place)
+    assert place.uri in str(caught.value)

@@ -1,0 +1,158 @@
+"""What crosses a process boundary, and saving on its other side."""
+
+import pickle
+import threading
+
+import pytest
+import torch
+
+import cloudckpt
+from cloudckpt import (
+    CheckpointURI,
+    CloudStorageReader,
+    CloudStorageWriter,
+    Config,
+    RanksFailedError,
+    RetryPolicy,
+    S3Options,
+    Transferred,
+    errors,
+)
+from cloudckpt.dcp.planners import CloudLoadPlanner, CloudSavePlanner
+
+from .children import in_a_child
+from .places import Place
+from .values import assert_same, numbered
+
+_CONFIG = Config(connections=3, s3=S3Options(endpoint_url="http://host", tags=(("a", "b"),)))
+
+
+def _there_and_back(thing):
+    return pickle.loads(pickle.dumps(thing))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        CheckpointURI.parse("s3://bucket/run/step-1"),
+        _CONFIG,
+        RetryPolicy(attempts=3),
+        S3Options(region="eu-central-1"),
+        Transferred(1, 2, 3, 4.5),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_value_equals_itself_on_the_other_side(value):
+    assert _there_and_back(value) == value
+
+
+def test_a_writer_takes_its_place_and_options_along_and_nothing_of_its_attempt(local):
+    writer = CloudStorageWriter(local.uri, config=_CONFIG)
+    used = local.writer()
+    cloudckpt.save({"t": numbered(5)}, storage_writer=used)
+    for one in (writer, used):
+        twin = _there_and_back(one)
+        assert (twin.checkpoint_id, twin.config) == (one.checkpoint_id, one.config)
+        assert twin.transferred is None
+        assert twin.storage_meta().save_id != one.storage_meta().save_id
+
+
+def test_a_reader_takes_its_place_and_options_along(local):
+    cloudckpt.save({"t": numbered(5)}, checkpoint_id=local.uri, config=local.config)
+    reader = CloudStorageReader(local.uri, config=local.config, trust_pickle=True)
+    cloudckpt.load({"t": torch.zeros(5)}, storage_reader=reader)
+    twin = _there_and_back(reader)
+    assert (twin.checkpoint_id, twin.config) == (reader.checkpoint_id, reader.config)
+    assert twin.trust_pickle is True
+    loaded = {"t": torch.zeros(5)}
+    cloudckpt.load(loaded, storage_reader=twin)
+    assert_same(loaded["t"], numbered(5))
+
+
+@pytest.mark.parametrize("planner", [CloudSavePlanner(), CloudLoadPlanner("s3://b/x")])
+def test_a_default_planner_crosses(planner):
+    assert vars(_there_and_back(planner)) == vars(planner)
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_an_error_crosses_with_all_it_says(name):
+    kind = getattr(errors, name)
+    error = kind("it broke", uri="s3://b/x", item="w", cause=ValueError("deep"))
+    if kind is RanksFailedError:
+        error.failures = {1: "x"}
+    twin = _there_and_back(error)
+    assert type(twin) is kind
+    assert str(twin) == str(error)
+    assert vars(twin) == vars(error)
+
+
+# ---- saving and loading in a child
+
+
+def _save_and_load(place: Place, first: int) -> bool:
+    state = {"t": numbered(300_000, first=first), "small": numbered(10), "n": {"step": first}}
+    cloudckpt.save(state, checkpoint_id=place.uri, config=place.config)
+    loaded = {"t": torch.zeros(300_000), "small": torch.zeros(10), "n": {"step": None}}
+    cloudckpt.load(loaded, checkpoint_id=place.uri, config=place.config)
+    assert_same(loaded, state)
+    return True
+
+
+def _loaded(place: Place) -> torch.Tensor:
+    state = {"t": torch.zeros(300_000)}
+    cloudckpt.load(state, checkpoint_id=place.uri, config=place.config)
+    return state["t"]
+
+
+def _as_a_child(place: Place) -> bool:
+    assert_same(_loaded(place.at("parent")), numbered(300_000, first=1))
+    return _save_and_load(place.at("child"), 1000)
+
+
+@pytest.mark.parametrize(("method", "kind"), [("fork", "local"), ("fork", "s3"), ("spawn", "s3")])
+def test_a_child_saves_and_loads_after_its_parent_has(method, kind, request):
+    place = request.getfixturevalue(kind)
+    assert _save_and_load(place.at("parent"), 1)
+    assert in_a_child(method, _as_a_child, place)
+    assert _save_and_load(place.at("parent"), 2)  # its connections are still its own
+    assert_same(_loaded(place.at("child")), numbered(300_000, first=1000))
+
+
+def test_a_child_forked_in_the_midst_of_saves_saves(s3):
+    stop = threading.Event()
+    wrong: list[BaseException] = []
+
+    def keep_saving(number: int) -> None:
+        try:
+            while not stop.is_set():
+                _save_and_load(s3.at(f"thread-{number}"), number)
+        except BaseException as error:  # noqa: BLE001 - raised below
+            wrong.append(error)
+
+    threads = [threading.Thread(target=keep_saving, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for attempt in range(4):
+            assert in_a_child("fork", _save_and_load, s3.at(f"child-{attempt}"), attempt)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+
+
+def _use(writer: CloudStorageWriter, reader: CloudStorageReader) -> bool:
+    cloudckpt.save({"t": numbered(50)}, storage_writer=writer)
+    loaded = {"t": torch.zeros(50)}
+    cloudckpt.load(loaded, storage_reader=reader)
+    assert_same(loaded["t"], numbered(50))
+    return True
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_writer_and_a_reader_that_were_used_work_in_a_child(method, s3):
+    writer, reader = s3.writer(), s3.reader()
+    assert _use(writer, reader)
+    assert in_a_child(method, _use, writer, reader)
+    assert _use(writer, reader)

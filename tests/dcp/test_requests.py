@@ -1,0 +1,207 @@
+"""A load asks for the bytes that it needs, and hardly for any other."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard
+
+import cloudckpt
+from cloudckpt.stores.base import nbytes
+from cloudckpt.stores.registry import open_store
+from cloudckpt.uri import CheckpointURI
+
+from .layouts import LAYOUTS, Layout, spread
+from .places import Place
+from .values import assert_same, blank_like, numbered
+
+KIB, MIB = 1024, 1024 * 1024
+
+Asked = tuple[str, int, int]
+"""Object, first byte, and the byte behind the last one."""
+
+
+@contextmanager
+def asked_of(place: Place) -> Iterator[list[Asked]]:
+    """The ranges of shard objects that are asked for meanwhile, in this process."""
+    store = open_store(CheckpointURI.parse(place.uri), place.config)
+    get_range, asked = store.get_range, []
+
+    def counting(key, start, into, **options):
+        if key.endswith(".distcp"):
+            asked.append((key.rpartition("/")[2], start, start + nbytes(into)))
+        return get_range(key, start, into, **options)
+
+    store.get_range = counting
+    try:
+        yield asked
+    finally:
+        del store.get_range
+
+
+def _bytes(asked: list[Asked]) -> int:
+    return sum(stop - start for _, start, stop in asked)
+
+
+def _load(state: dict, place: Place) -> list[Asked]:
+    with asked_of(place) as asked:
+        cloudckpt.load(state, checkpoint_id=place.uri, config=place.config)
+    return asked
+
+
+def _save(state: dict, place: Place) -> None:
+    cloudckpt.save(state, checkpoint_id=place.uri, config=place.config)
+
+
+def _shapes(kind: str) -> dict[str, tuple[int, int]]:
+    return {
+        "one of 16 MiB": {"t": (4096, 1024)},
+        "one of 5 MiB, odd rows": {"t": (1283, 1021)},
+        "six of 8 MiB": {f"t{number}": (2048, 1024) for number in range(6)},
+        "one long row each": {"t": (24, 256 * KIB)},
+    }[kind]
+
+
+def _state(kind: str) -> dict[str, torch.Tensor]:
+    shapes = _shapes(kind).items()
+    return {name: numbered(*shape, first=index) for index, (name, shape) in enumerate(shapes)}
+
+
+def _save_state(kind: str, layout: Layout, place: Place) -> None:
+    _save(spread(_state(kind), layout), place)
+
+
+def _load_state(kind: str, layout: Layout, place: Place) -> tuple[int, list[Asked], list[int]]:
+    """Bytes that this rank needs, what it asked for, and the bytes of each chunk that is stored."""
+    state = spread(_state(kind), layout, blank=True)
+    asked = _load(state, place)
+    expected = spread(_state(kind), layout)
+    for name, tensor in state.items():
+        assert_same(tensor.to_local(), expected[name].to_local(), name)
+    needed = sum(tensor.to_local().nbytes for tensor in state.values())
+    stored = place.reader().read_metadata().storage_data.values()
+    return needed, asked, [info.length for info in stored]
+
+
+@pytest.mark.parametrize("kind", ["one of 16 MiB", "one of 5 MiB, odd rows", "six of 8 MiB"])
+@pytest.mark.parametrize(
+    ("before", "after"), [("2 rows", "4 rows"), ("2 rows", "3 rows"), ("one rank", "4 rows")]
+)
+def test_resharding_rows_reads_hardly_more_than_is_needed(before, after, kind, local, ranks):
+    ranks(LAYOUTS[before].world, _save_state, kind, LAYOUTS[before], local)
+    told = ranks(LAYOUTS[after].world, _load_state, kind, LAYOUTS[after], local)
+    needed = sum(count for count, _, _ in told)
+    assert needed <= sum(_bytes(asked) for _, asked, _ in told) <= 1.05 * needed
+    for count, asked, chunks in told:
+        assert _bytes(asked) <= 1.1 * count
+        assert all(stop - start < min(chunks) for _, start, stop in asked)
+
+
+@pytest.mark.parametrize(("before", "after"), [("4 rows", "2 rows"), ("4 rows", "one rank")])
+def test_gathering_rows_reads_each_byte_once(before, after, s3, ranks):
+    kind = "one of 16 MiB"
+    ranks(LAYOUTS[before].world, _save_state, kind, LAYOUTS[before], s3)
+    for count, asked, _ in ranks(LAYOUTS[after].world, _load_state, kind, LAYOUTS[after], s3):
+        assert _bytes(asked) == count
+
+
+def test_the_same_layout_reads_exactly_its_bytes(s3, ranks):
+    kind, layout = "one of 5 MiB, odd rows", LAYOUTS["3 rows"]
+    ranks(3, _save_state, kind, layout, s3)
+    for count, asked, _ in ranks(3, _load_state, kind, layout, s3):
+        assert _bytes(asked) == count
+
+
+def test_without_verification_no_byte_too_many_is_read(local, ranks):
+    kind, place = "one of 5 MiB, odd rows", local.having(verify=False)
+    ranks(2, _save_state, kind, LAYOUTS["2 rows"], place)
+    for count, asked, _ in ranks(3, _load_state, kind, LAYOUTS["3 rows"], place):
+        assert _bytes(asked) == count
+
+
+def test_columns_of_long_rows_are_read_alone(local, ranks):
+    """The other half of a row of 1 MiB and more is skipped, that of a short row is not."""
+    place = local.having(merge_gap=256 * KIB)
+    ranks(1, _save_state, "one long row each", LAYOUTS["one rank"], place)
+    told = ranks(2, _load_state, "one long row each", LAYOUTS["2 columns"], place)
+    for count, asked, _ in told:
+        assert _bytes(asked) <= 1.3 * count  # a row's half ends within a block
+
+
+def test_columns_of_short_rows_are_read_with_their_rows_but_once(local, ranks):
+    ranks(1, _save_state, "one of 16 MiB", LAYOUTS["one rank"], local)
+    for count, asked, _ in ranks(2, _load_state, "one of 16 MiB", LAYOUTS["2 columns"], local):
+        assert _bytes(asked) <= 2.02 * count
+        assert len(asked) <= 4
+
+
+def test_replicas_read_no_other_replicas_copy(local, ranks):
+    stored = Layout((2, 2), (Replicate(), Shard(0)))
+    ranks(4, _save_state, "one of 16 MiB", stored, local)
+    for count, asked, _ in ranks(4, _load_state, "one of 16 MiB", stored, local):
+        assert _bytes(asked) == count
+
+
+def test_what_is_not_asked_for_is_not_read(place):
+    state = {f"t{number}": numbered(512, 1024, first=number) for number in range(8)}
+    _save({**state, "big": numbered(2048, 1024), "values": list(range(9999))}, place)
+    loaded = {"t3": torch.zeros(512, 1024)}
+    asked = _load(loaded, place)
+    assert_same(loaded["t3"], state["t3"])
+    assert _bytes(asked) == 512 * 1024 * 4
+
+
+def test_a_large_tensor_is_asked_for_in_pieces_of_the_request_size(s3):
+    place = s3.having(request_size=2 * MIB)
+    _save({"t": numbered(4096, 1024)}, place)
+    loaded = {"t": torch.zeros(4096, 1024)}
+    asked = _load(loaded, place)
+    assert_same(loaded["t"], numbered(4096, 1024))
+    assert len(asked) == 8
+    assert max(stop - start for _, start, stop in asked) == 2 * MIB
+
+
+def test_many_small_tensors_are_asked_for_together(s3):
+    state = {f"t{number:04}": numbered(50, first=number) for number in range(1000)}
+    _save({**state, "step": 5}, s3)
+    loaded = {**blank_like(state), "step": None}
+    asked = _load(loaded, s3)
+    assert_same(loaded, {**state, "step": 5})
+    assert len(asked) <= 4
+
+
+def _alone(place: Place) -> tuple[int, int]:
+    reader = place.reader()
+    state = {"t": torch.zeros(4096, 1024)}
+    with asked_of(place) as asked:
+        cloudckpt.load(state, storage_reader=reader)
+    return _bytes(asked), reader.transferred.bytes
+
+
+def test_the_reader_counts_what_was_asked_for(s3):
+    _save({"t": numbered(4096, 1024)}, s3)
+    asked, counted = _alone(s3)
+    assert asked == counted == 4096 * 1024 * 4
+
+
+def test_the_writer_counts_what_was_sent(s3):
+    writer = s3.writer()
+    cloudckpt.save({"t": numbered(4096, 1024)}, storage_writer=writer)
+    stored = sum(len(s3.read(name)) for name in s3.data())
+    assert writer.transferred.bytes == stored
+    assert writer.transferred.retries == 0
+
+
+def _load_everything(place: Place) -> int:
+    state = {"t": torch.zeros(4096, 1024), "step": None}
+    asked = _load(state, place)
+    assert_same(state, {"t": numbered(4096, 1024), "step": dist.get_world_size()})
+    return _bytes(asked)
+
+
+def test_each_rank_that_needs_all_reads_all_once(local, ranks):
+    _save({"t": numbered(4096, 1024), "step": 2}, local)
+    for count in ranks(2, _load_everything, local):
+        assert 16 * MIB <= count <= 16 * MIB + 8 * KIB

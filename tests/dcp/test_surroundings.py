@@ -1,0 +1,185 @@
+"""Names of places, and modes of torch that a caller may be in."""
+
+import pathlib
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+import cloudckpt
+from cloudckpt import CheckpointURI, CloudStorageReader, CloudStorageWriter
+
+from .children import in_a_child
+from .places import Place
+from .values import assert_same, numbered
+
+NAMES = [
+    "step 1",
+    "a+b",
+    "100%",
+    "a%20b",
+    "käse-文",
+    "k=v&x",
+    "~tilde",
+    "(1) [2] {3}",
+    'quote\'s "here"',
+    "c:d@e",
+    "star*",
+    "comma,semi;",
+    "dots..",
+    ".hidden",
+]
+
+
+def _save_and_load(place: Place) -> None:
+    state = {"t": numbered(40_000), "s": numbered(3), "v": "x"}
+    cloudckpt.save(state, checkpoint_id=place.uri, config=place.config)
+    loaded = {"t": torch.zeros(40_000), "s": torch.zeros(3), "v": None}
+    cloudckpt.load(loaded, checkpoint_id=place.uri, config=place.config)
+    assert_same(loaded, state)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prefix_on_s3_may_be_called(name, s3):
+    _save_and_load(s3.at(name))
+    _save_and_load(s3.at(name))  # replaces it
+    assert len(s3.at(name).names()) == len(s3.names())
+
+
+@pytest.mark.parametrize("name", [*NAMES, "what?", "hash#1"])
+def test_a_folder_may_be_called(name, local):
+    path = pathlib.Path(local.path) / name
+    state = {"t": numbered(10)}
+    for where in (str(path), path, path.as_uri(), CheckpointURI.parse(path)):
+        cloudckpt.save(state, checkpoint_id=where)
+        loaded = {"t": torch.zeros(10)}
+        cloudckpt.load(loaded, checkpoint_id=where)
+        assert_same(loaded, state)
+    assert (path / ".metadata").is_file()
+    assert [folder.name for folder in pathlib.Path(local.path).iterdir()] == [name]
+
+
+def test_a_bucket_itself_may_hold_a_checkpoint(bucket, s3_config):
+    root = Place(f"s3://{bucket}", s3_config)
+    s3 = root.at("run")
+    _save_and_load(root)
+    _save_and_load(s3)
+    _save_and_load(root)
+    keys = [entry["Key"] for entry in s3.client().list_objects_v2(Bucket=root.uri[5:])["Contents"]]
+    assert len(keys) == 2 * (len(s3.data()) + 2)
+
+
+def test_a_writer_and_a_reader_take_any_kind_of_location(local):
+    for where in (local.path, pathlib.Path(local.path), local.uri, CheckpointURI.parse(local.uri)):
+        assert CloudStorageWriter(where).checkpoint_id == local.uri
+        assert CloudStorageReader(where).checkpoint_id == local.uri
+
+
+# ---- modes of torch
+
+
+@contextmanager
+def _default_dtype():
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextmanager
+def _deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _round_trip_in(mode: str, place: Place) -> bool:
+    context = {
+        "no_grad": torch.no_grad,
+        "inference_mode": torch.inference_mode,
+        "autocast": lambda: torch.autocast("cpu"),
+        "a default dtype": _default_dtype,
+        "deterministic algorithms": _deterministic,
+        # stands for "cuda": memory that the processor can't read
+        "a default device": lambda: torch.device("meta"),
+    }[mode]
+
+    def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.arange(torch.Size(shape).numel(), dtype=dtype, device="cpu").view(shape)
+
+    with context():
+        state = {
+            "large": tensor(200, 300),
+            "small": tensor(4),
+            "strided": tensor(500, 400).t(),
+            "read strided": tensor(60, 50),
+            "converted": tensor(70, 50),
+            "value": [1, 2],
+        }
+        room = {
+            "large": tensor(200, 300).zero_(),
+            "small": tensor(4).zero_(),
+            "strided": tensor(400, 500).zero_(),
+            "read strided": tensor(50, 60).zero_().t(),
+            "converted": tensor(70, 50, dtype=torch.float64).zero_(),
+            "value": [0, 0],
+        }
+        cloudckpt.save(state, checkpoint_id=place.uri, config=place.config)
+        cloudckpt.load(room, checkpoint_id=place.uri, config=place.config)
+    assert_same(room, {**state, "converted": state["converted"].double()})
+    return True
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "no_grad",
+        "autocast",
+        "a default dtype",
+        "deterministic algorithms",
+        pytest.param(
+            "inference_mode",
+            marks=pytest.mark.xfail(
+                strict=True, reason="the mode is the caller's thread's; workers copy outside of it"
+            ),
+        ),
+        pytest.param(
+            "a default device",
+            marks=pytest.mark.xfail(
+                strict=True, reason="scratch memory and envelopes are made on the default device"
+            ),
+        ),
+    ],
+)
+def test_the_mode_that_the_caller_is_in_does_not_matter(mode, local):
+    # in a child: a wrong envelope would stay in the cache
+    assert in_a_child("fork", _round_trip_in, mode, local)
+
+
+def test_a_model_is_loaded_into_its_own_parameters(place):
+    torch.manual_seed(3)
+    model, other = torch.nn.Linear(30, 40), torch.nn.Linear(30, 40).to(torch.bfloat16)
+    state = model.state_dict(keep_vars=True)
+    cloudckpt.save(state, checkpoint_id=place.uri, config=place.config)
+    loaded = other.state_dict(keep_vars=True)
+    assert all(value.requires_grad and value.is_leaf for value in loaded.values())
+    cloudckpt.load(loaded, checkpoint_id=place.uri, config=place.config)
+    assert_same(other.weight.detach(), model.weight.detach().to(torch.bfloat16))
+    assert_same(other.bias.detach(), model.bias.detach().to(torch.bfloat16))
+
+
+def test_two_saves_to_two_places_run_at_once(s3):
+    states = [{"t": numbered(400_000, first=number), "v": number} for number in range(3)]
+    futures = [
+        cloudckpt.async_save(state, checkpoint_id=s3.at(f"{number}").uri, config=s3.config)
+        for number, state in enumerate(states)
+    ]
+    for future in futures:
+        future.result(60)
+    for number, state in enumerate(states):
+        loaded = {"t": torch.zeros(400_000), "v": None}
+        cloudckpt.load(loaded, checkpoint_id=s3.at(f"{number}").uri, config=s3.config)
+        assert_same(loaded, state)

@@ -1,0 +1,98 @@
+"""What children of the nursery do. Arguments and results are JSON."""
+
+import itertools
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import cloudckpt
+from cloudckpt import RetryPolicy
+
+from .states import filled, impatient
+
+
+def _config(endpoint: str, options: dict[str, Any]) -> cloudckpt.Config:
+    settings = dict(options)
+    if "retry" in settings:
+        settings["retry"] = RetryPolicy(**settings["retry"])
+    return impatient(endpoint, **settings)
+
+
+def _outcome(action: Any) -> dict[str, Any]:
+    """What came of it: the error's class and text, the seconds, and the threads that are left."""
+    began = time.monotonic()
+    error: BaseException | None = None
+    try:
+        action()
+    except BaseException as exc:  # noqa: BLE001 - the test looks at it
+        error = exc
+    names = [thread.name for thread in threading.enumerate()]
+    return {
+        "error": None if error is None else type(error).__name__,
+        "text": str(error),
+        "seconds": time.monotonic() - began,
+        "threads": [n for n in names if n.startswith("cloudckpt") and n != "cloudckpt-watch"],
+    }
+
+
+def save(
+    uri: str, endpoint: str, step: int, nbytes: int, options: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """One save."""
+    config = _config(endpoint, options or {})
+    state = filled(step, nbytes)
+    return _outcome(lambda: cloudckpt.save(state, checkpoint_id=uri, config=config))
+
+
+def load(
+    uri: str, endpoint: str, nbytes: int, options: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """One load."""
+    config = _config(endpoint, options or {})
+    state = filled(-1, nbytes)
+    return _outcome(lambda: cloudckpt.load(state, checkpoint_id=uri, config=config))
+
+
+def save_on_and_on(uri: str, endpoint: str, first: int, nbytes: int) -> None:
+    """Saves step after step until it is killed; ``{step}`` in the URI is replaced."""
+    config = _config(endpoint, {"conditional_writes": "auto"})
+    for step in range(first, first + 1000):
+        state = filled(step, nbytes)
+        cloudckpt.save(state, checkpoint_id=uri.format(step=step), config=config)
+
+
+def save_to_disk_until(uri: str, nbytes: int, fatal: int) -> None:
+    """Saves step after step, and kills itself before a system call that changes the disk."""
+    calls = itertools.count()
+
+    def deadly(call: Any) -> Any:
+        def wrapped(*arguments: Any, **keywords: Any) -> Any:
+            if next(calls) == fatal:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*arguments, **keywords)
+
+        return wrapped
+
+    for name in ("link", "replace", "unlink", "fsync", "pwritev"):
+        setattr(os, name, deadly(getattr(os, name)))
+    committed = Path(f"{uri}.committed")
+    committed.write_text("0")
+    for step in range(1, 1000):
+        cloudckpt.save(filled(step, nbytes), checkpoint_id=uri)
+        with committed.open("a") as log:
+            log.write(f" {step}")
+
+
+def save_as_rank(
+    rank: int, rendezvous: str, uri: str, endpoint: str, step: int, nbytes: int
+) -> dict[str, Any]:
+    """One save of two ranks over gloo, each with an item of its own."""
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    config = _config(endpoint, {})
+    state = {f"{name}.{rank}": value for name, value in filled(step, nbytes).items()}
+    return _outcome(lambda: cloudckpt.save(state, checkpoint_id=uri, config=config))

@@ -1,0 +1,48 @@
+"""State dicts whose every element is the step, so that a mix of two steps shows."""
+
+import torch
+
+import cloudckpt
+from cloudckpt import Config, RetryPolicy, S3Options
+from cloudckpt.config import MIB
+
+BIG = 6 * MIB  # two parts of 5 and 1 MiB
+SMALL = 128 * 1024  # a single PUT
+ATTEMPTS = 4
+
+
+def filled(step: int, nbytes: int = BIG) -> dict:
+    return {
+        "weight": torch.full((nbytes // 4,), float(step)),
+        "bias": torch.full((1000,), step),
+        "step": step,
+    }
+
+
+def step_of(state: dict) -> int:
+    """The one step that all of a state dict is of."""
+    steps = {int(value) for value in (*state["weight"].aminmax(), *state["bias"].aminmax())}
+    assert steps == {state["step"]}, f"a mix of steps: {steps}, {state['step']}"
+    return state["step"]
+
+
+def load_step(uri: str, config: Config, nbytes: int = BIG) -> int:
+    state = filled(-1, nbytes)
+    cloudckpt.load(state, checkpoint_id=uri, config=config)
+    return step_of(state)
+
+
+def impatient(endpoint: str, **options) -> Config:
+    """Options that lead to an endpoint and give up soon."""
+    settings = {
+        "connections": 4,
+        "part_size": 5 * MIB,
+        "conditional_writes": "on",
+        "connect_timeout": 2.0,
+        "read_timeout": 2.0,
+        "stall_timeout": 2.0,
+        "retry": RetryPolicy(attempts=ATTEMPTS, base=0.01, cap=0.05, deadline=20.0),
+        "s3": S3Options(endpoint_url=endpoint, addressing_style="path"),
+        **options,
+    }
+    return Config(**settings)

@@ -1,0 +1,207 @@
+"""Buckets that are missing, closed or elsewhere, credentials that fail, and disks that are full."""
+
+import errno
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+
+import cloudckpt
+from cloudckpt import (
+    AccessDeniedError,
+    BucketNotFoundError,
+    CheckpointNotFoundError,
+    CredentialsError,
+    StorageFullError,
+    WrongRegionError,
+)
+from cloudckpt.testing.wire_faults import Reset, s3_error
+
+from .states import SMALL, filled, load_step
+
+SECRET = "s3cr3t/KEY+of-this-test"
+TOKEN = "t0k3n//of+this-session=="
+REGION = (("x-amz-bucket-region", "eu-north-1"),)
+
+# what the store answers, the error, and what it tells the user to look at
+REFUSALS = {
+    "missing bucket": (s3_error(404, "NoSuchBucket"), BucketNotFoundError, "check its name"),
+    "denied": (s3_error(403, "AccessDenied"), AccessDeniedError, "check the IAM"),
+    "expired token": (s3_error(400, "ExpiredToken"), CredentialsError, "renew them"),
+    "unknown key": (s3_error(403, "InvalidAccessKeyId"), CredentialsError, "access key"),
+    "wrong secret": (s3_error(403, "SignatureDoesNotMatch"), CredentialsError, "secret key"),
+    "wrong clock": (s3_error(403, "RequestTimeTooSkewed"), CredentialsError, "clock"),
+    "wrong region": (
+        s3_error(301, "PermanentRedirect", headers=REGION),
+        WrongRegionError,
+        "AWS_REGION=eu-north-1",
+    ),
+}
+
+
+@pytest.fixture
+def secrets(monkeypatch):
+    """Credentials that can be told apart from everything else; returns them."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDTHISTEST")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AWS_SESSION_TOKEN", TOKEN)
+    return (SECRET, TOKEN, "Signature=", "AWS4-HMAC-SHA256")
+
+
+@pytest.fixture
+def fresh(proxy, secrets, unshared):
+    """Options of this test alone, so that its credentials are not those of another."""
+    return unshared(proxy.url)
+
+
+def assert_discreet(error: BaseException, caplog, secrets) -> None:
+    """Neither the error and what is beneath it, nor our log at any level shows a secret."""
+    texts = [record.getMessage() for record in caplog.records if record.name == "cloudckpt"]
+    texts += [r.getMessage() for r in caplog.records if r.levelno >= logging.INFO]
+    seen: BaseException | None = error
+    while seen is not None:
+        texts += [str(seen), repr(seen), repr(vars(seen))]
+        seen = seen.__cause__ or seen.__context__
+    for text in texts:
+        for secret in secrets:
+            assert secret not in text
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("refusal", REFUSALS)
+    def test_a_save_says_what_is_wrong_and_what_to_do(
+        self, store, proxy, fresh, secrets, caplog, refusal
+    ):
+        answer, kind, advice = REFUSALS[refusal]
+        proxy.inject(answer)
+        uri = store.uri("run/refused")
+        with caplog.at_level(logging.DEBUG), pytest.raises(kind, match=advice) as caught:
+            cloudckpt.save(filled(1, SMALL), checkpoint_id=uri, config=fresh)
+        assert caught.value.uri.startswith(uri)
+        assert caught.value.cause
+        assert len(proxy.requests()) <= 4, "a refusal is not worth many tries"
+        assert_discreet(caught.value, caplog, secrets)
+
+    @pytest.mark.parametrize("refusal", REFUSALS)
+    def test_a_load_says_what_is_wrong_and_what_to_do(
+        self, store, proxy, fresh, secrets, caplog, refusal
+    ):
+        answer, kind, advice = REFUSALS[refusal]
+        proxy.inject(answer)
+        uri = store.uri("run/refused")
+        with caplog.at_level(logging.DEBUG), pytest.raises(kind, match=advice) as caught:
+            load_step(uri, fresh, SMALL)
+        assert caught.value.uri.startswith(uri)
+        assert caught.value.cause
+        assert len(proxy.requests()) <= 4, "a refusal is not worth many tries"
+        assert_discreet(caught.value, caplog, secrets)
+
+    @pytest.mark.parametrize("refusal", ["denied", "expired token", "wrong region"])
+    @pytest.mark.parametrize(
+        "operation", ["CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload"]
+    )
+    def test_a_refusal_in_the_middle_is_told_and_leaves_no_trace(
+        self, store, proxy, fresh, direct, secrets, caplog, operation, refusal
+    ):
+        answer, kind, advice = REFUSALS[refusal]
+        uri = store.uri("run/refused")
+        cloudckpt.save(filled(1), checkpoint_id=uri, config=direct)
+        before = store.objects()
+        proxy.inject(answer, operation=operation)
+        with caplog.at_level(logging.DEBUG), pytest.raises(kind, match=advice) as caught:
+            cloudckpt.save(filled(2), checkpoint_id=uri, config=fresh)
+        assert caught.value.uri.startswith(uri)
+        assert_discreet(caught.value, caplog, secrets)
+        assert store.objects() == before
+        assert store.uploads() == []
+        assert load_step(uri, direct) == 1
+
+    def test_a_bucket_that_does_not_exist_is_named_by_the_real_server(self, direct):
+        uri = "s3://no-such-bucket-anywhere/run"
+        with pytest.raises(BucketNotFoundError) as caught:
+            cloudckpt.save(filled(1, SMALL), checkpoint_id=uri, config=direct)
+        assert caught.value.uri.startswith(uri)
+        with pytest.raises(BucketNotFoundError) as caught:
+            load_step(uri, direct, SMALL)
+        assert caught.value.uri.startswith(uri)
+
+    def test_a_secret_in_a_failing_request_stays_secret(self, store, proxy, fresh, secrets, caplog):
+        """Errors of the connection name host and port; what was sent they must not show."""
+        proxy.inject(Reset("request"))
+        with caplog.at_level(logging.DEBUG), pytest.raises(cloudckpt.ConnectionLostError) as caught:
+            cloudckpt.save(filled(1, SMALL), checkpoint_id=store.uri("run"), config=fresh)
+        assert_discreet(caught.value, caplog, secrets)
+
+    def test_no_credentials_at_all_are_told_by_where_they_were_looked_for(
+        self, store, proxy, unshared, monkeypatch
+    ):
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.delenv(name)
+        config = unshared(proxy.url)
+        with pytest.raises(CredentialsError, match="AWS_PROFILE") as caught:
+            cloudckpt.save(filled(1, SMALL), checkpoint_id=store.uri("run"), config=config)
+        assert caught.value.uri
+        assert proxy.requests() == []
+
+
+class TestFullDisks:
+    @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT], ids=["disk", "quota"])
+    @pytest.mark.parametrize("after", [0, 3])
+    def test_a_full_disk_is_told_and_leaves_the_old_checkpoint(
+        self, tmp_path, direct, monkeypatch, number, after
+    ):
+        uri = str(tmp_path / "run")
+        cloudckpt.save(filled(1), checkpoint_id=uri, config=direct)
+        before = sorted(os.listdir(uri))
+        written = os.pwritev
+        calls = []
+
+        def full(*args):
+            calls.append(args)
+            if len(calls) > after:
+                raise OSError(number, os.strerror(number))
+            return written(*args)
+
+        monkeypatch.setattr(os, "pwritev", full)
+        with pytest.raises(StorageFullError, match="free space") as caught:
+            cloudckpt.save(filled(2), checkpoint_id=uri, config=direct)
+        monkeypatch.undo()
+        assert caught.value.uri.startswith(f"file://{uri}")
+        assert sorted(os.listdir(uri)) == before
+        assert load_step(uri, direct) == 1
+
+    def test_a_disk_that_fills_up_during_a_first_save_shows_nothing(
+        self, tmp_path, direct, monkeypatch
+    ):
+        uri = str(tmp_path / "run")
+
+        def full(*_):
+            raise OSError(errno.ENOSPC, "full")
+
+        monkeypatch.setattr(os, "pwritev", full)
+        with pytest.raises(StorageFullError):
+            cloudckpt.save(filled(1), checkpoint_id=uri, config=direct)
+        monkeypatch.undo()
+        with pytest.raises(CheckpointNotFoundError):
+            load_step(uri, direct)
+        assert os.listdir(uri) == []
+
+    def test_a_limit_on_file_sizes_counts_as_a_full_disk(self, tmp_path, direct):
+        """The kernel says EFBIG: the closest to a full disk that needs no mount."""
+        uri = str(tmp_path / "run")
+        cloudckpt.save(filled(1), checkpoint_id=uri, config=direct)
+        before = sorted(os.listdir(uri))
+        code = (
+            "import cloudckpt, resource, torch, warnings; warnings.simplefilter('ignore')\n"
+            "resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))\n"
+            "try:\n"
+            f"    cloudckpt.save({{'w': torch.ones(10**6)}}, checkpoint_id={uri!r})\n"
+            "except cloudckpt.CloudCheckpointError as error:\n"
+            "    print(type(error).__name__)\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.stdout.split() == ["StorageFullError"], done.stderr
+        assert sorted(os.listdir(uri)) == before
+        assert load_step(uri, direct) == 1

@@ -1,0 +1,253 @@
+"""Several writers of one checkpoint: one wins, the others are told and leave nothing behind."""
+
+import logging
+import signal
+import threading
+from dataclasses import dataclass
+
+import pytest
+
+import cloudckpt
+from cloudckpt import (
+    CheckpointConflictError,
+    CheckpointCorruptError,
+    CheckpointExistsError,
+    ConfigError,
+)
+from cloudckpt.testing.proxy import Fault, Hop
+from cloudckpt.testing.wire_faults import (
+    Call,
+    Reset,
+    StripHeaders,
+    s3_error,
+    slow_down,
+)
+
+from .states import SMALL, filled, impatient, load_step
+
+CONDITIONS = ("If-Match", "If-None-Match")
+
+
+@pytest.fixture
+def uri(store) -> str:
+    return store.uri("run/latest")
+
+
+@pytest.fixture(params=["new", "replaced"])
+def place(request, uri, direct) -> str:
+    """A URI, without and with a checkpoint of step 1."""
+    if request.param == "replaced":
+        cloudckpt.save(filled(1, SMALL), checkpoint_id=uri, config=direct)
+    return uri
+
+
+@pytest.fixture
+def unprobed(proxy, unshared):
+    """Options whose store has not been tried out yet."""
+    return unshared(proxy.url, conditional_writes="auto")
+
+
+class TestRaces:
+    @pytest.mark.parametrize(
+        ("operation", "path"),
+        [
+            ("PutObject", "*.distcp"),
+            ("PutObject", "*/.manifest.*"),
+            ("PutObject", "*/.metadata"),
+        ],
+        ids=["while data is sent", "before the manifest", "before the commit"],
+    )
+    def test_who_commits_second_is_told_and_cleans_up(
+        self, place, store, proxy, shaky, direct, operation, path
+    ):
+        def overtake(_) -> None:
+            cloudckpt.save(filled(3, SMALL), checkpoint_id=place, config=direct)
+
+        rule = proxy.inject(Call(overtake), operation=operation, path=path, times=1)
+        with pytest.raises(CheckpointConflictError) as caught:
+            cloudckpt.save(filled(2, SMALL), checkpoint_id=place, config=shaky)
+        assert rule.injected == 1
+        assert caught.value.uri == f"{place}/.metadata"
+        assert load_step(place, direct, SMALL) == 3
+        store.assert_tidy()
+
+    def test_a_race_that_is_lost_between_two_tries_is_told_too(
+        self, place, store, proxy, shaky, direct
+    ):
+        @dataclass(frozen=True)
+        class OvertakeAndReset(Fault):
+            def inflict(self, hop: Hop) -> None:
+                cloudckpt.save(filled(3, SMALL), checkpoint_id=place, config=direct)
+                hop.reset()
+
+        proxy.inject(OvertakeAndReset(), operation="PutObject", path="*/.metadata", times=1)
+        with pytest.raises(CheckpointConflictError):
+            cloudckpt.save(filled(2, SMALL), checkpoint_id=place, config=shaky)
+        assert load_step(place, direct, SMALL) == 3
+        store.assert_tidy()
+
+    def test_a_commit_whose_answer_was_lost_is_no_conflict(
+        self, place, store, proxy, shaky, direct
+    ):
+        proxy.inject(Reset("answer"), operation="PutObject", path="*/.metadata", times=1)
+        cloudckpt.save(filled(2, SMALL), checkpoint_id=place, config=shaky)
+        assert load_step(place, direct, SMALL) == 2
+        store.assert_tidy()
+
+    @pytest.mark.parametrize("path", ["*/.manifest.*", "*/.metadata"])
+    def test_a_checkpoint_that_is_deleted_meanwhile_is_a_conflict(
+        self, uri, store, proxy, shaky, direct, path
+    ):
+        cloudckpt.save(filled(1, SMALL), checkpoint_id=uri, config=direct)
+        key = store.key(".metadata")
+        proxy.inject(Call(lambda _: store.delete(key)), operation="PutObject", path=path, times=1)
+        with pytest.raises(CheckpointConflictError):
+            cloudckpt.save(filled(2, SMALL), checkpoint_id=uri, config=shaky)
+        assert key not in store.objects()
+
+    def test_of_many_writers_at_once_exactly_one_wins(self, place, store, proxy, shaky, direct):
+        writers = 4
+        together = threading.Barrier(writers)
+        one_at_a_time = threading.Lock()  # moto looks and writes in two steps, S3 in one
+
+        @dataclass(frozen=True)
+        class AllTogether(Fault):
+            def inflict(self, hop: Hop) -> None:
+                together.wait(30)
+                with one_at_a_time:
+                    answer = hop.forward()
+                hop.send(answer)
+
+        proxy.inject(AllTogether(), operation="PutObject", path="*/.metadata", times=writers)
+        outcomes = {}
+
+        def write(step: int) -> None:
+            try:
+                cloudckpt.save(filled(step, SMALL), checkpoint_id=place, config=shaky)
+                outcomes[step] = None
+            except CheckpointConflictError as error:
+                outcomes[step] = error
+
+        threads = [threading.Thread(target=write, args=(step,)) for step in range(2, 2 + writers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        [winner] = [step for step, error in outcomes.items() if error is None]
+        assert len(outcomes) == writers
+        assert load_step(place, direct, SMALL) == winner
+        store.assert_tidy()
+
+    def test_a_writer_that_must_not_overwrite_does_not(self, uri, store, proxy, direct):
+        careful = impatient(proxy.url, overwrite=False)
+
+        def overtake(_) -> None:
+            cloudckpt.save(filled(3, SMALL), checkpoint_id=uri, config=direct)
+
+        proxy.inject(Call(overtake), operation="PutObject", path="*/.metadata", times=1)
+        with pytest.raises(CheckpointConflictError):
+            cloudckpt.save(filled(2, SMALL), checkpoint_id=uri, config=careful)
+        with pytest.raises(CheckpointExistsError):
+            cloudckpt.save(filled(2, SMALL), checkpoint_id=uri, config=careful)
+        assert load_step(uri, direct, SMALL) == 3
+        store.assert_tidy()
+
+    def test_a_load_that_is_overtaken_by_a_save_does_not_mix_them(self, uri, proxy, shaky, direct):
+        cloudckpt.save(filled(1, SMALL), checkpoint_id=uri, config=direct)
+
+        def overtake(_) -> None:
+            cloudckpt.save(filled(2, SMALL), checkpoint_id=uri, config=direct)
+
+        proxy.inject(Call(overtake), operation="GetObject", path="*.distcp", times=1)
+        with pytest.raises(CheckpointCorruptError, match="overwritten meanwhile"):
+            load_step(uri, shaky, SMALL)
+        assert load_step(uri, shaky, SMALL) == 2
+
+
+class TestZombies:
+    @pytest.mark.parametrize("path", ["*.distcp", "*/.manifest.*", "*/.metadata"])
+    def test_a_writer_that_was_stopped_and_comes_back_late_cannot_overwrite(
+        self, place, store, proxy, nursery, direct, path
+    ):
+        born, stopped, successor = threading.Event(), threading.Event(), threading.Event()
+
+        def stop(_) -> None:
+            assert born.wait(30)
+            child.signal(signal.SIGSTOP)
+            stopped.set()
+            assert successor.wait(30)
+
+        proxy.inject(Call(stop), operation="PutObject", path=path, times=1)
+        options = {"read_timeout": 60.0, "stall_timeout": 60.0}
+        arguments = {"endpoint": proxy.url, "step": 2, "nbytes": SMALL, "options": options}
+        with nursery.child("save", uri=place, **arguments) as child:
+            born.set()
+            assert stopped.wait(30)
+            cloudckpt.save(filled(3, SMALL), checkpoint_id=place, config=direct)
+            successor.set()
+            child.signal(signal.SIGCONT)
+            status, outcome = child.wait()
+        assert (status, outcome["error"]) == (0, "CheckpointConflictError")
+        assert load_step(place, direct, SMALL) == 3
+        store.assert_tidy()
+
+
+class TestStoresWithoutConditions:
+    @pytest.mark.parametrize("ignored", [CONDITIONS, CONDITIONS[:1], CONDITIONS[1:]])
+    def test_a_store_that_ignores_conditions_is_found_out(
+        self, place, store, proxy, unprobed, ignored
+    ):
+        before = store.objects()
+        proxy.inject(StripHeaders(ignored), operation="PutObject")
+        with pytest.raises(ConfigError, match=r"conditional_writes='off'") as caught:
+            cloudckpt.save(filled(2, SMALL), checkpoint_id=place, config=unprobed)
+        assert caught.value.uri == f"s3://{store.bucket}"
+        assert store.objects() == before
+        assert proxy.requests("PutObject", "*/.metadata") == []
+
+    @pytest.mark.parametrize("status", [501, 400])
+    def test_a_store_that_refuses_conditions_is_told_from_one_that_fails(
+        self, place, store, proxy, unprobed, status
+    ):
+        before = store.objects()
+        proxy.inject(
+            s3_error(status, "NotImplemented"),
+            where=lambda request: any(request.header(name) for name in CONDITIONS),
+            operation="PutObject",
+        )
+        with pytest.raises(ConfigError, match=r"conditional_writes='off'"):
+            cloudckpt.save(filled(2, SMALL), checkpoint_id=place, config=unprobed)
+        assert store.objects() == before
+
+    def test_without_conditions_a_save_works_and_says_what_is_given_up(
+        self, place, store, proxy, direct, caplog
+    ):
+        proxy.inject(StripHeaders(CONDITIONS), operation="PutObject")
+        config = impatient(proxy.url, conditional_writes="off")
+        with caplog.at_level(logging.WARNING, logger="cloudckpt"):
+            cloudckpt.save(filled(2, SMALL), checkpoint_id=place, config=config)
+        assert "conditional writes are off" in caplog.text
+        assert load_step(place, direct, SMALL) == 2
+        store.assert_tidy()
+        sent = proxy.requests("PutObject")
+        assert not any(request.header(name) for request in sent for name in CONDITIONS)
+
+    def test_a_store_that_honours_them_is_tried_out_once(self, uri, store, proxy, unprobed):
+        for step in (1, 2):
+            cloudckpt.save(filled(step, SMALL), checkpoint_id=uri, config=unprobed)
+        tried = [request.path for request in proxy.requests("PutObject", "*/.manifest.*")]
+        assert len(tried) > 2
+        assert tried.count(tried[-1]) == 1, "the second save must not try it again"
+        assert load_step(uri, unprobed, SMALL) == 2
+        store.assert_tidy()
+
+    @pytest.mark.parametrize("fault", [Reset("request"), Reset("answer"), slow_down(0)])
+    @pytest.mark.parametrize("skip", range(4))
+    def test_a_fault_during_the_trial_is_not_taken_for_its_result(
+        self, uri, store, proxy, unprobed, direct, fault, skip
+    ):
+        rule = proxy.inject(fault, operation="PutObject", path="*/.manifest.*", skip=skip, times=1)
+        cloudckpt.save(filled(1, SMALL), checkpoint_id=uri, config=unprobed)
+        assert rule.injected == 1
+        assert load_step(uri, direct, SMALL) == 1
+        store.assert_tidy()

@@ -1,0 +1,344 @@
+"""Servers that fall silent, and users who lose patience: nothing waits for ever, or leaves threads.
+
+What might hang runs in a child that is ended when its patience is: its status then is -SIGALRM.
+"""
+
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import cloudckpt
+from cloudckpt import (
+    CheckpointCorruptError,
+    CommitUnknownError,
+    ConnectionLostError,
+    RetryPolicy,
+    ServerError,
+)
+from cloudckpt.config import MIB
+from cloudckpt.testing.proxy import Fault, Hop
+from cloudckpt.testing.wire_faults import (
+    Corrupt,
+    Delay,
+    Drip,
+    Stall,
+    internal_error,
+    s3_error,
+    slow_down,
+)
+
+from .conftest import busy_threads
+from .states import BIG, SMALL, filled, impatient, load_step
+from .test_save import STEPS
+
+PATIENCE = 8.0  # seconds, ten times what the options below allow
+HASTY = {
+    "connect_timeout": 0.3,
+    "read_timeout": 0.3,
+    "stall_timeout": 0.3,
+    "retry": {"attempts": 2, "base": 0.01, "cap": 0.05, "deadline": 2.0},
+}
+BOTO_WAITS = pytest.mark.xfail(
+    strict=True, reason="boto3's operations have a read timeout of at least 120 s"
+)
+THREADS_GO_ON = pytest.mark.xfail(
+    strict=True, reason="an interrupt of TaskGroup's join leaves its threads at work"
+)
+
+
+@pytest.fixture
+def saved(store, direct):
+    """Saves step 1; returns its URI."""
+
+    def saved(nbytes: int = SMALL) -> str:
+        uri = store.uri("run/latest")
+        cloudckpt.save(filled(1, nbytes), checkpoint_id=uri, config=direct)
+        return uri
+
+    return saved
+
+
+@pytest.fixture
+def hasty(proxy):
+    retry = RetryPolicy(**HASTY["retry"])
+    return impatient(proxy.url, **{**HASTY, "retry": retry})
+
+
+class TestSilence:
+    @pytest.mark.timeout(30)
+    @pytest.mark.parametrize("moment", ["request", "answer"])
+    @pytest.mark.parametrize("step", ["look", "part", "whole", "manifest", "replaced"])
+    def test_a_save_gives_up_on_a_request_that_stalls_for_good(
+        self, saved, store, proxy, hasty, direct, step, moment
+    ):
+        operation, path, nbytes = STEPS[step]
+        uri = saved(nbytes)
+        before = store.objects()
+        proxy.inject(Stall(moment), operation=operation, path=path)
+        with pytest.raises(ConnectionLostError, match="gave up after 2 tries") as caught:
+            cloudckpt.save(filled(2, nbytes), checkpoint_id=uri, config=hasty)
+        assert caught.value.uri.startswith(uri)
+        assert store.objects() == before
+        assert store.uploads() == []
+        assert load_step(uri, direct, nbytes) == 1
+
+    @pytest.mark.timeout(30)
+    def test_a_save_gives_up_on_a_commit_that_stalls_for_good(self, saved, proxy, hasty, direct):
+        uri = saved()
+        proxy.inject(Stall("request"), operation="PutObject", path="*/.metadata")
+        with pytest.raises(CommitUnknownError):
+            cloudckpt.save(filled(2, SMALL), checkpoint_id=uri, config=hasty)
+        assert load_step(uri, direct, SMALL) == 1
+
+    @pytest.mark.parametrize(
+        ("operation", "error"),
+        [
+            pytest.param("CreateMultipartUpload", "ConnectionLostError", marks=BOTO_WAITS),
+            pytest.param("CompleteMultipartUpload", "ConnectionLostError", marks=BOTO_WAITS),
+            pytest.param("DeleteObjects", None, marks=BOTO_WAITS),
+            pytest.param("*", "ConnectionLostError"),
+        ],
+    )
+    def test_a_save_gives_up_on_whatever_stalls_for_good(
+        self, saved, proxy, nursery, direct, operation, error
+    ):
+        uri = saved(BIG)
+        proxy.inject(Stall("answer"), operation=operation)
+        arguments = {"endpoint": proxy.url, "step": 2, "nbytes": BIG, "options": HASTY}
+        with nursery.child("save", patience=PATIENCE, uri=uri, **arguments) as child:
+            status, outcome = child.wait()
+        assert status == 0, "it hangs"
+        assert outcome["error"] == error
+        assert outcome["threads"] == []
+        assert load_step(uri, direct) in (1, 2)
+
+    @BOTO_WAITS
+    def test_a_save_gives_up_on_a_server_that_freezes_in_the_middle(
+        self, saved, proxy, nursery, direct
+    ):
+        uri = saved(BIG)
+        proxy.inject(Stall("request"), skip=2)
+        arguments = {"endpoint": proxy.url, "step": 2, "nbytes": BIG, "options": HASTY}
+        with nursery.child("save", patience=PATIENCE, uri=uri, **arguments) as child:
+            status, outcome = child.wait()
+        assert status == 0, "it hangs"
+        assert outcome["error"] == "ConnectionLostError"
+        assert load_step(uri, direct) == 1
+
+    def test_a_load_gives_up_on_a_server_that_freezes(self, saved, proxy, nursery):
+        uri = saved(BIG)
+        proxy.inject(Stall("answer"), skip=2)
+        arguments = {"endpoint": proxy.url, "nbytes": BIG, "options": HASTY}
+        with nursery.child("load", patience=PATIENCE, uri=uri, **arguments) as child:
+            status, outcome = child.wait()
+        assert status == 0, "it hangs"
+        assert outcome["error"] == "ConnectionLostError"
+        assert outcome["threads"] == []
+
+    @pytest.mark.parametrize(
+        "moment",
+        [
+            pytest.param(
+                "answer",
+                marks=pytest.mark.xfail(
+                    strict=True, reason="the watch begins with the body, headers may drip for ever"
+                ),
+            ),
+            "body",
+        ],
+    )
+    @pytest.mark.parametrize("path", ["*/.metadata", "*.distcp"])
+    def test_a_load_gives_up_on_a_server_that_drips(self, saved, proxy, nursery, path, moment):
+        uri = saved(BIG)
+        proxy.inject(Drip(0.2, moment), operation="GetObject", path=path)
+        arguments = {"endpoint": proxy.url, "nbytes": BIG, "options": HASTY}
+        with nursery.child("load", patience=PATIENCE, uri=uri, **arguments) as child:
+            status, outcome = child.wait()
+        assert status == 0, "it hangs"
+        assert outcome["error"] == "ConnectionLostError"
+
+
+class TestFailuresWhileOthersWait:
+    """A producer that waits for memory or for a free thread must hear of a failure."""
+
+    @pytest.mark.timeout(60)
+    def test_a_save_of_copied_tensors_ends_at_the_first_lasting_failure(self, store, proxy, shaky):
+        proxy.inject(s3_error(403, "AccessDenied"), operation="UploadPart", skip=2)
+        config = impatient(proxy.url, memory_budget=32 * MIB)
+        state = {"w": torch.zeros(4096, 4096).t()}  # 64 MiB through 32 MiB of copies
+        with pytest.raises(cloudckpt.AccessDeniedError):
+            cloudckpt.save(state, checkpoint_id=store.uri("run"), config=config)
+        assert store.objects() == set()
+        assert store.uploads() == []
+
+    @pytest.mark.timeout(60)
+    def test_a_load_into_strided_tensors_ends_at_the_first_lasting_failure(
+        self, store, proxy, direct
+    ):
+        uri = store.uri("run")
+        cloudckpt.save({"w": torch.zeros(4096, 2048)}, checkpoint_id=uri, config=direct)
+        proxy.inject(s3_error(403, "AccessDenied"), operation="GetObject", path="*.distcp", skip=2)
+        config = impatient(proxy.url, request_size=4 * MIB, memory_budget=32 * MIB)
+        with pytest.raises(cloudckpt.AccessDeniedError):
+            cloudckpt.load({"w": torch.zeros(2048, 4096).t()}, checkpoint_id=uri, config=config)
+
+    @pytest.mark.timeout(25)  # below the pause that one part is asked for
+    def test_a_lasting_failure_of_one_part_ends_the_pause_of_another(
+        self, saved, store, proxy, direct
+    ):
+        uri = saved(BIG)
+        asked_to_wait = threading.Event()
+
+        @dataclass(frozen=True)
+        class DeniedLater(Fault):
+            def inflict(self, hop: Hop) -> None:
+                assert asked_to_wait.wait(20)
+                s3_error(403, "AccessDenied").inflict(hop)
+
+        @dataclass(frozen=True)
+        class AskedToWait(Fault):
+            def inflict(self, hop: Hop) -> None:
+                slow_down(retry_after=30).inflict(hop)
+                asked_to_wait.set()
+
+        for number, fault in (("1", AskedToWait()), ("2", DeniedLater())):
+            proxy.inject(fault, where=lambda r, n=number: r.query.get("partNumber") == n)
+        patient = impatient(proxy.url, retry=RetryPolicy(deadline=100.0))
+        with pytest.raises(cloudckpt.AccessDeniedError):
+            cloudckpt.save(filled(2), checkpoint_id=uri, config=patient)
+        assert store.uploads() == []
+        assert load_step(uri, direct) == 1
+
+
+class TestInterrupts:
+    """SIGINT, as Ctrl-C sends it, while the store says nothing."""
+
+    @pytest.fixture
+    def interrupt(self, saved, proxy, nursery):
+        """Interrupts a child's job at a request; returns its status and outcome, and the URI."""
+
+        def interrupt(job: str, fault, nbytes: int, options: dict, **where):
+            uri = saved(nbytes)
+            arguments = {"endpoint": proxy.url, "nbytes": nbytes, "options": options}
+            if job == "save":
+                arguments["step"] = 2
+            proxy.inject(fault, **where)
+            with nursery.child(job, patience=PATIENCE, uri=uri, **arguments) as child:
+                while not proxy.requests(where["operation"], where["path"]):
+                    time.sleep(0.01)
+                child.signal(signal.SIGINT)
+                status, outcome = child.wait()
+            assert proxy.wait_idle()
+            return status, outcome, uri
+
+        return interrupt
+
+    @pytest.mark.parametrize(
+        ("operation", "path", "nbytes"),
+        [
+            pytest.param("HeadObject", "*/.metadata", SMALL, id="look"),
+            pytest.param("UploadPart", "*", BIG, marks=THREADS_GO_ON, id="part"),
+            pytest.param("PutObject", "*.distcp", SMALL, marks=THREADS_GO_ON, id="whole"),
+            pytest.param("PutObject", "*/.manifest.*", SMALL, id="manifest"),
+        ],
+    )
+    def test_an_interrupted_save_ends_soon_and_cleans_up(
+        self, interrupt, store, direct, operation, path, nbytes
+    ):
+        long = {**HASTY, "read_timeout": 60.0, "stall_timeout": 60.0}
+        where = {"operation": operation, "path": path, "times": 1}
+        status, outcome, uri = interrupt("save", Stall("answer"), nbytes, long, **where)
+        assert status == 0, "it goes on waiting"
+        assert outcome["error"] is not None
+        assert outcome["threads"] == []
+        assert load_step(uri, direct, nbytes) == 1
+        store.assert_tidy()
+
+    @THREADS_GO_ON
+    def test_an_interrupted_load_ends_soon(self, interrupt):
+        long = {**HASTY, "read_timeout": 60.0, "stall_timeout": 60.0}
+        where = {"operation": "GetObject", "path": "*.distcp"}
+        status, outcome, _ = interrupt("load", Stall("answer"), SMALL, long, **where)
+        assert status == 0, "it goes on waiting"
+        assert outcome["threads"] == []
+
+    @pytest.mark.xfail(strict=True, reason="KeyboardInterrupt comes out as RanksFailedError")
+    @pytest.mark.parametrize("job", ["save", "load"])
+    def test_an_interrupt_stays_an_interrupt(self, interrupt, job):
+        """A training loop that survives any Exception must not survive Ctrl-C."""
+        operation = {"save": "PutObject", "load": "GetObject"}[job]
+        where = {"operation": operation, "path": "*.distcp"}
+        status, outcome, _ = interrupt(job, Stall("answer"), SMALL, HASTY, **where)
+        assert (status, outcome["error"]) == (0, "KeyboardInterrupt")
+
+    @THREADS_GO_ON
+    def test_what_was_on_its_way_does_not_arrive_after_the_clean_up(self, interrupt, store, direct):
+        """The store takes the request late: the object must not outlive the interrupted save."""
+        long = {**HASTY, "read_timeout": 60.0, "stall_timeout": 60.0}
+        where = {"operation": "PutObject", "path": "*.distcp", "times": 1}
+        status, outcome, uri = interrupt("save", Delay(1.0, "request"), SMALL, long, **where)
+        assert status == 0
+        assert outcome["error"] is not None
+        assert load_step(uri, direct, SMALL) == 1
+        store.assert_tidy()
+
+
+class TestThreads:
+    def outcome_of(self, case: str, saved, proxy, hasty) -> None:
+        uri = saved(BIG)
+        if case == "save":
+            cloudckpt.save(filled(2), checkpoint_id=uri, config=hasty)
+        elif case == "failed save":
+            proxy.inject(internal_error(), operation="UploadPart", skip=1)
+            with pytest.raises(ServerError):
+                cloudckpt.save(filled(2), checkpoint_id=uri, config=hasty)
+        elif case == "stalled save":
+            proxy.inject(Stall("answer"), operation="UploadPart")
+            with pytest.raises(ConnectionLostError):
+                cloudckpt.save(filled(2), checkpoint_id=uri, config=hasty)
+        elif case == "load":
+            assert load_step(uri, hasty) == 1
+        elif case == "failed load":
+            proxy.inject(internal_error(), operation="GetObject", path="*.distcp")
+            with pytest.raises(ServerError):
+                load_step(uri, hasty)
+        elif case == "stalled load":
+            proxy.inject(Stall("body", after=MIB), operation="GetObject", path="*.distcp")
+            with pytest.raises(ConnectionLostError):
+                load_step(uri, hasty)
+        elif case == "corrupt load":
+            proxy.inject(Corrupt(at=MIB), operation="GetObject", path="*.distcp")
+            with pytest.raises(CheckpointCorruptError):
+                load_step(uri, hasty)
+        elif case == "async save":
+            cloudckpt.async_save(filled(2), checkpoint_id=uri, config=hasty).result(60)
+
+    CASES = (
+        "save", "failed save", "stalled save", "async save",
+        "load", "failed load", "stalled load", "corrupt load",
+    )  # fmt: skip
+
+    @pytest.mark.parametrize("case", CASES)
+    def test_no_transfer_outlives_its_call(self, saved, proxy, hasty, case):
+        self.outcome_of(case, saved, proxy, hasty)
+        assert busy_threads() == []
+
+    def test_failures_leak_no_sockets(self, saved, proxy, hasty):
+        def sockets() -> int:
+            links = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
+            return sum(os.path.islink(p) and os.readlink(p).startswith("socket") for p in links)
+
+        uri = saved(BIG)
+        proxy.inject(internal_error(), operation="UploadPart")
+        counts = []
+        for _ in range(6):
+            with pytest.raises(ServerError):
+                cloudckpt.save(filled(2), checkpoint_id=uri, config=hasty)
+            assert proxy.wait_idle()
+            counts.append(sockets())
+        assert counts[-1] <= counts[1] + 2, counts

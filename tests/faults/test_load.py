@@ -1,0 +1,421 @@
+"""Loads while requests fail, bytes get damaged on their way, and objects change or go."""
+
+import io
+import logging
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import cloudckpt
+from cloudckpt import (
+    AccessDeniedError,
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    ConnectionLostError,
+    ServerError,
+    StoreError,
+    ThrottledError,
+)
+from cloudckpt.config import MIB
+from cloudckpt.testing.proxy import Hop
+from cloudckpt.testing.servers import free_port
+from cloudckpt.testing.wire_faults import (
+    Corrupt,
+    Delay,
+    Drip,
+    Reset,
+    Stall,
+    Truncate,
+    internal_error,
+    s3_error,
+    slow_down,
+    too_many_requests,
+)
+
+from .states import ATTEMPTS, BIG, SMALL, filled, impatient, load_step, step_of
+
+# every kind of request that a load makes
+READS = {"metadata": "*/.metadata", "manifest": "*/.manifest.*", "data": "*.distcp"}
+FAULTS = {
+    "reset": Reset("request"),
+    "lost answer": Reset("answer"),
+    "reset within the body": Reset("body", after=200),
+    "cut answer": Truncate(after=200),
+    "slow down": slow_down(retry_after=0),
+    "internal error": internal_error(),
+    "too many requests": too_many_requests(),
+    "late answer": Delay(0.2),
+}
+LASTING = {
+    "reset": ConnectionLostError,
+    "cut answer": ConnectionLostError,
+    "slow down": ThrottledError,
+    "internal error": ServerError,
+    "denied": AccessDeniedError,
+    "key disabled": StoreError,
+}
+LASTING_FAULTS = {
+    **FAULTS,
+    "cut answer": Truncate(after=0),  # a byte would be progress
+    "denied": s3_error(403, "AccessDenied"),
+    "key disabled": s3_error(400, "KMS.DisabledException"),
+}
+
+
+@pytest.fixture
+def saved(store, direct):
+    """Saves step 1; returns its URI."""
+
+    def saved(nbytes: int = SMALL) -> str:
+        uri = store.uri("run/latest")
+        cloudckpt.save(filled(1, nbytes), checkpoint_id=uri, config=direct)
+        return uri
+
+    return saved
+
+
+class TestPassingFaults:
+    @pytest.mark.parametrize("fault", FAULTS)
+    @pytest.mark.parametrize("read", READS)
+    def test_a_load_outlives_a_fault_of_any_request(self, saved, proxy, shaky, read, fault):
+        uri = saved()
+        rule = proxy.inject(FAULTS[fault], operation="GetObject", path=READS[read], times=2)
+        assert load_step(uri, shaky, SMALL) == 1
+        assert rule.injected == 2 or fault == "late answer"
+
+    @pytest.mark.parametrize("moment", ["request", "answer", "body"])
+    @pytest.mark.parametrize("read", READS)
+    def test_a_stalled_request_is_sent_again(self, saved, proxy, read, moment):
+        uri = saved()
+        config = impatient(proxy.url, read_timeout=0.4, stall_timeout=0.4)
+        stall = Stall(moment, after=100)
+        rule = proxy.inject(stall, operation="GetObject", path=READS[read], times=1)
+        assert load_step(uri, config, SMALL) == 1
+        assert rule.injected == 1
+
+    def test_a_body_that_comes_byte_by_byte_is_given_up_and_asked_for_again(self, saved, proxy):
+        uri = saved()
+        config = impatient(proxy.url, stall_timeout=0.4)  # no wait for a byte is that long
+        rule = proxy.inject(Drip(0.05), operation="GetObject", path="*.distcp", times=1)
+        assert load_step(uri, config, SMALL) == 1
+        assert rule.injected == 1
+        assert len(proxy.requests("GetObject", "*.distcp")) > 2
+
+    @pytest.mark.parametrize(
+        ("fault", "received"),
+        [
+            (Truncate(after=3 * MIB + 123), range(3 * MIB + 123, 3 * MIB + 124)),
+            (Reset("body", after=3 * MIB + 123), range(2 * MIB, 3 * MIB + 124)),
+            (Stall("body", after=3 * MIB + 123), range(2 * MIB, 3 * MIB + 124)),
+        ],
+        ids=["cut", "reset", "stalled"],
+    )
+    def test_a_broken_range_goes_on_behind_what_arrived(self, saved, proxy, fault, received):
+        uri = saved(BIG)
+        config = impatient(proxy.url, read_timeout=0.5, stall_timeout=0.5)
+
+        def is_weight(request):
+            span = request.byte_range
+            return span is not None and span[1] - span[0] >= 5 * MIB
+
+        rule = proxy.inject(fault, operation="GetObject", where=is_weight, times=1)
+        assert load_step(uri, config) == 1
+        assert rule.injected == 1
+        whole = next(filter(is_weight, proxy.requests("GetObject")))
+        start, stop = whole.byte_range
+        [resumed] = [
+            request.byte_range[0]
+            for request in proxy.requests("GetObject", whole.path)
+            if request.byte_range[1] == stop and request.number != whole.number
+        ]
+        assert resumed - start in received
+
+    def test_many_breaks_of_one_range_add_up_to_the_whole(self, saved, proxy, direct):
+        uri = saved(BIG)
+        config = impatient(proxy.url, retry=direct.retry.__class__(attempts=20, base=0, cap=0))
+        proxy.inject(Truncate(after=MIB // 2), operation="GetObject", path="*.distcp", times=10)
+        assert load_step(uri, config) == 1
+
+    def test_a_storm_of_slow_downs_is_sat_out(self, saved, proxy, direct):
+        uri = saved(BIG)
+        config = impatient(proxy.url, retry=direct.retry.__class__(attempts=30, base=0, cap=0.01))
+        storm = proxy.inject(slow_down(retry_after=0), probability=0.5)
+        for _ in range(3):
+            assert load_step(uri, config) == 1
+        assert storm.injected >= 3
+
+
+class TestLastingFaults:
+    @pytest.mark.timeout(60)
+    @pytest.mark.parametrize("fault", LASTING)
+    @pytest.mark.parametrize("read", READS)
+    def test_the_load_fails_by_name_after_a_bounded_number_of_tries(
+        self, saved, proxy, shaky, read, fault
+    ):
+        uri = saved()
+        proxy.inject(LASTING_FAULTS[fault], operation="GetObject", path=READS[read])
+        with pytest.raises(LASTING[fault]) as caught:
+            load_step(uri, shaky, SMALL)
+        assert caught.value.uri.startswith(uri)
+        assert not isinstance(caught.value, CheckpointCorruptError)
+        tries = Counter(request.target for request in proxy.requests("GetObject", READS[read]))
+        assert 1 <= max(tries.values()) <= ATTEMPTS
+
+    @pytest.mark.timeout(60)
+    @pytest.mark.parametrize("moment", ["request", "answer", "body"])
+    @pytest.mark.parametrize("read", READS)
+    def test_a_stall_for_good_ends_the_load(self, saved, proxy, read, moment):
+        uri = saved()
+        config = impatient(proxy.url, read_timeout=0.3, stall_timeout=0.3)
+        proxy.inject(Stall(moment, after=0), operation="GetObject", path=READS[read])
+        with pytest.raises(ConnectionLostError) as caught:
+            load_step(uri, config, SMALL)
+        assert caught.value.uri.startswith(uri)
+        assert "gave up after 4 tries" in str(caught.value)
+
+    @pytest.mark.timeout(60)
+    def test_an_endpoint_that_refuses_connections_ends_the_load(self, store):
+        config = impatient(f"http://127.0.0.1:{free_port()}")
+        with pytest.raises(ConnectionLostError, match="refused"):
+            load_step(store.uri("run"), config, SMALL)
+
+
+class TestDamageOnTheWay:
+    @pytest.mark.parametrize("at", [0, SMALL // 2, -1])
+    def test_data_that_was_damaged_once_is_fetched_again(self, saved, proxy, shaky, caplog, at):
+        uri = saved()
+        rule = proxy.inject(Corrupt(at), operation="GetObject", path="*.distcp", times=1)
+        with caplog.at_level(logging.WARNING, logger="cloudckpt"):
+            assert load_step(uri, shaky, SMALL) == 1
+        assert rule.injected == 1
+        assert "fetched again" in caplog.text
+
+    @pytest.mark.parametrize("read", ["metadata", "manifest"])
+    def test_metadata_that_was_damaged_once_is_fetched_again(self, saved, proxy, shaky, read):
+        uri = saved()
+        rule = proxy.inject(Corrupt(100), operation="GetObject", path=READS[read], times=1)
+        assert load_step(uri, shaky, SMALL) == 1
+        assert rule.injected == 1
+
+    def test_data_that_is_damaged_twice_is_reported_with_item_object_and_range(
+        self, saved, proxy, shaky
+    ):
+        uri = saved(BIG)
+        at = 4 * MIB + 77
+
+        def holds_weight(request):
+            span = request.byte_range
+            return span is not None and span[1] - span[0] >= 5 * MIB
+
+        proxy.inject(Corrupt(at), operation="GetObject", where=holds_weight, times=2)
+        with pytest.raises(CheckpointCorruptError) as caught:
+            load_step(uri, shaky)
+        assert caught.value.item == "weight"
+        asked = next(filter(holds_weight, proxy.requests("GetObject")))
+        assert caught.value.uri == f"s3:/{asked.path}"
+        found = re.search(r"bytes (\d+) to (\d+) of the object", str(caught.value))
+        first, last = int(found[1]), int(found[2])
+        assert first <= asked.byte_range[0] + at < last
+        assert last - first <= MIB
+
+    def test_data_that_is_damaged_twice_passes_if_nobody_wants_to_know(self, saved, proxy):
+        uri = saved()
+        proxy.inject(Corrupt(SMALL // 2), operation="GetObject", path="*.distcp")
+        config = impatient(proxy.url, verify=False)
+        with pytest.raises(AssertionError, match="a mix of steps"):
+            load_step(uri, config, SMALL)
+
+
+@dataclass(frozen=True)
+class _Break(Truncate):
+    """Breaks off an answer, and changes the store before the client can ask again."""
+
+    change: object = None
+
+    def inflict(self, hop: Hop) -> None:
+        answer = hop.forward()
+        self.change()
+        hop.send(answer, stop=self.after)
+        hop.hang_up()
+
+
+class TestDamageInTheStore:
+    @pytest.fixture
+    def weight(self, store):
+        """The key of the object that holds ``weight``, and its bytes."""
+
+        def weight() -> tuple[str, bytes]:
+            held = {key: store.get(key) for key in store.objects() if key.endswith(".distcp")}
+            key = max(held, key=lambda name: len(held[name]))
+            return key, held[key]
+
+        return weight
+
+    def test_an_object_that_is_gone_is_named(self, saved, store, direct, weight):
+        uri = saved()
+        key, _ = weight()
+        store.delete(key)
+        with pytest.raises(CheckpointCorruptError, match="is gone") as caught:
+            load_step(uri, direct, SMALL)
+        assert (caught.value.uri, caught.value.item) == (f"s3://{store.bucket}/{key}", "weight")
+
+    @pytest.mark.parametrize("left", [0, 1000, -1])
+    def test_an_object_that_was_truncated_is_named(self, saved, store, direct, weight, left):
+        uri = saved()
+        key, data = weight()
+        store.put(key, data[:left])
+        with pytest.raises(CheckpointCorruptError) as caught:
+            load_step(uri, direct, SMALL)
+        assert (caught.value.uri, caught.value.item) == (f"s3://{store.bucket}/{key}", "weight")
+
+    def test_an_object_that_grew_is_named(self, saved, store, direct, weight):
+        uri = saved()
+        key, data = weight()
+        store.put(key, data + b"more")
+        with pytest.raises(CheckpointCorruptError, match="instead of") as caught:
+            load_step(uri, direct, SMALL)
+        assert (caught.value.uri, caught.value.item) == (f"s3://{store.bucket}/{key}", "weight")
+
+    def test_an_object_with_other_bytes_is_named(self, saved, store, direct, weight):
+        uri = saved()
+        key, data = weight()
+        at = len(data) // 2
+        store.put(key, data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        with pytest.raises(CheckpointCorruptError, match="twice") as caught:
+            load_step(uri, direct, SMALL)
+        assert (caught.value.uri, caught.value.item) == (f"s3://{store.bucket}/{key}", "weight")
+
+    def test_an_object_that_is_replaced_while_it_is_read_is_named(
+        self, saved, store, proxy, weight
+    ):
+        uri = saved(BIG)
+        key, data = weight()
+        config = impatient(proxy.url, request_size=MIB, connections=1)
+        other = data[:-1] + bytes([data[-1] ^ 1])
+        breaking = _Break(after=MIB, change=lambda: store.put(key, other))
+        proxy.inject(breaking, operation="GetObject", path=f"*/{key}", skip=1, times=1)
+        with pytest.raises(CheckpointCorruptError, match="replaced") as caught:
+            load_step(uri, config)
+        assert (caught.value.uri, caught.value.item) == (f"s3://{store.bucket}/{key}", "weight")
+
+    @pytest.mark.parametrize("damage", ["flipped", "cut", "emptied", "garbage", "swapped"])
+    @pytest.mark.parametrize("suffix", [".metadata", ".json"])
+    def test_damaged_metadata_is_named(self, saved, store, direct, suffix, damage):
+        uri = saved()
+        key = store.key(suffix)
+        data = store.get(key)
+        store.put(
+            key,
+            {
+                "flipped": data[:300] + bytes([data[300] ^ 0x40]) + data[301:],
+                "cut": data[: len(data) // 2],
+                "emptied": b"",
+                "garbage": bytes(range(256)),
+                "swapped": store.get(
+                    store.key({".metadata": ".json", ".json": ".metadata"}[suffix])
+                ),
+            }[damage],
+        )
+        with pytest.raises(CheckpointCorruptError) as caught:
+            load_step(uri, direct, SMALL)
+        assert caught.value.uri == f"s3://{store.bucket}/{key}"
+
+    @pytest.mark.parametrize("at", range(0, 1000, 37))
+    def test_a_flipped_bit_of_the_metadata_never_passes(self, saved, store, direct, at):
+        uri = saved()
+        key = store.key(".metadata")
+        data = bytearray(store.get(key))
+        trailer = 31  # behind the pickle; without it the pickle still is what it was
+        data[at % (len(data) - trailer)] ^= 1 << (at % 8)
+        store.put(key, bytes(data))
+        with pytest.raises(CheckpointCorruptError):
+            load_step(uri, direct, SMALL)
+
+    def test_a_manifest_that_is_gone_is_named_and_can_be_done_without(
+        self, saved, store, s3_url, direct
+    ):
+        uri = saved()
+        key = store.key(".json")
+        store.delete(key)
+        with pytest.raises(CheckpointCorruptError, match=r"verify=False") as caught:
+            load_step(uri, direct, SMALL)
+        assert caught.value.uri == f"s3://{store.bucket}/{key}"
+        assert load_step(uri, impatient(s3_url, verify=False), SMALL) == 1
+
+    def test_a_manifest_of_another_checkpoint_is_not_believed(self, saved, store, direct):
+        saved()
+        mine = store.key(".json")
+        other = store.uri("run/other")
+        cloudckpt.save(filled(2, SMALL), checkpoint_id=other, config=direct)
+        [theirs] = [k for k in store.objects() if k.endswith(".json") and "/other/" in k]
+        store.put(theirs, store.get(mine))
+        with pytest.raises(CheckpointCorruptError) as caught:
+            load_step(other, direct, SMALL)
+        assert caught.value.uri == f"s3://{store.bucket}/{theirs}"
+
+    def test_without_metadata_there_is_no_checkpoint(self, saved, store, direct):
+        uri = saved()
+        store.delete(store.key(".metadata"))
+        with pytest.raises(CheckpointNotFoundError, match="interrupted") as caught:
+            load_step(uri, direct, SMALL)
+        assert caught.value.uri == uri
+
+    def test_a_checkpoint_of_torch_that_is_replaced_between_two_tries_is_not_mixed(
+        self, store, proxy, direct, tmp_path
+    ):
+        """torch's writers use the same names for every checkpoint, and write no checksums."""
+        objects = {}
+        for step in (1, 2):
+            folder = tmp_path / str(step)
+            dcp.save(filled(step), checkpoint_id=folder, no_dist=True)
+            objects[step] = {path.name: path.read_bytes() for path in folder.iterdir()}
+        uri = store.uri("run/torch")
+        prefix = uri.removeprefix(f"s3://{store.bucket}/")
+
+        def upload(step: int) -> None:
+            for name, data in objects[step].items():
+                store.put(f"{prefix}/{name}", data)
+
+        upload(1)
+        breaking = _Break(after=3 * MIB, change=lambda: upload(2))
+        rule = proxy.inject(
+            breaking,
+            operation="GetObject",
+            where=lambda r: r.byte_range is not None and r.byte_range[1] - r.byte_range[0] > MIB,
+            times=1,
+        )
+        state = filled(-1)
+        with pytest.raises(CheckpointCorruptError):
+            cloudckpt.load(state, checkpoint_id=uri, config=impatient(proxy.url))
+        assert rule.injected == 1
+
+
+def test_a_checkpoint_of_torch_loads_through_faults_too(store, proxy, shaky, tmp_path):
+    dcp.save(filled(3), checkpoint_id=tmp_path, no_dist=True)
+    uri = store.uri("run/torch")
+    for path in tmp_path.iterdir():
+        store.put(f"{uri.removeprefix(f's3://{store.bucket}/')}/{path.name}", path.read_bytes())
+    rule = proxy.inject(Truncate(after=1000), operation="GetObject", path="*.distcp", times=3)
+    state = filled(-1)
+    cloudckpt.load(state, checkpoint_id=uri, config=shaky)
+    assert step_of(state) == 3
+    assert rule.injected == 3
+
+
+def test_a_damaged_checkpoint_of_torch_is_refused(store, direct, tmp_path):
+    """Without a manifest, damage may look like a pickle that is not allowed."""
+    dcp.save({"step": [1, 2, 3], "w": torch.ones(4)}, checkpoint_id=tmp_path, no_dist=True)
+    uri = store.uri("run/torch")
+    folder = uri.removeprefix(f"s3://{store.bucket}/")
+    for path in tmp_path.iterdir():
+        data = path.read_bytes()
+        if path.suffix == ".distcp":
+            data = data[:200] + bytes(64) + data[264:]
+        store.put(f"{folder}/{path.name}", data)
+    state = {"step": io.BytesIO(), "w": torch.zeros(4)}
+    with pytest.raises((CheckpointCorruptError, cloudckpt.UntrustedPickleError)):
+        cloudckpt.load(state, checkpoint_id=uri, config=direct)

@@ -1,0 +1,240 @@
+"""Checkpoints of somebody who wants his code to run here."""
+
+import io
+import pickle
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+import cloudckpt
+from cloudckpt import CheckpointCorruptError, UntrustedPickleError
+from cloudckpt.checkpoint.metadata import dump_metadata
+from cloudckpt.checkpoint.torch_private import StorageInfo
+
+
+class Exploit:
+    """Leaves a mark when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self):
+        return Path.touch, (self.mark,)
+
+
+class Custom:
+    """Harmless, and unknown to torch."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+@pytest.fixture
+def mark(tmp_path) -> Path:
+    """A file that is there once foreign code has run."""
+    return tmp_path / "pwned"
+
+
+def metadata_of(item: str, entry, length: int, **more) -> Metadata:
+    index = MetadataIndex(item) if isinstance(entry, BytesStorageMetadata) else None
+    index = index or MetadataIndex(item, torch.Size([0]))
+    places = {index: StorageInfo("__0_0.distcp", 0, length)}
+    return Metadata({item: entry}, None, places, StorageMeta(), **more)
+
+
+def tensor_entry() -> TensorStorageMetadata:
+    chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))
+    return TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([4]), [chunk])
+
+
+def saved_bytes(thing) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(thing, buffer)
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def plant(store):
+    """Writes a checkpoint of one item by hand; returns its URI."""
+
+    def plant(metadata, item: bytes) -> str:
+        uri = store.uri("run/foreign")
+        folder = uri.removeprefix(f"s3://{store.bucket}/")
+        store.put(f"{folder}/__0_0.distcp", item)
+        data = metadata if isinstance(metadata, bytes) else dump_metadata(metadata)
+        store.put(f"{folder}/.metadata", data)
+        return uri
+
+    return plant
+
+
+def hostile_metadata(place: str, mark: Path) -> bytes:
+    """Metadata with an exploit in one of its places."""
+    exploit = Exploit(mark)
+    honest = metadata_of("w", tensor_entry(), len(saved_bytes(torch.ones(4))))
+    if place == "instead":
+        return pickle.dumps(exploit)
+    if place == "appended":
+        return pickle.dumps(exploit, protocol=2)[:-1] + b"0" + pickle.dumps(honest, protocol=2)[2:]
+    if place == "entry":
+        honest.state_dict_metadata["x"] = exploit
+    elif place == "planner data":
+        honest.planner_data = exploit
+    elif place == "storage data":
+        honest.storage_data["x"] = exploit
+    elif place == "save id":
+        honest.storage_meta.save_id = exploit
+    return pickle.dumps(honest)
+
+
+class TestMetadata:
+    @pytest.mark.parametrize(
+        "place", ["instead", "appended", "entry", "planner data", "storage data", "save id"]
+    )
+    def test_code_in_the_metadata_does_not_run(self, plant, direct, mark, place):
+        uri = plant(hostile_metadata(place, mark), saved_bytes(torch.ones(4)))
+        with pytest.raises(UntrustedPickleError, match="trust_pickle=True") as caught:
+            cloudckpt.load({"w": torch.zeros(4)}, checkpoint_id=uri, config=direct)
+        assert not mark.exists()
+        assert caught.value.uri == f"{uri}/.metadata"
+        assert "touch" in str(caught.value) or "getattr" in str(caught.value)
+
+    def test_the_exploit_is_alive_for_whoever_trusts_it(self, plant, direct, mark):
+        uri = plant(hostile_metadata("planner data", mark), saved_bytes(torch.ones(4)))
+        state = {"w": torch.zeros(4)}
+        cloudckpt.load(state, checkpoint_id=uri, config=direct, trust_pickle=True)
+        assert mark.exists()
+        assert torch.equal(state["w"], torch.ones(4))
+
+    def test_a_checksum_makes_an_exploit_no_better(self, plant, direct, mark):
+        honest = metadata_of("w", tensor_entry(), 10)
+        honest.planner_data = Exploit(mark)
+        uri = plant(dump_metadata(honest), saved_bytes(torch.ones(4)))
+        with pytest.raises(UntrustedPickleError):
+            cloudckpt.load({"w": torch.zeros(4)}, checkpoint_id=uri, config=direct)
+        assert not mark.exists()
+
+    @pytest.mark.parametrize("name", ["system", "os.system", "posix.system", "eval", "__import__"])
+    @pytest.mark.parametrize("module", ["os", "builtins", "torch", "pathlib", "collections"])
+    def test_no_spelling_of_a_name_gets_past_the_list(self, plant, direct, mark, module, name):
+        def short(text):
+            return b"\x8c" + bytes([len(text)]) + text.encode()
+
+        run = f"__import__('pathlib').Path({str(mark)!r}).touch()"
+        call = b"\x80\x04" + short(module) + short(name) + b"\x93" + b"X"
+        call += struct.pack("<I", len(run)) + run.encode() + b"\x85R."
+        uri = plant(call, b"")
+        with pytest.raises(UntrustedPickleError):
+            cloudckpt.load({"w": torch.zeros(4)}, checkpoint_id=uri, config=direct)
+        assert not mark.exists()
+
+    @pytest.mark.parametrize("kind", ["Metadata", "ChunkStorageMetadata", "TensorProperties"])
+    def test_the_classes_of_this_process_are_not_changed(self, plant, direct, kind):
+        """BUILD sets attributes of whatever is on the stack, and that may be a class."""
+        call = b"\x80\x02" + f"ctorch.distributed.checkpoint.metadata\n{kind}\n".encode()
+        call += b"N}X\x08\x00\x00\x00pollutedK\x01s\x86b."
+        uri = plant(call, b"")
+        cls = getattr(dcp.metadata, kind)
+        try:
+            with pytest.raises((UntrustedPickleError, CheckpointCorruptError)):
+                cloudckpt.load({"w": torch.zeros(4)}, checkpoint_id=uri, config=direct)
+            assert not hasattr(cls, "polluted")
+        finally:
+            if hasattr(cls, "polluted"):
+                del cls.polluted
+
+    @pytest.mark.parametrize(
+        "name", ["../other/__0_0.distcp", "/etc/passwd", "a/../../b", "./x", "a//b", "a\nb", ""]
+    )
+    def test_metadata_that_leads_out_of_the_checkpoint_is_refused(self, plant, direct, name):
+        metadata = metadata_of("w", tensor_entry(), 10)
+        metadata.storage_data = {index: StorageInfo(name, 0, 10) for index in metadata.storage_data}
+        uri = plant(metadata, saved_bytes(torch.ones(4)))
+        with pytest.raises(CheckpointCorruptError, match="outside of the checkpoint"):
+            cloudckpt.load({"w": torch.zeros(4)}, checkpoint_id=uri, config=direct)
+
+    def test_a_save_over_it_runs_no_code_and_deletes_nothing_elsewhere(
+        self, plant, store, direct, mark
+    ):
+        """A save reads the metadata that it replaces, to delete that checkpoint's objects."""
+        outside = store.uri("run/other/precious").removeprefix(f"s3://{store.bucket}/")
+        store.put(outside, b"precious")
+        metadata = metadata_of("w", tensor_entry(), 10)
+        metadata.storage_data = {
+            index: StorageInfo("../other/precious", 0, 10) for index in metadata.storage_data
+        }
+        metadata.planner_data = Exploit(mark)
+        uri = plant(metadata, b"x")
+        cloudckpt.save({"w": torch.ones(4)}, checkpoint_id=uri, config=direct)
+        assert not mark.exists()
+        assert store.get(outside) == b"precious"
+        state = {"w": torch.zeros(4)}
+        cloudckpt.load(state, checkpoint_id=uri, config=direct)
+        assert torch.equal(state["w"], torch.ones(4))
+
+
+class TestItems:
+    def test_code_in_an_item_does_not_run(self, store, direct, mark):
+        uri = store.uri("run/items")
+        cloudckpt.save({"x": Exploit(mark)}, checkpoint_id=uri, config=direct)
+        with pytest.raises(UntrustedPickleError, match="trust_pickle=True") as caught:
+            cloudckpt.load({"x": None}, checkpoint_id=uri, config=direct)
+        assert not mark.exists()
+        assert caught.value.item == "x"
+        cloudckpt.load({"x": None}, checkpoint_id=uri, config=direct, trust_pickle=True)
+        assert mark.exists(), "the exploit must be a real one"
+
+    def test_code_in_the_place_of_a_tensor_does_not_run(self, plant, direct, mark):
+        item = saved_bytes(Exploit(mark))
+        uri = plant(metadata_of("w", tensor_entry(), len(item)), item)
+        with pytest.raises(UntrustedPickleError) as caught:
+            cloudckpt.load({"w": torch.zeros(4)}, checkpoint_id=uri, config=direct)
+        assert not mark.exists()
+        assert caught.value.item == "w"
+
+    @pytest.mark.parametrize("protocol", [0, 2, 4])
+    def test_code_in_an_item_of_the_old_format_does_not_run(self, plant, direct, mark, protocol):
+        buffer = io.BytesIO()
+        torch.save(
+            Exploit(mark), buffer, pickle_protocol=protocol, _use_new_zipfile_serialization=False
+        )
+        uri = plant(metadata_of("x", BytesStorageMetadata(), buffer.tell()), buffer.getvalue())
+        with pytest.raises((UntrustedPickleError, CheckpointCorruptError)):
+            cloudckpt.load({"x": None}, checkpoint_id=uri, config=direct)
+        assert not mark.exists()
+
+    def test_a_bare_pickle_as_an_item_does_not_run(self, plant, direct, mark):
+        data = pickle.dumps(Exploit(mark))
+        uri = plant(metadata_of("x", BytesStorageMetadata(), len(data)), data)
+        with pytest.raises((UntrustedPickleError, CheckpointCorruptError)):
+            cloudckpt.load({"x": None}, checkpoint_id=uri, config=direct)
+        assert not mark.exists()
+
+    def test_an_own_class_loads_once_it_is_trusted(self, store, direct):
+        uri = store.uri("run/custom")
+        cloudckpt.save({"x": Custom(7)}, checkpoint_id=uri, config=direct)
+        with pytest.raises(UntrustedPickleError, match="Custom"):
+            cloudckpt.load({"x": None}, checkpoint_id=uri, config=direct)
+        state = {"x": None}
+        cloudckpt.load(state, checkpoint_id=uri, config=direct, trust_pickle=True)
+        assert state["x"].value == 7
+
+    def test_an_own_class_loads_once_torch_allows_it(self, store, direct):
+        uri = store.uri("run/custom")
+        cloudckpt.save({"x": Custom(7)}, checkpoint_id=uri, config=direct)
+        state = {"x": None}
+        with torch.serialization.safe_globals([Custom]):
+            cloudckpt.load(state, checkpoint_id=uri, config=direct)
+        assert state["x"].value == 7

@@ -1,0 +1,147 @@
+"""Two ranks over gloo: what befalls one is heard by both."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+import cloudckpt
+from cloudckpt import CheckpointNotFoundError, CloudCheckpointError
+from cloudckpt.testing.wire_faults import Call, Reset, internal_error, s3_error, slow_down
+
+from .states import BIG, filled, load_step, step_of
+
+
+@pytest.fixture
+def run(store, proxy, nursery, tmp_path):
+    """Saves with two ranks; ``meanwhile`` gets the children. Returns statuses, outcomes, URI."""
+
+    def run(meanwhile=lambda ranks: None):
+        uri = store.uri("run/ranks")
+        arguments = {
+            "rendezvous": str(tmp_path / "rendezvous"),
+            "uri": uri,
+            "endpoint": proxy.url,
+            "step": 1,
+            "nbytes": BIG,
+        }
+        with (
+            nursery.child("save_as_rank", rank=0, **arguments) as zero,
+            nursery.child("save_as_rank", rank=1, **arguments) as one,
+        ):
+            meanwhile({0: zero, 1: one})
+            ends = [zero.wait(), one.wait()]
+        return [status for status, _ in ends], [outcome for _, outcome in ends], uri
+
+    return run
+
+
+def load_ranks(uri: str, config) -> list[dict]:
+    """The states of both ranks."""
+    state = {f"{name}.{rank}": value for rank in (0, 1) for name, value in filled(-1).items()}
+    cloudckpt.load(state, checkpoint_id=uri, config=config)
+    names = ("weight", "bias", "step")
+    return [{name: state[f"{name}.{rank}"] for name in names} for rank in (0, 1)]
+
+
+class TestFaults:
+    @pytest.mark.parametrize("rank", [0, 1])
+    @pytest.mark.parametrize(
+        "fault", [Reset("request", after=1000), Reset("answer"), slow_down(0)],
+        ids=["reset", "lost answer", "slow down"],
+    )  # fmt: skip
+    def test_both_ranks_outlive_a_passing_fault_of_one(
+        self, run, store, proxy, direct, rank, fault
+    ):
+        rule = proxy.inject(fault, operation="UploadPart", path=f"*/__{rank}_*", times=2)
+        statuses, outcomes, uri = run()
+        assert statuses == [0, 0]
+        assert [outcome["error"] for outcome in outcomes] == [None, None]
+        assert rule.injected == 2
+        assert [step_of(state) for state in load_ranks(uri, direct)] == [1, 1]
+        store.assert_tidy()
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    @pytest.mark.parametrize("operation", ["UploadPart", "CompleteMultipartUpload"])
+    def test_both_ranks_raise_the_error_of_one_and_leave_no_trace(
+        self, run, store, proxy, direct, rank, operation
+    ):
+        denied = s3_error(403, "AccessDenied")
+        proxy.inject(denied, operation=operation, path=f"*/__{rank}_*")
+        statuses, outcomes, _ = run()
+        assert statuses == [0, 0]
+        assert [outcome["error"] for outcome in outcomes] == ["AccessDeniedError"] * 2
+        assert all(f"/__{rank}_" in outcome["text"] for outcome in outcomes)
+        assert store.objects() == set()
+        assert store.uploads() == []
+
+    def test_ranks_that_fail_for_different_reasons_are_both_told_of(self, run, store, proxy):
+        proxy.inject(s3_error(403, "AccessDenied"), operation="UploadPart", path="*/__0_*")
+        proxy.inject(internal_error(), operation="UploadPart", path="*/__1_*")
+        statuses, outcomes, _ = run()
+        assert statuses == [0, 0]
+        assert [outcome["error"] for outcome in outcomes] == ["RanksFailedError"] * 2
+        for outcome in outcomes:
+            assert "rank 0: AccessDeniedError" in outcome["text"]
+            assert "rank 1: ServerError" in outcome["text"]
+        assert store.objects() == set()
+
+    def test_a_failed_commit_is_raised_on_both_and_leaves_no_trace(self, run, store, proxy):
+        denied = s3_error(403, "AccessDenied")
+        proxy.inject(denied, operation="PutObject", path="*/.metadata")
+        statuses, outcomes, _ = run()
+        assert statuses == [0, 0]
+        assert [outcome["error"] for outcome in outcomes] == ["AccessDeniedError"] * 2
+        assert store.objects() == set()
+
+
+class TestKilledRanks:
+    @pytest.fixture
+    def survive(self, run, proxy):
+        """Kills the victim at a request; returns what came of the other rank, and the URI."""
+
+        def survive(victim: int, operation: str):
+            ranks: dict = {}
+            born = threading.Event()
+
+            def kill(_) -> None:
+                assert born.wait(30)
+                os.kill(ranks[victim].pid, signal.SIGKILL)
+
+            def meanwhile(children) -> None:
+                ranks.update(children)
+                born.set()
+
+            proxy.inject(Call(kill), operation=operation, path=f"*/__{victim}_*", times=1)
+            statuses, outcomes, uri = run(meanwhile)
+            assert statuses[victim] == -signal.SIGKILL
+            assert statuses[1 - victim] == 0, "the surviving rank must raise, not hang"
+            return outcomes[1 - victim], uri
+
+        return survive
+
+    @pytest.mark.parametrize("victim", [0, 1])
+    @pytest.mark.parametrize("operation", ["CreateMultipartUpload", "UploadPart"])
+    def test_the_survivor_fails_soon_and_leaves_no_upload_open(
+        self, survive, store, direct, victim, operation
+    ):
+        outcome, uri = survive(victim, operation)
+        assert outcome["error"] is not None
+        assert outcome["threads"] == []
+        assert [key for key in store.uploads() if f"/__{1 - victim}_" in key] == []
+        with pytest.raises(CheckpointNotFoundError):
+            load_step(uri, direct)
+
+    @pytest.mark.xfail(strict=True, reason="the error of the process group escapes as it is")
+    @pytest.mark.parametrize("victim", [0, 1])
+    def test_the_survivor_fails_by_name(self, survive, victim):
+        outcome, uri = survive(victim, "UploadPart")
+        assert issubclass(getattr(cloudckpt, outcome["error"], Exception), CloudCheckpointError)
+        assert uri in outcome["text"]
+
+    @pytest.mark.xfail(strict=True, reason="only failures that torch has gathered are cleaned up")
+    def test_a_surviving_coordinator_deletes_its_objects(self, survive, store):
+        """It has not committed, and nobody else can: its objects are certainly not needed."""
+        survive(1, "UploadPart")
+        assert [key for key in store.objects() if "/__0_" in key] == []

@@ -1,0 +1,268 @@
+"""An HTTP server that answers as the test tells it, for what moto does not do."""
+
+import contextlib
+import http.server
+import socket
+import ssl
+import struct
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import pytest
+
+pytest.register_assert_rewrite("cloudckpt.testing.contract")
+
+CHUNK = 1 << 20
+
+
+@dataclass
+class Request:
+    """What arrived; ``port`` is the client's and tells connections apart."""
+
+    method: str
+    target: str
+    headers: Mapping[str, str]
+    body: bytes
+    port: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is sent back.
+
+    Attributes:
+        status: Of the answer.
+        headers: Besides Content-Length.
+        body: What is sent of the body.
+        size: Content-Length, if it is not that of ``body``.
+        repeat: How often ``body`` is sent.
+        hang_up: Close the connection behind the body, without having said so.
+        reset: Break the connection behind the body.
+        drip: Send the body byte by byte, until the client has enough of it.
+        mute: Close the connection instead of answering.
+        silent: Do not answer until the test is over.
+        deaf: Do not read the body of the request either.
+        framing: ``length``, ``chunked``, or ``none``: the body ends with the connection.
+    """
+
+    status: int = 200
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    size: int | None = None
+    repeat: int = 1
+    hang_up: bool = False
+    reset: bool = False
+    drip: bool = False
+    mute: bool = False
+    silent: bool = False
+    deaf: bool = False
+    framing: str = "length"
+
+
+class ScriptedServer(http.server.ThreadingHTTPServer):
+    """A stub: answers with what :meth:`answer` has queued, and remembers all requests."""
+
+    Answer = Answer
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, tls=None) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.scheme = "http"
+        if tls is not None:
+            self.socket = tls.wrap_socket(self.socket, server_side=True)
+            self.scheme = "https"
+        self.is_over = threading.Event()
+        self.reset_script()
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"{self.scheme}://127.0.0.1:{self.server_port}"
+
+    def reset_script(self) -> None:
+        self.requests: list[Request] = []
+        self.hung_up = threading.Event()
+        self.keep_bodies = True
+        self._queue: list[Answer] = []
+        self._respond: Callable[[Request], Answer] | None = None
+        self._lock = threading.Lock()
+
+    def answer(self, *answers: Answer, **single) -> None:
+        """Queues answers; or one, given by its fields."""
+        self._queue.extend(answers or [Answer(**single)])
+
+    def respond(self, function: Callable[[Request], Answer]) -> None:
+        """Answers all further requests by a function."""
+        self._respond = function
+
+    def next_answer(self, request: Request) -> Answer:
+        with self._lock:
+            self.requests.append(request)
+            if self._queue:
+                return self._queue.pop(0)
+        if self._respond is not None:
+            return self._respond(request)
+        return Answer(599, body=b"the test did not expect this request")
+
+    def peek(self) -> Answer | None:
+        with self._lock:
+            return self._queue[0] if self._queue else None
+
+    def handle_error(self, request, client_address) -> None:
+        """A client that goes away is part of the test."""
+
+    def stop(self) -> None:
+        self.is_over.set()
+        self.shutdown()
+        self.server_close()
+        self._thread.join()
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server: ScriptedServer
+
+    def handle_any(self) -> None:
+        upcoming = self.server.peek()
+        if upcoming is not None and upcoming.deaf:
+            self.server.next_answer(self._request(b""))
+            self.server.is_over.wait()
+            self.close_connection = True
+            return
+        answer = self.server.next_answer(self._request(self._body()))
+        if answer.silent or answer.mute:
+            if answer.silent:
+                self.server.is_over.wait()
+            self.close_connection = True
+            return
+        self.send_response(answer.status)
+        for name, value in answer.headers.items():
+            self.send_header(name, value)
+        size = len(answer.body) * answer.repeat if answer.size is None else answer.size
+        if answer.framing == "length":
+            self.send_header("Content-Length", str(size))
+        elif answer.framing == "chunked":
+            self.send_header("Transfer-Encoding", "chunked")
+        else:
+            self.close_connection = True
+        if answer.headers.get("Connection") == "close":
+            self.close_connection = True
+        self.end_headers()
+        if self.command != "HEAD":
+            self._send(answer)
+        if answer.reset:
+            linger = struct.pack("ii", 1, 0)
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        if answer.hang_up or answer.reset:
+            self.close_connection = True
+            with contextlib.suppress(OSError):
+                self.connection.shutdown(socket.SHUT_RDWR)
+            self.connection.close()
+            self.server.hung_up.set()
+
+    def __getattr__(self, name: str):
+        if name.startswith("do_"):
+            return self.handle_any
+        raise AttributeError(name)
+
+    def _request(self, body: bytes) -> Request:
+        return Request(self.command, self.path, self.headers, body, self.client_address[1])
+
+    def _body(self) -> bytes:
+        left = int(self.headers.get("Content-Length", 0))
+        if self.headers.get("Expect") == "100-continue":
+            self.send_response_only(100)
+            self.end_headers()
+        kept, memory = bytearray(), memoryview(bytearray(CHUNK))
+        while left:
+            count = self.rfile.readinto1(memory[: min(left, CHUNK)])
+            if not count:
+                raise ConnectionResetError
+            if self.server.keep_bodies:
+                kept += memory[:count]
+            left -= count
+        return bytes(kept)
+
+    def _send(self, answer: Answer) -> None:
+        if answer.drip:
+            for at in range(len(answer.body)):
+                self.wfile.write(answer.body[at : at + 1])
+                if self.server.is_over.wait(0.02):
+                    return
+        elif answer.framing == "chunked":
+            for at in range(0, len(answer.body), 1000):
+                piece = answer.body[at : at + 1000]
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+            self.wfile.write(b"0\r\n\r\n")
+        else:
+            for _ in range(answer.repeat):
+                self.wfile.write(answer.body)
+
+    def log_message(self, *arguments) -> None:
+        """Nothing is printed."""
+
+
+@pytest.fixture(scope="session")
+def stub_server():
+    """Makes servers, as a context manager."""
+
+    @contextlib.contextmanager
+    def run(tls=None):
+        server = ScriptedServer(tls)
+        yield server
+        server.stop()
+
+    return run
+
+
+@pytest.fixture
+def server(stub_server):
+    with stub_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def tls_files(tmp_path_factory):
+    """``(certificate, key)`` of a server at 127.0.0.1, signed by itself."""
+    import datetime
+    import ipaddress
+
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    folder = tmp_path_factory.mktemp("tls")
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "cloudckpt tests")])
+    today = datetime.datetime.now(datetime.timezone.utc)
+    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(today - datetime.timedelta(days=1))
+        .not_valid_after(today + datetime.timedelta(days=1))
+        .add_extension(address, critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    (folder / "cert.pem").write_bytes(certificate.public_bytes(pem))
+    (folder / "key.pem").write_bytes(
+        key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    return str(folder / "cert.pem"), str(folder / "key.pem")
+
+
+@pytest.fixture
+def tls_server(stub_server, tls_files):
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*tls_files)
+    with stub_server(context) as server:
+        yield server

@@ -1,0 +1,109 @@
+"""Every store keeps the contract of the seam."""
+
+import uuid
+from pathlib import Path
+
+import boto3
+import botocore.config
+import pytest
+
+from cloudckpt import Config, S3Options
+from cloudckpt.stores.local import LocalStore
+from cloudckpt.stores.memory import MemoryStore
+from cloudckpt.stores.s3 import S3Store
+from cloudckpt.testing.contract import StoreContract
+from cloudckpt.testing.faulty import FaultyStore
+
+
+class TestMemory(StoreContract):
+    @pytest.fixture
+    def store(self):
+        return MemoryStore(uuid.uuid4().hex)
+
+    def put_directly(self, store, key, data):
+        bucket = store._bucket
+        bucket.objects[key] = (data, f"directly-{next(bucket.versions)}")
+
+    def get_directly(self, store, key):
+        return store._bucket.objects[key][0]
+
+
+class TestFaultlessFaulty(TestMemory):
+    """A FaultyStore without faults is no other than the store beneath."""
+
+    @pytest.fixture
+    def store(self):
+        return FaultyStore(MemoryStore(uuid.uuid4().hex))
+
+    def put_directly(self, store, key, data):
+        super().put_directly(store.inner, key, data)
+
+    def get_directly(self, store, key):
+        return super().get_directly(store.inner, key)
+
+
+class TestLocal(StoreContract):
+    @pytest.fixture
+    def store(self):
+        return LocalStore()
+
+    @pytest.fixture
+    def prefix(self, tmp_path):
+        return f"{tmp_path}/"
+
+    def put_directly(self, store, key, data):
+        Path(key).parent.mkdir(parents=True, exist_ok=True)
+        Path(key).write_bytes(data)
+
+    def get_directly(self, store, key):
+        return Path(key).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def direct(s3_url):
+    # moto gives multipart objects a checksum that real S3 would not
+    config = botocore.config.Config(response_checksum_validation="when_required")
+    return boto3.client("s3", endpoint_url=s3_url, config=config)
+
+
+@pytest.fixture(scope="module")
+def s3_stores(s3_url, direct):
+    """Stores for all tests, with and without checksums: boto3 takes its time to begin."""
+    bucket = f"contract-{uuid.uuid4().hex[:12]}"
+    direct.create_bucket(Bucket=bucket)
+    stores = {}
+    for checksum in ("on", "off"):
+        options = S3Options(endpoint_url=s3_url, addressing_style="path", checksum=checksum)
+        stores[checksum] = S3Store(bucket, Config(s3=options))
+    yield stores
+    for store in stores.values():
+        store.close()
+
+
+class S3Contract(StoreContract):
+    checksum: str
+
+    @pytest.fixture
+    def store(self, s3_stores, direct):
+        self.client = direct
+        return s3_stores[self.checksum]
+
+    @pytest.fixture
+    def prefix(self):
+        return f"{uuid.uuid4().hex}/"
+
+    def put_directly(self, store, key, data):
+        self.client.put_object(Bucket=store.root.removeprefix("s3://"), Key=key, Body=data)
+
+    def get_directly(self, store, key):
+        bucket = store.root.removeprefix("s3://")
+        return self.client.get_object(Bucket=bucket, Key=key)["Body"].read()
+
+
+class TestS3WithChecksums(S3Contract):
+    checksum = "on"
+
+
+class TestS3WithoutChecksums(S3Contract):
+    checksum = "off"
+    object_count = 20  # the pages are those of the other variant

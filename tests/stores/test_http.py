@@ -1,0 +1,511 @@
+"""The HTTP layer: buffers go out and come in as they lie, and no connection holds a transfer up.
+
+Runs against the scripted stub of ``conftest.py``.
+"""
+
+import random
+import ssl
+import threading
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cloudckpt.errors import ConnectionLostError, ServerError
+from cloudckpt.stores import http
+from cloudckpt.stores.http import STEP, HttpClient, HttpOptions
+from cloudckpt.testing.servers import free_port
+
+MIB = 1024 * 1024
+
+
+def options(**changes):
+    values = {
+        "connections": 4,
+        "connect_timeout": 5.0,
+        "read_timeout": 30.0,
+        "stall_timeout": 30.0,
+        **changes,
+    }
+    return HttpOptions(**values)
+
+
+@pytest.fixture
+def client():
+    client = HttpClient(options())
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def impatient():
+    """A client that takes half a second for a stall."""
+    client = HttpClient(options(stall_timeout=0.5))
+    yield client
+    client.close()
+
+
+def put(client, url, views, progress=None):
+    headers = {"Content-Length": str(sum(view.nbytes for view in views))}
+    with client.send("PUT", url, headers, views, progress) as reply:
+        return reply.status
+
+
+def get(client, url, size, progress=None):
+    memory = bytearray(size)
+    with client.send("GET", url, {}) as reply:
+        assert reply.status == 200
+        reply.read_into([memoryview(memory)], progress)
+    return bytes(memory)
+
+
+# sending
+
+
+@settings(
+    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    sizes=st.lists(
+        st.one_of(
+            st.integers(0, 100),
+            st.sampled_from([65_535, 65_536, 65_537, 262_144, STEP - 1, STEP, STEP + 1]),
+            st.integers(60_000, 3 * STEP),
+        ),
+        max_size=12,
+    )
+)
+def test_views_of_any_sizes_arrive_in_order(server, client, sizes):
+    server.reset_script()
+    server.answer(status=200)
+    data = [random.Random(n).randbytes(size) for n, size in enumerate(sizes)]
+    moved = []
+    put(client, server.url, [memoryview(piece) for piece in data], moved.append)
+    assert server.requests[0].body == b"".join(data)
+    assert sum(moved) == sum(sizes)
+
+
+def test_thousands_of_small_views_are_sent_in_a_few_calls(server, client):
+    server.answer(status=200)
+    moved = []
+    put(client, server.url, [memoryview(b"x" * 100)] * 10_000, moved.append)
+    assert sum(moved) == 1_000_000
+    assert len(moved) <= 5
+
+
+def test_a_large_view_is_sent_in_steps(server, client):
+    server.answer(status=200)
+    moved = []
+    put(client, server.url, [memoryview(bytes(5 * MIB + 1))], moved.append)
+    assert sum(moved) == 5 * MIB + 1
+    assert max(moved) <= STEP
+
+
+def test_a_large_body_is_not_copied(server, client):
+    server.keep_bodies = False
+    server.answer(status=200)
+    views = [memoryview(bytes(32 * MIB))]
+    tracemalloc.start()
+    try:
+        put(client, server.url, views)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 * MIB  # the stub's own buffers included
+
+
+def test_an_error_of_progress_comes_out_and_the_client_goes_on(server, client):
+    server.respond(lambda request: server.Answer(200))
+
+    def stop(count):
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        put(client, server.url, [memoryview(bytes(4 * MIB))], stop)
+    assert put(client, server.url, [memoryview(b"data")]) == 200
+    assert server.requests[-1].body == b"data"
+
+
+def test_a_server_that_does_not_read_is_given_up(server, impatient):
+    server.answer(deaf=True)
+    with pytest.raises(ConnectionLostError):
+        put(impatient, server.url, [memoryview(bytes(64 * MIB))])
+
+
+# receiving
+
+
+def test_bytes_land_in_the_views_one_after_the_other(server, client):
+    data = random.Random(0).randbytes(3 * MIB)
+    server.answer(body=data)
+    memory = bytearray(len(data))
+    views, at = [], 0
+    for size in (1, 0, 70_000, 2 * MIB, 5):
+        views.append(memoryview(memory)[at : at + size])
+        at += size
+    views.append(memoryview(memory)[at:])
+    moved = []
+    with client.send("GET", server.url, {}) as reply:
+        reply.read_into(views, moved.append)
+    assert memory == data
+    assert sum(moved) == len(data)
+
+
+def test_a_large_answer_is_not_copied(server, client):
+    server.answer(body=bytes(MIB), repeat=32)
+    memory = bytearray(32 * MIB)
+    tracemalloc.start()
+    try:
+        with client.send("GET", server.url, {}) as reply:
+            reply.read_into([memoryview(memory)])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 * MIB
+
+
+@pytest.mark.parametrize("framing", ["length", "chunked", "none"])
+def test_any_framing_of_an_answer_is_understood(server, client, framing):
+    data = random.Random(1).randbytes(300_000)
+    server.respond(lambda request: server.Answer(body=data, framing=framing))
+    assert get(client, server.url, len(data)) == data
+    assert get(client, server.url, len(data)) == data
+
+
+@pytest.mark.parametrize("status", [200, 304, 404, 503])
+def test_every_status_is_an_answer(server, client, status):
+    server.answer(status=status, headers={"X-Answer": "yes"})
+    with client.send("GET", server.url, {}) as reply:
+        assert reply.status == status
+        assert reply.headers["x-answer"] == "yes"
+
+
+def test_a_redirect_is_not_followed(server, client):
+    server.answer(status=301, headers={"Location": f"{server.url}/elsewhere"})
+    with client.send("GET", f"{server.url}/here", {}) as reply:
+        assert reply.status == 301
+    assert [request.target for request in server.requests] == ["/here"]
+
+
+def test_the_text_of_an_error_is_read_up_to_a_limit(server, client):
+    server.answer(status=500, body=b"reason" * 100_000)
+    with client.send("GET", server.url, {}) as reply:
+        assert reply.read(limit=12) == b"reasonreason"
+
+
+def test_the_length_is_the_one_that_the_server_tells(server, client):
+    server.answer(body=b"twelve bytes")
+    with client.send("GET", server.url, {}) as reply:
+        assert reply.length == 12
+
+
+@pytest.mark.parametrize("cut", [0, 1, MIB, 3 * MIB - 1])
+def test_a_body_that_ends_early_tells_how_much_came(server, client, cut):
+    data = random.Random(2).randbytes(3 * MIB)
+    server.answer(body=data[:cut], size=len(data), hang_up=True)
+    memory = bytearray(len(data))
+    with (
+        client.send("GET", server.url, {}) as reply,
+        pytest.raises(ConnectionLostError) as caught,
+    ):
+        reply.read_into([memoryview(memory)[:100], memoryview(memory)[100:]])
+    assert caught.value.received == cut
+    assert memory[:cut] == data[:cut]
+
+
+def test_a_connection_that_breaks_tells_what_certainly_came(server, client):
+    data = random.Random(3).randbytes(3 * MIB)
+    server.answer(body=data[: 2 * MIB], size=len(data), reset=True)
+    memory = bytearray(len(data))
+    with (
+        client.send("GET", server.url, {}) as reply,
+        pytest.raises(ConnectionLostError) as caught,
+    ):
+        reply.read_into([memoryview(memory)])
+    received = caught.value.received
+    assert received <= 2 * MIB
+    assert memory[:received] == data[:received]
+
+
+def test_an_error_of_progress_ends_a_download(server, client):
+    server.respond(lambda request: server.Answer(body=bytes(4 * MIB)))
+
+    def stop(count):
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        get(client, server.url, 4 * MIB, stop)
+    assert get(client, server.url, 4 * MIB) == bytes(4 * MIB)
+
+
+# stalls
+
+
+@pytest.mark.parametrize("drip", [True, False], ids=["dripping", "silent"])
+def test_a_body_that_makes_no_progress_is_given_up(server, impatient, drip):
+    body = b"x" * 100_000 if drip else b"x"  # at the stub's pace that takes half an hour
+    server.answer(body=body, size=100_000, drip=drip)
+    with (
+        impatient.send("GET", server.url, {}) as reply,
+        pytest.raises(ConnectionLostError) as caught,
+    ):
+        reply.read_into([memoryview(bytearray(100_000))])
+    assert caught.value.received == 0
+
+
+def test_after_a_stall_the_next_request_gets_a_new_connection(server, impatient):
+    server.answer(server.Answer(size=100_000), server.Answer(body=b"data"))
+    with (
+        impatient.send("GET", server.url, {}) as reply,
+        pytest.raises(ConnectionLostError),
+    ):
+        reply.read_into([memoryview(bytearray(100_000))])
+    assert get(impatient, server.url, 4) == b"data"
+    assert server.requests[0].port != server.requests[1].port
+
+
+def test_a_stalled_transfer_does_not_disturb_others(server):
+    client = HttpClient(options(connections=6, stall_timeout=2.0))
+    body = random.Random(4).randbytes(8 * MIB)
+    stalled = server.Answer(size=100_000)
+    server.respond(
+        lambda request: stalled if request.target == "/stalled" else server.Answer(body=body)
+    )
+
+    def fetch(name):
+        try:
+            return get(client, server.url + name, 100_000 if name == "/stalled" else len(body))
+        except ConnectionLostError:
+            return None
+
+    names = ["/stalled", "/a", "/b", "/stalled", "/c", "/d"]
+    with ThreadPoolExecutor(len(names)) as threads:
+        found = list(threads.map(fetch, names))
+    assert found == [None, body, body, None, body, body]
+    client.close()
+
+
+def test_a_slow_transfer_that_makes_progress_goes_on(server, monkeypatch):
+    class Clock:
+        now = 0.0
+
+        def monotonic(self):
+            return self.now
+
+        def sleep(self, seconds):
+            server.is_over.wait(0.001)
+
+    clock = Clock()
+    monkeypatch.setattr(http, "time", clock)
+    client = HttpClient(options(stall_timeout=30.0))
+    body = random.Random(5).randbytes(8 * MIB)
+    server.answer(body=body)
+
+    def take_a_while(count):
+        clock.now += 29.0
+
+    assert get(client, server.url, len(body), take_a_while) == body
+    assert clock.now > 30.0
+    client.close()
+
+
+def test_an_answer_that_never_begins_is_given_up(server):
+    server.answer(silent=True)
+    client = HttpClient(options(read_timeout=0.3))
+    with (
+        pytest.raises(ConnectionLostError, match="GET got no answer"),
+        client.send("GET", server.url, {}),
+    ):
+        pass
+    client.close()
+
+
+# connections
+
+
+def test_a_connection_is_used_again(server, client):
+    server.respond(lambda request: server.Answer(body=b"data"))
+    for _ in range(3):
+        get(client, server.url, 4)
+        put(client, server.url, [memoryview(b"data")])
+    assert len({request.port for request in server.requests}) == 1
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"status": 204},
+        {"status": 404, "body": b"<Error/>"},
+        {"status": 200, "body": b"<Unread/>"},
+        {"status": 304},
+    ],
+)
+def test_a_connection_is_used_again_after_an_answer_that_nobody_read(server, client, answer):
+    server.respond(lambda request: server.Answer(**answer))
+    for _ in range(2):
+        with client.send("GET", server.url, {}) as reply:
+            assert reply.status == answer["status"]
+    assert len({request.port for request in server.requests}) == 1
+
+
+def test_a_connection_is_used_again_after_head(server, client):
+    server.respond(lambda request: server.Answer(body=b"data"))
+    for _ in range(2):
+        with client.send("HEAD", server.url, {}) as reply:
+            assert reply.length == 4
+    assert len({request.port for request in server.requests}) == 1
+
+
+def test_a_connection_with_much_left_to_read_is_not_used_again(server, client):
+    server.respond(lambda request: server.Answer(body=bytes(MIB), repeat=8))
+    for _ in range(2):
+        with client.send("GET", server.url, {}) as reply:
+            reply.read_into([memoryview(bytearray(10))])
+    assert len({request.port for request in server.requests}) == 2
+
+
+def test_an_answer_that_closes_the_connection_is_read_whole(server, client):
+    body = random.Random(6).randbytes(2 * MIB)
+    server.respond(lambda request: server.Answer(body=body, headers={"Connection": "close"}))
+    assert get(client, server.url, len(body)) == body
+    assert get(client, server.url, len(body)) == body
+    assert len({request.port for request in server.requests}) == 2
+
+
+def test_a_stall_is_noticed_on_a_connection_that_is_to_close(server, impatient):
+    server.answer(size=100_000, headers={"Connection": "close"})
+    with (
+        impatient.send("GET", server.url, {}) as reply,
+        pytest.raises(ConnectionLostError),
+    ):
+        reply.read_into([memoryview(bytearray(100_000))])
+
+
+def test_an_idle_connection_that_was_closed_is_replaced(server, client):
+    server.answer(server.Answer(body=b"data", hang_up=True), server.Answer(body=b"more"))
+    assert get(client, server.url, 4) == b"data"
+    server.hung_up.wait()
+    assert get(client, server.url, 4) == b"more"
+
+
+def test_nobody_there_is_a_lost_connection(client):
+    with (
+        pytest.raises(ConnectionLostError) as caught,
+        client.send("GET", f"http://127.0.0.1:{free_port()}/key?X-Secret=1", {}),
+    ):
+        pass
+    assert "refused" in str(caught.value)
+    assert "X-Secret" not in str(caught.value)
+    assert " at 0x" not in str(caught.value)
+
+
+def test_a_transient_error_of_progress_is_not_taken_for_a_broken_connection(server, client):
+    server.answer(status=200)
+
+    def stop(count):
+        raise ServerError("raised by progress")
+
+    with pytest.raises(ServerError, match="raised by progress"):
+        put(client, server.url, [memoryview(b"data")], stop)
+
+
+def test_an_os_error_of_progress_is_not_taken_for_a_broken_connection(server, client):
+    server.answer(status=200)
+
+    def stop(count):
+        raise FileNotFoundError("raised by progress")
+
+    with pytest.raises(FileNotFoundError, match="raised by progress"):
+        put(client, server.url, [memoryview(b"data")], stop)
+
+
+def test_a_closed_client_leaves_no_thread_behind(server):
+    before = set(threading.enumerate())
+    client = HttpClient(options())
+    server.answer(body=b"data")
+    get(client, server.url, 4)
+    (watch,) = [
+        thread
+        for thread in set(threading.enumerate()) - before
+        if thread.name.startswith("cloudckpt")
+    ]
+    client.close()
+    watch.join(10)
+    assert not watch.is_alive()
+
+
+# proxies and TLS
+
+
+def test_a_proxy_gets_the_request_with_its_whole_address(server):
+    server.answer(body=b"data")
+    client = HttpClient(options(proxies=(("http", server.url),)))
+    assert get(client, "http://bucket.example/key", 4) == b"data"
+    assert server.requests[0].target == "http://bucket.example/key"
+    assert server.requests[0].headers["Host"] == "bucket.example"
+    client.close()
+
+
+def test_a_proxy_for_another_scheme_is_not_asked(server):
+    server.answer(body=b"data")
+    client = HttpClient(options(proxies=(("https", f"http://127.0.0.1:{free_port()}"),)))
+    assert get(client, server.url, 4) == b"data"
+    client.close()
+
+
+def test_a_proxy_is_told_the_password_of_its_url(server):
+    server.answer(body=b"data")
+    proxy = server.url.replace("://", "://user:pass%20word@")
+    client = HttpClient(options(proxies=(("http", proxy),)))
+    get(client, "http://bucket.example/key", 4)
+    client.close()
+    assert server.requests[0].headers["Proxy-Authorization"] == "Basic dXNlcjpwYXNzIHdvcmQ="
+
+
+def test_the_password_of_a_proxy_is_in_no_message():
+    proxy = f"http://user:SECRET@127.0.0.1:{free_port()}"
+    client = HttpClient(options(proxies=(("http", proxy),)))
+    with (
+        pytest.raises(ConnectionLostError) as caught,
+        client.send("GET", "http://bucket.example/key", {}),
+    ):
+        pass
+    client.close()
+    assert "SECRET" not in str(caught.value)
+
+
+def test_large_bodies_travel_by_tls(tls_server, tls_files):
+    certificate, _ = tls_files
+    body = random.Random(7).randbytes(5 * MIB)
+    tls_server.answer(tls_server.Answer(200), tls_server.Answer(body=body))
+    client = HttpClient(options(ca_bundle=certificate))
+    put(client, tls_server.url, [memoryview(body), memoryview(b"end")])
+    assert tls_server.requests[0].body == body + b"end"
+    assert get(client, tls_server.url, len(body)) == body
+    assert tls_server.requests[0].port == tls_server.requests[1].port
+    client.close()
+
+
+def test_a_stall_is_noticed_under_tls(tls_server, tls_files):
+    certificate, _ = tls_files
+    tls_server.answer(body=b"x" * 100_000, drip=True)
+    client = HttpClient(options(ca_bundle=certificate, stall_timeout=0.5))
+    with (
+        client.send("GET", tls_server.url, {}) as reply,
+        pytest.raises(ConnectionLostError),
+    ):
+        reply.read_into([memoryview(bytearray(100_000))])
+    client.close()
+
+
+def test_a_certificate_that_nobody_vouches_for_is_refused(tls_server):
+    client = HttpClient(options(ca_bundle=ssl.get_default_verify_paths().openssl_cafile))
+    with (
+        pytest.raises(ConnectionLostError, match="CERTIFICATE_VERIFY_FAILED"),
+        client.send("GET", tls_server.url, {}),
+    ):
+        pass
+    client.close()
+    assert tls_server.requests == []

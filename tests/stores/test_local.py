@@ -1,0 +1,186 @@
+"""The local store: what the contract does not say of a file system."""
+
+import errno
+import fcntl
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from cloudckpt import Config
+from cloudckpt.checksum import crc32c
+from cloudckpt.errors import (
+    AccessDeniedError,
+    ConnectionLostError,
+    InvalidRequestError,
+    StorageFullError,
+    StoreError,
+)
+from cloudckpt.stores import local
+from cloudckpt.stores.local import LocalStore
+from cloudckpt.stores.registry import open_store
+from cloudckpt.uri import CheckpointURI
+
+
+@pytest.fixture
+def store():
+    return LocalStore()
+
+
+def put(store, key, data, **conditions):
+    return store.put(str(key), [memoryview(data)], crc32c=crc32c(data), **conditions)
+
+
+def files_below(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def fail_with(number):
+    def fail(*arguments, **options):
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def test_folders_are_made_as_needed(store, tmp_path):
+    put(store, tmp_path / "run" / "step-1" / "object", b"data")
+    assert (tmp_path / "run/step-1/object").read_bytes() == b"data"
+
+
+@pytest.mark.parametrize("if_absent", [True, False])
+def test_nothing_else_is_left_behind(store, tmp_path, if_absent):
+    put(store, tmp_path / "object", b"data", if_absent=if_absent)
+    assert files_below(tmp_path) == ["object"]
+
+
+@pytest.mark.parametrize("condition", [{"if_absent": True}, {"if_version": "another"}])
+def test_a_refused_object_leaves_nothing_behind(store, tmp_path, condition):
+    put(store, tmp_path / "object", b"old")
+    with pytest.raises(StoreError):
+        put(store, tmp_path / "object", b"new", **condition)
+    assert files_below(tmp_path) == ["object"]
+    assert (tmp_path / "object").read_bytes() == b"old"
+
+
+def test_a_stopped_object_leaves_nothing_behind(store, tmp_path):
+    def stop(count):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        put(store, tmp_path / "object", b"data", progress=stop)
+    assert files_below(tmp_path) == []
+
+
+def test_a_file_gets_the_permissions_that_the_user_wants(store, tmp_path):
+    before = os.umask(0o027)
+    try:
+        put(store, tmp_path / "object", b"data")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "object").stat().st_mode) == 0o640
+
+
+@pytest.mark.parametrize("if_absent", [True, False])
+def test_bytes_and_entry_are_on_the_disk_before_it_is_said(store, tmp_path, monkeypatch, if_absent):
+    key, synced = tmp_path / "object", []
+    fsync = os.fsync
+
+    def note(descriptor):
+        kind = "folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file"
+        synced.append((kind, "visible" if key.exists() else "invisible"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    put(store, key, b"data", if_absent=if_absent)
+    assert synced[0] == ("file", "invisible")
+    assert synced[-1] == ("folder", "visible")
+
+
+def test_new_folders_are_on_the_disk_too(store, tmp_path, monkeypatch):
+    synced = set()
+    fsync = os.fsync
+
+    def note(descriptor):
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    put(store, tmp_path / "run" / "step-1" / "object", b"data")
+    expected = {tmp_path, tmp_path / "run", tmp_path / "run/step-1"}
+    assert {folder.stat().st_ino for folder in expected} <= synced
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (errno.ENOSPC, StorageFullError),
+        (errno.EDQUOT, StorageFullError),
+        (errno.EACCES, AccessDeniedError),
+        (errno.EPERM, AccessDeniedError),
+        (errno.EIO, InvalidRequestError),
+        (errno.EROFS, InvalidRequestError),
+    ],
+)
+def test_the_errors_of_the_file_system_have_names(store, tmp_path, monkeypatch, number, expected):
+    monkeypatch.setattr(os, "pwritev", fail_with(number))
+    with pytest.raises(expected) as caught:
+        put(store, tmp_path / "an object", b"data")
+    assert type(caught.value) is expected
+    assert caught.value.uri == (tmp_path / "an object").as_uri()
+    assert os.strerror(number) in str(caught.value)
+    assert files_below(tmp_path) == []
+
+
+def test_what_can_not_be_read_has_a_name(store, tmp_path, monkeypatch):
+    put(store, tmp_path / "object", b"data")
+    monkeypatch.setattr(os, "preadv", fail_with(errno.EACCES))
+    with pytest.raises(AccessDeniedError):
+        store.get(str(tmp_path / "object"))
+
+
+def test_a_file_that_shrinks_while_it_is_read_tells_how_much_came(store, tmp_path):
+    key = tmp_path / "object"
+    put(store, key, bytes(10_000))
+    memory = memoryview(bytearray(10_000))
+    views = [memory[at : at + 10] for at in range(0, 10_000, 10)]  # too many for one system call
+
+    def shrink(count):
+        os.truncate(key, 0)
+
+    with pytest.raises(ConnectionLostError) as caught:
+        store.get_range(str(key), 0, views, progress=shrink)
+    assert 0 < caught.value.received < 10_000
+
+
+def test_a_lock_that_is_never_released_is_an_error(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "_LOCK_PATIENCE", 0.02)
+    held = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    try:
+        with pytest.raises(StoreError):
+            put(store, tmp_path / "object", b"data")
+        assert files_below(tmp_path) == []
+    finally:
+        os.close(held)
+    put(store, tmp_path / "object", b"data")
+
+
+def test_a_version_belongs_to_a_file_not_to_its_bytes(store, tmp_path):
+    first = put(store, tmp_path / "object", b"same")
+    second = put(store, tmp_path / "object", b"same")
+    assert first.version != second.version
+
+
+def test_the_same_store_serves_all_files_of_a_process(tmp_path):
+    config = Config()
+    one = open_store(CheckpointURI.parse(tmp_path / "a"), config)
+    assert open_store(CheckpointURI.parse(tmp_path / "b"), config) is one
+
+
+def test_a_relative_link_to_a_folder_is_followed(store, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "data").symlink_to("disk", target_is_directory=True)
+    put(store, tmp_path / "data" / "object", b"data")
+    assert Path(tmp_path, "disk", "object").read_bytes() == b"data"
+    assert [info.key for info in store.list(f"{tmp_path}/data/")] == [f"{tmp_path}/data/object"]

@@ -1,0 +1,150 @@
+"""Errors keep all they know on their way from rank to rank."""
+
+import builtins
+import concurrent.futures
+import copy
+import multiprocessing
+import pickle
+import re
+
+import pytest
+
+from cloudckpt import errors
+
+CLASSES = [getattr(errors, name) for name in errors.__all__]
+ALSO = re.compile(r"(\w+Error)\s+also (\w+)")
+
+
+def made(cls):
+    """An error of this class with everything it can carry."""
+    context = {"uri": "s3://bucket/run/object", "item": "layers.0.weight", "cause": OSError("torn")}
+    if issubclass(cls, errors.TransientStoreError):
+        context["retry_after"] = 7.5
+    if issubclass(cls, errors.ConnectionLostError):
+        context["received"] = 4096
+    if issubclass(cls, errors.RanksFailedError):
+        context["failures"] = {3: "OSError: torn", 5: "ServerError: 500"}
+    return cls("it failed; do this", **context)
+
+
+def raise_one(name):
+    raise made(getattr(errors, name))
+
+
+def tree():
+    """``{class: (its parent, its builtin parent)}`` as the docstring of the module draws it."""
+    found, path = {}, []
+    for line in errors.__doc__.splitlines():
+        drawn = re.match(r"    ([│├└─ ]*)(\w+Error)\b(?:\s+also (\w+))?", line)
+        if drawn is None:
+            continue
+        depth = len(drawn[1]) // 4
+        path[depth:] = [drawn[2]]
+        found[drawn[2]] = (path[depth - 1] if depth else None, drawn[3])
+    return found
+
+
+def test_all_error_classes_are_exported():
+    defined = {
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, Exception)
+    }
+    assert defined == set(errors.__all__)
+
+
+def test_the_drawn_tree_is_the_tree_of_classes():
+    drawn = tree()
+    assert set(drawn) == set(errors.__all__)
+    for cls in CLASSES:
+        parent, builtin = drawn[cls.__name__]
+        bases = [base.__name__ for base in cls.__bases__]
+        assert bases == [parent or "Exception", *([builtin] if builtin else [])], cls
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_an_error_survives_pickling(cls, protocol):
+    error = made(cls)
+    back = pickle.loads(pickle.dumps(error, protocol))
+    assert type(back) is cls
+    assert vars(back) == vars(error)
+    assert str(back) == str(error)
+    assert back.args == error.args
+    assert "torn" in str(back)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_an_error_survives_copying(cls):
+    error = made(cls)
+    for back in (copy.copy(error), copy.deepcopy(error)):
+        assert type(back) is cls
+        assert vars(back) == vars(error)
+
+
+@pytest.fixture(scope="module")
+def other_process():
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_an_error_of_another_process_arrives_whole(cls, other_process):
+    expected = made(cls)
+    with pytest.raises(cls) as caught:
+        other_process.submit(raise_one, cls.__name__).result()
+    assert type(caught.value) is cls
+    assert str(caught.value) == str(expected)
+    assert vars(caught.value) == vars(expected)
+
+
+@pytest.mark.parametrize(
+    ("cls", "builtin"),
+    [
+        (getattr(errors, name), getattr(builtins, builtin))
+        for name, (_, builtin) in tree().items()
+        if builtin
+    ],
+)
+def test_an_error_is_caught_as_the_builtin_that_people_expect(cls, builtin):
+    with pytest.raises(builtin):
+        raise made(cls)
+    assert isinstance(pickle.loads(pickle.dumps(made(cls))), builtin)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_a_bare_message_is_enough(cls):
+    error = cls("it failed")
+    assert str(error) == "it failed"
+    assert (error.uri, error.item, error.cause) == (None, None, None)
+
+
+def test_the_text_names_uri_item_and_cause():
+    text = str(made(errors.StoreError))
+    assert text == (
+        "it failed; do this | at s3://bucket/run/object | item 'layers.0.weight' "
+        "| cause: OSError: torn"
+    )
+
+
+def test_the_text_repeats_nothing_that_the_message_says():
+    error = errors.StoreError(
+        "s3://bucket/x lacks w (OSError: torn)",
+        uri="s3://bucket/x",
+        item="w",
+        cause=OSError("torn"),
+    )
+    assert str(error) == "s3://bucket/x lacks w (OSError: torn)"
+
+
+def test_what_is_added_later_travels_too():
+    error = errors.ObjectNotFoundError("gone")
+    error.uri = "s3://bucket/x"
+    error.message += " (gave up)"
+    back = pickle.loads(pickle.dumps(error))
+    assert str(back) == "gone (gave up) | at s3://bucket/x"
+
+
+def test_a_key_error_is_not_shown_as_a_repr():
+    assert str(errors.MissingKeyError("it lacks 'w'")) == "it lacks 'w'"

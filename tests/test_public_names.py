@@ -1,0 +1,80 @@
+"""The public names: a change here is a change for users."""
+
+import importlib
+import pkgutil
+
+import cloudckpt
+from cloudckpt import errors
+
+PUBLIC = {
+    "CheckpointURI",
+    "CloudStorageReader",
+    "CloudStorageWriter",
+    "Config",
+    "RetryPolicy",
+    "S3Options",
+    "Transferred",
+    "__version__",
+    "add_safe_metadata_globals",
+    "async_save",
+    "install",
+    "load",
+    "save",
+    "uninstall",
+    # errors
+    "AccessDeniedError",
+    "BucketNotFoundError",
+    "CheckpointConflictError",
+    "CheckpointCorruptError",
+    "CheckpointError",
+    "CheckpointExistsError",
+    "CheckpointNotFoundError",
+    "CloudCheckpointError",
+    "CommitUnknownError",
+    "ConfigError",
+    "ConnectionLostError",
+    "CredentialsError",
+    "IncompleteSaveError",
+    "InstallError",
+    "InvalidRequestError",
+    "InvalidURIError",
+    "MissingDependencyError",
+    "MissingKeyError",
+    "ObjectNotFoundError",
+    "PreconditionFailedError",
+    "RangeNotSatisfiableError",
+    "RanksFailedError",
+    "ServerError",
+    "ShapeMismatchError",
+    "StorageFullError",
+    "StoreError",
+    "ThrottledError",
+    "TransferCancelledError",
+    "TransientStoreError",
+    "UnsupportedTensorError",
+    "UntrustedPickleError",
+    "WrongRegionError",
+}
+
+
+def test_the_public_names_are_these():
+    assert set(cloudckpt.__all__) == PUBLIC
+    assert len(cloudckpt.__all__) == len(PUBLIC)
+
+
+def test_every_public_name_is_there():
+    missing = [name for name in cloudckpt.__all__ if not hasattr(cloudckpt, name)]
+    assert missing == []
+
+
+def test_every_error_is_public():
+    assert set(errors.__all__) <= set(cloudckpt.__all__)
+
+
+def test_what_a_module_exports_is_there():
+    for module in pkgutil.walk_packages(cloudckpt.__path__, "cloudckpt."):
+        if module.name.endswith("__main__") or ".demo" in module.name:
+            continue
+        loaded = importlib.import_module(module.name)
+        missing = [name for name in getattr(loaded, "__all__", ()) if not hasattr(loaded, name)]
+        assert missing == [], module.name

@@ -1,0 +1,212 @@
+"""Where a checkpoint lives: what is understood, what is refused, and what comes back."""
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cloudckpt import CheckpointURI, InvalidURIError
+
+SEGMENT = st.text(
+    st.characters(blacklist_characters="/?#@", blacklist_categories=("Cc", "Cs")), min_size=1
+).filter(lambda text: text not in (".", "..") and text.strip())
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("s3://bucket/run/step-1", ("s3", "bucket", "run/step-1")),
+        ("s3://bucket/run/step-1/", ("s3", "bucket", "run/step-1")),
+        ("s3://bucket", ("s3", "bucket", "")),
+        ("s3://bucket/", ("s3", "bucket", "")),
+        ("S3://Bucket/Run", ("s3", "Bucket", "Run")),
+        ("gs://bucket/run", ("gs", "bucket", "run")),
+        ("az://container/run", ("az", "container", "run")),
+        ("memory://name/run", ("memory", "name", "run")),
+        ("s3://bucket/a%2Fb c+d", ("s3", "bucket", "a%2Fb c+d")),
+        ("s3://bucket/größe/重み", ("s3", "bucket", "größe/重み")),
+        ("file:///data/run", ("file", "", "/data/run")),
+        ("file://localhost/data/run", ("file", "", "/data/run")),
+        ("file:///data/a%20b", ("file", "", "/data/a b")),
+        ("/data/run", ("file", "", "/data/run")),
+        ("/data/run/", ("file", "", "/data/run")),
+        ("/data/x/../run", ("file", "", "/data/run")),
+        ("/data/a%20b", ("file", "", "/data/a%20b")),
+    ],
+)
+def test_a_location_is_understood(text, expected):
+    uri = CheckpointURI.parse(text)
+    assert (uri.scheme, uri.bucket, uri.prefix) == expected
+
+
+def test_a_relative_path_starts_where_the_process_is(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert CheckpointURI.parse("run").prefix == f"{tmp_path}/run"
+
+
+def test_a_tilde_is_the_home_of_the_user(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert CheckpointURI.parse("~/run").prefix == f"{tmp_path}/run"
+
+
+def test_a_path_object_is_a_local_path(tmp_path):
+    assert CheckpointURI.parse(tmp_path / "run").prefix == f"{tmp_path}/run"
+
+
+def test_what_was_parsed_is_parsed_again():
+    uri = CheckpointURI.parse("s3://bucket/run")
+    assert CheckpointURI.parse(uri) is uri
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("", "empty"),
+        ("  ", "empty"),
+        ("s3:/bucket/run", '"s3://bucket/run"'),
+        (Path("gs://bucket/run"), '"gs://bucket/run"'),
+        ("s3:///run", "names no bucket"),
+        ("s3://bucket//run", "empty path segment"),
+        ("s3://bucket/run//", "empty path segment"),
+        ("s3://bucket/./run", "'.' or '..'"),
+        ("s3://bucket/run/..", "'.' or '..'"),
+        ("s3://bucket/run?versionId=7", "no query"),
+        ("s3://bucket/run#7", "no fragment"),
+        ("s3://bucket/run\n", "control character"),
+        ("s3://bucket/\x00", "control character"),
+        ("s3://key:secret@bucket/run", "credentials do not belong"),
+        ("http://bucket/run", "unknown scheme 'http'"),
+        ("s4://bucket/run", "unknown scheme 's4'"),
+        ("file://host/run", "file:///absolute/path"),
+        (7, "not int"),
+        (None, "not NoneType"),
+        (b"s3://bucket/run", "not bytes"),
+    ],
+)
+def test_what_is_no_location_is_refused_with_a_hint(text, hint):
+    with pytest.raises(InvalidURIError) as caught:
+        CheckpointURI.parse(text)
+    assert hint in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_a_path_of_bytes_is_refused():
+    class Odd(os.PathLike):
+        def __fspath__(self):
+            return b"/data/run"
+
+    with pytest.raises(InvalidURIError):
+        CheckpointURI.parse(Odd())
+
+
+def test_a_file_uri_that_lost_its_slashes_is_refused():
+    with pytest.raises(InvalidURIError, match="lost a slash"):
+        CheckpointURI.parse(str(Path("file:///data/run")))
+
+
+@pytest.mark.parametrize("text", ["file:///data/run?7", "file:///data/run#7"])
+def test_no_part_of_a_file_uri_is_lost(text):
+    try:
+        uri = CheckpointURI.parse(text)
+    except InvalidURIError:
+        return
+    assert uri.prefix.endswith("7")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "s3://KEY:SECRET@bucket/run",
+        "s3://SECRET@bucket//run",
+        "s4://KEY:SECRET@bucket/run",
+        "s3://bucket/run?X-Amz-Signature=SECRET",
+        "s3://bucket//run?token=SECRET",
+        "s3://KEY:SEC@SECRET@bucket/run",
+        "s3:/KEY:SECRET@bucket/run",
+        "file://KEY:SECRET@host/run",
+        "s3://KEY:SECRET@bucket/\x07",
+    ],
+)
+def test_no_secret_is_in_a_message(text):
+    with pytest.raises(InvalidURIError) as caught:
+        CheckpointURI.parse(text)
+    assert "SECRET" not in str(caught.value)
+    assert caught.value.__cause__ is None
+
+
+def test_credentials_are_noticed_when_the_secret_has_a_slash():
+    with pytest.raises(InvalidURIError):
+        CheckpointURI.parse("s3://AKIAIOSFODNN7EXAMPLE:wJalr/XUtn@bucket/run")
+
+
+@settings(deadline=None)
+@given(
+    scheme=st.sampled_from(["s3", "gs", "az", "memory"]),
+    bucket=st.from_regex(r"[a-z0-9][a-z0-9.\-]{1,30}", fullmatch=True),
+    segments=st.lists(SEGMENT, max_size=4),
+)
+def test_a_cloud_uri_comes_back_from_its_text(scheme, bucket, segments):
+    text = "/".join([f"{scheme}://{bucket}", *segments])
+    uri = CheckpointURI.parse(text)
+    assert str(uri) == text
+    assert (uri.scheme, uri.bucket, uri.prefix) == (scheme, bucket, "/".join(segments))
+    assert CheckpointURI.parse(str(uri)) == uri
+    assert uri.is_cloud == (scheme != "memory")
+    assert uri.root == f"{scheme}://{bucket}"
+
+
+@settings(deadline=None)
+@given(segments=st.lists(SEGMENT, min_size=1, max_size=4))
+def test_a_local_path_comes_back_from_its_uri(segments):
+    path = "/" + "/".join(segments)
+    uri = CheckpointURI.parse(path)
+    assert (uri.scheme, uri.prefix) == ("file", path)
+    assert str(uri).startswith("file:///")
+    assert CheckpointURI.parse(str(uri)) == uri
+    assert not uri.is_cloud
+
+
+@pytest.mark.parametrize(
+    ("base", "names", "expected"),
+    [
+        ("s3://bucket/run", ["step-1"], "s3://bucket/run/step-1"),
+        ("s3://bucket/run/", ["/step-1/"], "s3://bucket/run/step-1"),
+        ("s3://bucket", ["run", "step-1"], "s3://bucket/run/step-1"),
+        ("file:///data", ["run", "step-1"], "file:///data/run/step-1"),
+        ("/data/a b", ["run"], "file:///data/a%20b/run"),
+        ("/data", ["50%25"], "file:///data/50%2525"),
+        ("/data", ["run#7"], "file:///data/run%237"),
+    ],
+)
+def test_join_goes_beneath(base, names, expected):
+    assert str(CheckpointURI.parse(base).join(*names)) == expected
+
+
+@pytest.mark.parametrize("name", ["..", "a/../../other", "a//b", "a?b"])
+def test_join_refuses_what_is_no_location(name):
+    with pytest.raises(InvalidURIError):
+        CheckpointURI.parse("s3://bucket/run").join(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("s3://bucket/run", "run/.metadata"),
+        ("s3://bucket", ".metadata"),
+        ("/data/run", "/data/run/.metadata"),
+    ],
+)
+def test_a_key_stands_beneath_the_prefix(text, key):
+    assert CheckpointURI.parse(text).key(".metadata") == key
+
+
+def test_it_is_a_value():
+    uri = CheckpointURI.parse("s3://bucket/run")
+    assert uri == CheckpointURI("s3", "bucket", "run")
+    assert hash(uri) == hash(CheckpointURI("s3", "bucket", "run"))
+    assert pickle.loads(pickle.dumps(uri)) == uri
+    with pytest.raises(AttributeError):
+        uri.prefix = "other"

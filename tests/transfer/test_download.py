@@ -1,0 +1,508 @@
+"""Ranges of many objects reach their tensors, verified, whatever the store does to requests."""
+
+import dataclasses
+import logging
+import random
+import threading
+import uuid
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cloudckpt.checksum import crc32c
+from cloudckpt.config import MIB, Config, RetryPolicy
+from cloudckpt.errors import (
+    AccessDeniedError,
+    CheckpointCorruptError,
+    ConnectionLostError,
+    ThrottledError,
+    TransferCancelledError,
+)
+from cloudckpt.stores.memory import MemoryStore
+from cloudckpt.testing.faulty import FaultyStore
+from cloudckpt.transfer.download import Source, Wanted, download
+from cloudckpt.transfer.group import Cancellation
+from cloudckpt.transfer.scratch import ScratchPool
+from cloudckpt.transfer.sinks import BoxSink, BytesSink, FlatSink
+from cloudckpt.transfer.stats import TransferStats
+
+KIB = 1024
+BLOCK = 1000
+PATIENT = RetryPolicy(attempts=200, base=0.0, cap=0.0)
+
+
+def options(**changes):
+    """Options with limits that are too small for real use, so that few bytes take many requests."""
+    config = Config(connections=4, retry=PATIENT)
+    for name, value in changes.items():
+        object.__setattr__(config, name, value)
+    return config
+
+
+@pytest.fixture
+def store():
+    return FaultyStore(MemoryStore(uuid.uuid4().hex))
+
+
+def put(store, key, data):
+    return store.inner.put(key, [memoryview(data)], crc32c=crc32c(data))
+
+
+def some_bytes(size, seed=0):
+    return random.Random(f"{size}/{seed}").randbytes(size)
+
+
+def source_of(data, *, key="object", offset=0, nbytes=None, block=BLOCK, item="item"):
+    """An item that lies in an object at ``offset``, with checksums of its blocks."""
+    nbytes = len(data) - offset if nbytes is None else nbytes
+    raw = data[offset : offset + nbytes]
+    crcs = [crc32c(raw[at : at + block]) for at in range(0, nbytes, block)] if block else []
+    return Source(key, offset, nbytes, block, crcs, len(data) if block else None, item)
+
+
+def bytes_wanted(source, start=0, stop=None, *, divisible=True):
+    stop = source.nbytes if stop is None else stop
+    return Wanted(source, start, stop, BytesSink(stop - start), divisible)
+
+
+def fetch(store, wanted, **changes):
+    stats = TransferStats()
+    download(store, wanted, options(**changes), stats)
+    return stats.snapshot()
+
+
+# delivery
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    items=st.lists(
+        st.tuples(st.integers(0, 5000), st.sampled_from([0, BLOCK]), st.booleans()),
+        min_size=1,
+        max_size=6,
+    ),
+    parts=st.lists(
+        st.tuples(st.integers(0, 5), st.floats(0, 1), st.floats(0, 1), st.booleans()), max_size=12
+    ),
+    request_size=st.integers(500, 9000),
+    merge_gap=st.integers(0, 800),
+    verify=st.booleans(),
+    seed=st.integers(0, 1 << 30),
+    share=st.sampled_from([0.0, 0.4]),
+)
+def test_every_wanted_byte_arrives(items, parts, request_size, merge_gap, verify, seed, share):
+    """Items stand in two objects behind envelopes; any parts of them are wanted, also twice."""
+    store = FaultyStore(MemoryStore(uuid.uuid4().hex), seed=seed)
+    contents, raws = {"a": bytearray(), "b": bytearray()}, []
+    for number, (size, block, where) in enumerate(items):
+        content = contents["b" if where else "a"]
+        content += some_bytes(number * 37, "envelope")
+        raws.append(("b" if where else "a", len(content), some_bytes(size, number), block))
+        content += raws[-1][2]
+    for key, content in contents.items():
+        put(store, key, bytes(content))
+    wanted, expected = [], []
+    for number, one, other, divisible in parts:
+        key, offset, raw, block = raws[number % len(raws)]
+        start, stop = sorted([round(one * len(raw)), round(other * len(raw))])
+        source = source_of(contents[key], key=key, offset=offset, nbytes=len(raw), block=block)
+        wanted.append(bytes_wanted(source, start, stop, divisible=divisible))
+        expected.append(raw[start:stop])
+    store.fail("get_range", ThrottledError, probability=share)
+    store.fail("get_range", ConnectionLostError, probability=share, when="during", moved=333)
+    fetch(store, wanted, request_size=request_size, merge_gap=merge_gap, verify=verify)
+    assert [bytes(want.sink.data) for want in wanted] == expected
+
+
+@pytest.mark.parametrize("size", [64 * KIB - 1, 64 * KIB, 3 * MIB + 12_345])
+@pytest.mark.parametrize("cut", [0, 1, 777])
+def test_small_and_large_targets_are_filled_exactly(store, size, cut):
+    data = some_bytes(size + 2 * cut)
+    put(store, "object", data)
+    want = bytes_wanted(source_of(data, block=64 * KIB), cut, cut + size)
+    fetch(store, [want])
+    assert bytes(want.sink.data) == data[cut : cut + size]
+
+
+def test_nothing_wanted_asks_for_nothing(store):
+    put(store, "object", b"data")
+    source = source_of(b"data")
+    assert fetch(store, []).requests == 0
+    assert fetch(store, [bytes_wanted(source, 2, 2)]).requests == 0
+    assert store.calls["get_range"] == 0
+
+
+def as_tensor(data, dtype=torch.float32):
+    return torch.frombuffer(bytearray(data), dtype=dtype)
+
+
+def test_a_plain_tensor_is_received_into_its_own_memory(store):
+    """No byte takes a detour: the store is given the tensor's memory to fill."""
+    data = some_bytes(4 * MIB)
+    put(store, "object", data)
+    target = torch.zeros(MIB, dtype=torch.int32)
+    begin, filled = target.data_ptr(), []
+    inner = store.inner.get_range
+
+    def get_range(key, start, into, **others):
+        filled.extend((np.frombuffer(v, np.uint8).ctypes.data - begin, v.nbytes) for v in into)
+        return inner(key, start, into, **others)
+
+    store.inner.get_range = get_range
+    source = source_of(data, block=MIB)
+    fetch(store, [Wanted(source, 0, source.nbytes, FlatSink(target, torch.int32), True)])
+    assert torch.equal(target, as_tensor(data, torch.int32))
+    assert filled == [(0, 4 * MIB)]
+
+
+TARGETS = {
+    "plain": lambda: torch.zeros(60, 50),
+    "another type": lambda: torch.zeros(60, 50, dtype=torch.float64),
+    "half": lambda: torch.zeros(60, 50, dtype=torch.bfloat16),
+    "a view": lambda: torch.zeros(80, 50)[7:67],
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("request_size", [500, 4000, 10**6])
+def test_a_contiguous_tensor_takes_its_bytes_in_any_cuts(store, name, request_size):
+    data = torch.randn(3000).numpy().tobytes()
+    put(store, "object", data)
+    target = TARGETS[name]()
+    source = source_of(data)
+    wanted = [Wanted(source, 0, len(data), FlatSink(target, torch.float32), True)]
+    fetch(store, wanted, request_size=request_size)
+    assert torch.equal(target, as_tensor(data).view(60, 50).to(target.dtype))
+
+
+@pytest.mark.parametrize("offset", [0, 1, 3, 64])
+def test_bytes_at_an_odd_place_become_elements(store, offset):
+    """Another writer's data need not be aligned."""
+    data = some_bytes(offset) + torch.randn(3000).numpy().tobytes()
+    put(store, "object", data)
+    target = torch.zeros(3000, dtype=torch.float64)
+    source = source_of(data, offset=offset, block=0)
+    fetch(store, [Wanted(source, 0, 12_000, FlatSink(target, torch.float32), True)])
+    assert torch.equal(target, as_tensor(data[offset:]).double())
+
+
+def test_a_box_is_taken_out_of_the_rows_around_it(store):
+    stored = torch.randn(40, 30)
+    data = stored.numpy().tobytes()
+    put(store, "object", data)
+    target = torch.zeros(10, 8)
+    sink = BoxSink(target, ((0, 10), (0, 8)), torch.float32, (40, 30))
+    start = (5 * 30 + 11) * 4
+    stop = start + (9 * 30 + 8) * 4
+    fetch(store, [Wanted(source_of(data), start, stop, sink, False)])
+    assert torch.equal(target, stored[5:15, 11:19])
+
+
+def test_a_box_goes_into_a_target_of_any_strides(store):
+    data = torch.randn(6, 20).numpy().tobytes()
+    put(store, "object", data)
+    target = torch.zeros(20, 9).t()
+    sink = BoxSink(target, ((2, 6), (0, 20)), torch.float32, None)
+    fetch(store, [Wanted(source_of(data), 0, len(data), sink, False)])
+    assert torch.equal(target[2:8], as_tensor(data).view(6, 20))
+    assert not target[:2].any()
+    assert not target[8:].any()
+
+
+# economy
+
+
+def test_with_checksums_whole_blocks_are_read_and_no_more(store):
+    data = some_bytes(100_000)
+    put(store, "object", data)
+    want = bytes_wanted(source_of(data), 5500, 7200)
+    assert fetch(store, [want]).bytes == 3 * BLOCK
+    assert bytes(want.sink.data) == data[5500:7200]
+
+
+def test_without_checksums_only_what_is_wanted_is_read(store):
+    data = some_bytes(100_000)
+    put(store, "object", data)
+    want = bytes_wanted(source_of(data), 5500, 7200)
+    assert fetch(store, [want], verify=False).bytes == 1700
+
+
+def test_neighbours_share_a_request(store):
+    data = some_bytes(100_000)
+    put(store, "object", data)
+    source = source_of(data)
+    wanted = [bytes_wanted(source, at, at + 100) for at in range(0, 90_000, 3000)]
+    assert fetch(store, wanted, merge_gap=4000).requests == 1
+    assert fetch(store, wanted, merge_gap=100).requests == 30
+
+
+def test_a_large_item_is_spread_over_requests(store):
+    data = some_bytes(100_000)
+    put(store, "object", data)
+    want = bytes_wanted(source_of(data))
+    stats = fetch(store, [want], request_size=10 * BLOCK)
+    assert (stats.requests, stats.bytes, stats.retries) == (10, 100_000, 0)
+
+
+def test_a_connection_that_broke_is_resumed_where_it_broke(store):
+    data = some_bytes(100_000)
+    put(store, "object", data)
+    store.fail("get_range", ConnectionLostError, calls=[1, 2], when="during", moved=30_000)
+    want = bytes_wanted(source_of(data))
+    stats = fetch(store, [want])
+    assert bytes(want.sink.data) == data
+    assert (stats.bytes, stats.retries) == (100_000, 2)
+
+
+# damage
+
+
+class Damaging(MemoryStore):
+    """Flips a bit of what is read, in the first ``times`` answers that hold it."""
+
+    def __init__(self, place, times):
+        super().__init__(uuid.uuid4().hex)
+        self.place, self.times = place, times
+
+    def get_range(self, key, start, into, **others):
+        info = super().get_range(key, start, into, **others)
+        at = start
+        for view in into:
+            if at <= self.place < at + view.nbytes and self.times:
+                view[self.place - at] ^= 4
+                self.times -= 1
+            at += view.nbytes
+        return info
+
+
+@pytest.mark.parametrize("place", [0, 4999, 77_777, 99_999])
+@pytest.mark.parametrize("request_size", [8 * BLOCK, 10**6])
+def test_damage_on_the_way_is_repaired_by_reading_again(place, request_size, caplog):
+    store = FaultyStore(Damaging(place, times=1))
+    data = some_bytes(100_000)
+    put(store, "object", data)
+    want = bytes_wanted(source_of(data))
+    with caplog.at_level(logging.WARNING, "cloudckpt"):
+        fetch(store, [want], request_size=request_size)
+    assert bytes(want.sink.data) == data
+    assert "wrong checksum of item" in caplog.text
+
+
+def test_damage_in_the_store_is_told_with_its_place():
+    store = FaultyStore(Damaging(77_777, times=10**9))
+    data = some_bytes(100_000)
+    put(store, "object", data)
+    with pytest.raises(CheckpointCorruptError, match="bytes 77000 to 78000") as caught:
+        fetch(store, [bytes_wanted(source_of(data, item="layer.weight"))])
+    assert caught.value.item == "layer.weight"
+    assert caught.value.uri == store.uri("object")
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "found"),
+    [(0, 100_000, True), (77_000, 78_000, True), (77_900, 77_950, True), (78_000, 79_000, False)],
+)
+def test_damage_is_found_in_every_block_that_is_touched(start, stop, found):
+    store = FaultyStore(Damaging(77_777, times=10**9))
+    data = some_bytes(100_000)
+    put(store, "object", data)
+    want = bytes_wanted(source_of(data), start, stop)
+    if found:
+        with pytest.raises(CheckpointCorruptError):
+            fetch(store, [want])
+    else:
+        fetch(store, [want])
+        assert bytes(want.sink.data) == data[start:stop]
+
+
+def test_damaged_bytes_are_not_delivered_to_a_tensor_that_takes_a_detour():
+    store = FaultyStore(Damaging(500, times=10**9))
+    data = torch.randn(300).numpy().tobytes()
+    put(store, "object", data)
+    target = torch.zeros(300, dtype=torch.float64)
+    with pytest.raises(CheckpointCorruptError):
+        fetch(store, [Wanted(source_of(data), 0, 1200, FlatSink(target, torch.float32), True)])
+    assert not target.any()
+
+
+def test_without_verification_damage_goes_through():
+    store = FaultyStore(Damaging(500, times=10**9))
+    data = some_bytes(1000)
+    put(store, "object", data)
+    want = bytes_wanted(source_of(data))
+    fetch(store, [want], verify=False)
+    assert bytes(want.sink.data) != data
+
+
+@pytest.mark.parametrize(
+    ("change", "block"),
+    [
+        ("gone", 0),
+        ("gone", BLOCK),
+        ("shorter", 0),
+        ("shorter", BLOCK),
+        ("longer", 0),
+        ("longer", BLOCK),
+        ("replaced", BLOCK),  # of the same size and without checksums, nothing tells them apart
+    ],
+)
+def test_an_object_that_changed_since_the_checkpoint_is_noticed(store, change, block):
+    data = some_bytes(10_000)
+    source = dataclasses.replace(source_of(data, block=block), object_size=len(data))
+    if change == "shorter":
+        put(store, "object", data[:9000])
+    elif change == "longer":
+        put(store, "object", data + b"more")
+    elif change == "replaced":
+        put(store, "object", some_bytes(10_000, "other"))
+    with pytest.raises(CheckpointCorruptError) as caught:
+        fetch(store, [bytes_wanted(source)])
+    assert caught.value.item == "item"
+
+
+def test_an_object_that_is_replaced_between_two_requests_is_noticed(store):
+    data = some_bytes(10_000)
+    put(store, "object", data)
+
+    def replace(message):
+        put(store, "object", some_bytes(10_000, "other"))
+        return ThrottledError(message)
+
+    store.fail("get_range", replace, calls=[4])
+    source = source_of(data, block=0)
+    wanted = [bytes_wanted(source, at, at + 1000) for at in range(0, 10_000, 2000)]
+    with pytest.raises(CheckpointCorruptError, match="replaced"):
+        fetch(store, wanted, connections=1, merge_gap=0)
+
+
+@pytest.mark.parametrize("moved", [1, 5000, 9999])
+def test_an_object_that_is_replaced_when_a_connection_breaks_is_noticed(store, moved):
+    """The first answer, which broke, is of one version; what is left must not be of another."""
+    data = some_bytes(10_000)
+    put(store, "object", data)
+
+    def replace(message):
+        put(store, "object", some_bytes(10_000, "other"))
+        return ConnectionLostError(message)
+
+    store.fail("get_range", replace, calls=[1], when="during", moved=moved)
+    with pytest.raises(CheckpointCorruptError, match="replaced"):
+        fetch(store, [bytes_wanted(source_of(data, block=0))])
+
+
+# failures
+
+
+def test_a_refusal_is_raised_as_it_is(store):
+    data = some_bytes(10_000)
+    put(store, "object", data)
+    store.fail("get_range", AccessDeniedError)
+    with pytest.raises(AccessDeniedError):
+        fetch(store, [bytes_wanted(source_of(data))])
+
+
+def test_a_store_that_stays_away_is_given_up(store):
+    data = some_bytes(10_000)
+    put(store, "object", data)
+    store.fail("get_range", ConnectionLostError)
+    with pytest.raises(ConnectionLostError, match="gave up after 3 tries"):
+        fetch(store, [bytes_wanted(source_of(data))], retry=RetryPolicy(attempts=3, base=0, cap=0))
+
+
+def test_an_error_of_one_request_stops_the_others():
+    stopped, on_its_way = [], threading.Event()
+
+    class Endless(MemoryStore):
+        """The object 'a' never ends by itself; 'b' fails while it is on its way."""
+
+        def get_range(self, key, start, into, *, progress, **others):
+            if key == "b":
+                assert on_its_way.wait(30)
+                raise AccessDeniedError("object b")
+            try:
+                while True:
+                    progress(1)
+                    on_its_way.set()
+            except TransferCancelledError:
+                stopped.append(key)
+                raise
+
+    store = Endless(uuid.uuid4().hex)
+    wanted = [bytes_wanted(source_of(b"data", key=key)) for key in ("a", "b")]
+    with pytest.raises(AccessDeniedError, match="object b"):
+        download(store, wanted, options(), TransferStats())
+    assert stopped == ["a"]
+
+
+# memory for detours
+
+
+def test_memory_is_used_again():
+    pool = ScratchPool(8 * MIB, Cancellation())
+    places = set()
+    for _ in range(20):
+        with pool.borrowed(3 * MIB, pinned=False) as buffer:
+            assert buffer.numel() >= 3 * MIB
+            places.add(buffer.data_ptr())
+    assert len(places) == 1
+
+
+def test_two_loans_at_once_do_not_overlap():
+    pool = ScratchPool(8 * MIB, Cancellation())
+    with pool.borrowed(MIB, pinned=False) as one, pool.borrowed(MIB, pinned=False) as other:
+        one.fill_(1)
+        other.fill_(2)
+        assert (int(one.min()), int(one.max())) == (1, 1)
+
+
+def test_loans_stay_within_the_limit_whatever_is_asked_for():
+    limit, lent, most = 16 * MIB, 0, 0
+    pool, lock = ScratchPool(limit, Cancellation()), threading.Lock()
+
+    def work(seed):
+        nonlocal lent, most
+        sizes = random.Random(seed)
+        for _ in range(40):
+            with pool.borrowed(sizes.randint(0, 6 * MIB), pinned=False) as buffer:
+                with lock:
+                    lent += buffer.numel()
+                    most = max(most, lent)
+                buffer[:1] = seed
+                with lock:
+                    lent -= buffer.numel()
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert 0 < most <= limit
+
+
+def test_a_loan_above_the_limit_is_granted_when_it_is_the_only_one():
+    pool = ScratchPool(2 * MIB, Cancellation())
+    with pool.borrowed(5 * MIB, pinned=False) as buffer:
+        assert buffer.numel() >= 5 * MIB
+    with pool.borrowed(MIB, pinned=False) as buffer:
+        assert buffer.numel() >= MIB
+
+
+def test_a_wait_for_memory_ends_with_the_cancellation():
+    cancellation = Cancellation()
+    pool = ScratchPool(2 * MIB, cancellation)
+    with pool.borrowed(2 * MIB, pinned=False):
+        cancellation.cancel()
+        with pytest.raises(TransferCancelledError), pool.borrowed(MIB, pinned=False):
+            pass
+
+
+def test_an_error_gives_the_memory_back():
+    pool = ScratchPool(2 * MIB, Cancellation())
+    for _ in range(5):
+        with pytest.raises(KeyError), pool.borrowed(2 * MIB, pinned=False):
+            raise KeyError
+    with pool.borrowed(2 * MIB, pinned=False) as buffer:
+        assert buffer.numel() >= 2 * MIB

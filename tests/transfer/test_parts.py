@@ -1,0 +1,208 @@
+"""The plan of an upload: any stream of pieces becomes equal parts."""
+
+import random
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cloudckpt.checksum import BlockChecksums, crc32c
+from cloudckpt.config import MIB
+from cloudckpt.stores.base import Capabilities
+from cloudckpt.transfer.parts import PartCutter, Piece, choose_part_size
+
+S3 = Capabilities(
+    conditional_writes=True,
+    min_part_size=5 * MIB,
+    max_part_size=5 * 1024 * MIB,
+    max_parts=10_000,
+    max_put_size=5 * 1024 * MIB,
+)
+SMALL = Capabilities(
+    conditional_writes=True, min_part_size=1, max_part_size=1 << 40, max_parts=7, max_put_size=1
+)
+
+
+class Loan:
+    """Memory on loan to one holder; remembers how often it was given back."""
+
+    def __init__(self):
+        self.holders, self.returns = 1, 0
+
+    def retain(self):
+        assert self.holders > 0
+        self.holders += 1
+
+    def release(self):
+        self.holders -= 1
+        assert self.holders >= 0
+        self.returns += self.holders == 0
+
+
+def cut(pieces, part_size):
+    """All parts of a stream of pieces."""
+    cutter = PartCutter(part_size)
+    parts = [part for piece in pieces for part in cutter.push(piece)]
+    last = cutter.finish()
+    return parts if last is None else [*parts, last]
+
+
+def bytes_of(part):
+    return b"".join(piece.view for piece in part.pieces)
+
+
+@settings(deadline=None)
+@given(sizes=st.lists(st.integers(0, 400), max_size=20), part_size=st.integers(1, 300))
+def test_parts_are_the_stream_in_equal_pieces(sizes, part_size):
+    data = random.Random(0).randbytes(sum(sizes))
+    pieces, at = [], 0
+    for size in sizes:
+        pieces.append(Piece(memoryview(data)[at : at + size]))
+        at += size
+    parts = cut(pieces, part_size)
+    assert b"".join(bytes_of(part) for part in parts) == data
+    assert [part.number for part in parts] == list(range(1, len(parts) + 1))
+    assert all(part.size == part_size for part in parts[:-1])
+    assert all(0 < part.size <= part_size for part in parts)
+    assert all(part.size == len(bytes_of(part)) for part in parts)
+    assert len(parts) == -(-len(data) // part_size)
+
+
+@settings(deadline=None)
+@given(
+    items=st.lists(st.integers(0, 2000), max_size=6),
+    cuts=st.lists(st.integers(1, 500), min_size=1, max_size=6),
+    part_size=st.integers(1, 700),
+    block_size=st.integers(1, 600),
+    shuffle=st.randoms(use_true_random=False),
+)
+def test_checksums_of_parts_and_items_are_right_in_any_order(
+    items, cuts, part_size, block_size, shuffle
+):
+    """Each item stands between two pieces of envelope, and comes in pieces of its own."""
+    pieces, expected = [], []
+    for number, size in enumerate(items):
+        data = random.Random(number).randbytes(size)
+        checksums = BlockChecksums(block_size)
+        expected.append((data, checksums))
+        pieces.append(Piece(memoryview(b"before")))
+        at = 0
+        while at < size:
+            length = cuts[len(pieces) % len(cuts)]
+            pieces.append(Piece(memoryview(data)[at : at + length], checksums, start=at))
+            at += length
+        pieces.append(Piece(memoryview(b"behind")))
+    parts = cut(pieces, part_size)
+    shuffle.shuffle(parts)
+    for part in parts:
+        assert part.checksum() == crc32c(bytes_of(part))
+    for data, checksums in expected:
+        blocks = [data[at : at + block_size] for at in range(0, len(data), block_size)]
+        assert checksums.finish(len(data)) == tuple(crc32c(block) for block in blocks)
+
+
+@given(sizes=st.lists(st.integers(1, 400), max_size=12), part_size=st.integers(1, 300))
+def test_every_loan_is_given_back_once_with_its_last_part(sizes, part_size):
+    loans = [Loan() for _ in sizes]
+    pieces = [
+        Piece(memoryview(bytes(size)), lease=loan) for size, loan in zip(sizes, loans, strict=True)
+    ]
+    for part in cut(pieces, part_size):
+        held = {id(piece.lease) for piece in part.pieces}
+        assert all(loan.holders > 0 for loan in loans if id(loan) in held)
+        part.release()
+    assert [(loan.holders, loan.returns) for loan in loans] == [(0, 1)] * len(loans)
+
+
+def test_a_part_that_is_released_again_gives_nothing_back_twice():
+    loan = Loan()
+    (part,) = cut([Piece(memoryview(b"data"), lease=loan)], 10)
+    part.release()
+    part.release()
+    assert (loan.holders, loan.returns) == (0, 1)
+
+
+def test_pieces_show_the_memory_that_they_were_given():
+    memory = bytearray(1000)
+    parts = cut([Piece(memoryview(memory))], 300)
+    memory[:] = b"x" * 1000
+    assert b"".join(bytes_of(part) for part in parts) == b"x" * 1000
+
+
+def test_what_a_piece_is_about_stays_with_both_halves():
+    checksums, loan, owner = BlockChecksums(8), Loan(), object()
+    ready = threading.Event().set
+    piece = Piece(memoryview(b"0123456789"), checksums, 100, loan, owner, ready)
+    first, rest = piece.split(4)
+    assert (bytes(first.view), first.start) == (b"0123", 100)
+    assert (bytes(rest.view), rest.start) == (b"456789", 104)
+    for half in (first, rest):
+        assert half.checksums is checksums
+        assert half.lease is loan
+        assert half.owner is owner
+        assert half.ready is ready
+    assert loan.holders == 2
+
+
+def test_bytes_that_are_still_on_their_way_are_waited_for():
+    memory = bytearray(b"....")
+
+    def arrive():
+        memory[:] = b"data"
+
+    (part,) = cut([Piece(memoryview(memory), ready=arrive)], 10)
+    assert part.checksum() == crc32c(b"data")
+
+
+def test_a_cutter_begins_anew_behind_its_last_part():
+    cutter = PartCutter(10)
+    cutter.push(Piece(memoryview(b"abc")))
+    assert cutter.finish().number == 1
+    assert cutter.finish() is None
+
+
+# part sizes
+
+
+@given(nbytes=st.integers(0, 60 << 40))
+def test_the_automatic_part_size_fits_the_object_into_the_upload(nbytes):
+    size = choose_part_size(nbytes, None, S3)
+    assert 16 * MIB <= size <= 5 * 1024 * MIB
+    assert size % MIB == 0
+    if nbytes <= 10_000 * 5 * 1024 * MIB:
+        assert size * 10_000 >= nbytes
+    if nbytes <= 9_000 * 16 * MIB:
+        assert size == 16 * MIB
+
+
+@given(
+    nbytes=st.integers(0, 40 << 40),
+    wanted=st.integers(5 * MIB, 5 * 1024 * MIB),
+)
+def test_the_wanted_part_size_is_taken_where_the_object_fits(nbytes, wanted):
+    size = choose_part_size(nbytes, wanted, S3)
+    assert 5 * MIB <= size <= 5 * 1024 * MIB
+    assert size * 10_000 >= min(nbytes, 10_000 * 5 * 1024 * MIB)
+    if wanted * 10_000 >= nbytes:
+        assert wanted <= size < wanted + MIB  # whole mebibytes
+
+
+@given(
+    nbytes=st.integers(0, 40 << 40),
+    wanted=st.none() | st.integers(5 * MIB, 5 * 1024 * MIB),
+    budget=st.integers(32 * MIB, 4096 * MIB),
+)
+def test_parts_of_copies_leave_room_in_the_budget(nbytes, wanted, budget):
+    """Two parts are held back while others are sent, and half of the pool may be fragments."""
+    size = choose_part_size(nbytes, wanted, S3, copied=budget)
+    assert size >= 5 * MIB
+    assert 2 * size <= budget // 2
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "wanted", "size"),
+    [(0, None, 16 * MIB), (0, 1000, 1000), (7000, 1000, 1000), (7001, 1000, 1001), (70, 3, 10)],
+)
+def test_small_limits_of_a_store_are_kept(nbytes, wanted, size):
+    assert choose_part_size(nbytes, wanted, SMALL) == size

@@ -1,0 +1,299 @@
+"""The plan of a download: every wanted byte once, few requests, little waste."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from cloudckpt.transfer.ranges import Span, pack_requests, plan_boxes, row_major_strides
+
+KIB, MIB = 1024, 1024 * 1024
+
+ITEMSIZES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+@st.composite
+def regions(draw):
+    """``(shape, offsets, lengths)`` of a region of a tensor of up to 4 dimensions."""
+    shape = draw(st.lists(st.integers(1, 9), max_size=4))
+    offsets = [draw(st.integers(0, size - 1)) for size in shape]
+    lengths = [
+        # whole dimensions are what makes rows contiguous, and would seldom come by chance
+        draw(st.integers(1, size - offset) | st.just(size - offset))
+        for size, offset in zip(shape, offsets, strict=True)
+    ]
+    return shape, offsets, lengths
+
+
+PLANS = {
+    "region": regions(),
+    "itemsize": st.sampled_from(sorted(ITEMSIZES)),
+    "limit": st.integers(1, 600) | st.just(10**6),
+    "merge_gap": st.integers(0, 200) | st.just(10**6),
+}
+
+
+def planned(region, itemsize, limit, merge_gap):
+    shape, offsets, lengths = region
+    return list(plan_boxes(shape, offsets, lengths, itemsize, limit=limit, merge_gap=merge_gap))
+
+
+def stored(shape, itemsize):
+    """A tensor whose elements are all different, as far as the type goes."""
+    return np.arange(math.prod(shape), dtype=ITEMSIZES[itemsize]).reshape(shape)
+
+
+def part(tensor, offsets, lengths):
+    """A view of a part of a tensor; also of one without dimensions."""
+    places = [slice(at, at + length) for at, length in zip(offsets, lengths, strict=True)]
+    return tensor[(*places, ...)]
+
+
+def box_of(tensor, box):
+    return part(tensor, [start for start, _ in box], [length for _, length in box])
+
+
+@settings(deadline=None, max_examples=200)
+@given(**PLANS)
+def test_reading_what_is_planned_makes_the_region(region, itemsize, limit, merge_gap):
+    shape, offsets, lengths = region
+    source = stored(shape, itemsize)
+    raw = source.tobytes()
+    target, times = np.zeros(lengths, source.dtype), np.zeros(lengths, int)
+    strides = [stride * itemsize for stride in row_major_strides(shape)]
+    for read in planned(region, itemsize, limit, merge_gap):
+        assert 0 <= read.start < read.stop <= len(raw)
+        elements = np.frombuffer(raw[read.start : read.stop], source.dtype)
+        into = box_of(target, read.box)
+        if read.contiguous:
+            into[...] = elements.reshape(into.shape)
+        else:
+            into[...] = np.lib.stride_tricks.as_strided(elements, into.shape, strides)
+        box_of(times, read.box)[...] += 1
+    assert (times == 1).all()
+    assert (target == part(source, offsets, lengths)).all()
+
+
+@settings(deadline=None, max_examples=200)
+@given(**PLANS)
+def test_a_contiguous_read_is_its_box_and_any_other_keeps_the_limit(
+    region, itemsize, limit, merge_gap
+):
+    for read in planned(region, itemsize, limit, merge_gap):
+        nbytes = math.prod(length for _, length in read.box) * itemsize
+        if read.contiguous:
+            assert read.stop - read.start == nbytes
+        else:
+            assert read.stop - read.start <= limit
+
+
+@pytest.mark.xfail(
+    strict=True, reason="a last group of a single row is called strided, and takes a detour"
+)
+@settings(deadline=None)
+@example(region=([3, 4], [0, 3], [3, 1]), itemsize=1, limit=5, merge_gap=100)
+@given(**PLANS)
+def test_a_read_without_other_bytes_is_contiguous(region, itemsize, limit, merge_gap):
+    for read in planned(region, itemsize, limit, merge_gap):
+        nbytes = math.prod(length for _, length in read.box) * itemsize
+        assert read.contiguous == (read.stop - read.start == nbytes)
+
+
+@settings(deadline=None, max_examples=200)
+@given(**PLANS)
+def test_no_read_goes_through_more_unneeded_bytes_than_merge_gap(
+    region, itemsize, limit, merge_gap
+):
+    """Within one read, between two wanted elements: no longer run of others than ``merge_gap``."""
+    shape, offsets, lengths = region
+    wanted = np.zeros(shape, bool)
+    part(wanted, offsets, lengths)[...] = True
+    flat = wanted.reshape(-1)
+    for read in planned(region, itemsize, limit, merge_gap):
+        inside = flat[read.start // itemsize : read.stop // itemsize]
+        assert inside[0]
+        assert inside[-1]
+        runs = [len(list(run)) for value, run in itertools.groupby(inside) if not value]
+        assert all(run * itemsize <= merge_gap for run in runs)
+
+
+@settings(deadline=None, max_examples=200)
+@given(**PLANS)
+def test_reads_come_in_the_order_of_bytes_and_do_not_overlap(region, itemsize, limit, merge_gap):
+    reads = planned(region, itemsize, limit, merge_gap)
+    assert all(one.stop <= next.start for one, next in itertools.pairwise(reads))
+
+
+@settings(deadline=None, max_examples=200)
+@given(**PLANS)
+def test_neighbouring_rows_are_one_read(region, itemsize, limit, merge_gap):
+    """Two contiguous reads are apart: what follows at once is not asked for anew."""
+    reads = planned(region, itemsize, limit, merge_gap)
+    for one, following in itertools.pairwise(reads):
+        if one.contiguous and following.contiguous:
+            assert one.stop < following.start
+
+
+@settings(deadline=None, max_examples=200)
+@given(**PLANS)
+def test_what_lies_near_enough_is_one_read_if_the_limit_allows(region, itemsize, limit, merge_gap):
+    shape, offsets, lengths = region
+    wanted = np.zeros(shape, bool)
+    part(wanted, offsets, lengths)[...] = True
+    places = np.flatnonzero(wanted.reshape(-1))
+    extent = int(places[-1] - places[0] + 1) * itemsize
+    largest_gap = int(np.diff(places, prepend=places[0] - 1).max() - 1) * itemsize
+    assume(largest_gap <= merge_gap and extent <= limit)
+    assert len(planned(region, itemsize, limit, merge_gap)) == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "offsets", "lengths"),
+    [([0], [0], [0]), ([3, 0, 2], [0, 0, 0], [3, 0, 2]), ([4, 4], [1, 4], [2, 0])],
+)
+def test_nothing_is_read_for_nothing(shape, offsets, lengths):
+    assert list(plan_boxes(shape, offsets, lengths, 4, limit=100, merge_gap=0)) == []
+
+
+@pytest.mark.parametrize("limit", [1, 4, 10**9])
+def test_a_tensor_without_dimensions_is_one_read(limit):
+    (read,) = plan_boxes([], [], [], 4, limit=limit, merge_gap=0)
+    assert (read.box, read.start, read.stop, read.contiguous) == ((), 0, 4, True)
+
+
+def test_a_large_region_of_whole_rows_stays_one_read():
+    (read,) = plan_boxes([10**6, 4096], [5, 0], [900_000, 4096], 2, limit=16 * MIB, merge_gap=MIB)
+    assert (read.start, read.stop) == (5 * 8192, 900_005 * 8192)
+    assert read.contiguous
+
+
+def test_half_of_every_row_is_read_with_the_other_half_if_rows_are_short():
+    reads = list(plan_boxes([1000, 64], [0, 0], [1000, 32], 4, limit=64 * KIB, merge_gap=128))
+    assert sum(read.stop - read.start for read in reads) < 2 * 1000 * 32 * 4
+    assert len(reads) == 4  # 256 rows of 256 bytes each
+
+
+def test_half_of_every_row_is_read_alone_if_rows_are_long():
+    reads = list(plan_boxes([10, 4096], [0, 0], [10, 2048], 4, limit=64 * KIB, merge_gap=KIB))
+    assert [read.stop - read.start for read in reads] == [8192] * 10
+    assert all(read.contiguous for read in reads)
+
+
+# requests
+
+
+GRAINS = st.just(0) | st.integers(1, 60)
+GAPS = st.integers(0, 80)
+
+
+@st.composite
+def neighbours(draw, *, grains=GRAINS, gaps=GAPS):
+    """Spans of one object that do not overlap, in any order."""
+    spans, at = [], draw(st.integers(0, 1000))
+    for owner in range(draw(st.integers(0, 10))):
+        at += draw(gaps)
+        length = draw(st.integers(1, 400))
+        origin = at - draw(st.integers(0, 30))
+        spans.append(Span(at, at + length, draw(grains), origin, owner))
+        at += length
+    return draw(st.permutations(spans))
+
+
+@st.composite
+def any_spans(draw):
+    spans = []
+    for owner in range(draw(st.integers(0, 10))):
+        start, length = draw(st.integers(0, 800)), draw(st.integers(1, 400))
+        grain, back = draw(GRAINS), draw(st.integers(0, 30))
+        spans.append(Span(start, start + length, grain, start - back, owner))
+    return spans
+
+
+PACKINGS = {
+    "spans": neighbours() | any_spans(),
+    "limit": st.integers(1, 500),
+    "merge_gap": st.integers(0, 100),
+}
+
+
+@settings(deadline=None, max_examples=200)
+@given(**PACKINGS)
+def test_the_pieces_of_a_span_are_the_span(spans, limit, merge_gap):
+    requests = list(pack_requests(spans, limit=limit, merge_gap=merge_gap))
+    pieces = {}
+    for piece in itertools.chain(*requests):
+        pieces.setdefault(piece.owner, []).append(piece)
+    assert sorted(pieces) == list(range(len(spans)))
+    for span in spans:
+        found = pieces[span.owner]
+        assert (found[0].start, found[-1].stop) == (span.start, span.stop)
+        assert all(one.stop == next.start for one, next in itertools.pairwise(found))
+        assert all(piece.start < piece.stop for piece in found)
+
+
+@settings(deadline=None, max_examples=200)
+@given(**PACKINGS)
+def test_a_span_is_cut_at_its_grain_alone(spans, limit, merge_gap):
+    by_owner = {span.owner: span for span in spans}
+    for piece in itertools.chain(*pack_requests(spans, limit=limit, merge_gap=merge_gap)):
+        span = by_owner[piece.owner]
+        for place in {piece.start, piece.stop} - {span.start, span.stop}:
+            assert span.grain > 0
+            assert (place - span.origin) % span.grain == 0
+
+
+@settings(deadline=None, max_examples=200)
+@given(**PACKINGS)
+def test_the_pieces_of_a_request_follow_each_other_within_merge_gap(spans, limit, merge_gap):
+    for request in pack_requests(spans, limit=limit, merge_gap=merge_gap):
+        assert request
+        for one, following in itertools.pairwise(request):
+            assert 0 <= following.start - one.stop <= merge_gap
+
+
+@settings(deadline=None, max_examples=200)
+@given(**PACKINGS)
+def test_a_request_exceeds_the_limit_only_for_one_span_that_can_not_be_cut(spans, limit, merge_gap):
+    for request in pack_requests(spans, limit=limit, merge_gap=merge_gap):
+        if request[-1].stop - request[0].start <= limit:
+            continue
+        assert len(request) == 1
+        (piece,) = request
+        if piece.grain:
+            within = (piece.start + limit - piece.origin) // piece.grain
+            assert piece.origin + within * piece.grain <= piece.start
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    spans=neighbours(grains=st.integers(1, 60), gaps=st.just(0)),
+    limit=st.integers(360, 3000),
+    merge_gap=st.integers(0, 100),
+)
+def test_a_run_that_can_be_cut_takes_few_requests(spans, limit, merge_gap):
+    """With grains of at most a sixth of the limit: no more than a fifth too many."""
+    total = sum(span.stop - span.start for span in spans)
+    requests = list(pack_requests(spans, limit=limit, merge_gap=merge_gap))
+    assert len(requests) <= math.ceil(total / limit) * 1.2 + 1
+
+
+def test_spans_that_overlap_are_read_twice():
+    spans = [Span(0, 100, 1, 0, 0), Span(50, 150, 1, 0, 1)]
+    requests = list(pack_requests(spans, limit=1000, merge_gap=1000))
+    assert [(r[0].start, r[-1].stop) for r in requests] == [(0, 100), (50, 150)]
+
+
+def test_equal_spans_are_both_read():
+    spans = [Span(0, 100, 0, 0, 0), Span(0, 100, 0, 0, 1)]
+    requests = list(pack_requests(spans, limit=1000, merge_gap=1000))
+    assert sorted(piece.owner for request in requests for piece in request) == [0, 1]
+
+
+def test_a_billion_bytes_are_planned_quickly():
+    """Large spans are cut as the requests are asked for, not in advance."""
+    spans = [Span(0, 1 << 50, MIB, 0, 0)]
+    first = next(pack_requests(spans, limit=16 * MIB, merge_gap=0))
+    assert (first[0].start, first[0].stop) == (0, 16 * MIB)

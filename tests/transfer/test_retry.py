@@ -1,0 +1,226 @@
+"""When a failed request is tried again, on a clock that the test turns."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cloudckpt.config import RetryPolicy
+from cloudckpt.errors import (
+    AccessDeniedError,
+    CheckpointCorruptError,
+    ConnectionLostError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    ServerError,
+    ThrottledError,
+    TransferCancelledError,
+)
+from cloudckpt.transfer.group import Cancellation
+from cloudckpt.transfer.retry import Retrier
+
+
+class Waiting(Cancellation):
+    """Waits on the test's clock, and may be cancelled at the nth wait."""
+
+    def __init__(self, cancel_at=None):
+        super().__init__()
+        self.now, self.pauses, self._cancel_at = 0.0, [], cancel_at
+
+    def wait(self, seconds):
+        self.pauses.append(seconds)
+        if len(self.pauses) == self._cancel_at:
+            self.cancel()
+            self.check()
+        self.now += seconds
+
+    def clock(self):
+        return self.now
+
+
+class Script:
+    """An operation that fails with these errors and then succeeds; each call takes a second."""
+
+    def __init__(self, errors, waiting, seconds=1.0):
+        self.errors, self.waiting, self.seconds, self.calls = list(errors), waiting, seconds, 0
+
+    def __call__(self):
+        self.calls += 1
+        self.waiting.now += self.seconds
+        if self.errors:
+            raise self.errors.pop(0)
+        return "done"
+
+
+def run(errors, *, draw=lambda low, high: high, seconds=1.0, cancel_at=None, **policy):
+    """The result of a script, its waits, and how often it was called."""
+    waiting = Waiting(cancel_at)
+    script = Script(errors, waiting, seconds)
+    values = {"attempts": 10, "deadline": 1000.0, "base": 1.0, "cap": 8.0, **policy}
+    retrier = Retrier(RetryPolicy(**values), waiting, clock=waiting.clock, draw=draw)
+    try:
+        return retrier.call(script), waiting, script
+    except Exception as error:  # noqa: BLE001 - it is what the test looks at
+        return error, waiting, script
+
+
+@pytest.mark.parametrize("kind", [ThrottledError, ServerError, ConnectionLostError])
+def test_what_may_go_away_is_tried_again(kind):
+    result, waiting, script = run([kind("busy")] * 3)
+    assert result == "done"
+    assert (script.calls, len(waiting.pauses)) == (4, 3)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        AccessDeniedError,
+        ObjectNotFoundError,
+        PreconditionFailedError,
+        CheckpointCorruptError,
+        TransferCancelledError,
+        ValueError,
+        OSError,
+    ],
+)
+def test_what_does_not_go_away_is_raised_at_once(kind):
+    error = kind("no")
+    result, waiting, script = run([error])
+    assert result is error
+    assert (script.calls, waiting.pauses) == (1, [])
+
+
+def test_a_lasting_error_behind_a_passing_one_is_raised():
+    lasting = AccessDeniedError("no")
+    result, _, script = run([ServerError("busy"), lasting])
+    assert result is lasting
+    assert script.calls == 2
+
+
+def test_bounds_of_pauses_double_up_to_the_cap():
+    _, waiting, _ = run([ServerError("busy")] * 6)
+    assert waiting.pauses == [1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
+
+
+def test_pauses_are_drawn_between_zero_and_their_bound():
+    asked = []
+
+    def draw(low, high):
+        asked.append((low, high))
+        return high / 4
+
+    _, waiting, _ = run([ServerError("busy")] * 3, draw=draw)
+    assert asked == [(0.0, 1.0), (0.0, 2.0), (0.0, 4.0)]
+    assert waiting.pauses == [0.25, 0.5, 1.0]
+
+
+@pytest.mark.parametrize(("retry_after", "pause"), [(30.0, 30.0), (0.5, 1.0), (None, 1.0)])
+def test_a_store_that_asks_for_a_longer_pause_gets_it(retry_after, pause):
+    _, waiting, _ = run([ThrottledError("slow down", retry_after=retry_after)])
+    assert waiting.pauses == [pause]
+
+
+@pytest.mark.parametrize("attempts", [1, 2, 5])
+def test_tries_are_limited(attempts):
+    errors = [ServerError(f"failure {n}") for n in range(1, 10)]
+    last = errors[attempts - 1]
+    result, waiting, script = run(errors, attempts=attempts)
+    assert result is last
+    assert (script.calls, len(waiting.pauses)) == (attempts, attempts - 1)
+    assert f"gave up after {attempts} tries" in str(result)
+
+
+def test_time_is_limited_from_the_first_failure_on():
+    """A request of an hour that then fails may still be tried again."""
+    result, _, script = run([ServerError("busy")] * 2, seconds=3600.0, deadline=3700.0)
+    assert result == "done"
+    assert script.calls == 3
+    result, _, script = run([ServerError("busy")] * 3, seconds=3600.0, deadline=3700.0)
+    assert isinstance(result, ServerError)
+    assert script.calls == 3
+
+
+def test_a_pause_that_would_end_too_late_is_not_begun():
+    error = ThrottledError("slow down", retry_after=500.0)
+    result, waiting, script = run([error], deadline=300.0)
+    assert result is error
+    assert (script.calls, waiting.pauses) == (1, [])
+
+
+@given(
+    failures=st.integers(0, 12),
+    attempts=st.integers(1, 12),
+    deadline=st.floats(0, 100),
+    base=st.floats(0, 10),
+    more=st.floats(0, 10),
+    seconds=st.floats(0, 20),
+    draw=st.randoms(use_true_random=False),
+)
+def test_limits_hold_for_any_policy(failures, attempts, deadline, base, more, seconds, draw):
+    result, waiting, script = run(
+        [ServerError("busy") for _ in range(failures)],
+        attempts=attempts,
+        deadline=deadline,
+        base=base,
+        cap=base + more,
+        seconds=seconds,
+        draw=draw.uniform,
+    )
+    assert script.calls <= attempts
+    assert all(0 <= pause <= base + more for pause in waiting.pauses)
+    last_try_began = waiting.now - seconds
+    assert script.calls == 1 or last_try_began <= seconds + deadline + 1e-6
+    assert (result == "done") == (script.calls == failures + 1)
+
+
+def test_a_cancelled_group_ends_the_wait():
+    result, waiting, script = run([ServerError("busy")] * 5, cancel_at=2)
+    assert isinstance(result, TransferCancelledError)
+    assert (script.calls, len(waiting.pauses)) == (2, 2)
+
+
+def test_a_cancelled_group_begins_nothing():
+    cancellation = Cancellation()
+    cancellation.cancel()
+    calls = []
+    with pytest.raises(TransferCancelledError):
+        Retrier(RetryPolicy(), cancellation).call(lambda: calls.append(1))
+    assert calls == []
+
+
+def test_a_real_wait_ends_with_the_cancellation():
+    cancellation = Cancellation()
+
+    def fail():
+        cancellation.cancel()
+        raise ThrottledError("slow down", retry_after=3600.0)
+
+    with pytest.raises(TransferCancelledError):
+        Retrier(RetryPolicy(deadline=7200.0), cancellation).call(fail)
+
+
+def test_every_retry_is_counted():
+    counted, waiting = [], Waiting()
+    script = Script([ServerError("busy")] * 3, waiting)
+    retrier = Retrier(
+        RetryPolicy(), waiting, on_retry=lambda: counted.append(1), clock=waiting.clock
+    )
+    assert retrier.call(script) == "done"
+    assert len(counted) == 3
+
+
+def test_cleaning_up_does_not_delay_the_error_for_long():
+    policy = RetryPolicy(attempts=100, deadline=3600.0, base=0.0, cap=0.0)
+    calls = []
+
+    def fail():
+        calls.append(1)
+        raise ServerError("busy")
+
+    with pytest.raises(ServerError):
+        Retrier.for_cleanup(policy).call(fail)
+    assert len(calls) <= 5
+
+
+def test_what_a_retrier_calls_may_call_it_again():
+    retrier = Retrier(RetryPolicy(attempts=1))
+    assert retrier.call(lambda: retrier.call(lambda: 7)) == 7

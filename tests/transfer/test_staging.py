@@ -1,0 +1,218 @@
+"""Copies of what can't be sent as it lies: exact, bounded in memory, never reused too soon."""
+
+import itertools
+import math
+import queue
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cloudckpt.errors import TransferCancelledError
+from cloudckpt.transfer.group import Cancellation
+from cloudckpt.transfer.memory import bytes_of, is_plain
+from cloudckpt.transfer.staging import StagingPool, row_major_slices
+
+KIB = 1024
+BUDGET = 16 * KIB  # slabs of 1 KiB
+
+
+@pytest.fixture
+def pool():
+    return StagingPool(BUDGET, Cancellation())
+
+
+def drain(pool, tensor):
+    """The bytes that a pool makes of a tensor, each piece given back at once."""
+    out = bytearray()
+    for piece in pool.pieces(tensor):
+        if piece.ready is not None:
+            piece.ready()
+        assert piece.start == len(out)
+        out += piece.view
+        piece.lease.release()
+    return bytes(out)
+
+
+def expected(tensor):
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+# slices
+
+
+@settings(deadline=None)
+@given(
+    shape=st.lists(st.integers(0, 7), max_size=4),
+    itemsize=st.sampled_from([1, 2, 4, 8, 16]),
+    limit=st.integers(1, 400),
+)
+def test_slices_cover_a_tensor_once_in_row_major_order(shape, itemsize, limit):
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    seen = [
+        numbers[(*(slice(at, at + length) for at, length in box), ...)].reshape(-1)
+        for box in row_major_slices(tuple(shape), itemsize, limit)
+    ]
+    assert np.concatenate([np.array([], int), *seen]).tolist() == list(range(numbers.size))
+    for elements in seen:
+        assert elements.size * itemsize <= max(limit, itemsize)
+        assert (np.diff(elements) == 1).all()
+
+
+def test_slices_are_as_large_as_the_limit_allows():
+    boxes = list(row_major_slices((1000, 4), 4, 1600))
+    assert [box[0] for box in boxes] == [(at, 100) for at in range(0, 1000, 100)]
+
+
+# pieces
+
+ODD_TENSORS = {
+    "transposed": lambda: torch.randn(37, 53).t(),
+    "every other column": lambda: torch.arange(4000.0).view(40, 100)[:, ::2],
+    "permuted": lambda: torch.randn(5, 7, 11, 3).permute(3, 1, 0, 2),
+    "expanded": lambda: torch.randn(7, 1).expand(7, 300),
+    "conjugated": lambda: torch.randn(300, dtype=torch.complex64).conj(),
+    "conjugated and transposed": lambda: torch.randn(30, 20, dtype=torch.complex128).t().conj(),
+    "negated": lambda: torch.randn(300, dtype=torch.complex64).conj().imag,
+    "bfloat16": lambda: torch.randn(60, 50).to(torch.bfloat16).t(),
+    "float8": lambda: torch.randn(60, 50).to(torch.float8_e4m3fn).t(),
+    "bool": lambda: (torch.randn(60, 50) > 0).t(),
+    "uint8": lambda: torch.randint(0, 256, (60, 50), dtype=torch.uint8).t(),
+    "one element": lambda: torch.randn(5)[2],
+    "no element": lambda: torch.randn(5, 0).t(),
+    "exactly a slab": lambda: torch.randn(512).view(256, 2)[:, 0:1].expand(256, 1),
+    "rows of more than a slab": lambda: torch.randn(700, 3).t(),
+    "plain all the same": lambda: torch.randn(33, 77),
+    "channels last": lambda: torch.randn(2, 3, 9, 8).to(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("name", ODD_TENSORS)
+def test_pieces_are_the_row_major_bytes(pool, name):
+    torch.manual_seed(0)
+    tensor = ODD_TENSORS[name]()
+    assert drain(pool, tensor) == expected(tensor)
+
+
+def test_one_pool_serves_many_tensors(pool):
+    torch.manual_seed(0)
+    tensors = [torch.randn(n, 13).t() for n in range(1, 60)]
+    assert [drain(pool, tensor) for tensor in tensors] == [expected(t) for t in tensors]
+
+
+def test_a_piece_keeps_its_bytes_until_it_is_given_back(pool):
+    torch.manual_seed(0)
+    tensor = torch.randn(64, 40).t()  # ten slabs of the sixteen
+    held = list(pool.pieces(tensor))
+    other = drain(pool, torch.zeros(100, 10).t())
+    assert set(other) == {0}
+    assert b"".join(piece.view for piece in held) == expected(tensor)
+    for piece in held:
+        piece.lease.release()
+
+
+def test_memory_is_reused_and_stays_within_the_budget(pool):
+    tensor = torch.randn(700, 300).t()
+    places = set()
+    for piece in pool.pieces(tensor):
+        places.add(np.frombuffer(piece.view, np.uint8).ctypes.data // KIB)
+        piece.lease.release()
+    assert len(places) <= 2 * 16  # a slab of 1 KiB may touch two of these
+
+
+def test_a_full_pool_waits_for_memory_to_come_back(pool):
+    torch.manual_seed(0)
+    tensor = torch.randn(64, 100).t()  # more than there is
+    pieces, full, out = queue.SimpleQueue(), threading.Event(), bytearray()
+
+    def consume():
+        assert full.wait(30)
+        for piece in iter(pieces.get, None):
+            out.extend(piece.view)
+            piece.lease.release()
+
+    consumer = threading.Thread(target=consume)
+    consumer.start()
+    for number, piece in enumerate(pool.pieces(tensor)):
+        pieces.put(piece)
+        if number == 12:
+            full.set()
+    pieces.put(None)
+    consumer.join(30)
+    assert out == expected(tensor)
+
+
+def test_a_cancellation_ends_the_wait():
+    cancellation = Cancellation()
+    pool = StagingPool(BUDGET, cancellation)
+    held = []
+
+    def hold_all():
+        for number, piece in enumerate(pool.pieces(torch.randn(64, 1000).t())):
+            held.append(piece)
+            if number == 12:
+                cancellation.cancel()
+
+    with pytest.raises(TransferCancelledError):
+        hold_all()
+    assert len(held) >= 12
+
+
+def test_a_pool_that_was_closed_has_all_of_its_memory_back(pool):
+    for _ in range(50):  # many more slabs than there are
+        drain(pool, torch.randn(3, 5).t())
+        pool.close()
+    assert len(drain(pool, torch.randn(64, 200).t())) == 64 * 200 * 4
+
+
+def test_room_is_aligned_and_does_not_overlap(pool):
+    taken, slabs = [], []
+    for nbytes in [1, 63, 64, 65, 500, 1024, 7, 900, 200]:
+        slab, place = pool.reserve(nbytes)
+        slabs.append(slab)
+        assert place % 64 == 0
+        begin = np.frombuffer(slab.view, np.uint8).ctypes.data + place
+        taken.append((begin, begin + nbytes))
+        assert place + nbytes <= len(slab.view)
+    taken.sort()
+    assert all(one[1] <= other[0] for one, other in itertools.pairwise(taken))
+
+
+# memory
+
+
+@pytest.mark.parametrize(
+    ("make", "plain"),
+    [
+        (lambda: torch.randn(3, 4), True),
+        (lambda: torch.randn(3, 4)[1:], True),
+        (lambda: torch.tensor(1.0), True),
+        (lambda: torch.randn(0, 4), True),
+        (lambda: torch.randn(3, 4).t(), False),
+        (lambda: torch.randn(3, 4)[:, 1:], False),
+        (lambda: torch.randn(4).expand(3, 4), False),
+        (lambda: torch.randn(3, dtype=torch.complex64).conj(), False),
+        (lambda: torch.randn(3, dtype=torch.complex64).conj().imag, False),
+        (lambda: torch.randn(3, 4, device="meta"), False),
+    ],
+)
+def test_only_row_major_values_in_host_memory_are_plain(make, plain):
+    assert is_plain(make()) is plain
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex128])
+def test_the_bytes_of_a_tensor_are_its_memory(dtype):
+    tensor = torch.randn(5, 7).to(dtype)[1:4]
+    view = bytes_of(tensor)
+    assert (view.format, view.ndim, view.nbytes) == ("B", 1, tensor.numel() * tensor.itemsize)
+    assert bytes(view) == expected(tensor)
+    view[:] = bytes(view.nbytes)
+    assert not tensor.to(torch.complex128).abs().any()
+
+
+def test_the_bytes_of_an_empty_tensor_are_none():
+    assert bytes(bytes_of(torch.randn(3, 0))) == b""

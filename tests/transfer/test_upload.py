@@ -1,0 +1,386 @@
+"""Objects are sent whole or not at all, whatever the store does to single requests."""
+
+import logging
+import random
+import threading
+import uuid
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cloudckpt.checksum import crc32c
+from cloudckpt.config import RetryPolicy
+from cloudckpt.errors import (
+    AccessDeniedError,
+    ConnectionLostError,
+    ObjectNotFoundError,
+    ServerError,
+    StorageFullError,
+    ThrottledError,
+    TransferCancelledError,
+)
+from cloudckpt.stores.memory import MemoryStore
+from cloudckpt.testing.faulty import FaultyStore
+from cloudckpt.transfer.group import TaskGroup
+from cloudckpt.transfer.parts import Piece
+from cloudckpt.transfer.retry import Retrier
+from cloudckpt.transfer.stats import TransferStats
+from cloudckpt.transfer.upload import ObjectUpload, delete_quietly
+
+PART = 1000
+KEY = "run/object"
+AT_ONCE = RetryPolicy(attempts=6, base=0.0, cap=0.0)
+
+
+class Checking(MemoryStore):
+    """A store that verifies checksums, as S3 does, and remembers whose memory it was sent."""
+
+    def __init__(self):
+        super().__init__(uuid.uuid4().hex)
+        self.owners = []
+
+    def put(self, key, body, *, crc32c, **others):
+        self._check(body, crc32c)
+        return super().put(key, body, crc32c=crc32c, **others)
+
+    def put_part(self, upload, number, body, *, crc32c, **others):
+        self._check(body, crc32c)
+        return super().put_part(upload, number, body, crc32c=crc32c, **others)
+
+    def complete_upload(self, upload, parts):
+        assert [part.number for part in parts] == list(range(1, len(parts) + 1))
+        assert all(part.size == upload.part_size for part in parts[:-1])
+        data = b"".join(self._parts(upload)[part.number] for part in parts)
+        info = super().put(upload.key, [memoryview(data)], crc32c=0)
+        self.abort_upload(upload)
+        return info
+
+    def _check(self, body, crc):
+        assert crc32c(b"".join(body)) == crc
+        self.owners.extend(view.obj for view in body)
+
+
+@pytest.fixture
+def store():
+    return FaultyStore(Checking())
+
+
+def pieces_of(data, size):
+    return [Piece(memoryview(data)[at : at + size]) for at in range(0, len(data), size)]
+
+
+def send(store, pieces, *, width=4, policy=AT_ONCE, key=KEY):
+    """What a writer does: writes, closes, and abandons if anything fails."""
+    stats = TransferStats()
+    group = TaskGroup(width)
+    retrier = Retrier(policy, group.cancellation, on_retry=stats.add_retry)
+    upload = ObjectUpload(store, key, PART, group, retrier, stats)
+    try:
+        with group:
+            for piece in pieces:
+                upload.write(piece)
+            upload.close()
+    except BaseException:
+        upload.abandon()
+        raise
+    return upload, stats.snapshot()
+
+
+def held(store):
+    """All that a bucket holds: objects and unfinished uploads."""
+    objects = [info.key for info in store.inner.list("")]
+    return objects + [f"upload of {upload.key}" for upload in store.inner.list_uploads("")]
+
+
+def some_bytes(size):
+    return random.Random(size).randbytes(size)
+
+
+@pytest.mark.parametrize("size", [0, 1, PART - 1, PART, PART + 1, 2 * PART, 2 * PART + 1, 12_345])
+@pytest.mark.parametrize("piece", [1, 999, 1000, 1001, 100_000])
+def test_an_object_arrives_as_it_was_written(store, size, piece):
+    data = some_bytes(size)
+    upload, _ = send(store, pieces_of(data, max(piece, size // 500)))
+    assert bytes(store.inner.get(KEY)[0]) == data
+    assert upload.info == store.inner.head(KEY)
+    assert upload.position == size
+    assert upload.crc32c == crc32c(data)
+    assert held(store) == [KEY]
+
+
+@pytest.mark.parametrize("size", [0, 1, PART])
+def test_a_small_object_is_one_request(store, size):
+    _, stats = send(store, pieces_of(some_bytes(size), 300))
+    assert dict(store.calls) == {"put": 1}
+    assert (stats.bytes, stats.requests, stats.retries) == (size, 1, 0)
+
+
+def test_a_large_object_is_sent_in_parts(store):
+    _, stats = send(store, pieces_of(some_bytes(3 * PART + 1), 700))
+    assert dict(store.calls) == {"create_upload": 1, "put_part": 4, "complete_upload": 1}
+    assert (stats.bytes, stats.retries) == (3 * PART + 1, 0)
+
+
+def test_nothing_is_copied_on_the_way_to_the_store(store):
+    data = bytearray(some_bytes(5 * PART + 1))
+    send(store, pieces_of(data, 1300))
+    assert store.inner.owners
+    assert all(owner is data for owner in store.inner.owners)
+
+
+def test_loans_are_given_back_when_their_bytes_are_sent(store):
+    class Loan:
+        holders = 1
+
+        def retain(self):
+            self.holders += 1
+
+        def release(self):
+            self.holders -= 1
+
+    pieces = pieces_of(some_bytes(7 * PART + 1), 300)
+    for piece in pieces:
+        piece.lease = Loan()
+    send(store, pieces)
+    assert {piece.lease.holders for piece in pieces} == {0}
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    sizes=st.lists(st.integers(0, 2500), max_size=8),
+    seed=st.integers(0, 1 << 30),
+    share=st.floats(0, 0.5),
+    width=st.integers(1, 6),
+)
+def test_an_object_arrives_through_any_passing_faults(sizes, seed, share, width):
+    store = FaultyStore(Checking(), seed=seed)
+    for verb in ("put", "create_upload", "put_part", "complete_upload"):
+        store.fail(verb, ThrottledError, probability=share / 3)
+        store.fail(verb, ConnectionLostError, probability=share / 3, when="after")
+    for verb in ("put", "put_part"):
+        store.fail(verb, ConnectionLostError, probability=share / 3, when="during", moved=1)
+    data = some_bytes(sum(sizes))
+    pieces, at = [], 0
+    for size in sizes:
+        pieces.append(Piece(memoryview(data)[at : at + size]))
+        at += size
+    upload, stats = send(
+        store, pieces, width=width, policy=RetryPolicy(attempts=200, base=0.0, cap=0.0)
+    )
+    assert bytes(store.inner.get(KEY)[0]) == data
+    assert upload.info == store.inner.head(KEY)
+    assert upload.crc32c == crc32c(data)
+    assert held(store) == [KEY]
+    assert stats.retries == sum(store.failed.values())
+
+
+# answers that were lost
+
+
+def test_a_completion_whose_answer_was_lost_is_recognized(store):
+    store.fail("complete_upload", ConnectionLostError, calls=[1], when="after")
+    data = some_bytes(2500)
+    upload, stats = send(store, pieces_of(data, 700))
+    assert store.calls["complete_upload"] == 2
+    assert upload.info == store.inner.head(KEY)
+    assert bytes(store.inner.get(KEY)[0]) == data
+    assert stats.retries == 1
+
+
+def test_a_completion_that_was_lost_before_it_took_place_is_made(store):
+    store.fail("complete_upload", ConnectionLostError, calls=[1, 2], when="before")
+    data = some_bytes(2500)
+    send(store, pieces_of(data, 700))
+    assert bytes(store.inner.get(KEY)[0]) == data
+
+
+@pytest.mark.parametrize("there", [None, b"of another size"])
+def test_an_upload_that_someone_else_has_ended_is_no_success(store, there):
+    def lose(message):
+        for upload in store.inner.list_uploads(""):
+            store.inner.abort_upload(upload)
+        if there is not None:
+            store.inner.put(KEY, [memoryview(there)], crc32c=crc32c(there))
+        return ConnectionLostError(message)
+
+    store.fail("complete_upload", lose, calls=[1])
+    with pytest.raises(ObjectNotFoundError):
+        send(store, pieces_of(some_bytes(2500), 700))
+
+
+def test_an_upload_that_is_gone_at_the_first_try_is_no_success(store):
+    """An object of the same size proves nothing if this attempt can't have made it."""
+    data = some_bytes(2500)
+    store.inner.put(KEY, [memoryview(data)], crc32c=crc32c(data))
+    store.fail("complete_upload", ObjectNotFoundError, calls=[1])
+    with pytest.raises(ObjectNotFoundError):
+        send(store, pieces_of(data, 700))
+
+
+@pytest.mark.parametrize("verb", ["put", "put_part"])
+def test_bytes_whose_answer_was_lost_are_sent_again(store, verb):
+    store.fail(verb, ConnectionLostError, calls=[1], when="after")
+    data = some_bytes(700 if verb == "put" else 2500)
+    _, stats = send(store, pieces_of(data, 700))
+    assert bytes(store.inner.get(KEY)[0]) == data
+    assert stats.bytes > len(data)
+    assert stats.retries == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_upload_whose_beginning_was_lost_leaves_no_twin(store, fails):
+    store.fail("create_upload", ConnectionLostError, calls=[1], when="after")
+    if fails:
+        store.fail("put_part", AccessDeniedError, calls=[2])
+        with pytest.raises(AccessDeniedError):
+            send(store, pieces_of(some_bytes(2500), 700))
+        assert held(store) == []
+    else:
+        send(store, pieces_of(some_bytes(2500), 700))
+        assert held(store) == [KEY]
+
+
+def test_twins_of_other_objects_are_left_alone(store):
+    store.inner.create_upload(KEY + "-of-somebody-else", PART)
+    store.fail("create_upload", ConnectionLostError, calls=[1], when="after")
+    send(store, pieces_of(some_bytes(2500), 700))
+    assert held(store) == [KEY, f"upload of {KEY}-of-somebody-else"]
+
+
+# failures
+
+
+@pytest.mark.parametrize(
+    ("verb", "size"),
+    [("put", 500), ("create_upload", 2500), ("put_part", 5500), ("complete_upload", 2500)],
+)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_object_that_failed_leaves_nothing_behind(store, verb, size, when):
+    store.fail(verb, StorageFullError, calls=[1], when=when)
+    with pytest.raises(StorageFullError):
+        send(store, pieces_of(some_bytes(size), 700))
+    if (verb, when) == ("create_upload", "after"):
+        return  # a store that refuses has begun no upload
+    assert held(store) == []
+
+
+@pytest.mark.parametrize(("verb", "size"), [("put", 500), ("put_part", 2500)])
+def test_a_store_that_stays_busy_is_given_up(store, verb, size):
+    store.fail(verb, ThrottledError)
+    with pytest.raises(ThrottledError, match=f"gave up after {AT_ONCE.attempts} tries"):
+        send(store, pieces_of(some_bytes(size), 700), width=1)
+    assert held(store) == []
+
+
+def test_an_error_of_one_part_stops_the_others():
+    stopped = []
+
+    class Endless(Checking):
+        """Part 1 never ends by itself; part 2 fails while it is on its way."""
+
+        def put_part(self, upload, number, body, *, crc32c, progress):
+            if number == 2:
+                assert on_its_way.wait(30)
+                raise AccessDeniedError("part 2")
+            try:
+                while True:
+                    progress(1)
+                    on_its_way.set()
+            except TransferCancelledError:
+                stopped.append(number)
+                raise
+
+    on_its_way = threading.Event()
+    store = FaultyStore(Endless())
+    with pytest.raises(AccessDeniedError, match="part 2"):
+        send(store, pieces_of(some_bytes(2 * PART), PART), width=2)
+    assert stopped == [1]
+    assert held(store) == []
+
+
+def test_an_error_of_the_producer_discards_the_object(store):
+    def produce():
+        yield from pieces_of(some_bytes(3500), 700)
+        raise KeyError("of the producer")
+
+    with pytest.raises(KeyError):
+        send(store, produce())
+    assert held(store) == []
+
+
+@pytest.mark.parametrize("error", [ServerError, AccessDeniedError])
+def test_what_can_not_be_cleaned_up_is_logged_and_hides_no_error(store, caplog, error):
+    store.fail("put_part", StorageFullError, calls=[2])
+    store.fail("abort_upload", error)
+    store.fail("delete", error)
+    with caplog.at_level(logging.WARNING, "cloudckpt"), pytest.raises(StorageFullError):
+        send(store, pieces_of(some_bytes(2500), 700))
+    assert "left behind" in caplog.text
+    assert store.calls["abort_upload"] <= 5
+
+
+def test_an_abort_that_failed_for_now_is_tried_again(store):
+    store.fail("put_part", StorageFullError, calls=[2])
+    store.fail("abort_upload", ServerError, calls=[1])
+    with pytest.raises(StorageFullError):
+        send(store, pieces_of(some_bytes(2500), 700))
+    assert held(store) == []
+
+
+def test_deleting_nothing_asks_nothing(store):
+    delete_quietly(store, [], AT_ONCE)
+    assert store.calls["delete"] == 0
+
+
+def test_deleting_takes_all_keys_and_retries(store):
+    for key in ("a", "b", "c"):
+        store.inner.put(key, [], crc32c=0)
+    store.fail("delete", ServerError, calls=[1])
+    delete_quietly(store, ["a", "c", "missing"], AT_ONCE)
+    assert held(store) == ["b"]
+
+
+# the faulty store itself
+
+
+def test_faults_strike_the_chosen_calls(store):
+    store.fail("put", ServerError, calls=[2, 3], where=lambda key: key.startswith("a"))
+
+    def put(key):
+        try:
+            store.put(key, [], crc32c=0)
+        except ServerError:
+            return "failed"
+        return "done"
+
+    keys = ["a1", "b1", "a2", "b2", "a3", "a4"]
+    assert [put(key) for key in keys] == ["done", "done", "failed", "done", "failed", "done"]
+    assert (store.calls["put"], store.failed["put"]) == (6, 2)
+    assert held(store) == ["a1", "a4", "b1", "b2"]
+    store.fail("put", ServerError)
+    store.heal()
+    assert put("a5") == "done"
+
+
+def test_a_share_of_calls_fails_and_always_the_same():
+    def outcomes(seed):
+        store = FaultyStore(Checking(), seed=seed)
+        store.fail("head", ServerError, probability=0.3)
+        found = []
+        for _ in range(300):
+            with pytest.raises((ServerError, ObjectNotFoundError)) as caught:
+                store.head("missing")
+            found.append(caught.type)
+        return found
+
+    one = outcomes(1)
+    assert outcomes(1) == one
+    assert outcomes(2) != one
+    assert 50 < one.count(ServerError) < 130
+
+
+@pytest.mark.parametrize("verb", ["head", "create_upload", "list", "delete"])
+def test_only_payload_can_be_cut_short(store, verb):
+    with pytest.raises(ValueError, match=verb):
+        store.fail(verb, ServerError, when="during")
