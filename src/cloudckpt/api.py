@@ -23,6 +23,7 @@ from cloudckpt.errors import (
     CommitUnknownError,
     ConfigError,
     InvalidURIError,
+    ProcessGroupError,
     RanksFailedError,
 )
 from cloudckpt.uri import URILike
@@ -64,6 +65,7 @@ def save(
         CheckpointConflictError: If another writer committed first.
         CloudCheckpointError: The cause, if the ranks that failed did so for the same reason.
         RanksFailedError: If they failed for different reasons, or outside of cloudckpt.
+        ProcessGroupError: If a rank died or the ranks lost each other.
     """
     writer = _writer(checkpoint_id, storage_writer, config)
     try:
@@ -78,8 +80,8 @@ def save(
                 use_collectives=use_collectives,
             ),
         )
-    except CheckpointException as exc:
-        raise _settle(exc, writer) from exc
+    except (CheckpointException, RuntimeError) as exc:
+        raise _settle(exc, writer, process_group) from exc
 
 
 def async_save(
@@ -115,9 +117,9 @@ def async_save(
         use_collectives=use_collectives,
     )
     if isinstance(response, AsyncSaveResponse):
-        uploaded = _settled(response.upload_completion, writer)
+        uploaded = _settled(response.upload_completion, writer, process_group)
         return AsyncSaveResponse(response.staging_completion, uploaded)
-    return _settled(response, writer)
+    return _settled(response, writer, process_group)
 
 
 def load(
@@ -153,6 +155,7 @@ def load(
         CheckpointCorruptError: If bytes are missing or damaged.
         UntrustedPickleError: If a pickle would run code that is not on the allow-list.
         RanksFailedError: If ranks failed for different reasons, or outside of cloudckpt.
+        ProcessGroupError: If a rank died or the ranks lost each other.
     """
     reader = _reader(checkpoint_id, storage_reader, config, trust_pickle)
     if planner is None and isinstance(reader, CloudStorageReader):
@@ -165,10 +168,10 @@ def load(
             process_group=process_group,
             no_dist=no_dist,
         )
-    except CheckpointException as exc:
+    except (CheckpointException, RuntimeError) as exc:
         # torch passes on why the metadata could not be read only as a text
         local = reader.failure if isinstance(reader, CloudStorageReader) else None
-        raise (local if local is not None else _cause(exc)) from exc
+        raise (local or _cause(exc, process_group, _location(reader))) from exc
 
 
 def _writer(
@@ -203,7 +206,9 @@ def _reader(
     return reader
 
 
-def _settled(future: Any, writer: StorageWriter) -> Future[Any]:
+def _settled(
+    future: Any, writer: StorageWriter, process_group: dist.ProcessGroup | None
+) -> Future[Any]:
     """A future with the same result, or with the cause of its failure."""
     mapped: Future[Any] = Future()
     mapped.set_running_or_notify_cancel()
@@ -211,8 +216,8 @@ def _settled(future: Any, writer: StorageWriter) -> Future[Any]:
     def settle(done: Any) -> None:
         try:
             result = done.result()
-        except CheckpointException as exc:
-            cause = _settle(exc, writer)
+        except (CheckpointException, RuntimeError) as exc:
+            cause = _settle(exc, writer, process_group)
             cause.__cause__ = exc
             mapped.set_exception(cause)
         except BaseException as exc:  # noqa: BLE001 - handed to whoever waits
@@ -224,25 +229,53 @@ def _settled(future: Any, writer: StorageWriter) -> Future[Any]:
     return mapped
 
 
-def _settle(exc: CheckpointException, writer: StorageWriter) -> CloudCheckpointError:
+def _settle(
+    exc: CheckpointException | RuntimeError,
+    writer: StorageWriter,
+    process_group: dist.ProcessGroup | None,
+) -> BaseException:
     """Cleans up after a failed save and returns its cause.
 
-    What this rank has written is deleted only if every failure says that there was no commit: after
-    an interrupt or a lost answer the checkpoint may be visible.
+    What this rank has written is deleted only if there was certainly no commit: every rank's
+    failure says so, or this is the rank that commits and it has not begun to. After an interrupt
+    or a lost answer the checkpoint may be visible.
     """
-    errors = [error for error, _ in exc.failures.values()]
-    certain = all(
-        isinstance(error, Exception) and not isinstance(error, CommitUnknownError)
-        for error in errors
-    )
-    if certain and isinstance(writer, CloudStorageWriter):
-        writer.discard()
-    return _cause(exc)
+    if isinstance(writer, CloudStorageWriter):
+        certain = writer.commits and not writer.commit_begun
+        if isinstance(exc, CheckpointException):
+            certain = certain or all(
+                isinstance(error, Exception) and not isinstance(error, CommitUnknownError)
+                for error, _ in exc.failures.values()
+            )
+        if certain:
+            writer.discard()
+    return _cause(exc, process_group, _location(writer))
 
 
-def _cause(exc: CheckpointException) -> CloudCheckpointError:
+def _location(storage: StorageWriter | StorageReader) -> str | None:
+    if isinstance(storage, (CloudStorageWriter, CloudStorageReader)):
+        return storage.checkpoint_id
+    return None
+
+
+def _cause(
+    exc: CheckpointException | RuntimeError,
+    process_group: dist.ProcessGroup | None,
+    uri: str | None,
+) -> BaseException:
     """The error that a user can act on."""
+    if isinstance(exc, RuntimeError):
+        if not (dist.is_available() and dist.is_initialized()):
+            return exc
+        return ProcessGroupError(
+            "the ranks lost each other: look which one ended first and why, and start them again",
+            uri=uri,
+            cause=exc,
+        )
     failures = {rank: error for rank, (error, _) in sorted(exc.failures.items())}
+    own = failures.get(_rank(process_group))
+    if own is not None and not isinstance(own, Exception):
+        return own  # an interrupt of this process stays one
     first = next(iter(failures.values()))
     if isinstance(first, CloudCheckpointError) and len({type(e) for e in failures.values()}) == 1:
         return first
@@ -250,5 +283,13 @@ def _cause(exc: CheckpointException) -> CloudCheckpointError:
     listed = "; ".join(f"rank {rank}: {text}" for rank, text in list(texts.items())[:8])
     more = f"; and {len(texts) - 8} more ranks" if len(texts) > 8 else ""
     return RanksFailedError(
-        f"{len(texts)} ranks failed in step {exc.args[0]!r}: {listed}{more}", failures=texts
+        f"{len(texts)} ranks failed in step {exc.args[0]!r}: {listed}{more}",
+        failures=texts,
+        uri=uri,
     )
+
+
+def _rank(process_group: dist.ProcessGroup | None) -> int:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(process_group)
+    return 0

@@ -20,6 +20,7 @@ T = TypeVar("T")
 Switch = Literal["auto", "on", "off"]
 
 MIB = 1024 * 1024
+_LONGEST_WAIT = 86_400.0  # seconds; every wait has an end
 _UNITS = {"": 1, "b": 1, "kib": 1024, "mib": MIB, "gib": 1024 * MIB}
 
 
@@ -159,8 +160,11 @@ class S3Options:
     )
 
     def __post_init__(self) -> None:
-        if isinstance(self.tags, Mapping):
-            object.__setattr__(self, "tags", tuple(self.tags.items()))
+        pairs = self.tags.items() if isinstance(self.tags, Mapping) else self.tags
+        try:
+            object.__setattr__(self, "tags", tuple((str(key), str(value)) for key, value in pairs))
+        except (TypeError, ValueError):
+            raise ConfigError(f"tags={self.tags!r}: give a mapping or pairs of strings") from None
         _require(
             self.addressing_style in ("auto", "path", "virtual"),
             f"addressing_style={self.addressing_style!r}: write 'auto', 'path' or 'virtual'",
@@ -266,5 +270,7 @@ class Config:
         )
         for name in ("connect_timeout", "read_timeout", "stall_timeout"):
             value = getattr(self, name)
-            _require(value > 0, f"{name}={value}: must be positive")
+            _require(
+                0 < value <= _LONGEST_WAIT, f"{name}={value}: 0 to {_LONGEST_WAIT:.0f} seconds"
+            )
         _check_switch("conditional_writes", self.conditional_writes)

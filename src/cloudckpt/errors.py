@@ -33,7 +33,8 @@
         ├── MissingKeyError           also KeyError
         ├── ShapeMismatchError        also ValueError
         ├── UnsupportedTensorError    also TypeError
-        └── RanksFailedError          several ranks failed for different reasons
+        ├── RanksFailedError          several ranks failed for different reasons
+        └── ProcessGroupError         a rank died, or the ranks lost each other
 
 Every error survives pickling with its message, URI, item and the text of its cause: torch gathers
 the failures of all ranks by pickle, and a cause that is lost there is lost for good.
@@ -65,6 +66,7 @@ __all__ = [
     "MissingKeyError",
     "ObjectNotFoundError",
     "PreconditionFailedError",
+    "ProcessGroupError",
     "RangeNotSatisfiableError",
     "RanksFailedError",
     "ServerError",
@@ -273,6 +275,10 @@ class ShapeMismatchError(CheckpointError, ValueError):
 
 class UnsupportedTensorError(CheckpointError, TypeError):
     """A kind of tensor whose bytes can't be stored faithfully (quantized, sparse, meta)."""
+
+
+class ProcessGroupError(CheckpointError):
+    """The ranks can't reach each other any more: one died, or its connection did."""
 
 
 class RanksFailedError(CheckpointError):

@@ -127,6 +127,9 @@ class Manifest:
 
 def _item(row: list[Any], find: Callable[[int], ObjectRecord]) -> tuple[ItemKey, ItemRecord]:
     fqn, offsets, where, offset, length, raw_offset, raw_length, dtype, shape, block, crcs = row
+    numbers = (where, offset, length, raw_offset, raw_length, block)
+    if not all(isinstance(number, int) and number >= 0 for number in numbers):
+        raise ValueError(f"{fqn} has a number that is none, or is negative")
     item = ItemRecord(
         object=find(where),
         offset=offset,
@@ -138,7 +141,7 @@ def _item(row: list[Any], find: Callable[[int], ObjectRecord]) -> tuple[ItemKey,
         block_size=block,
         crcs=base64.b64decode(crcs, validate=True),
     )
-    inside = 0 <= offset <= raw_offset and raw_offset + raw_length <= offset + length
+    inside = offset <= raw_offset and raw_offset + raw_length <= offset + length
     if not inside or offset + length > item.object.size:
         raise ValueError(f"{fqn} lies outside of its object")
     if len(item.crcs) != 4 * -(-raw_length // block):

@@ -29,7 +29,7 @@ def manifest_name(attempt: str) -> str:
     return f".manifest.{attempt}.json"
 
 
-def checked(name: str, uri: str) -> str:
+def checked(name: object, uri: str) -> str:
     """``name``, if it stays beneath the checkpoint's prefix.
 
     Names come from the bucket; one that leads elsewhere must not be read, much less deleted.
@@ -37,6 +37,8 @@ def checked(name: str, uri: str) -> str:
     Raises:
         CheckpointCorruptError: If it does not.
     """
+    if not isinstance(name, str):
+        raise CheckpointCorruptError(f"the metadata names an object {name!r}", uri=uri)
     parts = name.split("/")
     if not name or _CONTROL.search(name) or "" in parts or "." in parts or ".." in parts:
         raise CheckpointCorruptError(

@@ -107,6 +107,13 @@ class _UnknownContentError(Exception):
 
 
 @dataclass(frozen=True)
+class _StorageKind:
+    """Stands for a storage class of torch."""
+
+    dtype: torch.dtype | None
+
+
+@dataclass(frozen=True)
 class _Storage:
     dtype: torch.dtype | None
     record: str
@@ -126,14 +133,16 @@ class _DescribingUnpickler(pickle.Unpickler):
             return dict
         if module in ("torch", "torch.storage"):
             found = getattr(torch, name, None)
-            if isinstance(found, torch.dtype) or name.endswith("Storage"):
+            if isinstance(found, torch.dtype):
                 return found
+            if isinstance(found, type) and name.endswith("Storage"):
+                untyped = found is torch.UntypedStorage
+                return _StorageKind(None if untyped else getattr(found, "dtype", None))
         raise _UnknownContentError(f"{module}.{name}")
 
     def persistent_load(self, pid: Any) -> _Storage:
         _, kind, record, _, _ = pid
-        dtype = None if kind is torch.UntypedStorage else kind.dtype
-        return _Storage(dtype, record)
+        return _Storage(kind.dtype, record)
 
 
 def _described_v2(

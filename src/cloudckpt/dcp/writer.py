@@ -58,6 +58,8 @@ class CloudStorageWriter(StorageWriter):
 
     Attributes:
         transferred: What this rank sent in the last save.
+        commits: Whether this rank is one that commits.
+        commit_begun: Whether it has begun to, so that the save may be visible.
     """
 
     def __init__(self, checkpoint_id: URILike, *, config: Config | None = None) -> None:
@@ -79,9 +81,10 @@ class CloudStorageWriter(StorageWriter):
         self._attempt = random_suffix()
         self._rank = 0
         self._use_collectives = True
-        self._is_coordinator = True
         self._baseline: Baseline | None = None
         self._written: list[str] = []
+        self.commits = False
+        self.commit_begun = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {"uri": self.uri, "config": self.config}
@@ -119,7 +122,7 @@ class CloudStorageWriter(StorageWriter):
             self._start_attempt()  # a caller that does not reset between two saves
         self._rank = kwargs.get("rank") or 0
         self._use_collectives = kwargs.get("use_collectives", True)
-        self._is_coordinator = is_coordinator
+        self.commits = is_coordinator or not self._use_collectives
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Notes what is there already, before anything is sent.
@@ -131,7 +134,7 @@ class CloudStorageWriter(StorageWriter):
         if not self._use_collectives:
             # readers look for the common metadata first: it would hide that of the ranks
             begin(self._store(), self.uri.key(METADATA), overwrite=False, retrier=self._retrier())
-        if self._commits():
+        if self.commits:
             self._baseline = begin(
                 self._store(), self._commit_key(), overwrite=self.config.overwrite,
                 retrier=self._retrier(),
@@ -162,6 +165,7 @@ class CloudStorageWriter(StorageWriter):
         written = {result.index: result.storage_data for ranks in results for result in ranks}
         if self._baseline is None:
             raise IncompleteSaveError("the save was not planned", uri=str(self.uri))
+        self.commit_begun = True
         publish(
             self._store(),
             self.uri,
@@ -185,7 +189,7 @@ class CloudStorageWriter(StorageWriter):
         stats = TransferStats()
         uploads: list[ObjectUpload] = []
         expected = sum(_expected_size(item) for item in items)
-        group = TaskGroup(config.connections, name="cloudckpt-save")
+        group = TaskGroup(config.connections, name="cloudckpt-save", interrupt=store.interrupt)
         retrier = Retrier(config.retry, group.cancellation, on_retry=stats.add_retry)
         pool = StagingPool(config.memory_budget, group.cancellation)
         attempt = random_suffix()
@@ -226,9 +230,6 @@ class CloudStorageWriter(StorageWriter):
                 WriteResult(item.index, written.length, written.record(objects))
                 for item, written in pending
             ]
-
-    def _commits(self) -> bool:
-        return self._is_coordinator or not self._use_collectives
 
     def _commit_key(self) -> str:
         return self.uri.key(metadata_name(None if self._use_collectives else self._rank))

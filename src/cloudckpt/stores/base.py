@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 __all__ = ["Body", "Capabilities", "ObjectInfo", "ObjectStore", "Part", "Progress", "Upload"]
@@ -191,6 +191,12 @@ class ObjectStore(ABC):
     @abstractmethod
     def close(self) -> None:
         """Gives connections back; the store can't be used afterwards."""
+
+    def interrupt(self, threads: Collection[int]) -> None:  # noqa: B027 - most need nothing
+        """Breaks off what these threads (by identifier) are waiting for; their calls fail soon.
+
+        For stores whose calls may wait for a network; others do nothing.
+        """
 
     def uri(self, key: str) -> str:
         """The URI of ``key``, for messages."""

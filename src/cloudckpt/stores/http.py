@@ -12,7 +12,7 @@ import http.client
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
@@ -64,7 +64,8 @@ class _Watched(http.client.HTTPConnection):
     """
 
     sock: socket.socket | None
-    step_timeout: float  # seconds, set by the class that _pool_classes makes
+    step_timeout: float  # seconds; this and `busy` are set by the class that _pool_classes makes
+    busy: dict[int, socket.socket]  # by the thread that uses it
     raw_response: http.client.HTTPResponse | None = None
     raw_sock: socket.socket | None = None
 
@@ -73,6 +74,7 @@ class _Watched(http.client.HTTPConnection):
             self.connect()
         if self.sock is not None:
             self.sock.settimeout(self.step_timeout)
+            self.busy[threading.get_ident()] = self.sock
         super().send(data)
 
     def getresponse(self) -> http.client.HTTPResponse:
@@ -81,14 +83,18 @@ class _Watched(http.client.HTTPConnection):
         return self.raw_response
 
 
-def _pool_classes(timeout: float) -> dict[str, type[urllib3.HTTPConnectionPool]]:
+def _pool_classes(
+    timeout: float, sockets: dict[int, socket.socket]
+) -> dict[str, type[urllib3.HTTPConnectionPool]]:
     """urllib3's pools, of connections that are watched."""
 
     class Plain(urllib3.connection.HTTPConnection, _Watched):  # type: ignore[misc]
         step_timeout = timeout
+        busy = sockets
 
     class Secure(urllib3.connection.HTTPSConnection, _Watched):  # type: ignore[misc]
         step_timeout = timeout
+        busy = sockets
 
     class PlainPool(urllib3.HTTPConnectionPool):
         ConnectionCls = Plain
@@ -152,10 +158,15 @@ class _Watch:
                 for key in late:
                     _, sock = self._steps.pop(key)
                     self._expired.add(key)
-                    with contextlib.suppress(OSError):
-                        # not SSLSocket.shutdown, which would drop its state under the reader
-                        socket.socket.shutdown(sock, socket.SHUT_RDWR)
+                    _break(sock)
             time.sleep(min(1.0, self._limit / 4))
+
+
+def _break(sock: socket.socket) -> None:
+    """Ends a connection that another thread may be reading from or writing to."""
+    with contextlib.suppress(OSError):
+        # not SSLSocket.shutdown, which would drop its state under the reader
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 class Reply:
@@ -247,6 +258,7 @@ class HttpClient:
     def __init__(self, options: HttpOptions) -> None:
         self._options = options
         self._watch = _Watch(options.stall_timeout)
+        self._busy: dict[int, socket.socket] = {}
         self._timeout = urllib3.Timeout(connect=options.connect_timeout, read=options.read_timeout)
         self._direct = self._manager(None)
         self._proxied = {scheme: self._manager(proxy) for scheme, proxy in options.proxies}
@@ -265,7 +277,7 @@ class HttpClient:
             user = urllib3.util.parse_url(proxy).auth
             headers = urllib3.make_headers(proxy_basic_auth=unquote(user)) if user else None
             manager = urllib3.ProxyManager(proxy, proxy_headers=headers, **settings)
-        manager.pool_classes_by_scheme = _pool_classes(options.stall_timeout)
+        manager.pool_classes_by_scheme = _pool_classes(options.stall_timeout, self._busy)
         return manager
 
     @contextlib.contextmanager
@@ -284,31 +296,40 @@ class HttpClient:
         Raises:
             ConnectionLostError: If no answer came.
         """
-        manager = self._proxied.get(url.partition(":")[0], self._direct)
         try:
-            response = manager.urlopen(
-                method,
-                url,
-                body=_steps(body, progress) if body else None,
-                headers=headers,
-                timeout=self._timeout,
-                retries=False,
-                redirect=False,
-                preload_content=False,
-                decode_content=False,
-            )
-        except _StoppedError as stopped:
-            raise stopped.error from None
-        except (urllib3.exceptions.HTTPError, OSError, http.client.HTTPException) as exc:
-            raise ConnectionLostError(f"{method} got no answer", cause=_plain(exc)) from exc
-        connection: object = response.connection
-        if not isinstance(connection, _Watched) or connection.raw_response is None:
-            raise TypeError("urllib3 did not use the connection class it was given")
-        reply = Reply(response, connection.raw_response, connection.raw_sock, self._watch)
-        try:
-            yield reply
+            manager = self._proxied.get(url.partition(":")[0], self._direct)
+            try:
+                response = manager.urlopen(
+                    method,
+                    url,
+                    body=_steps(body, progress) if body else None,
+                    headers=headers,
+                    timeout=self._timeout,
+                    retries=False,
+                    redirect=False,
+                    preload_content=False,
+                    decode_content=False,
+                )
+            except _StoppedError as stopped:
+                raise stopped.error from None
+            except (urllib3.exceptions.HTTPError, OSError, http.client.HTTPException) as exc:
+                raise ConnectionLostError(f"{method} got no answer", cause=_plain(exc)) from exc
+            connection: object = response.connection
+            if not isinstance(connection, _Watched) or connection.raw_response is None:
+                raise TypeError("urllib3 did not use the connection class it was given")
+            reply = Reply(response, connection.raw_response, connection.raw_sock, self._watch)
+            try:
+                yield reply
+            finally:
+                reply.close()
         finally:
-            reply.close()
+            self._busy.pop(threading.get_ident(), None)
+
+    def interrupt(self, threads: Collection[int]) -> None:
+        """Breaks the connections that these threads are using."""
+        for thread in threads:
+            if (sock := self._busy.get(thread)) is not None:
+                _break(sock)
 
     def close(self) -> None:
         """Closes the idle connections and ends the watch."""

@@ -8,7 +8,7 @@ payload; integrity rests on CRC32C (and TLS), so no byte is hashed for the signa
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -259,6 +259,9 @@ class S3Store(ObjectStore):
     def close(self) -> None:
         self._http.close()
         self._client.close()
+
+    def interrupt(self, threads: Collection[int]) -> None:
+        self._http.interrupt(threads)
 
     @contextlib.contextmanager
     def _send(

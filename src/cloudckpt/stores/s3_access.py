@@ -118,7 +118,7 @@ def _resolve(client: Any, bucket: str) -> tuple[str, str]:
 def _boto_config(config: Config) -> BotoConfig:
     return BotoConfig(
         connect_timeout=config.connect_timeout,
-        read_timeout=max(config.read_timeout, 120.0),  # completing a large upload takes its time
+        read_timeout=config.read_timeout,
         max_pool_connections=config.connections,
         retries={"total_max_attempts": 1, "mode": "standard"},  # retries have one home: transfer
         request_checksum_calculation="when_required",

@@ -109,7 +109,9 @@ class _Download:
         self._wanted = wanted
         self._config = config
         self._stats = stats
-        self._group = TaskGroup(config.connections, name="cloudckpt-load")
+        self._group = TaskGroup(
+            config.connections, name="cloudckpt-load", interrupt=store.interrupt
+        )
         self._retrier = Retrier(config.retry, self._group.cancellation, on_retry=stats.add_retry)
         self._scratch = ScratchPool(config.memory_budget, self._group.cancellation)
         self._seen: dict[str, ObjectInfo] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import TracebackType
 
 from cloudckpt.errors import TransferCancelledError
@@ -44,10 +44,23 @@ class TaskGroup:
     of the block, cancels the rest and is raised when every thread has stopped.
     """
 
-    def __init__(self, width: int, *, name: str = "cloudckpt") -> None:
+    def __init__(
+        self,
+        width: int,
+        *,
+        name: str = "cloudckpt",
+        interrupt: Callable[[Collection[int]], None] = lambda threads: None,
+    ) -> None:
+        """
+        Args:
+            width: The most threads.
+            name: How they are called.
+            interrupt: Breaks off what threads, given by their identifiers, are waiting for.
+        """
         self.cancellation = Cancellation()
         self._width = width
         self._name = name
+        self._interrupt = interrupt
         self._tasks: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
@@ -100,6 +113,12 @@ class TaskGroup:
             self._tasks.clear()
             self.cancellation.cancel()
             self._changed.notify_all()
+            running = [thread.ident for thread in self._threads if thread.ident is not None]
+        self._interrupt(running)
+
+    def _join(self) -> None:
+        for thread in self._threads:
+            thread.join()
 
     def __enter__(self) -> TaskGroup:
         return self
@@ -115,7 +134,11 @@ class TaskGroup:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
+        try:
+            self._join()
+        except BaseException as interrupt:
+            self._fail(interrupt)
+            self._join()
+            raise
         if self._error is not None and self._error is not error:
             raise self._error
