@@ -19,6 +19,8 @@ from cloudckpt import (
     errors,
 )
 from cloudckpt.dcp.planners import CloudLoadPlanner, CloudSavePlanner
+from cloudckpt.stores.base import ObjectStore
+from cloudckpt.stores.registry import open_store
 
 from .children import in_a_child
 from .places import Place
@@ -118,18 +120,34 @@ def test_a_child_saves_and_loads_after_its_parent_has(method, kind, request):
     assert_same(_loaded(place.at("child")), numbered(300_000, first=1000))
 
 
-def test_a_child_forked_in_the_midst_of_saves_saves(s3):
+def _has_its_own_store(place: Place, parents: ObjectStore) -> bool:
+    return open_store(CheckpointURI.parse(place.uri), place.config) is not parents
+
+
+def test_a_forked_child_does_not_talk_over_the_connections_of_its_parent(s3):
+    _save_and_load(s3, 1)
+    store = open_store(CheckpointURI.parse(s3.uri), s3.config)
+    assert in_a_child("fork", _has_its_own_store, s3, store)
+    assert open_store(CheckpointURI.parse(s3.uri), s3.config) is store
+
+
+def test_a_child_forked_in_the_midst_of_reads_saves(s3):
+    """Whatever lock of ours another thread holds at that moment is free in the child.
+
+    The other threads only read metadata: of torch itself not every function survives such a fork.
+    """
+    _save_and_load(s3.at("parent"), 1)
     stop = threading.Event()
     wrong: list[BaseException] = []
 
-    def keep_saving(number: int) -> None:
+    def keep_reading() -> None:
         try:
             while not stop.is_set():
-                _save_and_load(s3.at(f"thread-{number}"), number)
+                s3.at("parent").reader().read_metadata()
         except BaseException as error:  # noqa: BLE001 - raised below
             wrong.append(error)
 
-    threads = [threading.Thread(target=keep_saving, args=(number,)) for number in range(2)]
+    threads = [threading.Thread(target=keep_reading) for _ in range(3)]
     for thread in threads:
         thread.start()
     try:

@@ -11,7 +11,6 @@ import contextlib
 import http.client
 import socket
 import threading
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ import urllib3.exceptions
 
 from cloudckpt.errors import ConnectionLostError
 from cloudckpt.stores.base import Body, Progress
+from cloudckpt.stores.watch import Watch, break_connection
 
 __all__ = ["HttpClient", "HttpOptions", "Reply"]
 
@@ -64,8 +64,11 @@ class _Watched(http.client.HTTPConnection):
     """
 
     sock: socket.socket | None
-    step_timeout: float  # seconds; this and `busy` are set by the class that _pool_classes makes
+    # set by the classes that _pool_classes makes:
+    step_timeout: float  # seconds
+    answer_timeout: float  # seconds
     busy: dict[int, socket.socket]  # by the thread that uses it
+    watch: Watch
     raw_response: http.client.HTTPResponse | None = None
     raw_sock: socket.socket | None = None
 
@@ -78,95 +81,18 @@ class _Watched(http.client.HTTPConnection):
         super().send(data)
 
     def getresponse(self) -> http.client.HTTPResponse:
-        self.raw_sock = self.sock  # dropped below if it is to close
-        self.raw_response = super().getresponse()
+        sock = self.raw_sock = self.sock  # dropped below if it is to close
+        if sock is None:
+            self.raw_response = super().getresponse()
+            return self.raw_response
+        self.watch.begin(sock, self.answer_timeout)
+        try:
+            self.raw_response = super().getresponse()
+        finally:
+            in_time = self.watch.end(sock)
+        if not in_time:
+            raise TimeoutError("the head of the answer did not arrive in time")
         return self.raw_response
-
-
-def _pool_classes(
-    timeout: float, sockets: dict[int, socket.socket]
-) -> dict[str, type[urllib3.HTTPConnectionPool]]:
-    """urllib3's pools, of connections that are watched."""
-
-    class Plain(urllib3.connection.HTTPConnection, _Watched):  # type: ignore[misc]
-        step_timeout = timeout
-        busy = sockets
-
-    class Secure(urllib3.connection.HTTPSConnection, _Watched):  # type: ignore[misc]
-        step_timeout = timeout
-        busy = sockets
-
-    class PlainPool(urllib3.HTTPConnectionPool):
-        ConnectionCls = Plain
-
-    class SecurePool(urllib3.HTTPSConnectionPool):
-        ConnectionCls = Secure
-
-    return {"http": PlainPool, "https": SecurePool}
-
-
-class _Watch:
-    """Ends connections whose current step takes too long.
-
-    A socket's timeout only limits the wait for the *next* bytes: a peer that drips one byte a
-    second would hold a transfer forever. One thread looks at all transfers once a second.
-    """
-
-    def __init__(self, limit: float) -> None:
-        self._limit = limit
-        self._steps: dict[int, tuple[float, socket.socket]] = {}
-        self._expired: set[int] = set()
-        self._lock = threading.Lock()
-        self._wake = threading.Condition(self._lock)
-        self._thread: threading.Thread | None = None
-        self._closed = False
-
-    def close(self) -> None:
-        """Ends the thread."""
-        with self._lock:
-            self._closed = True
-            self._wake.notify()
-
-    def begin(self, sock: socket.socket) -> None:
-        with self._lock:
-            self._steps[id(sock)] = (time.monotonic() + self._limit, sock)
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._look, name="cloudckpt-watch", daemon=True
-                )
-                self._thread.start()
-            elif len(self._steps) == 1:
-                self._wake.notify()
-
-    def end(self, sock: socket.socket) -> bool:
-        """Whether the step ended in time."""
-        with self._lock:
-            self._steps.pop(id(sock), None)
-            late = id(sock) in self._expired
-            self._expired.discard(id(sock))
-        return not late
-
-    def _look(self) -> None:
-        while True:
-            with self._lock:
-                while not self._steps and not self._closed:
-                    self._wake.wait()
-                if self._closed:
-                    return
-                now = time.monotonic()
-                late = [key for key, (deadline, _) in self._steps.items() if now > deadline]
-                for key in late:
-                    _, sock = self._steps.pop(key)
-                    self._expired.add(key)
-                    _break(sock)
-            time.sleep(min(1.0, self._limit / 4))
-
-
-def _break(sock: socket.socket) -> None:
-    """Ends a connection that another thread may be reading from or writing to."""
-    with contextlib.suppress(OSError):
-        # not SSLSocket.shutdown, which would drop its state under the reader
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 class Reply:
@@ -177,7 +103,7 @@ class Reply:
         response: urllib3.response.BaseHTTPResponse,
         raw: http.client.HTTPResponse,
         sock: socket.socket | None,
-        watch: _Watch,
+        watch: Watch,
     ) -> None:
         self.status = response.status
         self.headers: Mapping[str, str] = response.headers
@@ -252,12 +178,30 @@ class Reply:
             self._response.close()
 
 
+def _pool_classes(
+    options: HttpOptions, watch: Watch, busy: dict[int, socket.socket]
+) -> dict[str, type[urllib3.HTTPConnectionPool]]:
+    """urllib3's pools, of connections that are watched."""
+    shared = {
+        "step_timeout": options.stall_timeout,
+        "answer_timeout": options.read_timeout,
+        "busy": busy,
+        "watch": watch,
+    }
+    plain = type("Plain", (urllib3.connection.HTTPConnection, _Watched), shared)
+    secure = type("Secure", (urllib3.connection.HTTPSConnection, _Watched), shared)
+    return {
+        "http": type("PlainPool", (urllib3.HTTPConnectionPool,), {"ConnectionCls": plain}),
+        "https": type("SecurePool", (urllib3.HTTPSConnectionPool,), {"ConnectionCls": secure}),
+    }
+
+
 class HttpClient:
     """Keep-alive connections to the endpoints of one store; for one process, many threads."""
 
     def __init__(self, options: HttpOptions) -> None:
         self._options = options
-        self._watch = _Watch(options.stall_timeout)
+        self._watch = Watch(options.stall_timeout)
         self._busy: dict[int, socket.socket] = {}
         self._timeout = urllib3.Timeout(connect=options.connect_timeout, read=options.read_timeout)
         self._direct = self._manager(None)
@@ -277,7 +221,7 @@ class HttpClient:
             user = urllib3.util.parse_url(proxy).auth
             headers = urllib3.make_headers(proxy_basic_auth=unquote(user)) if user else None
             manager = urllib3.ProxyManager(proxy, proxy_headers=headers, **settings)
-        manager.pool_classes_by_scheme = _pool_classes(options.stall_timeout, self._busy)
+        manager.pool_classes_by_scheme = _pool_classes(options, self._watch, self._busy)
         return manager
 
     @contextlib.contextmanager
@@ -329,7 +273,7 @@ class HttpClient:
         """Breaks the connections that these threads are using."""
         for thread in threads:
             if (sock := self._busy.get(thread)) is not None:
-                _break(sock)
+                break_connection(sock)
 
     def close(self) -> None:
         """Closes the idle connections and ends the watch."""

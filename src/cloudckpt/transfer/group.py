@@ -64,6 +64,7 @@ class TaskGroup:
         self._tasks: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
+        self._alive = 0
         self._idle = 0
         self._closed = False
         self._error: BaseException | None = None
@@ -87,9 +88,18 @@ class TaskGroup:
                     target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True
                 )
                 self._threads.append(thread)
+                self._alive += 1
                 thread.start()
 
     def _work(self) -> None:
+        try:
+            self._work_off()
+        finally:
+            with self._changed:
+                self._alive -= 1
+                self._changed.notify_all()
+
+    def _work_off(self) -> None:
         while True:
             with self._changed:
                 self._idle += 1
@@ -117,6 +127,10 @@ class TaskGroup:
         self._interrupt(running)
 
     def _join(self) -> None:
+        # not Thread.join first: interrupted, it takes a running thread for a finished one
+        with self._changed:
+            while self._alive:
+                self._changed.wait()
         for thread in self._threads:
             thread.join()
 

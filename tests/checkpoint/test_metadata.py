@@ -1,0 +1,381 @@
+"""``.metadata``: readable for everybody, and a danger to nobody."""
+
+import collections
+import enum
+import io
+import os
+import pathlib
+import pickle
+import struct
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+import cloudckpt
+from cloudckpt.checkpoint import metadata as module
+from cloudckpt.checkpoint.metadata import dump_metadata, load_metadata
+from cloudckpt.checkpoint.torch_private import StorageInfo
+from cloudckpt.errors import CheckpointCorruptError, UntrustedPickleError
+
+URI = "s3://bucket/run/.metadata"
+
+
+def example(**changes):
+    properties = TensorProperties(dtype=torch.bfloat16)
+    chunks = [
+        ChunkStorageMetadata(torch.Size([2, 4]), torch.Size([2, 4])),
+        ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([2, 4])),
+    ]
+    fields = {
+        "state_dict_metadata": {
+            "w": TensorStorageMetadata(properties, torch.Size([4, 4]), chunks),
+            "b": TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([]), []),
+            "step": BytesStorageMetadata(),
+        },
+        "planner_data": {"w": ("model", "w"), "step": ("step",), "list.0": ("list", 0)},
+        "storage_data": {
+            MetadataIndex("w", torch.Size([0, 0])): StorageInfo("__0_0.distcp", 0, 999),
+            MetadataIndex("step"): StorageInfo("__0_0.distcp", 1024, 10),
+        },
+        "storage_meta": StorageMeta("s3://bucket/run", "cloudckpt-1-ab-7-00000000"),
+    }
+    return Metadata(**{**fields, **changes})
+
+
+# there and back
+
+
+def test_metadata_comes_back():
+    assert load_metadata(dump_metadata(example()), URI) == example()
+    assert load_metadata(bytearray(dump_metadata(example())), URI) == example()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn, torch.bool, torch.complex64])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_properties_of_tensors_come_back(dtype, memory_format):
+    properties = TensorProperties(dtype, memory_format=memory_format, requires_grad=True)
+    entry = TensorStorageMetadata(properties, torch.Size([3]), [])
+    written = example(state_dict_metadata={"w": entry})
+    assert load_metadata(dump_metadata(written), URI) == written
+
+
+def test_writing_leaves_the_metadata_as_it_is():
+    metadata = example()
+    before = [metadata.state_dict_metadata[name] for name in ("w", "b")]
+    dump_metadata(metadata)
+    assert metadata == example()
+    assert [metadata.state_dict_metadata[name] for name in ("w", "b")] == before
+
+
+def test_equal_properties_are_written_once():
+    def size(count, dtypes):
+        entries = {
+            f"layer.{n}": TensorStorageMetadata(
+                TensorProperties(dtypes[n % len(dtypes)]), torch.Size([]), []
+            )
+            for n in range(count)
+        }
+        return len(dump_metadata(example(state_dict_metadata=entries)))
+
+    per_entry = (size(1100, [torch.float32]) - size(100, [torch.float32])) / 1000
+    assert per_entry < 60
+    assert size(100, [torch.float32, torch.float16]) < size(100, [torch.float32]) + 200
+
+
+def test_stock_pickle_reads_it():
+    assert pickle.loads(dump_metadata(example())) == example()
+    assert pickle.load(io.BytesIO(dump_metadata(example()))) == example()
+
+
+def test_torch_reads_it(tmp_path):
+    (tmp_path / ".metadata").write_bytes(dump_metadata(example()))
+    found = dcp.FileSystemReader(tmp_path).read_metadata()
+    assert found.state_dict_metadata == example().state_dict_metadata
+    assert found.storage_data == example().storage_data
+
+
+def test_what_torch_writes_is_read(tmp_path):
+    state = {
+        "model": {"w": torch.randn(4, 5), "half": torch.randn(3).half(), "none": torch.zeros(0)},
+        "optimizer": collections.OrderedDict(step=3, betas=(0.9, 0.99), names=["a", {"b": 1}]),
+    }
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    found = load_metadata((tmp_path / ".metadata").read_bytes(), URI)
+    expected = dcp.FileSystemReader(tmp_path).read_metadata()
+    assert found.state_dict_metadata == expected.state_dict_metadata
+    assert found.storage_data == expected.storage_data
+    assert found.planner_data == expected.planner_data
+
+
+# damage
+
+TRAILER = 20 + 8 + 4
+
+
+def test_no_flipped_bit_goes_unnoticed():
+    """Each bit of it: what is read is what was written, or an error says otherwise."""
+    written = dump_metadata(example())
+    unnoticed = []
+    for at in range(len(written)):
+        damaged = bytearray(written)
+        damaged[at] ^= 1 << (at % 8)
+        try:
+            found = load_metadata(damaged, URI)
+        except CheckpointCorruptError:
+            continue
+        if found != example() or at < len(written) - TRAILER:
+            unnoticed.append(at)
+    assert unnoticed == []
+
+
+@pytest.mark.parametrize("at", [0, 1, 100, -TRAILER - 1, -1, -5])
+def test_a_damaged_byte_is_told(at):
+    damaged = bytearray(dump_metadata(example()))
+    damaged[at] ^= 0x20
+    with pytest.raises(CheckpointCorruptError, match="checksum") as caught:
+        load_metadata(damaged, URI)
+    assert caught.value.uri == URI
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_damage_is_noticed_before_anything_is_unpickled(marker, trusted):
+    """Also where pickles are trusted: these are no longer the bytes that were trusted."""
+    written = dump_metadata(example())
+    trailer = written[-TRAILER:]
+    with pytest.raises(CheckpointCorruptError):
+        load_metadata(pickle.dumps(touch(marker)) + trailer, URI, trust_pickle=trusted)
+    assert not os.path.exists(marker)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x80",
+        b"not a pickle",
+        b"<html>404</html>",
+        dump_metadata(example())[:100],
+        pickle.dumps({"w": 1}),
+        pickle.dumps(None),
+        pickle.dumps([example()]),
+        pickle.dumps(example().storage_meta),
+        b"(" * 5000 + b".",
+        b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\x7f",
+    ],
+    ids=range(11),
+)
+@pytest.mark.parametrize("trusted", [True, False])
+def test_what_is_no_metadata_is_refused(content, trusted):
+    with pytest.raises(CheckpointCorruptError) as caught:
+        load_metadata(content, URI, trust_pickle=trusted)
+    assert caught.value.uri == URI
+
+
+# hostile pickles
+
+
+@pytest.fixture
+def marker(tmp_path):
+    """A file that is there once hostile code has run."""
+    return str(tmp_path / "it-ran")
+
+
+class Call:
+    """Pickles as a call."""
+
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+def touch(path):
+    return Call(os.system, f"touch '{path}'")
+
+
+def raw(*, module, name, protocol, arguments):
+    """A call of a global by its name, in the opcodes of a protocol."""
+    packed = pickle.dumps(arguments, 2)[2:-1]  # without PROTO and STOP
+    if protocol < 4:
+        named = f"c{module}\n{name}\n".encode()
+    else:
+        named = (
+            b"".join(b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name))
+            + b"\x93"
+        )
+    start = b"" if protocol < 2 else bytes([0x80, protocol])
+    return start + named + packed + b"R."
+
+
+HOSTILE = {
+    "os.system": lambda path: pickle.dumps(touch(path)),
+    "eval": lambda path: pickle.dumps(Call(eval, f"open({path!r}, 'w')")),
+    "exec": lambda path: pickle.dumps(Call(exec, f"open({path!r}, 'w')")),
+    "open": lambda path: pickle.dumps(Call(open, path, "w")),
+    "getattr": lambda path: pickle.dumps(Call(getattr, Call(__import__, "os"), "system")),
+    "in the planner's data": lambda path: pickle.dumps(example(planner_data={"w": touch(path)})),
+    "in a key": lambda path: pickle.dumps(example(storage_data={touch(path): None})),
+    "behind our trailer's back": lambda path: dump_metadata(
+        example(planner_data={"w": touch(path)})
+    ),
+    "torch.load": lambda path: pickle.dumps(Call(torch.load, io.BytesIO(b""))),
+    "torch.storage._load_from_bytes": lambda path: pickle.dumps(
+        Call(torch.storage._load_from_bytes, pickle.dumps(touch(path)))
+    ),
+    "pathlib.Path.touch": lambda path: raw(
+        module="pathlib", name="Path.touch", protocol=4, arguments=(pathlib.Path(path),)
+    ),
+    "a method of an allowed class": lambda path: raw(
+        module="torch.distributed.checkpoint.metadata",
+        name="Metadata.__init__",
+        protocol=4,
+        arguments=(),
+    ),
+    "the globals of a method": lambda path: raw(
+        module="torch.distributed.checkpoint.metadata",
+        name="MetadataIndex.__post_init__.__globals__",
+        protocol=4,
+        arguments=(),
+    ),
+    "a module in an allowed module": lambda path: raw(
+        module="torch.distributed.checkpoint.metadata",
+        name="os.system",
+        protocol=4,
+        arguments=(f"touch '{path}'",),
+    ),
+    "a module in torch": lambda path: raw(
+        module="torch", name="os.system", protocol=4, arguments=(f"touch '{path}'",)
+    ),
+    "the builtins of Python 2": lambda path: raw(
+        module="__builtin__", name="execfile", protocol=0, arguments=(path,)
+    ),
+    "a name of Python 2": lambda path: raw(
+        module="__builtin__", name="eval", protocol=2, arguments=(f"open({path!r}, 'w')",)
+    ),
+    "an instance of protocol 0": lambda path: f"(S\"touch '{path}'\"\niposix\nsystem\n.".encode(),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_pickle_is_refused_and_does_not_run(name, marker):
+    with pytest.raises(UntrustedPickleError) as caught:
+        load_metadata(HOSTILE[name](marker), URI)
+    assert caught.value.uri == URI
+    assert not os.path.exists(marker)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_hostile_pickle_is_refused_in_every_protocol(protocol, marker):
+    with pytest.raises(UntrustedPickleError, match="system"):
+        load_metadata(pickle.dumps(touch(marker), protocol), URI)
+    assert not os.path.exists(marker)
+
+
+def test_the_hostile_pickles_would_run(marker):
+    """Else these tests would show nothing."""
+    pickle.loads(HOSTILE["os.system"](marker))
+    assert os.path.exists(marker)
+    os.remove(marker)
+    pickle.loads(HOSTILE["pathlib.Path.touch"](marker))
+    assert os.path.exists(marker)
+
+
+def test_a_user_who_trusts_runs_what_is_there(marker):
+    with pytest.raises(CheckpointCorruptError):
+        load_metadata(pickle.dumps(touch(marker)), URI, trust_pickle=True)
+    assert os.path.exists(marker)
+
+
+def setting(cls, **attributes):
+    """A pickle that sets attributes of a class itself, by the second half of BUILD's state."""
+    named = f"c{cls.__module__}\n{cls.__qualname__}\n".encode()
+    state = pickle.dumps((None, attributes), 2)[2:-1]
+    return b"\x80\x02" + named + state + b"b."
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [Metadata, MetadataIndex, TensorProperties, ChunkStorageMetadata, StorageInfo, pathlib.Path],
+)
+def test_a_pickle_can_not_change_an_allowed_class(cls):
+    before = dict(vars(cls))
+    with pytest.raises((UntrustedPickleError, CheckpointCorruptError)):
+        load_metadata(setting(cls, cloudckpt_was_here=1, __doc__="changed"), URI)
+    assert dict(vars(cls)) == before
+
+
+def test_a_pickle_can_not_change_a_class_and_bring_metadata_all_the_same():
+    change = setting(Metadata, cloudckpt_was_here=1)[2:-1]
+    data = b"\x80\x04" + change + b"0" + pickle.dumps(example(), 4)[2:]
+    with pytest.raises(UntrustedPickleError):
+        load_metadata(data, URI)
+    assert not hasattr(Metadata, "cloudckpt_was_here")
+
+
+def test_after_a_hostile_pickle_good_ones_are_read():
+    with pytest.raises((UntrustedPickleError, CheckpointCorruptError)):
+        load_metadata(setting(TensorProperties, __setstate__=1), URI)
+    assert load_metadata(dump_metadata(example()), URI) == example()
+
+
+# the allow-list
+
+
+@dataclass
+class OfTheUser:
+    value: int
+
+    @dataclass
+    class Inner:
+        value: int
+
+
+class Choice(enum.Enum):
+    ONE = 1
+
+
+@pytest.fixture
+def own_allow_list(monkeypatch):
+    monkeypatch.setattr(module, "_SAFE", set(module._SAFE))
+
+
+@pytest.mark.parametrize("value", [OfTheUser(7), OfTheUser.Inner(7), Choice.ONE])
+def test_a_class_of_the_user_is_read_once_it_is_allowed(own_allow_list, value):
+    written = example(planner_data=value)
+    data = dump_metadata(written)
+    with pytest.raises(UntrustedPickleError) as caught:
+        load_metadata(data, URI)
+    assert f"{type(value).__module__}.{type(value).__qualname__}" in str(caught.value)
+    assert "add_safe_metadata_globals" in str(caught.value)
+    cloudckpt.add_safe_metadata_globals([type(value)])
+    assert load_metadata(data, URI) == written
+
+
+def test_to_allow_one_class_allows_no_other(own_allow_list):
+    cloudckpt.add_safe_metadata_globals([OfTheUser])
+    with pytest.raises(UntrustedPickleError):
+        load_metadata(dump_metadata(example(planner_data=OfTheUser.Inner(7))), URI)
+
+
+def test_trust_reads_any_class():
+    written = example(planner_data=OfTheUser(7))
+    assert load_metadata(dump_metadata(written), URI, trust_pickle=True) == written
+
+
+def test_the_trailer_is_what_the_format_says():
+    data = dump_metadata(example())
+    magic, size, _ = struct.unpack("<20sQI", data[-TRAILER:])
+    assert magic == b"cloudckpt-metadata\0\1"
+    assert size == len(data) - TRAILER
