@@ -245,10 +245,10 @@ class Config:
         60.0, "CLOUDCKPT_READ_TIMEOUT", float, "seconds to wait for the first byte of an answer"
     )
     stall_timeout: float = _option(
-        30.0,
+        60.0,
         "CLOUDCKPT_STALL_TIMEOUT",
         float,
-        "seconds that 1 MiB may take before the connection counts as stalled",
+        "seconds that 4 MiB may take before the connection counts as stalled",
     )
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     s3: S3Options = field(default_factory=S3Options)

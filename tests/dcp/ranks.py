@@ -11,7 +11,7 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -198,10 +198,3 @@ def _run(job: _Job) -> Any:
         for name, cache in vars(SavePlanner).items():
             if name.startswith("_cached_"):
                 cache.clear()
-
-
-def same_on_all(values: Sequence[Any]) -> Any:
-    """The value that all ranks returned."""
-    first = values[0]
-    assert all(value == first for value in values), values
-    return first

@@ -319,7 +319,7 @@ def test_an_error_of_a_stateful_object_is_not_taken_for_a_lost_rank(where, local
 # ---- a load that fails
 
 
-def _saved(place: Place, world: int = 2) -> None:
+def _saved(place: Place) -> None:
     save({**_rows(full_state()), "step": 3, f"of {dist.get_rank()}": numbered(5)}, place)
 
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cloudckpt.errors import ConnectionLostError, ServerError
-from cloudckpt.stores import http
+from cloudckpt.stores import watch
 from cloudckpt.stores.http import STEP, HttpClient, HttpOptions
 from cloudckpt.testing.servers import free_port
 
@@ -298,7 +298,7 @@ def test_a_slow_transfer_that_makes_progress_goes_on(server, monkeypatch):
             server.is_over.wait(0.001)
 
     clock = Clock()
-    monkeypatch.setattr(http, "time", clock)
+    monkeypatch.setattr(watch, "time", clock)
     client = HttpClient(options(stall_timeout=30.0))
     body = random.Random(5).randbytes(8 * MIB)
     server.answer(body=body)

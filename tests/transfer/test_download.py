@@ -378,6 +378,30 @@ def test_an_object_that_is_replaced_between_two_requests_is_noticed(store):
         fetch(store, wanted, connections=1, merge_gap=0)
 
 
+def test_an_object_that_is_replaced_under_two_requests_at_once_is_noticed():
+    """Both are the first of their object: neither knows which version the other one reads."""
+    both, old_is_read = threading.Barrier(2), threading.Event()
+
+    class Swapping(MemoryStore):
+        def get_range(self, key, start, into, *, if_version, **others):
+            assert if_version is None
+            if both.wait(30) == 0:
+                info = super().get_range(key, start, into, **others)
+                old_is_read.set()
+                return info
+            assert old_is_read.wait(30)
+            self.put(key, [memoryview(some_bytes(10_000, "other"))], crc32c=0)
+            return super().get_range(key, start, into, **others)
+
+    store = FaultyStore(Swapping(uuid.uuid4().hex))
+    data = some_bytes(10_000)
+    put(store, "object", data)
+    source = source_of(data, block=0)
+    wanted = [bytes_wanted(source, 0, 1000), bytes_wanted(source, 9000, 10_000)]
+    with pytest.raises(CheckpointCorruptError, match="replaced"):
+        fetch(store, wanted, connections=2, merge_gap=0)
+
+
 @pytest.mark.parametrize("moved", [1, 5000, 9999])
 def test_an_object_that_is_replaced_when_a_connection_breaks_is_noticed(store, moved):
     """The first answer, which broke, is of one version; what is left must not be of another."""

@@ -122,6 +122,26 @@ def test_a_large_object_is_sent_in_parts(store):
     assert (stats.bytes, stats.retries) == (3 * PART + 1, 0)
 
 
+def test_parts_that_arrive_out_of_order_are_put_in_order():
+    later = threading.Event()
+
+    class Reordering(Checking):
+        """Takes part 1 only when part 2 is there."""
+
+        def put_part(self, upload, number, body, **others):
+            assert number != 1 or later.wait(30)
+            part = super().put_part(upload, number, body, **others)
+            if number == 2:
+                later.set()
+            return part
+
+    store = FaultyStore(Reordering())
+    data = some_bytes(3 * PART)
+    upload, _ = send(store, pieces_of(data, PART), width=2)
+    assert bytes(store.inner.get(KEY)[0]) == data
+    assert upload.crc32c == crc32c(data)
+
+
 def test_nothing_is_copied_on_the_way_to_the_store(store):
     data = bytearray(some_bytes(5 * PART + 1))
     send(store, pieces_of(data, 1300))
