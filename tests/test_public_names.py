@@ -42,6 +42,7 @@ PUBLIC = {
     "MissingKeyError",
     "ObjectNotFoundError",
     "PreconditionFailedError",
+    "ProcessGroupError",
     "RangeNotSatisfiableError",
     "RanksFailedError",
     "ServerError",

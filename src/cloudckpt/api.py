@@ -81,7 +81,7 @@ def save(
             ),
         )
     except (CheckpointException, RuntimeError) as exc:
-        raise _settle(exc, writer, process_group) from exc
+        raise _settle(exc, writer, _rank(process_group, no_dist)) from exc
 
 
 def async_save(
@@ -116,10 +116,11 @@ def async_save(
         no_dist=no_dist,
         use_collectives=use_collectives,
     )
+    rank = _rank(process_group, no_dist)
     if isinstance(response, AsyncSaveResponse):
-        uploaded = _settled(response.upload_completion, writer, process_group)
+        uploaded = _settled(response.upload_completion, writer, rank)
         return AsyncSaveResponse(response.staging_completion, uploaded)
-    return _settled(response, writer, process_group)
+    return _settled(response, writer, rank)
 
 
 def load(
@@ -171,7 +172,8 @@ def load(
     except (CheckpointException, RuntimeError) as exc:
         # torch passes on why the metadata could not be read only as a text
         local = reader.failure if isinstance(reader, CloudStorageReader) else None
-        raise (local or _cause(exc, process_group, _location(reader))) from exc
+        rank = _rank(process_group, no_dist)
+        raise (local or _cause(exc, rank, _location(reader))) from exc
 
 
 def _writer(
@@ -206,9 +208,7 @@ def _reader(
     return reader
 
 
-def _settled(
-    future: Any, writer: StorageWriter, process_group: dist.ProcessGroup | None
-) -> Future[Any]:
+def _settled(future: Any, writer: StorageWriter, rank: int) -> Future[Any]:
     """A future with the same result, or with the cause of its failure."""
     mapped: Future[Any] = Future()
     mapped.set_running_or_notify_cancel()
@@ -217,8 +217,9 @@ def _settled(
         try:
             result = done.result()
         except (CheckpointException, RuntimeError) as exc:
-            cause = _settle(exc, writer, process_group)
-            cause.__cause__ = exc
+            cause = _settle(exc, writer, rank)
+            if cause is not exc:
+                cause.__cause__ = exc
             mapped.set_exception(cause)
         except BaseException as exc:  # noqa: BLE001 - handed to whoever waits
             mapped.set_exception(exc)
@@ -230,9 +231,7 @@ def _settled(
 
 
 def _settle(
-    exc: CheckpointException | RuntimeError,
-    writer: StorageWriter,
-    process_group: dist.ProcessGroup | None,
+    exc: CheckpointException | RuntimeError, writer: StorageWriter, rank: int
 ) -> BaseException:
     """Cleans up after a failed save and returns its cause.
 
@@ -249,7 +248,7 @@ def _settle(
             )
         if certain:
             writer.discard()
-    return _cause(exc, process_group, _location(writer))
+    return _cause(exc, rank, _location(writer))
 
 
 def _location(storage: StorageWriter | StorageReader) -> str | None:
@@ -258,14 +257,10 @@ def _location(storage: StorageWriter | StorageReader) -> str | None:
     return None
 
 
-def _cause(
-    exc: CheckpointException | RuntimeError,
-    process_group: dist.ProcessGroup | None,
-    uri: str | None,
-) -> BaseException:
-    """The error that a user can act on."""
+def _cause(exc: CheckpointException | RuntimeError, rank: int, uri: str | None) -> BaseException:
+    """The error that a user can act on; ``rank`` is that of this process."""
     if isinstance(exc, RuntimeError):
-        if not (dist.is_available() and dist.is_initialized()):
+        if not _is_of_process_group(exc):
             return exc
         return ProcessGroupError(
             "the ranks lost each other: look which one ended first and why, and start them again",
@@ -273,7 +268,7 @@ def _cause(
             cause=exc,
         )
     failures = {rank: error for rank, (error, _) in sorted(exc.failures.items())}
-    own = failures.get(_rank(process_group))
+    own = failures.get(rank)
     if own is not None and not isinstance(own, Exception):
         return own  # an interrupt of this process stays one
     first = next(iter(failures.values()))
@@ -289,7 +284,20 @@ def _cause(
     )
 
 
-def _rank(process_group: dist.ProcessGroup | None) -> int:
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(process_group)
-    return 0
+def _is_of_process_group(exc: RuntimeError) -> bool:
+    """Whether a collective raised it; gloo raises plain RuntimeErrors."""
+    if isinstance(exc, dist.DistError):
+        return True
+    traceback = exc.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    if traceback is None:
+        return False
+    return traceback.tb_frame.f_globals.get("__name__") == "torch.distributed.distributed_c10d"
+
+
+def _rank(process_group: dist.ProcessGroup | None, no_dist: bool) -> int:
+    """The rank of this process as torch's saver and loader count it."""
+    if no_dist or not (dist.is_available() and dist.is_initialized()):
+        return 0
+    return dist.get_rank(process_group)

@@ -76,6 +76,26 @@ def _require(ok: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+def _check_types(options: Any) -> None:
+    """Whether values are of the types that their annotations say."""
+    kinds: dict[str, tuple[type[Any], ...]] = {
+        "int": (int,),
+        "float": (int, float),
+        "bool": (bool,),
+        "str": (str,),
+        "None": (type(None),),
+    }
+    for option in fields(options):
+        names = [name.strip() for name in str(option.type).split("|")]
+        if not all(name in kinds for name in names):
+            continue
+        value = getattr(options, option.name)
+        fits = any(isinstance(value, kinds[name]) for name in names)
+        if isinstance(value, bool) and "bool" not in names:
+            fits = False
+        _require(fits, f"{option.name}={value!r}: must be {option.type}")
+
+
 def _check_switch(name: str, value: str) -> None:
     _require(value in ("auto", "on", "off"), f"{name}={value!r}: write 'auto', 'on' or 'off'")
 
@@ -101,6 +121,7 @@ class RetryPolicy:
     )
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _require(self.attempts >= 1, f"retry attempts={self.attempts}: at least 1 is needed")
         _require(self.deadline >= 0, f"retry deadline={self.deadline}: must not be negative")
         _require(
@@ -160,6 +181,7 @@ class S3Options:
     )
 
     def __post_init__(self) -> None:
+        _check_types(self)
         pairs = self.tags.items() if isinstance(self.tags, Mapping) else self.tags
         try:
             object.__setattr__(self, "tags", tuple((str(key), str(value)) for key, value in pairs))
@@ -254,6 +276,7 @@ class Config:
     s3: S3Options = field(default_factory=S3Options)
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _require(1 <= self.connections <= 512, f"connections={self.connections}: 1 to 512")
         _require(
             self.part_size is None or 5 * MIB <= self.part_size <= 5 * 1024 * MIB,

@@ -294,9 +294,6 @@ def test_a_description_that_makes_no_sense_is_none(shape, stride, offset):
     assert describe_tensor(described_as(shape, stride, offset)) is None
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the storage classes are handed to the pickle, which may call them"
-)
 def test_a_description_can_not_allocate_memory():
     made = []
 
@@ -317,7 +314,6 @@ def test_a_description_can_not_allocate_memory():
     assert made == []
 
 
-@pytest.mark.xfail(strict=True, reason="BUILD sets attributes of the storage classes themselves")
 def test_a_description_can_not_change_a_class_of_torch():
     state = pickle.dumps((None, {"cloudckpt_was_here": 1}), 2)[2:-1]
     try:

@@ -35,12 +35,16 @@ class Nursery:
     """The parent of the children, seen from the tests."""
 
     def __enter__(self) -> "Nursery":
-        root = str(Path(__file__).parents[1])
+        paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "faults.nursery"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": root, "PYTHONWARNINGS": "ignore"},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+                "PYTHONWARNINGS": "ignore",
+            },
             text=True,
         )
         return self

@@ -106,24 +106,20 @@ class TestPassingFaults:
         assert len(proxy.requests("GetObject", "*.distcp")) > 2
 
     @pytest.mark.parametrize(
-        ("fault", "received"),
-        [
-            (Truncate(after=3 * MIB + 123), range(3 * MIB + 123, 3 * MIB + 124)),
-            (Reset("body", after=3 * MIB + 123), range(2 * MIB, 3 * MIB + 124)),
-            (Stall("body", after=3 * MIB + 123), range(2 * MIB, 3 * MIB + 124)),
-        ],
+        "fault",
+        [Truncate(after=9 * MIB + 123), Reset("body", 9 * MIB + 123), Stall("body", 9 * MIB + 123)],
         ids=["cut", "reset", "stalled"],
     )
-    def test_a_broken_range_goes_on_behind_what_arrived(self, saved, proxy, fault, received):
-        uri = saved(BIG)
+    def test_a_broken_range_goes_on_behind_what_arrived(self, saved, proxy, fault):
+        uri = saved(12 * MIB)
         config = impatient(proxy.url, read_timeout=0.5, stall_timeout=0.5)
 
         def is_weight(request):
             span = request.byte_range
-            return span is not None and span[1] - span[0] >= 5 * MIB
+            return span is not None and span[1] - span[0] >= 10 * MIB
 
         rule = proxy.inject(fault, operation="GetObject", where=is_weight, times=1)
-        assert load_step(uri, config) == 1
+        assert load_step(uri, config, 12 * MIB) == 1
         assert rule.injected == 1
         whole = next(filter(is_weight, proxy.requests("GetObject")))
         start, stop = whole.byte_range
@@ -132,7 +128,10 @@ class TestPassingFaults:
             for request in proxy.requests("GetObject", whole.path)
             if request.byte_range[1] == stop and request.number != whole.number
         ]
-        assert resumed - start in received
+        if isinstance(fault, Truncate):
+            assert resumed == start + fault.after
+        else:  # the bytes of a step that breaks off are not counted
+            assert start < resumed <= start + fault.after
 
     def test_many_breaks_of_one_range_add_up_to_the_whole(self, saved, proxy, direct):
         uri = saved(BIG)

@@ -41,8 +41,8 @@ def client():
 
 @pytest.fixture
 def impatient():
-    """A client that takes half a second for a stall."""
-    client = HttpClient(options(stall_timeout=0.5))
+    """A client that takes half a second without progress for a stall, and has time for the rest."""
+    client = HttpClient(options(read_timeout=3600.0, stall_timeout=0.5))
     yield client
     client.close()
 
@@ -123,15 +123,18 @@ def test_an_error_of_progress_comes_out_and_the_client_goes_on(server, client):
         raise LookupError
 
     with pytest.raises(LookupError):
-        put(client, server.url, [memoryview(bytes(4 * MIB))], stop)
+        put(client, server.url, [memoryview(bytes(3 * STEP))], stop)
     assert put(client, server.url, [memoryview(b"data")]) == 200
     assert server.requests[-1].body == b"data"
 
 
-def test_a_server_that_does_not_read_is_given_up(server, impatient):
+def test_a_server_that_does_not_read_is_given_up(server):
+    hour = 3600.0
+    client = HttpClient(options(connect_timeout=hour, read_timeout=hour, stall_timeout=0.5))
     server.answer(deaf=True)
     with pytest.raises(ConnectionLostError):
-        put(impatient, server.url, [memoryview(bytes(64 * MIB))])
+        put(client, server.url, [memoryview(bytes(64 * MIB))])
+    client.close()
 
 
 # receiving

@@ -181,7 +181,7 @@ def _description(dtype: torch.dtype) -> tuple[Any, tuple[Any, ...], type[Any] | 
         warnings.simplefilter(
             "ignore"
         )  # TypedStorage is deprecated, and still what torch.save uses
-        function, arguments = torch.empty(1, dtype=dtype).__reduce_ex__(2)  # type: ignore[no-untyped-call]
+        function, arguments = torch.empty(1, dtype=dtype, device="cpu").__reduce_ex__(2)  # type: ignore[no-untyped-call]
         storage, _, _, _, *rest = arguments
         if isinstance(storage, torch.UntypedStorage):
             return function, tuple(rest), None

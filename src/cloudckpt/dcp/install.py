@@ -10,6 +10,7 @@ from typing import Any
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.errors import InstallError
+from cloudckpt.stores.registry import SCHEMES
 from cloudckpt.uri import CLOUD_SCHEMES
 
 __all__ = ["install", "uninstall"]
@@ -21,7 +22,7 @@ _replaced: list[tuple[Any, str, Any]] = []
 
 
 def install() -> None:
-    """Makes ``dcp.save``, ``async_save`` and ``load`` accept ``s3://``, ``gs://`` and ``az://``.
+    """Makes ``dcp.save``, ``async_save`` and ``load`` use cloudckpt for ``s3://``.
 
     For frameworks that only pass a path on. Other locations, and calls that name a storage writer
     or reader, go to torch as before. Calling it again does nothing; :func:`uninstall` reverts it.
@@ -84,7 +85,9 @@ def _modules() -> tuple[Any, Any, Any]:
 
 
 def _is_ours(checkpoint_id: object) -> bool:
-    return isinstance(checkpoint_id, str) and checkpoint_id.partition("://")[0] in CLOUD_SCHEMES
+    if not isinstance(checkpoint_id, str):
+        return False
+    return checkpoint_id.partition("://")[0] in CLOUD_SCHEMES & SCHEMES
 
 
 def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:

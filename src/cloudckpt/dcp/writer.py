@@ -31,7 +31,7 @@ from cloudckpt.checkpoint.shard import (
 )
 from cloudckpt.config import Config
 from cloudckpt.dcp.portable import portable_errors
-from cloudckpt.errors import CloudCheckpointError, IncompleteSaveError
+from cloudckpt.errors import CheckpointExistsError, CloudCheckpointError, IncompleteSaveError
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectStore, random_suffix
 from cloudckpt.stores.registry import open_store
@@ -132,14 +132,24 @@ class CloudStorageWriter(StorageWriter):
                 was saved with collectives would hide that of a save without them.
         """
         if not self._use_collectives:
-            # readers look for the common metadata first: it would hide that of the ranks
-            begin(self._store(), self.uri.key(METADATA), overwrite=False, retrier=self._retrier())
+            self._refuse_to_be_hidden()
         if self.commits:
             self._baseline = begin(
                 self._store(), self._commit_key(), overwrite=self.config.overwrite,
                 retrier=self._retrier(),
             )  # fmt: skip
         return plan
+
+    def _refuse_to_be_hidden(self) -> None:
+        """Readers look for the common metadata first: it would hide that of single ranks."""
+        try:
+            begin(self._store(), self.uri.key(METADATA), overwrite=False, retrier=self._retrier())
+        except CheckpointExistsError as error:
+            raise CheckpointExistsError(
+                "there is a checkpoint that was saved with collectives, which would hide one saved "
+                "without; delete it, or choose another location",
+                uri=error.uri,
+            ) from None
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         # plans may be cached by the planner and come back in a later save: nothing of this attempt

@@ -11,7 +11,7 @@ from cloudckpt.errors import MissingDependencyError
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.uri import CheckpointURI
 
-__all__ = ["open_store"]
+__all__ = ["SCHEMES", "open_store"]
 
 
 def _memory(uri: CheckpointURI, config: Config) -> ObjectStore:
@@ -37,6 +37,9 @@ _OPENERS: dict[str, Callable[[CheckpointURI, Config], ObjectStore]] = {
     "file": _local,
     "s3": _s3,
 }
+
+SCHEMES = frozenset(_OPENERS)
+"""The schemes of URIs that there is a store for."""
 
 _lock = threading.Lock()
 _open: dict[tuple[int, str, Config], ObjectStore] = {}

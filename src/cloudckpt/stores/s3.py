@@ -71,6 +71,7 @@ class S3Store(ObjectStore):
             max_parts=_MAX_PARTS,
             max_put_size=_MAX_PART,
         )
+        self._knows_quotes = aws  # in If-Match; others have to show it
         self._object_headers = object_headers(options)
         self._object_parameters = object_parameters(options)
         pays = options.requester_pays
@@ -91,13 +92,17 @@ class S3Store(ObjectStore):
         headers = {"Content-Length": str(size), **self._object_headers, **self._checksum(crc32c)}
         if if_absent:
             headers["If-None-Match"] = "*"
-        *others, last = self._spellings(if_version)
-        for tag in others:
-            with contextlib.suppress(PreconditionFailedError):
-                return self._put(key, size, {**headers, "If-Match": str(tag)}, body, progress)
-        if last is not None:
-            headers["If-Match"] = last
-        return self._put(key, size, headers, body, progress)
+        for tag in self._spellings(if_version):
+            if tag is not None:
+                headers["If-Match"] = tag
+            try:
+                info = self._put(key, size, headers, body, progress)
+            except PreconditionFailedError as error:
+                refused = error
+            else:
+                self._knows_quotes = self._knows_quotes or tag == if_version is not None
+                return info
+        raise refused
 
     def _put(
         self,
@@ -119,7 +124,7 @@ class S3Store(ObjectStore):
 
     def _spellings(self, version: str | None) -> list[str | None]:
         """How to write an ETag in If-Match: Ceph RGW 16 knows its own only without the quotes."""
-        if version is None or self._access.is_aws or '"' not in version:
+        if version is None or self._knows_quotes or '"' not in version:
             return [version]
         return [version, version.strip('"')]
 

@@ -20,14 +20,18 @@ def shows_its_memory(tensor: torch.Tensor) -> bool:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether there is memory behind the tensor: not if it was freed, or only pretends to exist."""
+    """Whether all elements have memory: not if it was freed, shrunk, or only pretends to exist."""
     if tensor.numel() == 0:
         return True
     storage = tensor.untyped_storage()
     try:
-        return storage.device.type != "meta" and storage.data_ptr() != 0  # a fake one's is meta
+        if storage.device.type == "meta" or storage.data_ptr() == 0:  # a fake tensor's is meta
+            return False
     except RuntimeError:  # torch's zero tensors
         return False
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
+    return bool(storage.nbytes() >= (last + 1) * tensor.itemsize)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -40,7 +40,7 @@ class ScratchPool:
             pinned: Whether page-locked memory makes it faster; the pool is then all pinned.
         """
         if nbytes == 0:
-            yield torch.empty(0, dtype=torch.uint8)
+            yield torch.empty(0, dtype=torch.uint8, device="cpu")
             return
         size = -(-nbytes // _UNIT) * _UNIT
         buffer = self._take(size)
@@ -75,5 +75,5 @@ class ScratchPool:
 
 def _new(size: int, pinned: bool) -> torch.Tensor:
     if pinned:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
     return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)

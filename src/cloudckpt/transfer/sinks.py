@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -63,7 +64,8 @@ class FlatSink:
     def deliver(self, start: int, data: torch.Tensor) -> None:
         elements = _viewed(data, self._dtype)
         first = start // self._dtype.itemsize
-        self._flat[first : first + elements.numel()].copy_(elements)
+        with _mode_of(self._flat):
+            self._flat[first : first + elements.numel()].copy_(elements)
 
 
 class BoxSink:
@@ -91,9 +93,16 @@ class BoxSink:
         elements = _viewed(data, self._dtype)
         shape = self._target.shape
         if self._strides is None:
-            self._target.copy_(elements.view(shape))
+            elements = elements.view(shape)
         else:
-            self._target.copy_(elements.as_strided(shape, self._strides, elements.storage_offset()))
+            elements = elements.as_strided(shape, self._strides, elements.storage_offset())
+        with _mode_of(self._target):
+            self._target.copy_(elements)
+
+
+def _mode_of(target: torch.Tensor) -> AbstractContextManager[object]:
+    """The mode in which a tensor may be changed; each thread has its own."""
+    return torch.inference_mode() if target.is_inference() else torch.no_grad()
 
 
 def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:

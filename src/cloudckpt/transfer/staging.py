@@ -62,7 +62,7 @@ class Slab:
     """A piece of host memory and the number of those who use it."""
 
     def __init__(self, pool: StagingPool, nbytes: int, pinned: bool) -> None:
-        self.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         self.view = bytes_of(self.memory)
         self.used = 0
         self._pool = pool
