@@ -272,9 +272,6 @@ def _interrupted_alone(place: Place) -> None:
         save({"t": numbered(5)}, place, no_dist=True, planner=Interrupted())
 
 
-@pytest.mark.xfail(
-    strict=True, reason="_cause looks for the rank in the group; alone, a process is rank 0"
-)
 def test_an_interrupt_of_a_save_without_the_others_stays_one(local, ranks):
     told = ranks.errors(2, _interrupted_alone, local)
     assert [type(error) for error in told] == [type(None), KeyboardInterrupt]
@@ -305,10 +302,6 @@ def _use_stubborn(where: str, place: Place) -> None:
         load({"module": Stubborn(where)}, place)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="any RuntimeError is taken for one of the process group: ranks lost each other",
-)
 @pytest.mark.parametrize("where", ["state_dict", "load_state_dict"])
 def test_an_error_of_a_stateful_object_is_not_taken_for_a_lost_rank(where, local, ranks):
     for error in ranks.errors(2, _use_stubborn, where, local):

@@ -105,9 +105,6 @@ def test_other_schemes_still_go_to_torch(installed, local):
     assert local.names() == [".metadata", "__0_0.distcp"]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="_is_ours goes by CLOUD_SCHEMES, not by the stores there are"
-)
 @pytest.mark.parametrize("scheme", ["gs", "az"])
 def test_a_scheme_that_has_no_store_here_still_goes_to_torch(scheme, installed):
     asked = []

@@ -129,9 +129,6 @@ def test_a_save_without_collectives_that_an_older_checkpoint_would_hide_is_refus
     assert_same(load({"t": torch.zeros(10)}, place)["t"], numbered(10))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the advice is that of the other refusal: to allow overwriting"
-)
 def test_the_refusal_of_a_save_without_collectives_gives_advice_that_helps(local):
     save({"t": numbered(10)}, local)
     with pytest.raises(CheckpointExistsError) as caught:

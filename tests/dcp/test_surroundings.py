@@ -140,18 +140,8 @@ def _round_trip_in(mode: str, place: Place) -> bool:
         "autocast",
         "a default dtype",
         "deterministic algorithms",
-        pytest.param(
-            "inference_mode",
-            marks=pytest.mark.xfail(
-                strict=True, reason="the mode is the caller's thread's; workers copy outside of it"
-            ),
-        ),
-        pytest.param(
-            "a default device",
-            marks=pytest.mark.xfail(
-                strict=True, reason="scratch memory and envelopes are made on the default device"
-            ),
-        ),
+        "inference_mode",
+        "a default device",
     ],
 )
 def test_the_mode_that_the_caller_is_in_does_not_matter(mode, local):

@@ -346,13 +346,7 @@ def _refusal_of_loading(kind: str, place) -> str:
     return str(caught.value)
 
 
-_BEYOND = pytest.mark.xfail(
-    strict=True,
-    reason="has_memory does not ask how much: memory of others is saved, or overwritten",
-)
-
-
-@pytest.mark.parametrize("kind", ["freed", "zero", "fake", pytest.param("shrunk", marks=_BEYOND)])
+@pytest.mark.parametrize("kind", ["freed", "zero", "fake", "shrunk"])
 @pytest.mark.parametrize("action", [_refusal_of_saving, _refusal_of_loading])
 def test_a_tensor_without_memory_is_refused_and_does_not_kill_the_process(kind, action, local):
     assert in_a_child("fork", action, kind, local).startswith("t ")

@@ -3,6 +3,7 @@
 What might hang runs in a child that is ended when its patience is: its status then is -SIGALRM.
 """
 
+import contextlib
 import os
 import signal
 import threading
@@ -36,19 +37,13 @@ from .conftest import busy_threads
 from .states import BIG, SMALL, filled, impatient, load_step
 from .test_save import STEPS
 
-PATIENCE = 8.0  # seconds, ten times what the options below allow
+PATIENCE = 20.0  # seconds, many times what the options below allow
 HASTY = {
-    "connect_timeout": 0.3,
-    "read_timeout": 0.3,
-    "stall_timeout": 0.3,
+    "connect_timeout": 0.6,
+    "read_timeout": 0.6,
+    "stall_timeout": 0.6,
     "retry": {"attempts": 2, "base": 0.01, "cap": 0.05, "deadline": 2.0},
 }
-BOTO_WAITS = pytest.mark.xfail(
-    strict=True, reason="boto3's operations have a read timeout of at least 120 s"
-)
-THREADS_GO_ON = pytest.mark.xfail(
-    strict=True, reason="an interrupt of TaskGroup's join leaves its threads at work"
-)
 
 
 @pytest.fixture
@@ -98,10 +93,10 @@ class TestSilence:
     @pytest.mark.parametrize(
         ("operation", "error"),
         [
-            pytest.param("CreateMultipartUpload", "ConnectionLostError", marks=BOTO_WAITS),
-            pytest.param("CompleteMultipartUpload", "ConnectionLostError", marks=BOTO_WAITS),
-            pytest.param("DeleteObjects", None, marks=BOTO_WAITS),
-            pytest.param("*", "ConnectionLostError"),
+            ("CreateMultipartUpload", "ConnectionLostError"),
+            ("CompleteMultipartUpload", "ConnectionLostError"),
+            ("DeleteObjects", None),  # the checkpoint is committed by then
+            ("*", "ConnectionLostError"),
         ],
     )
     def test_a_save_gives_up_on_whatever_stalls_for_good(
@@ -117,7 +112,6 @@ class TestSilence:
         assert outcome["threads"] == []
         assert load_step(uri, direct) in (1, 2)
 
-    @BOTO_WAITS
     def test_a_save_gives_up_on_a_server_that_freezes_in_the_middle(
         self, saved, proxy, nursery, direct
     ):
@@ -140,18 +134,7 @@ class TestSilence:
         assert outcome["error"] == "ConnectionLostError"
         assert outcome["threads"] == []
 
-    @pytest.mark.parametrize(
-        "moment",
-        [
-            pytest.param(
-                "answer",
-                marks=pytest.mark.xfail(
-                    strict=True, reason="the watch begins with the body, headers may drip for ever"
-                ),
-            ),
-            "body",
-        ],
-    )
+    @pytest.mark.parametrize("moment", ["answer", "body"])
     @pytest.mark.parametrize("path", ["*/.metadata", "*.distcp"])
     def test_a_load_gives_up_on_a_server_that_drips(self, saved, proxy, nursery, path, moment):
         uri = saved(BIG)
@@ -241,11 +224,12 @@ class TestInterrupts:
     @pytest.mark.parametrize(
         ("operation", "path", "nbytes"),
         [
-            pytest.param("HeadObject", "*/.metadata", SMALL, id="look"),
-            pytest.param("UploadPart", "*", BIG, marks=THREADS_GO_ON, id="part"),
-            pytest.param("PutObject", "*.distcp", SMALL, marks=THREADS_GO_ON, id="whole"),
-            pytest.param("PutObject", "*/.manifest.*", SMALL, id="manifest"),
+            ("HeadObject", "*/.metadata", SMALL),
+            ("UploadPart", "*", BIG),
+            ("PutObject", "*.distcp", SMALL),
+            ("PutObject", "*/.manifest.*", SMALL),
         ],
+        ids=["look", "part", "whole", "manifest"],
     )
     def test_an_interrupted_save_ends_soon_and_cleans_up(
         self, interrupt, store, direct, operation, path, nbytes
@@ -259,7 +243,6 @@ class TestInterrupts:
         assert load_step(uri, direct, nbytes) == 1
         store.assert_tidy()
 
-    @THREADS_GO_ON
     def test_an_interrupted_load_ends_soon(self, interrupt):
         long = {**HASTY, "read_timeout": 60.0, "stall_timeout": 60.0}
         where = {"operation": "GetObject", "path": "*.distcp"}
@@ -267,7 +250,6 @@ class TestInterrupts:
         assert status == 0, "it goes on waiting"
         assert outcome["threads"] == []
 
-    @pytest.mark.xfail(strict=True, reason="KeyboardInterrupt comes out as RanksFailedError")
     @pytest.mark.parametrize("job", ["save", "load"])
     def test_an_interrupt_stays_an_interrupt(self, interrupt, job):
         """A training loop that survives any Exception must not survive Ctrl-C."""
@@ -276,56 +258,56 @@ class TestInterrupts:
         status, outcome, _ = interrupt(job, Stall("answer"), SMALL, HASTY, **where)
         assert (status, outcome["error"]) == (0, "KeyboardInterrupt")
 
-    @THREADS_GO_ON
-    def test_what_was_on_its_way_does_not_arrive_after_the_clean_up(self, interrupt, store, direct):
-        """The store takes the request late: the object must not outlive the interrupted save."""
+    def test_what_arrives_after_the_clean_up_does_no_harm(self, interrupt, store, direct):
+        """Nobody can call back a request: its object may stay behind, but belongs to nothing."""
         long = {**HASTY, "read_timeout": 60.0, "stall_timeout": 60.0}
         where = {"operation": "PutObject", "path": "*.distcp", "times": 1}
         status, outcome, uri = interrupt("save", Delay(1.0, "request"), SMALL, long, **where)
-        assert status == 0
-        assert outcome["error"] is not None
+        assert (status, outcome["threads"]) == (0, [])
         assert load_step(uri, direct, SMALL) == 1
-        store.assert_tidy()
+        cloudckpt.save(filled(3, SMALL), checkpoint_id=uri, config=direct)
+        assert load_step(uri, direct, SMALL) == 3
 
 
 class TestThreads:
-    def outcome_of(self, case: str, saved, proxy, hasty) -> None:
+    @pytest.mark.parametrize("wait", [False, True], ids=["save", "async_save"])
+    @pytest.mark.parametrize(
+        ("fault", "skip", "error"),
+        [
+            (Fault(), 0, None),
+            (internal_error(), 1, ServerError),
+            (Stall("answer"), 1, ConnectionLostError),
+        ],
+        ids=["good", "failed", "stalled"],
+    )
+    def test_no_thread_outlives_a_save(self, store, proxy, hasty, wait, fault, skip, error):
+        def save() -> None:
+            arguments = {"checkpoint_id": store.uri("run"), "config": hasty}
+            if wait:
+                cloudckpt.async_save(filled(1), **arguments).result(60)
+            else:
+                cloudckpt.save(filled(1), **arguments)
+
+        proxy.inject(fault, operation="UploadPart", skip=skip)
+        with pytest.raises(error) if error else contextlib.nullcontext():
+            save()
+        assert busy_threads() == []
+
+    @pytest.mark.parametrize(
+        ("fault", "error"),
+        [
+            (Fault(), None),
+            (internal_error(), ServerError),
+            (Stall("body", after=MIB), ConnectionLostError),
+            (Corrupt(at=MIB), CheckpointCorruptError),
+        ],
+        ids=["good", "failed", "stalled", "corrupt"],
+    )
+    def test_no_thread_outlives_a_load(self, saved, proxy, hasty, fault, error):
         uri = saved(BIG)
-        if case == "save":
-            cloudckpt.save(filled(2), checkpoint_id=uri, config=hasty)
-        elif case == "failed save":
-            proxy.inject(internal_error(), operation="UploadPart", skip=1)
-            with pytest.raises(ServerError):
-                cloudckpt.save(filled(2), checkpoint_id=uri, config=hasty)
-        elif case == "stalled save":
-            proxy.inject(Stall("answer"), operation="UploadPart")
-            with pytest.raises(ConnectionLostError):
-                cloudckpt.save(filled(2), checkpoint_id=uri, config=hasty)
-        elif case == "load":
-            assert load_step(uri, hasty) == 1
-        elif case == "failed load":
-            proxy.inject(internal_error(), operation="GetObject", path="*.distcp")
-            with pytest.raises(ServerError):
-                load_step(uri, hasty)
-        elif case == "stalled load":
-            proxy.inject(Stall("body", after=MIB), operation="GetObject", path="*.distcp")
-            with pytest.raises(ConnectionLostError):
-                load_step(uri, hasty)
-        elif case == "corrupt load":
-            proxy.inject(Corrupt(at=MIB), operation="GetObject", path="*.distcp")
-            with pytest.raises(CheckpointCorruptError):
-                load_step(uri, hasty)
-        elif case == "async save":
-            cloudckpt.async_save(filled(2), checkpoint_id=uri, config=hasty).result(60)
-
-    CASES = (
-        "save", "failed save", "stalled save", "async save",
-        "load", "failed load", "stalled load", "corrupt load",
-    )  # fmt: skip
-
-    @pytest.mark.parametrize("case", CASES)
-    def test_no_transfer_outlives_its_call(self, saved, proxy, hasty, case):
-        self.outcome_of(case, saved, proxy, hasty)
+        proxy.inject(fault, operation="GetObject", path="*.distcp")
+        with pytest.raises(error) if error else contextlib.nullcontext():
+            load_step(uri, hasty)
         assert busy_threads() == []
 
     def test_failures_leak_no_sockets(self, saved, proxy, hasty):

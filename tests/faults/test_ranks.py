@@ -133,14 +133,12 @@ class TestKilledRanks:
         with pytest.raises(CheckpointNotFoundError):
             load_step(uri, direct)
 
-    @pytest.mark.xfail(strict=True, reason="the error of the process group escapes as it is")
     @pytest.mark.parametrize("victim", [0, 1])
     def test_the_survivor_fails_by_name(self, survive, victim):
         outcome, uri = survive(victim, "UploadPart")
         assert issubclass(getattr(cloudckpt, outcome["error"], Exception), CloudCheckpointError)
         assert uri in outcome["text"]
 
-    @pytest.mark.xfail(strict=True, reason="only failures that torch has gathered are cleaned up")
     def test_a_surviving_coordinator_deletes_its_objects(self, survive, store):
         """It has not committed, and nobody else can: its objects are certainly not needed."""
         survive(1, "UploadPart")

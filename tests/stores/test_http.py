@@ -72,7 +72,7 @@ def get(client, url, size, progress=None):
         st.one_of(
             st.integers(0, 100),
             st.sampled_from([65_535, 65_536, 65_537, 262_144, STEP - 1, STEP, STEP + 1]),
-            st.integers(60_000, 3 * STEP),
+            st.integers(60_000, MIB),
         ),
         max_size=12,
     )
@@ -98,8 +98,8 @@ def test_thousands_of_small_views_are_sent_in_a_few_calls(server, client):
 def test_a_large_view_is_sent_in_steps(server, client):
     server.answer(status=200)
     moved = []
-    put(client, server.url, [memoryview(bytes(5 * MIB + 1))], moved.append)
-    assert sum(moved) == 5 * MIB + 1
+    put(client, server.url, [memoryview(bytes(3 * STEP + 1))], moved.append)
+    assert sum(moved) == 3 * STEP + 1
     assert max(moved) <= STEP
 
 
@@ -204,9 +204,9 @@ def test_the_length_is_the_one_that_the_server_tells(server, client):
         assert reply.length == 12
 
 
-@pytest.mark.parametrize("cut", [0, 1, MIB, 3 * MIB - 1])
+@pytest.mark.parametrize("cut", [0, 1, STEP, 2 * STEP + 1, 3 * STEP - 1])
 def test_a_body_that_ends_early_tells_how_much_came(server, client, cut):
-    data = random.Random(2).randbytes(3 * MIB)
+    data = random.Random(2).randbytes(3 * STEP)
     server.answer(body=data[:cut], size=len(data), hang_up=True)
     memory = bytearray(len(data))
     with (
@@ -219,8 +219,8 @@ def test_a_body_that_ends_early_tells_how_much_came(server, client, cut):
 
 
 def test_a_connection_that_breaks_tells_what_certainly_came(server, client):
-    data = random.Random(3).randbytes(3 * MIB)
-    server.answer(body=data[: 2 * MIB], size=len(data), reset=True)
+    data = random.Random(3).randbytes(3 * STEP)
+    server.answer(body=data[: STEP + MIB], size=len(data), reset=True)
     memory = bytearray(len(data))
     with (
         client.send("GET", server.url, {}) as reply,
@@ -228,7 +228,7 @@ def test_a_connection_that_breaks_tells_what_certainly_came(server, client):
     ):
         reply.read_into([memoryview(memory)])
     received = caught.value.received
-    assert received <= 2 * MIB
+    assert received <= STEP + MIB
     assert memory[:received] == data[:received]
 
 
@@ -303,7 +303,7 @@ def test_a_slow_transfer_that_makes_progress_goes_on(server, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(watch, "time", clock)
     client = HttpClient(options(stall_timeout=30.0))
-    body = random.Random(5).randbytes(8 * MIB)
+    body = random.Random(5).randbytes(4 * STEP)
     server.answer(body=body)
 
     def take_a_while(count):
@@ -312,6 +312,43 @@ def test_a_slow_transfer_that_makes_progress_goes_on(server, monkeypatch):
     assert get(client, server.url, len(body), take_a_while) == body
     assert clock.now > 30.0
     client.close()
+
+
+@pytest.mark.parametrize("stuck", ["silent", "body", "deaf"])
+def test_a_transfer_of_another_thread_can_be_broken_off(server, stuck):
+    hour = 3600.0
+    client = HttpClient(options(connect_timeout=hour, read_timeout=hour, stall_timeout=hour))
+    server.answer(silent=stuck == "silent", deaf=stuck == "deaf", size=100_000)
+    begun, outcome = threading.Event(), []
+
+    def transfer():
+        begun.set()
+        try:
+            if stuck == "deaf":
+                put(client, server.url, [memoryview(bytes(64 * MIB))])
+            else:
+                get(client, server.url, 100_000)
+        except ConnectionLostError as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=transfer)
+    thread.start()
+    assert begun.wait(30)
+    while thread.is_alive():  # as soon as it is on its way
+        client.interrupt([thread.ident])
+        thread.join(0.05)
+    client.close()
+    assert len(outcome) == 1
+
+
+def test_only_the_threads_that_are_named_are_broken_off(server, client):
+    body = random.Random(8).randbytes(2 * STEP)
+    server.answer(body=body)
+
+    def interrupt_another(count):
+        client.interrupt([threading.get_ident() + 1])
+
+    assert get(client, server.url, len(body), interrupt_another) == body
 
 
 def test_an_answer_that_never_begins_is_given_up(server):

@@ -153,6 +153,33 @@ def test_an_error_stops_tasks_that_look_at_the_flag():
         run()
 
 
+def test_an_error_breaks_off_what_other_tasks_wait_for():
+    """A task that waits for the network does not look at the flag."""
+    waiting, broken_off, threads, broken = Gate(), Gate(), [], []
+
+    def wait():
+        threads.append(threading.get_ident())
+        waiting.open()
+        broken_off.wait()
+
+    def fail():
+        waiting.wait()
+        raise ServerError("first")
+
+    def interrupt(running):
+        broken.extend(running)
+        broken_off.open()
+
+    def run():
+        with TaskGroup(2, interrupt=interrupt) as group:
+            group.submit(wait)
+            group.submit(fail)
+
+    with pytest.raises(ServerError, match="first"):
+        run()
+    assert set(threads) <= set(broken)
+
+
 def test_tasks_that_wait_are_dropped_after_an_error():
     ran, failing, gate = [], Gate(), Gate()
 

@@ -261,6 +261,16 @@ def test_an_upload_whose_beginning_was_lost_leaves_no_twin(store, fails):
         assert held(store) == [KEY]
 
 
+def test_twins_that_can_not_be_listed_fail_nothing(store, caplog):
+    store.fail("create_upload", ConnectionLostError, calls=[1], when="after")
+    store.fail("list_uploads", AccessDeniedError)
+    data = some_bytes(2500)
+    with caplog.at_level(logging.WARNING, "cloudckpt"):
+        send(store, pieces_of(data, 700))
+    assert bytes(store.inner.get(KEY)[0]) == data
+    assert "could not be listed" in caplog.text
+
+
 def test_twins_of_other_objects_are_left_alone(store):
     store.inner.create_upload(KEY + "-of-somebody-else", PART)
     store.fail("create_upload", ConnectionLostError, calls=[1], when="after")

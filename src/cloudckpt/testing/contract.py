@@ -20,7 +20,7 @@ from cloudckpt.stores.base import ObjectInfo, ObjectStore, Part, Progress, Uploa
 __all__ = ["StoreContract"]
 
 _SMALLEST_PART = 64 * 1024
-_SEVERAL_STEPS = 3 * 1024 * 1024 + 17  # bytes that no store moves in one go
+_SEVERAL_STEPS = 9 * 1024 * 1024 + 17  # bytes that no store moves in one go
 _THREADS = 8
 
 

@@ -262,6 +262,9 @@ class FaultyStore(ObjectStore):
         wanted = [*keys]
         self._call("delete", wanted, lambda: self.inner.delete(wanted))
 
+    def interrupt(self, threads: Collection[int]) -> None:
+        self.inner.interrupt(threads)
+
     def close(self) -> None:
         self.inner.close()
 
