@@ -177,10 +177,6 @@ def test_a_commit_whose_last_answer_was_lost_is_recognized(store, retrier, befor
     assert held(store) == OURS
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a 503 counts as refused for certain, but that of a proxy may hide what has been done",
-)
 @BEFORE
 def test_a_commit_behind_a_503_is_recognized(store, retrier, before):
     """Load balancers answer 503 of their own; taken for a conflict, the data would be deleted."""
@@ -315,15 +311,7 @@ def test_a_store_that_never_finds_a_condition_fulfilled_is_found_out(retrier):
         (1, "before"),
         (2, "before"),
         (3, "before"),
-        pytest.param(
-            3,
-            "after",
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="the second try finds the version changed by the first: the store is "
-                "taken for one that ignores conditions, for the rest of the process",
-            ),
-        ),
+        (3, "after"),
     ],
 )
 def test_a_fault_during_the_trial_is_no_verdict(store, retrier, call, when):

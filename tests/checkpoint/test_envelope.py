@@ -92,9 +92,6 @@ def test_all_dtypes_are_tested():
 @pytest.mark.parametrize(
     "dtype", sorted(set(ALL_DTYPES) - set(DTYPES) - set(QUANTIZED), key=str), ids=str
 )
-@pytest.mark.xfail(
-    strict=True, reason="it passes the check, and a KeyError comes out while writing"
-)
 def test_a_dtype_that_torch_does_not_save_is_refused(dtype):
     with pytest.raises(UnsupportedTensorError):
         check_supported(torch.empty(3, dtype=dtype), "weight")

@@ -88,9 +88,6 @@ def test_hostile_items_are_refused_and_do_not_run(marker, nested):
     assert not os.path.exists(marker)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="of a blocked module, torch's message is cut off before the name"
-)
 def test_it_is_told_what_a_hostile_item_would_run(marker):
     with pytest.raises(UntrustedPickleError, match=r"posix\.system|os\.system"):
         check_trusted(saved(hostile(marker)), "optimizer.state", URI)
@@ -286,9 +283,6 @@ def test_the_descriptions_of_these_tests_are_right():
         ((3, 4), (4, 1), -12),
         ((3, 4), (4, 1), "0"),
     ],
-)
-@pytest.mark.xfail(
-    strict=True, reason="what a pickle says is taken as it is, and fails or misleads later"
 )
 def test_a_description_that_makes_no_sense_is_none(shape, stride, offset):
     assert describe_tensor(described_as(shape, stride, offset)) is None

@@ -90,9 +90,6 @@ def test_a_contiguous_read_is_its_box_and_any_other_keeps_the_limit(
             assert read.stop - read.start <= limit
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a last group of a single row is called strided, and takes a detour"
-)
 @settings(deadline=None)
 @example(region=([3, 4], [0, 3], [3, 1]), itemsize=1, limit=5, merge_gap=100)
 @given(**PLANS)

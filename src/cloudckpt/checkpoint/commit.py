@@ -9,6 +9,7 @@ told; a process that was thought dead and comes back late can't overwrite its su
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from dataclasses import dataclass
 
@@ -115,20 +116,17 @@ def _honours_conditions(store: ObjectStore, probe: Probe, retrier: Retrier) -> b
     body, crc = [memoryview(probe.content)], crc32c(probe.content)
 
     def put(*, if_absent: bool = False, if_version: str | None = None) -> None:
-        retrier.call(
-            lambda: store.put(
-                probe.key, body, crc32c=crc, if_absent=if_absent, if_version=if_version
-            )
-        )
+        store.put(probe.key, body, crc32c=crc, if_absent=if_absent, if_version=if_version)
 
     try:
         for condition in ({"if_absent": True}, {"if_version": _NO_VERSION}):
             try:
-                put(**condition)
+                retrier.call(functools.partial(put, **condition))
             except PreconditionFailedError:
                 continue
             return False
-        put(if_version=retrier.call(lambda: store.head(probe.key)).version)
+        # the version is asked for at each try: one whose answer was lost may have changed it
+        retrier.call(lambda: put(if_version=store.head(probe.key).version))
     except (PreconditionFailedError, InvalidRequestError):
         return False  # the condition that holds was not recognized, or conditions are refused
     return True
@@ -148,16 +146,20 @@ def commit(
     key, crc = baseline.key, crc32c(data)
     absent = conditional and baseline.version is None
     version = baseline.version if conditional else None
-    doubtful = False
+    doubtful = tried = False
 
     def put() -> None:
-        nonlocal doubtful
+        nonlocal doubtful, tried
+        again, tried = tried, True
         try:
             store.put(key, [memoryview(data)], crc32c=crc, if_absent=absent, if_version=version)
         except ThrottledError:
-            raise  # turned away: certainly not carried out
+            raise  # turned away
         except TransientStoreError:
             doubtful = True  # the request may have been carried out, and its answer lost
+            raise
+        except PreconditionFailedError:
+            doubtful = doubtful or again  # by ourselves? a 503 may be that of a proxy
             raise
 
     try:

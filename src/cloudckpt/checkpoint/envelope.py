@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Envelope", "envelope"]
+__all__ = ["Envelope", "envelope", "has_stored_form"]
 
 _ROOT = "archive/"
 _ALIGNMENT = 64
@@ -172,6 +172,15 @@ def _pickle(dtype: torch.dtype, shape: tuple[int, ...], numel: int) -> bytes:
     pickler = _TensorPickler(buffer, protocol=2)
     pickler.dump(_Rebuilt(function, (storage, 0, shape, strides, *arguments)))
     return buffer.getvalue()
+
+
+def has_stored_form(dtype: torch.dtype) -> bool:
+    """Whether ``torch.save`` can write tensors of this type."""
+    try:
+        _description(dtype)
+    except (KeyError, RuntimeError, TypeError, AttributeError):
+        return False
+    return True
 
 
 @lru_cache(maxsize=128)

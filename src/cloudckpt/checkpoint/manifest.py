@@ -54,7 +54,7 @@ class ManifestId:
         """
         if not isinstance(save_id, str) or not save_id.startswith(f"{_FORMAT}-"):
             return None
-        pattern = rf"{_FORMAT}-{_VERSION}-([0-9a-f]+)-([0-9]+)-([0-9a-f]{{8}})"
+        pattern = rf"{_FORMAT}-{_VERSION}-([0-9a-f]+)-([0-9]{{1,18}})-([0-9a-f]{{8}})"
         match = re.fullmatch(pattern, save_id)
         if match is None:
             raise CheckpointCorruptError(
@@ -130,6 +130,8 @@ def _item(row: list[Any], find: Callable[[int], ObjectRecord]) -> tuple[ItemKey,
     numbers = (where, offset, length, raw_offset, raw_length, block)
     if not all(isinstance(number, int) and number >= 0 for number in numbers):
         raise ValueError(f"{fqn} has a number that is none, or is negative")
+    if block == 0:
+        raise ValueError(f"{fqn} has blocks of no size")
     item = ItemRecord(
         object=find(where),
         offset=offset,

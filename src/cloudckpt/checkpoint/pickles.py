@@ -69,7 +69,7 @@ def load_tensor(data: io.BytesIO, item: str, uri: str, *, trust: bool) -> torch.
 def _refused(exc: pickle.UnpicklingError) -> str:
     """What torch did not allow: the name of the class, if its long message has one."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(exc))
-    named = re.search(r"GLOBAL (\S+) was not an allowed global", text)
+    named = re.search(r"GLOBAL (\S+)", text)
     return f"{named[1]} is not allowed" if named else text.partition("\n")[0]
 
 
@@ -90,6 +90,14 @@ class TensorDescription:
     storage_offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+
+    @property
+    def is_sane(self) -> bool:
+        """Whether its numbers could be those of a tensor."""
+        numbers = (self.storage_offset, *self.shape, *self.stride)
+        return len(self.shape) == len(self.stride) and all(
+            type(number) is int and number >= 0 for number in numbers
+        )
 
     @property
     def is_row_major(self) -> bool:
@@ -167,4 +175,4 @@ def describe_tensor(data: bytes) -> TensorDescription | None:
         described = _DescribingUnpickler(io.BytesIO(data)).load()
     except Exception:  # noqa: BLE001 - whatever it is, torch.load will tell
         return None
-    return described if isinstance(described, TensorDescription) else None
+    return described if isinstance(described, TensorDescription) and described.is_sane else None

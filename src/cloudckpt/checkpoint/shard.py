@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from cloudckpt.checkpoint.envelope import envelope
+from cloudckpt.checkpoint.envelope import envelope, has_stored_form
 from cloudckpt.checkpoint.records import ItemRecord, ObjectRecord, pack_crcs
 from cloudckpt.checksum import BlockChecksums, block_size_for, crc32c
 from cloudckpt.errors import UnsupportedTensorError
@@ -88,6 +88,8 @@ def check_supported(tensor: torch.Tensor, fqn: str) -> None:
         kind = "a nested tensor: save its components instead"
     elif tensor.layout != torch.strided:
         kind = f"a tensor of layout {tensor.layout}: save its indices and values instead"
+    elif not has_stored_form(tensor.dtype):
+        kind = f"of type {tensor.dtype}, which torch.save can't write: view it as another type"
     elif not travels_as_bytes(tensor) and not has_memory(tensor):
         kind = "a tensor whose memory was freed, or that never had any"
     if kind is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -98,7 +99,8 @@ def plan_boxes(
             else:
                 stop = at + (count - 1) * strides[a] + extent[a + 1]
                 box = (*prefix, (start, count), *rest[1:])
-                yield BoxRead(box, at * itemsize, stop * itemsize, False)
+                dense = stop - at == math.prod(length for _, length in box)
+                yield BoxRead(box, at * itemsize, stop * itemsize, dense)
 
     origin = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
     yield from walk(0, (), origin)
