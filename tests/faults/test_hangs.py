@@ -216,7 +216,7 @@ class TestInterrupts:
                     time.sleep(0.01)
                 child.signal(signal.SIGINT)
                 status, outcome = child.wait()
-            assert proxy.wait_idle()
+            assert proxy.wait_idle(), proxy.under_way
             return status, outcome, uri
 
         return interrupt
@@ -321,6 +321,6 @@ class TestThreads:
         for _ in range(6):
             with pytest.raises(ServerError):
                 cloudckpt.save(filled(2), checkpoint_id=uri, config=hasty)
-            assert proxy.wait_idle()
+            assert proxy.wait_idle(), proxy.under_way
             counts.append(sockets())
         assert counts[-1] <= counts[1] + 2, counts

@@ -58,7 +58,7 @@ def saved_until_killed(
         child_of[0].set()
         status, _ = child.wait()
     assert status == -signal.SIGKILL
-    assert proxy.wait_idle()
+    assert proxy.wait_idle(), proxy.under_way
     struck |= {e.request.operation for e in proxy.exchanges if e.fault is not None}
     return commits(proxy)
 

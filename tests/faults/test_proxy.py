@@ -131,7 +131,7 @@ def test_a_stalled_connection_says_nothing_and_stays_open(ask, proxy, moment):
     proxy.inject(Stall(moment, after=10))
     with pytest.raises(TimeoutError):
         ask(timeout=0.3)
-    assert proxy.wait_idle()
+    assert proxy.wait_idle(), proxy.under_way
 
 
 @pytest.mark.parametrize("moment", ["answer", "body"])

@@ -137,7 +137,7 @@ class TestPassingFaults:
         rule = proxy.inject(Delay(1.0, moment), operation=operation, path=path, times=1)
         cloudckpt.save(filled(2, nbytes), checkpoint_id=uri, config=config)
         cloudckpt.save(filled(3, nbytes), checkpoint_id=uri, config=direct)
-        assert proxy.wait_idle()
+        assert proxy.wait_idle(), proxy.under_way
         assert rule.injected == 1
         assert load_step(uri, direct, nbytes) == 3
 

@@ -329,7 +329,7 @@ class FaultyProxy:
         self._rules: list[Rule] = []
         self._log: list[Exchange] = []
         self._changed = threading.Condition()  # guards all below
-        self._under_way: set[int] = set()
+        self._under_way: dict[int, Request] = {}
         self._clients: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
         self._closing = threading.Event()
@@ -382,6 +382,12 @@ class FaultyProxy:
         """The requests in the log that fit two patterns; see :meth:`inject`."""
         logged = (exchange.request for exchange in self.exchanges)
         return [request for request in logged if _fits(request, operation, path)]
+
+    @property
+    def under_way(self) -> list[Request]:
+        """The requests that are neither dealt with nor stalled."""
+        with self._changed:
+            return list(self._under_way.values())
 
     def wait_idle(self, seconds: float = 10.0) -> bool:
         """Waits until every request is dealt with or stalls; whether that came true in time."""
@@ -457,7 +463,7 @@ class FaultyProxy:
 
     def _settle(self, exchange: Exchange) -> None:
         with self._changed:
-            self._under_way.discard(exchange.request.number)
+            self._under_way.pop(exchange.request.number, None)
             self._changed.notify_all()
 
     def _next(self, stream: BinaryIO) -> Exchange | None:
@@ -475,7 +481,7 @@ class FaultyProxy:
             struck = (rule.fault for rule in self._rules if rule.strikes(request))
             exchange = Exchange(request, next(struck, None))
             self._log.append(exchange)
-            self._under_way.add(request.number)
+            self._under_way[request.number] = request
         return exchange
 
 
