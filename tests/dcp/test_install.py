@@ -126,8 +126,11 @@ def test_a_writer_that_is_named_is_used_whatever_the_uri(installed, local, s3):
 
 
 def test_without_install_stock_torch_does_not_use_us(s3):
-    setup = state_dict_saver._storage_setup
-    assert not isinstance(setup(None, s3.uri), cloudckpt.CloudStorageWriter)
+    try:
+        found = state_dict_saver._storage_setup(None, s3.uri)
+    except ImportError as error:
+        found = error  # torch has turned to fsspec, which wants s3fs
+    assert not isinstance(found, cloudckpt.CloudStorageWriter)
 
 
 def test_installing_twice_is_installing_once():

@@ -37,7 +37,7 @@ from .conftest import busy_threads
 from .states import BIG, SMALL, filled, impatient, load_step
 from .test_save import STEPS
 
-PATIENCE = 20.0  # seconds, many times what the options below allow
+PATIENCE = 10.0  # seconds, many times what the options below allow
 HASTY = {
     "connect_timeout": 0.6,
     "read_timeout": 0.6,
@@ -225,11 +225,13 @@ class TestInterrupts:
         ("operation", "path", "nbytes"),
         [
             ("HeadObject", "*/.metadata", SMALL),
+            ("CreateMultipartUpload", "*", BIG),
             ("UploadPart", "*", BIG),
+            ("CompleteMultipartUpload", "*", BIG),
             ("PutObject", "*.distcp", SMALL),
             ("PutObject", "*/.manifest.*", SMALL),
         ],
-        ids=["look", "part", "whole", "manifest"],
+        ids=["look", "begin", "part", "complete", "whole", "manifest"],
     )
     def test_an_interrupted_save_ends_soon_and_cleans_up(
         self, interrupt, store, direct, operation, path, nbytes
@@ -247,6 +249,15 @@ class TestInterrupts:
         long = {**HASTY, "read_timeout": 60.0, "stall_timeout": 60.0}
         where = {"operation": "GetObject", "path": "*.distcp"}
         status, outcome, _ = interrupt("load", Stall("answer"), SMALL, long, **where)
+        assert status == 0, "it goes on waiting"
+        assert outcome["threads"] == []
+
+    def test_an_interrupt_finds_every_request_however_young(self, interrupt):
+        """Sixteen threads are connecting and sending when it comes."""
+        long = {**HASTY, "read_timeout": 60.0, "stall_timeout": 60.0}
+        many = {**long, "connections": 16, "request_size": MIB}
+        where = {"operation": "GetObject", "path": "*.distcp"}
+        status, outcome, _ = interrupt("load", Stall("answer"), 24 * MIB, many, **where)
         assert status == 0, "it goes on waiting"
         assert outcome["threads"] == []
 
