@@ -46,6 +46,7 @@ _Self = TypeVar("_Self", bound="FaultyProxy")
 _NOT_FORWARDED = {"connection", "content-length", "expect", "keep-alive", "transfer-encoding"}
 _UPSTREAM_TIMEOUT = 120.0
 _LONGEST_LINE = 65536
+_LEFT: int = getattr(select, "POLLRDHUP", 0)  # Linux: the peer has sent its FIN
 _PATIENCE = 2.0  # seconds that a client which does not read can delay a reset
 
 
@@ -168,7 +169,7 @@ class Hop:
     def take(self, count: int) -> None:
         """Reads on in the request's body, to its byte ``count`` or to its end."""
         if not self._invited and (self.request.header("Expect") or "").lower() == "100-continue":
-            self._client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._invited = True
         if self._chunked:
             self._received += b"".join(_chunks(self._stream))
@@ -208,12 +209,12 @@ class Hop:
         """Answers the client, with the first ``stop`` bytes of the announced body if given."""
         self.body()  # else its rest would be taken for the next request
         self._exchange.answered = answer.status
-        self._client.sendall(self.head(answer) + self.payload(answer)[:stop])
+        self._write(self.head(answer) + self.payload(answer)[:stop])
 
     def drip(self, data: bytes, interval: float) -> None:
         """Sends the client one byte every ``interval`` seconds."""
         for position in range(len(data)):
-            self._client.sendall(data[position : position + 1])
+            self._write(data[position : position + 1])
             if self._closing.wait(interval):
                 return
 
@@ -241,10 +242,21 @@ class Hop:
         """Does nothing more until the client is seen to leave, or the proxy is closed."""
         self._settle(self._exchange)
         poll = select.poll()
-        poll.register(self._client, getattr(select, "POLLRDHUP", 0))
+        poll.register(self._client, _LEFT)
         while not self._closing.is_set() and not poll.poll(20):
             pass
         self.over = True
+
+    def _write(self, data: bytes) -> None:
+        """Sends to the client; gives up if it leaves, which a blocking send may never notice."""
+        view, poll = memoryview(data), select.poll()
+        poll.register(self._client, select.POLLOUT | _LEFT)
+        while view.nbytes:
+            [(_, event)] = poll.poll()
+            if event & ~select.POLLOUT:
+                raise ConnectionError("the client left in the middle of its answer")
+            with contextlib.suppress(BlockingIOError):
+                view = view[self._client.send(view, socket.MSG_DONTWAIT) :]
 
     def hang_up(self) -> None:
         """Ends the connection in an orderly way (FIN)."""
