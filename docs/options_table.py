@@ -1,12 +1,19 @@
 """Prints the tables of docs/configuration.md; a test compares them."""
 
-from cloudckpt.config import Config, RetryPolicy, S3Options, documented_options
+from cloudckpt.config import (
+    AzureOptions,
+    Config,
+    GCSOptions,
+    RetryPolicy,
+    S3Options,
+    documented_options,
+)
 
 
 def tables() -> str:
     """The tables in Markdown."""
     lines: list[str] = []
-    for cls in (Config, RetryPolicy, S3Options):
+    for cls in (Config, RetryPolicy, S3Options, GCSOptions, AzureOptions):
         lines += [f"## {cls.__name__}", "", "| option | variable | default | meaning |"]
         lines += ["|---|---|---|---|"]
         for name, variable, default, meaning in documented_options(cls):

@@ -6,10 +6,17 @@ import pickle
 
 import pytest
 
-from cloudckpt import Config, ConfigError, RetryPolicy, S3Options
+from cloudckpt import (
+    AzureOptions,
+    Config,
+    ConfigError,
+    GCSOptions,
+    RetryPolicy,
+    S3Options,
+)
 from cloudckpt.config import MIB, documented_options
 
-CLASSES = [Config, RetryPolicy, S3Options]
+CLASSES = [Config, RetryPolicy, S3Options, GCSOptions, AzureOptions]
 DOCUMENTED = [(cls, *row) for cls in CLASSES for row in documented_options(cls)]
 
 
@@ -59,6 +66,11 @@ FROM_ENVIRONMENT = [
         (("a", "1"), ("b", "x=y"), ("c", "")),
     ),
     (S3Options, "requester_pays", "CLOUDCKPT_S3_REQUESTER_PAYS", "true", True),
+    (GCSOptions, "endpoint_url", "CLOUDCKPT_GCS_ENDPOINT_URL", "http://x:9", "http://x:9"),
+    (GCSOptions, "upload_strategy", "CLOUDCKPT_GCS_UPLOAD_STRATEGY", "compose", "compose"),
+    (GCSOptions, "metadata", "CLOUDCKPT_GCS_METADATA", "a=b,c=d", (("a", "b"), ("c", "d"))),
+    (AzureOptions, "account", "CLOUDCKPT_AZURE_ACCOUNT", "lab", "lab"),
+    (AzureOptions, "tags", "CLOUDCKPT_AZURE_TAGS", "a=b", (("a", "b"),)),
 ]
 
 
@@ -148,6 +160,10 @@ def test_a_variable_that_can_not_work_is_refused_with_its_text(monkeypatch, vari
         (S3Options, {"kms_key_id": "key"}, "sse='aws:kms'"),
         (S3Options, {"kms_key_id": "key", "sse": "AES256"}, "sse='aws:kms'"),
         (S3Options, {"bucket_key": True}, "sse='aws:kms'"),
+        (GCSOptions, {"upload_strategy": "resumable"}, "'multipart' or 'compose'"),
+        (GCSOptions, {"endpoint_url": "localhost:4443"}, "http://"),
+        (AzureOptions, {"checksum": "md5"}, "'auto', 'on' or 'off'"),
+        (AzureOptions, {"endpoint_url": "lab.blob"}, "http://"),
         (S3Options, {"endpoint_url": "store.example:9000"}, "http:// or https://"),
     ],
 )
@@ -239,7 +255,7 @@ def test_every_option_is_documented_and_has_a_variable_of_its_own():
     assert all(meaning for *_, meaning in DOCUMENTED)
     for cls in CLASSES:
         named = {name for found, name, *_ in DOCUMENTED if found is cls}
-        nested = {"retry", "s3"} if cls is Config else set()
+        nested = {"retry", "s3", "gcs", "azure"} if cls is Config else set()
         assert named | nested == {field.name for field in dataclasses.fields(cls)}
 
 

@@ -7,10 +7,12 @@ import cloudckpt
 from cloudckpt import errors
 
 PUBLIC = {
+    "AzureOptions",
     "CheckpointURI",
     "CloudStorageReader",
     "CloudStorageWriter",
     "Config",
+    "GCSOptions",
     "RetryPolicy",
     "S3Options",
     "Transferred",

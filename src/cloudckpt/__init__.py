@@ -7,7 +7,7 @@
 
 from cloudckpt.api import async_save, load, save
 from cloudckpt.checkpoint.metadata import add_safe_metadata_globals
-from cloudckpt.config import Config, RetryPolicy, S3Options
+from cloudckpt.config import AzureOptions, Config, GCSOptions, RetryPolicy, S3Options
 from cloudckpt.dcp.install import install, uninstall
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.dcp.writer import CloudStorageWriter
@@ -19,10 +19,12 @@ from cloudckpt.uri import CheckpointURI
 __version__ = "0.1.0"
 
 __all__ = [
+    "AzureOptions",
     "CheckpointURI",
     "CloudStorageReader",
     "CloudStorageWriter",
     "Config",
+    "GCSOptions",
     "RetryPolicy",
     "S3Options",
     "Transferred",

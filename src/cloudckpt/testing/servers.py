@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["free_port", "moto_server", "wait_until_answering"]
+__all__ = [
+    "Azurite",
+    "azurite_server",
+    "free_port",
+    "gcs_emulator",
+    "moto_server",
+    "wait_until_answering",
+]
 
 DUMMY_AWS = {
     "AWS_ACCESS_KEY_ID": "testing",
@@ -22,6 +31,54 @@ DUMMY_AWS = {
     "AWS_DEFAULT_REGION": "us-east-1",
 }
 """Credentials and region for an emulator."""
+
+_AZURITE_ACCOUNT = "devstoreaccount1"
+# the same in every Azurite, and published in its documentation
+_AZURITE_KEY = (
+    "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+)
+
+_GUARD = """
+import subprocess, sys, threading
+
+server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
+
+def end():
+    sys.stdin.buffer.read()
+    server.terminate()
+    try:
+        server.wait(5)
+    except subprocess.TimeoutExpired:
+        server.kill()
+
+threading.Thread(target=end, daemon=True).start()
+sys.exit(server.wait())
+"""
+"""Runs a server for as long as somebody holds the other end of standard input open. The kernel closes
+it even for a process that is killed, so that no server outlives the one that began it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Azurite:
+    """How to reach a running Azurite.
+
+    Attributes:
+        url: The endpoint of the account's blobs, without a slash at its end.
+        account: The account's name.
+        key: The account's key, in base64.
+    """
+
+    url: str
+    account: str = _AZURITE_ACCOUNT
+    key: str = _AZURITE_KEY
+
+    @property
+    def connection_string(self) -> str:
+        """All of it, as Azure's SDKs take it."""
+        return (
+            f"DefaultEndpointsProtocol=http;AccountName={self.account};AccountKey={self.key};"
+            f"BlobEndpoint={self.url};"
+        )
 
 
 def free_port() -> int:
@@ -59,19 +116,86 @@ def moto_server(log: Path | None = None) -> Iterator[str]:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    environment = {**os.environ, **DUMMY_AWS}
+    with _running(command, url, log, DUMMY_AWS):
+        yield url
+
+
+@contextlib.contextmanager
+def azurite_server(
+    executable: str | os.PathLike[str] | None = None, log: Path | None = None
+) -> Iterator[Azurite]:
+    """Runs Azurite's blob service in memory; yields how to reach it.
+
+    Args:
+        executable: ``azurite-blob``; by default ``CLOUDCKPT_AZURITE``, then the one that
+            ``npm ci --prefix integration`` installs in a clone of cloudckpt, then that on ``PATH``.
+        log: Where its output goes.
+    """
+    port = free_port()
+    url = f"http://127.0.0.1:{port}/{_AZURITE_ACCOUNT}"
+    command = [
+        os.fspath(executable or _find_azurite()),
+        "--inMemoryPersistence",
+        "--blobHost=127.0.0.1",
+        f"--blobPort={port}",
+        "--silent",
+        "--disableTelemetry",
+        "--disableProductStyleUrl",  # the account is always the first segment of the path
+        "--skipApiVersionCheck",
+    ]
+    with _running(command, url, log):
+        yield Azurite(url=url)
+
+
+@contextlib.contextmanager
+def gcs_emulator(log: Path | None = None) -> Iterator[str]:
+    """Runs gcp-storage-emulator in memory; yields its URL. Needs ``pip install gcp-storage-emulator``.
+
+    It serves one request at a time and closes the connection behind each.
+    """
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "gcp_storage_emulator"]
+    command += ["start", "--host=127.0.0.1", f"--port={port}", "--in-memory", "--quiet"]
+    with _running(command, url, log):
+        yield url
+
+
+def _find_azurite() -> str:
+    given = os.environ.get("CLOUDCKPT_AZURITE")
+    if given:
+        return given
+    clone = Path(__file__).parents[3] / "integration" / "node_modules" / ".bin" / "azurite-blob"
+    found = str(clone) if clone.exists() else shutil.which("azurite-blob")
+    if found is None:
+        raise RuntimeError(
+            "there is no azurite-blob: run `npm ci --prefix integration` in a clone of cloudckpt, "
+            "or name it in CLOUDCKPT_AZURITE"
+        )
+    return found
+
+
+@contextlib.contextmanager
+def _running(
+    command: Sequence[str], url: str, log: Path | None, variables: Mapping[str, str] | None = None
+) -> Iterator[None]:
+    """Runs a server, from its first answer to the end of the with-block or of this process."""
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(open(log or os.devnull, "wb"))
-        process = subprocess.Popen(  # noqa: S603 - a fixed command
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment
+        process = stack.enter_context(
+            subprocess.Popen(  # noqa: S603 - a fixed command
+                [sys.executable, "-I", "-S", "-c", _GUARD, *command],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(variables or {})},
+                start_new_session=True,  # Ctrl-C is for the one that began it
+            )
         )
         try:
             wait_until_answering(url, process, 60)
-            yield url
+            yield
         finally:
-            process.terminate()
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(10)
+            if process.stdin is not None:
+                process.stdin.close()
+            process.wait(15)

@@ -1,0 +1,64 @@
+"""The options of Azure Blob Storage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cloudckpt.config.options import (
+    Pairs,
+    Switch,
+    as_pairs,
+    check_switch,
+    check_types,
+    option,
+    parse_pairs,
+    require,
+)
+
+__all__ = ["AzureOptions"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AzureOptions:
+    """What is special to Azure Blob Storage.
+
+    Secrets are no options: the connection string, account key or shared access signature is read
+    from ``AZURE_STORAGE_*``, else azure-identity finds credentials.
+    """
+
+    endpoint_url: str | None = option(
+        None,
+        "CLOUDCKPT_AZURE_ENDPOINT_URL",
+        str,
+        "blob endpoint of the account; default: https://<account>.blob.core.windows.net",
+    )
+    account: str | None = option(
+        None,
+        "CLOUDCKPT_AZURE_ACCOUNT",
+        str,
+        "storage account of az://container URIs; AZURE_STORAGE_ACCOUNT works too",
+    )
+    checksum: Switch = option(
+        "auto",
+        "CLOUDCKPT_AZURE_CHECKSUM",
+        str,
+        "send CRC64 for the store to verify; 'auto' is on for Azure and off for custom endpoints",
+    )
+    access_tier: str | None = option(
+        None, "CLOUDCKPT_AZURE_ACCESS_TIER", str, "access tier of the blobs, e.g. Cool"
+    )
+    encryption_scope: str | None = option(
+        None, "CLOUDCKPT_AZURE_ENCRYPTION_SCOPE", str, "encryption scope of the blobs"
+    )
+    tags: Pairs = option(
+        (), "CLOUDCKPT_AZURE_TAGS", parse_pairs, "blob index tags, e.g. team=nlp,run=7"
+    )
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_switch("checksum", self.checksum)
+        object.__setattr__(self, "tags", as_pairs("tags", self.tags))
+        require(
+            self.endpoint_url is None or self.endpoint_url.startswith(("http://", "https://")),
+            f"endpoint_url={self.endpoint_url!r} must begin with http:// or https://",
+        )

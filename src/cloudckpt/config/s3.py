@@ -1,0 +1,93 @@
+"""The options of S3 and the stores that speak its protocol."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from cloudckpt.config.options import (
+    Pairs,
+    Switch,
+    as_pairs,
+    check_switch,
+    check_types,
+    option,
+    parse_flag,
+    parse_pairs,
+    require,
+)
+
+__all__ = ["S3Options"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class S3Options:
+    """What is special to S3 and the stores that speak its protocol.
+
+    Credentials and region come from boto3's own chain unless ``profile`` or ``region`` is given.
+    """
+
+    endpoint_url: str | None = option(
+        None,
+        "CLOUDCKPT_S3_ENDPOINT_URL",
+        str,
+        "endpoint of an S3-compatible store; AWS_ENDPOINT_URL_S3 and AWS_ENDPOINT_URL work too",
+    )
+    region: str | None = option(
+        None, "CLOUDCKPT_S3_REGION", str, "region of the bucket; else as boto3 finds it"
+    )
+    profile: str | None = option(
+        None, "CLOUDCKPT_S3_PROFILE", str, "profile of the AWS configuration files"
+    )
+    addressing_style: Literal["auto", "path", "virtual"] = option(
+        "auto", "CLOUDCKPT_S3_ADDRESSING_STYLE", str, "'auto', 'path' or 'virtual'"
+    )
+    checksum: Switch = option(
+        "auto",
+        "CLOUDCKPT_S3_CHECKSUM",
+        str,
+        "send CRC32C for the store to verify; 'auto' is on for AWS and off for custom endpoints",
+    )
+    sse: Literal["AES256", "aws:kms", "aws:kms:dsse"] | None = option(
+        None, "CLOUDCKPT_S3_SSE", str, "server-side encryption: 'AES256', 'aws:kms', 'aws:kms:dsse'"
+    )
+    kms_key_id: str | None = option(
+        None, "CLOUDCKPT_S3_KMS_KEY_ID", str, "key of 'aws:kms' encryption"
+    )
+    bucket_key: bool = option(
+        False, "CLOUDCKPT_S3_BUCKET_KEY", parse_flag, "use an S3 bucket key with 'aws:kms'"
+    )
+    storage_class: str | None = option(
+        None, "CLOUDCKPT_S3_STORAGE_CLASS", str, "storage class of the objects, e.g. STANDARD_IA"
+    )
+    acl: str | None = option(
+        None, "CLOUDCKPT_S3_ACL", str, "canned ACL, e.g. bucket-owner-full-control"
+    )
+    tags: Pairs = option((), "CLOUDCKPT_S3_TAGS", parse_pairs, "object tags, e.g. team=nlp,run=7")
+    requester_pays: bool = option(
+        False,
+        "CLOUDCKPT_S3_REQUESTER_PAYS",
+        parse_flag,
+        "accept the charges of a requester-pays bucket",
+    )
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        object.__setattr__(self, "tags", as_pairs("tags", self.tags))
+        require(
+            self.addressing_style in ("auto", "path", "virtual"),
+            f"addressing_style={self.addressing_style!r}: write 'auto', 'path' or 'virtual'",
+        )
+        check_switch("checksum", self.checksum)
+        require(
+            self.sse in (None, "AES256", "aws:kms", "aws:kms:dsse"),
+            f"sse={self.sse!r}: write 'AES256', 'aws:kms' or 'aws:kms:dsse'",
+        )
+        require(
+            not (self.kms_key_id or self.bucket_key) or self.sse in ("aws:kms", "aws:kms:dsse"),
+            "kms_key_id and bucket_key need sse='aws:kms'",
+        )
+        require(
+            self.endpoint_url is None or self.endpoint_url.startswith(("http://", "https://")),
+            f"endpoint_url={self.endpoint_url!r} must begin with http:// or https://",
+        )
