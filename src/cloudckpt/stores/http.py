@@ -33,6 +33,7 @@ took 15 % more CPU."""
 _SMALL = 64 * 1024
 _GATHER = 256 * 1024
 _MOST_ERROR_BYTES = 64 * 1024
+_MOST_CONTROL_BYTES = 16 * 1024 * 1024  # a page of 1,000 keys of 1 KiB has some 2 MiB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,16 +145,41 @@ class Reply:
                     progress(count)
 
     def read(self, limit: int = _MOST_ERROR_BYTES) -> bytes:
-        """The body of a short answer, at most ``limit`` bytes of it."""
-        left = self._raw.length
-        data = bytearray(limit if left is None else min(limit, left))
-        received = 0
+        """What comes of the body of a short answer, at most ``limit`` bytes of it."""
+        data = bytearray()
         with contextlib.suppress(OSError, http.client.HTTPException):
-            if not data:
-                self._raw.read()  # lets the response notice its end
-            while received < len(data) and (count := self._step(memoryview(data)[received:])):
-                received += count
-        return bytes(data[:received])
+            self._receive(data, limit)
+        return bytes(data)
+
+    def read_all(self) -> bytes:
+        """The whole body of an answer about objects, such as a page of a listing.
+
+        Raises:
+            ConnectionLostError: If the body ends early, stalls, or is no such answer by its size.
+        """
+        data = bytearray()
+        try:
+            self._receive(data, _MOST_CONTROL_BYTES)
+        except (OSError, http.client.HTTPException) as exc:
+            raise ConnectionLostError(
+                f"the connection broke after {len(data)} bytes", cause=exc
+            ) from exc
+        if not self._raw.isclosed() or (self.length or 0) > len(data):
+            raise ConnectionLostError(f"the answer did not end after {len(data)} bytes")
+        return bytes(data)
+
+    def _receive(self, data: bytearray, limit: int) -> None:
+        """Appends what comes, up to ``limit`` bytes."""
+        if self._raw.length == 0:
+            self._raw.read()  # lets the response notice its end
+            return
+        left = self._raw.length  # None: unknown
+        piece = memoryview(bytearray(min(limit, _SMALL if left is None else left)))
+        while len(data) < limit:
+            count = self._step(piece[: limit - len(data)])
+            if count == 0:
+                return
+            data += piece[:count]
 
     def _step(self, view: memoryview) -> int:
         if self._sock is None:

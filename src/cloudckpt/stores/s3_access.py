@@ -35,25 +35,25 @@ except ImportError as exc:
         "s3:// needs boto3; install it with: pip install 'cloudckpt[s3]'", cause=exc
     ) from exc
 
-__all__ = ["BucketAccess", "object_headers", "object_parameters", "translated"]
+__all__ = ["BucketAccess", "object_headers"]
 
 
 class BucketAccess:
     """What boto3 knows about a bucket.
 
     Attributes:
-        client: boto3's S3 client, which makes one attempt at each call.
         base: The URL that keys are appended to, ending in a slash.
+        bucket_url: The URL of the bucket, for a query to be appended.
         is_aws: Whether the endpoint is Amazon's own.
         http_options: How to connect to it.
     """
 
     def __init__(self, bucket: str, config: Config, uri: str) -> None:
-        with translated("reach", uri):
+        with _translated("reach", uri):
             core = botocore.session.Session(profile=config.s3.profile)
             session = boto3.session.Session(botocore_session=core, region_name=config.s3.region)
-            self.client: Any = session.client(
-                "s3", endpoint_url=config.s3.endpoint_url, config=_boto_config(config)
+            client: Any = session.client(
+                "s3", endpoint_url=config.s3.endpoint_url, config=_boto_config(config.s3)
             )
             self._credentials = session.get_credentials()
             if self._credentials is None:
@@ -64,12 +64,14 @@ class BucketAccess:
                     "the container's or instance's role",
                     uri=uri,
                 )
-            self.base, self._region = _resolve(self.client, bucket)
+            self.base, self._region = _resolve(client, bucket)
+            client.close()
+        # path style: http://host/bucket; virtual style: https://bucket.host/
+        path_style = self.base.count("/") > 3
+        self.bucket_url = self.base.removesuffix("/") if path_style else self.base
         host = self.base.split("/")[2].partition(":")[0]
         self.is_aws = host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
-        self.http_options = _http_options(
-            self.client, core.get_config_variable("ca_bundle"), config
-        )
+        self.http_options = _http_options(client, core.get_config_variable("ca_bundle"), config)
 
     def sign(self, method: str, url: str, headers: Mapping[str, str]) -> dict[str, str]:
         """The headers with which a request may be sent; the payload is not part of the signature.
@@ -79,7 +81,7 @@ class BucketAccess:
         """
         request = AWSRequest(method, url, headers=dict(headers))
         request.context["client_config"] = _UNSIGNED_PAYLOAD
-        with translated("sign a request for", url.partition("?")[0]):
+        with _translated("sign a request for", url.partition("?")[0]):
             frozen = self._credentials.get_frozen_credentials()  # refreshes them when they are due
         S3SigV4Auth(frozen, "s3", self._region).add_auth(request)
         return dict(request.headers.items())
@@ -115,20 +117,13 @@ def _resolve(client: Any, bucket: str) -> tuple[str, str]:
     return url.partition("?")[0].removesuffix("x"), region
 
 
-def _boto_config(config: Config) -> BotoConfig:
+def _boto_config(options: S3Options) -> BotoConfig:
     return BotoConfig(
-        connect_timeout=config.connect_timeout,
-        read_timeout=config.read_timeout,
-        max_pool_connections=config.connections,
-        retries={"total_max_attempts": 1, "mode": "standard"},  # retries have one home: transfer
-        request_checksum_calculation="when_required",
-        response_checksum_validation="when_required",
         signature_version="s3v4",
         s3={
-            "addressing_style": config.s3.addressing_style,
+            "addressing_style": options.addressing_style,
             "us_east_1_regional_endpoint": "regional",
         },
-        user_agent_extra="cloudckpt",
     )
 
 
@@ -149,35 +144,17 @@ def _http_options(client: Any, ca_bundle: str | None, config: Config) -> HttpOpt
     )
 
 
-_HEADER_OF = {
-    "ServerSideEncryption": "x-amz-server-side-encryption",
-    "SSEKMSKeyId": "x-amz-server-side-encryption-aws-kms-key-id",
-    "BucketKeyEnabled": "x-amz-server-side-encryption-bucket-key-enabled",
-    "StorageClass": "x-amz-storage-class",
-    "ACL": "x-amz-acl",
-    "Tagging": "x-amz-tagging",
-}
-
-
-def object_parameters(options: S3Options) -> dict[str, Any]:
-    """What every new object gets, as parameters of boto3."""
+def object_headers(options: S3Options) -> dict[str, str]:
+    """What every new object gets."""
     wanted = {
-        "ServerSideEncryption": options.sse,
-        "SSEKMSKeyId": options.kms_key_id,
-        "BucketKeyEnabled": options.bucket_key or None,
-        "StorageClass": options.storage_class,
-        "ACL": options.acl,
-        "Tagging": urlencode(options.tags) or None,
+        "x-amz-server-side-encryption": options.sse,
+        "x-amz-server-side-encryption-aws-kms-key-id": options.kms_key_id,
+        "x-amz-server-side-encryption-bucket-key-enabled": "true" if options.bucket_key else None,
+        "x-amz-storage-class": options.storage_class,
+        "x-amz-acl": options.acl,
+        "x-amz-tagging": urlencode(options.tags) or None,
     }
     return {name: value for name, value in wanted.items() if value is not None}
-
-
-def object_headers(options: S3Options) -> dict[str, str]:
-    """The same, as headers."""
-    return {
-        _HEADER_OF[name]: "true" if value is True else str(value)
-        for name, value in object_parameters(options).items()
-    }
 
 
 _CREDENTIAL_ERRORS = (
@@ -192,7 +169,7 @@ _CREDENTIAL_ERRORS = (
 
 
 @contextlib.contextmanager
-def translated(action: str, uri: str) -> Iterator[None]:
+def _translated(action: str, uri: str) -> Iterator[None]:
     """Raises boto3's errors as cloudckpt's."""
     try:
         yield

@@ -6,7 +6,6 @@ ones, or only the status.
 
 from __future__ import annotations
 
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping
 
 from cloudckpt.errors import (
@@ -23,6 +22,7 @@ from cloudckpt.errors import (
     ThrottledError,
     WrongRegionError,
 )
+from cloudckpt.stores.xml_answers import error_fields
 
 __all__ = ["from_answer", "from_code"]
 
@@ -128,17 +128,8 @@ def from_code(
 def from_answer(
     status: int, headers: Mapping[str, str], body: bytes, action: str, uri: str
 ) -> StoreError:
-    """The error for an answer to a request that did not go through boto3."""
-    code = message = ""
-    try:
-        root = ElementTree.fromstring(body) if body else None  # noqa: S314 - 64 KiB at most
-    except ElementTree.ParseError:
-        root = None
-    if root is not None:
-        for element in root.iter():
-            name = element.tag.rpartition("}")[2]
-            if name == "Code":
-                code = (element.text or "").strip()
-            elif name == "Message":
-                message = (element.text or "").strip()
-    return from_code(code, status, message, action, uri, headers)
+    """The error for an answer that is no success."""
+    fields = error_fields(body)
+    return from_code(
+        fields.get("Code", ""), status, fields.get("Message", ""), action, uri, headers
+    )

@@ -1,0 +1,173 @@
+"""What the stores that are reached over HTTP have in common: requests, errors, downloads."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from urllib.parse import quote, urlencode
+
+from cloudckpt.errors import (
+    CloudCheckpointError,
+    ConnectionLostError,
+    InvalidRequestError,
+    RangeNotSatisfiableError,
+    StoreError,
+    TransientStoreError,
+)
+from cloudckpt.stores.base import Body, ObjectInfo, ObjectStore, Progress, nbytes
+from cloudckpt.stores.http import HttpClient, Reply
+
+__all__ = ["RestStore", "encode_key", "encode_query"]
+
+_SUCCESS = frozenset({200, 201, 202, 204, 206})
+
+
+def encode_key(key: str) -> str:
+    """A key as the path of a URL, its slashes kept."""
+    return quote(key, safe="/-._~")
+
+
+def encode_query(query: Mapping[str, str]) -> str:
+    """The query of a URL; a value that is empty is left out with its equals sign."""
+    return "&".join(
+        urlencode({name: value}, quote_via=quote) if value else quote(name)
+        for name, value in query.items()
+    )
+
+
+class RestStore(ObjectStore):
+    """A store whose objects are read with GET, HEAD and Range."""
+
+    def __init__(self, root: str, http: HttpClient) -> None:
+        self.root = root
+        self._http = http
+
+    @abstractmethod
+    def _authorized(
+        self, method: str, url: str, headers: Mapping[str, str]
+    ) -> tuple[str, Mapping[str, str]]:
+        """The URL and headers with which a request may be sent."""
+
+    @abstractmethod
+    def failure(
+        self, status: int, headers: Mapping[str, str], body: bytes, action: str, uri: str
+    ) -> StoreError:
+        """The error for an answer that is no success."""
+
+    @abstractmethod
+    def object_url(self, key: str, query: Mapping[str, str] | None = None) -> str:
+        """The URL of an object's content."""
+
+    @abstractmethod
+    def _if_version(self, version: str) -> Mapping[str, str]:
+        """The headers that make a request hold for one version of the object only."""
+
+    def _version(self, reply: Reply, key: str) -> str:
+        """The version of the object that an answer is about."""
+        if tag := reply.headers.get("ETag"):
+            return tag
+        raise ConnectionLostError("the answer has no ETag", uri=self.uri(key))
+
+    @contextlib.contextmanager
+    def exchange(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: Body = (),
+        progress: Progress | None = None,
+        *,
+        key: str,
+    ) -> Iterator[Reply]:
+        """Sends a request; an answer that is no success is raised as its error.
+
+        Args:
+            method: Of the request.
+            url: Where to.
+            headers: Without Content-Length and what authorizes the request.
+            body: What to send.
+            progress: See :data:`~cloudckpt.stores.base.Progress`.
+            key: What the request is about, for messages.
+        """
+        if not {".", ".."}.isdisjoint(key.split("/")):
+            raise InvalidRequestError("'.' and '..' can't be part of a key", uri=self.uri(key))
+        if body or method in ("PUT", "POST"):
+            headers = {"Content-Length": str(nbytes(body)), **headers}
+        try:
+            url, headers = self._authorized(method, url, headers)
+            with self._http.send(method, url, headers, body, progress) as reply:
+                if reply.status not in _SUCCESS:
+                    answer = reply.read() if method != "HEAD" else b""
+                    raise self.failure(reply.status, reply.headers, answer, method, self.uri(key))
+                yield reply
+        except CloudCheckpointError as error:
+            if error.uri is None:
+                error.uri = self.uri(key)
+            raise
+
+    def get(self, key: str) -> tuple[bytearray, ObjectInfo]:
+        with self.exchange("GET", self.object_url(key), {}, key=key) as reply:
+            if reply.length is None:
+                raise ConnectionLostError("the answer has no length", uri=self.uri(key))
+            data = bytearray(reply.length)
+            reply.read_into([memoryview(data)])
+            return data, ObjectInfo(key, len(data), self._version(reply, key))
+
+    def get_range(
+        self,
+        key: str,
+        start: int,
+        into: Sequence[memoryview],
+        *,
+        if_version: str | None = None,
+        progress: Progress | None = None,
+    ) -> ObjectInfo:
+        size = nbytes(into)
+        headers = {"Range": f"bytes={start}-{start + size - 1}"}
+        if if_version:
+            headers |= self._if_version(if_version)
+        with self.exchange("GET", self.object_url(key), headers, key=key) as reply:
+            total = _check_range(reply, start, size, self.uri(key))
+            version = self._version(reply, key)
+            try:
+                reply.read_into(into, progress)
+            except ConnectionLostError as error:
+                error.version = version
+                raise
+            return ObjectInfo(key, total, version)
+
+    def head(self, key: str) -> ObjectInfo:
+        try:
+            with self.exchange("HEAD", self.object_url(key), {}, key=key) as reply:
+                return ObjectInfo(key, reply.length or 0, self._version(reply, key))
+        except TransientStoreError:
+            raise
+        except StoreError:
+            # the answer to HEAD has no body: ask again in a way that tells the reason
+            return self.get_range(key, 0, [memoryview(bytearray(1))])
+
+    def interrupt(self, threads: Collection[int]) -> None:
+        self._http.interrupt(threads)
+
+    def close(self) -> None:
+        self._http.close()
+
+
+def _check_range(reply: Reply, start: int, size: int, uri: str) -> int:
+    """Whether the answer is the range that was asked for; returns the object's size."""
+    if reply.status == 200:  # a store that ignores Range
+        if start != 0 or reply.length != size:
+            raise InvalidRequestError("the store ignored the Range header", uri=uri)
+        return size
+    unit, _, span = reply.headers.get("Content-Range", "").partition(" ")
+    extent, _, total = span.partition("/")
+    if unit != "bytes" or not total.isdigit():
+        raise ConnectionLostError(f"the answer has no usable Content-Range: {span!r}", uri=uri)
+    if extent != f"{start}-{start + size - 1}":
+        raise RangeNotSatisfiableError(
+            f"the object ends before the range does: bytes {extent} of {total} were offered "
+            f"for {start}-{start + size - 1}",
+            uri=uri,
+        )
+    return int(total)

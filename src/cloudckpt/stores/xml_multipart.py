@@ -1,0 +1,128 @@
+"""Multipart uploads in the XML that S3 made and Google Cloud Storage speaks too."""
+
+from __future__ import annotations
+
+import contextlib
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from cloudckpt.checksum import combine, to_base64
+from cloudckpt.errors import ConnectionLostError, ObjectNotFoundError, ServerError
+from cloudckpt.stores.base import Body, ObjectInfo, Part, Progress, Upload, nbytes
+from cloudckpt.stores.rest import RestStore, encode_query
+from cloudckpt.stores.xml_answers import key_text, text, unqualified
+
+__all__ = ["Completion", "Dialect", "XmlMultipart"]
+
+
+def _nothing(crc32c: int) -> Mapping[str, str]:
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialect:
+    """Where the vendors differ.
+
+    Attributes:
+        creation: Headers of the request that begins an upload.
+        part: Headers of a part, from its CRC32C.
+        completion: Headers of the request that completes an upload, from the object's CRC32C.
+        part_checksum: The XML element of a part's CRC32C in that request, if it is to be there.
+    """
+
+    creation: Mapping[str, str]
+    part: Callable[[int], Mapping[str, str]] = _nothing
+    completion: Callable[[int], Mapping[str, str]] = _nothing
+    part_checksum: str | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A completed upload: the object, as its ETag names it, and the headers of the answer."""
+
+    info: ObjectInfo
+    headers: Mapping[str, str]
+
+
+class XmlMultipart:
+    """The operations on the multipart uploads of one bucket."""
+
+    def __init__(self, store: RestStore, bucket_url: str, dialect: Dialect) -> None:
+        self._store = store
+        self._bucket_url = bucket_url
+        self._dialect = dialect
+
+    def create(self, key: str, part_size: int) -> Upload:
+        """Begins an upload."""
+        url = self._store.object_url(key, {"uploads": ""})
+        with self._store.exchange("POST", url, self._dialect.creation, key=key) as reply:
+            upload_id = text(unqualified(reply.read_all(), self._store.uri(key)), "UploadId")
+        if not upload_id:
+            raise ServerError("the answer names no upload", uri=self._store.uri(key))
+        return Upload(key, upload_id, part_size)
+
+    def put_part(
+        self, upload: Upload, number: int, body: Body, crc32c: int, progress: Progress | None
+    ) -> Part:
+        """Sends a part."""
+        url = self._store.object_url(upload.key, {"partNumber": str(number), "uploadId": upload.id})
+        headers = self._dialect.part(crc32c)
+        with self._store.exchange("PUT", url, headers, body, progress, key=upload.key) as reply:
+            tag = reply.headers.get("ETag")
+        if not tag:
+            raise ConnectionLostError("the answer has no ETag", uri=self._store.uri(upload.key))
+        return Part(number, nbytes(body), tag, crc32c)
+
+    def complete(self, upload: Upload, parts: Sequence[Part]) -> Completion:
+        """Makes the object out of its parts."""
+        whole = combine((part.crc32c, part.size) for part in parts)
+        headers = {"Content-Type": "application/xml", **self._dialect.completion(whole)}
+        url = self._store.object_url(upload.key, {"uploadId": upload.id})
+        body = [memoryview(self._completion(parts))]
+        uri = self._store.uri(upload.key)
+        with self._store.exchange("POST", url, headers, body, key=upload.key) as reply:
+            answer = reply.read_all()
+            root = unqualified(answer, uri)
+            if root.tag == "Error":  # 200 is sent before the work is done: look into the body
+                raise self._store.failure(200, reply.headers, answer, "POST", uri)
+            tag = text(root, "ETag")
+            if not tag:
+                raise ServerError("the completion has no result", uri=uri)
+            info = ObjectInfo(upload.key, sum(part.size for part in parts), tag)
+            return Completion(info, dict(reply.headers))
+
+    def _completion(self, parts: Sequence[Part]) -> bytes:
+        root = ElementTree.Element("CompleteMultipartUpload")
+        for part in parts:
+            entry = ElementTree.SubElement(root, "Part")
+            ElementTree.SubElement(entry, "PartNumber").text = str(part.number)
+            ElementTree.SubElement(entry, "ETag").text = part.tag
+            if self._dialect.part_checksum is not None:
+                checksum = to_base64(part.crc32c)
+                ElementTree.SubElement(entry, self._dialect.part_checksum).text = checksum
+        body: bytes = ElementTree.tostring(root, "utf-8", xml_declaration=True)
+        return body
+
+    def abort(self, upload: Upload) -> None:
+        """Discards an upload; one that is gone is no error."""
+        url = self._store.object_url(upload.key, {"uploadId": upload.id})
+        with (
+            contextlib.suppress(ObjectNotFoundError),
+            self._store.exchange("DELETE", url, {}, key=upload.key),
+        ):
+            pass
+
+    def open_uploads(self, prefix: str) -> Iterator[Upload]:
+        """The uploads under a prefix, page by page."""
+        query = {"uploads": "", "encoding-type": "url", "prefix": prefix}
+        while True:
+            url = f"{self._bucket_url}?{encode_query(query)}"
+            with self._store.exchange("GET", url, {}, key=prefix) as reply:
+                page = unqualified(reply.read_all(), self._store.uri(prefix))
+            for entry in page.iterfind("Upload"):
+                yield Upload(key_text(page, entry, "Key"), text(entry, "UploadId"), 0)
+            if text(page, "IsTruncated") != "true":
+                return
+            query["key-marker"] = key_text(page, page, "NextKeyMarker")
+            query["upload-id-marker"] = text(page, "NextUploadIdMarker")
