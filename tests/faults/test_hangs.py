@@ -45,10 +45,6 @@ HASTY = {
     "stall_timeout": 0.6,
     "retry": {"attempts": 2, "base": 0.01, "cap": 0.05, "deadline": 2.0},
 }
-BOTO_WAITS = pytest.mark.xfail(strict=True, reason="boto3's operations are not broken off")
-UNKNOWN_UPLOAD = pytest.mark.xfail(
-    strict=True, reason="an interrupt does not count as a doubt whether the upload was begun"
-)
 
 
 @pytest.fixture
@@ -230,9 +226,9 @@ class TestInterrupts:
         ("operation", "path", "nbytes"),
         [
             ("HeadObject", "*/.metadata", SMALL),
-            pytest.param("CreateMultipartUpload", "*", BIG, marks=UNKNOWN_UPLOAD),
+            ("CreateMultipartUpload", "*", BIG),
             ("UploadPart", "*", BIG),
-            pytest.param("CompleteMultipartUpload", "*", BIG, marks=BOTO_WAITS),
+            ("CompleteMultipartUpload", "*", BIG),
             ("PutObject", "*.distcp", SMALL),
             ("PutObject", "*/.manifest.*", SMALL),
         ],
@@ -250,7 +246,6 @@ class TestInterrupts:
         assert load_step(uri, direct, nbytes) == 1
         store.assert_tidy()
 
-    @pytest.mark.xfail(strict=False, reason="see the test below: one in ten is not broken off")
     def test_an_interrupted_load_ends_soon(self, interrupt):
         long = {**HASTY, "read_timeout": 60.0, "stall_timeout": 60.0}
         where = {"operation": "GetObject", "path": "*.distcp"}
@@ -258,7 +253,6 @@ class TestInterrupts:
         assert status == 0, "it goes on waiting"
         assert outcome["threads"] == []
 
-    @pytest.mark.xfail(strict=True, reason="waits that begin after the one call are not broken off")
     @pytest.mark.timeout(30)
     def test_a_wait_that_begins_after_the_failure_is_broken_off_too(self):
         """Between its look at the cancellation and its wait, a thread can't be interrupted."""

@@ -13,6 +13,7 @@ __all__ = ["Cancellation", "TaskGroup"]
 
 
 _MOST_WAITING = 2
+_PATIENCE = 0.2  # seconds for what was broken off to end
 
 
 class Cancellation:
@@ -123,16 +124,29 @@ class TaskGroup:
             self._tasks.clear()
             self.cancellation.cancel()
             self._changed.notify_all()
-            running = [thread.ident for thread in self._threads if thread.ident is not None]
+        self._break_off()
+
+    def _break_off(self) -> None:
+        with self._changed:
+            alive = [thread for thread in self._threads if thread.is_alive()]
+        running = [thread.ident for thread in alive if thread.ident is not None]
         self._interrupt(running)
 
     def _join(self) -> None:
         # not Thread.join first: interrupted, it takes a running thread for a finished one
-        with self._changed:
-            while self._alive:
-                self._changed.wait()
+        while not self._has_ended():
+            self._break_off()  # again: a wait may have begun since the last time
         for thread in self._threads:
             thread.join()
+
+    def _has_ended(self) -> bool:
+        """Waits for the threads; after a failure, not for long."""
+        with self._changed:
+            while self._alive:
+                patience = None if self._error is None else _PATIENCE
+                if not self._changed.wait(patience) and self._error is not None:
+                    return False
+            return True
 
     def __enter__(self) -> TaskGroup:
         return self

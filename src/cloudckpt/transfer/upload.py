@@ -94,8 +94,10 @@ class ObjectUpload:
         def create() -> Upload:
             try:
                 return self._store.create_upload(self.key, self._part_size)
-            except TransientStoreError:
-                self._may_have_twin = True  # begun, perhaps, by a request whose answer was lost
+            except BaseException as error:
+                # begun, perhaps, by a request whose answer was lost or not waited for
+                if isinstance(error, TransientStoreError) or not isinstance(error, Exception):
+                    self._may_have_twin = True
                 raise
 
         return self._retrier.call(create)
