@@ -136,7 +136,6 @@ def test_the_refusal_of_a_save_without_collectives_gives_advice_that_helps(local
     assert "overwrite=True" not in str(caught.value)
 
 
-@pytest.mark.xfail(strict=True, reason="only the objects that .metadata names are removed")
 def test_a_save_with_collectives_replaces_one_without(local):
     save({"t": numbered(10)}, local, use_collectives=False)
     save({"t": numbered(10, first=500)}, local)

@@ -6,7 +6,14 @@ import re
 
 from cloudckpt.errors import CheckpointCorruptError
 
-__all__ = ["METADATA", "checked", "data_name", "manifest_name", "metadata_name"]
+__all__ = [
+    "METADATA",
+    "checked",
+    "data_name",
+    "is_metadata_of_a_rank",
+    "manifest_name",
+    "metadata_name",
+]
 
 METADATA = ".metadata"
 """The object whose presence makes a checkpoint; torch's name for it."""
@@ -17,6 +24,11 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 def metadata_name(rank: int | None) -> str:
     """The commit object: one for all, or of one rank if it saves without collectives."""
     return METADATA if rank is None else f"__{rank}{METADATA}"
+
+
+def is_metadata_of_a_rank(name: str) -> bool:
+    """Whether it is the commit object of one rank."""
+    return re.fullmatch(r"__\d+" + re.escape(METADATA), name) is not None
 
 
 def data_name(rank: int, ordinal: int, attempt: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 
 from torch.distributed.checkpoint.metadata import (
@@ -14,18 +13,16 @@ from torch.distributed.checkpoint.metadata import (
 
 from cloudckpt.checkpoint.commit import Baseline, Probe, commit, conditions_work
 from cloudckpt.checkpoint.manifest import ItemKey, Manifest, ManifestId
-from cloudckpt.checkpoint.metadata import dump_metadata, load_metadata
-from cloudckpt.checkpoint.names import checked
+from cloudckpt.checkpoint.metadata import dump_metadata
 from cloudckpt.checkpoint.records import ItemRecord
+from cloudckpt.checkpoint.replaced import hidden, replaced
 from cloudckpt.checkpoint.torch_private import CURRENT_DCP_VERSION, StorageInfo
 from cloudckpt.checksum import crc32c
 from cloudckpt.config import Config
 from cloudckpt.errors import (
     CheckpointConflictError,
-    CloudCheckpointError,
     CommitUnknownError,
     IncompleteSaveError,
-    ObjectNotFoundError,
     StoreError,
 )
 from cloudckpt.gc_pause import paused_gc
@@ -35,8 +32,6 @@ from cloudckpt.transfer.upload import delete_quietly
 from cloudckpt.uri import CheckpointURI
 
 __all__ = ["publish"]
-
-logger = logging.getLogger("cloudckpt")
 
 
 def publish(
@@ -70,8 +65,8 @@ def publish(
     manifest_id: list[ManifestId] = []
 
     def discard() -> None:
-        unneeded = [uri.key(name) for name in (*names, *(one.name for one in manifest_id))]
-        delete_quietly(store, unneeded, config.retry)
+        own = [*names, *(identity.name for identity in manifest_id)]
+        delete_quietly(store, [uri.key(name) for name in own], config.retry)
 
     retrier = Retrier(config.retry)
     try:
@@ -85,7 +80,7 @@ def publish(
         retrier.call(lambda: store.put(key, [view], crc32c=crc))
         probe = Probe(key, content)
         conditional = conditions_work(store, config.conditional_writes, probe, retrier)
-        replaced = [name for name in _replaced(store, baseline, retrier) if name not in names]
+        unneeded = replaced(store, baseline, retrier)
         _fill_in(metadata, written, StorageMeta(str(uri), str(identity)))
         data = dump_metadata(metadata)
     except BaseException:
@@ -104,7 +99,8 @@ def publish(
             uri=str(uri),
             cause=error,
         ) from error
-    delete_quietly(store, [uri.key(name) for name in replaced], config.retry)
+    unneeded |= hidden(store, uri, baseline, Retrier.for_cleanup(config.retry))
+    delete_quietly(store, [uri.key(name) for name in unneeded.difference(names)], config.retry)
 
 
 def _check_complete(
@@ -141,36 +137,3 @@ def _fill_in(
         }
     metadata.storage_meta = storage_meta
     metadata.version = CURRENT_DCP_VERSION
-
-
-def _replaced(store: ObjectStore, baseline: Baseline, retrier: Retrier) -> list[str]:
-    """The objects of the checkpoint that this one replaces; they are deleted after it.
-
-    Raises:
-        CheckpointConflictError: If it is no longer the one that was there in the beginning.
-    """
-    if baseline.version is None:
-        return []
-    uri = store.uri(baseline.key)
-    try:
-        data, info = retrier.call(lambda: store.get(baseline.key))
-    except ObjectNotFoundError:
-        info = None
-    if info is None or info.version != baseline.version:
-        raise CheckpointConflictError(
-            "the checkpoint that was to be replaced has itself been replaced or deleted since this "
-            "save began; this save is discarded",
-            uri=uri,
-        )
-    try:
-        old = load_metadata(data, uri)
-        names = {
-            checked(entry.relative_path, uri)
-            for entry in (old.storage_data or {}).values()
-            if isinstance(entry, StorageInfo)
-        }
-        identity = ManifestId.parse(getattr(old.storage_meta, "save_id", None), uri)
-    except CloudCheckpointError as error:
-        logger.warning("the objects of the replaced checkpoint are left behind: %s", error)
-        return []
-    return sorted(names | ({identity.name} if identity is not None else set()))
