@@ -39,12 +39,12 @@ _AZURITE_KEY = (
 )
 
 _GUARD = """
-import subprocess, sys, threading
+import os, subprocess, sys, threading
 
 server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
 
 def end():
-    sys.stdin.buffer.read()
+    os.read(0, 1)
     server.terminate()
     try:
         server.wait(5)
@@ -52,10 +52,10 @@ def end():
         server.kill()
 
 threading.Thread(target=end, daemon=True).start()
-sys.exit(server.wait())
+os._exit(server.wait() & 255)
 """
-"""Runs a server for as long as somebody holds the other end of standard input open. The kernel closes
-it even for a process that is killed, so that no server outlives the one that began it."""
+"""Runs a server for as long as somebody holds the other end of standard input open. The kernel
+closes it even for a process that is killed, so that no server outlives the one that began it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,9 +149,10 @@ def azurite_server(
 
 @contextlib.contextmanager
 def gcs_emulator(log: Path | None = None) -> Iterator[str]:
-    """Runs gcp-storage-emulator in memory; yields its URL. Needs ``pip install gcp-storage-emulator``.
+    """Runs gcp-storage-emulator in memory; yields its URL.
 
-    It serves one request at a time and closes the connection behind each.
+    Needs ``pip install gcp-storage-emulator``. It serves one request at a time and closes the
+    connection behind each.
     """
     port = free_port()
     url = f"http://127.0.0.1:{port}"

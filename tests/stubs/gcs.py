@@ -1,0 +1,184 @@
+"""Cloud Storage in a thread: the parts of its documented protocol that emulators lack.
+
+::
+
+    with GcsStub("bucket") as stub:
+        stub.state.mutation_interval = 1.0
+        ...  # requests to stub.url
+        assert stub.state.keys("bucket") == ["a"]
+
+Paths of the JSON API are served as such, ``/token`` hands out bearer tokens as OAuth 2.0 does, and
+all other paths are ``/bucket/key`` of the XML API. What is documented and what is not, the modules
+say: ``gcs_json``, ``gcs_xml``, ``gcs_state`` and ``gcs_answers``. Not there: resumable uploads,
+versions, holds, access lists, buckets' own resources, addresses with the bucket in the host name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import itertools
+import socket
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+from urllib.parse import parse_qsl
+
+from . import gcs_json, gcs_xml
+from .gcs_answers import Answer, Call, Request, json_answer
+from .gcs_state import State
+
+__all__ = ["GcsStub", "State"]
+
+
+class GcsStub(http.server.ThreadingHTTPServer):
+    """The server; a context manager.
+
+    Attributes:
+        state: What it holds and how it behaves.
+        failures: Mistakes of the stub's own; the first of them is raised in the end.
+    """
+
+    daemon_threads = True  # they are joined below, after their connections are broken
+    request_queue_size = 128
+
+    def __init__(self, *buckets: str) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.state = State(*buckets)
+        self.failures: list[Exception] = []
+        self._token_numbers = itertools.count(1)
+        self._busy: dict[threading.Thread, socket.socket] = {}
+        self._busy_lock = threading.Lock()
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        """The endpoint, without a slash at its end."""
+        return f"http://127.0.0.1:{self.server_port}"
+
+    @property
+    def token_url(self) -> str:
+        """Where OAuth 2.0 tokens come from; those that it gives out are let in."""
+        return f"{self.url}/token"
+
+    def new_token(self) -> Answer:
+        token = f"token-{next(self._token_numbers)}"
+        with self.state.lock:
+            if self.state.tokens is not None:
+                self.state.tokens.add(token)
+        return json_answer({"access_token": token, "expires_in": 3600, "token_type": "Bearer"})
+
+    def answer(self, call: Call) -> Answer | None:
+        """The answer to a request; None: none."""
+        injection = self.state.injected(call.request)
+        if injection is None:
+            return self._own_answer(call)
+        if injection.carry_out:
+            self._own_answer(call)
+        return injection.answer
+
+    def _own_answer(self, call: Call) -> Answer:
+        if call.request.path == "/token":
+            return self.new_token()
+        if gcs_json.is_json_api(call.request.path):
+            return gcs_json.answer(self.state, call)
+        return gcs_xml.answer(self.state, call)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        with self._busy_lock:
+            self._busy[threading.current_thread()] = request
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            with self._busy_lock:
+                del self._busy[threading.current_thread()]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that goes away is part of a test."""
+
+    def close(self) -> None:
+        """Ends the server and its connections."""
+        self.shutdown()
+        self._thread.join()
+        with self._busy_lock:
+            busy = dict(self._busy)
+        for connection in busy.values():
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        for thread in busy:
+            thread.join()
+        self.server_close()
+        if self.failures:
+            raise self.failures[0]
+
+    def __enter__(self) -> GcsStub:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server: GcsStub
+
+    def _serve(self) -> None:
+        call = self._call()
+        try:
+            answer = self.server.answer(call)
+        except Exception as error:  # noqa: BLE001 - close() raises it
+            self.server.failures.append(error)
+            answer = Answer(500, [("Content-Type", "text/plain")], repr(error).encode())
+        if answer is None:
+            self.close_connection = True
+            with contextlib.suppress(OSError):
+                self.connection.shutdown(socket.SHUT_RDWR)
+            return
+        self.send_response(answer.status)
+        for name, value in answer.headers:
+            self.send_header(name, value)
+        size = len(answer.body) if answer.size is None else answer.size
+        self.send_header("Content-Length", str(size))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(answer.body)
+
+    def __getattr__(self, name: str) -> Callable[[], None]:
+        if name.startswith("do_"):
+            return self._serve
+        raise AttributeError(name)
+
+    def _call(self) -> Call:
+        path, _, query = self.path.partition("?")
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        kind, _, bearer = headers.pop("authorization", "").partition(" ")
+        body = self._body()
+        parameters = dict(parse_qsl(query, keep_blank_values=True))
+        given = bearer if kind == "Bearer" else None
+        request = Request(self.command, path, parameters, headers, given is not None, len(body))
+        return Call(request, body, given)
+
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
+            size = int(self.headers.get("Content-Length", 0))
+            body = self.rfile.read(size)
+            if len(body) < size:
+                raise ConnectionResetError("the body ended early")
+            return body
+        chunks = []
+        while size := int(self.rfile.readline().split(b";")[0], 16):
+            chunks.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(chunks)
+
+    def log_message(self, *arguments: object) -> None:
+        """Nothing is printed."""

@@ -1,0 +1,316 @@
+"""The JSON API of the Cloud Storage stub.
+
+Documented (https://cloud.google.com/storage/docs/json_api/v1 and .../docs/batch): paths,
+parameters, the object resource, uploads of both kinds, preconditions, compose, batches of at most
+100 requests whose outer headers and parameters apply to each. Taken from reports: refusals of media
+requests are plain text. Assumed: the refusal of a batch that is too long, ``x-goog-hash`` with both
+hashes in one line, that ``x-goog-hash`` of a media upload is verified like ``crc32c`` in the
+metadata. The log has the requests of a batch one by one, behind the batch, and an answer can be
+injected for each.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from email.utils import formatdate
+from typing import Any
+from urllib.parse import parse_qsl, unquote
+
+from . import gcs_answers as answers
+from .gcs_answers import Answer, Call, RefusalError, Request, json_answer
+from .gcs_multipart import header_lines, parts_of, related
+from .gcs_state import (
+    Attributes,
+    State,
+    StoredObject,
+    byte_range,
+    header_checksum,
+    timestamp,
+    whole_number,
+)
+
+_MOST_IN_BATCH = 100
+_MOST_SOURCES = 32
+
+_OBJECTS = re.compile(r"(?:/upload)?/storage/v1/b/([^/]+)/o")
+_OBJECT = re.compile(r"(?:/download)?/storage/v1/b/([^/]+)/o/([^/]+)")
+_COMPOSE = re.compile(r"/storage/v1/b/([^/]+)/o/([^/]+)/compose")
+_BATCH = "/batch/storage/v1"
+
+
+def is_json_api(path: str) -> bool:
+    """Whether a path belongs to the JSON API."""
+    return re.match(r"(/upload|/download|/batch)?/storage/v1(/|$)", path) is not None
+
+
+def answer(state: State, call: Call) -> Answer:
+    """Carries out a request."""
+    request = call.request
+    media = request.query.get("alt") == "media"
+    try:
+        if request.path == _BATCH and request.method == "POST":
+            return _batch(state, call)
+        state.check_caller(call.bearer)
+        payer = request.query.get("userProject") or request.headers.get("x-goog-user-project")
+        state.check_payer(payer)
+        return _route(request)(state, call)
+    except RefusalError as refusal:
+        return refusal.as_text() if media else refusal.as_json()
+
+
+def _route(request: Request) -> Callable[[State, Call], Answer]:
+    path, method = request.path, request.method
+    if _OBJECTS.fullmatch(path):
+        uploads = path.startswith("/upload/")
+        found = {"POST": _insert} if uploads else {"GET": _list}
+    elif _OBJECT.fullmatch(path):
+        found = {"GET": _get, "DELETE": _delete}
+    elif _COMPOSE.fullmatch(path):
+        found = {"POST": _compose}
+    else:
+        raise RefusalError(404, "notFound", "Not Found", "NoSuchKey")
+    if method not in found:
+        raise RefusalError(405, "methodNotAllowed", "Method Not Allowed", "MethodNotAllowed")
+    return found[method]
+
+
+def _names(pattern: re.Pattern[str], path: str) -> tuple[str, str]:
+    found = pattern.fullmatch(path)
+    assert found is not None
+    return unquote(found[1]), unquote(found[found.lastindex or 1])
+
+
+def _expected(request: Request) -> int | None:
+    return whole_number(request.query.get("ifGenerationMatch"))
+
+
+def _insert(state: State, call: Call) -> Answer:
+    request = call.request
+    bucket, _ = _names(_OBJECTS, request.path)
+    state.check(bucket, "storage.objects.create")
+    kind, content_type = request.query.get("uploadType"), request.headers.get("content-type")
+    described: dict[str, Any] = {}
+    data = call.body
+    if kind == "multipart":
+        described, content_type, data = related(call.body, content_type or "")
+    elif kind != "media":
+        raise answers.invalid(f"Invalid upload type: {kind}")
+    key = described.get("name") or request.query.get("name")
+    if not key:
+        raise RefusalError(400, "required", "Required parameter: name", "InvalidArgument")
+    stored = state.put(
+        bucket,
+        key,
+        data,
+        _attributes(described, content_type, request.query.get("kmsKeyName")),
+        expected=_expected(request),
+        checksum=described.get("crc32c") or header_checksum(request.headers),
+    )
+    return json_answer(_resource(stored))
+
+
+def _attributes(
+    described: Mapping[str, Any], content_type: str | None, kms_key: str | None
+) -> Attributes:
+    return Attributes(
+        content_type=described.get("contentType") or content_type,
+        storage_class=described.get("storageClass") or "STANDARD",
+        custom_time=described.get("customTime"),
+        kms_key=kms_key,
+        metadata=described.get("metadata") or {},
+    )
+
+
+def _resource(stored: StoredObject) -> dict[str, Any]:
+    attributes, created = stored.attributes, timestamp(stored.created)
+    resource: dict[str, Any] = {
+        "kind": "storage#object",
+        "id": f"{stored.bucket}/{stored.key}/{stored.generation}",
+        "name": stored.key,
+        "bucket": stored.bucket,
+        "generation": str(stored.generation),
+        "metageneration": "1",
+        "storageClass": attributes.storage_class,
+        "size": str(len(stored.data)),
+        "crc32c": stored.crc32c,
+        "etag": base64.b64encode(str(stored.generation).encode()).decode(),
+        "timeCreated": created,
+        "updated": created,
+    }
+    optional = {
+        "contentType": attributes.content_type,
+        "customTime": attributes.custom_time,
+        "metadata": attributes.metadata,
+        "componentCount": stored.components,
+        "md5Hash": base64.b64encode(stored.md5).decode() if stored.md5 else None,
+        "kmsKeyName": f"{attributes.kms_key}/cryptoKeyVersions/1" if attributes.kms_key else None,
+    }
+    return resource | {name: value for name, value in optional.items() if value}
+
+
+def _get(state: State, call: Call) -> Answer:
+    request = call.request
+    bucket, key = _names(_OBJECT, request.path)
+    state.check(bucket, "storage.objects.get")
+    generation = whole_number(request.query.get("generation"))
+    stored = state.find(bucket, key, expected=_expected(request), generation=generation)
+    if request.query.get("alt") != "media":
+        return json_answer(_resource(stored))
+    hashes = [f"crc32c={stored.crc32c}"]
+    if stored.md5:
+        hashes.append(f"md5={base64.b64encode(stored.md5).decode()}")
+    return media(stored, request, [("x-goog-hash", ",".join(hashes))])
+
+
+def media(stored: StoredObject, request: Request, hashes: answers.Headers) -> Answer:
+    """The bytes of an object, or a range of them, with the headers that both APIs send."""
+    span = byte_range(request.headers.get("range"), len(stored.data))
+    headers = [
+        ("Content-Type", stored.attributes.content_type or "application/octet-stream"),
+        ("ETag", stored.etag),
+        ("Last-Modified", formatdate(stored.created, usegmt=True)),
+        ("Accept-Ranges", "bytes"),
+        ("x-goog-generation", str(stored.generation)),
+        ("x-goog-metageneration", "1"),
+        ("x-goog-storage-class", stored.attributes.storage_class),
+        ("x-goog-stored-content-encoding", "identity"),
+        ("x-goog-stored-content-length", str(len(stored.data))),
+        *hashes,
+    ]
+    if span is None:
+        return Answer(200, headers, stored.data)
+    start, end = span
+    headers.append(("Content-Range", f"bytes {start}-{end}/{len(stored.data)}"))
+    return Answer(206, headers, stored.data[start : end + 1])
+
+
+def _list(state: State, call: Call) -> Answer:
+    query = call.request.query
+    bucket, _ = _names(_OBJECTS, call.request.path)
+    state.check(bucket, "storage.objects.list")
+    after = b""
+    if token := query.get("pageToken"):
+        try:
+            after = base64.b64decode(token, validate=True)
+        except ValueError:
+            raise answers.invalid("Invalid page token") from None
+    limit = whole_number(query.get("maxResults"))
+    limit = min(limit or state.page, state.page)
+    with state.lock:
+        keys = [key for key in state.keys(bucket, query.get("prefix", "")) if key.encode() > after]
+        items = [_resource(state.objects[bucket, key]) for key in keys[:limit]]
+    page: dict[str, Any] = {"kind": "storage#objects"}
+    if items:
+        page["items"] = items
+    if len(keys) > limit:
+        page["nextPageToken"] = base64.b64encode(keys[limit - 1].encode()).decode()
+    return json_answer(page)
+
+
+def _delete(state: State, call: Call) -> Answer:
+    bucket, key = _names(_OBJECT, call.request.path)
+    state.check(bucket, "storage.objects.delete")
+    generation = whole_number(call.request.query.get("generation"))
+    state.delete(bucket, key, _expected(call.request), generation)
+    return Answer(204)
+
+
+def _compose(state: State, call: Call) -> Answer:
+    request = call.request
+    bucket, key = _names(_COMPOSE, request.path)
+    state.check(bucket, "storage.objects.create")
+    wanted = json.loads(call.body)
+    sources = wanted.get("sourceObjects") or []
+    if not 0 < len(sources) <= _MOST_SOURCES:
+        text = f"The number of source components provided ({len(sources)}) is not 1 to 32."
+        raise answers.invalid(text)
+    with state.lock:
+        found = [
+            state.find(
+                bucket,
+                source["name"],
+                generation=whole_number(_text(source.get("generation"))),
+                expected=whole_number(
+                    _text(source.get("objectPreconditions", {}).get("ifGenerationMatch"))
+                ),
+            )
+            for source in sources
+        ]
+        described = wanted.get("destination") or {}
+        stored = state.put(
+            bucket,
+            key,
+            b"".join(source.data for source in found),
+            _attributes(described, None, request.query.get("kmsKeyName")),
+            expected=_expected(request),
+            checksum=described.get("crc32c"),
+            components=sum(source.components or 1 for source in found),
+        )
+    return json_answer(_resource(stored))
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)
+
+
+def _batch(state: State, call: Call) -> Answer:
+    # Google's own client ends its lines with a line feed alone
+    body = call.body if b"\r\n" in call.body else call.body.replace(b"\n", b"\r\n")
+    parts = parts_of(body, call.request.headers.get("content-type", ""))
+    if len(parts) > _MOST_IN_BATCH:
+        raise answers.invalid(f"The batch request has more than {_MOST_IN_BATCH} calls.")
+    boundary = "batch_of_the_stub"
+    pieces = []
+    for headers, inner in parts:
+        result = _part_answer(state, _inner(call, inner))
+        content_id = headers.get("content-id")
+        lines = ["Content-Type: application/http"]
+        if content_id:
+            lines.append(f"Content-ID: <response-{content_id.strip('<>')}>")
+        lines += ["", f"HTTP/1.1 {result.status} {'OK' if result.status < 400 else 'Error'}"]
+        lines += [f"{name}: {value}" for name, value in result.headers]
+        lines += [f"Content-Length: {len(result.body)}", "", result.body.decode()]
+        pieces.append(f"--{boundary}\r\n" + "\r\n".join(lines) + "\r\n")
+    kind = ("Content-Type", f"multipart/mixed; boundary={boundary}")
+    return Answer(200, [kind], f"{''.join(pieces)}--{boundary}--\r\n".encode())
+
+
+def _part_answer(state: State, call: Call) -> Answer:
+    injection = state.injected(call.request)
+    if injection is None or injection.answer is None:
+        return answer(state, call)
+    if injection.carry_out:
+        answer(state, call)
+    return injection.answer
+
+
+def _inner(outer: Call, text: bytes) -> Call:
+    """A request of a batch, with what it takes over from the outer one."""
+    head, _, body = text.partition(b"\r\n\r\n")
+    line, _, rest = head.decode().partition("\r\n")
+    method, _, target = line.removesuffix(" HTTP/1.1").partition(" ")
+    path, _, query = re.sub("^https?://[^/]*", "", target).partition("?")
+    own = header_lines(rest)
+    bearer = outer.bearer
+    with contextlib.suppress(KeyError):
+        bearer = own.pop("authorization").removeprefix("Bearer ")
+    shared = {
+        name: value
+        for name, value in outer.request.headers.items()
+        if not name.startswith("content-")
+    }
+    parameters = {**outer.request.query, **dict(parse_qsl(query, keep_blank_values=True))}
+    request = replace(
+        outer.request,
+        method=method,
+        path=path,
+        query=parameters,
+        headers={**shared, **own},
+        size=len(body),
+    )
+    return Call(request, body, bearer)

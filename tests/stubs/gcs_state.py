@@ -1,0 +1,328 @@
+"""What the Cloud Storage stub holds, and the rules that both of its APIs obey.
+
+Documented: generations and preconditions (https://cloud.google.com/storage/docs/request-preconditions;
+0 means that there is no object), one change a second of the same object, retention periods, parts
+of 5 MiB, at most 32 sources and no MD5 of composite objects. Taken from reports: a condition is
+checked before the retention period; a multipart upload that a retention period refuses stays open.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import datetime
+import hashlib
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from cloudckpt.checksum import crc32c, to_base64
+
+from . import gcs_answers as answers
+from .gcs_answers import Answer, Headers, Request
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attributes:
+    """What a writer says about an object besides its bytes."""
+
+    content_type: str | None = None
+    storage_class: str = "STANDARD"
+    custom_time: str | None = None
+    kms_key: str | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredObject:
+    """An object; ``components`` is None unless it was composed or sent in parts."""
+
+    bucket: str
+    key: str
+    data: bytes
+    generation: int
+    attributes: Attributes
+    created: float
+    components: int | None = None
+
+    @cached_property
+    def crc32c(self) -> str:
+        return to_base64(crc32c(self.data))
+
+    @cached_property
+    def md5(self) -> bytes | None:
+        return None if self.components else hashlib.md5(self.data).digest()
+
+    @property
+    def etag(self) -> str:
+        """As the XML API writes it: opaque for objects without an MD5."""
+        return f'"{self.md5.hex()}"' if self.md5 else f'"-{self.generation:x}"'
+
+
+@dataclass
+class OpenUpload:
+    """A multipart upload that was neither completed nor aborted; ``parts`` by number."""
+
+    id: str
+    bucket: str
+    key: str
+    attributes: Attributes
+    parts: dict[int, bytes] = field(default_factory=dict)
+
+
+@dataclass
+class Injection:
+    """An answer in place of the stub's own.
+
+    Attributes:
+        matches: Which requests it is for.
+        answer: What they get; None closes the connection without a word.
+        times: For how many of them.
+        carry_out: Do what the request asks for nevertheless, as when only the answer is lost.
+    """
+
+    matches: Callable[[Request], bool]
+    answer: Answer | None
+    times: int = 1
+    carry_out: bool = False
+
+
+class State:
+    """The buckets and all that is in them, safe to use from many threads.
+
+    Attributes:
+        buckets: Those that exist.
+        objects: By bucket and key.
+        uploads: Open multipart uploads by id.
+        requests: All that arrived, in order.
+        tokens: The bearer tokens that are let in; None lets everybody in.
+        denied: Permissions that the caller lacks, such as ``storage.objects.delete``.
+        billable: If it is set, every bucket bills the requester, who must name this project.
+        min_part: Fewest bytes of a part but the last.
+        page: Most entries of a list.
+        mutation_interval: Seconds between changes of one object; the real service has 1.
+        retention: Seconds for which an object can't be replaced or deleted.
+    """
+
+    def __init__(self, *buckets: str) -> None:
+        self.lock = threading.RLock()
+        self.buckets = set(buckets)
+        self.objects: dict[tuple[str, str], StoredObject] = {}
+        self.uploads: dict[str, OpenUpload] = {}
+        self.requests: list[Request] = []
+        self.tokens: set[str] | None = None
+        self.denied: set[str] = set()
+        self.billable: str | None = None
+        self.min_part = 5 * 1024**2
+        self.page = 1000
+        self.mutation_interval = 0.0
+        self.retention = 0.0
+        self._injections: list[Injection] = []
+        self._changed: dict[tuple[str, str], float] = {}
+        self._numbers = itertools.count(1)
+        self._started = time.time_ns() // 1000
+
+    def inject(
+        self,
+        matches: Callable[[Request], bool],
+        status: int | None,
+        headers: Headers = (),
+        body: bytes = b"",
+        *,
+        times: int = 1,
+        carry_out: bool = False,
+    ) -> None:
+        """Answers the next requests that match; see :class:`Injection`. No status: hangs up."""
+        answer = None if status is None else Answer(status, headers, body)
+        with self.lock:
+            self._injections.append(Injection(matches, answer, times, carry_out))
+
+    def injected(self, request: Request) -> Injection | None:
+        """Notes the request, and finds what it gets instead of an answer of the stub's."""
+        with self.lock:
+            self.requests.append(request)
+            for injection in self._injections:
+                if injection.times > 0 and injection.matches(request):
+                    injection.times -= 1
+                    return injection
+        return None
+
+    def keys(self, bucket: str, prefix: str = "") -> list[str]:
+        """The keys of a bucket, in the service's order."""
+        with self.lock:
+            found = [key for at, key in self.objects if at == bucket and key.startswith(prefix)]
+        return sorted(found, key=str.encode)
+
+    def check_caller(self, bearer: str | None) -> None:
+        """Turns away who brings no good token."""
+        if self.tokens is not None and bearer not in self.tokens:
+            raise answers.no_credentials(bearer is not None)
+
+    def check_payer(self, project: str | None) -> None:
+        """Turns away who does not name the project that pays, where the requester has to."""
+        if self.billable is not None and project != self.billable:
+            raise answers.wrong_user_project() if project else answers.no_user_project()
+
+    def check(self, bucket: str, permission: str) -> None:
+        """Turns away who lacks a permission, or is wrong about the bucket."""
+        if bucket not in self.buckets:
+            raise answers.no_bucket()
+        if permission in self.denied:
+            raise answers.denied(permission)
+
+    def find(
+        self, bucket: str, key: str, *, expected: int | None = None, generation: int | None = None
+    ) -> StoredObject:
+        """The object, if it is there, of that generation, and as the precondition expects."""
+        with self.lock:
+            found = self.objects.get((bucket, key))
+        if found is None or generation not in (None, found.generation):
+            raise answers.no_object(bucket, key)
+        if expected not in (None, found.generation):
+            raise answers.condition_not_met()
+        return found
+
+    @contextlib.contextmanager
+    def change(self, bucket: str, key: str, expected: int | None) -> Iterator[StoredObject | None]:
+        """The time in which one writer may change an object, if the rules let him."""
+        name = (bucket, key)
+        with self.lock:
+            found = self.objects.get(name)
+            if expected is not None and expected != (found.generation if found else 0):
+                raise answers.condition_not_met()
+            if found is not None and time.time() < found.created + self.retention:
+                raise answers.retained(bucket, key, timestamp(found.created + self.retention))
+            changed = self._changed.get(name)
+            if changed is not None and time.monotonic() < changed + self.mutation_interval:
+                raise answers.too_fast(bucket, key)
+            yield found
+            self._changed[name] = time.monotonic()
+
+    def put(
+        self,
+        bucket: str,
+        key: str,
+        data: bytes,
+        attributes: Attributes,
+        *,
+        expected: int | None = None,
+        checksum: str | None = None,
+        components: int | None = None,
+    ) -> StoredObject:
+        """Creates or replaces an object."""
+        with self.change(bucket, key, expected):
+            verify(data, checksum)
+            stored = StoredObject(
+                bucket=bucket,
+                key=key,
+                data=data,
+                generation=self._started + next(self._numbers),
+                attributes=attributes,
+                created=time.time(),
+                components=components,
+            )
+            self.objects[bucket, key] = stored
+            return stored
+
+    def delete(
+        self, bucket: str, key: str, expected: int | None = None, generation: int | None = None
+    ) -> None:
+        """Removes an object."""
+        with self.lock:
+            self.find(bucket, key, generation=generation)
+            with self.change(bucket, key, expected):
+                del self.objects[bucket, key]
+
+    def begin(self, bucket: str, key: str, attributes: Attributes) -> OpenUpload:
+        """Opens a multipart upload."""
+        with self.lock:
+            name = f"upload {next(self._numbers)} of {key}".encode()
+            upload = OpenUpload(base64.b64encode(name).decode(), bucket, key, attributes)
+            self.uploads[upload.id] = upload
+            return upload
+
+    def upload(self, bucket: str, key: str, upload_id: str) -> OpenUpload:
+        """An open upload of this object."""
+        with self.lock:
+            found = self.uploads.get(upload_id)
+        if found is None or (found.bucket, found.key) != (bucket, key):
+            raise answers.no_upload()
+        return found
+
+    def complete(self, upload: OpenUpload, parts: list[tuple[int, str]]) -> StoredObject:
+        """Makes an object of the named parts, each with the ETag that its sender was given."""
+        numbers = [number for number, _ in parts]
+        if not parts or numbers != sorted(set(numbers)):
+            raise answers.invalid("The parts were not in ascending order.", "InvalidPartOrder")
+        with self.lock:
+            for number, tag in parts:
+                if number not in upload.parts or tag != part_tag(upload.parts[number]):
+                    raise answers.invalid(f"Part {number} could not be found.", "InvalidPart")
+            if any(len(upload.parts[number]) < self.min_part for number in numbers[:-1]):
+                text = "Your proposed upload is smaller than the minimum allowed object size."
+                raise answers.invalid(text, "EntityTooSmall")
+            data = b"".join(upload.parts[number] for number in numbers)
+            stored = self.put(
+                upload.bucket, upload.key, data, upload.attributes, components=len(parts)
+            )
+            del self.uploads[upload.id]
+            return stored
+
+
+def verify(data: bytes, checksum: str | None) -> None:
+    """Compares a CRC32C in base64, if there is one."""
+    if checksum is None:
+        return
+    with contextlib.suppress(binascii.Error):
+        if len(base64.b64decode(checksum, validate=True)) == 4:
+            computed = to_base64(crc32c(data))
+            if checksum != computed:
+                raise answers.bad_checksum(checksum, computed)
+            return
+    raise answers.invalid(f"Invalid CRC32C: {checksum}", "InvalidDigest")
+
+
+def header_checksum(headers: Mapping[str, str]) -> str | None:
+    """The CRC32C in ``x-goog-hash``, whose value is a list of ``name=value``."""
+    for entry in headers.get("x-goog-hash", "").split(","):
+        name, _, value = entry.strip().partition("=")
+        if name == "crc32c":
+            return value
+    return None
+
+
+def part_tag(data: bytes) -> str:
+    """The ETag of a part."""
+    return f'"{hashlib.md5(data).hexdigest()}"'
+
+
+def timestamp(seconds: float) -> str:
+    """RFC 3339, with milliseconds."""
+    moment = datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def whole_number(text: str | None) -> int | None:
+    """The value of a precondition or a limit."""
+    if text is None or text.isdigit():
+        return int(text) if text else None
+    raise answers.invalid(f"Invalid value: {text}")
+
+
+def byte_range(header: str | None, size: int) -> tuple[int, int] | None:
+    """First and last byte that ``Range`` asks for; None for all, also if it can't be read."""
+    unit, _, span = (header or "").partition("=")
+    first, dash, last = span.partition("-")
+    if unit != "bytes" or not dash or not (first + last).isdigit():
+        return None
+    if not first:
+        start, end = max(0, size - int(last)), size - 1
+    else:
+        start, end = int(first), min(int(last or size), size - 1)
+    if start >= size or start > end:
+        raise answers.out_of_range(size)
+    return start, end
