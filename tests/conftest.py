@@ -14,7 +14,7 @@ from cloudckpt.testing.servers import DUMMY_AWS, moto_server
 @pytest.fixture(scope="session", autouse=True)
 def _own_surroundings() -> Iterator[None]:
     """No test sees the user's credentials, endpoints, proxies or options."""
-    prefixes = ("AWS_", "CLOUDCKPT_", "HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")
+    prefixes = ("AWS_", "AZURE_", "GOOGLE_", "STORAGE_", "CLOUDCKPT_", "HTTP", "http")
     before = dict(os.environ)
     for name in before:
         if name.startswith(prefixes):

@@ -1,5 +1,6 @@
-"""CRC32C of buffers: known values, blocks in any order, and where damage is."""
+"""Checksums of buffers: known values, blocks in any order, and where damage is."""
 
+import base64
 import itertools
 import random
 
@@ -12,6 +13,8 @@ from cloudckpt.checksum import (
     block_size_for,
     combine,
     crc32c,
+    crc64,
+    crc64_to_base64,
     first_bad_block,
     to_base64,
 )
@@ -49,6 +52,23 @@ def test_the_checksum_is_crc32c(data, crc):
 )
 def test_base64_has_the_bytes_in_network_order(crc, text):
     assert to_base64(crc) == text
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [  # the first is what Azure answers to these bytes, the second that of the catalogue of CRCs
+        (b"Hello World", "YeJLfssylmU="),
+        (b"123456789", base64.b64encode((0xAE8B14860A799888).to_bytes(8, "little")).decode()),
+        (b"", "AAAAAAAAAAA="),
+    ],
+)
+def test_the_checksum_of_azure_is_crc64(data, text):
+    assert crc64_to_base64(crc64([memoryview(data)])) == text
+
+
+@given(st.lists(st.binary(max_size=300), max_size=8))
+def test_crc64_goes_on_from_view_to_view(pieces):
+    assert crc64(memoryview(piece) for piece in pieces) == crc64([memoryview(b"".join(pieces))])
 
 
 @given(st.lists(st.binary(max_size=300), max_size=8))

@@ -3,6 +3,7 @@
 import os
 import pickle
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from hypothesis import given, settings
@@ -25,6 +26,7 @@ SEGMENT = st.text(
         ("S3://Bucket/Run", ("s3", "Bucket", "Run")),
         ("gs://bucket/run", ("gs", "bucket", "run")),
         ("az://container/run", ("az", "container", "run")),
+        ("abfss://container/run", ("az", "container", "run")),
         ("memory://name/run", ("memory", "name", "run")),
         ("s3://bucket/a%2Fb c+d", ("s3", "bucket", "a%2Fb c+d")),
         ("s3://bucket/größe/重み", ("s3", "bucket", "größe/重み")),
@@ -40,6 +42,59 @@ SEGMENT = st.text(
 def test_a_location_is_understood(text, expected):
     uri = CheckpointURI.parse(text)
     assert (uri.scheme, uri.bucket, uri.prefix) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "container", "prefix", "host"),
+    [
+        ("abfss://c@acc.dfs.core.windows.net/run/a", "c", "run/a", "acc.blob.core.windows.net"),
+        ("abfs://c@acc.dfs.core.windows.net/run", "c", "run", "acc.blob.core.windows.net"),
+        ("abfss://c@acc.blob.core.windows.net/run", "c", "run", "acc.blob.core.windows.net"),
+        ("abfss://c@acc.dfs.core.windows.net", "c", "", "acc.blob.core.windows.net"),
+        ("abfss://c@acc.dfs.core.windows.net/a%20b", "c", "a%20b", "acc.blob.core.windows.net"),
+        ("abfss://c@acc.dfs.core.windows.net/a@b", "c", "a@b", "acc.blob.core.windows.net"),
+        ("https://acc.blob.core.windows.net/c/run/", "c", "run", "acc.blob.core.windows.net"),
+        ("https://acc.blob.core.windows.net/c", "c", "", "acc.blob.core.windows.net"),
+        ("https://acc.blob.core.windows.net/c/a%20b", "c", "a b", "acc.blob.core.windows.net"),
+        ("https://ACC.Blob.Core.Windows.Net/c/Run", "c", "Run", "acc.blob.core.windows.net"),
+        (
+            "https://acc.blob.core.chinacloudapi.cn/c/run",
+            "c",
+            "run",
+            "acc.blob.core.chinacloudapi.cn",
+        ),
+        (
+            "abfss://c@acc.dfs.core.usgovcloudapi.net/run",
+            "c",
+            "run",
+            "acc.blob.core.usgovcloudapi.net",
+        ),
+        (
+            "https://acc.z07.blob.storage.azure.net/c/run",
+            "c",
+            "run",
+            "acc.z07.blob.storage.azure.net",
+        ),
+    ],
+)
+def test_a_location_may_name_the_storage_account(text, container, prefix, host):
+    uri = CheckpointURI.parse(text)
+    assert uri == CheckpointURI("az", container, prefix, host)
+    assert CheckpointURI.parse(str(uri)) == uri
+    assert uri.is_cloud
+
+
+def test_both_forms_of_an_account_are_one_place():
+    one = CheckpointURI.parse("https://acc.blob.core.windows.net/c/run")
+    other = CheckpointURI.parse("abfss://c@acc.dfs.core.windows.net/run")
+    assert one == other
+    assert str(one) == "abfss://c@acc.dfs.core.windows.net/run"
+
+
+def test_containers_of_different_accounts_are_different_places():
+    texts = [f"abfss://c@{name}dfs.core.windows.net/run" for name in ("one.", "two.")]
+    roots = {CheckpointURI.parse(text).root for text in [*texts, "az://c/run"]}
+    assert len(roots) == 3
 
 
 def test_a_relative_path_starts_where_the_process_is(monkeypatch, tmp_path):
@@ -80,6 +135,22 @@ def test_what_was_parsed_is_parsed_again():
         ("s3://key:secret@bucket/run", "credentials do not belong"),
         ("http://bucket/run", "unknown scheme 'http'"),
         ("s4://bucket/run", "unknown scheme 's4'"),
+        ("https:/acc.blob.core.windows.net/c/run", '"https://acc.blob'),
+        ("https://example.com/c/run", "endpoint_url"),
+        ("https://minio.example.com:9000/bucket/run", "s3://bucket/path"),
+        ("https://blob.core.windows.net/c/run", "account.blob.core.windows.net"),
+        ("https://acc.blob.core.windows.net.example.com/c/run", "no location in Azure"),
+        ("https://evil.example/acc.blob.core.windows.net/c", "no location in Azure"),
+        ("https://acc.blob.core.windows.net", "names no bucket"),
+        ("https://acc.blob.core.windows.net/c/a%2F%2Fb", "empty path segment"),
+        ("https://acc.blob.core.windows.net/c/%2E%2E/b", "'.' or '..'"),
+        ("https://acc.blob.core.windows.net/c/a%3Fb", "no query"),
+        ("https://acc.blob.core.windows.net/c/a%00b", "control character"),
+        ("https://acc.blob.core.windows.net/c/run?sv=1&sig=x", "AZURE_STORAGE_SAS_TOKEN"),
+        ("https://acc.blob.core.windows.net/c/run?comp=list", "no query"),
+        ("abfss://c@acc/run", "abfss://container@account.dfs.core.windows.net/path"),
+        ("abfss://@acc.dfs.core.windows.net/run", "names no bucket"),
+        ("abfss://c@acc.dfs.core.windows.net//run", "empty path segment"),
         ("file://host/run", "file:///absolute/path"),
         (7, "not int"),
         (None, "not NoneType"),
@@ -128,6 +199,11 @@ def test_no_part_of_a_file_uri_is_lost(text):
         "s3:/KEY:SECRET@bucket/run",
         "file://KEY:SECRET@host/run",
         "s3://KEY:SECRET@bucket/\x07",
+        "https://acc:SECRET@acc.blob.core.windows.net/c/run",
+        "https://acc.blob.core.windows.net/c/run?sv=1&sig=SECRET",
+        "https://example.com/c/run?sig=SECRET",
+        "abfss://c:SECRET@acc.dfs.core.windows.net/run",
+        "abfss://c@acc.dfs.core.windows.net/run?sig=SECRET",
     ],
 )
 def test_no_secret_is_in_a_message(text):
@@ -156,6 +232,22 @@ def test_a_cloud_uri_comes_back_from_its_text(scheme, bucket, segments):
     assert CheckpointURI.parse(str(uri)) == uri
     assert uri.is_cloud == (scheme != "memory")
     assert uri.root == f"{scheme}://{bucket}"
+
+
+@settings(deadline=None)
+@given(
+    account=st.from_regex(r"[a-z0-9]{3,24}", fullmatch=True),
+    container=st.from_regex(r"[a-z0-9][a-z0-9\-]{1,30}", fullmatch=True),
+    segments=st.lists(SEGMENT, max_size=4),
+)
+def test_a_uri_with_an_account_comes_back_from_its_text(account, container, segments):
+    host, path = f"{account}.blob.core.windows.net", "/".join(segments)
+    uri = CheckpointURI.parse("/".join([f"abfss://{container}@{host}", *segments]))
+    assert uri == CheckpointURI("az", container, path, host)
+    assert CheckpointURI.parse(str(uri)) == uri
+    assert CheckpointURI.parse(f"https://{host}/{container}/{quote(path)}") == uri
+    assert str(uri.join("step-1")) == f"{str(uri).rstrip('/')}/step-1"
+    assert uri.join("step-1").root == uri.root
 
 
 @settings(deadline=None)
@@ -196,6 +288,7 @@ def test_join_refuses_what_is_no_location(name):
     [
         ("s3://bucket/run", "run/.metadata"),
         ("s3://bucket", ".metadata"),
+        ("abfss://c@acc.dfs.core.windows.net/run", "run/.metadata"),
         ("/data/run", "/data/run/.metadata"),
     ],
 )

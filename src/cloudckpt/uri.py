@@ -15,10 +15,19 @@ __all__ = ["CLOUD_SCHEMES", "CheckpointURI", "URILike"]
 
 CLOUD_SCHEMES = frozenset({"s3", "gs", "az"})
 _SCHEMES = CLOUD_SCHEMES | {"file", "memory"}
-_FORMS = "s3://bucket/path, gs://bucket/path, az://container/path, file:///path or a local path"
+_FORMS = (
+    "s3://bucket/path, gs://bucket/path, az://container/path, "
+    "abfss://container@account.dfs.core.windows.net/path, file:///path or a local path"
+)
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]*)://")
-_SWALLOWED_SLASH = re.compile(r"^(s3|gs|az|memory|file):/(?!/)")
+_SWALLOWED_SLASH = re.compile(r"^(s3|gs|az|abfss?|https|memory|file):/(?!/)")
+_AZURE_SCHEMES = frozenset({"abfss", "abfs", "https"})
+_CONTAINER = r"[a-z0-9$][a-z0-9-]*"
+_AZURE_HOST = re.compile(  # of the public cloud, China, US Government, and accounts in DNS zones
+    r"([a-z0-9]{3,24}(?:\.z\d+)?)\.(?:blob|dfs)\."
+    r"(core\.windows\.net|core\.chinacloudapi\.cn|core\.usgovcloudapi\.net|storage\.azure\.net)"
+)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 URILike = Union[str, "os.PathLike[str]", "CheckpointURI"]
@@ -34,11 +43,14 @@ class CheckpointURI:
         scheme: ``s3``, ``gs``, ``az``, ``file`` or ``memory``.
         bucket: The bucket or container; empty for ``file``.
         prefix: The key prefix without slashes at its ends; for ``file`` the absolute path.
+        account: The host of the storage account's blob endpoint, if an ``az`` location names it;
+            else empty.
     """
 
     scheme: str
     bucket: str
     prefix: str
+    account: str = ""
 
     @classmethod
     def parse(cls, location: URILike) -> CheckpointURI:
@@ -70,6 +82,8 @@ class CheckpointURI:
         if match is None:
             return cls("file", "", os.path.abspath(os.path.expanduser(text)))
         scheme, rest = match.group(1).lower(), text[match.end() :]
+        if scheme in _AZURE_SCHEMES:
+            return cls._azure(scheme, rest, text)
         if scheme not in _SCHEMES:
             raise InvalidURIError(f"unknown scheme {scheme!r} in {_shown(text)!r}; write {_FORMS}")
         return cls._file(text) if scheme == "file" else cls._object(scheme, rest, text)
@@ -86,6 +100,40 @@ class CheckpointURI:
                 f"{_shown(text)!r}: write %3F for '?' and %23 for '#' in a file URI"
             )
         return cls("file", "", os.path.abspath(unquote(parts.path)))
+
+    @classmethod
+    def _azure(cls, scheme: str, rest: str, text: str) -> CheckpointURI:
+        """The forms that Hadoop and the portal write: ``abfss`` with the account, and ``https``."""
+        authority, slash, path = rest.partition("/")
+        if scheme == "https":
+            container, host = "", authority.lower()
+        else:
+            container, at, host = authority.partition("@")
+            if not at:
+                return cls._object("az", rest, text)
+            host = host.lower()
+        match = _AZURE_HOST.fullmatch(host)
+        if match is None or (container and not re.fullmatch(_CONTAINER, container)):
+            raise InvalidURIError(
+                f"{_shown(text)!r} is no location in Azure Blob Storage; write "
+                "abfss://container@account.dfs.core.windows.net/path or "
+                "https://account.blob.core.windows.net/container/path. For another endpoint write "
+                "az://container/path with Config(azure=AzureOptions(endpoint_url=...)); stores "
+                "with the API of S3 are s3://bucket/path with S3Options(endpoint_url=...)"
+            )
+        if "sig=" in path.partition("?")[2]:
+            raise InvalidURIError(
+                f"{_shown(text)!r}: a shared access signature does not belong into a URI; "
+                "put it into AZURE_STORAGE_SAS_TOKEN"
+            )
+        if scheme == "https":  # a URL, which is encoded; the others are taken as they are
+            rest = unquote(path)
+            if _CONTROL.search(rest):
+                raise InvalidURIError(f"{_shown(text)!r} holds a control character")
+        else:
+            rest = f"{container}{slash}{path}"
+        found = cls._object("az", rest, text)
+        return cls("az", found.bucket, found.prefix, f"{match[1]}.blob.{match[2]}")
 
     @classmethod
     def _object(cls, scheme: str, rest: str, text: str) -> CheckpointURI:
@@ -130,11 +178,13 @@ class CheckpointURI:
     def __str__(self) -> str:
         if self.scheme == "file":
             return Path(self.prefix).as_uri()
-        return f"{self.scheme}://{self.bucket}/{self.prefix}" if self.prefix else self.root
+        return f"{self.root}/{self.prefix}" if self.prefix else self.root
 
     @property
     def root(self) -> str:
-        """``scheme://bucket``, the place that a store is opened on."""
+        """``scheme://bucket``, with the account if it is known: what a store is opened on."""
+        if self.account:
+            return f"abfss://{self.bucket}@{self.account.replace('.blob.', '.dfs.', 1)}"
         return f"{self.scheme}://{self.bucket}"
 
 

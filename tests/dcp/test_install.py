@@ -105,15 +105,28 @@ def test_other_schemes_still_go_to_torch(installed, local):
     assert local.names() == [".metadata", "__0_0.distcp"]
 
 
-@pytest.mark.parametrize("scheme", ["gs", "az"])
-def test_a_scheme_that_has_no_store_here_still_goes_to_torch(scheme, installed):
+@pytest.mark.parametrize(
+    "location",
+    [
+        "gs://bucket/run",
+        "az://container/run",
+        "abfss://container@account.dfs.core.windows.net/run",
+        "https://account.blob.core.windows.net/container/run",
+    ],
+)
+def test_locations_of_the_other_clouds_are_ours_too(location, installed):
+    assert type(state_dict_saver._storage_setup(None, location)) is cloudckpt.CloudStorageWriter
+
+
+@pytest.mark.parametrize("location", ["https://example.com/run", "hdfs://namenode/run"])
+def test_a_location_that_is_no_store_of_ours_still_goes_to_torch(location, installed):
     asked = []
     with pytest.MonkeyPatch.context() as patch:
         writer = dcp._fsspec_filesystem.FsspecWriter
         patch.setattr(writer, "validate_checkpoint_id", lambda uri: asked.append(uri))
         with pytest.raises(RuntimeError, match="Cannot detect"):
-            state_dict_saver._storage_setup(None, f"{scheme}://bucket/run")
-    assert asked == [f"{scheme}://bucket/run"]
+            state_dict_saver._storage_setup(None, location)
+    assert asked == [location]
 
 
 def test_a_writer_that_is_named_is_used_whatever_the_uri(installed, local, s3):

@@ -9,9 +9,8 @@ from typing import Any
 
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.dcp.writer import CloudStorageWriter
-from cloudckpt.errors import InstallError
-from cloudckpt.stores.registry import SCHEMES
-from cloudckpt.uri import CLOUD_SCHEMES
+from cloudckpt.errors import InstallError, InvalidURIError
+from cloudckpt.uri import CLOUD_SCHEMES, CheckpointURI
 
 __all__ = ["install", "uninstall"]
 
@@ -22,7 +21,7 @@ _replaced: list[tuple[Any, str, Any]] = []
 
 
 def install() -> None:
-    """Makes ``dcp.save``, ``async_save`` and ``load`` use cloudckpt for ``s3://``.
+    """Makes ``dcp.save``, ``async_save`` and ``load`` use cloudckpt for ``s3://``, ``gs://`` and ``az://``.
 
     For frameworks that only pass a path on. Other locations, and calls that name a storage writer
     or reader, go to torch as before. Calling it again does nothing; :func:`uninstall` reverts it.
@@ -87,7 +86,13 @@ def _modules() -> tuple[Any, Any, Any]:
 def _is_ours(checkpoint_id: object) -> bool:
     if not isinstance(checkpoint_id, str):
         return False
-    return checkpoint_id.partition("://")[0] in CLOUD_SCHEMES & SCHEMES
+    scheme, separator, _ = checkpoint_id.partition("://")
+    if not separator or scheme in CLOUD_SCHEMES:
+        return bool(separator)
+    try:
+        return CheckpointURI.parse(checkpoint_id).is_cloud  # abfss:// and https:// of Azure
+    except InvalidURIError:
+        return False
 
 
 def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:

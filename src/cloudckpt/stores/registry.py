@@ -7,11 +7,10 @@ import threading
 from collections.abc import Callable
 
 from cloudckpt.config import Config
-from cloudckpt.errors import MissingDependencyError
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.uri import CheckpointURI
 
-__all__ = ["SCHEMES", "open_store"]
+__all__ = ["open_store"]
 
 
 def _memory(uri: CheckpointURI, config: Config) -> ObjectStore:
@@ -32,14 +31,25 @@ def _s3(uri: CheckpointURI, config: Config) -> ObjectStore:
     return S3Store(uri.bucket, config)
 
 
+def _gs(uri: CheckpointURI, config: Config) -> ObjectStore:
+    from cloudckpt.stores.gcs import GCSStore
+
+    return GCSStore(uri.bucket, config)
+
+
+def _azure(uri: CheckpointURI, config: Config) -> ObjectStore:
+    from cloudckpt.stores.azure import AzureStore
+
+    return AzureStore(uri.bucket, config, uri.account, uri.root)
+
+
 _OPENERS: dict[str, Callable[[CheckpointURI, Config], ObjectStore]] = {
     "memory": _memory,
     "file": _local,
     "s3": _s3,
+    "az": _azure,
+    "gs": _gs,
 }
-
-SCHEMES = frozenset(_OPENERS)
-"""The schemes of URIs that there is a store for."""
 
 _lock = threading.Lock()
 _open: dict[tuple[int, str, Config], ObjectStore] = {}
@@ -51,10 +61,6 @@ def open_store(uri: CheckpointURI, config: Config) -> ObjectStore:
     Connections, credentials and endpoint look-ups are thus shared by all saves and loads of a
     process, while a forked child opens its own.
     """
-    if uri.scheme not in _OPENERS:
-        raise MissingDependencyError(
-            f"this version of cloudckpt has no store for {uri.scheme}:// yet", uri=str(uri)
-        )
     key = (os.getpid(), uri.root, config)
     with _lock:
         if key not in _open:

@@ -59,6 +59,10 @@ class RestStore(ObjectStore):
     def object_url(self, key: str, query: Mapping[str, str] | None = None) -> str:
         """The URL of an object's content."""
 
+    def _content_url(self, key: str, if_version: str | None) -> str:
+        """The URL that an object is read from, if that is another one."""
+        return self.object_url(key)
+
     @abstractmethod
     def _if_version(self, version: str) -> Mapping[str, str]:
         """The headers that make a request hold for one version of the object only."""
@@ -107,7 +111,7 @@ class RestStore(ObjectStore):
             raise
 
     def get(self, key: str) -> tuple[bytearray, ObjectInfo]:
-        with self.exchange("GET", self.object_url(key), {}, key=key) as reply:
+        with self.exchange("GET", self._content_url(key, None), {}, key=key) as reply:
             if reply.length is None:
                 raise ConnectionLostError("the answer has no length", uri=self.uri(key))
             data = bytearray(reply.length)
@@ -127,7 +131,8 @@ class RestStore(ObjectStore):
         headers = {"Range": f"bytes={start}-{start + size - 1}"}
         if if_version:
             headers |= self._if_version(if_version)
-        with self.exchange("GET", self.object_url(key), headers, key=key) as reply:
+        url = self._content_url(key, if_version)
+        with self.exchange("GET", url, headers, key=key) as reply:
             total = _check_range(reply, start, size, self.uri(key))
             version = self._version(reply, key)
             try:

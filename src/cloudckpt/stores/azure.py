@@ -1,0 +1,347 @@
+"""``az://``: Azure Blob Storage.
+
+Azure's SDKs find credentials and endpoint; all requests travel through
+:mod:`cloudckpt.stores.http`. An upload in parts sends the blocks of a block blob, under identifiers
+that no other upload has, and then the list of them that makes the blob.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from urllib.parse import quote, unquote, urlencode, urlsplit
+from xml.etree.ElementTree import Element
+
+import urllib3.exceptions
+
+from cloudckpt.checksum import crc64, crc64_to_base64
+from cloudckpt.config import AzureOptions, Config
+from cloudckpt.errors import (
+    AccessDeniedError,
+    ConnectionLostError,
+    CredentialsError,
+    InvalidRequestError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    StoreError,
+)
+from cloudckpt.stores.azure_access import API_VERSION, ContainerAccess
+from cloudckpt.stores.azure_batch import SubAnswer, compose, parse
+from cloudckpt.stores.azure_errors import from_answer
+from cloudckpt.stores.base import (
+    Body,
+    Capabilities,
+    ObjectInfo,
+    Part,
+    Progress,
+    Upload,
+    nbytes,
+    random_suffix,
+)
+from cloudckpt.stores.http import HttpClient, Reply
+from cloudckpt.stores.rest import RestStore, encode_key, encode_query
+from cloudckpt.stores.xml_answers import text, unqualified
+
+__all__ = ["AzureStore"]
+
+# https://learn.microsoft.com/azure/storage/blobs/scalability-targets
+_MAX_PUT = 5000 * 1024**2
+_MAX_BLOCK = 4000 * 1024**2
+_MAX_BLOCKS = 50_000
+_BLOBS_PER_BATCH = 256
+_BLOBS_PER_PAGE = "1000"
+
+_UPLOAD_ID = len(random_suffix())
+
+
+class AzureStore(RestStore):
+    """One container of a storage account, or of Azurite."""
+
+    def __init__(self, container: str, config: Config, host: str = "", root: str = "") -> None:
+        """``host`` is the blob endpoint that the URI names, if any; ``root`` is for messages."""
+        self._access = ContainerAccess(container, host, config, root or f"az://{container}")
+        super().__init__(root or f"az://{container}", HttpClient(self._access.http_options))
+        self.capabilities = Capabilities(
+            conditional_writes=True,
+            min_part_size=1,
+            max_part_size=_MAX_BLOCK,
+            max_parts=_MAX_BLOCKS,
+            max_put_size=_MAX_PUT,
+        )
+        options = config.azure
+        by_default = options.checksum == "auto" and self._access.is_azure
+        self._checksums = by_default or options.checksum == "on"
+        self._scope = _present({"x-ms-encryption-scope": options.encryption_scope})
+        self._blob_headers = {**self._scope, **_blob_headers(options)}
+        self._batches = True
+        self._begun: dict[str, Upload] = {}
+        self._aborted: set[str] = set()
+
+    @contextlib.contextmanager
+    def exchange(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: Body = (),
+        progress: Progress | None = None,
+        *,
+        key: str,
+    ) -> Iterator[Reply]:
+        try:
+            with super().exchange(method, url, headers, body, progress, key=key) as reply:
+                yield reply
+        except ConnectionLostError as error:
+            if isinstance(error.__cause__, urllib3.exceptions.NameResolutionError):
+                error.message += "; check the name of the storage account"
+            raise
+
+    def put(
+        self,
+        key: str,
+        body: Body,
+        *,
+        crc32c: int,
+        if_absent: bool = False,
+        if_version: str | None = None,
+        progress: Progress | None = None,
+    ) -> ObjectInfo:
+        headers = {"x-ms-blob-type": "BlockBlob", **self._blob_headers, **self._checksum(body)}
+        if if_absent:
+            headers["If-None-Match"] = "*"
+        if if_version is not None:
+            headers["If-Match"] = if_version
+        try:
+            url = self.object_url(key)
+            with self.exchange("PUT", url, headers, body, progress, key=key) as reply:
+                return ObjectInfo(key, nbytes(body), self._version(reply, key))
+        except ObjectNotFoundError as error:
+            if if_version is None:
+                raise
+            raise PreconditionFailedError(
+                "the object that was to be replaced is gone", uri=self.uri(key), cause=error
+            ) from error
+
+    # uploads in parts
+
+    def create_upload(self, key: str, part_size: int) -> Upload:
+        """Azure learns of an upload by its first block; until then it is known here only."""
+        upload = Upload(key, random_suffix(), part_size)
+        self._begun[upload.id] = upload
+        return upload
+
+    def put_part(
+        self,
+        upload: Upload,
+        number: int,
+        body: Body,
+        *,
+        crc32c: int,
+        progress: Progress | None = None,
+    ) -> Part:
+        self._check_open(upload)
+        block = _block_id(upload, number)
+        url = self.object_url(upload.key, {"comp": "block", "blockid": block})
+        headers = {**self._scope, **self._checksum(body)}
+        with self.exchange("PUT", url, headers, body, progress, key=upload.key):
+            return Part(number, nbytes(body), block, crc32c)
+
+    def complete_upload(self, upload: Upload, parts: Sequence[Part]) -> ObjectInfo:
+        self._check_open(upload)
+        root = ElementTree.Element("BlockList")
+        for part in parts:
+            ElementTree.SubElement(root, "Uncommitted").text = part.tag
+        body = [memoryview(ElementTree.tostring(root, "utf-8", xml_declaration=True))]
+        headers = {"Content-Type": "application/xml", **self._blob_headers, **self._checksum(body)}
+        url = self.object_url(upload.key, {"comp": "blocklist"})
+        with self.exchange("PUT", url, headers, body, key=upload.key) as reply:
+            version = self._version(reply, upload.key)
+        self._begun.pop(upload.id, None)
+        return ObjectInfo(upload.key, sum(part.size for part in parts), version)
+
+    def abort_upload(self, upload: Upload) -> None:
+        """Discards the blocks of a blob that was never completed, with those of other uploads.
+
+        Deleting such a blob discards them at once, as AzCopy does it. Those that would replace a
+        blob can't be deleted without it: they go with its next write, or after a week.
+        """
+        self._aborted.add(upload.id)
+        self._begun.pop(upload.id, None)
+        try:
+            self.head(upload.key)
+        except ObjectNotFoundError:
+            self._delete(upload.key)
+
+    def list_uploads(self, prefix: str) -> Iterator[Upload]:
+        """The uploads that Azure has blocks of, and those that were begun here."""
+        known = list(self._begun.values())  # at once, since other threads begin and end uploads
+        begun = {upload.id: upload for upload in known if upload.key.startswith(prefix)}
+        for name, properties in self._blobs(prefix, {"include": "uncommittedblobs"}):
+            if text(properties, "Content-Length") not in ("", "0"):
+                continue  # completed
+            for upload_id in self._uploads_of(name):
+                yield begun.pop(upload_id, Upload(name, upload_id, 0))
+        yield from begun.values()
+
+    def _uploads_of(self, key: str) -> list[str]:
+        """The uploads that have sent blocks of a blob."""
+        url = self.object_url(key, {"comp": "blocklist", "blocklisttype": "uncommitted"})
+        try:
+            with self.exchange("GET", url, {}, key=key) as reply:
+                page = unqualified(reply.read_all(), self.uri(key))
+        except ObjectNotFoundError:
+            return []  # completed or discarded since the listing
+        blocks = (text(block, "Name") for block in page.iterfind("UncommittedBlocks/Block"))
+        return sorted({_upload_of(block) for block in blocks})
+
+    def _check_open(self, upload: Upload) -> None:
+        """Lets no late part bring back what was discarded."""
+        if upload.id in self._aborted:
+            raise ObjectNotFoundError("the upload was aborted", uri=self.uri(upload.key))
+
+    # head, list and delete
+
+    def head(self, key: str) -> ObjectInfo:
+        # other than S3, Azure names the reason of a failure in a header
+        with self.exchange("HEAD", self.object_url(key), {}, key=key) as reply:
+            if reply.headers.get("x-ms-meta-hdi_isfolder") == "true":
+                raise ObjectNotFoundError("there is a directory, not a blob", uri=self.uri(key))
+            return ObjectInfo(key, reply.length or 0, self._version(reply, key))
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        for name, properties in self._blobs(prefix, {}):
+            tag = text(properties, "Etag").strip('"')
+            yield ObjectInfo(name, int(text(properties, "Content-Length")), f'"{tag}"')
+
+    def _blobs(self, prefix: str, query: Mapping[str, str]) -> Iterator[tuple[str, Element]]:
+        """Names and properties of blobs, page by page."""
+        query = {
+            "restype": "container",
+            "comp": "list",
+            "maxresults": _BLOBS_PER_PAGE,
+            **({"prefix": prefix} if prefix else {}),
+            **query,
+        }
+        marker = ""
+        while True:
+            more = {"marker": marker} if marker else {}
+            url = f"{self._access.url}?{encode_query({**query, **more})}"
+            with self.exchange("GET", url, {}, key=prefix) as reply:
+                page = unqualified(reply.read_all(), self.uri(prefix))
+            for blob in page.iterfind("Blobs/Blob"):
+                properties = blob.find("Properties")
+                # accounts with a hierarchical namespace list directories too
+                if properties is not None and text(properties, "ResourceType") != "directory":
+                    yield _name(blob), properties
+            marker = page.findtext("NextMarker") or ""
+            if not marker:
+                return
+
+    def delete(self, keys: Iterable[str]) -> None:
+        wanted = list(dict.fromkeys(keys))
+        for start in range(0, len(wanted), _BLOBS_PER_BATCH):
+            self._delete_all(wanted[start : start + _BLOBS_PER_BATCH])
+
+    def _delete_all(self, keys: Sequence[str]) -> None:
+        if self._batches and len(keys) > 1:
+            try:
+                answers = self._batch(keys)
+            except (AccessDeniedError, CredentialsError, InvalidRequestError):
+                self._batches = False  # not for these credentials, or not known to this store
+            else:
+                for answer in answers:
+                    self._check_deletion(answer, keys)
+                return
+        for key in keys:
+            self._delete(key)
+
+    def _delete(self, key: str) -> None:
+        headers = {"x-ms-delete-snapshots": "include"}
+        with (
+            contextlib.suppress(ObjectNotFoundError),
+            self.exchange("DELETE", self.object_url(key), headers, key=key),
+        ):
+            pass
+
+    def _batch(self, keys: Sequence[str]) -> Sequence[SubAnswer]:
+        deletions: list[tuple[str, Mapping[str, str]]] = []
+        for key in keys:
+            url, headers = self._access.authorize(
+                self.object_url(key), {"x-ms-delete-snapshots": "include"}
+            )
+            parts = urlsplit(url)
+            target = f"{parts.path}?{parts.query}" if parts.query else parts.path
+            deletions.append((target, headers))
+        boundary = f"batch_{random_suffix()}"
+        body = [memoryview(compose(boundary, deletions))]
+        kind = {"Content-Type": f"multipart/mixed; boundary={boundary}"}
+        url = f"{self._access.url}?restype=container&comp=batch"
+        with self.exchange("POST", url, kind, body, key=keys[0]) as reply:
+            content_type = reply.headers.get("Content-Type", "")
+            return parse(content_type, reply.read_all(), len(keys), self.uri(keys[0]))
+
+    def _check_deletion(self, answer: SubAnswer, keys: Sequence[str]) -> None:
+        if answer.status < 300:
+            return
+        key = keys[answer.number or 0] if (answer.number or 0) < len(keys) else ""
+        error = self.failure(answer.status, answer.headers, answer.body, "DELETE", self.uri(key))
+        if not isinstance(error, ObjectNotFoundError):
+            raise error
+
+    # what the requests are made of
+
+    def object_url(self, key: str, query: Mapping[str, str] | None = None) -> str:
+        url = f"{self._access.url}/{encode_key(key)}"
+        return f"{url}?{encode_query(query)}" if query else url
+
+    def failure(
+        self, status: int, headers: Mapping[str, str], body: bytes, action: str, uri: str
+    ) -> StoreError:
+        return from_answer(status, headers, body, action, uri)
+
+    def _authorized(
+        self, method: str, url: str, headers: Mapping[str, str]
+    ) -> tuple[str, Mapping[str, str]]:
+        return self._access.authorize(url, {**headers, "x-ms-version": API_VERSION})
+
+    def _if_version(self, version: str) -> Mapping[str, str]:
+        return {"If-Match": version}
+
+    def _checksum(self, body: Body) -> dict[str, str]:
+        return {"x-ms-content-crc64": crc64_to_base64(crc64(body))} if self._checksums else {}
+
+
+def _blob_headers(options: AzureOptions) -> dict[str, str]:
+    """What every new blob gets."""
+    tags = urlencode(options.tags, quote_via=quote)
+    return _present({"x-ms-access-tier": options.access_tier, "x-ms-tags": tags or None})
+
+
+def _present(headers: Mapping[str, str | None]) -> dict[str, str]:
+    return {name: value for name, value in headers.items() if value is not None}
+
+
+def _block_id(upload: Upload, number: int) -> str:
+    """All blocks of a blob must have identifiers of one length."""
+    return base64.b64encode(f"{upload.id}{number:05}".encode("ascii")).decode("ascii")
+
+
+def _upload_of(block: str) -> str:
+    """The upload that a block belongs to; one of another program is taken for an upload."""
+    try:
+        name = base64.b64decode(block).decode("ascii")
+    except (binascii.Error, UnicodeDecodeError):
+        return block
+    return name[:_UPLOAD_ID] if len(name) == _UPLOAD_ID + len(f"{_MAX_BLOCKS}") else block
+
+
+def _name(blob: Element) -> str:
+    """The name of a listed blob; one with characters that XML does not have is encoded."""
+    element = blob.find("Name")
+    if element is None:
+        return ""
+    name = element.text or ""
+    return unquote(name) if element.get("Encoded") == "true" else name

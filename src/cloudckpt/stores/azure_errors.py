@@ -1,0 +1,184 @@
+"""What Azure's error codes and HTTP statuses mean to cloudckpt.
+
+Codes come from "Common REST API error codes" and "Blob Storage error codes" of the REST reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from cloudckpt.errors import (
+    AccessDeniedError,
+    BucketNotFoundError,
+    CredentialsError,
+    InvalidRequestError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    RangeNotSatisfiableError,
+    ServerError,
+    StoreError,
+    ThrottledError,
+    TransientStoreError,
+)
+from cloudckpt.stores.xml_answers import error_fields
+
+__all__ = ["from_answer"]
+
+_Meaning = tuple[type[StoreError], str]
+
+_ROLE = (
+    "access denied; the identity needs the role 'Storage Blob Data Contributor' on the container "
+    "or the account ('Storage Blob Data Reader' to load only), a shared access signature the "
+    "permissions rwdl, and t if tags are set"
+)
+_REFUSED: _Meaning = (
+    CredentialsError,
+    "Azure does not accept the credentials: the key belongs to another account or was replaced, "
+    "the shared access signature is malformed or has expired, or this machine's clock is wrong by "
+    "minutes",
+)
+_IMMUTABLE: _Meaning = (
+    AccessDeniedError,
+    "an immutability policy or a legal hold forbids that this blob is replaced or deleted",
+)
+_ARCHIVED: _Meaning = (
+    InvalidRequestError,
+    "the blob is in the archive tier; rehydrate it to an online tier first",
+)
+_LEASED: _Meaning = (
+    InvalidRequestError,
+    "somebody holds a lease on the blob or its container; release or break it",
+)
+_OTHER_TYPE: _Meaning = (
+    InvalidRequestError,
+    "under this name there is no block blob, but a directory or a blob of another type",
+)
+_DAMAGED: _Meaning = (ServerError, "the bytes arrived damaged")
+
+_BY_CODE: dict[str, _Meaning] = {
+    "ContainerNotFound": (
+        BucketNotFoundError,
+        "the container does not exist; create it, or check its name and that of the account",
+    ),
+    "FilesystemNotFound": (BucketNotFoundError, "the container does not exist"),
+    "BlobNotFound": (ObjectNotFoundError, "there is no such blob"),
+    "PathNotFound": (ObjectNotFoundError, "there is no such blob"),
+    "ResourceNotFound": (ObjectNotFoundError, "there is no such container or blob"),
+    "InvalidBlockList": (
+        ObjectNotFoundError,
+        "the blocks of this upload are not there any more: it was completed or aborted, another "
+        "write of the same blob discarded them, or a week has passed",
+    ),
+    "BlobAlreadyExists": (PreconditionFailedError, "the blob exists already"),
+    "ConditionNotMet": (PreconditionFailedError, "the blob is not in the expected state"),
+    "TargetConditionNotMet": (PreconditionFailedError, "the blob is not in the expected state"),
+    "InvalidRange": (RangeNotSatisfiableError, "the blob ends before the range does"),
+    "AuthenticationFailed": _REFUSED,
+    "InvalidAuthenticationInfo": _REFUSED,
+    "NoAuthenticationInformation": (CredentialsError, "the request arrived without credentials"),
+    "KeyBasedAuthenticationNotPermitted": (
+        CredentialsError,
+        "the account forbids keys and what is signed with them; unset AZURE_STORAGE_* and use "
+        "Microsoft Entra ID (a managed identity, AZURE_CLIENT_ID or 'az login')",
+    ),
+    "AuthorizationFailure": (
+        AccessDeniedError,
+        f"{_ROLE}; or the firewall of the account does not let this network in",
+    ),
+    "AuthorizationPermissionMismatch": (AccessDeniedError, _ROLE),
+    "AuthorizationProtocolMismatch": (
+        AccessDeniedError,
+        "the shared access signature does not allow this protocol; use https",
+    ),
+    "AuthorizationSourceIPMismatch": (
+        AccessDeniedError,
+        "the shared access signature does not allow the address of this machine",
+    ),
+    "AuthorizationServiceMismatch": (
+        AccessDeniedError,
+        "the shared access signature is not for the blob service",
+    ),
+    "AuthorizationResourceTypeMismatch": (
+        AccessDeniedError,
+        "the shared access signature lacks the resource types container (c) and object (o)",
+    ),
+    "InsufficientAccountPermissions": (AccessDeniedError, "the account does not allow this"),
+    "PublicAccessNotPermitted": (AccessDeniedError, "the account does not allow public access"),
+    "AccountIsDisabled": (AccessDeniedError, "the storage account is disabled"),
+    "ContainerDisabled": (AccessDeniedError, "an administrator has disabled the container"),
+    "BlobImmutableDueToPolicy": _IMMUTABLE,
+    "BlobImmutableDueToLegalHold": _IMMUTABLE,
+    "BlobArchived": _ARCHIVED,
+    "BlobBeingRehydrated": _ARCHIVED,
+    "LeaseIdMissing": _LEASED,
+    "LeaseIdMismatchWithBlobOperation": _LEASED,
+    "LeaseIdMismatchWithContainerOperation": _LEASED,
+    "LeaseLost": _LEASED,
+    "InvalidBlobType": _OTHER_TYPE,
+    "ResourceTypeMismatch": _OTHER_TYPE,
+    "InvalidBlobOrBlock": (
+        InvalidRequestError,
+        "the blob holds unfinished blocks of another writer; save to another location",
+    ),
+    "BlobUsesCustomerSpecifiedEncryption": (
+        InvalidRequestError,
+        "the blob was written with a customer-provided key, which cloudckpt does not support",
+    ),
+    "FeatureNotSupported": (  # Azurite's, with status 500
+        InvalidRequestError,
+        "the store does not know a part of this request",
+    ),
+    "ServerBusy": (ThrottledError, "the store asks to slow down"),
+    "TooManyRequests": (ThrottledError, "the store asks to slow down"),
+    "InternalError": (ServerError, "the store failed inside"),
+    "OperationTimedOut": (ServerError, "the store could not finish the operation in time"),
+    "ContainerBeingDeleted": (ServerError, "the container is being deleted"),
+    "AccountBeingCreated": (ServerError, "the storage account is still being created"),
+    "Md5Mismatch": _DAMAGED,
+    "Crc64Mismatch": _DAMAGED,
+}
+
+_BY_STATUS: dict[int, _Meaning] = {
+    401: _REFUSED,
+    403: (AccessDeniedError, _ROLE),
+    404: (ObjectNotFoundError, "there is no such blob"),
+    408: (ServerError, "the store gave up waiting for the request"),
+    409: (InvalidRequestError, "the state of the blob or container forbids this"),
+    412: (PreconditionFailedError, "the blob is not in the expected state"),
+    416: (RangeNotSatisfiableError, "the blob ends before the range does"),
+    429: (ThrottledError, "the store asks to slow down"),
+    503: (ThrottledError, "the store is unavailable for the moment"),
+}
+
+
+def from_answer(
+    status: int, headers: Mapping[str, str], body: bytes, action: str, uri: str
+) -> StoreError:
+    """The error for an answer that is no success: by its code, else by its HTTP status."""
+    given = {name.lower(): value for name, value in headers.items()}
+    fields = error_fields(body)
+    code = given.get("x-ms-error-code") or fields.get("Code", "")
+    if code in _BY_CODE:
+        kind, meaning = _BY_CODE[code]
+    elif status in _BY_STATUS:
+        kind, meaning = _BY_STATUS[status]
+    elif status >= 500:
+        kind, meaning = ServerError, "the store failed inside"
+    else:
+        kind, meaning = InvalidRequestError, "the store rejects the request"
+    words = [" ".join(text.split()) for text in (fields.get("Message", ""), _detail(fields))]
+    error = kind(
+        f"{action}: {meaning}",
+        uri=uri,
+        cause=": ".join((f"{code} HTTP {status}".strip(), *filter(None, words))),
+    )
+    wait = given.get("retry-after", "")
+    if isinstance(error, TransientStoreError) and wait.isascii() and wait.isdigit():
+        error.retry_after = float(wait)
+    return error
+
+
+def _detail(fields: Mapping[str, str]) -> str:
+    """Why credentials were refused, unless it quotes a signature or what was signed."""
+    detail = fields.get("AuthenticationErrorDetail", "")
+    return "" if "'" in detail or "string to sign" in detail.lower() else detail

@@ -1,0 +1,186 @@
+"""``gs://``: Google Cloud Storage.
+
+google-auth finds credentials and renews tokens. Objects are written, read, listed and deleted by
+the JSON API, which is what emulators speak too; only multipart uploads, which it does not have, go
+through the XML API. A version is an object's generation. CRC32C goes along with every body, and
+that of an object made of parts is compared with theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from urllib.parse import quote
+
+from cloudckpt.checksum import combine, to_base64
+from cloudckpt.config import Config
+from cloudckpt.errors import ObjectNotFoundError, PreconditionFailedError, StoreError
+from cloudckpt.stores.base import Body, Capabilities, ObjectInfo, Part, Progress, Upload
+from cloudckpt.stores.gcs_access import BucketAccess, Properties
+from cloudckpt.stores.gcs_compose import MAX_PARTS, Composition, is_temporary
+from cloudckpt.stores.gcs_errors import from_answer
+from cloudckpt.stores.gcs_json import JsonObjects, Stored, generation, parse_crc32c
+from cloudckpt.stores.http import HttpClient, Reply
+from cloudckpt.stores.rest import RestStore, encode_key, encode_query
+from cloudckpt.stores.xml_multipart import Dialect, XmlMultipart
+
+__all__ = ["GCSStore"]
+
+# https://cloud.google.com/storage/quotas#objects
+_MIN_PART = 5 * 1024**2
+_MAX_PART = 5 * 1024**3
+_MAX_MULTIPART_PARTS = 10_000
+
+
+class GCSStore(RestStore):
+    """One bucket of Google Cloud Storage, or of an emulator."""
+
+    def __init__(self, bucket: str, config: Config) -> None:
+        root = f"gs://{bucket}"
+        self._access = BucketAccess(config, root)
+        super().__init__(root, HttpClient(self._access.http_options))
+        options, endpoint, google = config.gcs, self._access.endpoint, self._access.is_google
+        self._checksums = google if options.checksum == "auto" else options.checksum == "on"
+        self._properties = Properties.of(options)
+        self._objects = JsonObjects(self, endpoint, bucket, checksums=self._checksums)
+        self._bucket_url = f"{endpoint}/{quote(bucket, safe='')}"  # of the XML API
+        self._multipart = XmlMultipart(self, self._bucket_url, self._dialect())
+        self._composition: Composition | None = None
+        if options.upload_strategy == "compose":
+            self._composition = Composition(self._objects, self._properties)
+        self._uploads = self._composition or self._multipart
+        self.capabilities = Capabilities(
+            conditional_writes=True if google else None,
+            min_part_size=1 if self._composition else _MIN_PART,
+            max_part_size=_MAX_PART,
+            max_parts=MAX_PARTS if self._composition else _MAX_MULTIPART_PARTS,
+            max_put_size=_MAX_PART,
+        )
+
+    def _dialect(self) -> Dialect:
+        creation = {"Content-Type": "application/octet-stream", **self._properties.headers()}
+        if not self._checksums:
+            return Dialect(creation=creation)
+        return Dialect(
+            creation=creation,
+            part=lambda crc32c: {"x-goog-hash": f"crc32c={to_base64(crc32c)}"},
+        )
+
+    def put(
+        self,
+        key: str,
+        body: Body,
+        *,
+        crc32c: int,
+        if_absent: bool = False,
+        if_version: str | None = None,
+        progress: Progress | None = None,
+    ) -> ObjectInfo:
+        wanted = "0" if if_absent else None if if_version is None else generation(if_version)
+        return self._objects.insert(
+            key,
+            body,
+            crc32c=crc32c,
+            properties=self._properties,
+            if_generation=wanted,
+            progress=progress,
+        )
+
+    def create_upload(self, key: str, part_size: int) -> Upload:
+        return self._uploads.create(key, part_size)
+
+    def put_part(
+        self,
+        upload: Upload,
+        number: int,
+        body: Body,
+        *,
+        crc32c: int,
+        progress: Progress | None = None,
+    ) -> Part:
+        return self._uploads.put_part(upload, number, body, crc32c, progress)
+
+    def complete_upload(self, upload: Upload, parts: Sequence[Part]) -> ObjectInfo:
+        if self._composition is not None:
+            return self._composition.complete(upload, parts)
+        size = sum(part.size for part in parts)
+        whole = combine((part.crc32c, part.size) for part in parts)
+        try:
+            done = self._multipart.complete(upload, parts)
+        except ObjectNotFoundError:
+            info = self._objects.made(upload.key, size, whole)
+            if info is None:
+                raise
+            return info
+        fields = {name.lower(): value for name, value in done.headers.items()}
+        version = fields.get("x-goog-generation")
+        crc32c = parse_crc32c(fields.get("x-goog-hash", ""))
+        if version is None or crc32c is None:  # the hash is not told of what KMS encrypts
+            made = self._objects.stat(upload.key)
+        else:
+            made = Stored(ObjectInfo(upload.key, size, version), crc32c)
+        return self._objects.checked(made, size, whole)
+
+    def abort_upload(self, upload: Upload) -> None:
+        self._uploads.abort(upload)
+
+    def list_uploads(self, prefix: str) -> Iterator[Upload]:
+        return self._uploads.open_uploads(prefix)
+
+    def get(self, key: str) -> tuple[bytearray, ObjectInfo]:
+        data, info = super().get(key)
+        return data, self._with_version(info)
+
+    def get_range(
+        self,
+        key: str,
+        start: int,
+        into: Sequence[memoryview],
+        *,
+        if_version: str | None = None,
+        progress: Progress | None = None,
+    ) -> ObjectInfo:
+        info = super().get_range(key, start, into, if_version=if_version, progress=progress)
+        info = self._with_version(info)
+        if if_version is not None and info.version != if_version:
+            raise PreconditionFailedError("the object was replaced", uri=self.uri(key))
+        return info
+
+    def _with_version(self, info: ObjectInfo) -> ObjectInfo:
+        return info if info.version else self.head(info.key)  # an emulator left it out
+
+    def head(self, key: str) -> ObjectInfo:
+        return self._objects.stat(key).info
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        return (info for info in self._objects.list(prefix) if not is_temporary(info.key))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        self._objects.delete(keys)
+
+    def object_url(self, key: str, query: Mapping[str, str] | None = None) -> str:
+        url = f"{self._bucket_url}/{encode_key(key)}"
+        return f"{url}?{encode_query(query)}" if query else url
+
+    def failure(
+        self, status: int, headers: Mapping[str, str], body: bytes, action: str, uri: str
+    ) -> StoreError:
+        if status == 401:
+            self._access.reject()
+        return from_answer(status, headers, body, action, uri)
+
+    def _authorized(
+        self, method: str, url: str, headers: Mapping[str, str]
+    ) -> tuple[str, Mapping[str, str]]:
+        return url, {**headers, **self._access.headers()}
+
+    def _content_url(self, key: str, if_version: str | None) -> str:
+        query = {"alt": "media"}
+        if if_version:
+            query["ifGenerationMatch"] = generation(if_version)
+        return self._objects.url(key, query)
+
+    def _if_version(self, version: str) -> Mapping[str, str]:
+        return {}  # it stands in the URL
+
+    def _version(self, reply: Reply, key: str) -> str:
+        return reply.headers.get("x-goog-generation", "")

@@ -1,0 +1,147 @@
+"""Large objects out of temporary ones: for whom the XML multipart API is not there.
+
+A part is an object ``<key>.<upload>.<number>.cloudckpt-part``. Part 0, which is empty, stands for
+the upload itself. Up to 32 parts are composed in one request; more in two rounds. Composing
+deletes the sources, so a try whose answer was lost is recognized by its result.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from cloudckpt.checksum import combine
+from cloudckpt.errors import ObjectNotFoundError, StoreError, TransientStoreError
+from cloudckpt.stores.base import (
+    Body,
+    ObjectInfo,
+    Part,
+    Progress,
+    Upload,
+    nbytes,
+    random_suffix,
+)
+from cloudckpt.stores.gcs_access import Properties
+from cloudckpt.stores.gcs_json import JsonObjects
+
+__all__ = ["MAX_PARTS", "Composition", "is_temporary"]
+
+logger = logging.getLogger("cloudckpt")
+
+_SOURCES = 32  # of one request: https://cloud.google.com/storage/docs/composite-objects
+MAX_PARTS = _SOURCES**2
+"""Two rounds: more would only add requests, as parts may have 5 GiB."""
+
+_TEMPORARY = re.compile(r"(.+)\.([0-9a-f]{16})\.[0-9]-[0-9]{4}\.cloudckpt-part", re.DOTALL)
+
+
+def is_temporary(key: str) -> bool:
+    """Whether an object is a part of another one."""
+    return _TEMPORARY.fullmatch(key) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A source of a composition."""
+
+    key: str
+    size: int
+    crc32c: int
+    version: str
+
+
+class Composition:
+    """The uploads of one bucket."""
+
+    def __init__(self, objects: JsonObjects, properties: Properties) -> None:
+        self._objects = objects
+        self._properties = properties
+        self._of_parts = properties.of_parts()
+
+    def create(self, key: str, part_size: int) -> Upload:
+        """Begins an upload."""
+        upload = Upload(key, random_suffix(), part_size)
+        self._objects.insert(_name(upload, 0, 0), [], crc32c=0, properties=self._of_parts)
+        return upload
+
+    def put_part(
+        self, upload: Upload, number: int, body: Body, crc32c: int, progress: Progress | None
+    ) -> Part:
+        """Sends a part, if the upload was not aborted meanwhile."""
+        self._objects.stat(_name(upload, 0, 0))
+        info = self._objects.insert(
+            _name(upload, 0, number),
+            body,
+            crc32c=crc32c,
+            properties=self._of_parts,
+            progress=progress,
+        )
+        return Part(number, nbytes(body), info.version, crc32c)
+
+    def complete(self, upload: Upload, parts: Sequence[Part]) -> ObjectInfo:
+        """Makes the object out of its parts."""
+        pieces = [
+            _Piece(_name(upload, 0, part.number), part.size, part.crc32c, part.tag)
+            for part in parts
+        ]
+        try:
+            info = self._assemble(upload, pieces)
+        except ObjectNotFoundError:
+            made = self._objects.made(upload.key, *_joined(pieces))
+            if made is None:
+                raise
+            info = made
+        try:
+            self.abort(upload)
+        except TransientStoreError:
+            raise  # the next try finds the object made
+        except StoreError as error:
+            logger.warning("temporary objects were left behind: %s", error)
+        return info
+
+    def _assemble(self, upload: Upload, pieces: list[_Piece]) -> ObjectInfo:
+        if len(pieces) > _SOURCES:
+            groups = [pieces[n : n + _SOURCES] for n in range(0, len(pieces), _SOURCES)]
+            pieces = []
+            for number, group in enumerate(groups, 1):
+                info = self._compose(_name(upload, 1, number), group, self._of_parts)
+                pieces.append(_Piece(info.key, *_joined(group), info.version))
+        return self._compose(upload.key, pieces, self._properties)
+
+    def _compose(self, key: str, pieces: list[_Piece], properties: Properties) -> ObjectInfo:
+        size, crc32c = _joined(pieces)
+        sources = [(piece.key, piece.version) for piece in pieces]
+        try:
+            made = self._objects.compose(key, sources, properties)
+        except ObjectNotFoundError:
+            info = self._objects.made(key, size, crc32c)
+            if info is None:
+                raise
+            return info
+        return self._objects.checked(made, size, crc32c)
+
+    def abort(self, upload: Upload) -> None:
+        """Deletes whatever there is of an upload."""
+        found = self._objects.list(f"{upload.key}.{upload.id}.")
+        self._objects.delete([info.key for info in found if is_temporary(info.key)])
+
+    def open_uploads(self, prefix: str) -> Iterator[Upload]:
+        """The uploads under a prefix that left something behind."""
+        seen: set[tuple[str, str]] = set()
+        for info in self._objects.list(prefix):
+            match = _TEMPORARY.fullmatch(info.key)
+            if match is not None and (names := (match.group(1), match.group(2))) not in seen:
+                seen.add(names)
+                yield Upload(*names, 0)
+
+
+def _name(upload: Upload, round_number: int, number: int) -> str:
+    return f"{upload.key}.{upload.id}.{round_number}-{number:04}.cloudckpt-part"
+
+
+def _joined(pieces: Sequence[_Piece]) -> tuple[int, int]:
+    """Size and CRC32C of what comes of pieces that are put together."""
+    size = sum(piece.size for piece in pieces)
+    return size, combine((piece.crc32c, piece.size) for piece in pieces)

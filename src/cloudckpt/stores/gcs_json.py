@@ -1,0 +1,284 @@
+"""Google Cloud Storage's JSON API: the requests for objects, and what their answers hold.
+
+The object's name is one segment of the path: its slashes are encoded.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+from cloudckpt.checksum import to_base64
+from cloudckpt.errors import ConnectionLostError, ObjectNotFoundError, ServerError, StoreError
+from cloudckpt.stores.base import Body, ObjectInfo, Progress, nbytes, random_suffix
+from cloudckpt.stores.gcs_access import Properties
+from cloudckpt.stores.http import Reply
+from cloudckpt.stores.rest import RestStore, encode_query
+
+__all__ = ["JsonObjects", "Stored", "generation", "parse_crc32c"]
+
+_CALLS_PER_BATCH = 100  # https://cloud.google.com/storage/docs/batch
+_NO_GENERATION = str(2**63 - 1)  # generations are times: no object has the last one
+_RESOURCE = "name,size,generation,crc32c"
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """An object as its metadata describes it; the CRC32C is None if the answer has none."""
+
+    info: ObjectInfo
+    crc32c: int | None
+
+
+class JsonObjects:
+    """The objects of one bucket.
+
+    Args:
+        store: Whose requests they are.
+        endpoint: The URL that paths are appended to.
+        bucket: The bucket's name.
+        checksums: Whether to send CRC32C for the store to verify.
+    """
+
+    def __init__(self, store: RestStore, endpoint: str, bucket: str, *, checksums: bool) -> None:
+        self._store = store
+        self._endpoint = endpoint
+        self._path = f"/storage/v1/b/{quote(bucket, safe='')}/o"
+        self._checksums = checksums
+
+    def url(self, key: str, query: Mapping[str, str]) -> str:
+        """The URL of an object."""
+        return _with(f"{self._endpoint}{self._object_path(key)}", query)
+
+    def _object_path(self, key: str) -> str:
+        return f"{self._path}/{quote(key, safe='')}"
+
+    def insert(
+        self,
+        key: str,
+        body: Body,
+        *,
+        crc32c: int,
+        properties: Properties,
+        if_generation: str | None = None,
+        progress: Progress | None = None,
+    ) -> ObjectInfo:
+        """Writes an object, its metadata and checksum in one request.
+
+        Args:
+            key: The key.
+            body: The bytes.
+            crc32c: Of the bytes.
+            properties: Of the object.
+            if_generation: Only if the object has this generation; "0" if there must be none.
+            progress: See :data:`~cloudckpt.stores.base.Progress`.
+        """
+        resource = {"contentType": "application/octet-stream", **properties.resource()}
+        if self._checksums:
+            resource["crc32c"] = to_base64(crc32c)
+        boundary = f"cloudckpt-{random_suffix()}{random_suffix()}"
+        head = (
+            f"--{boundary}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n"
+            f"{json.dumps(resource)}\r\n"
+            f"--{boundary}\r\nContent-Type: application/octet-stream\r\n\r\n"
+        ).encode()
+        query = {"uploadType": "multipart", "name": key, "fields": _RESOURCE}
+        if if_generation is not None:
+            query["ifGenerationMatch"] = if_generation
+        if properties.kms_key is not None:
+            query["kmsKeyName"] = properties.kms_key
+        size = nbytes(body)
+        with self._store.exchange(
+            "POST",
+            _with(f"{self._endpoint}/upload{self._path}", query),
+            {"Content-Type": f"multipart/related; boundary={boundary}"},
+            [memoryview(head), *body, memoryview(f"\r\n--{boundary}--\r\n".encode())],
+            _of_payload(progress, len(head), size),
+            key=key,
+        ) as reply:
+            return self._stored(reply, key, size).info
+
+    def stat(self, key: str) -> Stored:
+        """An object's metadata.
+
+        Raises:
+            ObjectNotFoundError: If there is none.
+        """
+        url = self.url(key, {"fields": _RESOURCE})
+        with self._store.exchange("GET", url, {}, key=key) as reply:
+            return self._stored(reply, key)
+
+    def made(self, key: str, size: int, crc32c: int) -> ObjectInfo | None:
+        """The object, if it holds these bytes: an earlier try, whose answer was lost, made it."""
+        try:
+            found = self.stat(key)
+        except ObjectNotFoundError:
+            return None
+        return found.info if (found.info.size, found.crc32c) == (size, crc32c) else None
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """The objects whose key begins with ``prefix``, page by page."""
+        query = {"prefix": prefix, "fields": "items(name,size,generation),nextPageToken"}
+        while True:
+            url = _with(f"{self._endpoint}{self._path}", query)
+            with self._store.exchange("GET", url, {}, key=prefix) as reply:
+                page = self._answer(reply, prefix)
+            for item in page.get("items", ()):
+                yield self._parse(item, str(item.get("name", ""))).info
+            if not (token := page.get("nextPageToken")):
+                return
+            query["pageToken"] = str(token)
+
+    def compose(
+        self, key: str, sources: Sequence[tuple[str, str]], properties: Properties
+    ) -> Stored:
+        """Concatenates up to 32 objects, given by key and generation, and deletes them.
+
+        What is deleted by this request, and not later, is billed neither as soft-deleted nor for
+        the shortest duration of its storage class.
+        """
+        content = json.dumps(
+            {
+                "sourceObjects": [
+                    {"name": name, "generation": version} for name, version in sources
+                ],
+                "destination": {
+                    "contentType": "application/octet-stream",
+                    **properties.resource(),
+                },
+                "deleteSourceObjects": True,
+            }
+        ).encode()
+        query = {"fields": _RESOURCE}
+        if properties.kms_key is not None:
+            query["kmsKeyName"] = properties.kms_key
+        url = _with(f"{self._endpoint}{self._object_path(key)}/compose", query)
+        headers = {"Content-Type": "application/json"}
+        with self._store.exchange("POST", url, headers, [memoryview(content)], key=key) as reply:
+            return self._stored(reply, key)
+
+    def checked(self, made: Stored, size: int, crc32c: int) -> ObjectInfo:
+        """An object that the store has put together, if it is what its parts make.
+
+        Raises:
+            StoreError: If it is not. It is deleted; its parts are gone, so there is no other try.
+        """
+        if made.info.size == size and made.crc32c in (None, crc32c):
+            return made.info
+        with contextlib.suppress(StoreError):
+            self.delete([made.info.key])
+        raise StoreError(
+            "the store put the parts together wrongly: size or CRC32C are not theirs; the object "
+            "was deleted",
+            uri=self._store.uri(made.info.key),
+        )
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Removes objects; those that are not there are no error."""
+        wanted = list(dict.fromkeys(keys))
+        for start in range(0, len(wanted), _CALLS_PER_BATCH):
+            self._delete(wanted[start : start + _CALLS_PER_BATCH])
+
+    def _delete(self, keys: Sequence[str]) -> None:
+        boundary = f"cloudckpt-{random_suffix()}"
+        calls = [
+            f"--{boundary}\r\nContent-Type: application/http\r\n"
+            f"Content-ID: <{number}>\r\n\r\n"
+            f"DELETE {self._object_path(key)} HTTP/1.1\r\n\r\n\r\n"
+            for number, key in enumerate(keys, 1)
+        ]
+        body = "".join([*calls, f"--{boundary}--\r\n"]).encode("ascii")
+        headers = {"Content-Type": f"multipart/mixed; boundary={boundary}"}
+        url = f"{self._endpoint}/batch/storage/v1"
+        with self._store.exchange("POST", url, headers, [memoryview(body)], key=keys[0]) as reply:
+            answers = _batch_answers(reply.read_all())
+        if len(answers) != len(keys):
+            raise ServerError(
+                f"{len(keys)} calls were batched, but {len(answers)} answered",
+                uri=self._store.uri(keys[0]),
+            )
+        for key, (status, fields, answer) in zip(keys, answers, strict=True):
+            if status >= 300:
+                error = self._store.failure(status, fields, answer, "delete", self._store.uri(key))
+                if not isinstance(error, ObjectNotFoundError):
+                    raise error
+
+    def _stored(self, reply: Reply, key: str, size: int | None = None) -> Stored:
+        found = self._parse(self._answer(reply, key), key)
+        if size is not None and found.info.size != size:
+            raise ServerError(
+                f"{size} bytes were sent, but {found.info.size} stored", uri=self._store.uri(key)
+            )
+        return found
+
+    def _answer(self, reply: Reply, key: str) -> Mapping[str, Any]:
+        try:
+            answer = json.loads(reply.read_all())
+        except ValueError as exc:
+            raise ServerError(
+                "the answer is not the JSON it should be", uri=self._store.uri(key), cause=exc
+            ) from exc
+        return answer if isinstance(answer, dict) else {}
+
+    def _parse(self, resource: Mapping[str, Any], key: str) -> Stored:
+        try:
+            info = ObjectInfo(key, int(resource["size"]), str(int(resource["generation"])))
+        except (KeyError, TypeError, ValueError) as exc:
+            raise ConnectionLostError(
+                "the answer lacks the size or generation", uri=self._store.uri(key)
+            ) from exc
+        return Stored(info, parse_crc32c(f"crc32c={resource.get('crc32c', '')}"))
+
+
+def generation(version: str) -> str:
+    """A version as a generation to be compared with; what is none becomes one that none has."""
+    return version if version.isascii() and version.isdigit() else _NO_GENERATION
+
+
+def parse_crc32c(text: str) -> int | None:
+    """The CRC32C in a value of ``x-goog-hash``; None if there is none."""
+    match = re.search(r"\bcrc32c=([A-Za-z0-9+/]{6}==)", text)
+    return int.from_bytes(base64.b64decode(match.group(1)), "big") if match else None
+
+
+def _with(url: str, query: Mapping[str, str]) -> str:
+    given = {name: value for name, value in query.items() if value}
+    return f"{url}?{encode_query(given)}" if given else url
+
+
+def _of_payload(progress: Progress | None, before: int, size: int) -> Progress | None:
+    """Reports of a body only the ``size`` bytes behind the first ``before``."""
+    if progress is None:
+        return None
+    sent = reported = 0
+
+    def moved(count: int) -> None:
+        nonlocal sent, reported
+        sent += count
+        payload = min(max(sent - before, 0), size)
+        step, reported = payload - reported, payload
+        progress(step)
+
+    return moved
+
+
+_CALL = re.compile(rb"^HTTP/\d(?:\.\d)? (\d{3})[^\r\n]*\r?\n", re.MULTILINE)
+
+
+def _batch_answers(body: bytes) -> list[tuple[int, Mapping[str, str], bytes]]:
+    """Status, headers and body of each call, in their order."""
+    begins = list(_CALL.finditer(body))
+    ends = [match.start() for match in begins[1:]] + [len(body)]
+    answers: list[tuple[int, Mapping[str, str], bytes]] = []
+    for match, end in zip(begins, ends, strict=True):
+        head, _, content = body[match.end() : end].replace(b"\r\n", b"\n").partition(b"\n\n")
+        fields = (line.partition(":") for line in head.decode("latin-1").split("\n"))
+        headers = {name.strip(): value.strip() for name, _, value in fields}
+        answers.append((int(match.group(1)), headers, content.partition(b"\n--")[0]))
+    return answers

@@ -1,0 +1,1208 @@
+"""The Azure store: what it sends, and what it makes of the answers.
+
+All of it against the scripted stub of ``conftest.py``; the contract of the seam is tested against
+Azurite, in ``integration/``.
+"""
+
+import base64
+import dataclasses
+import datetime
+import email.utils
+import hmac
+import logging
+import os
+import pickle
+import sys
+import threading
+import time
+import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
+
+pytest.importorskip("azure.storage.blob")
+pytest.importorskip("azure.identity")
+
+from azure.core.credentials import AccessToken
+from azure.core.exceptions import ClientAuthenticationError, ServiceRequestError
+
+from cloudckpt import AzureOptions, CheckpointURI, Config
+from cloudckpt.checksum import crc32c
+from cloudckpt.errors import (
+    AccessDeniedError,
+    BucketNotFoundError,
+    ConfigError,
+    ConnectionLostError,
+    CredentialsError,
+    InvalidRequestError,
+    MissingDependencyError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    RangeNotSatisfiableError,
+    ServerError,
+    StoreError,
+    ThrottledError,
+    TransientStoreError,
+)
+from cloudckpt.stores import azure_access
+from cloudckpt.stores.azure import AzureStore
+from cloudckpt.stores.base import Part, Upload
+from cloudckpt.stores.registry import open_store
+from cloudckpt.testing.servers import free_port
+
+ACCOUNT = "account"
+KEY = base64.b64encode(b"SECRETKEY" * 4).decode()
+UPLOAD = Upload("run/object", "0123456789abcdef", 1024)
+BLOCK = base64.b64encode(b"0123456789abcdef00003").decode()
+CRC = crc32c(b"data")
+
+
+@pytest.fixture(autouse=True)
+def _no_other_credentials(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith(("AZURE_", "IDENTITY_", "MSI_", "REQUESTS_CA_", "CURL_CA_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", ACCOUNT)
+    monkeypatch.setenv("AZURE_STORAGE_KEY", KEY)
+
+
+@pytest.fixture
+def open_azure(server):
+    """Opens stores on the stub, with options of Azure."""
+    opened = []
+
+    def open_one(container="container", **options):
+        config = {"stall_timeout": options.pop("stall_timeout", 30.0), "connections": 2}
+        values = {"endpoint_url": server.url, **options}
+        opened.append(AzureStore(container, Config(azure=AzureOptions(**values), **config)))
+        return opened[-1]
+
+    yield open_one
+    for store in opened:
+        store.close()
+
+
+@pytest.fixture
+def store(open_azure):
+    return open_azure()
+
+
+def error_xml(code, message="no details", **more):
+    fields = {"Code": code, "Message": message, **more}
+    inner = "".join(f"<{name}>{value}</{name}>" for name, value in fields.items())
+    return f'\ufeff<?xml version="1.0" encoding="utf-8"?><Error>{inner}</Error>'.encode()
+
+
+def put(store, key="run/object", data=b"data", **conditions):
+    return store.put(key, [memoryview(data)], crc32c=crc32c(data), **conditions)
+
+
+def put_part(store, upload=UPLOAD, number=3, data=b"data"):
+    return store.put_part(upload, number, [memoryview(data)], crc32c=crc32c(data))
+
+
+def get_range(store, key="run/object", start=0, size=4, **conditions):
+    memory = bytearray(size)
+    store.get_range(key, start, [memoryview(memory)], **conditions)
+    return bytes(memory)
+
+
+def page(*blobs, marker=""):
+    """A page of a listing; blobs are XML."""
+    return (
+        f'<?xml version="1.0" encoding="utf-8"?><EnumerationResults><Blobs>{"".join(blobs)}</Blobs>'
+        f"<NextMarker>{marker}</NextMarker></EnumerationResults>"
+    ).encode()
+
+
+def blob(name, size=0, etag="0x1", attributes="", more=""):
+    return (
+        f"<Blob><Name{attributes}>{name}</Name><Properties><Etag>{etag}</Etag>"
+        f"<Content-Length>{size}</Content-Length>{more}</Properties></Blob>"
+    )
+
+
+def batch_answer(*answers):
+    """The answer to a batch, given ``(status, code)`` of each part."""
+    lines = []
+    for number, (status, code) in enumerate(answers):
+        body = error_xml(code, "the vendor's words").decode() if code else ""
+        lines += [
+            "--batchresponse_1",
+            "Content-Type: application/http",
+            f"Content-ID: {number}",
+            "",
+            f"HTTP/1.1 {status} Reason",
+            *([f"x-ms-error-code: {code}"] if code else []),
+            f"Content-Length: {len(body)}",
+            "",
+            body,
+        ]
+    lines += ["--batchresponse_1--", ""]
+    return {
+        "status": 202,
+        "headers": {"Content-Type": "multipart/mixed; boundary=batchresponse_1"},
+        "body": "\r\n".join(lines).encode(),
+    }
+
+
+# how each verb reaches the store
+
+CREATED = {"status": 201, "headers": {"ETag": '"0x1"'}}
+VERBS = {
+    "put": (put, CREATED),
+    "put_part": (put_part, {"status": 201}),
+    "complete_upload": (
+        lambda store: store.complete_upload(UPLOAD, [Part(3, 4, BLOCK, CRC)]),
+        CREATED,
+    ),
+    "list_uploads": (lambda store: list(store.list_uploads("run/")), {"body": page()}),
+    "get": (lambda store: store.get("run/object"), {"headers": {"ETag": '"0x1"'}, "body": b"data"}),
+    "get_range": (
+        get_range,
+        {
+            "status": 206,
+            "headers": {"ETag": '"0x1"', "Content-Range": "bytes 0-3/9"},
+            "body": b"data",
+        },
+    ),
+    "head": (lambda store: store.head("run/object"), {"headers": {"ETag": '"0x1"'}, "size": 9}),
+    "list": (lambda store: list(store.list("run/")), {"body": page()}),
+    "delete": (lambda store: store.delete(["run/object"]), {"status": 202}),
+    "delete many": (
+        lambda store: store.delete(["run/object", "run/other"]),
+        batch_answer((202, ""), (202, "")),
+    ),
+}
+WRITING = ("put", "complete_upload")
+
+
+def call(store, server, verb):
+    """Carries out a verb against an answer that suits it; returns the request that was sent."""
+    function, answer = VERBS[verb]
+    server.answer(**answer)
+    function(store)
+    return server.requests[-1]
+
+
+def query_of(request):
+    return {name: value for name, (value,) in parse_qs(urlsplit(request.target).query).items()}
+
+
+def sas_signature(query, key=KEY, account=ACCOUNT):
+    """The signature of a service SAS for a container, from Azure's documentation."""
+    names = ["sp", "st", "se", "", "", "sip", "spr", "sv", "sr"]
+    fields = [query.get(name, "") if name else None for name in names]
+    fields[3:5] = [f"/blob/{account}/container", query.get("si", "")]
+    rest = ["", query.get("ses", ""), "", "", "", "", ""]  # snapshot, scope, five rsc…
+    to_sign = "\n".join([*fields, *rest])
+    return base64.b64encode(hmac.digest(base64.b64decode(key), to_sign.encode(), "sha256")).decode()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_request_names_the_version_and_the_time(store, server, verb):
+    request = call(store, server, verb)
+    assert request.headers["x-ms-version"] == "2021-12-02"
+    sent = email.utils.parsedate_to_datetime(request.headers["x-ms-date"])
+    assert abs(datetime.datetime.now(datetime.timezone.utc) - sent) < datetime.timedelta(minutes=1)
+
+
+# account keys and shared access signatures
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_key_signs_for_the_container_and_never_travels(store, server, verb):
+    query = query_of(call(store, server, verb))
+    assert (query["sr"], query["sp"]) == ("c", "rwdl")
+    assert query["sig"] == sas_signature(query)
+    (request,) = server.requests
+    assert KEY not in request.target + str(request.headers)
+    assert "Authorization" not in request.headers
+
+
+def test_a_signature_lasts_for_hours_and_is_made_once(store, server):
+    first, second = (query_of(call(store, server, "put")) for _ in range(2))
+    assert first["sig"] == second["sig"]
+    end = datetime.datetime.fromisoformat(first["se"].replace("Z", "+00:00"))
+    left = end - datetime.datetime.now(datetime.timezone.utc)
+    assert datetime.timedelta(hours=5) < left < datetime.timedelta(hours=7)
+
+
+def test_a_signature_is_renewed_long_before_it_ends(store, server, monkeypatch):
+    first = query_of(call(store, server, "put"))
+    now = time.time()
+    monkeypatch.setattr(azure_access.time, "time", lambda: now + 3.5 * 3600)
+    second = query_of(call(store, server, "put"))
+    assert second["se"] > first["se"]
+    assert second["sig"] == sas_signature(second)
+
+
+def test_tags_need_another_permission(open_azure, server):
+    assert query_of(call(open_azure(tags={"a": "b"}), server, "put"))["sp"] == "rwdlt"
+
+
+@pytest.mark.parametrize(
+    "written", ["sv=1&sig=a%2Bb%3D", "?sv=1&sig=a%2Bb%3D", "sv=1&sig=a%2Bb%3D\n"]
+)
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_shared_access_signature_is_used_as_it_is(open_azure, server, monkeypatch, written, verb):
+    monkeypatch.delenv("AZURE_STORAGE_KEY")
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", written.format("sv=1&sig=a%2Bb%3D"))
+    assert call(open_azure(), server, verb).target.endswith("sv=1&sig=a%2Bb%3D")
+
+
+def test_each_deletion_of_a_batch_is_authorized_by_the_signature(store, server):
+    request = call(store, server, "delete many")
+    lines = request.body.decode().splitlines()
+    targets = [line.split()[1] for line in lines if line.startswith("DELETE ")]
+    assert [urlsplit(target).path for target in targets] == [
+        "/container/run/object",
+        "/container/run/other",
+    ]
+    for target in targets:
+        query = {name: value for name, (value,) in parse_qs(urlsplit(target).query).items()}
+        assert query["sig"] == sas_signature(query)
+
+
+# where credentials are found
+
+CONNECTION = f"DefaultEndpointsProtocol=https;AccountName={ACCOUNT};AccountKey={KEY};"
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"AZURE_STORAGE_ACCOUNT": ACCOUNT, "AZURE_STORAGE_KEY": KEY},
+        {"AZURE_STORAGE_ACCOUNT": ACCOUNT, "AZURE_STORAGE_ACCOUNT_KEY": KEY},
+        {"AZURE_STORAGE_ACCOUNT_NAME": ACCOUNT, "AZURE_STORAGE_ACCOUNT_KEY": KEY},
+        {"AZURE_STORAGE_CONNECTION_STRING": CONNECTION},
+        {
+            "AZURE_STORAGE_CONNECTION_STRING": CONNECTION,
+            "AZURE_STORAGE_ACCOUNT": "other",
+            "AZURE_STORAGE_KEY": "b3RoZXI=",
+        },
+        {"AZURE_STORAGE_KEY": KEY, "CLOUDCKPT_AZURE_ACCOUNT": ACCOUNT},
+    ],
+)
+def test_a_key_is_found_where_azures_tools_find_it(open_azure, server, monkeypatch, environment):
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT")
+    monkeypatch.delenv("AZURE_STORAGE_KEY")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    query = query_of(call(open_azure(), server, "put"))
+    assert query["sig"] == sas_signature(query)
+
+
+def test_a_connection_string_may_hold_endpoint_and_signature(server, monkeypatch):
+    monkeypatch.setenv(
+        "AZURE_STORAGE_CONNECTION_STRING",
+        f"BlobEndpoint={server.url}/{ACCOUNT};SharedAccessSignature=sv=1&sig=abc",
+    )
+    store = AzureStore("container", Config())
+    request = call(store, server, "put")
+    store.close()
+    assert request.target == f"/{ACCOUNT}/container/run/object?sv=1&sig=abc"
+
+
+@pytest.mark.parametrize("text", ["garbage", "AccountKey=SECRET", "AccountName=a;SECRET"])
+def test_a_connection_string_that_is_none_is_named_but_not_shown(monkeypatch, text):
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", text)
+    with pytest.raises(ConfigError, match="AZURE_STORAGE_CONNECTION_STRING") as caught:
+        AzureStore("container", Config())
+    assert "SECRET" not in str(caught.value)
+    assert caught.value.__cause__ is None
+
+
+def test_a_key_that_is_no_base64_is_not_shown(open_azure, server, monkeypatch):
+    monkeypatch.setenv("AZURE_STORAGE_KEY", "SECRET!")
+    with pytest.raises(CredentialsError, match="base64") as caught:
+        call(open_azure(), server, "put")
+    assert "SECRET" not in str(caught.value)
+
+
+def test_credentials_of_another_account_are_not_sent(monkeypatch):
+    monkeypatch.setattr(azure_access, "DefaultAzureCredential", Nobody)
+    store = AzureStore("container", Config(), "different.blob.core.windows.net")
+    with pytest.raises(CredentialsError, match="'account'"):
+        store.head("run/object")
+    store.close()
+
+
+def test_an_unknown_account_says_how_to_name_it(monkeypatch):
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT")
+    with pytest.raises(ConfigError, match="AZURE_STORAGE_ACCOUNT"):
+        AzureStore("container", Config())
+
+
+@pytest.mark.parametrize("account", ["Big", "a/b", "evil.example", "ab"])
+def test_an_impossible_account_is_refused(account):
+    with pytest.raises(ConfigError, match="3 to 24"):
+        AzureStore("container", Config(azure=AzureOptions(account=account)))
+
+
+@pytest.mark.parametrize(
+    "url", ["https://account:SECRET@host", "https://account.example/?sig=SECRET"]
+)
+def test_credentials_in_the_endpoint_are_refused(url):
+    with pytest.raises(ConfigError) as caught:
+        AzureStore("container", Config(azure=AzureOptions(endpoint_url=url)))
+    assert "SECRET" not in str(caught.value)
+
+
+@pytest.mark.parametrize("module", ["azure.storage.blob", "azure.identity"])
+def test_azure_without_its_packages_says_what_to_install(monkeypatch, module):
+    for name in ("cloudckpt.stores.azure", "cloudckpt.stores.azure_access"):
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'cloudckpt\[azure\]'"):
+        open_store(CheckpointURI.parse("az://no-azure/run"), Config())
+
+
+# tokens
+
+
+class Identity:
+    """Stands for DefaultAzureCredential: tokens with a number, for ``life`` seconds."""
+
+    life = 3600.0
+    pause = 0.0
+    error: Exception | None = None
+
+    def __init__(self):
+        self.asked = []
+
+    def get_token(self, *scopes):
+        self.asked.append(scopes)
+        time.sleep(self.pause)
+        if self.error is not None:
+            raise self.error
+        return AccessToken(f"SECRETTOKEN{len(self.asked)}", int(time.time() + self.life))
+
+
+class Nobody(Identity):
+    error = ClientAuthenticationError("DefaultAzureCredential failed to retrieve a token")
+
+
+@pytest.fixture
+def identity(monkeypatch):
+    """The credential of the next stores."""
+    one = Identity()
+    monkeypatch.setattr(azure_access, "DefaultAzureCredential", lambda: one)
+    monkeypatch.delenv("AZURE_STORAGE_KEY")
+    return one
+
+
+@pytest.fixture
+def token_store(identity, tls_server, tls_files, monkeypatch):
+    """A store that speaks TLS with the stub, since tokens are sent by nothing else."""
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", tls_files[0])
+    store = AzureStore("container", Config(azure=AzureOptions(endpoint_url=tls_server.url)))
+    yield store
+    store.close()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_token_is_sent_with_every_request(token_store, tls_server, identity, verb):
+    request = call(token_store, tls_server, verb)
+    assert request.headers["Authorization"] == "Bearer SECRETTOKEN1"
+    assert "sig=" not in request.target
+    assert identity.asked == [("https://storage.azure.com/.default",)]
+
+
+def test_each_deletion_of_a_batch_has_the_token(token_store, tls_server):
+    body = call(token_store, tls_server, "delete many").body.decode()
+    assert body.count("\r\nAuthorization: Bearer SECRETTOKEN1\r\n") == 2
+
+
+def test_a_token_is_renewed_before_it_ends(token_store, tls_server, identity, monkeypatch):
+    call(token_store, tls_server, "put")
+    call(token_store, tls_server, "put")
+    assert len(identity.asked) == 1
+    now = time.time()
+    monkeypatch.setattr(azure_access.time, "time", lambda: now + 3600 - 200)
+    request = call(token_store, tls_server, "put")
+    assert request.headers["Authorization"] == "Bearer SECRETTOKEN2"
+
+
+def test_a_valid_token_is_used_on_when_it_can_not_be_renewed(
+    token_store, tls_server, identity, monkeypatch
+):
+    call(token_store, tls_server, "put")
+    identity.error = ClientAuthenticationError("not now")
+    now = time.time()
+    monkeypatch.setattr(azure_access.time, "time", lambda: now + 3600 - 200)
+    for _ in range(2):
+        request = call(token_store, tls_server, "put")
+        assert request.headers["Authorization"] == "Bearer SECRETTOKEN1"
+    assert len(identity.asked) == 2  # not again at once
+    monkeypatch.setattr(azure_access.time, "time", lambda: now + 3600)
+    with pytest.raises(CredentialsError, match="not now"):
+        call(token_store, tls_server, "put")
+
+
+def test_one_thread_gets_the_token_for_all(token_store, identity):
+    identity.pause = 0.3
+    tokens = []
+    threads = [
+        threading.Thread(
+            target=lambda: tokens.append(token_store._access.authorize("https://x", {}))
+        )
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(identity.asked) == 1
+    assert {headers["Authorization"] for _, headers in tokens} == {"Bearer SECRETTOKEN1"}
+
+
+def test_threads_go_on_with_the_old_token_while_one_renews_it(token_store, identity, monkeypatch):
+    authorize = token_store._access.authorize
+    authorize("https://x", {})
+    identity.pause = 1.0
+    now = time.time()
+    monkeypatch.setattr(azure_access.time, "time", lambda: now + 3600 - 200)
+    renewing = threading.Thread(target=authorize, args=("https://x", {}))
+    renewing.start()
+    while len(identity.asked) < 2:
+        time.sleep(0.01)
+    began = time.monotonic()
+    _, headers = authorize("https://x", {})
+    assert time.monotonic() - began < 0.5
+    assert headers["Authorization"] == "Bearer SECRETTOKEN1"
+    renewing.join(10)
+
+
+def test_threads_that_waited_for_a_token_in_vain_do_not_ask_again(token_store, identity):
+    identity.pause, identity.error = 0.3, Nobody.error
+    everybody = threading.Barrier(8)
+
+    def attempt(_):
+        everybody.wait(10)
+        with pytest.raises(CredentialsError) as caught:
+            token_store._access.authorize("https://x", {})
+        return caught.value
+
+    with ThreadPoolExecutor(8) as threads:
+        errors = list(threads.map(attempt, range(8)))
+    assert len({id(error) for error in errors}) == 8
+    assert len(identity.asked) == 1
+
+
+def test_no_credentials_at_all_are_named_and_where_they_are_looked_for(token_store, identity):
+    identity.error = Nobody.error
+    with pytest.raises(CredentialsError, match="AZURE_STORAGE_CONNECTION_STRING") as caught:
+        token_store.head("run/object")
+    for source in ("AZURE_STORAGE_KEY", "AZURE_STORAGE_SAS_TOKEN", "AZURE_CLIENT_ID", "az login"):
+        assert source in str(caught.value)
+    assert caught.value.uri == "az://container"
+
+
+def test_an_identity_that_can_not_be_configured_is_named(token_store, monkeypatch):
+    def fail():
+        raise ValueError("Invalid value for AZURE_TOKEN_CREDENTIALS")
+
+    monkeypatch.setattr(azure_access, "DefaultAzureCredential", fail)
+    with pytest.raises(CredentialsError, match="AZURE_TOKEN_CREDENTIALS"):
+        token_store.head("run/object")
+
+
+def test_an_identity_service_that_does_not_answer_is_tried_again(token_store, identity):
+    identity.error = ServiceRequestError("no route")
+    with pytest.raises(ConnectionLostError, match="Entra"):
+        token_store.head("run/object")
+
+
+def test_tokens_are_not_sent_in_the_clear(open_azure, identity):
+    with pytest.raises(CredentialsError, match="https only"):
+        open_azure()
+    assert identity.asked == []
+
+
+# where requests go
+
+
+@pytest.mark.parametrize(
+    ("location", "options", "environment", "host"),
+    [
+        ("az://c/run", {}, {}, "account.blob.core.windows.net"),
+        ("az://c/run", {"account": "other"}, {}, "other.blob.core.windows.net"),
+        (
+            "az://c/run",
+            {"endpoint_url": "https://other.blob.core.chinacloudapi.cn/"},
+            {},
+            "other.blob.core.chinacloudapi.cn",
+        ),
+        (
+            "az://c/run",
+            {},
+            {"AZURE_STORAGE_CONNECTION_STRING": f"{CONNECTION}EndpointSuffix=core.cloud.example"},
+            "account.blob.core.cloud.example",
+        ),
+        ("abfss://c@third.dfs.core.windows.net/run", {}, {}, "third.blob.core.windows.net"),
+        (
+            "https://third.blob.core.windows.net/c/run",
+            {"account": "other", "endpoint_url": "https://private.example"},
+            {"AZURE_STORAGE_CONNECTION_STRING": CONNECTION},
+            "third.blob.core.windows.net",
+        ),
+    ],
+)
+def test_the_account_is_addressed(server, monkeypatch, location, options, environment, host):
+    monkeypatch.setenv("HTTPS_PROXY", server.url)  # the stub sees whom to connect to
+    monkeypatch.setattr(azure_access, "DefaultAzureCredential", Identity)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    server.answer(status=502)
+    uri = CheckpointURI.parse(location)
+    store = AzureStore(uri.bucket, Config(azure=AzureOptions(**options)), uri.account, uri.root)
+    with pytest.raises(StoreError):
+        store.head("run/object")
+    store.close()
+    assert [(r.method, r.target) for r in server.requests] == [("CONNECT", f"{host}:443")]
+
+
+def test_an_endpoint_of_azure_names_its_account(monkeypatch):
+    monkeypatch.setattr(azure_access, "DefaultAzureCredential", Nobody)
+    options = AzureOptions(endpoint_url="https://other.blob.core.windows.net")
+    store = AzureStore("container", Config(azure=options))
+    with pytest.raises(CredentialsError, match="'account'"):  # whose key is not sent there
+        store.head("run/object")
+    store.close()
+
+
+def test_an_emulators_account_is_in_the_path(server, monkeypatch):
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT")
+    options = AzureOptions(endpoint_url=f"{server.url}/devstoreaccount1/")
+    store = AzureStore("container", Config(azure=options))
+    request = call(store, server, "put")
+    store.close()
+    assert urlsplit(request.target).path == "/devstoreaccount1/container/run/object"
+    query = query_of(request)
+    assert query["sig"] == sas_signature(query, account="devstoreaccount1")
+
+
+def test_no_proxy_is_respected(server, monkeypatch, open_azure):
+    monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    assert urlsplit(call(open_azure(), server, "put").target).path == "/container/run/object"
+
+
+def test_a_proxy_may_be_written_without_its_scheme(server, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", server.url.removeprefix("http://"))
+    options = AzureOptions(endpoint_url="http://store.example")
+    store = AzureStore("container", Config(azure=options))
+    assert call(store, server, "put").target.startswith("http://store.example/container/run/object")
+    store.close()
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["with spaces", "a+b", "100%", "a%2Fb", "a&b=c;d,e:f@g", "größe/重み", "#1", "a?b=c", "a//b"],
+)
+@pytest.mark.parametrize("verb", ["put", "put_part", "get", "delete many"])
+def test_any_key_arrives_as_it_is(store, server, verb, key):
+    server.answer(**VERBS[verb][1])
+    if verb == "put":
+        put(store, key)
+    elif verb == "put_part":
+        put_part(store, dataclasses.replace(UPLOAD, key=key))
+    elif verb == "get":
+        store.get(key)
+    else:
+        store.delete([key, "other"])
+    (request,) = server.requests
+    target = request.target
+    if verb == "delete many":
+        lines = request.body.decode("ascii").splitlines()
+        target = next(line.split(" ")[1] for line in lines if line.startswith("DELETE "))
+    assert unquote(urlsplit(target).path) == f"/container/{key}"
+
+
+def test_a_container_has_one_store_for_each_account(monkeypatch):
+    uris = [
+        CheckpointURI.parse(f"abfss://same@{name}.dfs.core.windows.net/run")
+        for name in ("account", "another", "account")
+    ]
+    monkeypatch.setattr(azure_access, "DefaultAzureCredential", Identity)
+    first, other, again = (open_store(uri, Config()) for uri in uris)
+    assert first is again
+    assert first is not other
+    assert first.uri("run/x") == "abfss://same@account.dfs.core.windows.net/run/x"
+
+
+# what is sent along
+
+
+def test_put_writes_a_block_blob(store, server):
+
+    server.answer(status=201, headers={"ETag": '"0x5"'})
+    info = put(store)
+    (request,) = server.requests
+    assert (request.method, request.body) == ("PUT", b"data")
+    assert request.headers["x-ms-blob-type"] == "BlockBlob"
+    assert request.headers["Content-Length"] == "4"
+    assert (info.size, info.version) == (4, '"0x5"')
+
+
+def test_conditions_are_those_of_http(store, server):
+    server.answer(**CREATED)
+    put(store, if_absent=True)
+    server.answer(**CREATED)
+    put(store, if_version='"0x7"')
+    first, second = server.requests
+    assert (first.headers["If-None-Match"], first.headers["If-Match"]) == ("*", None)
+    assert (second.headers["If-None-Match"], second.headers["If-Match"]) == (None, '"0x7"')
+
+
+def test_a_version_may_be_asked_of_a_range(store, server):
+    server.answer(**VERBS["get_range"][1])
+    get_range(store, if_version='"0x7"')
+    assert server.requests[0].headers["If-Match"] == '"0x7"'
+    assert server.requests[0].headers["Range"] == "bytes=0-3"
+
+
+def test_an_upload_begins_without_a_request(store, server):
+    first, second = (store.create_upload("run/object", 1024) for _ in range(2))
+    assert server.requests == []
+    assert first.id != second.id
+
+
+def test_blocks_of_an_upload_have_names_of_one_length(store, server):
+    upload = store.create_upload("run/object", 1024)
+    for number in (1, 50_000):
+        server.answer(status=201)
+        put_part(store, upload, number)
+    names = []
+    for request in server.requests:
+        query = query_of(request)
+        assert (request.method, query["comp"]) == ("PUT", "block")
+        names.append(base64.b64decode(query["blockid"], validate=True))
+    assert len({len(name) for name in names}) == 1
+    assert len(names[0]) <= 64
+    assert all(name.startswith(upload.id.encode()) for name in names)
+    assert names[0] != names[1]
+
+
+def test_completion_lists_the_blocks_of_this_upload_in_order(store, server):
+    server.answer(status=201, headers={"ETag": '"0x9"'})
+    parts = [Part(1, 10, "Zmlyc3Q=", 1), Part(2, 5, "c2Vjb25k", 2)]
+    info = store.complete_upload(UPLOAD, parts)
+    (request,) = server.requests
+    assert query_of(request)["comp"] == "blocklist"
+    listed = ElementTree.fromstring(request.body)
+    assert [(entry.tag, entry.text) for entry in listed] == [
+        ("Uncommitted", "Zmlyc3Q="),
+        ("Uncommitted", "c2Vjb25k"),
+    ]
+    assert (info.size, info.version) == (15, '"0x9"')
+
+
+def test_blob_options_are_sent_with_every_new_blob(open_azure, server):
+    store = open_azure(
+        access_tier="Cool", encryption_scope="team-scope", tags={"team": "n l+p=", "run": "7"}
+    )
+    for verb in WRITING:
+        headers = call(store, server, verb).headers
+        assert headers["x-ms-access-tier"] == "Cool"
+        assert headers["x-ms-encryption-scope"] == "team-scope"
+        assert headers["x-ms-tags"] == "team=n%20l%2Bp%3D&run=7"
+    headers = call(store, server, "put_part").headers
+    assert headers["x-ms-encryption-scope"] == "team-scope"
+    assert headers["x-ms-access-tier"] is headers["x-ms-tags"] is None
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_nothing_of_it_is_sent_unasked(store, server, verb):
+    names = {name.lower() for name in call(store, server, verb).headers}
+    assert {name for name in names if name.startswith("x-ms-")} <= {
+        "x-ms-date",
+        "x-ms-version",
+        "x-ms-blob-type",
+        "x-ms-delete-snapshots",
+    }
+
+
+def test_checksums_are_sent_when_they_are_on(open_azure, server):
+    """The value is what Azure itself has answered to these bytes."""
+    store = open_azure(checksum="on")
+    for verb in ("put", "put_part"):
+        server.answer(**CREATED)
+        body = [memoryview(b"Hello"), memoryview(b" World")]
+        if verb == "put":
+            store.put("run/object", body, crc32c=0)
+        else:
+            store.put_part(UPLOAD, 1, body, crc32c=0)
+        assert server.requests[-1].headers["x-ms-content-crc64"] == "YeJLfssylmU="
+
+
+@pytest.mark.parametrize(
+    ("setting", "endpoint", "sent"),
+    [
+        ("auto", "http://account.blob.core.windows.net", True),
+        ("auto", "http://account.blob.core.chinacloudapi.cn", True),
+        ("auto", "http://account.z12.blob.storage.azure.net", True),
+        ("auto", "http://blob.core.windows.net.example", False),
+        ("auto", "http://127.0.0.1:1/devstoreaccount1", False),
+        ("on", "http://store.example", True),
+        ("off", "http://account.blob.core.windows.net", False),
+    ],
+)
+def test_checksums_go_to_azure_and_to_whom_it_is_told(server, monkeypatch, setting, endpoint, sent):
+    monkeypatch.setenv("HTTP_PROXY", server.url)
+    options = AzureOptions(endpoint_url=endpoint, checksum=setting)
+    store = AzureStore("container", Config(azure=options))
+    for verb in ("put", "put_part", "complete_upload"):
+        headers = call(store, server, verb).headers
+        assert ("x-ms-content-crc64" in headers) == sent, verb
+    store.close()
+
+
+def test_azure_documents_its_conditions(store):
+    limits = store.capabilities
+    assert limits.conditional_writes is True
+    assert (limits.max_parts, limits.max_part_size) == (50_000, 4000 * 1024**2)
+    assert limits.max_put_size == 5000 * 1024**2
+
+
+# aborting and finding uploads
+
+
+def test_an_abort_deletes_what_was_never_completed(store, server):
+    server.answer(status=404, headers={"x-ms-error-code": "BlobNotFound"})
+    server.answer(status=202)
+    store.abort_upload(UPLOAD)
+    assert [request.method for request in server.requests] == ["HEAD", "DELETE"]
+
+
+def test_an_abort_leaves_a_blob_that_is_there(store, server):
+    server.answer(**VERBS["head"][1])
+    store.abort_upload(UPLOAD)
+    assert [request.method for request in server.requests] == ["HEAD"]
+
+
+def test_an_abort_of_what_azure_has_never_seen_is_no_error(store, server):
+    server.respond(lambda request: server.Answer(404, {"x-ms-error-code": "BlobNotFound"}))
+    store.abort_upload(store.create_upload("run/object", 1024))
+    assert list(store._begun) == []
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "expected"),
+    [
+        (403, "AuthorizationPermissionMismatch", AccessDeniedError),
+        (404, "ContainerNotFound", BucketNotFoundError),
+        (503, "ServerBusy", ThrottledError),
+    ],
+)
+def test_an_abort_that_failed_is_told(store, server, status, code, expected):
+    server.respond(lambda request: server.Answer(status, {"x-ms-error-code": code}))
+    with pytest.raises(expected):
+        store.abort_upload(UPLOAD)
+
+
+@pytest.mark.parametrize("verb", ["put_part", "complete_upload"])
+def test_nothing_late_brings_an_aborted_upload_back(store, server, verb):
+    server.respond(lambda request: server.Answer(404, {"x-ms-error-code": "BlobNotFound"}))
+    store.abort_upload(UPLOAD)
+    sent = len(server.requests)
+    with pytest.raises(ObjectNotFoundError):
+        VERBS[verb][0](store)
+    assert len(server.requests) == sent
+
+
+def blocks(*names):
+    listed = "".join(
+        f"<Block><Name>{base64.b64encode(name.encode()).decode()}</Name><Size>1</Size></Block>"
+        for name in names
+    )
+    body = (
+        f"<BlockList><CommittedBlocks/><UncommittedBlocks>{listed}</UncommittedBlocks></BlockList>"
+    )
+    return {"body": body.encode()}
+
+
+def test_uploads_are_found_by_the_blocks_that_azure_keeps(store, server):
+    first, second = "0" * 16, "1" * 16
+    server.answer(
+        body=page(blob("run/a"), blob("run/done", size=7), blob("run/b"), blob("run/empty"))
+    )
+    server.answer(**blocks(f"{second}00001", f"{first}00001", f"{first}00002"))
+    server.answer(status=404, headers={"x-ms-error-code": "BlobNotFound"})
+    server.answer(**blocks())
+    found = list(store.list_uploads("run/"))
+    assert found == [Upload("run/a", first, 0), Upload("run/a", second, 0)]
+    listing, *others = server.requests
+    assert query_of(listing)["include"] == "uncommittedblobs"
+    assert [query_of(request)["blocklisttype"] for request in others] == ["uncommitted"] * 3
+
+
+def test_blocks_of_another_program_are_an_upload_too(store, server):
+    server.answer(body=page(blob("run/a")))
+    server.answer(**blocks("theirs"))
+    assert [upload.key for upload in store.list_uploads("run/")] == ["run/a"]
+
+
+# listing and deleting
+
+
+def test_pages_are_asked_for_until_there_is_no_marker(store, server):
+    server.answer(body=page(blob("run/a", 1, "0x1"), marker="a+b/="))
+    server.answer(body=page(marker="next"))
+    server.answer(body=page(blob("run/b", 2, '"0x2"')))
+    found = list(store.list("run/"))
+    assert [(info.key, info.size, info.version) for info in found] == [
+        ("run/a", 1, '"0x1"'),
+        ("run/b", 2, '"0x2"'),
+    ]
+    queries = [query_of(request) for request in server.requests]
+    assert [query.get("marker") for query in queries] == [None, "a+b/=", "next"]
+    assert {query["prefix"] for query in queries} == {"run/"}
+    assert {(query["comp"], query["restype"]) for query in queries} == {("list", "container")}
+
+
+def test_names_are_decoded_if_they_are_encoded(store, server):
+    server.answer(
+        body=page(blob("100%25"), blob("a%EF%BF%BEb+c", attributes=' Encoded="true"'), blob(" s "))
+    )
+    assert [info.key for info in store.list("")] == ["100%25", "a\ufffeb+c", " s "]
+
+
+def test_directories_of_a_hierarchical_namespace_are_no_objects(store, server):
+    folder = blob("run", more="<ResourceType>directory</ResourceType>")
+    file = blob("run/a", more="<ResourceType>file</ResourceType>")
+    server.answer(body=page(folder, file))
+    assert [info.key for info in store.list("run")] == ["run/a"]
+    server.answer(headers={"ETag": '"0x1"', "x-ms-meta-hdi_isfolder": "true"})
+    with pytest.raises(ObjectNotFoundError, match="directory"):
+        store.head("run")
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>", b"<EnumerationResults><Blobs>"])
+def test_a_listing_that_is_none_is_a_broken_answer(store, server, body):
+    server.answer(body=body)
+    with pytest.raises(TransientStoreError):
+        list(store.list("run/"))
+
+
+def test_one_blob_is_deleted_with_its_snapshots(store, server):
+    request = call(store, server, "delete")
+    assert request.method == "DELETE"
+    assert request.headers["x-ms-delete-snapshots"] == "include"
+
+
+def test_many_blobs_are_deleted_by_batches_of_256(store, server):
+    keys = [f"run/{number}" for number in range(257)]
+    server.answer(**batch_answer(*[(202, "")] * 256))
+    server.answer(status=202)
+    store.delete(keys)
+    batch, single = server.requests
+    assert (batch.method, single.method) == ("POST", "DELETE")
+    assert (query_of(batch)["comp"], query_of(batch)["restype"]) == ("batch", "container")
+    boundary = batch.headers["Content-Type"].partition("boundary=")[2]
+    parts = batch.body.decode().split(f"--{boundary}\r\n")[1:]
+    assert len(parts) == 256
+    assert all("\r\nx-ms-delete-snapshots: include\r\n" in part for part in parts)
+    assert all("x-ms-version" not in part for part in parts)
+    assert batch.body.endswith(f"--{boundary}--\r\n".encode())
+
+
+def test_blobs_of_a_batch_that_are_gone_are_no_error(store, server):
+    server.answer(**batch_answer((202, ""), (404, "BlobNotFound")))
+    store.delete(["run/a", "run/b"])
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "expected"),
+    [
+        (403, "AuthorizationPermissionMismatch", AccessDeniedError),
+        (409, "BlobImmutableDueToPolicy", AccessDeniedError),
+        (404, "ContainerNotFound", BucketNotFoundError),
+        (503, "ServerBusy", ThrottledError),
+        (412, "LeaseIdMissing", InvalidRequestError),
+    ],
+)
+def test_a_blob_that_could_not_be_deleted_is_named(store, server, status, code, expected):
+    server.answer(**batch_answer((202, ""), (status, code)))
+    with pytest.raises(expected, match="the vendor's words") as caught:
+        store.delete(["run/a", "run/b"])
+    assert caught.value.uri == "az://container/run/b"
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        (403, "AuthorizationFailure"),
+        (400, "InvalidQueryParameterValue"),
+        (405, "UnsupportedHttpVerb"),
+    ],
+)
+def test_a_store_that_knows_no_batches_is_asked_one_by_one(store, server, status, code):
+    server.answer(status=status, headers={"x-ms-error-code": code})
+    server.respond(lambda request: server.Answer(202))
+    store.delete(["run/a", "run/b"])
+    store.delete(["run/c", "run/d"])
+    assert [r.method for r in server.requests] == ["POST", "DELETE", "DELETE", "DELETE", "DELETE"]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"status": 202, "body": b"plain"},
+        {
+            "status": 202,
+            "headers": {"Content-Type": "multipart/mixed; boundary=b"},
+            "body": b"--b\r\nContent-Type: application/http\r\n\r\nnonsense\r\n--b--",
+        },
+        {"status": 202, "headers": {"Content-Type": "multipart/mixed; boundary=b"}, "body": b""},
+        batch_answer((202, "")),
+    ],
+)
+def test_an_answer_to_a_batch_that_is_none_is_a_broken_answer(store, server, answer):
+    server.answer(**answer)
+    with pytest.raises(TransientStoreError):
+        store.delete(["run/a", "run/b"])
+
+
+def test_an_error_of_a_whole_batch_may_stand_within_its_answer(store, server):
+    answer = batch_answer((503, "ServerBusy"))
+    server.answer(**{**answer, "body": answer["body"].replace(b"Content-ID: 0\r\n", b"")})
+    with pytest.raises(ThrottledError):
+        store.delete(["run/a", "run/b"])
+
+
+# what the answers mean
+
+ANSWERS = [
+    (404, "BlobNotFound", ObjectNotFoundError),
+    (404, "ResourceNotFound", ObjectNotFoundError),
+    (404, "ContainerNotFound", BucketNotFoundError),
+    (404, "", ObjectNotFoundError),
+    (403, "AuthorizationFailure", AccessDeniedError),
+    (403, "AuthorizationPermissionMismatch", AccessDeniedError),
+    (403, "AuthorizationProtocolMismatch", AccessDeniedError),
+    (403, "AuthorizationSourceIPMismatch", AccessDeniedError),
+    (403, "InsufficientAccountPermissions", AccessDeniedError),
+    (403, "AccountIsDisabled", AccessDeniedError),
+    (403, "", AccessDeniedError),
+    (403, "AuthenticationFailed", CredentialsError),
+    (400, "InvalidAuthenticationInfo", CredentialsError),
+    (401, "InvalidAuthenticationInfo", CredentialsError),
+    (401, "NoAuthenticationInformation", CredentialsError),
+    (403, "KeyBasedAuthenticationNotPermitted", CredentialsError),
+    (401, "", CredentialsError),
+    (409, "BlobAlreadyExists", PreconditionFailedError),
+    (412, "ConditionNotMet", PreconditionFailedError),
+    (412, "", PreconditionFailedError),
+    (412, "LeaseIdMissing", InvalidRequestError),  # 412, but no condition of ours
+    (409, "BlobImmutableDueToPolicy", AccessDeniedError),
+    (409, "BlobImmutableDueToLegalHold", AccessDeniedError),
+    (409, "BlobArchived", InvalidRequestError),
+    (409, "BlobBeingRehydrated", InvalidRequestError),
+    (409, "InvalidBlobType", InvalidRequestError),
+    (409, "BlobUsesCustomerSpecifiedEncryption", InvalidRequestError),
+    (409, "SomethingNew", InvalidRequestError),
+    (409, "", InvalidRequestError),
+    (409, "ContainerBeingDeleted", ServerError),
+    (416, "InvalidRange", RangeNotSatisfiableError),
+    (416, "", RangeNotSatisfiableError),
+    (400, "InvalidBlockList", ObjectNotFoundError),
+    (400, "InvalidBlobOrBlock", InvalidRequestError),
+    (400, "InvalidHeaderValue", InvalidRequestError),
+    (413, "RequestBodyTooLarge", InvalidRequestError),
+    (400, "Md5Mismatch", ServerError),
+    (400, "Crc64Mismatch", ServerError),
+    (500, "InternalError", ServerError),
+    (500, "OperationTimedOut", ServerError),
+    (502, "", ServerError),
+    (504, "", ServerError),
+    (408, "", ServerError),
+    (503, "ServerBusy", ThrottledError),
+    (500, "ServerBusy", ThrottledError),
+    (503, "", ThrottledError),
+    (429, "", ThrottledError),
+]
+
+
+@pytest.mark.parametrize("place", ["header", "body"])
+@pytest.mark.parametrize(("status", "code", "expected"), ANSWERS)
+@pytest.mark.parametrize("verb", ["put", "get_range", "put_part", "complete_upload"])
+def test_an_answer_of_failure_has_a_name(store, server, verb, status, code, expected, place):
+    headers = {"x-ms-error-code": code} if code and place == "header" else {}
+    body = error_xml(code, "the vendor's\nwords") if code and place == "body" else b""
+    server.respond(lambda request: server.Answer(status, headers, body))
+    with pytest.raises(StoreError) as caught:
+        VERBS[verb][0](store)
+    assert type(caught.value) is expected
+    assert caught.value.uri == "az://container/run/object"
+    assert code in str(caught.value)
+    assert f"HTTP {status}" in str(caught.value)
+    if body:
+        assert "the vendor's words" in str(caught.value)
+
+
+def test_a_missing_role_is_named(store, server):
+    server.answer(status=403, headers={"x-ms-error-code": "AuthorizationPermissionMismatch"})
+    with pytest.raises(AccessDeniedError, match="Storage Blob Data Contributor"):
+        put(store)
+
+
+def test_a_clock_that_is_wrong_is_suspected(store, server):
+    detail = "Signature not valid in the specified time frame: Start [x] - Expiry [y]"
+    body = error_xml("AuthenticationFailed", AuthenticationErrorDetail=detail)
+    server.answer(status=403, body=body)
+    with pytest.raises(CredentialsError, match="clock") as caught:
+        put(store)
+    assert detail in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "expected"),
+    [
+        (404, "BlobNotFound", ObjectNotFoundError),
+        (404, "ContainerNotFound", BucketNotFoundError),
+        (403, "AuthorizationPermissionMismatch", AccessDeniedError),
+        (503, "ServerBusy", ThrottledError),
+    ],
+)
+def test_head_needs_one_request_to_know_the_reason(store, server, status, code, expected):
+    server.answer(status=status, headers={"x-ms-error-code": code})
+    with pytest.raises(StoreError) as caught:
+        store.head("run/object")
+    assert type(caught.value) is expected
+    assert len(server.requests) == 1
+
+
+def test_a_blob_that_was_to_be_replaced_and_is_gone_is_a_failed_condition(store, server):
+    server.answer(status=404, headers={"x-ms-error-code": "BlobNotFound"})
+    with pytest.raises(PreconditionFailedError):
+        put(store, if_version='"0x1"')
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"<html><body>nginx</body></html>", b"\xff\xfe<", b"<Error>"]
+)
+def test_an_answer_that_is_no_azure_error_is_judged_by_its_status(store, server, body):
+    server.answer(status=503, body=body)
+    with pytest.raises(ThrottledError):
+        put(store)
+
+
+@pytest.mark.parametrize(("status", "code"), [(503, "ServerBusy"), (500, "OperationTimedOut")])
+def test_retry_after_is_passed_on(store, server, status, code):
+    server.answer(status=status, headers={"Retry-After": "7", "x-ms-error-code": code})
+    with pytest.raises(TransientStoreError) as caught:
+        put(store)
+    assert caught.value.retry_after == 7.0
+
+
+@pytest.mark.parametrize(
+    "value", ["soon", "-1", "", "1.5", email.utils.formatdate(usegmt=True), "٣"]
+)
+def test_a_retry_after_that_is_no_number_of_seconds_does_no_harm(store, server, value):
+    server.answer(status=503, headers={"Retry-After": value.encode().decode("latin-1")})
+    with pytest.raises(ThrottledError) as caught:
+        put(store)
+    assert caught.value.retry_after is None
+
+
+@pytest.mark.parametrize("verb", ["put", "complete_upload", "get", "get_range", "head"])
+def test_an_answer_without_a_version_is_a_broken_answer(store, server, verb):
+    function, answer = VERBS[verb]
+    headers = {name: value for name, value in answer["headers"].items() if name != "ETag"}
+    server.answer(**{**answer, "headers": headers})
+    with pytest.raises(TransientStoreError) as caught:
+        function(store)
+    assert caught.value.uri == "az://container/run/object"
+
+
+def test_a_truncated_blob_tells_how_much_came(store, server):
+    server.answer(
+        status=206,
+        headers={"ETag": '"0x1"', "Content-Range": "bytes 0-999/1000"},
+        body=b"x" * 300,
+        size=1000,
+        hang_up=True,
+    )
+    with pytest.raises(ConnectionLostError) as caught:
+        get_range(store, size=1000)
+    assert (caught.value.received, caught.value.version) == (300, '"0x1"')
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_connection_that_closes_without_an_answer_is_lost(store, server, verb):
+    server.answer(mute=True)
+    with pytest.raises(ConnectionLostError):
+        VERBS[verb][0](store)
+
+
+def test_an_account_that_does_not_exist_is_suspected():
+    options = AzureOptions(endpoint_url="http://nobody.invalid")
+    store = AzureStore("container", Config(azure=options, connect_timeout=5.0))
+    with pytest.raises(ConnectionLostError, match="name of the storage account") as caught:
+        store.head("run/object")
+    assert caught.value.uri == "az://container/run/object"
+    store.close()
+
+
+def test_a_store_makes_one_attempt(store, server):
+    for verb, (function, _) in VERBS.items():
+        server.reset_script()
+        server.respond(lambda request: server.Answer(503, {"x-ms-error-code": "ServerBusy"}))
+        with pytest.raises(ThrottledError):
+            function(store)
+        assert len(server.requests) == 1, verb
+
+
+# secrets
+
+
+@pytest.mark.parametrize("source", ["key", "signature", "token"])
+def test_no_message_log_or_pickle_has_a_secret(
+    open_azure, server, monkeypatch, caplog, request, source
+):
+    if source == "token":
+        store = request.getfixturevalue("token_store")
+        server = request.getfixturevalue("tls_server")
+    else:
+        if source == "signature":
+            monkeypatch.delenv("AZURE_STORAGE_KEY")
+            monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", "sv=1&sig=SECRETSIG%3D&se=2")
+        store = open_azure()
+    caplog.set_level(logging.DEBUG)
+    call(store, server, "put")
+    secrets = ["SECRET", KEY, query_of(server.requests[0]).get("sig", "SECRET")]
+    detail = f"The MAC signature found in the HTTP request '{secrets[2]}' is not the same"
+    body = error_xml("AuthenticationFailed", AuthenticationErrorDetail=detail)
+    texts = [repr(store), repr(vars(store)), repr(vars(store._access))]
+    for answer in (
+        server.Answer(403, body=body),
+        server.Answer(500, body=secrets[2].encode() * 10),
+        server.Answer(mute=True),
+    ):
+        for function, _ in VERBS.values():
+            server.reset_script()
+            server.respond(lambda request, answer=answer: answer)
+            with pytest.raises(StoreError) as caught:
+                function(store)
+            error = caught.value
+            texts += [
+                f"{error!r} {error} {error.__cause__!r}",
+                f"{vars(error)}",
+            ]
+            texts.append(pickle.dumps(error).decode("latin-1"))
+    texts += [f"{record.getMessage()} {record.args}" for record in caplog.records]
+    assert any("urllib3" in record.name for record in caplog.records)
+    for text in texts:
+        for secret in secrets:
+            assert secret not in text
+
+
+def test_a_signature_does_not_hide_the_rest_of_the_log(store, server, caplog):
+    caplog.set_level(logging.DEBUG)
+    call(store, server, "put")
+    (line,) = [record.getMessage() for record in caplog.records if "PUT" in record.getMessage()]
+    assert "/container/run/object" in line
+    assert "sig=***" in line
