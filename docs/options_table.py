@@ -2,6 +2,7 @@
 
 from cloudckpt.config import (
     AzureOptions,
+    BackgroundOptions,
     Config,
     GCSOptions,
     RetryPolicy,
@@ -13,7 +14,7 @@ from cloudckpt.config import (
 def tables() -> str:
     """The tables in Markdown."""
     lines: list[str] = []
-    for cls in (Config, RetryPolicy, S3Options, GCSOptions, AzureOptions):
+    for cls in (Config, RetryPolicy, BackgroundOptions, S3Options, GCSOptions, AzureOptions):
         lines += [f"## {cls.__name__}", "", "| option | variable | default | meaning |"]
         lines += ["|---|---|---|---|"]
         for name, variable, default, meaning in documented_options(cls):

@@ -8,6 +8,7 @@ import pytest
 
 from cloudckpt import (
     AzureOptions,
+    BackgroundOptions,
     Config,
     ConfigError,
     GCSOptions,
@@ -16,7 +17,7 @@ from cloudckpt import (
 )
 from cloudckpt.config import MIB, documented_options
 
-CLASSES = [Config, RetryPolicy, S3Options, GCSOptions, AzureOptions]
+CLASSES = [Config, RetryPolicy, BackgroundOptions, S3Options, GCSOptions, AzureOptions]
 DOCUMENTED = [(cls, *row) for cls in CLASSES for row in documented_options(cls)]
 
 
@@ -70,6 +71,8 @@ FROM_ENVIRONMENT = [
     (GCSOptions, "upload_strategy", "CLOUDCKPT_GCS_UPLOAD_STRATEGY", "compose", "compose"),
     (GCSOptions, "metadata", "CLOUDCKPT_GCS_METADATA", "a=b,c=d", (("a", "b"), ("c", "d"))),
     (AzureOptions, "account", "CLOUDCKPT_AZURE_ACCOUNT", "lab", "lab"),
+    (BackgroundOptions, "when_busy", "CLOUDCKPT_ASYNC_WHEN_BUSY", "skip", "skip"),
+    (BackgroundOptions, "nice", "CLOUDCKPT_ASYNC_NICE", "0", 0),
     (AzureOptions, "tags", "CLOUDCKPT_AZURE_TAGS", "a=b", (("a", "b"),)),
 ]
 
@@ -162,6 +165,10 @@ def test_a_variable_that_can_not_work_is_refused_with_its_text(monkeypatch, vari
         (S3Options, {"bucket_key": True}, "sse='aws:kms'"),
         (GCSOptions, {"upload_strategy": "resumable"}, "'multipart' or 'compose'"),
         (GCSOptions, {"endpoint_url": "localhost:4443"}, "http://"),
+        (BackgroundOptions, {"when_busy": "queue"}, "'wait', 'skip' or 'double_buffer'"),
+        (BackgroundOptions, {"nice": 20}, "0 to 19"),
+        (BackgroundOptions, {"stage_threads": 0}, "at least 1"),
+        (BackgroundOptions, {"patience": 0.0}, "seconds"),
         (AzureOptions, {"checksum": "md5"}, "'auto', 'on' or 'off'"),
         (AzureOptions, {"endpoint_url": "lab.blob"}, "http://"),
         (S3Options, {"endpoint_url": "store.example:9000"}, "http:// or https://"),
@@ -255,7 +262,7 @@ def test_every_option_is_documented_and_has_a_variable_of_its_own():
     assert all(meaning for *_, meaning in DOCUMENTED)
     for cls in CLASSES:
         named = {name for found, name, *_ in DOCUMENTED if found is cls}
-        nested = {"retry", "s3", "gcs", "azure"} if cls is Config else set()
+        nested = {"retry", "s3", "gcs", "azure", "background"} if cls is Config else set()
         assert named | nested == {field.name for field in dataclasses.fields(cls)}
 
 

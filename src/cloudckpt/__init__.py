@@ -5,9 +5,19 @@
 >>> cloudckpt.load(state_dict, checkpoint_id="s3://bucket/run/step-1000")  # doctest: +SKIP
 """
 
-from cloudckpt.api import async_save, load, save
+from cloudckpt.api import load, save
+from cloudckpt.background.async_save import async_save, close_async_savers
+from cloudckpt.background.saver import SaveFuture
+from cloudckpt.background.stager import Stager
 from cloudckpt.checkpoint.metadata import add_safe_metadata_globals
-from cloudckpt.config import AzureOptions, Config, GCSOptions, RetryPolicy, S3Options
+from cloudckpt.config import (
+    AzureOptions,
+    BackgroundOptions,
+    Config,
+    GCSOptions,
+    RetryPolicy,
+    S3Options,
+)
 from cloudckpt.dcp.install import install, uninstall
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.dcp.writer import CloudStorageWriter
@@ -20,6 +30,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AzureOptions",
+    "BackgroundOptions",
     "CheckpointURI",
     "CloudStorageReader",
     "CloudStorageWriter",
@@ -27,10 +38,13 @@ __all__ = [
     "GCSOptions",
     "RetryPolicy",
     "S3Options",
+    "SaveFuture",
+    "Stager",
     "Transferred",
     "__version__",
     "add_safe_metadata_globals",
     "async_save",
+    "close_async_savers",
     "install",
     "load",
     "save",

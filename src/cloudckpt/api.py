@@ -1,8 +1,7 @@
-"""``save``, ``async_save`` and ``load``: torch's own, on a URI."""
+"""``save`` and ``load``: torch's own, on a URI."""
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -10,8 +9,6 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
-from torch.distributed.checkpoint.staging import AsyncStager
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from cloudckpt.config import Config
@@ -28,7 +25,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.uri import URILike
 
-__all__ = ["async_save", "load", "save"]
+__all__ = ["load", "save", "writer_for"]
 
 
 def save(
@@ -67,7 +64,7 @@ def save(
         RanksFailedError: If they failed for different reasons, or outside of cloudckpt.
         ProcessGroupError: If a rank died or the ranks lost each other.
     """
-    writer = _writer(checkpoint_id, storage_writer, config)
+    writer = writer_for(checkpoint_id, storage_writer, config)
     try:
         return cast(
             Metadata,
@@ -82,45 +79,6 @@ def save(
         )
     except (CheckpointException, RuntimeError) as exc:
         raise _settle(exc, writer, _rank(process_group, no_dist)) from exc
-
-
-def async_save(
-    state_dict: dict[str, Any],
-    *,
-    checkpoint_id: URILike | None = None,
-    storage_writer: StorageWriter | None = None,
-    planner: SavePlanner | None = None,
-    process_group: dist.ProcessGroup | None = None,
-    async_checkpointer_type: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
-    async_stager: AsyncStager | None = None,
-    no_dist: bool = False,
-    use_collectives: bool = True,
-    config: Config | None = None,
-) -> Future[Any] | AsyncSaveResponse:
-    """Copies the state dict and saves the copy in the background; as torch's ``async_save``.
-
-    Args are those of :func:`save` and of ``torch.distributed.checkpoint.async_save``.
-
-    Returns:
-        A future of the metadata, with the guarantees and errors of :func:`save`; or torch's
-        ``AsyncSaveResponse`` if the stager itself is asynchronous.
-    """
-    writer = _writer(checkpoint_id, storage_writer, config)
-    response = state_dict_saver.async_save(
-        state_dict,
-        storage_writer=writer,
-        planner=planner or CloudSavePlanner(),
-        process_group=process_group,
-        async_checkpointer_type=async_checkpointer_type,
-        async_stager=async_stager,
-        no_dist=no_dist,
-        use_collectives=use_collectives,
-    )
-    rank = _rank(process_group, no_dist)
-    if isinstance(response, AsyncSaveResponse):
-        uploaded = _settled(response.upload_completion, writer, rank)
-        return AsyncSaveResponse(response.staging_completion, uploaded)
-    return _settled(response, writer, rank)
 
 
 def load(
@@ -176,9 +134,15 @@ def load(
         raise (local or _cause(exc, rank, _location(reader))) from exc
 
 
-def _writer(
+def writer_for(
     checkpoint_id: URILike | None, writer: StorageWriter | None, config: Config | None
 ) -> StorageWriter:
+    """The caller's writer, led to a location; or a new one.
+
+    Raises:
+        InvalidURIError: If there is neither a location nor a writer.
+        ConfigError: If options are given for a writer that has its own.
+    """
     if writer is None:
         if checkpoint_id is None:
             raise InvalidURIError("neither checkpoint_id nor storage_writer was given")
@@ -206,28 +170,6 @@ def _reader(
         )
     reader.reset(None if checkpoint_id is None else str(checkpoint_id))
     return reader
-
-
-def _settled(future: Any, writer: StorageWriter, rank: int) -> Future[Any]:
-    """A future with the same result, or with the cause of its failure."""
-    mapped: Future[Any] = Future()
-    mapped.set_running_or_notify_cancel()
-
-    def settle(done: Any) -> None:
-        try:
-            result = done.result()
-        except (CheckpointException, RuntimeError) as exc:
-            cause = _settle(exc, writer, rank)
-            if cause is not exc:
-                cause.__cause__ = exc
-            mapped.set_exception(cause)
-        except BaseException as exc:  # noqa: BLE001 - handed to whoever waits
-            mapped.set_exception(exc)
-        else:
-            mapped.set_result(result)
-
-    future.add_done_callback(settle)
-    return mapped
 
 
 def _settle(

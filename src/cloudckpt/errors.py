@@ -34,7 +34,13 @@
         ├── ShapeMismatchError        also ValueError
         ├── UnsupportedTensorError    also TypeError
         ├── RanksFailedError          several ranks failed for different reasons
-        └── ProcessGroupError         a rank died, or the ranks lost each other
+        ├── ProcessGroupError         a rank died, or the ranks lost each other
+        └── AsyncSaveError            saving in the background
+            ├── StagingError          the state can't be copied
+            ├── StagingMemoryError    also MemoryError: no room for the copy
+            ├── SaveInProgressError   an earlier save has not ended yet
+            ├── SaveProcessError      the saving process died, or did not answer
+            └── ClosedError           the saver was closed
 
 Every error survives pickling with its message, URI, item and the text of its cause: torch gathers
 the failures of all ranks by pickle, and a cause that is lost there is lost for good.
@@ -47,12 +53,14 @@ from typing import Any
 
 __all__ = [
     "AccessDeniedError",
+    "AsyncSaveError",
     "BucketNotFoundError",
     "CheckpointConflictError",
     "CheckpointCorruptError",
     "CheckpointError",
     "CheckpointExistsError",
     "CheckpointNotFoundError",
+    "ClosedError",
     "CloudCheckpointError",
     "CommitUnknownError",
     "ConfigError",
@@ -69,8 +77,12 @@ __all__ = [
     "ProcessGroupError",
     "RangeNotSatisfiableError",
     "RanksFailedError",
+    "SaveInProgressError",
+    "SaveProcessError",
     "ServerError",
     "ShapeMismatchError",
+    "StagingError",
+    "StagingMemoryError",
     "StorageFullError",
     "StoreError",
     "ThrottledError",
@@ -293,3 +305,27 @@ class RanksFailedError(CheckpointError):
     ) -> None:
         super().__init__(message, **context)
         self.failures = dict(failures or {})
+
+
+class AsyncSaveError(CheckpointError):
+    """Saving in the background failed for a reason of its own; training can go on."""
+
+
+class StagingError(AsyncSaveError):
+    """An entry of the state dict can't be copied, or can't be sent to the saving process."""
+
+
+class StagingMemoryError(AsyncSaveError, MemoryError):
+    """There is no memory for the staged copy; the message says how much is needed."""
+
+
+class SaveInProgressError(AsyncSaveError):
+    """An earlier save has not ended in the time that it was given."""
+
+
+class SaveProcessError(AsyncSaveError):
+    """The process that saves died, could not be started, or stopped answering."""
+
+
+class ClosedError(AsyncSaveError):
+    """The stager, saver or checkpointer was closed before."""

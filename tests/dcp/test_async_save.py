@@ -192,10 +192,7 @@ _found: dict[str, dict[str, str]] = {}
 @pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
 @pytest.mark.parametrize("world", [1, 2], ids=["one rank", "two ranks"])
 @pytest.mark.parametrize("kind", [THREAD, PROCESS], ids=["thread", "process"])
-def test_async_save(kind, world, check, places, ranks, request):
-    if (kind, world, check) == (PROCESS, 2, leaves_nothing_behind_after_a_failure.__name__):
-        reason = "only the writer in the saving process knows what was written; the parent discards"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+def test_async_save(kind, world, check, places, ranks):
     if (kind, world) not in _found:
         _found[kind, world] = ranks(world, _run_all, places("s3"), kind, deadline=110)[0]
     wrong = _found[kind, world].get(check)

@@ -5,6 +5,7 @@ default. Sizes are bytes (variables also take ``64MiB``), times are seconds.
 """
 
 from cloudckpt.config.azure import AzureOptions
+from cloudckpt.config.background import BackgroundOptions
 from cloudckpt.config.gcs import GCSOptions
 from cloudckpt.config.general import Config, RetryPolicy
 from cloudckpt.config.options import MIB, Switch, documented_options
@@ -13,6 +14,7 @@ from cloudckpt.config.s3 import S3Options
 __all__ = [
     "MIB",
     "AzureOptions",
+    "BackgroundOptions",
     "Config",
     "GCSOptions",
     "RetryPolicy",

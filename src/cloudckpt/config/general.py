@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cloudckpt.config.azure import AzureOptions
+from cloudckpt.config.background import BackgroundOptions
 from cloudckpt.config.gcs import GCSOptions
 from cloudckpt.config.options import (
     MIB,
@@ -123,6 +124,7 @@ class Config:
     s3: S3Options = field(default_factory=S3Options)
     gcs: GCSOptions = field(default_factory=GCSOptions)
     azure: AzureOptions = field(default_factory=AzureOptions)
+    background: BackgroundOptions = field(default_factory=BackgroundOptions)
 
     def __post_init__(self) -> None:
         check_types(self)

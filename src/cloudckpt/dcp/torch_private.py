@@ -1,4 +1,4 @@
-"""The private names of torch.distributed.checkpoint that the adapters need, in this one place."""
+"""The private names of torch.distributed that the adapters need, in this one place."""
 
 from __future__ import annotations
 
@@ -6,5 +6,6 @@ from torch.distributed.checkpoint._extension import (
     ExtensionRegistry,
     StreamTransformExtension,
 )
+from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
 
-__all__ = ["ExtensionRegistry", "StreamTransformExtension"]
+__all__ = ["ExtensionRegistry", "StreamTransformExtension", "set_group_timeout"]

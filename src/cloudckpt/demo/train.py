@@ -52,7 +52,7 @@ def train(job: Job) -> None:
     if job.resume is not None:
         resume(state, job.resume, text)
 
-    saving: Future[Metadata] | None = None
+    saving: cloudckpt.SaveFuture | None = None
     for step in range(state.step + 1, job.last_step + 1):
         loss = train_step(state, text, step)
         tell_once(Stepped(step, loss))
@@ -79,7 +79,7 @@ def resume(state: TrainingState, checkpoint: str, text: StdlibText) -> None:
     tell_once(Resumed(state.step, seconds, recorded=state.held_out_loss, again=again))
 
 
-def save(state: TrainingState, job: Job, group: dist.ProcessGroup | None) -> Future[Metadata]:
+def save(state: TrainingState, job: Job, group: dist.ProcessGroup | None) -> cloudckpt.SaveFuture:
     """Copies the state and returns; the copy travels to the store while training goes on."""
     step = state.step
     writer = cloudckpt.CloudStorageWriter(step_uri(job.run, step))
@@ -92,9 +92,9 @@ def save(state: TrainingState, job: Job, group: dist.ProcessGroup | None) -> Fut
         planner=StallingPlanner() if stalls else None,
     )
     tell(Staged(step, stall=time.perf_counter() - began))
-    assert isinstance(saving, Future)  # torch answers with a pair only to asynchronous stagers
+    assert isinstance(saving, cloudckpt.SaveFuture)  # a pair is for asynchronous stagers
 
-    def committed(done: Future[Metadata]) -> None:
+    def committed(done: Future[Metadata | None]) -> None:
         if done.exception() is None and writer.transferred is not None:
             tell(Committed(step, writer.transferred.bytes, writer.transferred.seconds))
 

@@ -1,0 +1,143 @@
+"""Memory for staged copies, which another process can map."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cloudckpt.errors import StagingMemoryError
+
+__all__ = ["ALIGNMENT", "Arena"]
+
+ALIGNMENT = 64
+"""Bytes; what torch.save aligns storages to, and more than any dtype needs."""
+
+
+class Arena:
+    """Anonymous shared memory of a fixed size.
+
+    It has no name, so that nothing is left behind however its processes end, and no limit but the
+    machine's memory: containers often have a tiny ``/dev/shm``. All of it is allocated at once: a
+    lack of memory shows here, as an error, and not later as a signal.
+
+    Attributes:
+        size: Bytes.
+        fd: The file descriptor that another process may map with :meth:`attach`.
+        pinned: Whether an accelerator can copy to it without a detour.
+    """
+
+    def __init__(self, size: int, *, pin: bool = False) -> None:
+        """
+        Args:
+            size: Bytes, at least 1.
+            pin: Whether to lock the pages for an accelerator.
+
+        Raises:
+            StagingMemoryError: If there is not so much memory.
+        """
+        _check_available(size)
+        fd = _anonymous_file()
+        try:
+            os.posix_fallocate(fd, 0, size)
+            self._map = mmap.mmap(fd, size)
+        except (OSError, ValueError) as exc:
+            os.close(fd)
+            raise StagingMemoryError(
+                f"the staged copy needs {_mib(size)} of shared memory, which can't be had; free "
+                "memory, or save fewer bytes per rank",
+                cause=exc,
+            ) from exc
+        self.size = size
+        self.fd = fd
+        self.pinned = pin
+        if pin:
+            _pin(self.address, size)
+
+    @classmethod
+    def attach(cls, fd: int, size: int) -> Arena:
+        """The arena of another process; the descriptor is taken over."""
+        arena = cls.__new__(cls)
+        arena._map = mmap.mmap(fd, size)
+        arena.size, arena.fd, arena.pinned = size, fd, False
+        return arena
+
+    @property
+    def address(self) -> int:
+        """Where it begins in this process's memory."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    def storage(self, on_unused: Callable[[], None] = lambda: None) -> torch.UntypedStorage:
+        """All of it as a storage of tensors.
+
+        Args:
+            on_unused: Called, in any thread and perhaps by the garbage collector, when no tensor
+                uses this storage any more.
+        """
+        owner = (ctypes.c_char * self.size).from_buffer(self._map)
+        weakref.finalize(owner, on_unused).atexit = False
+        return torch.frombuffer(owner, dtype=torch.uint8).untyped_storage()
+
+    def close(self) -> None:
+        """Gives the memory back as soon as no tensor uses it any more."""
+        if self.fd < 0:
+            return
+        if self.pinned:
+            _unpin(self.address)
+        os.close(self.fd)
+        self.fd = -1
+        del self._map  # unmapped with the last storage
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("cloudckpt-staging", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile(prefix="cloudckpt-staging") as file:  # not on Linux
+        return os.dup(file.fileno())
+
+
+def _check_available(size: int) -> None:
+    """Whether the kernel believes that there is so much memory; it might kill us otherwise."""
+    available = _available()
+    if available is not None and size > available:
+        raise StagingMemoryError(
+            f"the staged copy needs {_mib(size)}, and this machine has {_mib(available)} left; "
+            "free memory, or save fewer bytes per rank"
+        )
+
+
+def _available() -> int | None:
+    try:
+        with open("/proc/meminfo", "rb") as file:
+            for line in file:
+                if line.startswith(b"MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+def _mib(size: int) -> str:
+    return f"{-(-size // 1024**2):,} MiB"
+
+
+def _pin(address: int, size: int) -> None:
+    cudart: Any = torch.cuda.cudart
+    code = cudart().cudaHostRegister(address, size, 1)  # 1: usable from all contexts
+    if int(code) != 0:
+        raise StagingMemoryError(
+            f"CUDA can't pin {_mib(size)} for the staged copy; raise the limit of locked memory "
+            "(ulimit -l), or turn pinning off",
+            cause=f"cudaHostRegister returned {int(code)}",
+        )
+
+
+def _unpin(address: int) -> None:
+    cudart: Any = torch.cuda.cudart
+    cudart().cudaHostUnregister(address)

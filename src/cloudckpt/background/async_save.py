@@ -1,0 +1,111 @@
+"""``async_save``: torch's own, on a URI, with a stager and a saving process that are kept."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.checkpoint.storage import StorageWriter
+
+from cloudckpt.api import writer_for
+from cloudckpt.background.saver import AsyncSaver, SaveFuture
+from cloudckpt.config import BackgroundOptions, Config
+from cloudckpt.dcp.writer import CloudStorageWriter
+from cloudckpt.uri import URILike
+
+__all__ = ["async_save", "close_async_savers"]
+
+_lock = threading.Lock()
+_savers: dict[tuple[Any, ...], AsyncSaver] = {}
+
+
+def async_save(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: URILike | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    async_checkpointer_type: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
+    async_stager: AsyncStager | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+    config: Config | None = None,
+) -> SaveFuture | AsyncSaveResponse:
+    """Copies the state dict and saves the copy in the background; as torch's ``async_save``.
+
+    The memory of the copy, and the saving process if that is asked for, are kept for the next call
+    with the same group, kind and options: until :func:`close_async_savers` or the end of the
+    interpreter, which waits for saves under way. The first call for a group is collective.
+
+    What goes wrong in the background is told by the future, on every rank. A save whose staged
+    copy is still being read is never overwritten by the next: see
+    :class:`~cloudckpt.config.BackgroundOptions` for what that one does meanwhile.
+
+    Args:
+        state_dict: The state dict; ``Stateful`` values are asked for theirs.
+        checkpoint_id: ``s3://bucket/path`` or another location.
+        storage_writer: A writer of the caller's instead of one for ``checkpoint_id``.
+        planner: As in torch.
+        process_group: The ranks that save together; any backend will do.
+        async_checkpointer_type: Whether a thread saves, or a process beside the trainer.
+        async_stager: A stager of the caller's; it must give host memory for a saving process.
+        no_dist: As in torch.
+        use_collectives: As in torch.
+        config: Options, if no writer is given.
+
+    Returns:
+        A future of the metadata, with the guarantees and errors of :func:`cloudckpt.save`; or
+        torch's ``AsyncSaveResponse`` if the stager itself is asynchronous.
+
+    Raises:
+        SaveInProgressError: If the save before does not end within ``patience``.
+        ConfigError: If the arguments do not fit together.
+        SaveProcessError: If the saving process can't be started.
+    """
+    writer = writer_for(checkpoint_id, storage_writer, config)
+    options = writer.config.background if isinstance(writer, CloudStorageWriter) else None
+    saver = _saver_for(
+        process_group,
+        no_dist,
+        async_checkpointer_type,
+        async_stager,
+        options if options is not None else BackgroundOptions(),
+    )
+    pending = saver.save(state_dict, writer, planner=planner, use_collectives=use_collectives)
+    if pending.is_staged_in_background:
+        return AsyncSaveResponse(pending.staged, pending.written)  # type: ignore[arg-type]
+    return pending.written
+
+
+def close_async_savers() -> None:
+    """Waits for the saves of :func:`async_save`, and gives back its memory and processes."""
+    with _lock:
+        savers = list(_savers.values())
+        _savers.clear()
+    for saver in savers:
+        saver.close()
+
+
+def _saver_for(
+    group: dist.ProcessGroup | None,
+    no_dist: bool,
+    kind: AsyncCheckpointerType,
+    stager: AsyncStager | None,
+    options: BackgroundOptions,
+) -> AsyncSaver:
+    alone = no_dist or not (dist.is_available() and dist.is_initialized())
+    together = None if alone else group if group is not None else dist.group.WORLD
+    # by the objects themselves, which are kept alive: an address might be another object's later
+    key = (os.getpid(), together, kind, stager, options)
+    with _lock:
+        if key not in _savers:
+            _savers[key] = AsyncSaver(
+                process_group=group, no_dist=no_dist, kind=kind, stager=stager, options=options
+            )
+        return _savers[key]

@@ -1,0 +1,254 @@
+"""Where the bytes of a state dict go in an arena, and the state dict made anew on top of them."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from cloudckpt.background.arena import ALIGNMENT
+from cloudckpt.errors import StagingError
+from cloudckpt.transfer.memory import has_memory, shows_its_memory
+
+__all__ = ["Layout", "Region"]
+
+_WIDE, _BYTE = torch.int64, torch.uint8
+_ATOMIC = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+@dataclass(slots=True)
+class Region:
+    """The bytes of one storage that some tensor shows.
+
+    Attributes:
+        storage: The storage, kept alive.
+        first: The first byte of it that is needed, a multiple of ``ALIGNMENT``.
+        end: The first behind them.
+        place: Where they begin in the arena.
+    """
+
+    storage: torch.UntypedStorage
+    first: int
+    end: int
+    place: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.end - self.first
+
+    def pieces(
+        self, target: torch.UntypedStorage, most: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Pairs of what to write and what to read, each of at most ``most`` bytes.
+
+        They are of a wide type, which torch copies faster than bytes, but for an odd end.
+        """
+        for start in range(0, self.size, most):
+            end = min(start + most, self.size)
+            wide = (end - start) // _WIDE.itemsize * _WIDE.itemsize
+            for dtype, begin, stop in ((_WIDE, start, start + wide), (_BYTE, start + wide, end)):
+                if stop > begin:
+                    yield (
+                        _flat(target, dtype, self.place + begin, self.place + stop),
+                        _flat(self.storage, dtype, self.first + begin, self.first + stop),
+                    )
+
+
+def _flat(storage: torch.UntypedStorage, dtype: torch.dtype, start: int, end: int) -> torch.Tensor:
+    """Bytes of a storage as a tensor."""
+    flat = torch.empty(0, dtype=dtype, device=storage.device)
+    size = dtype.itemsize
+    return flat.set_(storage, start // size, ((end - start) // size,), (1,))
+
+
+@dataclass
+class Layout:
+    """The plan of a staged copy.
+
+    Tensors that share a storage go on sharing it. Of a storage, only what some tensor shows is
+    copied: a view of a few rows does not drag along the whole.
+
+    Attributes:
+        regions: What is to be copied.
+        size: Bytes of the arena that this takes.
+    """
+
+    regions: list[Region] = field(default_factory=list)
+    size: int = 0
+    _by_storage: dict[int, Region] = field(default_factory=dict)
+    _planned: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, state_dict: dict[str, Any]) -> Layout:
+        """Plans the copy of a state dict."""
+        layout = cls()
+        for tensor in _tensors(state_dict, set()):
+            layout._add(tensor)
+        place = 0
+        for region in layout.regions:
+            region.place = place
+            place += -(-region.size // ALIGNMENT) * ALIGNMENT
+        layout.size = place
+        return layout
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        shown = tensor if shows_its_memory(tensor) else tensor.resolve_conj().resolve_neg()
+        self._planned[id(tensor)] = shown
+        storage = shown.untyped_storage()
+        first, end = _extent(shown)
+        region = self._by_storage.get(storage._cdata)
+        if region is None:
+            region = self._by_storage[storage._cdata] = Region(storage, first, end)
+            self.regions.append(region)
+        else:
+            region.first, region.end = min(region.first, first), max(region.end, end)
+
+    def rebuild(self, state_dict: dict[str, Any], storage: torch.UntypedStorage) -> dict[str, Any]:
+        """The state dict as a structure of its own, its tensors in the arena's storage.
+
+        Raises:
+            StagingError: If a value can't be copied.
+        """
+        return _Copier(self, storage).mapping(state_dict, {})
+
+    def plans(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor gets a place in the arena."""
+        return id(tensor) in self._planned
+
+    def staged(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The copy of a tensor that was planned."""
+        tensor = self._planned[id(tensor)]
+        region = self._by_storage[tensor.untyped_storage()._cdata]
+        itemsize = tensor.itemsize
+        offset = region.place + tensor.storage_offset() * itemsize - region.first
+        made = torch.empty(0, dtype=tensor.dtype)
+        return made.set_(storage, offset // itemsize, tensor.size(), tensor.stride())
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes of its storage that a tensor shows: first (rounded down) and end."""
+    itemsize = tensor.itemsize
+    first = tensor.storage_offset() * itemsize
+    if tensor.numel() == 0:
+        end = first
+    elif tensor.is_contiguous():
+        end = first + tensor.numel() * itemsize
+    else:
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        end = first + (sum((size - 1) * stride for size, stride in steps) + 1) * itemsize
+    return first // ALIGNMENT * ALIGNMENT, int(end)
+
+
+def _goes_to_arena(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is bytes in memory; others are copied on their own, or refused later."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        and tensor.layout == torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and has_memory(tensor)
+    )
+
+
+def _tensors(value: object, seen: set[int]) -> Iterator[torch.Tensor]:
+    """The tensors in a state dict that are bytes in memory, each once."""
+    if isinstance(value, _ATOMIC) or id(value) in seen:
+        return
+    if isinstance(value, torch.Tensor):
+        seen.add(id(value))
+        if _goes_to_arena(value):
+            yield value
+        else:
+            for inner in _inner(value):
+                yield from _tensors(inner, seen)
+    elif isinstance(value, dict):
+        seen.add(id(value))
+        for entry in value.values():
+            yield from _tensors(entry, seen)
+    elif isinstance(value, (list, tuple)):
+        seen.add(id(value))
+        for entry in value:
+            yield from _tensors(entry, seen)
+
+
+def _inner(tensor: Any) -> list[torch.Tensor]:
+    """The tensors that a wrapper such as DTensor consists of."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return []
+    return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+
+
+class _Copier:
+    """Copies a structure; the same object in two places stays the same object."""
+
+    def __init__(self, layout: Layout, storage: torch.UntypedStorage) -> None:
+        self._layout = layout
+        self._storage = storage
+
+    def mapping(self, value: dict[Any, Any], memo: dict[int, Any]) -> dict[Any, Any]:
+        made: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
+        memo[id(value)] = made
+        for key, entry in value.items():
+            try:
+                made[key] = self.value(entry, memo)
+            except StagingError as error:
+                error.item = str(key) if error.item is None else f"{key}.{error.item}"
+                raise
+        return made
+
+    def value(self, value: Any, memo: dict[int, Any]) -> Any:
+        if isinstance(value, _ATOMIC):
+            return value
+        if id(value) in memo:
+            return memo[id(value)]
+        kind = type(value)
+        if isinstance(value, torch.Tensor):
+            made: Any = self._tensor(value, memo)
+        elif kind in (dict, OrderedDict):
+            return self.mapping(value, memo)
+        elif kind is list:
+            made = memo[id(value)] = []
+            made.extend(self.value(entry, memo) for entry in value)
+            return made
+        elif kind is tuple:
+            made = tuple(self.value(entry, memo) for entry in value)
+        elif isinstance(value, tuple) and hasattr(value, "_fields"):
+            made = kind(*(self.value(entry, memo) for entry in value))
+        elif isinstance(value, io.BytesIO):
+            made = io.BytesIO(value.getvalue())
+        else:
+            made = _deep_copy(value, memo)
+        memo[id(value)] = made
+        return made
+
+    def _tensor(self, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+        if self._layout.plans(tensor):
+            return self._layout.staged(tensor, self._storage)
+        wrapper: Any = tensor  # mypy knows no class that is a tensor and a wrapper
+        if not is_traceable_wrapper_subclass(wrapper):
+            made: torch.Tensor = _deep_copy(tensor.detach(), memo)
+            return made
+        names, context = wrapper.__tensor_flatten__()
+        inner = {name: self.value(getattr(wrapper, name), memo) for name in names}
+        rebuilt: torch.Tensor = type(wrapper).__tensor_unflatten__(
+            inner, context, wrapper.size(), wrapper.stride()
+        )
+        return rebuilt
+
+
+def _deep_copy(value: Any, memo: dict[int, Any]) -> Any:
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception as exc:
+        raise StagingError(
+            f"a value of type {type(value).__name__} can't be copied, which an asynchronous save "
+            "has to do; leave it out of the state dict",
+            cause=exc,
+        ) from exc

@@ -1,0 +1,369 @@
+"""``AsyncSaver``: stages a state dict and saves the copy behind the trainer's back."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import pickle
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NoReturn, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageWriter
+
+from cloudckpt import api
+from cloudckpt.background.process import SaveProcess
+from cloudckpt.background.stager import StagedState, Stager
+from cloudckpt.config import BackgroundOptions
+from cloudckpt.dcp.planners import CloudSavePlanner
+from cloudckpt.dcp.writer import CloudStorageWriter
+from cloudckpt.errors import (
+    AsyncSaveError,
+    ClosedError,
+    CloudCheckpointError,
+    ConfigError,
+    SaveInProgressError,
+    StagingError,
+)
+
+__all__ = ["AsyncSaver", "PendingSave", "SaveFuture"]
+
+
+class SaveFuture(Future[Metadata | None]):
+    """The outcome of an asynchronous save.
+
+    ``result()`` is the committed metadata, with the guarantees of :func:`cloudckpt.save`; or None
+    if the save was skipped. A save can't be cancelled once it was asked for, since other ranks take
+    part in it: ``cancel()`` returns False.
+
+    Attributes:
+        skipped: Whether there was no save, because the one before was still under way.
+    """
+
+    skipped = False
+
+    def result(self, timeout: float | None = None) -> Metadata | None:
+        content: Any = super().result(timeout)
+        if isinstance(content, _Pickled):
+            return content.load()
+        return cast("Metadata | None", content)
+
+
+class _Pickled:
+    """Metadata as the saving process sent it: of no use to most trainers, and slow to unpickle."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._metadata: Metadata | None = None
+
+    def load(self) -> Metadata:
+        if self._metadata is None:
+            self._metadata = pickle.loads(self._data)[0]  # noqa: S301 - from our own child
+        assert self._metadata is not None
+        return self._metadata
+
+    def transferred(self) -> Any:
+        return pickle.loads(self._data)[1]  # noqa: S301 - from our own child
+
+
+@dataclass(frozen=True)
+class PendingSave:
+    """An asynchronous save under way.
+
+    Attributes:
+        staged: Done when the trainer may change its tensors; None is its result.
+        written: Done when the save is.
+        is_staged_in_background: Whether ``staged`` may not be done yet.
+    """
+
+    staged: Future[None]
+    written: SaveFuture
+    is_staged_in_background: bool = False
+
+
+class AsyncSaver:
+    """Saves one state dict after another in the background, in the order in which it was asked.
+
+    The ranks that save together get a process group of their own (gloo): the saver's collectives
+    never mix with the trainer's, whatever backend those use. Constructing a saver is therefore a
+    collective call.
+    """
+
+    def __init__(
+        self,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        no_dist: bool = False,
+        kind: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
+        stager: AsyncStager | None = None,
+        options: BackgroundOptions | None = None,
+    ) -> None:
+        """
+        Args:
+            process_group: The ranks that save together; default: all.
+            no_dist: Whether this process saves alone.
+            kind: Whether a thread of the trainer saves, or a process beside it.
+            stager: A stager of the caller's, which is not closed here.
+            options: See there.
+        """
+        self._options = options if options is not None else BackgroundOptions()
+        self._no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
+        self._group = None if self._no_dist else self._new_group(process_group)
+        skips = self._options.when_busy == "skip"
+        self._control = self._new_group(process_group) if self._group and skips else None
+        buffers = 2 if self._options.when_busy == "double_buffer" else 1
+        self._stager = stager
+        self._own_stager: Stager | None = None
+        if stager is None:
+            pin = {"auto": None, "on": True, "off": False}[self._options.pin_memory]
+            self._own_stager = Stager(
+                buffers=buffers, threads=self._options.stage_threads, pin_memory=pin
+            )
+        self._process: SaveProcess | None = None
+        if kind == AsyncCheckpointerType.PROCESS:
+            self._process = SaveProcess(self._group, self._options, arenas=buffers)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="cloudckpt-async")
+        self._number = 0
+        self._under_way: list[tuple[str, SaveFuture]] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def _new_group(self, parent: dist.ProcessGroup | None) -> dist.ProcessGroup:
+        group = parent if parent is not None else dist.group.WORLD
+        assert group is not None
+        made = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=timedelta(seconds=self._options.collective_timeout),
+            backend="gloo",
+            use_local_synchronization=True,
+            group_desc="cloudckpt",
+        )
+        if not isinstance(made, dist.ProcessGroup):
+            raise ConfigError("this rank is not in the process group that it is to save with")
+        return made
+
+    def save(
+        self,
+        state_dict: dict[str, Any],
+        writer: StorageWriter,
+        *,
+        planner: SavePlanner | None = None,
+        use_collectives: bool = True,
+    ) -> PendingSave:
+        """Stages a state dict and begins to save the copy.
+
+        It returns when the copy is made, or begun if the stager is asynchronous. What goes wrong
+        from here on is told by the futures, on all ranks.
+
+        Args:
+            state_dict: What to save; ``Stateful`` values are asked for theirs.
+            writer: Where to.
+            planner: As in torch.
+            use_collectives: As in torch.
+
+        Raises:
+            ClosedError: If the saver was closed.
+            SaveInProgressError: If a save to the same place is still under way.
+        """
+        where = writer.checkpoint_id if isinstance(writer, CloudStorageWriter) else str(id(writer))
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the saver was closed")
+            self._under_way = [entry for entry in self._under_way if not entry[1].done()]
+            busy = len(self._under_way)
+        if self._options.when_busy == "skip" and self._all_skip(bool(busy)):
+            return _skipped()
+        if self._options.when_busy == "wait":
+            self._wait_for_others()
+        elif any(place == where and not future.done() for place, future in self._under_way):
+            raise SaveInProgressError("a save to this place is still under way", uri=where)
+        self._number += 1
+        written = SaveFuture()
+        written.set_running_or_notify_cancel()
+        job = _Job(self._number, writer, planner or CloudSavePlanner(), use_collectives, written)
+        staged: Future[None] = Future()
+        try:
+            state = {
+                key: value.state_dict() if isinstance(value, Stateful) else value
+                for key, value in state_dict.items()
+            }
+            self._stage(state, job, staged)
+        except Exception as error:  # noqa: BLE001 - the other ranks must hear of it
+            job.failure = _as_ours(error, where)
+            staged.set_exception(job.failure)
+        with self._lock:
+            self._under_way.append((where, written))
+        self._thread.submit(self._run, job, staged)
+        return PendingSave(staged, written, job.copying is not None)
+
+    def _all_skip(self, busy: bool) -> bool:
+        """Whether some rank is busy: then all skip."""
+        if self._control is None:
+            return busy
+        seen = torch.tensor([int(busy)])
+        dist.all_reduce(seen, dist.ReduceOp.MAX, group=self._control)
+        return bool(seen.item())
+
+    def _wait_for_others(self) -> None:
+        """Waits for the saves under way, whatever their outcome, which their futures tell."""
+        deadline = time.monotonic() + self._options.patience
+        for where, future in list(self._under_way):
+            done, _ = concurrent.futures.wait([future], max(0.0, deadline - time.monotonic()))
+            if not done:
+                raise SaveInProgressError(
+                    f"the save before has not ended within {self._options.patience:g} s", uri=where
+                )
+
+    def _stage(self, state: dict[str, Any], job: _Job, staged: Future[None]) -> None:
+        if self._own_stager is not None:
+            job.staged, copied = self._own_stager.begin(state, self._options.patience)
+            copied.result()
+            staged.set_result(None)
+            return
+        assert self._stager is not None
+        made = self._stager.stage(state)
+        if isinstance(made, Future):
+            job.copying = made
+            made.add_done_callback(lambda done: _pass_on(done, staged))
+        else:
+            job.state = made
+            staged.set_result(None)
+
+    def _run(self, job: _Job, staged: Future[None]) -> None:
+        """In the thread that saves."""
+        try:
+            concurrent.futures.wait([staged])
+            job.take_copy()
+            result = self._save(job)
+        except BaseException as error:  # noqa: BLE001 - told by the future
+            job.end()
+            job.written.set_exception(error)
+        else:
+            job.end()
+            job.written.set_result(result)
+
+    def _save(self, job: _Job) -> Any:
+        if self._process is not None:
+            arena = None if job.staged is None else job.staged.arena
+            others = (job.writer, job.planner, job.use_collectives, self._no_dist)
+            data = self._process.save(job.number, job.content, arena, others, job.failure)
+            made = _Pickled(data)
+            if isinstance(job.writer, CloudStorageWriter):
+                job.writer.transferred = made.transferred()
+            return made
+        return api.save(
+            job.content,
+            storage_writer=job.writer,
+            planner=job.planner if job.failure is None else _Failing(job.failure),
+            process_group=self._group,
+            no_dist=self._no_dist,
+            use_collectives=job.use_collectives,
+        )
+
+    def close(self) -> None:
+        """Waits for the saves under way, up to ``close_timeout`` seconds, and ends the rest.
+
+        Their failures are told by their futures only. Closing again does nothing.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        futures = [future for _, future in self._under_way]
+        concurrent.futures.wait(futures, self._options.close_timeout)
+        if self._process is not None:
+            self._process.close(_FAREWELL)
+        self._thread.shutdown(wait=all(future.done() for future in futures))
+        if self._own_stager is not None:
+            self._own_stager.close()
+
+    def __enter__(self) -> AsyncSaver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+_FAREWELL = 10.0  # seconds for an idle saving process to end
+
+
+@dataclass
+class _Job:
+    number: int
+    writer: StorageWriter
+    planner: SavePlanner
+    use_collectives: bool
+    written: SaveFuture
+    state: dict[str, Any] | None = None
+    staged: StagedState | None = None
+    copying: Future[dict[str, Any]] | None = None
+    failure: CloudCheckpointError | None = None
+
+    @property
+    def content(self) -> dict[str, Any]:
+        if self.staged is not None:
+            return self.staged.state_dict
+        return self.state or {}
+
+    def take_copy(self) -> None:
+        """The result of a stager of the caller's that made its copy in the background."""
+        if self.copying is None:
+            return
+        try:
+            self.state = self.copying.result()
+        except Exception as error:  # noqa: BLE001 - the other ranks must hear of it
+            self.failure = _as_ours(error, "")
+
+    def end(self) -> None:
+        """Gives the copy's memory back."""
+        self.state = self.copying = None
+        if self.staged is not None:
+            self.staged.release()
+
+
+class _Failing(CloudSavePlanner):
+    """Takes part in a save in the place of a rank that can't, so that all ranks hear why."""
+
+    def __init__(self, failure: CloudCheckpointError) -> None:
+        super().__init__()
+        self._failure = failure
+
+    def set_up_planner(self, *_: Any, **__: Any) -> NoReturn:
+        raise self._failure
+
+
+def _as_ours(error: Exception, where: str) -> CloudCheckpointError:
+    if isinstance(error, CloudCheckpointError):
+        if error.uri is None and where:
+            error.uri = where
+        return error
+    made: AsyncSaveError = StagingError("the state dict could not be copied", cause=error)
+    made.uri = where or None
+    made.__cause__ = error
+    return made
+
+
+def _pass_on(done: Future[Any], staged: Future[None]) -> None:
+    error = done.exception()
+    if error is not None:
+        staged.set_exception(error)
+    else:
+        staged.set_result(None)
+
+
+def _skipped() -> PendingSave:
+    staged: Future[None] = Future()
+    staged.set_result(None)
+    written = SaveFuture()
+    written.skipped = True
+    written.set_result(None)
+    return PendingSave(staged, written)

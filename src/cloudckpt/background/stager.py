@@ -1,0 +1,278 @@
+"""``Stager``: copies a state dict into memory that is kept from one save to the next."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import queue
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.staging import AsyncStager
+
+from cloudckpt.background.arena import Arena
+from cloudckpt.background.layout import Layout
+from cloudckpt.errors import ClosedError, SaveInProgressError
+
+__all__ = ["StagedState", "Stager"]
+
+_CHUNK = 16 * 1024 * 1024
+"""Bytes that one call copies."""
+_SMALL = 64 * 1024
+"""Bytes below which making tensors of them takes longer than copying them."""
+_WORTH_THREADS = 32 * 1024 * 1024
+"""Bytes from which the copy is spread over threads."""
+_SHRINK = 2
+"""An arena that is this many times too large is replaced."""
+
+
+@dataclass
+class _Buffer:
+    """One staged copy's place; its arena is made when it is first needed."""
+
+    arena: Arena | None = None
+
+    def fit(self, size: int, *, pin: bool) -> Arena:
+        """An arena of at least ``size`` bytes; one that does not fit is given back first."""
+        held = self.arena
+        if held is not None and (held.size < size or held.size > max(size * _SHRINK, _CHUNK)):
+            self.release()
+            held = None
+        if held is None:
+            held = self.arena = Arena(max(size, 1), pin=pin)
+        return held
+
+    def release(self) -> None:
+        if self.arena is not None:
+            self.arena.close()
+            self.arena = None
+
+
+@dataclass
+class StagedState:
+    """A staged copy, and the right to its memory.
+
+    Attributes:
+        state_dict: The copy.
+        arena: Where its tensors are.
+        size: Bytes that were copied.
+        seconds: How long that took.
+    """
+
+    state_dict: dict[str, Any]
+    arena: Arena
+    size: int
+    seconds: float
+    _lease: _Lease = field(repr=False)
+
+    def release(self) -> None:
+        """Says that nobody reads the copy any more; its memory may be used for the next."""
+        self.state_dict = {}
+        self._lease.end()
+
+
+class _Lease:
+    """A buffer in use. It ends once: when it is released, or when its last tensor is gone."""
+
+    def __init__(self, buffer: _Buffer, free: queue.SimpleQueue[_Buffer]) -> None:
+        self._buffer = [buffer]
+        self._free = free
+
+    def end(self) -> None:
+        # atomic, and without a lock: the garbage collector may call it in the middle of anything
+        with contextlib.suppress(IndexError):
+            self._free.put(self._buffer.pop())
+
+
+class Stager(AsyncStager):
+    """torch's ``AsyncStager`` with memory that is kept, shared, and never written while it is read.
+
+    A staged copy holds its buffer until its last tensor is gone (or, in a save of cloudckpt's own,
+    until that has ended). :meth:`stage` waits for a free buffer: a checkpoint can't mix two steps,
+    which torch's own persistent stager does not prevent.
+
+    Memory: one copy of what is staged for each buffer, and nothing else. A buffer is made anew when
+    the state dict has grown beyond it or shrunk below half of it.
+
+    With CUDA, buffers are pinned and filled on a stream of their own; :meth:`stage` then waits for
+    the copies unless ``asynchronous`` is set, which makes it return a future instead: the tensors
+    must not be changed before that is done.
+    """
+
+    _synchronize_after_execute = False
+
+    def __init__(
+        self,
+        *,
+        buffers: int = 1,
+        threads: int | None = None,
+        pin_memory: bool | None = None,
+        asynchronous: bool = False,
+        patience: float = 3600.0,
+    ) -> None:
+        """
+        Args:
+            buffers: Copies that may exist at a time.
+            threads: That copy on the CPU; default: as many as torch uses, at most 8.
+            pin_memory: Whether to pin buffers; default: if CUDA is there.
+            asynchronous: Whether :meth:`stage` returns a future.
+            patience: Seconds to wait for a free buffer.
+        """
+        self._threads = threads if threads is not None else min(8, torch.get_num_threads())
+        self._pin = torch.cuda.is_available() if pin_memory is None else pin_memory
+        self._asynchronous = asynchronous
+        self._patience = patience
+        self._buffers = [_Buffer() for _ in range(buffers)]
+        self._free: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
+        for buffer in self._buffers:
+            self._free.put(buffer)
+        self._copiers = ThreadPoolExecutor(self._threads, thread_name_prefix="cloudckpt-stage")
+        self._waiter = ThreadPoolExecutor(1, thread_name_prefix="cloudckpt-staged")
+        self._streams: dict[torch.device, torch.Stream] = {}
+        self._closed = False
+
+    def stage(
+        self, state_dict: dict[str, Any], **_: Any
+    ) -> dict[str, Any] | Future[dict[str, Any]]:
+        """A copy of the state dict that later changes don't reach.
+
+        Raises:
+            SaveInProgressError: If no buffer became free in time.
+            StagingMemoryError: If there is no memory for the copy.
+            StagingError: If a value can't be copied.
+            ClosedError: If the stager was closed.
+        """
+        staged, copied = self.begin(state_dict, self._patience)
+        if not self._asynchronous:
+            copied.result()
+            return staged.state_dict
+        content = staged.state_dict
+        done: Future[dict[str, Any]] = Future()
+
+        def pass_on(ended: Future[None]) -> None:
+            error = ended.exception()
+            if error is not None:
+                done.set_exception(error)
+            else:
+                done.set_result(content)
+
+        copied.add_done_callback(pass_on)
+        return done
+
+    def begin(
+        self, state_dict: dict[str, Any], patience: float
+    ) -> tuple[StagedState, Future[None]]:
+        """Begins a copy, which is complete when the future is done.
+
+        Args:
+            state_dict: What to copy.
+            patience: Seconds to wait for a free buffer; 0 for not at all.
+        """
+        if self._closed:
+            raise ClosedError("the stager was closed")
+        started = time.perf_counter()
+        layout = Layout.of(state_dict)
+        try:
+            buffer = self._free.get(timeout=patience) if patience > 0 else self._free.get_nowait()
+        except queue.Empty:
+            raise SaveInProgressError(
+                f"an earlier save still reads the staged copy after {patience:g} s; wait for its "
+                "future, save less often, or allow for two copies"
+            ) from None
+        lease = _Lease(buffer, self._free)
+        try:
+            if self._closed:
+                raise ClosedError("the stager was closed")
+            arena = buffer.fit(layout.size, pin=self._pin and _on_cuda(layout))
+            storage = arena.storage(lease.end)
+            content = layout.rebuild(state_dict, storage)
+            copied = self._copy(layout, storage)
+        except BaseException:
+            lease.end()
+            raise
+        seconds = time.perf_counter() - started
+        return StagedState(content, arena, layout.size, seconds, lease), copied
+
+    def _copy(self, layout: Layout, target: torch.UntypedStorage) -> Future[None]:
+        done: Future[None] = Future()
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        base = target.data_ptr()
+        with torch.no_grad():
+            for region in layout.regions:
+                if region.storage.device.type == "cpu":
+                    if region.size < _SMALL:
+                        source = region.storage.data_ptr() + region.first
+                        ctypes.memmove(base + region.place, source, region.size)
+                    else:
+                        pairs.extend(region.pieces(target, _CHUNK))
+                    continue
+                with self._beside_compute(region.storage.device):
+                    for place, bytes_ in region.pieces(target, region.size):
+                        place.copy_(bytes_, non_blocking=self._pin)
+            events = [stream.record_event() for stream in self._streams.values()]
+            self._copy_on_host(pairs)
+        if not events:
+            done.set_result(None)
+            return done
+
+        def wait() -> None:
+            try:
+                for event in events:
+                    event.synchronize()
+            except BaseException as error:  # noqa: BLE001 - told to whoever waits
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        self._waiter.submit(wait)
+        return done
+
+    def _copy_on_host(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        if self._threads < 2 or sum(place.nbytes for place, _ in pairs) < _WORTH_THREADS:
+            _copy_all(pairs)
+            return
+        shares = [pairs[start :: self._threads] for start in range(self._threads)]
+        for _ in self._copiers.map(_copy_all, shares):
+            pass
+
+    @contextlib.contextmanager
+    def _beside_compute(self, device: torch.device) -> Iterator[None]:
+        """A stream for copies, behind what the compute stream has been given so far."""
+        if device not in self._streams:
+            self._streams[device] = torch.Stream(device)
+        stream = self._streams[device]
+        stream.wait_stream(torch.accelerator.current_stream(device))
+        with stream:
+            yield
+
+    def synchronize_staging(self) -> None:
+        """Nothing is left to wait for: see the futures."""
+
+    def close(self) -> None:
+        """Gives the memory back; a copy that is still read keeps its own until the end."""
+        if self._closed:
+            return
+        self._closed = True
+        self._copiers.shutdown()
+        self._waiter.shutdown()
+        for buffer in self._buffers:
+            buffer.release()
+
+    def __enter__(self) -> Stager:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _copy_all(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for target, source in pairs:
+        target.copy_(source)
+
+
+def _on_cuda(layout: Layout) -> bool:
+    return any(region.storage.device.type == "cuda" for region in layout.regions)

@@ -1,0 +1,254 @@
+"""The saving process: takes staged copies from its trainer and saves them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import pickle
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from cloudckpt import api
+from cloudckpt.background.agreement import agree
+from cloudckpt.background.arena import Arena
+from cloudckpt.background.handoff import unpack
+from cloudckpt.dcp.portable import portable_errors
+from cloudckpt.dcp.torch_private import set_group_timeout
+from cloudckpt.dcp.writer import CloudStorageWriter
+from cloudckpt.errors import CloudCheckpointError, ProcessGroupError, SaveProcessError
+
+__all__ = ["Job", "Outcome", "Settings", "main"]
+
+_LOOK = 0.5  # seconds between two looks whether the trainer is alive
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a saving process is told when it starts.
+
+    Attributes:
+        trainer: The process it serves.
+        rank: Of the trainer in its group.
+        world: Ranks of the group.
+        arenas: Most staged copies that the trainer uses in turn.
+        store: Host and port at which the processes of all ranks meet; None if there is no group.
+        generation: How often they have been replaced.
+        nice: By how much to yield the CPU.
+        start_timeout: Seconds to meet the others.
+        collective_timeout: Seconds to wait for them in a save.
+        log_level: From which on log records are sent to the trainer.
+    """
+
+    trainer: int
+    rank: int
+    world: int
+    arenas: int
+    store: tuple[str, int] | None
+    generation: int
+    nice: int
+    start_timeout: float
+    collective_timeout: float
+    log_level: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """One save.
+
+    Attributes:
+        number: Counted alike on all ranks.
+        payload: See :func:`~cloudckpt.background.handoff.pack`; empty if ``failure`` is given.
+        arena: The number of the arena of its tensors.
+        size: Bytes of that arena, whose descriptor follows if it is a new one.
+        is_new: Whether that is so.
+        failure: Why this rank can't take part.
+    """
+
+    number: int
+    payload: bytes = b""
+    arena: int | None = None
+    size: int = 0
+    is_new: bool = False
+    failure: CloudCheckpointError | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a save ended.
+
+    Attributes:
+        result: The pickled metadata and what was transferred, if it succeeded.
+        error: Why it failed.
+        begun: Whether all ranks had agreed to begin.
+        superseded: Whether other ranks have gone on to a later one.
+    """
+
+    result: bytes | None = None
+    error: BaseException | None = None
+    begun: bool = False
+    superseded: bool = False
+
+
+def main(connection: Connection, settings: Settings) -> None:
+    """Serves until the trainer says so, or is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
+    threading.Thread(target=_watch, args=(settings.trainer,), daemon=True).start()
+    sender = _Sender(connection)
+    _forward_logs(sender, settings.log_level)
+    with contextlib.suppress(OSError):
+        os.nice(settings.nice)
+    torch.set_num_threads(1)
+    try:
+        if settings.store is not None:
+            _meet(settings)
+    except Exception as error:  # noqa: BLE001 - told to the trainer
+        sender.send(
+            "failed to start",
+            SaveProcessError("the saving processes of the ranks did not meet", cause=error),
+        )
+        return
+    sender.send("ready", None)
+    _serve(connection, sender, settings)
+
+
+def _watch(trainer: int) -> None:
+    """Ends this process soon after its trainer, however that ended.
+
+    A process that outlives its trainer could at most commit late, and the commit is conditional;
+    but it would hold memory and send bytes for nobody.
+    """
+    while os.getppid() == trainer:
+        time.sleep(_LOOK)
+    os._exit(1)
+
+
+def _meet(settings: Settings) -> None:
+    assert settings.store is not None
+    host, port = settings.store
+    timeout = timedelta(seconds=settings.start_timeout)
+    place = TCPStore(host, port, timeout=timeout)
+    store = PrefixStore(f"cloudckpt/{settings.generation}", place)
+    dist.init_process_group(
+        "gloo", store=store, rank=settings.rank, world_size=settings.world, timeout=timeout
+    )
+    dist.barrier()
+    set_group_timeout(timedelta(seconds=settings.collective_timeout))
+
+
+def _serve(connection: Connection, sender: _Sender, settings: Settings) -> None:
+    arenas: dict[int, Arena] = {}
+    while True:
+        try:
+            message = connection.recv()
+        except (EOFError, OSError):
+            return
+        if message is None:
+            return
+        job: Job = message
+        if job.is_new and job.arena is not None:
+            arenas[job.arena] = Arena.attach(reduction.recv_handle(connection), job.size)
+            while len(arenas) > settings.arenas:
+                arenas.pop(next(iter(arenas))).close()
+        outcome = _carry_out(job, arenas, settings)
+        del job, message
+        gc.collect()  # cycles hold on to the staged copy, which the trainer writes to next
+        try:
+            sender.send("outcome", outcome)
+        except (OSError, pickle.PicklingError):
+            return
+        if isinstance(outcome.error, ProcessGroupError) or _is_broken(outcome):
+            return  # the connections of the others end with this process, so that none waits
+
+
+def _is_broken(outcome: Outcome) -> bool:
+    return outcome.error is not None and not outcome.begun and dist.is_initialized()
+
+
+def _carry_out(job: Job, arenas: dict[int, Arena], settings: Settings) -> Outcome:
+    begun = False
+    try:
+        failure, others = job.failure, None
+        state: dict[str, Any] = {}
+        if failure is None:
+            try:
+                arena = None if job.arena is None else arenas[job.arena]
+                state, others = unpack(job.payload, arena)
+            except Exception as error:  # noqa: BLE001 - told to all ranks
+                failure = SaveProcessError(
+                    "the saving process can't read what it was sent: are all its classes "
+                    "importable by name?",
+                    cause=error,
+                )
+        if settings.store is not None:
+            try:
+                if agree(job.number, failure) == "superseded":
+                    return Outcome(superseded=True)
+            except CloudCheckpointError as error:
+                return Outcome(error=error, begun=True)
+        elif failure is not None:
+            return Outcome(error=failure, begun=True)
+        begun = True
+        return Outcome(result=_save(state, others), begun=True)
+    except BaseException as error:  # noqa: BLE001 - told to the trainer
+        return Outcome(error=_portable(error), begun=begun)
+
+
+def _save(state: dict[str, Any], others: Any) -> bytes:
+    writer, planner, use_collectives, no_dist = others
+    metadata = api.save(
+        state,
+        storage_writer=writer,
+        planner=planner,
+        use_collectives=use_collectives,
+        no_dist=no_dist,
+    )
+    sent = writer.transferred if isinstance(writer, CloudStorageWriter) else None
+    return pickle.dumps((metadata, sent), protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def _portable(error: BaseException) -> BaseException:
+    """The error, or its text if it can't be pickled."""
+    try:
+        with portable_errors(""):
+            raise error
+    except BaseException as made:  # noqa: BLE001 - this is what it is for
+        return made
+
+
+class _Sender:
+    """Sends from several threads."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def send(self, kind: str, content: object) -> None:
+        with self._lock:
+            self._connection.send((kind, content))
+
+
+def _forward_logs(sender: _Sender, level: int) -> None:
+    class Forward(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            record.msg, record.args = record.getMessage(), None
+            if record.exc_info:
+                record.exc_text = logging.Formatter().formatException(record.exc_info)
+                record.exc_info = None
+            with contextlib.suppress(Exception):
+                sender.send("log", record)
+
+    root = logging.getLogger()
+    root.handlers[:] = [Forward()]
+    root.setLevel(level)
