@@ -15,10 +15,11 @@ from cloudckpt.checksum import combine, to_base64
 from cloudckpt.config import Config
 from cloudckpt.errors import ObjectNotFoundError, PreconditionFailedError, StoreError
 from cloudckpt.stores.base import Body, Capabilities, ObjectInfo, Part, Progress, Upload
-from cloudckpt.stores.gcs_access import BucketAccess, Properties
+from cloudckpt.stores.gcs_access import BucketAccess
 from cloudckpt.stores.gcs_compose import MAX_PARTS, Composition, is_temporary
 from cloudckpt.stores.gcs_errors import from_answer
 from cloudckpt.stores.gcs_json import JsonObjects, Stored, generation, parse_crc32c
+from cloudckpt.stores.gcs_properties import Properties
 from cloudckpt.stores.http import HttpClient, Reply
 from cloudckpt.stores.rest import RestStore, encode_key, encode_query
 from cloudckpt.stores.xml_multipart import Dialect, XmlMultipart
@@ -36,11 +37,12 @@ class GCSStore(RestStore):
 
     def __init__(self, bucket: str, config: Config) -> None:
         root = f"gs://{bucket}"
+        options = config.gcs
+        self._properties = Properties.of(options)
         self._access = BucketAccess(config, root)
         super().__init__(root, HttpClient(self._access.http_options))
-        options, endpoint, google = config.gcs, self._access.endpoint, self._access.is_google
-        self._checksums = google if options.checksum == "auto" else options.checksum == "on"
-        self._properties = Properties.of(options)
+        endpoint, is_google = self._access.endpoint, self._access.is_google
+        self._checksums = is_google if options.checksum == "auto" else options.checksum == "on"
         self._objects = JsonObjects(self, endpoint, bucket, checksums=self._checksums)
         self._bucket_url = f"{endpoint}/{quote(bucket, safe='')}"  # of the XML API
         self._multipart = XmlMultipart(self, self._bucket_url, self._dialect())
@@ -49,7 +51,7 @@ class GCSStore(RestStore):
             self._composition = Composition(self._objects, self._properties)
         self._uploads = self._composition or self._multipart
         self.capabilities = Capabilities(
-            conditional_writes=True if google else None,
+            conditional_writes=True if is_google else None,
             min_part_size=1 if self._composition else _MIN_PART,
             max_part_size=_MAX_PART,
             max_parts=MAX_PARTS if self._composition else _MAX_MULTIPART_PARTS,

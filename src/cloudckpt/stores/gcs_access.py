@@ -9,7 +9,6 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from cloudckpt.config import Config, GCSOptions
@@ -33,7 +32,7 @@ except ImportError as exc:
         "gs:// needs google-auth; install it with: pip install 'cloudckpt[gcs]'", cause=exc
     ) from exc
 
-__all__ = ["BucketAccess", "Properties"]
+__all__ = ["BucketAccess"]
 
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 _LONGEST_WAIT = 120.0  # seconds for a token that another thread is fetching
@@ -92,59 +91,6 @@ class BucketAccess:
             self._token.reject()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Properties:
-    """What every new object gets.
-
-    Attributes:
-        storage_class: If not the bucket's default.
-        custom_time: RFC 3339.
-        metadata: Names and values.
-        kms_key: The customer-managed key, if not the bucket's default.
-    """
-
-    storage_class: str | None = None
-    custom_time: str | None = None
-    metadata: tuple[tuple[str, str], ...] = ()
-    kms_key: str | None = None
-
-    @classmethod
-    def of(cls, options: GCSOptions) -> Properties:
-        """Those that the options ask for."""
-        for name, value in options.metadata:
-            if not f"{name}{value}".isascii() or not f"{name}{value}".isprintable():
-                raise ConfigError(f"metadata {name!r}: names and values travel in headers: ASCII")
-        return cls(
-            storage_class=options.storage_class,
-            custom_time=options.custom_time,
-            metadata=options.metadata,
-            kms_key=options.kms_key_name,
-        )
-
-    def of_parts(self) -> Properties:
-        """Those of temporary objects, which only the Standard class does not bill for a month."""
-        return Properties(storage_class="STANDARD", kms_key=self.kms_key)
-
-    def resource(self) -> dict[str, Any]:
-        """As the JSON API takes them; the key is a parameter of the request."""
-        wanted = {
-            "storageClass": self.storage_class,
-            "customTime": self.custom_time,
-            "metadata": dict(self.metadata) or None,
-        }
-        return {name: value for name, value in wanted.items() if value is not None}
-
-    def headers(self) -> dict[str, str]:
-        """As the XML API takes them."""
-        wanted = {
-            "x-goog-storage-class": self.storage_class,
-            "x-goog-custom-time": self.custom_time,
-            "x-goog-encryption-kms-key-name": self.kms_key,
-            **{f"x-goog-meta-{name}": value for name, value in self.metadata},
-        }
-        return {name: value for name, value in wanted.items() if value is not None}
-
-
 class _Token:
     """An access token that is always valid: renewed ahead of its expiry, by one thread at a time.
 
@@ -158,6 +104,7 @@ class _Token:
         self._credentials = credentials
         self._request = request
         self._renewing = threading.Lock()
+        self._rejected: str | None = None
 
     def headers(self) -> dict[str, str]:
         if self._state() is not _State.FRESH:
@@ -167,9 +114,11 @@ class _Token:
         return headers
 
     def reject(self) -> None:
-        self._credentials.token = None
+        self._rejected = self._credentials.token
 
     def _state(self) -> google.auth.credentials.TokenState:
+        if self._rejected is not None and self._rejected == self._credentials.token:
+            return _State.INVALID
         state: google.auth.credentials.TokenState = self._credentials.token_state
         return state
 
@@ -184,6 +133,7 @@ class _Token:
                 return
             with _translated():
                 self._credentials.refresh(self._request)
+            self._rejected = None
         except ConnectionLostError:
             if self._state() is _State.INVALID:
                 raise  # a stale token is still good: the next request tries again

@@ -23,8 +23,8 @@ from cloudckpt.stores.base import (
     nbytes,
     random_suffix,
 )
-from cloudckpt.stores.gcs_access import Properties
 from cloudckpt.stores.gcs_json import JsonObjects
+from cloudckpt.stores.gcs_properties import Properties
 
 __all__ = ["MAX_PARTS", "Composition", "is_temporary"]
 

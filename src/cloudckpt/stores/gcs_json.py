@@ -17,7 +17,7 @@ from urllib.parse import quote
 from cloudckpt.checksum import to_base64
 from cloudckpt.errors import ConnectionLostError, ObjectNotFoundError, ServerError, StoreError
 from cloudckpt.stores.base import Body, ObjectInfo, Progress, nbytes, random_suffix
-from cloudckpt.stores.gcs_access import Properties
+from cloudckpt.stores.gcs_properties import Properties
 from cloudckpt.stores.http import Reply
 from cloudckpt.stores.rest import RestStore, encode_query
 

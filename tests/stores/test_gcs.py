@@ -1,0 +1,711 @@
+"""Google's store: what it sends, and what it makes of the answers.
+
+Who asks, and for what, is tested against the scripted stub of ``conftest.py``. ``test_gcs_compose``
+and ``test_gcs_contract`` have a stub that behaves as a bucket does.
+"""
+
+import dataclasses
+import email.utils
+import json
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
+
+from cloudckpt import Config, GCSOptions
+from cloudckpt.checksum import crc32c, to_base64
+from cloudckpt.errors import (
+    AccessDeniedError,
+    BucketNotFoundError,
+    ConfigError,
+    ConnectionLostError,
+    CredentialsError,
+    InvalidRequestError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    RangeNotSatisfiableError,
+    ServerError,
+    StorageFullError,
+    StoreError,
+    ThrottledError,
+    TransientStoreError,
+)
+from cloudckpt.stores.base import Part, Upload
+from cloudckpt.stores.gcs import GCSStore
+from cloudckpt.testing.servers import free_port
+
+UPLOAD = Upload("run/object", "id/with+odd=chars&more", 5 * 1024**2)
+CRC = crc32c(b"data")
+HASH = f"crc32c={to_base64(CRC)}"
+VERSION = "1700000000000001"
+
+
+@pytest.fixture(scope="module")
+def stub(stub_server):
+    with stub_server() as stub:
+        yield stub
+
+
+@pytest.fixture
+def server(stub):
+    stub.reset_script()
+    return stub
+
+
+@pytest.fixture(scope="module")
+def store(stub):
+    store = GCSStore("bucket", Config(gcs=GCSOptions(endpoint_url=stub.url)))
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def open_gcs(server):
+    """Opens other stores on the stub, with options of Google's store."""
+    opened = []
+
+    def open_one(**options):
+        config = {"stall_timeout": options.pop("stall_timeout", 30.0), "connections": 2}
+        values = {"endpoint_url": server.url, **options}
+        opened.append(GCSStore("bucket", Config(gcs=GCSOptions(**values), **config)))
+        return opened[-1]
+
+    yield open_one
+    for store in opened:
+        store.close()
+
+
+def resource(size=4, crc=CRC, **fields):
+    """An answer with an object's metadata, as the JSON API gives it."""
+    values = {"name": "run/object", "size": str(size), "generation": VERSION}
+    return json.dumps({**values, "crc32c": to_base64(crc), **fields}).encode()
+
+
+def xml_of(tag, **fields):
+    inner = "".join(f"<{name}>{value}</{name}>" for name, value in fields.items())
+    return f"<{tag} xmlns='http://s3.amazonaws.com/doc/2006-03-01/'>{inner}</{tag}>".encode()
+
+
+def error_json(status, reason, message="no details"):
+    errors = [{"domain": "global", "reason": reason, "message": message}]
+    return json.dumps({"error": {"code": status, "message": message, "errors": errors}}).encode()
+
+
+def error_xml(code, message="no details"):
+    return xml_of("Error", Code=code, Message=message)
+
+
+def batch_of(*answers):
+    """An answer to a batch: Google's, of statuses and bodies."""
+    parts = [
+        f"--batch_x\r\nContent-Type: application/http\r\nContent-ID: <response-{number}>\r\n\r\n"
+        f"HTTP/1.1 {status} Text\r\nContent-Length: {len(body)}\r\n\r\n{body.decode()}\r\n"
+        for number, (status, body) in enumerate(answers, 1)
+    ]
+    content = "".join(parts) + "--batch_x--\r\n"
+    return {
+        "headers": {"Content-Type": "multipart/mixed; boundary=batch_x"},
+        "body": content.encode(),
+    }
+
+
+def put(store, key="run/object", data=b"data", **conditions):
+    return store.put(key, [memoryview(data)], crc32c=crc32c(data), **conditions)
+
+
+def get_range(store, key="run/object", start=0, size=4, **conditions):
+    memory = bytearray(size)
+    store.get_range(key, start, [memoryview(memory)], **conditions)
+    return bytes(memory)
+
+
+# how each verb reaches the store
+
+VERBS = {
+    "put": (put, {"body": resource()}),
+    "create_upload": (
+        lambda store: store.create_upload("run/object", 5 * 1024**2),
+        {"body": xml_of("InitiateMultipartUploadResult", UploadId="id")},
+    ),
+    "put_part": (
+        lambda store: store.put_part(UPLOAD, 3, [memoryview(b"data")], crc32c=CRC),
+        {"headers": {"ETag": '"tag"'}},
+    ),
+    "complete_upload": (
+        lambda store: store.complete_upload(UPLOAD, [Part(1, 4, '"tag"', CRC)]),
+        {
+            "headers": {"x-goog-generation": VERSION, "x-goog-hash": HASH},
+            "body": xml_of("CompleteMultipartUploadResult", ETag='"tag"'),
+        },
+    ),
+    "abort_upload": (lambda store: store.abort_upload(UPLOAD), {"status": 204}),
+    "list_uploads": (
+        lambda store: list(store.list_uploads("run/")),
+        {"body": xml_of("ListMultipartUploadsResult", IsTruncated="false")},
+    ),
+    "get": (
+        lambda store: store.get("run/object"),
+        {"headers": {"x-goog-generation": VERSION}, "body": b"data"},
+    ),
+    "get_range": (
+        get_range,
+        {
+            "status": 206,
+            "headers": {"x-goog-generation": VERSION, "Content-Range": "bytes 0-3/9"},
+            "body": b"data",
+        },
+    ),
+    "head": (lambda store: store.head("run/object"), {"body": resource()}),
+    "list": (lambda store: list(store.list("run/")), {"body": b'{"kind": "storage#objects"}'}),
+    "delete": (lambda store: store.delete(["run/object"]), batch_of((204, b""))),
+}
+XML = ("create_upload", "put_part", "complete_upload", "abort_upload", "list_uploads")
+JSON = tuple(verb for verb in VERBS if verb not in XML)
+
+
+def call(store, server, verb):
+    """Carries out a verb against an answer that suits it; returns the request that was sent."""
+    function, answer = VERBS[verb]
+    server.answer(**answer)
+    function(store)
+    return server.requests[-1]
+
+
+def query_of(request):
+    found = parse_qs(urlsplit(request.target).query, keep_blank_values=True)
+    return {name: values[0] for name, values in found.items()}
+
+
+def inserted(request):
+    """The metadata and the bytes of an upload."""
+    boundary = request.headers["Content-Type"].partition("boundary=")[2].encode()
+    _, first, second, end = request.body.split(b"--" + boundary)
+    assert end == b"--\r\n"
+    metadata, data = first.partition(b"\r\n\r\n")[2], second.partition(b"\r\n\r\n")[2]
+    return json.loads(metadata), data.removesuffix(b"\r\n")
+
+
+# where requests go, and what they carry
+
+
+@pytest.mark.parametrize(
+    ("verb", "method", "path"),
+    [
+        ("put", "POST", "/upload/storage/v1/b/bucket/o"),
+        ("create_upload", "POST", "/bucket/run/object"),
+        ("put_part", "PUT", "/bucket/run/object"),
+        ("complete_upload", "POST", "/bucket/run/object"),
+        ("abort_upload", "DELETE", "/bucket/run/object"),
+        ("list_uploads", "GET", "/bucket"),
+        ("get", "GET", "/storage/v1/b/bucket/o/run%2Fobject"),
+        ("get_range", "GET", "/storage/v1/b/bucket/o/run%2Fobject"),
+        ("head", "GET", "/storage/v1/b/bucket/o/run%2Fobject"),
+        ("list", "GET", "/storage/v1/b/bucket/o"),
+        ("delete", "POST", "/batch/storage/v1"),
+    ],
+)
+def test_each_verb_has_its_request(store, server, verb, method, path):
+    request = call(store, server, verb)
+    assert (request.method, urlsplit(request.target).path) == (method, path)
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["with spaces", "a+b", "100%", "a%2Fb", "a&b=c;d,e", "größe/重み", "#1", "a?b=c", "a//b", "x/"],
+)
+def test_a_key_is_one_segment_of_the_json_api_and_a_path_of_the_xml_api(store, server, key):
+    server.answer(**VERBS["head"][1])
+    store.head(key)
+    server.answer(**VERBS["put"][1])
+    put(store, key)
+    server.answer(**VERBS["put_part"][1])
+    store.put_part(dataclasses.replace(UPLOAD, key=key), 1, [memoryview(b"data")], crc32c=CRC)
+    server.answer(**batch_of((204, b"")))
+    store.delete([key])
+    head, inserting, part, batch = server.requests
+    segment = urlsplit(head.target).path.removeprefix("/storage/v1/b/bucket/o/")
+    assert (unquote(segment), "/" in segment) == (key, False)
+    assert query_of(inserting)["name"] == key
+    assert unquote(urlsplit(part.target).path) == f"/bucket/{key}"
+    assert f"DELETE /storage/v1/b/bucket/o/{segment} HTTP/1.1".encode() in batch.body
+
+
+def test_no_emulator_is_given_credentials(store, server):
+    for verb in VERBS:
+        assert "Authorization" not in call(store, server, verb).headers
+
+
+def test_the_body_of_a_put_is_sent_with_its_metadata(store, server):
+    server.answer(body=resource(size=9))
+    moved = []
+    body = [memoryview(b"da"), memoryview(b""), memoryview(b"ta\r\n--x")]
+    info = store.put("run/object", body, crc32c=0, progress=moved.append)
+    metadata, data = inserted(server.requests[0])
+    assert (metadata, data) == ({"contentType": "application/octet-stream"}, b"data\r\n--x")
+    assert (info.key, info.size, info.version) == ("run/object", 9, VERSION)
+    assert sum(moved) == 9
+
+
+@pytest.mark.parametrize(
+    ("conditions", "sent"),
+    [
+        ({}, None),
+        ({"if_absent": True}, "0"),
+        ({"if_version": VERSION}, VERSION),
+        ({"if_version": '"an ETag"'}, "9223372036854775807"),  # no object's
+    ],
+)
+def test_conditions_are_generations(store, server, conditions, sent):
+    server.answer(**VERBS["put"][1])
+    put(store, **conditions)
+    assert query_of(server.requests[0]).get("ifGenerationMatch") == sent
+
+
+def test_a_read_of_one_version_is_conditional(store, server):
+    server.answer(**VERBS["get_range"][1])
+    get_range(store, if_version=VERSION)
+    assert query_of(server.requests[0]) == {"alt": "media", "ifGenerationMatch": VERSION}
+
+
+def test_another_version_than_the_one_asked_for_is_refused(store, server):
+    server.answer(**VERBS["get_range"][1])
+    with pytest.raises(PreconditionFailedError):
+        get_range(store, if_version="5")
+
+
+def test_a_range_is_asked_for_inclusively(store, server):
+    headers = {"x-goog-generation": VERSION, "Content-Range": "bytes 100-103/999"}
+    server.answer(status=206, headers=headers, body=b"data")
+    memory = bytearray(4)
+    info = store.get_range("run/object", 100, [memoryview(memory)[:1], memoryview(memory)[1:]])
+    assert server.requests[0].headers["Range"] == "bytes=100-103"
+    assert (bytes(memory), info.size, info.version) == (b"data", 999, VERSION)
+
+
+def test_an_emulator_that_names_no_version_is_asked_for_it(store, server):
+    server.answer(status=206, headers={"Content-Range": "bytes 0-3/4"}, body=b"data")
+    server.answer(body=resource())
+    info = store.get_range("run/object", 0, [memoryview(bytearray(4))])
+    assert info.version == VERSION
+    server.answer(body=b"data")
+    server.answer(body=resource())
+    assert store.get("run/object")[1].version == VERSION
+
+
+def test_object_options_are_sent_with_every_new_object(open_gcs, server):
+    store = open_gcs(
+        kms_key_name="projects/p/locations/l/keyRings/r/cryptoKeys/k",
+        storage_class="NEARLINE",
+        custom_time="2027-01-31T00:00:00Z",
+        metadata={"team": "n l&p=", "run": "7"},
+    )
+    request = call(store, server, "put")
+    metadata, _ = inserted(request)
+    assert metadata == {
+        "contentType": "application/octet-stream",
+        "storageClass": "NEARLINE",
+        "customTime": "2027-01-31T00:00:00Z",
+        "metadata": {"team": "n l&p=", "run": "7"},
+    }
+    assert query_of(request)["kmsKeyName"] == "projects/p/locations/l/keyRings/r/cryptoKeys/k"
+    headers = call(store, server, "create_upload").headers
+    assert {name.lower(): value for name, value in headers.items() if "goog" in name.lower()} == {
+        "x-goog-storage-class": "NEARLINE",
+        "x-goog-custom-time": "2027-01-31T00:00:00Z",
+        "x-goog-encryption-kms-key-name": "projects/p/locations/l/keyRings/r/cryptoKeys/k",
+        "x-goog-meta-team": "n l&p=",
+        "x-goog-meta-run": "7",
+    }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"metadata": {"team": "größe"}},
+        {"metadata": {"a": "b\r\nx-goog-acl: public-read"}},
+        {"metadata": {"a name": "b"}},
+        {"custom_time": "2027\n"},
+    ],
+)
+def test_what_no_header_can_hold_is_refused(open_gcs, options):
+    with pytest.raises(ConfigError, match="header"):
+        open_gcs(**options)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_nothing_of_it_is_sent_unasked(store, server, verb):
+    request = call(store, server, verb)
+    assert not [name for name in request.headers if name.lower().startswith("x-goog-")]
+    assert not {"kmsKeyName", "userProject"} & query_of(request).keys()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_project_that_pays_is_named_in_every_request(open_gcs, server, verb):
+    request = call(open_gcs(user_project="my-project"), server, verb)
+    assert request.headers["x-goog-user-project"] == "my-project"
+
+
+@pytest.mark.parametrize(("setting", "sent"), [("auto", False), ("on", True), ("off", False)])
+def test_checksums_are_sent_to_whom_it_is_told(open_gcs, server, setting, sent):
+    store = open_gcs(checksum=setting)
+    metadata, _ = inserted(call(store, server, "put"))
+    assert metadata.get("crc32c") == (to_base64(CRC) if sent else None)
+    part = call(store, server, "put_part")
+    assert part.headers.get("x-goog-hash") == (HASH if sent else None)
+
+
+# multipart uploads
+
+
+def test_the_checksum_of_a_completed_object_is_compared_with_its_parts(store, server):
+    first, last = b"first part", b"the last part"
+    parts = [Part(n, len(d), f'"{n}"', crc32c(d)) for n, d in enumerate((first, last), 1)]
+    whole = f"md5=xxx,crc32c={to_base64(crc32c(first + last))}"
+    headers = {"x-goog-generation": VERSION, "x-goog-hash": whole}
+    server.answer(headers=headers, body=xml_of("CompleteMultipartUploadResult", ETag='"x"'))
+    info = store.complete_upload(UPLOAD, parts)
+    assert (info.key, info.size, info.version) == ("run/object", 23, VERSION)
+    assert query_of(server.requests[0]) == {"uploadId": UPLOAD.id}
+
+
+def test_what_the_answer_to_a_completion_lacks_is_asked_for(store, server):
+    server.answer(body=xml_of("CompleteMultipartUploadResult", ETag='"x"'))
+    server.answer(body=resource())  # encrypted with a key of the customer's: no hash above
+    info = VERBS["complete_upload"][0](store)
+    assert (info.size, info.version) == (4, VERSION)
+    assert urlsplit(server.requests[1].target).path == "/storage/v1/b/bucket/o/run%2Fobject"
+
+
+@pytest.mark.parametrize("found", [{"crc": CRC + 1}, {"size": 5}])
+def test_an_object_that_was_put_together_wrongly_is_deleted(store, server, found):
+    server.answer(body=xml_of("CompleteMultipartUploadResult", ETag='"x"'))
+    server.answer(body=resource(**found))
+    server.answer(**batch_of((204, b"")))
+    with pytest.raises(StoreError, match="wrongly") as caught:
+        VERBS["complete_upload"][0](store)
+    assert not isinstance(caught.value, TransientStoreError)
+    assert caught.value.uri == "gs://bucket/run/object"
+    assert b"DELETE /storage/v1/b/bucket/o/run%2Fobject " in server.requests[-1].body
+
+
+@pytest.mark.parametrize(("crc", "is_it"), [(CRC, True), (CRC + 1, False)])
+def test_a_completion_that_took_place_is_found_again(store, server, crc, is_it):
+    server.answer(status=404, body=error_xml("NoSuchUpload"))
+    server.answer(body=resource(crc=crc))
+    if is_it:
+        assert VERBS["complete_upload"][0](store).version == VERSION
+    else:
+        with pytest.raises(ObjectNotFoundError):
+            VERBS["complete_upload"][0](store)
+
+
+def test_uploads_are_listed_page_by_page(store, server):
+    server.answer(
+        body=b"<R><EncodingType>url</EncodingType><IsTruncated>true</IsTruncated>"
+        b"<NextKeyMarker>run/a%2Bb</NextKeyMarker><NextUploadIdMarker>i+1</NextUploadIdMarker>"
+        b"<Upload><Key>run/a%2Bb</Key><UploadId>i+1</UploadId></Upload></R>"
+    )
+    server.answer(body=b"<R><Upload><Key>run/c</Key><UploadId>2</UploadId></Upload></R>")
+    found = [(upload.key, upload.id) for upload in store.list_uploads("run/")]
+    assert found == [("run/a+b", "i+1"), ("run/c", "2")]
+    assert query_of(server.requests[1])["key-marker"] == "run/a+b"
+    assert query_of(server.requests[1])["upload-id-marker"] == "i+1"
+
+
+# lists and deletions
+
+
+def test_objects_are_listed_page_by_page(store, server):
+    item = {"name": "run/a", "size": "7", "generation": VERSION}
+    parts = {**item, "name": "run/b.0123456789abcdef.0-0001.cloudckpt-part"}
+    server.answer(body=json.dumps({"items": [item, parts], "nextPageToken": "t/+="}).encode())
+    server.answer(body=json.dumps({"items": [{**item, "name": "run/c"}]}).encode())
+    found = list(store.list("run/"))
+    assert [(info.key, info.size, info.version) for info in found] == [
+        ("run/a", 7, VERSION),
+        ("run/c", 7, VERSION),
+    ]
+    first, second = (query_of(request) for request in server.requests)
+    assert (first["prefix"], first.get("pageToken")) == ("run/", None)
+    assert second["pageToken"] == "t/+="
+
+
+def test_a_hundred_objects_are_deleted_in_one_request(store, server):
+    counts = []
+
+    def respond(request):
+        counts.append(request.body.count(b"\r\nDELETE "))
+        return server.Answer(**batch_of(*[(204, b"")] * counts[-1]))
+
+    server.respond(respond)
+    store.delete(f"run/{number}" for number in [*range(230), 0])
+    assert counts == [100, 100, 30]
+    assert server.requests[0].headers["Content-Type"].startswith("multipart/mixed; boundary=")
+
+
+def test_an_object_that_is_gone_counts_as_deleted(store, server):
+    gone = error_json(404, "notFound", "No such object: bucket/run/a")
+    server.answer(**batch_of((404, gone), (204, b"")))
+    store.delete(["run/a", "run/b"])
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "expected"),
+    [
+        (403, error_json(403, "forbidden"), AccessDeniedError),
+        (429, error_json(429, "rateLimitExceeded"), ThrottledError),
+        (503, b"", ThrottledError),
+        (
+            404,
+            error_json(404, "notFound", "The specified bucket does not exist."),
+            BucketNotFoundError,
+        ),
+    ],
+)
+def test_an_object_that_could_not_be_deleted_is_named(store, server, status, body, expected):
+    server.answer(**batch_of((204, b""), (status, body), (204, b"")))
+    with pytest.raises(expected) as caught:
+        store.delete(["run/a", "run/b", "run/c"])
+    assert caught.value.uri == "gs://bucket/run/b"
+
+
+def test_a_batch_whose_answer_is_short_is_transient(store, server):
+    server.answer(**batch_of((204, b"")))
+    with pytest.raises(TransientStoreError):
+        store.delete(["run/a", "run/b"])
+
+
+def test_a_batch_without_blank_lines_is_understood(store, server):
+    server.answer(
+        body=b"--x\r\nContent-Type: application/http\r\nHTTP/1.1 204 No Content\r\n\r\n--x--"
+    )
+    store.delete(["run/a"])
+    assert len(server.requests) == 1
+
+
+# what the answers mean
+
+ANSWERS = [
+    (400, "invalid", InvalidRequestError),
+    (400, "somethingNew", InvalidRequestError),
+    (400, "userProjectMissing", InvalidRequestError),
+    (401, "authError", CredentialsError),
+    (401, "", CredentialsError),
+    (403, "forbidden", AccessDeniedError),
+    (403, "", AccessDeniedError),
+    (403, "insufficientPermissions", AccessDeniedError),
+    (403, "retentionPolicyNotMet", AccessDeniedError),
+    (403, "objectUnderActiveHold", AccessDeniedError),
+    (403, "userProjectAccessDenied", AccessDeniedError),
+    (403, "quotaExceeded", StorageFullError),
+    (403, "userRateLimitExceeded", ThrottledError),
+    (404, "notFound", ObjectNotFoundError),
+    (404, "", ObjectNotFoundError),
+    (405, "methodNotAllowed", InvalidRequestError),
+    (408, "uploadBrokenConnection", ServerError),
+    (408, "", ServerError),
+    (409, "conflict", ServerError),
+    (410, "gone", InvalidRequestError),
+    (412, "conditionNotMet", PreconditionFailedError),
+    (412, "orgPolicyConstraintFailed", AccessDeniedError),
+    (412, "", PreconditionFailedError),
+    (413, "uploadTooLarge", InvalidRequestError),
+    (416, "requestedRangeNotSatisfiable", RangeNotSatisfiableError),
+    (416, "", RangeNotSatisfiableError),
+    (429, "rateLimitExceeded", ThrottledError),
+    (429, "", ThrottledError),
+    (500, "backendError", ServerError),
+    (502, "", ServerError),
+    (503, "backendError", ThrottledError),
+    (503, "", ThrottledError),
+    (504, "gatewayTimeout", ServerError),
+]
+CODES = [
+    (400, "BadDigest", ServerError),
+    (400, "InvalidArgument", InvalidRequestError),
+    (400, "EntityTooSmall", InvalidRequestError),
+    (400, "UserProjectMissing", InvalidRequestError),
+    (401, "AuthenticationRequired", CredentialsError),
+    (403, "AccessDenied", AccessDeniedError),
+    (403, "RetentionPolicyNotMet", AccessDeniedError),
+    (404, "NoSuchBucket", BucketNotFoundError),
+    (404, "NoSuchKey", ObjectNotFoundError),
+    (404, "NoSuchUpload", ObjectNotFoundError),
+    (408, "RequestTimeout", ServerError),
+    (412, "PreconditionFailed", PreconditionFailedError),
+    (429, "SlowDown", ThrottledError),
+    (500, "InternalError", ServerError),
+    (501, "NotImplemented", InvalidRequestError),
+    (503, "ServiceUnavailable", ThrottledError),
+]
+
+
+@pytest.mark.parametrize(("status", "reason", "expected"), ANSWERS)
+@pytest.mark.parametrize("verb", ["put", "get_range", "head", "list"])
+def test_a_failure_of_the_json_api_has_a_name(store, server, verb, status, reason, expected):
+    body = error_json(status, reason, "Google's words") if reason else b""
+    server.respond(lambda request: server.Answer(status, body=body))
+    with pytest.raises(StoreError) as caught:
+        VERBS[verb][0](store)
+    assert type(caught.value) is expected
+    assert caught.value.uri.startswith("gs://bucket/run/")
+    assert f"HTTP {status}" in str(caught.value)
+    if reason:
+        assert reason in str(caught.value)
+        assert "Google's words" in str(caught.value)
+
+
+@pytest.mark.parametrize(("status", "code", "expected"), CODES)
+@pytest.mark.parametrize("verb", ["create_upload", "put_part", "complete_upload"])
+def test_a_failure_of_the_xml_api_has_a_name(store, server, verb, status, code, expected):
+    server.respond(lambda request: server.Answer(status, body=error_xml(code, "Google's words")))
+    with pytest.raises(StoreError) as caught:
+        VERBS[verb][0](store)
+    assert type(caught.value) is expected
+    assert caught.value.uri == "gs://bucket/run/object"
+    assert code in str(caught.value)
+    assert "Google's words" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "expected"),
+    [
+        (404, "No such object: bucket/run/object", ObjectNotFoundError),
+        (404, "The specified bucket does not exist.", BucketNotFoundError),
+        (403, "x@y.com does not have storage.objects.get access to it", AccessDeniedError),
+        (400, "Bucket is a requester pays bucket but no user project", InvalidRequestError),
+    ],
+)
+def test_a_read_is_refused_in_plain_text(store, server, status, text, expected):
+    server.answer(status=status, body=text.encode())
+    with pytest.raises(expected) as caught:
+        store.get("run/object")
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("verb", ["put", "head", "list"])
+def test_a_bucket_that_is_not_there_is_no_missing_object(store, server, verb):
+    body = error_json(404, "notFound", "The specified bucket does not exist.")
+    server.answer(status=404, body=body)
+    with pytest.raises(BucketNotFoundError):
+        VERBS[verb][0](store)
+
+
+def test_a_missing_permission_is_named(store, server):
+    text = "me@p.iam.gserviceaccount.com does not have storage.objects.create access to the object"
+    server.answer(status=403, body=error_json(403, "forbidden", text))
+    with pytest.raises(AccessDeniedError, match=r"storage\.objects\.create"):
+        put(store)
+    body = xml_of("Error", Code="AccessDenied", Message="Access denied.", Details=text)
+    server.answer(status=403, body=body)
+    with pytest.raises(AccessDeniedError, match=r"storage\.objects\.create"):
+        VERBS["create_upload"][0](store)
+
+
+@pytest.mark.parametrize(
+    ("reason", "word"),
+    [("retentionPolicyNotMet", "retention policy"), ("objectUnderActiveHold", "hold")],
+)
+def test_what_must_be_kept_is_said_to_be_safe(store, server, reason, word):
+    server.answer(**batch_of((403, error_json(403, reason))))
+    with pytest.raises(AccessDeniedError, match=f"{word}.*nothing is lost"):
+        store.delete(["run/object"])
+
+
+def test_bytes_that_arrived_damaged_are_sent_again(store, server):
+    text = 'Provided CRC32C "AAAAAQ==" doesn\'t match calculated CRC32C "Nks/tw==".'
+    server.answer(status=400, body=error_json(400, "invalid", text))
+    with pytest.raises(ServerError, match="damaged"):
+        put(store)
+
+
+@pytest.mark.parametrize("verb", ["put", "create_upload"])
+def test_requester_pays_says_what_to_set(store, server, verb):
+    text = "Bucket is a requester pays bucket but no user project provided."
+    body = (
+        error_json(400, "required", text)
+        if verb == "put"
+        else error_xml("UserProjectMissing", text)
+    )
+    server.answer(status=400, body=body)
+    with pytest.raises(InvalidRequestError, match="user_project"):
+        VERBS[verb][0](store)
+
+
+@pytest.mark.parametrize("verb", ["put", "get", "create_upload", "list"])
+@pytest.mark.parametrize("status", [429, 503, 500])
+def test_retry_after_is_passed_on(store, server, verb, status):
+    server.answer(status=status, headers={"Retry-After": "7"})
+    with pytest.raises(TransientStoreError) as caught:
+        VERBS[verb][0](store)
+    assert caught.value.retry_after == 7.0
+
+
+@pytest.mark.parametrize(
+    "value", ["soon", "-1", "", email.utils.formatdate(usegmt=True), "1.5", "٣"]
+)
+def test_a_retry_after_that_is_no_number_of_seconds_does_no_harm(store, server, value):
+    headers = {"Retry-After": value.encode().decode("latin-1")}
+    server.answer(status=503, headers=headers)
+    with pytest.raises(ThrottledError) as caught:
+        put(store)
+    assert caught.value.retry_after is None
+
+
+@pytest.mark.parametrize(
+    "body", [b"<html>nginx", b"\xff\xfe<", b"{", b"{}", b'{"error": 5}', b"[]"]
+)
+def test_an_answer_that_is_no_error_of_googles_is_judged_by_its_status(store, server, body):
+    server.answer(status=503, body=body)
+    with pytest.raises(ThrottledError):
+        put(store)
+
+
+@pytest.mark.parametrize("verb", ["put", "head"])
+@pytest.mark.parametrize(
+    "body", [b"", b"<html>", b"[]", b"{}", b'{"size": "4"}', b'{"size": "x", "g']
+)
+def test_an_answer_without_a_version_is_a_broken_answer(store, server, verb, body):
+    server.answer(body=body)
+    with pytest.raises(TransientStoreError) as caught:
+        VERBS[verb][0](store)
+    assert caught.value.uri == "gs://bucket/run/object"
+
+
+def test_an_object_of_another_size_than_what_was_sent_is_a_broken_answer(store, server):
+    server.answer(body=resource(size=3))
+    with pytest.raises(ServerError, match="3 stored"):
+        put(store)
+
+
+def test_a_truncated_object_tells_how_much_came(store, server):
+    headers = {"x-goog-generation": VERSION, "Content-Range": "bytes 0-999/1000"}
+    server.answer(status=206, headers=headers, body=b"x" * 300, size=1000, hang_up=True)
+    with pytest.raises(ConnectionLostError) as caught:
+        get_range(store, size=1000)
+    assert (caught.value.received, caught.value.version) == (300, VERSION)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_an_endpoint_that_is_not_there_is_a_lost_connection(verb):
+    options = GCSOptions(endpoint_url=f"http://127.0.0.1:{free_port()}")
+    store = GCSStore("bucket", Config(gcs=options))
+    with pytest.raises(ConnectionLostError) as caught:
+        VERBS[verb][0](store)
+    store.close()
+    assert caught.value.uri.startswith("gs://bucket/run/")
+
+
+def test_a_store_makes_one_attempt(store, server):
+    for verb, (function, _) in VERBS.items():
+        server.reset_script()
+        server.respond(lambda request: server.Answer(503))
+        with pytest.raises(ThrottledError):
+            function(store)
+        assert len(server.requests) == 1, verb
+
+
+@pytest.mark.parametrize("key", ["a/../b", "a/./b"])
+def test_a_key_with_dot_segments_is_refused(store, server, key):
+    with pytest.raises(InvalidRequestError):
+        put(store, key)
+    assert server.requests == []

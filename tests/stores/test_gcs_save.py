@@ -1,0 +1,117 @@
+"""Checkpoints in Google's store, from the front door to the bucket."""
+
+import pytest
+import torch
+
+import cloudckpt
+from cloudckpt import Config, GCSOptions, RetryPolicy
+from cloudckpt.errors import CheckpointConflictError
+from cloudckpt.stores.gcs import GCSStore
+from dcp.layouts import LAYOUTS, check_local_parts, full_state, spread
+from dcp.ranks import Ranks
+from dcp.values import assert_same, blank_like, numbered
+from stubs.gcs import GcsStub
+
+URI = "gs://bucket/run/step-1"
+PART = 5 * 1024**2
+
+
+@pytest.fixture
+def stub():
+    with GcsStub("bucket") as running:
+        yield running
+
+
+@pytest.fixture(params=["multipart", "compose"])
+def config(request, stub):
+    options = GCSOptions(endpoint_url=stub.url, upload_strategy=request.param, checksum="on")
+    retry = RetryPolicy(attempts=4, base=0.01, cap=0.05, deadline=20.0)
+    return Config(connections=4, part_size=PART, retry=retry, gcs=options)
+
+
+@pytest.fixture(scope="module")
+def ranks(_own_surroundings):
+    pool = Ranks(2)
+    yield pool
+    pool.kill()
+
+
+def state_of(first=0):
+    """An object of four parts, and one of what is packed."""
+    return {
+        "large": numbered(2 * 1024**2 - 5, dtype=torch.int64, first=first),
+        "small": numbered(7, 5, first=first),
+        "step": first,
+    }
+
+
+def save(state, config):
+    cloudckpt.save(state, checkpoint_id=URI, config=config, no_dist=True)
+
+
+def loaded(config):
+    state = blank_like(state_of())
+    cloudckpt.load(state, checkpoint_id=URI, config=config, no_dist=True)
+    return state
+
+
+def test_what_was_saved_is_loaded(stub, config):
+    save(state_of(3), config)
+    assert_same(loaded(config), state_of(3))
+    keys = stub.state.keys("bucket")
+    assert len(keys) == 4  # what is sent as it lies, what is packed, the manifest, the metadata
+    assert not stub.state.uploads
+
+
+def test_a_checkpoint_is_replaced_and_leaves_nothing_behind(stub, config):
+    save(state_of(3), config)
+    old = set(stub.state.keys("bucket"))
+    save(state_of(4), config)
+    assert_same(loaded(config), state_of(4))
+    new = set(stub.state.keys("bucket"))
+    assert old & new == {"run/step-1/.metadata"}
+    assert len(new) == 4
+
+
+def test_of_two_writers_one_is_told(stub, config, monkeypatch):
+    put, others = GCSStore.put, []
+
+    def put_late(self, key, *arguments, **named):
+        if key.endswith("/.metadata") and not others:
+            others.append(key)
+            save(state_of(7), config)
+        return put(self, key, *arguments, **named)
+
+    monkeypatch.setattr(GCSStore, "put", put_late)
+    with pytest.raises(CheckpointConflictError):
+        save(state_of(3), config)
+    assert_same(loaded(config), state_of(7))
+    assert len(stub.state.keys("bucket")) == 4
+    assert not stub.state.uploads
+
+
+@pytest.mark.parametrize("carry_out", [True, False])
+@pytest.mark.parametrize("number", range(1, 30, 2))
+def test_a_connection_that_breaks_anywhere_is_survived(stub, config, number, carry_out):
+    seen = []
+
+    def matches(request):
+        seen.append(request)
+        return len(seen) == number
+
+    stub.state.inject(matches, None, carry_out=carry_out)
+    save(state_of(3), config)
+    assert_same(loaded(config), state_of(3))
+    assert len(stub.state.keys("bucket")) == 4
+    assert not stub.state.uploads
+
+
+def _save_and_load_in_other_layouts(config):
+    cloudckpt.save(spread(full_state(), LAYOUTS["2 rows"]), checkpoint_id=URI, config=config)
+    state = spread(full_state(), LAYOUTS["2 columns"], blank=True)
+    cloudckpt.load(state, checkpoint_id=URI, config=config)
+    check_local_parts(state, LAYOUTS["2 columns"])
+
+
+def test_two_ranks_load_in_another_layout(config, ranks):
+    assert ranks(2, _save_and_load_in_other_layouts, config) == [None, None]
