@@ -25,6 +25,13 @@ PUBLIC = {
     "uninstall",
     # errors
     "AccessDeniedError",
+    "make_sync_checkpointer",
+    "make_async_checkpointer",
+    "SyncCheckpointer",
+    "CommitHook",
+    "CheckpointerConfig",
+    "Checkpointer",
+    "AsyncCheckpointer",
     "close_async_savers",
     "Stager",
     "StagingMemoryError",

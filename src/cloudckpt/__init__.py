@@ -10,6 +10,15 @@ from cloudckpt.background.async_save import async_save, close_async_savers
 from cloudckpt.background.saver import SaveFuture
 from cloudckpt.background.stager import Stager
 from cloudckpt.checkpoint.metadata import add_safe_metadata_globals
+from cloudckpt.checkpointer import (
+    AsyncCheckpointer,
+    Checkpointer,
+    CheckpointerConfig,
+    CommitHook,
+    SyncCheckpointer,
+    make_async_checkpointer,
+    make_sync_checkpointer,
+)
 from cloudckpt.config import (
     AzureOptions,
     BackgroundOptions,
@@ -29,17 +38,22 @@ from cloudckpt.uri import CheckpointURI
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncCheckpointer",
     "AzureOptions",
     "BackgroundOptions",
     "CheckpointURI",
+    "Checkpointer",
+    "CheckpointerConfig",
     "CloudStorageReader",
     "CloudStorageWriter",
+    "CommitHook",
     "Config",
     "GCSOptions",
     "RetryPolicy",
     "S3Options",
     "SaveFuture",
     "Stager",
+    "SyncCheckpointer",
     "Transferred",
     "__version__",
     "add_safe_metadata_globals",
@@ -47,6 +61,8 @@ __all__ = [
     "close_async_savers",
     "install",
     "load",
+    "make_async_checkpointer",
+    "make_sync_checkpointer",
     "save",
     "uninstall",
     *_errors,

@@ -30,6 +30,7 @@ from cloudckpt.checkpoint.shard import (
     travels_as_bytes,
 )
 from cloudckpt.config import Config
+from cloudckpt.dcp.hooks import CommitHook, run_after
 from cloudckpt.dcp.portable import portable_errors
 from cloudckpt.errors import CheckpointExistsError, CloudCheckpointError, IncompleteSaveError
 from cloudckpt.gc_pause import paused_gc
@@ -53,8 +54,8 @@ class CloudStorageWriter(StorageWriter):
     multipart uploads out of tensor memory; the coordinator then commits with one conditional write
     of ``.metadata``. Until then nothing is visible, and a checkpoint that was there stays loadable.
 
-    The object is picklable (location and options travel, nothing else) and may be used for one save
-    after another, not for two at a time.
+    The object is picklable (location, options and hook travel, nothing else) and may be used for
+    one save after another, not for two at a time.
 
     Attributes:
         transferred: What this rank sent in the last save.
@@ -62,11 +63,18 @@ class CloudStorageWriter(StorageWriter):
         commit_begun: Whether it has begun to, so that the save may be visible.
     """
 
-    def __init__(self, checkpoint_id: URILike, *, config: Config | None = None) -> None:
+    def __init__(
+        self,
+        checkpoint_id: URILike,
+        *,
+        config: Config | None = None,
+        commit_hook: CommitHook | None = None,
+    ) -> None:
         """
         Args:
             checkpoint_id: Where to save; :meth:`reset` may name another place later.
             config: Options; read from the environment where they are not given.
+            commit_hook: Called on the coordinator around the commit.
 
         Raises:
             InvalidURIError: If ``checkpoint_id`` is no location.
@@ -74,6 +82,7 @@ class CloudStorageWriter(StorageWriter):
         super().__init__()
         self.uri = CheckpointURI.parse(checkpoint_id)
         self.config = config if config is not None else Config()
+        self.commit_hook = commit_hook
         self.transferred: Transferred | None = None
         self._start_attempt()
 
@@ -87,10 +96,12 @@ class CloudStorageWriter(StorageWriter):
         self.commit_begun = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"uri": self.uri, "config": self.config}
+        return {"uri": self.uri, "config": self.config, "commit_hook": self.commit_hook}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__init__(state["uri"], config=state["config"])  # type: ignore[misc]
+        self.__init__(  # type: ignore[misc]
+            state["uri"], config=state["config"], commit_hook=state["commit_hook"]
+        )
 
     @property
     def checkpoint_id(self) -> str:
@@ -175,6 +186,9 @@ class CloudStorageWriter(StorageWriter):
         written = {result.index: result.storage_data for ranks in results for result in ranks}
         if self._baseline is None:
             raise IncompleteSaveError("the save was not planned", uri=str(self.uri))
+        if self.commit_hook is not None:
+            with portable_errors(str(self.uri)):
+                self.commit_hook.before_commit(str(self.uri), metadata)
         self.commit_begun = True
         publish(
             self._store(),
@@ -186,6 +200,8 @@ class CloudStorageWriter(StorageWriter):
             written=written,
         )
         self._written = []
+        if self.commit_hook is not None:
+            run_after(self.commit_hook, str(self.uri), metadata)
 
     def discard(self) -> None:
         """Deletes what this rank has written in an attempt that was certainly not committed."""

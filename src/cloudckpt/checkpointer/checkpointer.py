@@ -1,0 +1,223 @@
+"""``SyncCheckpointer`` and ``AsyncCheckpointer``."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any
+
+import torch
+from typing_extensions import Self
+
+from cloudckpt import api
+from cloudckpt.background.saver import AsyncSaver, SaveFuture
+from cloudckpt.checkpointer.config import CheckpointerConfig
+from cloudckpt.checkpointer.planners import EverythingPlanner, PartialPlanner
+from cloudckpt.dcp.planners import CloudLoadPlanner
+from cloudckpt.dcp.reader import CloudStorageReader
+from cloudckpt.dcp.writer import CloudStorageWriter
+from cloudckpt.errors import ClosedError, ConfigError
+from cloudckpt.uri import URILike
+
+__all__ = [
+    "AsyncCheckpointer",
+    "Checkpointer",
+    "SyncCheckpointer",
+    "make_async_checkpointer",
+    "make_sync_checkpointer",
+]
+
+
+class Checkpointer(ABC):
+    """Saves and loads the checkpoints of a job; use it as a context manager.
+
+    Saving and loading are collective calls: all ranks of the process group make them, in the same
+    order.
+    """
+
+    def __init__(self, config: CheckpointerConfig) -> None:
+        self._config = config
+        self._planner = config.planner()
+        self._closed = False
+
+    @abstractmethod
+    def save(
+        self, state_dict: dict[str, Any], uri: URILike, **kwargs: Any
+    ) -> tuple[Future[None], SaveFuture] | None:
+        """Saves a state dict to a URI.
+
+        Args:
+            state_dict: What to save; ``Stateful`` values are asked for theirs.
+            uri: Where to: ``s3://bucket/run/step-1000`` or another location.
+            **kwargs: ``planner``, to use another than that of the configuration.
+
+        Returns:
+            None if the checkpoint is committed; else a future that is done when the trainer may
+            change its tensors, and one of the save.
+
+        Raises:
+            ClosedError: If the checkpointer was closed.
+            CloudCheckpointError: As :func:`cloudckpt.save`; of an asynchronous checkpointer also
+                the failure of the save before.
+        """
+
+    def load(
+        self,
+        uri: URILike,
+        state_dict: dict[str, Any] | None = None,
+        *,
+        default_map_location: str | torch.device | None = None,
+        strict: bool = False,
+    ) -> dict[str, Any]:
+        """Loads a checkpoint; on all ranks, and with resharding where tensors are sharded.
+
+        Args:
+            uri: Where from.
+            state_dict: What to load, in place: only the bytes that its tensors need are read.
+                None for everything that is there, whole tensors on every rank.
+            default_map_location: The device of tensors that are made here, without ``state_dict``.
+            strict: Whether each key of ``state_dict`` must be in the checkpoint; else those that
+                are not keep their values.
+
+        Returns:
+            The state dict.
+
+        Raises:
+            MissingKeyError: If ``strict`` and keys are missing, which it names.
+            CheckpointNotFoundError: If there is no committed checkpoint.
+            CloudCheckpointError: As :func:`cloudckpt.load`.
+        """
+        self._check_open()
+        reader = CloudStorageReader(
+            uri, config=self._config.config, trust_pickle=self._config.trust_pickle
+        )
+        if state_dict is None:
+            if strict:
+                raise ConfigError("strict=True needs a state_dict, whose keys are to be there")
+            everything = EverythingPlanner(reader.checkpoint_id, default_map_location)
+            self._load({}, reader, everything)
+            return everything.content
+        if default_map_location is not None:
+            raise ConfigError("default_map_location= is for loading without a state_dict")
+        planner = CloudLoadPlanner if strict else PartialPlanner
+        self._load(state_dict, reader, planner(reader.checkpoint_id))
+        return state_dict
+
+    def _load(self, content: dict[str, Any], reader: CloudStorageReader, planner: Any) -> None:
+        api.load(
+            content,
+            storage_reader=reader,
+            planner=planner,
+            process_group=self._config.process_group,
+            no_dist=self._config.no_dist,
+        )
+
+    def close(self) -> None:
+        """Waits for what is under way, and gives back memory and processes."""
+        self._closed = True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the checkpointer was closed")
+
+    def _writer(self, state_dict: object, uri: URILike) -> CloudStorageWriter:
+        self._check_open()
+        if isinstance(state_dict, (str, os.PathLike)):
+            raise ConfigError("save takes the state dict first, then the URI")
+        hook = self._config.commit_hook
+        return CloudStorageWriter(uri, config=self._config.config, commit_hook=hook)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class SyncCheckpointer(Checkpointer):
+    """Saves at once: when :meth:`save` returns, the checkpoint is committed."""
+
+    def save(self, state_dict: dict[str, Any], uri: URILike, **kwargs: Any) -> None:
+        api.save(
+            state_dict,
+            storage_writer=self._writer(state_dict, uri),
+            planner=_planner_of(kwargs, self._planner),
+            process_group=self._config.process_group,
+            no_dist=self._config.no_dist,
+        )
+
+
+class AsyncCheckpointer(Checkpointer):
+    """Saves in the background: in a process beside the trainer, or in a thread of it.
+
+    The memory of the copy and the process are kept from one save to the next; the process starts
+    with the checkpointer, behind the first steps of the training.
+    """
+
+    def __init__(self, config: CheckpointerConfig) -> None:
+        super().__init__(config)
+        self._saver = AsyncSaver(
+            process_group=config.process_group,
+            no_dist=config.no_dist,
+            kind=config.kind,
+            stager=config.stager,
+            options=config.config.background,
+        )
+        self._last: SaveFuture | None = None
+
+    def save(
+        self, state_dict: dict[str, Any], uri: URILike, **kwargs: Any
+    ) -> tuple[Future[None], SaveFuture]:
+        writer = self._writer(state_dict, uri)
+        self._raise_last_failure()
+        planner = _planner_of(kwargs, self._planner)
+        pending = self._saver.save(state_dict, writer, planner=planner)
+        self._last = pending.written
+        return pending.staged, pending.written
+
+    def _raise_last_failure(self) -> None:
+        """Waits for the save before, where that is the policy, and raises its error, once."""
+        last = self._last
+        options = self._config.config.background
+        if last is None or (options.when_busy != "wait" and not last.done()):
+            return
+        self._last = None
+        last.result(options.patience)
+
+    def close(self) -> None:
+        """Waits for the saves under way, and raises the failure of the last one.
+
+        Raises:
+            CloudCheckpointError: If the last save failed and nobody was told yet.
+        """
+        if self._closed:
+            return
+        super().close()
+        self._saver.close()
+        last, self._last = self._last, None
+        if last is not None and last.done():
+            last.result(0)
+
+
+def make_sync_checkpointer(config: CheckpointerConfig | None = None) -> SyncCheckpointer:
+    """A checkpointer that saves at once."""
+    return SyncCheckpointer(config if config is not None else CheckpointerConfig())
+
+
+def make_async_checkpointer(config: CheckpointerConfig | None = None) -> AsyncCheckpointer:
+    """A checkpointer that saves in the background; making it is a collective call."""
+    return AsyncCheckpointer(config if config is not None else CheckpointerConfig())
+
+
+def _planner_of(kwargs: dict[str, Any], default: Any) -> Any:
+    unknown = sorted(set(kwargs) - {"planner"})
+    if unknown:
+        raise ConfigError(f"save does not take {unknown}")
+    return kwargs.get("planner") or default

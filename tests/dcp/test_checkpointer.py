@@ -1,0 +1,231 @@
+"""``SyncCheckpointer`` and ``AsyncCheckpointer``: one object for a job."""
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from cloudckpt import (
+    AccessDeniedError,
+    CheckpointerConfig,
+    CheckpointNotFoundError,
+    ClosedError,
+    CommitHook,
+    ConfigError,
+    MissingKeyError,
+    make_async_checkpointer,
+    make_sync_checkpointer,
+)
+
+from .places import Place
+from .values import assert_same, numbered
+
+THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
+PATIENCE = 60.0
+
+
+def config_of(place: Place, **options) -> CheckpointerConfig:
+    return CheckpointerConfig(config=place.config, **options)
+
+
+def state(first: int = 0) -> dict:
+    return {
+        "model": {"weight": numbered(200, first=first), "bias": numbered(7, first=first + 500)},
+        "history": [numbered(3, first=first), {"loss": 0.5 + first}],
+        "step": first,
+    }
+
+
+class Noting(CommitHook):
+    """Logs what it is told: records of a saving process reach the trainer."""
+
+    def before_commit(self, uri, metadata):
+        logging.getLogger("hook").warning("before %s", uri)
+
+    def after_commit(self, uri, metadata):
+        logging.getLogger("hook").warning("after %s: %d places", uri, len(metadata.storage_data))
+
+
+class Refusing(CommitHook):
+    def before_commit(self, uri, metadata):
+        raise AccessDeniedError("not on a Friday")
+
+
+class Failing(CommitHook):
+    def after_commit(self, uri, metadata):
+        raise ArithmeticError("too late")
+
+
+@pytest.fixture(params=[THREAD, PROCESS], ids=["thread", "process"])
+def kind(request):
+    return request.param
+
+
+def test_a_synchronous_save_is_committed_when_it_returns(place):
+    with make_sync_checkpointer(config_of(place)) as checkpointer:
+        assert checkpointer.save(state(1), place.uri) is None
+        assert_same(checkpointer.load(place.uri), state(1))
+
+
+def test_an_asynchronous_save_returns_two_futures(place, kind):
+    with make_async_checkpointer(config_of(place, kind=kind)) as checkpointer:
+        content = state(1)
+        staged, written = checkpointer.save(content, place.uri)
+        assert staged.result(PATIENCE) is None
+        content["model"]["weight"].fill_(-1)
+        assert isinstance(written.result(PATIENCE), Metadata)
+        assert_same(checkpointer.load(place.uri), state(1))
+
+
+def test_one_save_after_the_other_keeps_its_step(local, kind):
+    content = state(0)
+    with make_async_checkpointer(config_of(local, kind=kind)) as checkpointer:
+        for step in range(4):
+            content["model"]["weight"].fill_(step)
+            content["step"] = step
+            checkpointer.save(content, local.at(f"step-{step}").uri)
+        checkpointer.close()
+        with make_sync_checkpointer(config_of(local)) as reader:
+            for step in range(4):
+                loaded = reader.load(local.at(f"step-{step}").uri)
+                assert loaded["step"] == step
+                assert (loaded["model"]["weight"] == step).all()
+
+
+def test_everything_is_loaded_as_it_was_nested(place):
+    with make_sync_checkpointer(config_of(place)) as checkpointer:
+        checkpointer.save(state(3), place.uri)
+        loaded = checkpointer.load(place.uri, default_map_location="cpu")
+        assert_same(loaded, state(3))
+
+
+def test_a_partial_load_reads_and_changes_only_its_keys(place):
+    with make_sync_checkpointer(config_of(place)) as checkpointer:
+        checkpointer.save(state(3), place.uri)
+        wanted = {"model": {"bias": torch.zeros(7), "new": torch.ones(2)}}
+        loaded = checkpointer.load(place.uri, wanted)
+        assert loaded is wanted
+        assert_same(loaded, {"model": {"bias": numbered(7, first=503), "new": torch.ones(2)}})
+
+
+def test_a_strict_load_names_the_keys_that_are_missing(place):
+    with make_sync_checkpointer(config_of(place)) as checkpointer:
+        checkpointer.save(state(3), place.uri)
+        with pytest.raises(MissingKeyError, match=r"model\.new") as caught:
+            checkpointer.load(place.uri, {"model": {"new": torch.ones(2)}}, strict=True)
+        assert caught.value.uri == place.uri
+
+
+def test_a_checkpoint_that_is_not_there_is_named(place, kind):
+    with (
+        make_async_checkpointer(config_of(place, kind=kind)) as checkpointer,
+        pytest.raises(CheckpointNotFoundError),
+    ):
+        checkpointer.load(place.uri)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"strict": True}, {"state_dict": {}, "default_map_location": "cpu"}],
+)
+def test_options_of_a_load_that_do_not_fit_together_are_refused(local, options):
+    with make_sync_checkpointer(config_of(local)) as checkpointer, pytest.raises(ConfigError):
+        checkpointer.load(local.uri, **options)
+
+
+def test_the_order_of_arguments_of_torch_is_pointed_out(local):
+    with (
+        make_sync_checkpointer(config_of(local)) as checkpointer,
+        pytest.raises(ConfigError, match="state dict first"),
+    ):
+        checkpointer.save(local.uri, state())
+
+
+def test_hooks_are_called_around_the_commit(local, kind, caplog):
+    config = config_of(local, kind=kind, commit_hook=Noting())
+    with make_async_checkpointer(config) as checkpointer:
+        checkpointer.save(state(), local.uri)
+    told = [record.getMessage() for record in caplog.records if record.name == "hook"]
+    assert told == [f"before {local.uri}", f"after {local.uri}: 5 places"]
+
+
+def test_a_hook_before_the_commit_can_refuse_it(place):
+    with make_sync_checkpointer(config_of(place, commit_hook=Refusing())) as checkpointer:
+        with pytest.raises(AccessDeniedError, match="Friday"):
+            checkpointer.save(state(), place.uri)
+        with pytest.raises(CheckpointNotFoundError):
+            checkpointer.load(place.uri)
+    assert place.names() == []
+
+
+def test_a_hook_after_the_commit_undoes_nothing(place, caplog):
+    with make_sync_checkpointer(config_of(place, commit_hook=Failing())) as checkpointer:
+        checkpointer.save(state(2), place.uri)
+        assert_same(checkpointer.load(place.uri), state(2))
+    assert "the checkpoint is committed" in caplog.text
+
+
+def test_a_failed_save_is_told_once_by_the_next_call(local, kind):
+    config = config_of(local, kind=kind, commit_hook=Refusing())
+    checkpointer = make_async_checkpointer(config)
+    checkpointer.save(state(1), local.uri)
+    with pytest.raises(AccessDeniedError, match="Friday"):
+        checkpointer.save(state(2), local.uri)
+    checkpointer.close()
+
+
+def test_a_failed_last_save_is_told_by_close(local, kind):
+    config = config_of(local, kind=kind, commit_hook=Refusing())
+    checkpointer = make_async_checkpointer(config)
+    checkpointer.save(state(1), local.uri)
+    with pytest.raises(AccessDeniedError, match="Friday"):
+        checkpointer.close()
+    checkpointer.close()
+
+
+@pytest.mark.parametrize("make", [make_sync_checkpointer, make_async_checkpointer])
+def test_a_closed_checkpointer_says_so(local, make):
+    checkpointer = make(config_of(local))
+    checkpointer.close()
+    with pytest.raises(ClosedError):
+        checkpointer.save(state(), local.uri)
+    with pytest.raises(ClosedError):
+        checkpointer.load(local.uri)
+
+
+def _on_ranks(place: Place, kind) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    full = numbered(64).reshape(16, 4)
+    with make_async_checkpointer(config_of(place, kind=kind)) as checkpointer:
+        for step in (1, 2):
+            sharded = {"w": distribute_tensor(full * step, mesh, [Shard(0)]), "step": step}
+            _, written = checkpointer.save(sharded, place.at(f"step-{step}").uri)
+            written.result(PATIENCE)
+        target = {"w": distribute_tensor(torch.zeros(16, 4), mesh, [Shard(1)]), "step": 0}
+        checkpointer.load(place.at("step-2").uri, target, strict=True)
+        assert_same(target["w"].full_tensor(), full * 2)
+        everything = checkpointer.load(place.at("step-1").uri)
+        assert_same(everything, {"w": full, "step": 1})
+
+
+def test_sharded_tensors_are_saved_and_resharded(place, kind, ranks):
+    ranks(2, _on_ranks, place, kind)
+
+
+def _refused_on_ranks(place: Place, kind) -> None:
+    config = config_of(place, kind=kind, commit_hook=Refusing())
+    checkpointer = make_async_checkpointer(config)
+    _, written = checkpointer.save({"rank": dist.get_rank()}, place.uri)
+    assert isinstance(written.exception(PATIENCE), AccessDeniedError)
+    with pytest.raises(AccessDeniedError):
+        checkpointer.close()
+
+
+def test_a_refused_commit_is_told_to_every_rank(local, kind, ranks):
+    ranks(2, _refused_on_ranks, local, kind)
+    assert local.names() == []
