@@ -14,7 +14,7 @@ import torch
 
 from cloudckpt.errors import StagingMemoryError
 
-__all__ = ["ALIGNMENT", "Arena"]
+__all__ = ["ALIGNMENT", "Arena", "Memory"]
 
 ALIGNMENT = 64
 """Bytes; what torch.save aligns storages to, and more than any dtype needs."""
@@ -73,16 +73,16 @@ class Arena:
         """Where it begins in this process's memory."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
-    def storage(self, on_unused: Callable[[], None] = lambda: None) -> torch.UntypedStorage:
-        """All of it as a storage of tensors.
+    def memory(self, on_unused: Callable[[], None] = lambda: None) -> Memory:
+        """Its memory, for tensors.
 
         Args:
-            on_unused: Called, in any thread and perhaps by the garbage collector, when no tensor
-                uses this storage any more.
+            on_unused: Called, in any thread and perhaps by the garbage collector, when neither the
+                result nor any tensor in it exists any more.
         """
         owner = (ctypes.c_char * self.size).from_buffer(self._map)
         weakref.finalize(owner, on_unused).atexit = False
-        return torch.frombuffer(owner, dtype=torch.uint8).untyped_storage()
+        return Memory(owner)
 
     def close(self) -> None:
         """Gives the memory back as soon as no tensor uses it any more."""
@@ -93,6 +93,23 @@ class Arena:
         os.close(self.fd)
         self.fd = -1
         del self._map  # unmapped with the last storage
+
+
+class Memory:
+    """The memory of an arena in use; what is made of it keeps it in use."""
+
+    def __init__(self, owner: ctypes.Array[ctypes.c_char]) -> None:
+        self._owner = owner
+
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+        return ctypes.addressof(self._owner)
+
+    def storage(self, start: int, size: int) -> torch.UntypedStorage:
+        """A storage of ``size`` bytes, at least 1, from byte ``start`` on."""
+        view = torch.frombuffer(self._owner, dtype=torch.uint8, count=size, offset=start)
+        return view.untyped_storage()
 
 
 def _anonymous_file() -> int:

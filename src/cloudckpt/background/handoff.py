@@ -79,17 +79,19 @@ class _Packer(pickle.Pickler):
         if not self._begin <= start < self._end:
             return None
         place = start - self._begin + value.storage_offset() * value.itemsize
-        return place, value.dtype, tuple(value.shape), value.stride()
+        steps = zip(value.shape, value.stride(), strict=True)
+        size = (sum((size - 1) * stride for size, stride in steps) + 1) * value.itemsize
+        return place, size, value.dtype, tuple(value.shape), value.stride()
 
 
 class _Unpacker(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, arena: Arena | None) -> None:
         super().__init__(file)
-        self._storage = None if arena is None else arena.storage()
+        self._memory = None if arena is None else arena.memory()
 
     def persistent_load(self, place: Any) -> torch.Tensor:
-        if self._storage is None:
+        if self._memory is None:
             raise StagingError("the staged copy did not arrive")
-        first, dtype, shape, stride = place
+        first, size, dtype, shape, stride = place
         made = torch.empty(0, dtype=dtype)
-        return made.set_(self._storage, first // dtype.itemsize, shape, stride)
+        return made.set_(self._memory.storage(first, size), 0, shape, stride)

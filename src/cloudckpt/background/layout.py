@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from cloudckpt.background.arena import ALIGNMENT
+from cloudckpt.background.arena import ALIGNMENT, Memory
 from cloudckpt.errors import StagingError
 from cloudckpt.transfer.memory import has_memory, shows_its_memory
 
 __all__ = ["Layout", "Region"]
 
-_WIDE, _BYTE = torch.int64, torch.uint8
+_WIDE = (torch.int64, torch.int32, torch.int16, torch.uint8)
 _ATOMIC = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
@@ -28,35 +28,40 @@ class Region:
 
     Attributes:
         storage: The storage, kept alive.
-        first: The first byte of it that is needed, a multiple of ``ALIGNMENT``.
+        first: The first byte of it that is needed.
         end: The first behind them.
+        grain: Bytes of the largest element; ``first`` is a multiple of it.
         place: Where they begin in the arena.
+        copy: The storage of the copy.
     """
 
     storage: torch.UntypedStorage
     first: int
     end: int
+    grain: int
     place: int = 0
+    copy: torch.UntypedStorage | None = None
 
     @property
     def size(self) -> int:
         """Bytes."""
         return self.end - self.first
 
-    def pieces(
-        self, target: torch.UntypedStorage, most: int
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def pieces(self, most: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Pairs of what to write and what to read, each of at most ``most`` bytes.
 
-        They are of a wide type, which torch copies faster than bytes, but for an odd end.
+        They are of a wide type, which torch copies faster than bytes, but for odd ends.
         """
+        assert self.copy is not None
+        wide_type = next(dtype for dtype in _WIDE if self.first % dtype.itemsize == 0)
         for start in range(0, self.size, most):
             end = min(start + most, self.size)
-            wide = (end - start) // _WIDE.itemsize * _WIDE.itemsize
-            for dtype, begin, stop in ((_WIDE, start, start + wide), (_BYTE, start + wide, end)):
+            wide = (end - start) // wide_type.itemsize * wide_type.itemsize
+            parts = ((wide_type, start, start + wide), (torch.uint8, start + wide, end))
+            for dtype, begin, stop in parts:
                 if stop > begin:
                     yield (
-                        _flat(target, dtype, self.place + begin, self.place + stop),
+                        _flat(self.copy, dtype, begin, stop),
                         _flat(self.storage, dtype, self.first + begin, self.first + stop),
                     )
 
@@ -93,6 +98,7 @@ class Layout:
             layout._add(tensor)
         place = 0
         for region in layout.regions:
+            region.first -= region.first % region.grain
             region.place = place
             place += -(-region.size // ALIGNMENT) * ALIGNMENT
         layout.size = place
@@ -101,49 +107,56 @@ class Layout:
     def _add(self, tensor: torch.Tensor) -> None:
         shown = tensor if shows_its_memory(tensor) else tensor.resolve_conj().resolve_neg()
         self._planned[id(tensor)] = shown
+        if shown.numel() == 0:
+            return  # its storage may be freed, and its offset lie anywhere
         storage = shown.untyped_storage()
         first, end = _extent(shown)
         region = self._by_storage.get(storage._cdata)
         if region is None:
-            region = self._by_storage[storage._cdata] = Region(storage, first, end)
+            region = self._by_storage[storage._cdata] = Region(storage, first, end, shown.itemsize)
             self.regions.append(region)
         else:
             region.first, region.end = min(region.first, first), max(region.end, end)
+            region.grain = max(region.grain, shown.itemsize)
 
-    def rebuild(self, state_dict: dict[str, Any], storage: torch.UntypedStorage) -> dict[str, Any]:
-        """The state dict as a structure of its own, its tensors in the arena's storage.
+    def rebuild(self, state_dict: dict[str, Any], memory: Memory) -> dict[str, Any]:
+        """The state dict as a structure of its own, its tensors in the arena's memory.
 
         Raises:
             StagingError: If a value can't be copied.
         """
-        return _Copier(self, storage).mapping(state_dict, {})
+        for region in self.regions:
+            region.copy = memory.storage(region.place, region.size)
+        return _Copier(self).mapping(state_dict, {})
 
     def plans(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor gets a place in the arena."""
         return id(tensor) in self._planned
 
-    def staged(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+    def staged(self, tensor: torch.Tensor) -> torch.Tensor:
         """The copy of a tensor that was planned."""
         tensor = self._planned[id(tensor)]
+        if tensor.numel() == 0:
+            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
         region = self._by_storage[tensor.untyped_storage()._cdata]
-        itemsize = tensor.itemsize
-        offset = region.place + tensor.storage_offset() * itemsize - region.first
+        # each region has a storage of its own: torch can't pickle a DTensor whose local tensor
+        # begins behind the beginning of its storage
+        offset = tensor.storage_offset() - region.first // tensor.itemsize
         made = torch.empty(0, dtype=tensor.dtype)
-        return made.set_(storage, offset // itemsize, tensor.size(), tensor.stride())
+        assert region.copy is not None
+        return made.set_(region.copy, offset, tensor.size(), tensor.stride())
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The bytes of its storage that a tensor shows: first (rounded down) and end."""
+    """The bytes of its storage that a tensor shows: the first, and the first behind them."""
     itemsize = tensor.itemsize
     first = tensor.storage_offset() * itemsize
-    if tensor.numel() == 0:
-        end = first
-    elif tensor.is_contiguous():
+    if tensor.is_contiguous():
         end = first + tensor.numel() * itemsize
     else:
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         end = first + (sum((size - 1) * stride for size, stride in steps) + 1) * itemsize
-    return first // ALIGNMENT * ALIGNMENT, int(end)
+    return int(first), int(end)
 
 
 def _goes_to_arena(tensor: torch.Tensor) -> bool:
@@ -182,15 +195,15 @@ def _inner(tensor: Any) -> list[torch.Tensor]:
     """The tensors that a wrapper such as DTensor consists of."""
     if not is_traceable_wrapper_subclass(tensor):
         return []
-    return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+    return [part for part in parts if isinstance(part, torch.Tensor)]
 
 
 class _Copier:
     """Copies a structure; the same object in two places stays the same object."""
 
-    def __init__(self, layout: Layout, storage: torch.UntypedStorage) -> None:
+    def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._storage = storage
 
     def mapping(self, value: dict[Any, Any], memo: dict[int, Any]) -> dict[Any, Any]:
         made: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
@@ -230,13 +243,16 @@ class _Copier:
 
     def _tensor(self, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
         if self._layout.plans(tensor):
-            return self._layout.staged(tensor, self._storage)
+            return self._layout.staged(tensor)
         wrapper: Any = tensor  # mypy knows no class that is a tensor and a wrapper
         if not is_traceable_wrapper_subclass(wrapper):
             made: torch.Tensor = _deep_copy(tensor.detach(), memo)
             return made
         names, context = wrapper.__tensor_flatten__()
-        inner = {name: self.value(getattr(wrapper, name), memo) for name in names}
+        inner = {name: getattr(wrapper, name) for name in names}
+        for name, part in inner.items():
+            if isinstance(part, torch.Tensor):  # DTensor's mesh is no tensor, and stays what it is
+                inner[name] = self.value(part, memo)
         rebuilt: torch.Tensor = type(wrapper).__tensor_unflatten__(
             inner, context, wrapper.size(), wrapper.stride()
         )

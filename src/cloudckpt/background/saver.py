@@ -34,6 +34,7 @@ from cloudckpt.errors import (
     SaveInProgressError,
     StagingError,
 )
+from cloudckpt.transfer.stats import Transferred
 
 __all__ = ["AsyncSaver", "PendingSave", "SaveFuture"]
 
@@ -47,9 +48,11 @@ class SaveFuture(Future[Metadata | None]):
 
     Attributes:
         skipped: Whether there was no save, because the one before was still under way.
+        transferred: What this rank sent, once it is done and has succeeded.
     """
 
     skipped = False
+    transferred: Transferred | None = None
 
     def result(self, timeout: float | None = None) -> Metadata | None:
         content: Any = super().result(timeout)
@@ -258,9 +261,9 @@ class AsyncSaver:
             data = self._process.save(job.number, job.content, arena, others, job.failure)
             made = _Pickled(data)
             if isinstance(job.writer, CloudStorageWriter):
-                job.writer.transferred = made.transferred()
+                job.writer.transferred = job.written.transferred = made.transferred()
             return made
-        return api.save(
+        metadata = api.save(
             job.content,
             storage_writer=job.writer,
             planner=job.planner if job.failure is None else _Failing(job.failure),
@@ -268,6 +271,9 @@ class AsyncSaver:
             no_dist=self._no_dist,
             use_collectives=job.use_collectives,
         )
+        if isinstance(job.writer, CloudStorageWriter):
+            job.written.transferred = job.writer.transferred
+        return metadata
 
     def close(self) -> None:
         """Waits for the saves under way, up to ``close_timeout`` seconds, and ends the rest.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from cloudckpt.background.arena import Arena
+from cloudckpt.background.arena import Arena, Memory
 from cloudckpt.background.layout import Layout
 from cloudckpt.errors import ClosedError, SaveInProgressError
 
@@ -188,19 +188,19 @@ class Stager(AsyncStager):
             if self._closed:
                 raise ClosedError("the stager was closed")
             arena = buffer.fit(layout.size, pin=self._pin and _on_cuda(layout))
-            storage = arena.storage(lease.end)
-            content = layout.rebuild(state_dict, storage)
-            copied = self._copy(layout, storage)
+            memory = arena.memory(lease.end)
+            content = layout.rebuild(state_dict, memory)
+            copied = self._copy(layout, memory)
         except BaseException:
             lease.end()
             raise
         seconds = time.perf_counter() - started
         return StagedState(content, arena, layout.size, seconds, lease), copied
 
-    def _copy(self, layout: Layout, target: torch.UntypedStorage) -> Future[None]:
+    def _copy(self, layout: Layout, memory: Memory) -> Future[None]:
         done: Future[None] = Future()
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        base = target.data_ptr()
+        base = memory.address
         with torch.no_grad():
             for region in layout.regions:
                 if region.storage.device.type == "cpu":
@@ -208,10 +208,10 @@ class Stager(AsyncStager):
                         source = region.storage.data_ptr() + region.first
                         ctypes.memmove(base + region.place, source, region.size)
                     else:
-                        pairs.extend(region.pieces(target, _CHUNK))
+                        pairs.extend(region.pieces(_CHUNK))
                     continue
                 with self._beside_compute(region.storage.device):
-                    for place, bytes_ in region.pieces(target, region.size):
+                    for place, bytes_ in region.pieces(region.size):
                         place.copy_(bytes_, non_blocking=self._pin)
             events = [stream.record_event() for stream in self._streams.values()]
             self._copy_on_host(pairs)

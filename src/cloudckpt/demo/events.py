@@ -40,10 +40,19 @@ class Resumed:
 
 @dataclass(frozen=True)
 class Stepped:
-    """A step was trained; ``loss`` is the mean over all ranks."""
+    """A step was trained.
+
+    Attributes:
+        step: Which.
+        loss: The mean over all ranks.
+        seconds: How long it took.
+        beside_save: Whether a save was under way when it ended.
+    """
 
     step: int
     loss: float
+    seconds: float
+    beside_save: bool
 
 
 @dataclass(frozen=True)

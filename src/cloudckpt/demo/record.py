@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from statistics import mean
+from statistics import mean, median
 
 from cloudckpt.demo.events import Committed, Event, Failed, Measured, Resumed, Staged, Stepped
 
@@ -34,6 +34,8 @@ class Phase:
         measured: The CPU time of a save.
         failures: How ranks failed.
         killed: How it came to its end, if that was by force.
+        steps_alone: Seconds of each step with no save beside it.
+        steps_beside_saves: Seconds of each step during a save.
     """
 
     ranks: int
@@ -45,12 +47,15 @@ class Phase:
     measured: Measured | None = None
     failures: dict[int, str] = field(default_factory=dict)
     killed: str | None = None
+    steps_alone: list[float] = field(default_factory=list)
+    steps_beside_saves: list[float] = field(default_factory=list)
 
     def note(self, rank: int, event: Event) -> None:
         """Adds what a rank tells."""
         match event:
-            case Stepped(step, loss):
+            case Stepped(step, loss, seconds, beside_save):
                 self.losses[step] = loss
+                (self.steps_beside_saves if beside_save else self.steps_alone).append(seconds)
             case Staged(_, stall):
                 self.stalls.append(stall)
             case Committed(step):
@@ -71,6 +76,14 @@ class Phase:
     def checkpoint_bytes(self) -> float:
         """Bytes of a checkpoint, over all ranks."""
         return mean(sum(part.bytes for part in parts) for parts in self.uploads.values())
+
+    @property
+    def inflation(self) -> float | None:
+        """By how much a save prolongs a step, as a share of it; None if too few were seen."""
+        if not self.steps_beside_saves or len(self.steps_alone) < 2:
+            return None
+        # the first step pays for what torch sets up
+        return median(self.steps_beside_saves) / median(self.steps_alone[1:]) - 1
 
     @property
     def upload_seconds(self) -> float:

@@ -26,8 +26,8 @@ _LEVELS = "▁▂▃▄▅▆▇█"
 _COLOURS = ("red", "yellow", "green")
 _GIB = 1024**3
 _HEADINGS = (
-    "\nranks", "\nsteps", "resumed\nfrom", "load\ns", "\nloss", "stall\nms", "upload\ns", "\nMB",
-    "CPU\ns/GiB",
+    "\nranks", "\nsteps", "resumed\nfrom", "\nloss", "stall\nms", "steps\nslower",
+    "upload\ns", "\nMB", "CPU\ns/GiB",
 )  # fmt: skip
 
 
@@ -118,17 +118,18 @@ def _table(phases: Sequence[Phase]) -> Table:
             str(phase.ranks),
             f"{first}-{last}" + (" ✗" if phase.killed else ""),
             f"step {resumed.step}" if resumed else "",
-            f"{resumed.seconds:.1f}" if resumed else "",
             f"{phase.losses[first]:.2f} → {phase.losses[last]:.2f}",
             f"{mean(phase.stalls) * 1e3:.0f}" if phase.stalls else "",
+            f"{phase.inflation:+.0%}" if phase.inflation is not None else "",
             f"{phase.upload_seconds:.2f}" if phase.uploads else "",
             f"{phase.checkpoint_bytes / 1e6:.0f}" if phase.uploads else "",
             f"{measured.cpu_seconds / measured.bytes * _GIB:.2f}" if measured else "",
         )
     table.caption = (
-        "stall: until async_save returns; upload: the rest of it, while training goes on; MB: of a "
-        "checkpoint; CPU: of the whole process in one save at the end with no training beside it, "
-        "where so few bytes weigh less than the fixed costs of a save"
+        "stall: until save returns; steps slower: training steps during a save, against those "
+        "without, where ranks and saving processes share the cores; upload: by the process beside "
+        "each rank; MB: of a checkpoint; CPU: of the whole process in one synchronous save at the "
+        "end, where so few bytes weigh less than the fixed costs of a save"
     )
     return table
 

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import sys
 import time
-from concurrent.futures import Future
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import cloudckpt
+from cloudckpt import AsyncCheckpointer, SaveFuture, make_async_checkpointer
 from cloudckpt.demo.children import end_with_parent
 from cloudckpt.demo.crash import StallingPlanner
 from cloudckpt.demo.events import Committed, Failed, Measured, Resumed, Staged, Stepped, tell
@@ -35,8 +34,6 @@ _PATIENCE = timedelta(seconds=120)  # with which ranks wait for each other
 def train(job: Job) -> None:
     """Runs this rank's part of a job, from the first step or from a checkpoint."""
     dist.init_process_group("gloo", timeout=_PATIENCE)
-    # saves talk to each other in a thread; in a group of their own they can't meet FSDP's traffic
-    saves = dist.new_group(backend="gloo", timeout=_PATIENCE)
     ranks = dist.get_world_size()
     text = StdlibText(length=CONTEXT, batch=_GLOBAL_BATCH, rank=dist.get_rank(), ranks=ranks)
 
@@ -52,22 +49,30 @@ def train(job: Job) -> None:
     if job.resume is not None:
         resume(state, job.resume, text)
 
-    saving: cloudckpt.SaveFuture | None = None
+    with make_async_checkpointer() as checkpointer:  # its process starts behind the first steps
+        run(state, text, job, checkpointer)
+    dist.destroy_process_group()
+
+
+def run(state: TrainingState, text: StdlibText, job: Job, checkpointer: AsyncCheckpointer) -> None:
+    """Trains to the last step and saves on the way."""
+    saving: SaveFuture | None = None
     for step in range(state.step + 1, job.last_step + 1):
+        began = time.perf_counter()
         loss = train_step(state, text, step)
-        tell_once(Stepped(step, loss))
+        seconds = time.perf_counter() - began
+        tell_once(Stepped(step, loss, seconds, saving is not None and not saving.done()))
         if step % job.save_every == 0 or step == job.last_step:
             state.held_out_loss = evaluate(state, text)
             if saving is not None:
-                saving.result()  # one at a time; raises if the last one has failed
+                saving.result()  # raises if the last one has failed
             if job.measure and step == job.last_step:
                 saving = None
                 save_and_measure(state, job)
             else:
-                saving = save(state, job, saves)
+                saving = save(state, job, checkpointer)
     if saving is not None:
         saving.result()
-    dist.destroy_process_group()
 
 
 def resume(state: TrainingState, checkpoint: str, text: StdlibText) -> None:
@@ -79,27 +84,22 @@ def resume(state: TrainingState, checkpoint: str, text: StdlibText) -> None:
     tell_once(Resumed(state.step, seconds, recorded=state.held_out_loss, again=again))
 
 
-def save(state: TrainingState, job: Job, group: dist.ProcessGroup | None) -> cloudckpt.SaveFuture:
-    """Copies the state and returns; the copy travels to the store while training goes on."""
+def save(state: TrainingState, job: Job, checkpointer: AsyncCheckpointer) -> SaveFuture:
+    """Copies the state and returns; another process saves the copy while training goes on."""
     step = state.step
-    writer = cloudckpt.CloudStorageWriter(step_uri(job.run, step))
     stalls = step == job.stall_at and dist.get_rank() == 1
     began = time.perf_counter()
-    saving = cloudckpt.async_save(
-        {"app": state},
-        storage_writer=writer,
-        process_group=group,
-        planner=StallingPlanner() if stalls else None,
+    _, written = checkpointer.save(
+        {"app": state}, step_uri(job.run, step), planner=StallingPlanner() if stalls else None
     )
     tell(Staged(step, stall=time.perf_counter() - began))
-    assert isinstance(saving, cloudckpt.SaveFuture)  # a pair is for asynchronous stagers
 
-    def committed(done: Future[Metadata | None]) -> None:
-        if done.exception() is None and writer.transferred is not None:
-            tell(Committed(step, writer.transferred.bytes, writer.transferred.seconds))
+    def committed(_: object) -> None:
+        if written.transferred is not None:
+            tell(Committed(step, written.transferred.bytes, written.transferred.seconds))
 
-    saving.add_done_callback(committed)
-    return saving
+    written.add_done_callback(committed)
+    return written
 
 
 def save_and_measure(state: TrainingState, job: Job) -> None:
