@@ -202,7 +202,7 @@ def test_every_retry_is_counted():
     counted, waiting = [], Waiting()
     script = Script([ServerError("busy")] * 3, waiting)
     retrier = Retrier(
-        RetryPolicy(), waiting, on_retry=lambda: counted.append(1), clock=waiting.clock
+        RetryPolicy(), waiting, on_retry=lambda _: counted.append(1), clock=waiting.clock
     )
     assert retrier.call(script) == "done"
     assert len(counted) == 3

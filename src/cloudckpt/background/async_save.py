@@ -68,7 +68,10 @@ def async_save(
         ConfigError: If the arguments do not fit together.
         SaveProcessError: If the saving process can't be started.
     """
-    writer = writer_for(checkpoint_id, storage_writer, config)
+    if storage_writer is None or config is not None:
+        writer, elsewhere = writer_for(checkpoint_id, storage_writer, config), None
+    else:  # a save under way may use it: it is led elsewhere when that has ended
+        writer, elsewhere = storage_writer, checkpoint_id
     options = writer.config.background if isinstance(writer, CloudStorageWriter) else None
     saver = _saver_for(
         process_group,
@@ -77,7 +80,13 @@ def async_save(
         async_stager,
         options if options is not None else BackgroundOptions(),
     )
-    pending = saver.save(state_dict, writer, planner=planner, use_collectives=use_collectives)
+    pending = saver.save(
+        state_dict,
+        writer,
+        checkpoint_id=elsewhere,
+        planner=planner,
+        use_collectives=use_collectives,
+    )
     if pending.is_staged_in_background:
         return AsyncSaveResponse(pending.staged, pending.written)  # type: ignore[arg-type]
     return pending.written

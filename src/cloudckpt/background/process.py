@@ -25,6 +25,7 @@ from cloudckpt.background.handoff import pack
 from cloudckpt.background.worker import Job, Outcome, Settings, main
 from cloudckpt.config import BackgroundOptions
 from cloudckpt.errors import CloudCheckpointError, ProcessGroupError, SaveProcessError
+from cloudckpt.events.event import emit
 
 __all__ = ["SaveProcess"]
 
@@ -296,7 +297,7 @@ class _Child:
         return outcome
 
     def _receive(self, wanted: str, deadline: float | None) -> Any:
-        """The next message of a kind; log records on the way are handled here."""
+        """The next message of a kind; log records and events on the way are handled here."""
         while True:
             channels.wait([self._channel, self._process.sentinel], timeout=_LOOK)
             try:
@@ -316,6 +317,8 @@ class _Child:
                 target = logging.getLogger(content.name)
                 if target.isEnabledFor(content.levelno):
                     target.handle(content)
+            elif kind == "event":
+                emit(content)
             elif kind == "failed to start":
                 raise content
             elif kind == wanted:

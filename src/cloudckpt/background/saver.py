@@ -13,7 +13,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -34,7 +34,10 @@ from cloudckpt.errors import (
     SaveInProgressError,
     StagingError,
 )
+from cloudckpt.events.event import Event, Span, subscribe
+from cloudckpt.events.timeline import Timeline
 from cloudckpt.transfer.stats import Transferred
+from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["AsyncSaver", "PendingSave", "SaveFuture"]
 
@@ -49,10 +52,15 @@ class SaveFuture(Future[Metadata | None]):
     Attributes:
         skipped: Whether there was no save, because the one before was still under way.
         transferred: What this rank sent, once it is done and has succeeded.
+        timeline: The events of this save on this rank.
     """
 
     skipped = False
     transferred: Transferred | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.timeline = Timeline()
 
     def result(self, timeout: float | None = None) -> Metadata | None:
         content: Any = super().result(timeout)
@@ -135,8 +143,9 @@ class AsyncSaver:
         if kind == AsyncCheckpointerType.PROCESS:
             self._process = SaveProcess(self._group, self._options, arenas=buffers)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cloudckpt-async")
+        self._rank = 0 if self._group is None else dist.get_rank(self._group)
         self._number = 0
-        self._under_way: list[tuple[str, SaveFuture]] = []
+        self._under_way: list[_UnderWay] = []
         self._lock = threading.Lock()
         self._closed = False
 
@@ -159,6 +168,7 @@ class AsyncSaver:
         state_dict: dict[str, Any],
         writer: StorageWriter,
         *,
+        checkpoint_id: URILike | None = None,
         planner: SavePlanner | None = None,
         use_collectives: bool = True,
     ) -> PendingSave:
@@ -170,42 +180,52 @@ class AsyncSaver:
         Args:
             state_dict: What to save; ``Stateful`` values are asked for theirs.
             writer: Where to.
+            checkpoint_id: Where to lead the writer, once no save before uses it any more.
             planner: As in torch.
             use_collectives: As in torch.
 
         Raises:
             ClosedError: If the saver was closed.
-            SaveInProgressError: If a save to the same place is still under way.
+            SaveInProgressError: If the save before does not end within ``patience``, or one to the
+                same place is under way. Ranks that did not have to wait are told by their futures.
         """
-        where = writer.checkpoint_id if isinstance(writer, CloudStorageWriter) else str(id(writer))
+        where = _location(writer, checkpoint_id)
         with self._lock:
             if self._closed:
                 raise ClosedError("the saver was closed")
-            self._under_way = [entry for entry in self._under_way if not entry[1].done()]
-            busy = len(self._under_way)
-        if self._options.when_busy == "skip" and self._all_skip(bool(busy)):
+            self._under_way = [save for save in self._under_way if not save.written.done()]
+            busy = bool(self._under_way)
+        if self._options.when_busy == "skip" and self._all_skip(busy):
             return _skipped()
-        if self._options.when_busy == "wait":
-            self._wait_for_others()
-        elif any(place == where and not future.done() for place, future in self._under_way):
-            raise SaveInProgressError("a save to this place is still under way", uri=where)
         self._number += 1
         written = SaveFuture()
         written.set_running_or_notify_cancel()
-        job = _Job(self._number, writer, planner or CloudSavePlanner(), use_collectives, written)
+        job = _Job(
+            self._number, where, writer, planner or CloudSavePlanner(), use_collectives, written
+        )
         staged: Future[None] = Future()
+        unsubscribe = subscribe(job.listen)
         try:
+            self._take_turn(where, writer)
+            if checkpoint_id is not None:
+                writer.reset(str(checkpoint_id))
             state = {
                 key: value.state_dict() if isinstance(value, Stateful) else value
                 for key, value in state_dict.items()
             }
-            self._stage(state, job, staged)
+            with Span("stage", where, self._rank) as span:
+                self._stage(state, job, staged)
+                span.bytes = 0 if job.staged is None else job.staged.size
         except Exception as error:  # noqa: BLE001 - the other ranks must hear of it
             job.failure = _as_ours(error, where)
             staged.set_exception(job.failure)
+        finally:
+            unsubscribe()
         with self._lock:
-            self._under_way.append((where, written))
+            self._under_way.append(_UnderWay(where, writer, written))
         self._thread.submit(self._run, job, staged)
+        if isinstance(job.failure, SaveInProgressError):
+            raise job.failure
         return PendingSave(staged, written, job.copying is not None)
 
     def _all_skip(self, busy: bool) -> bool:
@@ -216,14 +236,20 @@ class AsyncSaver:
         dist.all_reduce(seen, dist.ReduceOp.MAX, group=self._control)
         return bool(seen.item())
 
-    def _wait_for_others(self) -> None:
-        """Waits for the saves under way, whatever their outcome, which their futures tell."""
+    def _take_turn(self, where: str, writer: StorageWriter) -> None:
+        """Waits for the saves under way, if that is the policy, whatever their outcome."""
         deadline = time.monotonic() + self._options.patience
-        for where, future in list(self._under_way):
-            done, _ = concurrent.futures.wait([future], max(0.0, deadline - time.monotonic()))
-            if not done:
+        for save in list(self._under_way):
+            if self._options.when_busy == "wait":
+                concurrent.futures.wait([save.written], max(0.0, deadline - time.monotonic()))
+                if not save.written.done():
+                    raise SaveInProgressError(
+                        f"the save before has not ended within {self._options.patience:g} s",
+                        uri=save.where,
+                    )
+            elif (save.where == where or save.writer is writer) and not save.written.done():
                 raise SaveInProgressError(
-                    f"the save before has not ended within {self._options.patience:g} s", uri=where
+                    "a save to this place, or with this writer, is still under way", uri=where
                 )
 
     def _stage(self, state: dict[str, Any], job: _Job, staged: Future[None]) -> None:
@@ -243,14 +269,17 @@ class AsyncSaver:
 
     def _run(self, job: _Job, staged: Future[None]) -> None:
         """In the thread that saves."""
+        unsubscribe = subscribe(job.listen)
         try:
             concurrent.futures.wait([staged])
             job.take_copy()
             result = self._save(job)
         except BaseException as error:  # noqa: BLE001 - told by the future
+            unsubscribe()
             job.end()
             job.written.set_exception(error)
         else:
+            unsubscribe()
             job.end()
             job.written.set_result(result)
 
@@ -284,7 +313,7 @@ class AsyncSaver:
             if self._closed:
                 return
             self._closed = True
-        futures = [future for _, future in self._under_way]
+        futures = [save.written for save in self._under_way]
         concurrent.futures.wait(futures, self._options.close_timeout)
         if self._process is not None:
             self._process.close(_FAREWELL)
@@ -302,9 +331,17 @@ class AsyncSaver:
 _FAREWELL = 10.0  # seconds for an idle saving process to end
 
 
+@dataclass(frozen=True)
+class _UnderWay:
+    where: str
+    writer: StorageWriter
+    written: SaveFuture
+
+
 @dataclass
 class _Job:
     number: int
+    where: str
     writer: StorageWriter
     planner: SavePlanner
     use_collectives: bool
@@ -319,6 +356,11 @@ class _Job:
         if self.staged is not None:
             return self.staged.state_dict
         return self.state or {}
+
+    def listen(self, event: Event) -> None:
+        """Notes what this save is doing."""
+        if event.uri == self.where:
+            self.written.timeline.add(event)
 
     def take_copy(self) -> None:
         """The result of a stager of the caller's that made its copy in the background."""
@@ -343,8 +385,21 @@ class _Failing(CloudSavePlanner):
         super().__init__()
         self._failure = failure
 
-    def set_up_planner(self, *_: Any, **__: Any) -> NoReturn:
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> NoReturn:
         raise self._failure
+
+
+def _location(writer: StorageWriter, checkpoint_id: URILike | None) -> str:
+    if not isinstance(writer, CloudStorageWriter):
+        return f"writer {id(writer)}"
+    return (
+        writer.checkpoint_id if checkpoint_id is None else str(CheckpointURI.parse(checkpoint_id))
+    )
 
 
 def _as_ours(error: Exception, where: str) -> CloudCheckpointError:

@@ -28,6 +28,7 @@ from cloudckpt.dcp.portable import portable_errors
 from cloudckpt.dcp.torch_private import set_group_timeout
 from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.errors import CloudCheckpointError, ProcessGroupError, SaveProcessError
+from cloudckpt.events.event import subscribe
 
 __all__ = ["Job", "Outcome", "Settings", "main"]
 
@@ -107,6 +108,7 @@ def main(connection: Connection, settings: Settings) -> None:
     threading.Thread(target=_watch, args=(settings.trainer,), daemon=True).start()
     sender = _Sender(connection)
     _forward_logs(sender, settings.log_level)
+    subscribe(lambda event: sender.send("event", event))
     with contextlib.suppress(OSError):
         os.nice(settings.nice)
     torch.set_num_threads(1)

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
@@ -26,6 +27,7 @@ from cloudckpt.errors import (
     CloudCheckpointError,
     ObjectNotFoundError,
 )
+from cloudckpt.events.event import Span
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.stores.registry import open_store
 from cloudckpt.transfer.retry import Retrier
@@ -186,7 +188,8 @@ class CloudStorageReader(StorageReader):
 
         If it raises, tensors of the state dict may hold a part of the new values.
         """
-        stats = TransferStats()
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        stats = TransferStats(str(self.uri), rank)
         try:
             load = Load(
                 self._store(),
@@ -196,10 +199,14 @@ class CloudStorageReader(StorageReader):
                 uri=str(self.uri),
                 trust_pickle=self.trust_pickle,
             )
-            with portable_errors(str(self.uri)):
-                load.run(plan, self._places)
+            with portable_errors(str(self.uri)), Span("load", str(self.uri), rank) as span:
+                try:
+                    load.run(plan, self._places)
+                finally:
+                    self.transferred = stats.snapshot()
+                    span.bytes = self.transferred.bytes
         finally:
-            self.transferred = stats.snapshot()
+            stats.tell_verified()
         future: Future[None] = Future()
         future.set_result(None)
         return future

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,6 +34,7 @@ from cloudckpt.config import Config
 from cloudckpt.dcp.hooks import CommitHook, run_after
 from cloudckpt.dcp.portable import portable_errors
 from cloudckpt.errors import CheckpointExistsError, CloudCheckpointError, IncompleteSaveError
+from cloudckpt.events.event import Event, Span, emit
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectStore, random_suffix
 from cloudckpt.stores.registry import open_store
@@ -88,6 +90,7 @@ class CloudStorageWriter(StorageWriter):
 
     def _start_attempt(self) -> None:
         self._attempt = random_suffix()
+        self._began = time.time()
         self._rank = 0
         self._use_collectives = True
         self._baseline: Baseline | None = None
@@ -131,6 +134,7 @@ class CloudStorageWriter(StorageWriter):
         # torch passes rank and use_collectives only to a parameter named exactly `kwargs`
         if self._baseline is not None or self._written:
             self._start_attempt()  # a caller that does not reset between two saves
+        self._began = time.time()
         self._rank = kwargs.get("rank") or 0
         self._use_collectives = kwargs.get("use_collectives", True)
         self.commits = is_coordinator or not self._use_collectives
@@ -169,8 +173,10 @@ class CloudStorageWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Sends this rank's items; returns when the store has all of them."""
-        with portable_errors(str(self.uri)):
+        self._tell_plan()
+        with portable_errors(str(self.uri)), Span("upload", str(self.uri), self._rank) as span:
             results = self._send(plan.items, planner) if plan.items else []
+            span.bytes = self.transferred.bytes if self.transferred is not None else 0
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -190,18 +196,32 @@ class CloudStorageWriter(StorageWriter):
             with portable_errors(str(self.uri)):
                 self.commit_hook.before_commit(str(self.uri), metadata)
         self.commit_begun = True
-        publish(
-            self._store(),
-            self.uri,
-            self.config,
-            baseline=self._baseline,
-            attempt=self._attempt,
-            metadata=metadata,
-            written=written,
-        )
+        with Span("commit", str(self.uri), self._rank):
+            publish(
+                self._store(),
+                self.uri,
+                self.config,
+                baseline=self._baseline,
+                attempt=self._attempt,
+                metadata=metadata,
+                written=written,
+            )
         self._written = []
         if self.commit_hook is not None:
             run_after(self.commit_hook, str(self.uri), metadata)
+
+    def _tell_plan(self) -> None:
+        """Planning is torch's; what can be seen of it is the time until it asks for the data."""
+        seconds = time.time() - self._began
+        emit(
+            Event(
+                phase="plan",
+                uri=str(self.uri),
+                rank=self._rank,
+                began=self._began,
+                seconds=seconds,
+            )
+        )
 
     def discard(self) -> None:
         """Deletes what this rank has written in an attempt that was certainly not committed."""
@@ -212,9 +232,9 @@ class CloudStorageWriter(StorageWriter):
 
     def _send(self, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         store, config = self._store(), self.config
-        stats = TransferStats()
         uploads: list[ObjectUpload] = []
         expected = sum(_expected_size(item) for item in items)
+        stats = TransferStats(str(self.uri), self._rank, expected)
         group = TaskGroup(config.connections, name="cloudckpt-save", interrupt=store.interrupt)
         retrier = Retrier(config.retry, group.cancellation, on_retry=stats.add_retry)
         pool = StagingPool(config.memory_budget, group.cancellation)

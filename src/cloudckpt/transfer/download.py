@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -234,6 +235,14 @@ class _Download:
     def _first_bad(self, landing: _Landing) -> _Bad | None:
         if not self._config.verify:
             return None
+        began = time.perf_counter()
+        try:
+            return self._search(landing)
+        finally:
+            self._stats.add_verified(landing.size, time.perf_counter() - began)
+
+    @staticmethod
+    def _search(landing: _Landing) -> _Bad | None:
         for segment in landing.segments:
             source = segment.want.source
             if not source.block_size:
@@ -299,6 +308,11 @@ class _Landing:
         self._places: list[tuple[int, int, _Segment | None, memoryview | None]] = []
         self.scratch_bytes = 0
         self._lay_out()
+
+    @property
+    def size(self) -> int:
+        """Bytes that are received."""
+        return sum(segment.span.stop - segment.span.start for segment in self.segments)
 
     def _lay_out(self) -> None:
         position = self.segments[0].span.start

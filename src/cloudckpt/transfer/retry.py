@@ -31,7 +31,7 @@ class Retrier:
         policy: RetryPolicy,
         cancellation: Cancellation | None = None,
         *,
-        on_retry: Callable[[], None] = lambda: None,
+        on_retry: Callable[[TransientStoreError], None] = lambda error: None,
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[float, float], float] = random.uniform,
     ) -> None:
@@ -73,6 +73,6 @@ class Retrier:
                 if tries >= policy.attempts or spent + pause > policy.deadline:
                     error.message += f" (gave up after {tries} tries in {spent:.1f} s)"
                     raise
-                self._on_retry()
+                self._on_retry(error)
                 logger.warning("trying again in %.2f s: %s", pause, error)
                 self._cancellation.wait(pause)

@@ -6,7 +6,12 @@ import threading
 import time
 from dataclasses import dataclass
 
+from cloudckpt.errors import ThrottledError, TransientStoreError
+from cloudckpt.events.event import Event, emit, has_listeners
+
 __all__ = ["Transferred", "TransferStats"]
+
+_BETWEEN_EVENTS = 0.2  # seconds
 
 
 @dataclass(frozen=True)
@@ -27,26 +32,83 @@ class Transferred:
 
 
 class TransferStats:
-    """Counts while the transfer runs; threads may add at the same time."""
+    """Counts while the transfer runs, and tells of it; threads may add at the same time.
 
-    def __init__(self) -> None:
+    Args:
+        uri: What is transferred, for the events.
+        rank: Who does it.
+        total: Bytes that there will be, as far as that is known.
+    """
+
+    def __init__(self, uri: str = "", rank: int = 0, total: int = 0) -> None:
+        self._uri = uri
+        self._rank = rank
+        self._total = total
         self._lock = threading.Lock()
         self._bytes = 0
         self._requests = 0
         self._retries = 0
-        self._began = time.monotonic()
+        self._verified = 0
+        self._verifying = 0.0
+        self._began = self._told = time.monotonic()
+        self._began_wall = time.time()
 
     def add_bytes(self, count: int) -> None:
         with self._lock:
             self._bytes += count
+            now = time.monotonic()
+            if not has_listeners() or now - self._told < _BETWEEN_EVENTS:
+                return
+            self._told = now
+            moved = self._bytes
+        emit(
+            Event(
+                phase="progress",
+                uri=self._uri,
+                rank=self._rank,
+                began=self._began_wall,
+                seconds=now - self._began,
+                bytes=moved,
+                total=self._total,
+            )
+        )
+
+    def add_verified(self, count: int, seconds: float) -> None:
+        """Counts bytes whose checksum was compared, and the time of the thread that did it."""
+        with self._lock:
+            self._verified += count
+            self._verifying += seconds
+
+    def tell_verified(self) -> None:
+        """Emits the event of all verification up to now."""
+        if self._verified:
+            emit(
+                Event(
+                    phase="verify",
+                    uri=self._uri,
+                    rank=self._rank,
+                    began=self._began_wall,
+                    seconds=self._verifying,
+                    bytes=self._verified,
+                )
+            )
 
     def add_requests(self, count: int) -> None:
         with self._lock:
             self._requests += count
 
-    def add_retry(self) -> None:
+    def add_retry(self, error: TransientStoreError) -> None:
         with self._lock:
             self._retries += 1
+        emit(
+            Event(
+                phase="throttle" if isinstance(error, ThrottledError) else "retry",
+                uri=self._uri,
+                rank=self._rank,
+                began=time.time(),
+                detail=type(error).__name__,
+            )
+        )
 
     def snapshot(self) -> Transferred:
         """The sums up to now."""

@@ -1,0 +1,145 @@
+"""What saving and loading tell while they do it."""
+
+import io
+import json
+import logging
+import sys
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import cloudckpt
+from cloudckpt import events
+from cloudckpt.config import MIB
+from cloudckpt.errors import ServerError
+from cloudckpt.transfer import stats as stats_module
+from cloudckpt.transfer.stats import TransferStats
+
+from .values import numbered
+
+THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
+PATIENCE = 60.0
+
+
+@pytest.fixture
+def heard():
+    found: list[events.Event] = []
+    unsubscribe = events.subscribe(found.append)
+    yield found
+    unsubscribe()
+
+
+def phases(found) -> list[str]:
+    return [event.phase for event in found if event.phase != "progress"]
+
+
+def test_a_save_tells_its_phases_in_order(place, heard):
+    cloudckpt.save({"t": numbered(1000)}, checkpoint_id=place.uri, config=place.config)
+    assert phases(heard) == ["plan", "upload", "commit"]
+    assert {event.uri for event in heard} == {place.uri}
+    upload = heard[1]
+    assert upload.bytes >= 4000
+    assert 0 < upload.seconds < PATIENCE
+
+
+def test_a_load_tells_what_it_read_and_verified(place, heard):
+    cloudckpt.save({"t": numbered(1000)}, checkpoint_id=place.uri, config=place.config)
+    heard.clear()
+    cloudckpt.load({"t": torch.zeros(1000)}, checkpoint_id=place.uri, config=place.config)
+    assert sorted(phases(heard)) == ["load", "verify"]
+    assert all(event.bytes >= 4000 for event in heard if event.phase != "progress")
+
+
+@pytest.mark.parametrize("kind", [THREAD, PROCESS], ids=["thread", "process"])
+def test_an_asynchronous_save_has_a_timeline(local, kind):
+    future = cloudckpt.async_save(
+        {"t": numbered(1000)},
+        checkpoint_id=local.uri,
+        config=local.config,
+        async_checkpointer_type=kind,
+    )
+    future.result(PATIENCE)
+    assert phases(future.timeline.events) == ["stage", "plan", "upload", "commit"]
+    table = future.timeline.table()
+    assert all(phase in table for phase in ("stage", "plan", "upload", "commit"))
+
+
+def test_a_timeline_becomes_a_trace(local, tmp_path):
+    with events.record(local.uri) as timeline:
+        cloudckpt.save({"t": numbered(10)}, checkpoint_id=local.uri, config=local.config)
+        cloudckpt.save({"t": numbered(10)}, checkpoint_id=local.at("x").uri, config=local.config)
+    timeline.chrome_trace(tmp_path / "trace.json")
+    entries = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [entry["name"] for entry in entries] == ["plan", "upload", "commit"]
+    assert all(entry["ph"] == "X" and entry["dur"] > 0 for entry in entries)
+
+
+def test_a_failed_phase_says_so(local, heard):
+    with pytest.raises(cloudckpt.UnsupportedTensorError):
+        cloudckpt.save(
+            {"t": torch.zeros(3, device="meta")}, checkpoint_id=local.uri, config=local.config
+        )
+    assert [(event.phase, event.failed) for event in heard] == [("plan", False), ("upload", True)]
+
+
+def test_retries_and_throttling_are_told(heard):
+    stats = TransferStats("memory://x/run", 3)
+    stats.add_retry(ServerError("inside"))
+    stats.add_retry(cloudckpt.ThrottledError("slow down"))
+    assert [(event.phase, event.rank, event.detail) for event in heard] == [
+        ("retry", 3, "ServerError"),
+        ("throttle", 3, "ThrottledError"),
+    ]
+
+
+def test_progress_is_told_some_times_a_second(heard, monkeypatch):
+    monkeypatch.setattr(stats_module, "_BETWEEN_EVENTS", 0.0)
+    stats = TransferStats("memory://x/run", 0, total=3 * MIB)
+    for _ in range(3):
+        stats.add_bytes(MIB)
+    assert [(event.bytes, event.total) for event in heard] == [
+        (MIB, 3 * MIB),
+        (2 * MIB, 3 * MIB),
+        (3 * MIB, 3 * MIB),
+    ]
+
+
+def test_a_listener_that_fails_harms_nothing(local, caplog):
+    def fail(event):
+        raise ArithmeticError("no")
+
+    unsubscribe = events.subscribe(fail)
+    try:
+        cloudckpt.save({"t": numbered(10)}, checkpoint_id=local.uri, config=local.config)
+    finally:
+        unsubscribe()
+    assert "a listener failed" in caplog.text
+
+
+def test_events_are_logged(local, caplog):
+    caplog.set_level(logging.DEBUG, "cloudckpt.events")
+    cloudckpt.save({"t": numbered(10)}, checkpoint_id=local.uri, config=local.config)
+    told = [record for record in caplog.records if record.name == "cloudckpt.events"]
+    assert [record.cloudckpt_event.phase for record in told] == ["plan", "upload", "commit"]
+    assert local.uri in told[0].getMessage()
+
+
+def test_a_progress_bar_is_silent_without_a_terminal(local, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with events.progress_bar():
+        cloudckpt.save({"t": numbered(10)}, checkpoint_id=local.uri, config=local.config)
+    assert sys.stderr.getvalue() == ""
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_progress_bar_shows_what_was_saved(local, monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with events.progress_bar():
+        cloudckpt.save({"t": numbered(10)}, checkpoint_id=local.uri, config=local.config)
+    assert "rank 0" in sys.stderr.getvalue()
