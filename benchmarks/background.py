@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol, cast
 
-from benchmarks.contenders import CONTENDERS, Place
+from benchmarks.contenders import CONTENDERS
+from benchmarks.places import Place
 
 
 class BackgroundSaver(Protocol):

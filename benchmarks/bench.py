@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
 from benchmarks.children import ChildFailedError
-from benchmarks.contenders import CONTENDERS, remove_local
-from benchmarks.rows import FLOOR, OURS
+from benchmarks.contenders import CONTENDERS
+from benchmarks.places import remove_local
+from benchmarks.rows import FLOOR, is_ours
 from benchmarks.server.process import ServerHandle
 from benchmarks.server.shaping import Shape
 
@@ -34,7 +35,7 @@ class Bench:
         """Returns how often `contender` is measured: more often if a limit hangs on it."""
         if self.quick:
             return 1
-        return 7 if contender in (OURS, FLOOR) else 3
+        return 7 if contender == FLOOR or is_ours(contender) else 3
 
     def sized(self, full: int, quick: int) -> int:
         """Returns the size for this run."""

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contenders import child_environment
 from benchmarks.lifeline import exit_with_parent
+from benchmarks.places import child_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = "BENCH_SOURCE"

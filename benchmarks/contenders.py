@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import importlib
-import os
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata, util
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.futures import Future
 
-CONNECTIONS = 8
-REGION = "us-east-1"
+from benchmarks.ours import CloudCkpt
+from benchmarks.places import REGION, Place
+from benchmarks.stock import Local, PlanOnly, StockDcp, no_reader
 
 
 class Contender(Protocol):
@@ -35,24 +26,6 @@ class Contender(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where checkpoints go: a server and one of its buckets."""
-
-    port: int
-    bucket: str
-    connections: int = CONNECTIONS
-
-    @property
-    def endpoint(self) -> str:
-        """The URL of the server."""
-        return f"http://127.0.0.1:{self.port}"
-
-    def uri(self, name: str) -> str:
-        """The S3 URI of the checkpoint called `name`."""
-        return f"s3://{self.bucket}/{name}"
-
-
-@dataclass(frozen=True)
 class Entry:
     """A contender's row in the list: what it is called and what it needs."""
 
@@ -62,6 +35,8 @@ class Entry:
     build: Callable[[Place], Contender]
     by_default: bool = True
     """Whether it takes part unless it is named."""
+    scheme: str = "s3"
+    """Of its URIs, as far as it has any: only `dialects` measures others than S3's."""
 
     @property
     def installed(self) -> bool:
@@ -81,64 +56,6 @@ class Entry:
             except metadata.PackageNotFoundError:
                 found[name] = "source tree"
         return found
-
-
-def child_environment(port: int) -> dict[str, str]:
-    """The environment of a measuring child: credentials that open nothing, and the endpoint."""
-    return {
-        **os.environ,
-        "AWS_ACCESS_KEY_ID": "benchmark",
-        "AWS_SECRET_ACCESS_KEY": "benchmark",
-        "AWS_REGION": REGION,
-        "AWS_DEFAULT_REGION": REGION,
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-        "AWS_EC2_METADATA_DISABLED": "true",
-    }
-
-
-class StockDcp:
-    """A pair of DCP storage classes under stock `dcp.save`, `dcp.load` and `dcp.async_save`."""
-
-    def __init__(
-        self, writer: Callable[[str], Any], reader: Callable[[str], Any], place: Place
-    ) -> None:
-        self._writer = writer
-        self._reader = reader
-        self._place = place
-
-    def save(self, state_dict: dict[str, Any], name: str) -> None:
-        """Saves through `torch.distributed.checkpoint.save`."""
-        save(state_dict, storage_writer=self._writer(self._place.uri(name)))
-
-    def load(self, state_dict: dict[str, Any], name: str) -> None:
-        """Loads through `torch.distributed.checkpoint.load`."""
-        load(state_dict, storage_reader=self._reader(self._place.uri(name)))
-
-    def async_save(self, state_dict: dict[str, Any], name: str) -> Any:
-        """Starts a save in the background and returns what torch returns for it."""
-        return async_save(state_dict, storage_writer=self._writer(self._place.uri(name)))
-
-
-class _CloudCkpt(StockDcp):
-    """Ours: stock `dcp.save` and `dcp.load` over our classes, and our own `async_save`."""
-
-    def __init__(self, place: Place) -> None:
-        self._ours = importlib.import_module("cloudckpt")
-        config = self._ours.Config(
-            connections=place.connections,
-            s3=self._ours.S3Options(endpoint_url=place.endpoint, addressing_style="path"),
-        )
-        self._config = config
-        super().__init__(
-            lambda uri: self._ours.CloudStorageWriter(uri, config=config),
-            lambda uri: self._ours.CloudStorageReader(uri, config=config),
-            place,
-        )
-
-    def async_save(self, state_dict: dict[str, Any], name: str) -> Any:
-        """Starts a save with `cloudckpt.async_save`."""
-        uri = self._place.uri(name)
-        return self._ours.async_save(state_dict, checkpoint_id=uri, config=self._config)
 
 
 def _s3torchconnector(place: Place, threads: int = 1) -> Contender:
@@ -169,72 +86,23 @@ def _floor(place: Place) -> Contender:
     return Floor(place.port, place.bucket, place.connections)
 
 
-class _Local:
-    """Torch's own writer and reader on a folder in memory: no network at all."""
-
-    def __init__(self, place: Place) -> None:
-        self._root = local_root(place.port) / place.bucket
-
-    def save(self, state_dict: dict[str, Any], name: str) -> None:
-        """Saves with `FileSystemWriter`'s defaults."""
-        save(state_dict, storage_writer=FileSystemWriter(self._root / name))
-
-    def load(self, state_dict: dict[str, Any], name: str) -> None:
-        """Loads with `FileSystemReader`."""
-        load(state_dict, storage_reader=FileSystemReader(self._root / name))
-
-
-def local_root(port: int) -> Path:
-    """The folder for local checkpoints of the run whose server listens at `port`."""
-    shared = Path("/dev/shm")
-    base = shared if shared.is_dir() else Path(os.environ.get("TMPDIR", "/tmp"))
-    return base / f"cloudckpt-bench-{port}"
-
-
-def remove_local(port: int) -> None:
-    """Deletes what local contenders wrote in this run."""
-    shutil.rmtree(local_root(port), ignore_errors=True)
-
-
-class _PlanOnly(StorageWriter):
-    """Writes nothing: what is left is DCP's own planning."""
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing to reset."""
-
-    def set_up_storage_writer(self, is_coordinator: bool) -> None:
-        """Nothing to set up."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Takes the plan as it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Takes the plans as they are."""
-        return plans
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Claims at once to be done."""
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([])
-        return done
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commits nothing."""
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Any name will do."""
-        return True
-
-
-def _no_reader(uri: str) -> Any:
-    raise NotImplementedError("the plan-only yardstick saves nothing that could be loaded")
-
-
 CONTENDERS: Mapping[str, Entry] = {
     "floor": Entry("floor (plain sockets)", ("awscrt",), ("awscrt",), _floor),
-    "cloudckpt": Entry("cloudckpt", ("cloudckpt",), ("cloudckpt", "urllib3"), _CloudCkpt),
+    "cloudckpt": Entry("cloudckpt", ("cloudckpt",), ("cloudckpt", "urllib3"), CloudCkpt),
+    "cloudckpt-gcs": Entry(
+        "cloudckpt, gs://",
+        ("cloudckpt", "google.auth"),
+        ("cloudckpt", "google-auth"),
+        lambda place: CloudCkpt(place, "gs"),
+        scheme="gs",
+    ),
+    "cloudckpt-azure": Entry(
+        "cloudckpt, az://",
+        ("cloudckpt", "azure.storage.blob", "azure.identity"),
+        ("cloudckpt", "azure-storage-blob"),
+        lambda place: CloudCkpt(place, "az"),
+        scheme="az",
+    ),
     "s3torchconnector": Entry(
         "s3torchconnector",
         ("s3torchconnector", "tenacity"),
@@ -251,12 +119,12 @@ CONTENDERS: Mapping[str, Entry] = {
     "fsspec": Entry(
         "torch FsspecWriter + s3fs", ("s3fs",), ("s3fs", "fsspec", "aiobotocore"), _fsspec
     ),
-    "filesystem": Entry("torch FileSystemWriter to tmpfs", (), ("torch",), _Local),
+    "filesystem": Entry("torch FileSystemWriter to tmpfs", (), ("torch",), Local),
     "plan-only": Entry(
         "DCP planning alone",
         (),
         ("torch",),
-        lambda place: StockDcp(lambda uri: _PlanOnly(), _no_reader, place),
+        lambda place: StockDcp(lambda uri: PlanOnly(), no_reader, place),
         by_default=False,
     ),
 }

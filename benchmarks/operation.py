@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from benchmarks.children import DEFAULT_TIMEOUT, in_child
-from benchmarks.contenders import CONTENDERS, Place, limit_threads
+from benchmarks.contenders import CONTENDERS, limit_threads
 from benchmarks.meter import Cost, measure
+from benchmarks.places import Place
 from benchmarks.server.process import Counts, ServerHandle
 from benchmarks.states import StateSpec, blank, filled, uniform, wrong_tensors
 

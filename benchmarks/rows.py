@@ -61,9 +61,16 @@ class Limits:
 
 
 OURS = "cloudckpt"
+OURS_ELSEWHERE = ("cloudckpt-gcs", "cloudckpt-azure")
+"""The same over the dialects of Google and Azure."""
 FLOOR = "floor"
+
+
+def is_ours(contender: str) -> bool:
+    """Returns whether `contender` is cloudckpt, in whichever dialect."""
+    return contender in (OURS, *OURS_ELSEWHERE)
 
 
 def limit_for(contender: str, limit: float) -> float | None:
     """Returns `limit` if `contender` is ours."""
-    return limit if contender == OURS else None
+    return limit if is_ours(contender) else None

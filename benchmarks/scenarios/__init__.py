@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from benchmarks.bench import Bench
 from benchmarks.rows import Row
 from benchmarks.scenarios import (
+    dialects,
     many_small,
     memory,
     plain,
@@ -20,6 +21,7 @@ Scenario = Callable[[Bench], list[Row]]
 
 SCENARIOS: Mapping[str, Scenario] = {
     "plain": plain.measure,
+    "dialects": dialects.measure,
     "memory": memory.measure,
     "shaped": shaped.measure,
     "many-small": many_small.measure,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from statistics import median
 
 from benchmarks.bench import Bench, rotated
+from benchmarks.contenders import CONTENDERS
 from benchmarks.meter import Cost
 from benchmarks.operation import SINK, Action, prepare, run
 from benchmarks.rows import FLOOR, Limits, Row, limit_for
@@ -15,9 +17,14 @@ ACTIONS: tuple[Action, ...] = ("save", "load")
 
 
 def measure(bench: Bench) -> list[Row]:
-    """Returns CPU, wall time and extra memory of every contender, taken in alternation."""
+    """Returns the numbers of every contender, of ours the one over S3."""
+    names = [name for name, entry in CONTENDERS.items() if entry.scheme == "s3"]
+    return compare(bench, "plain", bench.taking_part(*names))
+
+
+def compare(bench: Bench, scenario: str, contenders: Sequence[str]) -> list[Row]:
+    """Returns CPU, wall time and extra memory of `contenders`, taken in alternation."""
     spec = mixed(bench.sized(GIB, 128 * MIB))
-    contenders = bench.taking_part()
     for name in contenders:
         bench.attempt(name, prepare, bench.server, name, spec, f"{name}-loads")
     costs: dict[tuple[str, Action], list[Cost]] = defaultdict(list)
@@ -35,7 +42,7 @@ def measure(bench: Bench) -> list[Row]:
         for action in ACTIONS
         for name in contenders
         if costs[name, action]
-        for row in _rows(name, action, spec, costs[name, action], costs[FLOOR, action])
+        for row in _rows(scenario, name, action, spec, costs[name, action], costs[FLOOR, action])
     ]
 
 
@@ -46,7 +53,12 @@ def _once(bench: Bench, name: str, action: Action, spec: StateSpec, turn: int) -
 
 
 def _rows(
-    name: str, action: Action, spec: StateSpec, costs: list[Cost], floor: list[Cost]
+    scenario: str,
+    name: str,
+    action: Action,
+    spec: StateSpec,
+    costs: list[Cost],
+    floor: list[Cost],
 ) -> list[Row]:
     gib = spec.total / GIB
     case = f"{action} {spec.total // MIB} MiB"
@@ -56,7 +68,7 @@ def _rows(
     ratio = median(cpu) / median(cost.cpu_s / gib for cost in floor) if floor else None
     return [
         Row(
-            scenario="plain",
+            scenario=scenario,
             case=case,
             contender=name,
             metric="CPU",
@@ -67,7 +79,7 @@ def _rows(
             limit=limit_for(name, Limits.CPU),
         ),
         Row(
-            scenario="plain",
+            scenario=scenario,
             case=case,
             contender=name,
             metric="wall",
@@ -75,7 +87,7 @@ def _rows(
             samples=wall,
         ),
         Row(
-            scenario="plain",
+            scenario=scenario,
             case=case,
             contender=name,
             metric="extra memory",

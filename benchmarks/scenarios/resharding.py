@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.bench import Bench
 from benchmarks.children import in_ranks
-from benchmarks.contenders import CONTENDERS, Place, limit_threads
+from benchmarks.contenders import CONTENDERS, limit_threads
 from benchmarks.geometry import Region, ideal_requests, shard
 from benchmarks.operation import KEEP, WrongBytesError
+from benchmarks.places import Place
 from benchmarks.rows import Limits, Row, limit_for
 from benchmarks.server.process import ServerHandle
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from benchmarks.bench import Bench
-from benchmarks.contenders import CONNECTIONS
 from benchmarks.operation import KEEP, SINK, prepare, run
+from benchmarks.places import CONNECTIONS
 from benchmarks.rows import Limits, Row, limit_for
 from benchmarks.scenarios.plain import ACTIONS
 from benchmarks.server.shaping import Shape

@@ -9,8 +9,9 @@ from typing import Any
 from benchmarks.background import background_saver, completion
 from benchmarks.bench import Bench
 from benchmarks.children import in_child
-from benchmarks.contenders import Place, limit_threads
+from benchmarks.contenders import limit_threads
 from benchmarks.operation import SINK
+from benchmarks.places import Place
 from benchmarks.rows import OURS, Row
 from benchmarks.states import GIB, MIB, StateSpec, filled, mixed, uniform
 

@@ -1,31 +1,36 @@
-"""Lists of a bucket: its objects and its open uploads."""
+"""Lists of a bucket: its objects, for every dialect, and S3's of objects and open uploads."""
 
 from __future__ import annotations
 
 import base64
+from dataclasses import dataclass
 from urllib.parse import quote
 from xml.sax.saxutils import escape
 
 from benchmarks.server.answers import element, iso_time, xml
 from benchmarks.server.message import Answer, Body, Request
-from benchmarks.server.objects import Buckets
+from benchmarks.server.objects import Buckets, StoredObject
 
-_LIST_LIMIT = 1000
+LIST_LIMIT = 1000
 
 
-def list_objects(buckets: Buckets, request: Request, body: Body) -> Answer:
-    """Lists objects and common prefixes, page by page."""
-    body.read()
-    query = request.query
-    prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
-    limit = min(int(query.get("max-keys", _LIST_LIMIT)), _LIST_LIMIT)
-    after = query.get("start-after", query.get("marker", ""))
-    if token := query.get("continuation-token"):
-        after = base64.urlsafe_b64decode(token).decode()
-    written = quote if query.get("encoding-type") == "url" else escape
-    rows: list[str] = []
-    last, common, truncated = "", "", False
-    for stored in buckets.in_order(request.bucket):
+@dataclass(frozen=True)
+class Page:
+    """One page of a listing, in the order of keys."""
+
+    entries: list[StoredObject | str]
+    """Objects, and the common prefixes of those behind a delimiter."""
+    after: str
+    """Where the next page begins; empty if this is the last."""
+
+
+def page_of(
+    buckets: Buckets, bucket: str, prefix: str, after: str, delimiter: str, limit: int
+) -> Page:
+    """Returns up to `limit` entries that begin with `prefix` and come behind `after`."""
+    entries: list[StoredObject | str] = []
+    last, common = "", ""
+    for stored in buckets.in_order(bucket):
         name = stored.key
         if not name.startswith(prefix) or name <= after:
             continue
@@ -33,18 +38,34 @@ def list_objects(buckets: Buckets, request: Request, body: Body) -> Answer:
         # A continuation point may be a common prefix, which covers all keys below it.
         if group and group in (common, after):
             continue
-        if len(rows) == limit:
-            truncated = True
-            break
+        if len(entries) == limit:
+            return Page(entries, last)
         common, last = group, group or name
-        rows.append(
-            f"<CommonPrefixes><Prefix>{written(group)}</Prefix></CommonPrefixes>"
-            if group
-            else f"<Contents><Key>{written(name)}</Key><Size>{stored.size}</Size>"
-            f"<ETag>{escape(stored.etag)}</ETag><StorageClass>STANDARD</StorageClass>"
-            f"<LastModified>{iso_time(stored.modified)}</LastModified></Contents>"
-        )
-    token = base64.urlsafe_b64encode(last.encode()).decode()
+        entries.append(group or stored)
+    return Page(entries, "")
+
+
+def list_objects(buckets: Buckets, request: Request, body: Body) -> Answer:
+    """Lists objects and common prefixes, page by page."""
+    body.read()
+    query = request.query
+    prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
+    limit = min(int(query.get("max-keys", LIST_LIMIT)), LIST_LIMIT)
+    after = query.get("start-after", query.get("marker", ""))
+    if token := query.get("continuation-token"):
+        after = base64.urlsafe_b64decode(token).decode()
+    written = quote if query.get("encoding-type") == "url" else escape
+    page = page_of(buckets, request.bucket, prefix, after, delimiter, limit)
+    rows = [
+        f"<CommonPrefixes><Prefix>{written(entry)}</Prefix></CommonPrefixes>"
+        if isinstance(entry, str)
+        else f"<Contents><Key>{written(entry.key)}</Key><Size>{entry.size}</Size>"
+        f"<ETag>{escape(entry.etag)}</ETag><StorageClass>STANDARD</StorageClass>"
+        f"<LastModified>{iso_time(entry.modified)}</LastModified></Contents>"
+        for entry in page.entries
+    ]
+    truncated = bool(page.after)
+    token = base64.urlsafe_b64encode(page.after.encode()).decode()
     inner = [
         f"<Name>{request.bucket}</Name><Prefix>{written(prefix)}</Prefix>",
         f"<KeyCount>{len(rows)}</KeyCount><MaxKeys>{limit}</MaxKeys>",

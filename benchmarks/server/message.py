@@ -1,4 +1,4 @@
-"""The HTTP around S3: one parsed request, one answer, and how each crosses the wire."""
+"""The HTTP around all dialects: one parsed request, one answer, and how each crosses the wire."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from benchmarks.server.wire import ByteSource, Dechunked, Wire
 
 _REASONS = {
     200: "OK",
+    201: "Created",
+    202: "Accepted",
     204: "No Content",
     206: "Partial Content",
     304: "Not Modified",
     400: "Bad Request",
     404: "Not Found",
+    409: "Conflict",
     410: "Gone",
     412: "Precondition Failed",
     416: "Range Not Satisfiable",
@@ -119,6 +122,31 @@ class Body:
         blob = Blob.receive(self._source, self._length, sink=sink)
         self._finish()
         return blob
+
+    def readline(self) -> bytes:
+        """Returns the next line without its CRLF: for bodies with a head of their own.
+
+        Raises:
+            ValueError: If the body has no known length, or ends first.
+        """
+        line = self._source.readline()
+        self._take(len(line) + 2)
+        return line
+
+    def receive_until(self, tail: int, *, sink: bool) -> Blob:
+        """Like `receive` for all but the last `tail` bytes of what is left.
+
+        Raises:
+            ValueError: If the body has no known length.
+        """
+        count = max(0, (self._length or 0) - tail)
+        self._take(count)
+        return Blob.receive(self._source, count, sink=sink)
+
+    def _take(self, count: int) -> None:
+        if self._length is None or count > self._length:
+            raise ValueError("the body ends too soon, or does not say where")
+        self._length -= count
 
     def skip_half(self) -> None:
         """Drops about half of the body, for faults that strike in the middle."""

@@ -24,7 +24,12 @@ _etags = itertools.count(1)
 
 def next_etag() -> str:
     """Returns a new quoted ETag; hashing bodies would make the server the bottleneck."""
-    return f'"{next(_etags):032x}"'
+    return etag_of(next(_etags))
+
+
+def etag_of(generation: int) -> str:
+    """Returns the ETag of the object with this generation."""
+    return f'"{generation:032x}"'
 
 
 class Blob:
@@ -76,6 +81,11 @@ class StoredObject:
     modified: float = field(default_factory=time.time)
 
     @property
+    def generation(self) -> int:
+        """The version as Google counts it, the ETag's number."""
+        return int(self.etag.strip('"'), 16)
+
+    @property
     def size(self) -> int:
         """Bytes."""
         return sum(blob.length for blob in self.blobs)
@@ -94,7 +104,8 @@ class Upload:
     key: str
     headers: tuple[tuple[str, str], ...]
     started: float = field(default_factory=time.time)
-    parts: dict[int, tuple[str, Blob]] = field(default_factory=dict)
+    parts: dict[int | str, tuple[str, Blob]] = field(default_factory=dict)
+    """ETag and bytes by number, or by the name of Azure's block."""
 
 
 class PreconditionError(Exception):
@@ -152,6 +163,15 @@ class Buckets:
             upload_id = f"upload-{next(self._upload_ids):08d}"
             self._uploads[upload_id] = Upload(bucket, key, headers)
         return upload_id
+
+    def upload_to(self, bucket: str, key: str) -> tuple[str, Upload]:
+        """Returns the id and upload that collects Azure's blocks of `key`, of which there is one.
+
+        It is opened if it is not yet.
+        """
+        upload_id = f"{bucket}/{key}"
+        with self._lock:
+            return upload_id, self._uploads.setdefault(upload_id, Upload(bucket, key, ()))
 
     def upload(self, upload_id: str) -> Upload | None:
         """Returns the open upload, or None."""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from benchmarks.server import listing, multipart, single
 from benchmarks.server.answers import NAMESPACE, error, xml
+from benchmarks.server.call import Call, Handler
 from benchmarks.server.message import Answer, Body, Request
 from benchmarks.server.objects import Buckets
 
-Handler = Callable[[Buckets, Request, Body], Answer]
+
+def call_of(request: Request) -> Call:
+    """Returns what `request` calls for."""
+    operation = _operation_of(request)
+    return Call(operation, request, _HANDLERS.get(operation, _unknown))
 
 
-def operation_of(request: Request) -> str:
-    """Returns the name S3's API gives to `request`."""
+def _operation_of(request: Request) -> str:
     method, query = request.method, request.query
     if not request.key:
         return _bucket_operation(method, query)
@@ -41,11 +45,6 @@ def _bucket_operation(method: str, query: Mapping[str, str]) -> str:
     return {"HEAD": "HeadBucket", "PUT": "CreateBucket", "DELETE": "DeleteBucket"}.get(
         method, "Unknown"
     )
-
-
-def respond(operation: str, buckets: Buckets, request: Request, body: Body) -> Answer:
-    """Carries out `request`, having read all of its body."""
-    return _HANDLERS.get(operation, _unknown)(buckets, request, body)
 
 
 def _location(_buckets: Buckets, _request: Request, body: Body) -> Answer:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import http.client
 import os
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import boto3
@@ -14,16 +13,10 @@ import botocore.exceptions
 import pytest
 from botocore.config import Config
 
-from benchmarks.server.process import ServerHandle, running_server
+from benchmarks.server.process import ServerHandle
 from benchmarks.server.shaping import Shape
 
 MIB = 1024 * 1024
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerHandle]:
-    with running_server() as handle:
-        yield handle
 
 
 @pytest.fixture

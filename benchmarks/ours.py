@@ -1,0 +1,41 @@
+"""cloudckpt as a contender, under each scheme that it has a store for."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.places import Place
+from benchmarks.stock import StockDcp
+
+
+class CloudCkpt(StockDcp):
+    """Stock `dcp.save` and `dcp.load` over our classes, and our own `async_save`."""
+
+    def __init__(self, place: Place, scheme: str = "s3") -> None:
+        place = replace(place, scheme=scheme)
+        self._ours = importlib.import_module("cloudckpt")
+        self._config = self._ours.Config(connections=place.connections, **self._vendor(place))
+        super().__init__(
+            lambda uri: self._ours.CloudStorageWriter(uri, config=self._config),
+            lambda uri: self._ours.CloudStorageReader(uri, config=self._config),
+            place,
+        )
+
+    def _vendor(self, place: Place) -> dict[str, Any]:
+        """Returns the options; checksums go along as they do to the vendors' own endpoints.
+
+        Azure's is computed for that alone.
+        """
+        endpoint = {"endpoint_url": place.endpoint}
+        if place.scheme == "gs":
+            return {"gcs": self._ours.GCSOptions(**endpoint, checksum="on")}
+        if place.scheme == "az":
+            return {"azure": self._ours.AzureOptions(**endpoint, checksum="on")}
+        return {"s3": self._ours.S3Options(**endpoint, addressing_style="path")}
+
+    def async_save(self, state_dict: dict[str, Any], name: str) -> Any:
+        """Starts a save with `cloudckpt.async_save`."""
+        uri = self._place.uri(name)
+        return self._ours.async_save(state_dict, checkpoint_id=uri, config=self._config)

@@ -1,0 +1,61 @@
+"""Where contenders save to: the benchmark server under each scheme, or a folder in memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.server.azure import ACCOUNT
+
+CONNECTIONS = 8
+REGION = "us-east-1"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where checkpoints go: a server and one of its buckets."""
+
+    port: int
+    bucket: str
+    connections: int = CONNECTIONS
+    scheme: str = "s3"
+
+    @property
+    def endpoint(self) -> str:
+        """The URL that clients of this scheme take as their endpoint."""
+        path = f"/{ACCOUNT}" if self.scheme == "az" else ""
+        return f"http://127.0.0.1:{self.port}{path}"
+
+    def uri(self, name: str) -> str:
+        """The URI of the checkpoint called `name`."""
+        return f"{self.scheme}://{self.bucket}/{name}"
+
+
+def child_environment(port: int) -> dict[str, str]:
+    """The environment of a measuring child: credentials that open nothing, and the endpoint."""
+    return {
+        **os.environ,
+        "AWS_ACCESS_KEY_ID": "benchmark",
+        "AWS_SECRET_ACCESS_KEY": "benchmark",
+        "AWS_REGION": REGION,
+        "AWS_DEFAULT_REGION": REGION,
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AZURE_STORAGE_ACCOUNT": ACCOUNT,
+        "AZURE_STORAGE_KEY": "YmVuY2htYXJr",
+        "AZURE_STORAGE_CONNECTION_STRING": "",
+    }
+
+
+def local_root(port: int) -> Path:
+    """The folder for local checkpoints of the run whose server listens at `port`."""
+    shared = Path("/dev/shm")
+    base = shared if shared.is_dir() else Path(os.environ.get("TMPDIR", "/tmp"))
+    return base / f"cloudckpt-bench-{port}"
+
+
+def remove_local(port: int) -> None:
+    """Deletes what local contenders wrote in this run."""
+    shutil.rmtree(local_root(port), ignore_errors=True)
