@@ -37,6 +37,8 @@ class Entry:
     """Whether it takes part unless it is named."""
     scheme: str = "s3"
     """Of its URIs, as far as it has any: only `dialects` measures others than S3's."""
+    only_async: bool = False
+    """Whether it differs from another only in how it saves in the background."""
 
     @property
     def installed(self) -> bool:
@@ -89,6 +91,13 @@ def _floor(place: Place) -> Contender:
 CONTENDERS: Mapping[str, Entry] = {
     "floor": Entry("floor (plain sockets)", ("awscrt",), ("awscrt",), _floor),
     "cloudckpt": Entry("cloudckpt", ("cloudckpt",), ("cloudckpt", "urllib3"), CloudCkpt),
+    "cloudckpt-process": Entry(
+        "cloudckpt, saving process",
+        ("cloudckpt",),
+        ("cloudckpt", "urllib3"),
+        lambda place: CloudCkpt(place, process=True),
+        only_async=True,
+    ),
     "cloudckpt-gcs": Entry(
         "cloudckpt, gs://",
         ("cloudckpt", "google.auth"),

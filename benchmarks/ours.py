@@ -13,8 +13,9 @@ from benchmarks.stock import StockDcp
 class CloudCkpt(StockDcp):
     """Stock `dcp.save` and `dcp.load` over our classes, and our own `async_save`."""
 
-    def __init__(self, place: Place, scheme: str = "s3") -> None:
+    def __init__(self, place: Place, scheme: str = "s3", *, process: bool = False) -> None:
         place = replace(place, scheme=scheme)
+        self._process = process
         self._ours = importlib.import_module("cloudckpt")
         self._config = self._ours.Config(connections=place.connections, **self._vendor(place))
         super().__init__(
@@ -37,5 +38,11 @@ class CloudCkpt(StockDcp):
 
     def async_save(self, state_dict: dict[str, Any], name: str) -> Any:
         """Starts a save with `cloudckpt.async_save`."""
-        uri = self._place.uri(name)
-        return self._ours.async_save(state_dict, checkpoint_id=uri, config=self._config)
+        kinds = importlib.import_module("torch.distributed.checkpoint.state_dict_saver")
+        kind = kinds.AsyncCheckpointerType
+        return self._ours.async_save(
+            state_dict,
+            checkpoint_id=self._place.uri(name),
+            config=self._config,
+            async_checkpointer_type=kind.PROCESS if self._process else kind.THREAD,
+        )

@@ -12,7 +12,7 @@ from benchmarks.children import in_child
 from benchmarks.contenders import limit_threads
 from benchmarks.operation import SINK
 from benchmarks.places import Place
-from benchmarks.rows import OURS, Row
+from benchmarks.rows import OURS, OURS_IN_A_PROCESS, Limits, Row, limit_for
 from benchmarks.states import GIB, MIB, StateSpec, filled, mixed, uniform
 
 _CALLS = 4
@@ -22,7 +22,7 @@ def measure(bench: Bench) -> list[Row]:
     """Returns the first call's stall, which may allocate, and the later calls'."""
     spec = mixed(bench.sized(GIB, 128 * MIB))
     rows: list[Row] = []
-    for name in bench.taking_part("cloudckpt", "s3torchconnector", "fsspec"):
+    for name in bench.taking_part(OURS, OURS_IN_A_PROCESS, "s3torchconnector", "fsspec"):
         found = bench.attempt(
             name, in_child, _stalls, bench.server.port, contender=name, sizes=spec.sizes
         )
@@ -40,7 +40,7 @@ def measure(bench: Bench) -> list[Row]:
                 samples=tuple(stalls[1:]),
                 ratio=median(stalls[1:]) / median(copies),
                 baseline="memcpy",
-                note="aim: 1.1x" if name == OURS else "",
+                limit=limit_for(name, Limits.STALL + Limits.STALL_SECONDS / median(copies)),
             ),
             Row(
                 scenario="stall",

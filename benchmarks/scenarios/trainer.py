@@ -15,7 +15,7 @@ from benchmarks.children import in_child
 from benchmarks.contenders import limit_threads
 from benchmarks.operation import SINK
 from benchmarks.places import Place
-from benchmarks.rows import Row
+from benchmarks.rows import OURS, OURS_IN_A_PROCESS, Limits, Row
 from benchmarks.server.shaping import Shape
 from benchmarks.states import GIB, MIB, StateSpec, filled, mixed, uniform
 
@@ -35,7 +35,7 @@ def measure(bench: Bench) -> list[Row]:
     spec = mixed(bench.sized(GIB, 256 * MIB))
     rows: list[Row] = []
     bench.server.shape(LINK)
-    for name in bench.taking_part("cloudckpt", "s3torchconnector", "fsspec"):
+    for name in bench.taking_part(OURS, OURS_IN_A_PROCESS, "s3torchconnector", "fsspec"):
         found = bench.attempt(
             name,
             in_child,
@@ -51,9 +51,9 @@ def measure(bench: Bench) -> list[Row]:
         idle, busy = sorted(found["idle"]), sorted(found["busy"])
         case = f"uploading {spec.total // MIB} MiB"
         note = f"upload took {mean(found['uploads']):.1f} s, {len(busy)} steps"
-        for metric, before, during in (
-            ("mean step", mean(idle), mean(busy)),
-            ("p99 step", _p99(idle), _p99(busy)),
+        for metric, before, during, limits in (
+            ("mean step", mean(idle), mean(busy), Limits.STEP_MEAN),
+            ("p99 step", _p99(idle), _p99(busy), Limits.STEP_P99),
         ):
             rows.append(
                 Row(
@@ -65,6 +65,7 @@ def measure(bench: Bench) -> list[Row]:
                     samples=(during * 1000,),
                     ratio=during / before,
                     baseline=f"no upload, {before * 1000:.1f} ms",
+                    limit=limits.get(name),
                     note=note,
                 )
             )
