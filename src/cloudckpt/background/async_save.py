@@ -95,8 +95,8 @@ def async_save(
 def close_async_savers() -> None:
     """Waits for the saves of :func:`async_save`, and gives back its memory and processes."""
     with _lock:
-        savers = list(_savers.values())
-        _savers.clear()
+        own = [key for key in _savers if key[0] == os.getpid()]  # not a forking parent's
+        savers = [_savers.pop(key) for key in own]
     for saver in savers:
         saver.close()
 

@@ -219,7 +219,7 @@ class Stager(AsyncStager):
             done.set_result(None)
             return done
 
-        def wait() -> None:
+        def wait(_kept: Layout = layout) -> None:  # the copies still read its storages
             try:
                 for event in events:
                     event.synchronize()
