@@ -12,7 +12,7 @@ import torch
 
 from cloudckpt.errors import CheckpointCorruptError, UntrustedPickleError
 
-__all__ = ["TensorDescription", "check_trusted", "describe_tensor", "load_tensor"]
+__all__ = ["TensorDescription", "check_trusted", "describe_tensor", "load_tensor", "refused"]
 
 
 def check_trusted(data: bytes | bytearray, item: str, uri: str) -> None:
@@ -30,7 +30,7 @@ def check_trusted(data: bytes | bytearray, item: str, uri: str) -> None:
             "class by torch.serialization.add_safe_globals([...])",
             uri=uri,
             item=item,
-            cause=_refused(exc),
+            cause=refused(exc),
         ) from None
     except Exception as exc:
         raise CheckpointCorruptError(
@@ -53,7 +53,7 @@ def load_tensor(data: io.BytesIO, item: str, uri: str, *, trust: bool) -> torch.
             "torch.serialization.add_safe_globals([...]), or pass trust_pickle=True",
             uri=uri,
             item=item,
-            cause=_refused(exc),
+            cause=refused(exc),
         ) from None
     except Exception as exc:
         raise CheckpointCorruptError(
@@ -66,7 +66,7 @@ def load_tensor(data: io.BytesIO, item: str, uri: str, *, trust: bool) -> torch.
     return loaded
 
 
-def _refused(exc: pickle.UnpicklingError) -> str:
+def refused(exc: pickle.UnpicklingError) -> str:
     """What torch did not allow: the name of the class, if its long message has one."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(exc))
     named = re.search(r"GLOBAL (\S+)", text)

@@ -1,0 +1,125 @@
+"""torch's format utilities on URIs: between DCP checkpoints and files of ``torch.save``.
+
+As ``torch.distributed.checkpoint.format_utils``; locations may be ``s3://``, ``gs://``, ``az://``,
+``file://`` or plain paths, for sources and destinations alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from cloudckpt.api import save
+from cloudckpt.checkpoint.torch_file import TorchFile, check_destination, write_torch_file
+from cloudckpt.config import Config
+from cloudckpt.dcp.broadcast import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
+from cloudckpt.dcp.reader import CloudStorageReader
+from cloudckpt.dcp.torch_private import EmptyStateDictLoadPlanner
+from cloudckpt.errors import CheckpointError, InvalidURIError
+from cloudckpt.transfer.stats import Transferred
+from cloudckpt.uri import CheckpointURI, URILike
+
+__all__ = [
+    "BroadcastingTorchSaveReader",
+    "DynamicMetaLoadPlanner",
+    "dcp_to_torch_save",
+    "torch_save_to_dcp",
+]
+
+
+def dcp_to_torch_save(
+    checkpoint: URILike,
+    destination: URILike,
+    *,
+    config: Config | None = None,
+    trust_pickle: bool = False,
+) -> Transferred:
+    """Converts a DCP checkpoint into one file of ``torch.save``.
+
+    The file appears, or replaces the one that is there, when it is complete; if the conversion
+    fails, nothing changes at ``destination``. It takes one copy of the state in host memory and
+    ``memory_budget`` (64 MiB by default; for files above 100 GiB in a cloud store, 1/1500 of the
+    file if that is more). Call it on one rank: it takes no part in collectives.
+
+    Args:
+        checkpoint: The checkpoint, of cloudckpt or of torch.
+        destination: The file to write, for example ``s3://bucket/run/model.pt``.
+        config: Options, for both sides.
+        trust_pickle: Whether pickles in the checkpoint may run any code.
+
+    Returns:
+        What was sent.
+
+    Raises:
+        CheckpointNotFoundError: If there is no committed checkpoint.
+        CheckpointCorruptError: If bytes of it are missing or damaged.
+        UntrustedPickleError: If a pickle in it would run code that is not on the allow-list.
+        CheckpointExistsError: If there is a file and ``overwrite`` is off.
+        InvalidURIError: If a location can't be what it is given for.
+        StoreError: If a store refuses or stays unreachable, or the disk is full.
+    """
+    config = config if config is not None else Config()
+    target = CheckpointURI.parse(destination)
+    if target == CheckpointURI.parse(checkpoint):
+        raise InvalidURIError(f"{target} is both the checkpoint and the file to be written")
+    check_destination(target, config)
+    reader = CloudStorageReader(checkpoint, config=config, trust_pickle=trust_pickle)
+    return write_torch_file(_whole_state(reader), target, config)
+
+
+def torch_save_to_dcp(
+    source: URILike,
+    checkpoint: URILike,
+    *,
+    config: Config | None = None,
+    trust_pickle: bool = False,
+) -> Metadata:
+    """Converts a file of ``torch.save`` into a DCP checkpoint.
+
+    The checkpoint is committed when it is complete, as by ``cloudckpt.save``. It takes one copy of
+    the state in host memory and ``memory_budget`` (64 MiB by default). Call it on one rank: it
+    takes no part in collectives.
+
+    Args:
+        source: The file; it must hold a dict.
+        checkpoint: Where to save.
+        config: Options, for both sides.
+        trust_pickle: Whether the file's pickle may run any code.
+
+    Returns:
+        The committed metadata.
+
+    Raises:
+        CheckpointNotFoundError: If there is no such file.
+        CheckpointCorruptError: If the file is truncated, damaged, or not one of ``torch.save``.
+        CheckpointError: If it is in the legacy format, a TorchScript archive, or holds no dict.
+        UntrustedPickleError: If its pickle would run code that is not on torch's allow-list.
+        CheckpointExistsError: If there is a checkpoint and ``overwrite`` is off.
+        StoreError: If a store refuses or stays unreachable, or the disk is full.
+    """
+    config = config if config is not None else Config()
+    uri, target = CheckpointURI.parse(source), CheckpointURI.parse(checkpoint)
+    if uri == target:
+        raise InvalidURIError(f"{uri} is both the file and the checkpoint to be written")
+    state = TorchFile(uri, config, trust_pickle=trust_pickle).load()
+    if not isinstance(state, dict):
+        raise CheckpointError(
+            f"the file holds a {type(state).__name__}, and only a dict can become a checkpoint: "
+            "save a state_dict() instead",
+            uri=str(uri),
+        )
+    return save(state, checkpoint_id=target, no_dist=True, config=config)
+
+
+def _whole_state(reader: CloudStorageReader) -> dict[str, Any]:
+    """All of a checkpoint, as torch's loader does it on one rank."""
+    state: dict[str, Any] = {}
+    planner = EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]
+    metadata = reader.read_metadata()
+    planner.set_up_planner(state, metadata, True)
+    reader.set_up_storage_reader(metadata, True)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    (plan,) = reader.prepare_global_plan(planner.create_global_plan([plan]))
+    reader.read_data(planner.finish_plan(plan), planner).wait()
+    return state

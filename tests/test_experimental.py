@@ -1,0 +1,383 @@
+"""torch's experimental checkpointers save to and load from URIs, one object a rank."""
+
+# ruff: noqa: F811 - fixtures are imported, and named by the tests
+
+import contextlib
+import functools
+import io
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint._experimental import (
+    AsyncCheckpointer,
+    CheckpointerConfig,
+    CheckpointReader,
+    CheckpointStagerConfig,
+    CheckpointWriter,
+    CheckpointWriterConfig,
+    DefaultStager,
+    RankInfo,
+    SyncCheckpointer,
+    WriterHook,
+    make_async_checkpointer,
+)
+from torch.distributed.checkpoint._experimental.barriers import Barrier, DistBarrier
+from torch.distributed.checkpoint._experimental.builder import default_subprocess_init_fn
+from torch.distributed.checkpoint._experimental.checkpoint_process import (
+    CheckpointProcess,
+    CheckpointProcessConfig,
+)
+
+from cloudckpt import (
+    AccessDeniedError,
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    InvalidURIError,
+    ShapeMismatchError,
+    UntrustedPickleError,
+)
+from cloudckpt.checkpoint import torch_file
+from cloudckpt.experimental import CloudCheckpointReader, CloudCheckpointWriter
+from cloudckpt.stores.registry import open_store
+from cloudckpt.testing.faulty import FaultyStore
+from cloudckpt.uri import CheckpointURI
+from dcp.conftest import local, place, places, s3  # noqa: F401 - fixtures
+from dcp.places import Place
+from dcp.ranks import Ranks
+from dcp.values import assert_same, blank_like, numbered
+
+MIB = 1024 * 1024
+_PATIENCE = 60.0
+_RANK = RankInfo(global_rank=0, global_world_size=1)
+
+
+@pytest.fixture(scope="module")
+def ranks(_own_surroundings: None):
+    """Up to two gloo ranks."""
+    pool = Ranks(2)
+    yield pool
+    pool.kill()
+
+
+def state():
+    return {
+        "model": {"weight": numbered(50, 70), "bias": numbered(7, dtype=torch.bfloat16)},
+        "groups": [{"lr": 0.1, "momentum": numbered(9)}],
+        "pair": (numbered(2), 5),
+        "step": 7,
+    }
+
+
+def writer(place: Place, **options) -> CloudCheckpointWriter:
+    return CloudCheckpointWriter(rank_info=_RANK, options=place.config, **options)
+
+
+def reader(place: Place, **options) -> CloudCheckpointReader:
+    return CloudCheckpointReader(_RANK, options=place.config, **options)
+
+
+# ---- the writer
+
+
+def test_the_object_is_what_stock_torch_loads(place):
+    writer(place).write(place.uri, state())
+    assert place.names() == ["checkpoint_0.pt"]
+    assert_same(torch.load(io.BytesIO(place.read("checkpoint_0.pt"))), state())
+
+
+def test_stock_reader_reads_what_we_write_and_we_what_stock_writes(local, tmp_path):
+    writer(local).write(local.uri, state())
+    assert_same(CheckpointReader(_RANK).read(local.path)[0], state())
+    CheckpointWriter(CheckpointWriterConfig(), _RANK).write(str(tmp_path), state())
+    assert_same(reader(local).read(str(tmp_path))[0], state())
+
+
+class Note(WriterHook, Barrier):
+    """Writes down who was called when."""
+
+    def __init__(self, names=None, fail=None):
+        self.calls, self.names, self.fail = [], names, fail
+
+    def note(self, name):
+        self.calls.append((name, self.names() if self.names else None))
+        if name == self.fail:
+            raise KeyError(name)
+
+    def pre_commit(self, path, **kwargs):
+        self.note(f"pre_commit {kwargs}")
+
+    def post_commit(self, path, **kwargs):
+        self.note(f"post_commit {kwargs}")
+
+    def execute_barrier(self):
+        self.note("barrier")
+
+
+def test_hooks_and_barrier_are_called_in_the_order_of_torchs_writer(s3, tmp_path):
+    ours, theirs = Note(s3.names), Note(lambda: os.listdir(tmp_path))
+    assert writer(s3, barrier=ours, commit_hook=ours).write(s3.uri, state(), step=3) is None
+    CheckpointWriter(CheckpointWriterConfig(), _RANK, theirs, theirs).write(
+        str(tmp_path), state(), step=3
+    )
+    assert ours.calls == theirs.calls
+    assert [name for name, _ in ours.calls] == [
+        "pre_commit {'step': 3}", "barrier", "post_commit {'step': 3}",
+    ]  # fmt: skip
+    assert ours.calls[0][1] == ["checkpoint_0.pt"]
+
+
+def test_a_hook_that_fails_fails_the_write(s3):
+    note = Note(fail="barrier")
+    with pytest.raises(KeyError):
+        writer(s3, barrier=note, commit_hook=note).write(s3.uri, state())
+    assert len(note.calls) == 2
+
+
+def test_a_failed_write_leaves_the_old_object_and_calls_no_hook(place, monkeypatch):
+    place = place.having(memory_budget=32 * MIB, part_size=5 * MIB)
+    writer(place).write(place.uri, state())
+    store = FaultyStore(open_store(CheckpointURI.parse(place.uri), place.config))
+    store.fail("put_part", AccessDeniedError, calls=[2])
+    monkeypatch.setattr(torch_file, "open_store", lambda uri, config: store)
+    note = Note()
+    with pytest.raises(AccessDeniedError, match="injected"):
+        writer(place, barrier=note, commit_hook=note).write(place.uri, {"t": numbered(6 * MIB)})
+    assert note.calls == []
+    assert place.unfinished() == []
+    assert_same(reader(place).read(place.uri)[0], state())
+
+
+def test_what_cant_be_pickled_is_named(place):
+    with pytest.raises(CheckpointError, match=r"torch\.save can't write") as caught:
+        writer(place).write(place.uri, {"t": numbered(5), "f": lambda: 0})
+    assert caught.value.uri == place.at("checkpoint_0.pt").uri
+    assert place.names() == []
+    assert place.unfinished() == []
+
+
+def test_a_path_that_is_no_location_is_told(local):
+    with pytest.raises(InvalidURIError, match="lost a slash"):
+        writer(local).write("s3:/bucket/run", state())
+
+
+# ---- the reader
+
+
+def test_all_is_read(place):
+    writer(place).write(place.uri, state())
+    for map_location in (None, "cpu", torch.device("cpu"), {"cpu": "cpu"}, lambda s, where: s):
+        loaded, missing = reader(place).read(place.uri, map_location=map_location)
+        assert_same(loaded, state())
+        assert missing == []
+
+
+def test_a_part_is_read_into_the_tensors_given(place):
+    writer(place).write(place.uri, state())
+    wanted = blank_like({"model": {"weight": state()["model"]["weight"]}, "step": 0})
+    weight = wanted["model"]["weight"]
+    loaded, missing = reader(place).read(place.uri, wanted)
+    assert missing == []
+    assert loaded is wanted
+    assert loaded["model"]["weight"] is weight
+    assert_same(loaded, {"model": {"weight": state()["model"]["weight"]}, "step": 7})
+
+
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # by torch's reader
+def test_a_part_is_what_torchs_reader_gives(local):
+    saved = state() | {"strange.key": {"a": numbered(3)}, "none": None}
+    del saved["pair"]  # which torch's reader leaves fake
+    writer(local).write(local.uri, saved)
+    for wanted in (
+        {},
+        {"model": None},
+        {"groups": None, "nothing": None, "model": {"weight": None, "other": 3}},
+        {"groups": [None], "strange.key": {"b": None}},
+        {"groups": [{"lr": 3.0}], "step": 1, "none": None},
+        {"model": {"bias": torch.zeros(7, dtype=torch.bfloat16)}},
+    ):
+        theirs = CheckpointReader(_RANK).read(local.path, blank_like(wanted))
+        ours = reader(local).read(local.uri, blank_like(wanted))
+        assert_same(list(ours), list(theirs))
+
+
+def test_of_a_part_only_its_bytes_are_fetched(s3):
+    large = {f"t{n}": numbered(MIB, first=n) for n in range(10)}
+    writer(s3).write(s3.uri, large)
+    ours = reader(s3)
+    loaded, _ = ours.read(s3.uri, {"t3": torch.zeros(MIB), "t7": None})
+    assert_same(loaded, {"t3": large["t3"], "t7": large["t7"]})
+    assert 8 * MIB <= ours.transferred.bytes <= 8.5 * MIB
+
+
+def test_targets_of_any_strides_are_filled(local):
+    saved = {"t": numbered(30, 40), "s": numbered(40, 30).t(), "v": numbered(100)[::3]}
+    writer(local).write(local.uri, saved)
+    loaded, _ = reader(local).read(
+        local.uri, {"t": torch.zeros(40, 30).t(), "s": torch.zeros(30, 40), "v": None}
+    )
+    assert_same(loaded, saved)
+
+
+def test_tuples_are_read_as_such(local):
+    writer(local).write(local.uri, state())
+    loaded, _ = reader(local).read(local.uri, {"pair": None})
+    assert_same(loaded, {"pair": state()["pair"]})
+
+
+def test_a_part_of_an_unusual_file_is_read(local):
+    tensor = numbered(4)
+    tensor.note = "mine"
+    writer(local).write(local.uri, {"a": tensor, "b": [numbered(5)]})
+    loaded, missing = reader(local).read(local.uri, {"a": None, "b": [torch.zeros(5)], "c": 1})
+    assert torch.equal(loaded["a"], numbered(4))
+    assert torch.equal(loaded["b"][0], numbered(5))
+    assert missing == ["c"]
+
+
+class Holder:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+def test_a_tensor_in_an_object_has_its_data(local):
+    writer(local).write(local.uri, {"holder": Holder(numbered(5)), "set": {1, 2}, "t": numbered(3)})
+    loaded, _ = reader(local, trust_pickle=True).read(local.uri, {"holder": None, "set": None})
+    assert torch.equal(loaded["holder"].tensor, numbered(5))
+    assert loaded["set"] == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "error", "words"),
+    [
+        ({"model": {"weight": torch.zeros(3)}}, ShapeMismatchError, r"model\.weight"),
+        ({"step": "seven"}, CheckpointError, "step is a str"),
+        ({"groups": [None, None]}, CheckpointError, "has 2 entries"),
+        ({"model": torch.zeros(3)}, CheckpointError, "model is a Tensor"),
+    ],
+)
+def test_what_does_not_fit_is_named(wanted, error, words, local):
+    writer(local).write(local.uri, state())
+    with pytest.raises(error, match=words) as caught:
+        reader(local).read(local.uri, wanted)
+    assert caught.value.uri == local.at("checkpoint_0.pt").uri
+
+
+def test_a_missing_object_is_a_file_not_found(place):
+    with pytest.raises(FileNotFoundError) as caught:
+        reader(place).read(place.uri)
+    assert isinstance(caught.value, CheckpointNotFoundError)
+
+
+class Hostile:
+    def __reduce__(self):
+        return os.mkdir, ("hostile-was-here",)
+
+
+@pytest.mark.parametrize("wanted", [None, {"t": None}])
+def test_a_hostile_pickle_is_refused(wanted, local, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"t": numbered(3), "x": Hostile()}, f"{local.path}/checkpoint_0.pt")
+    with pytest.raises(UntrustedPickleError, match="mkdir"):
+        reader(local).read(local.uri, wanted)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("map_location", [None, "cpu"])
+def test_a_truncated_object_is_corrupt(map_location, local):
+    writer(local).write(local.uri, state())
+    with open(f"{local.path}/checkpoint_0.pt", "r+b") as file:
+        file.truncate(5000)
+    with pytest.raises(CheckpointCorruptError, match="truncated"):
+        reader(local).read(local.uri, map_location=map_location)
+
+
+# ---- torch's checkpointers
+
+
+def test_the_sync_checkpointer_works_unchanged(place):
+    with contextlib.closing(SyncCheckpointer(writer(place), reader(place))) as checkpointer:
+        checkpointer.save(place.uri, state())
+        assert_same(checkpointer.load(place.uri), state())
+        wanted = {"step": 0, "gone": None}
+        assert checkpointer.load(place.uri, wanted)["step"] == 7
+        with pytest.raises(RuntimeError, match="missing keys"):
+            checkpointer.load(place.uri, {"gone": None}, strict=True)
+
+
+_ON_CPU = CheckpointStagerConfig(
+    use_pinned_memory=False, use_async_staging=False, use_non_blocking_copy=False
+)
+
+
+def test_the_async_checkpointer_works_unchanged(place):
+    process = CheckpointProcess(
+        _RANK,
+        CheckpointProcessConfig(subprocess_init_timeout_secs=90),
+        default_subprocess_init_fn,
+        (),
+        CloudCheckpointWriter,
+        {"options": place.config},
+    )
+    checkpointer = AsyncCheckpointer(DefaultStager(_ON_CPU), process, reader(place))
+    with contextlib.closing(checkpointer):
+        for step in (1, 2):
+            _, written = checkpointer.save(place.at(f"{step}").uri, state() | {"step": step})
+            written.result(_PATIENCE)
+        assert_same(checkpointer.load(place.at("2").uri), state() | {"step": 2})
+        assert_same(checkpointer.load(place.at("1").uri, {"step": None}), {"step": 1})
+    assert place.names() == ["1/checkpoint_0.pt", "2/checkpoint_0.pt"]
+
+
+def test_torchs_builder_takes_the_writer_as_it_is(s3):
+    config = CheckpointerConfig(
+        staging_config=_ON_CPU,
+        process_config=CheckpointProcessConfig(subprocess_init_timeout_secs=90),
+    )
+    checkpointer = make_async_checkpointer(
+        config,
+        checkpoint_writer_init_fn=functools.partial(CloudCheckpointWriter, options=s3.config),
+    )
+    with contextlib.closing(checkpointer):
+        _, written = checkpointer.save(s3.uri, state())
+        written.result(_PATIENCE)
+    assert_same(reader(s3).read(s3.uri)[0], state())
+
+
+def _each_its_own(place: Place) -> None:
+    rank = dist.get_rank()
+    ours = CloudCheckpointWriter(barrier=DistBarrier(), options=place.config)
+    with contextlib.closing(
+        SyncCheckpointer(ours, CloudCheckpointReader(options=place.config))
+    ) as checkpointer:
+        checkpointer.save(place.uri, {"t": numbered(5, first=rank)})
+        assert place.names() == ["checkpoint_0.pt", "checkpoint_1.pt"]
+        assert_same(checkpointer.load(place.uri), {"t": numbered(5, first=rank)})
+
+
+def test_each_rank_has_an_object_of_its_own(place, ranks):
+    ranks(2, _each_its_own, place)
+
+
+_WITHOUT = """
+import sys
+sys.modules["torch.distributed.checkpoint._experimental"] = None
+import cloudckpt
+import cloudckpt.format_utils
+try:
+    import cloudckpt.experimental
+except cloudckpt.InstallError as error:
+    assert "_experimental" in str(error), error
+    print("told")
+"""
+
+
+def test_a_torch_without_the_experimental_api_is_named_when_it_is_needed():
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "told\n"

@@ -1,0 +1,753 @@
+"""DCP checkpoints and files of torch.save become each other, at any location."""
+
+# ruff: noqa: F811 - fixtures are imported, and named by the tests
+
+import contextlib
+import io
+import os
+import pickle
+import resource
+import time
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import format_utils as stock
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import cloudckpt
+from cloudckpt import (
+    AccessDeniedError,
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConfigError,
+    InvalidURIError,
+    MissingKeyError,
+    RanksFailedError,
+    ShapeMismatchError,
+    StorageFullError,
+    UnsupportedTensorError,
+    UntrustedPickleError,
+)
+from cloudckpt.checkpoint import torch_file
+from cloudckpt.checkpoint.torch_file import TorchFile, write_torch_file
+from cloudckpt.format_utils import (
+    BroadcastingTorchSaveReader,
+    DynamicMetaLoadPlanner,
+    dcp_to_torch_save,
+    torch_save_to_dcp,
+)
+from cloudckpt.stores.registry import open_store
+from cloudckpt.testing.faulty import FaultyStore
+from cloudckpt.uri import CheckpointURI
+from dcp.children import in_a_child
+from dcp.conftest import local, place, places, s3  # noqa: F401 - fixtures
+from dcp.layouts import LAYOUTS, check_local_parts, full_state, spread
+from dcp.places import Place
+from dcp.ranks import Ranks
+from dcp.test_memory import _forget_peak, _status
+from dcp.values import assert_same, blank_like, numbered
+
+MIB = 1024 * 1024
+
+
+@pytest.fixture(scope="module")
+def ranks(_own_surroundings: None) -> Iterator[Ranks]:
+    """Up to two gloo ranks."""
+    pool = Ranks(2)
+    yield pool
+    pool.kill()
+
+
+def nested_state():
+    base = numbered(600)
+    return {
+        "model": OrderedDict(
+            weight=numbered(70, 50),
+            bias=numbered(7, dtype=torch.bfloat16),
+            empty=torch.empty(0, 3),
+            scalar=torch.tensor(2.5, dtype=torch.float64),
+            transposed=numbered(30, 20).t(),
+            view=base[100:200],
+            strided=base[::7],
+        ),
+        "optimizer": {
+            "state": {"0": {"step": torch.tensor(5.0), "momentum": numbered(70, 50, first=3)}},
+            "groups": [{"lr": 0.1, "betas": [0.9, 0.95]}],
+        },
+        "step": 7,
+        "name": "run",
+        "nothing": None,
+    }
+
+
+def many():
+    """About 40 MiB, in tensors of all sizes."""
+    return {f"t{n}": numbered(1 + n * 19_000, first=n) for n in range(33)}
+
+
+def bytes_of_file(value, **options) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer, **options)
+    return buffer.getvalue()
+
+
+def put(place: Place, name: str, data: bytes) -> str:
+    """Lays a file there without cloudckpt; returns its location."""
+    if place.uri.startswith("s3://"):
+        bucket, prefix = place._key()
+        place.client().put_object(Bucket=bucket, Key=f"{prefix}/{name}", Body=data)
+    else:
+        os.makedirs(place.path, exist_ok=True)
+        with open(os.path.join(place.path, name), "wb") as file:
+            file.write(data)
+    return f"{place.uri}/{name}"
+
+
+def local_copy(place: Place, name: str, folder) -> str:
+    """The objects beneath ``name``, as files."""
+    for found in place.names():
+        if found.startswith(f"{name}/"):
+            path = folder / found
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(place.read(found))
+    return str(folder / name)
+
+
+def plain(value):
+    """The state with lists instead of tuples and without order, as DCP gives it back."""
+    if isinstance(value, dict):
+        return {key: plain(entry) for key, entry in sorted(value.items())}
+    return [plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+
+
+# ---- from DCP
+
+
+def test_a_checkpoint_becomes_a_file_that_torch_loads(place):
+    state = nested_state()
+    cloudckpt.save(state, checkpoint_id=place.at("ck").uri, config=place.config)
+    sent = dcp_to_torch_save(place.at("ck").uri, place.at("model.pt").uri, config=place.config)
+    data = place.read("model.pt")
+    assert sent.bytes == len(data)
+    assert_same(plain(torch.load(io.BytesIO(data))), plain(state))
+    assert place.unfinished() == []
+
+
+def test_the_file_holds_what_stock_torch_makes_of_the_checkpoint(place, tmp_path):
+    state = {**nested_state(), **many()}
+    cloudckpt.save(state, checkpoint_id=place.at("ck").uri, config=place.config)
+    dcp_to_torch_save(place.at("ck").uri, place.at("ours.pt").uri, config=place.config)
+    stock.dcp_to_torch_save(local_copy(place, "ck", tmp_path), tmp_path / "stock.pt")
+    ours = torch.load(io.BytesIO(place.read("ours.pt")))
+    assert_same(ours, torch.load(tmp_path / "stock.pt"))
+
+
+def test_a_checkpoint_of_stock_torch_becomes_a_file(tmp_path, s3):
+    state = nested_state()
+    dcp.save(state, checkpoint_id=tmp_path / "ck")
+    dcp_to_torch_save(tmp_path / "ck", s3.at("model.pt").uri, config=s3.config)
+    assert_same(plain(torch.load(io.BytesIO(s3.read("model.pt")))), plain(state))
+
+
+def _save_sharded(place: Place) -> None:
+    state = spread(full_state(), LAYOUTS["2 rows"])
+    cloudckpt.save(state, checkpoint_id=place.uri, config=place.config)
+
+
+def test_shards_of_many_ranks_become_whole_tensors(ranks, s3):
+    ranks(2, _save_sharded, s3.at("ck"))
+    dcp_to_torch_save(s3.at("ck").uri, s3.at("model.pt").uri, config=s3.config)
+    assert_same(plain(torch.load(io.BytesIO(s3.read("model.pt")))), plain(full_state()))
+
+
+def test_a_file_is_replaced_when_the_new_one_is_complete(place):
+    cloudckpt.save({"t": numbered(5)}, checkpoint_id=place.at("ck").uri, config=place.config)
+    put(place, "model.pt", b"old")
+    dcp_to_torch_save(place.at("ck").uri, place.at("model.pt").uri, config=place.config)
+    assert_same(torch.load(io.BytesIO(place.read("model.pt"))), {"t": numbered(5)})
+
+
+def test_a_file_is_not_replaced_against_the_users_will(place):
+    careful = place.having(overwrite=False)
+    cloudckpt.save({"t": numbered(5)}, checkpoint_id=place.at("ck").uri, config=careful.config)
+    put(place, "model.pt", b"old")
+    with pytest.raises(CheckpointExistsError, match="overwrite is off"):
+        dcp_to_torch_save(place.at("ck").uri, place.at("model.pt").uri, config=careful.config)
+    assert place.read("model.pt") == b"old"
+    dcp_to_torch_save(place.at("ck").uri, place.at("new.pt").uri, config=careful.config)
+
+
+def test_a_failure_in_the_middle_leaves_no_part_behind(place, monkeypatch):
+    place = place.having(memory_budget=32 * MIB, part_size=5 * MIB)
+    cloudckpt.save(many(), checkpoint_id=place.at("ck").uri, config=place.config)
+    put(place, "model.pt", b"old")
+    store = FaultyStore(open_store(CheckpointURI.parse(place.uri), place.config))
+    store.fail("put_part", AccessDeniedError, calls=[3])
+    monkeypatch.setattr(torch_file, "open_store", lambda uri, config: store)
+    with pytest.raises(AccessDeniedError, match="injected"):
+        dcp_to_torch_save(place.at("ck").uri, place.at("model.pt").uri, config=place.config)
+    assert place.read("model.pt") == b"old"
+    assert place.unfinished() == []
+
+
+def _fill_the_disk(folder: str) -> tuple[str, list[str]]:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10 * MIB, 10 * MIB))
+    try:
+        write_torch_file(many(), CheckpointURI.parse(f"{folder}/model.pt"), cloudckpt.Config())
+    except StorageFullError as error:
+        return str(error), os.listdir(folder)
+    raise AssertionError("it was written")
+
+
+def test_a_full_disk_has_a_name_and_leaves_nothing(tmp_path):
+    message, names = in_a_child("spawn", _fill_the_disk, str(tmp_path))
+    assert "full" in message
+    assert "model.pt" in message
+    assert names == []
+
+
+def test_wrong_locations_are_told_before_anything_is_read(place):
+    cloudckpt.save({"t": numbered(5)}, checkpoint_id=place.at("ck").uri, config=place.config)
+    ck = place.at("ck").uri
+    with pytest.raises(InvalidURIError, match="both"):
+        dcp_to_torch_save(ck, ck, config=place.config)
+    with pytest.raises(InvalidURIError, match="both"):
+        torch_save_to_dcp(ck, ck, config=place.config)
+    with pytest.raises(InvalidURIError, match="names no file"):
+        dcp_to_torch_save(ck, "s3://bucket", config=place.config)
+    with pytest.raises(InvalidURIError, match="unknown scheme"):
+        dcp_to_torch_save(ck, "ftp://host/model.pt", config=place.config)
+    with pytest.raises(InvalidURIError, match="string or a path"):
+        torch_save_to_dcp(3, ck, config=place.config)
+    with pytest.raises(CheckpointNotFoundError, match=r"\.metadata"):
+        dcp_to_torch_save(place.at("nowhere").uri, place.at("m.pt").uri, config=place.config)
+    assert "m.pt" not in place.names()
+
+
+def test_a_folder_is_no_destination(local):
+    cloudckpt.save({"t": numbered(5)}, checkpoint_id=local.at("ck").uri, config=local.config)
+    os.mkdir(os.path.join(local.path, "folder"))
+    with pytest.raises(InvalidURIError, match="folder"):
+        dcp_to_torch_save(local.at("ck").uri, local.at("folder").uri, config=local.config)
+
+
+# ---- to DCP
+
+
+def test_a_file_becomes_a_checkpoint(place):
+    state = nested_state()
+    put(place, "model.pt", bytes_of_file(state))
+    torch_save_to_dcp(place.at("model.pt").uri, place.at("ck").uri, config=place.config)
+    loaded = blank_like(state)
+    cloudckpt.load(loaded, checkpoint_id=place.at("ck").uri, config=place.config)
+    assert_same(plain(loaded), plain(state))
+
+
+def test_the_checkpoint_holds_what_stock_torch_makes_of_the_file(place, tmp_path):
+    state = {**nested_state(), **many()}
+    (tmp_path / "model.pt").write_bytes(bytes_of_file(state))
+    put(place, "model.pt", bytes_of_file(state))
+    torch_save_to_dcp(place.at("model.pt").uri, place.at("ours").uri, config=place.config)
+    stock.torch_save_to_dcp(tmp_path / "model.pt", tmp_path / "stock")
+    for folder in (local_copy(place, "ours", tmp_path / "copy"), tmp_path / "stock"):
+        loaded = blank_like(state)
+        dcp.load(loaded, checkpoint_id=folder)
+        assert_same(plain(loaded), plain(state))
+
+
+def test_there_and_back_is_the_same_file_content(place):
+    state = {**nested_state(), **many()}
+    put(place, "a.pt", bytes_of_file(state))
+    torch_save_to_dcp(place.at("a.pt").uri, place.at("ck").uri, config=place.config)
+    dcp_to_torch_save(place.at("ck").uri, place.at("b.pt").uri, config=place.config)
+    assert_same(plain(torch.load(io.BytesIO(place.read("b.pt")))), plain(state))
+
+
+class Custom:
+    def __init__(self, value):
+        self.value = value
+
+    def __eq__(self, other):
+        return self.value == other.value
+
+
+class Hostile:
+    def __reduce__(self):
+        return os.mkdir, ("hostile-was-here",)
+
+
+def test_a_hostile_pickle_is_refused(place, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    put(place, "model.pt", bytes_of_file({"t": numbered(5), "x": Hostile()}))
+    with pytest.raises(UntrustedPickleError, match="mkdir"):
+        torch_save_to_dcp(place.at("model.pt").uri, place.at("ck").uri, config=place.config)
+    assert list(tmp_path.iterdir()) == []
+    assert [name for name in place.names() if name.startswith("ck/")] == []
+
+
+def test_a_pickle_that_is_trusted_is_loaded(local):
+    put(local, "model.pt", bytes_of_file({"t": numbered(5), "x": Custom(3)}))
+    source, ck = local.at("model.pt").uri, local.at("ck").uri
+    with pytest.raises(UntrustedPickleError, match="trust_pickle=True"):
+        torch_save_to_dcp(source, ck, config=local.config)
+    torch_save_to_dcp(source, ck, config=local.config, trust_pickle=True)
+    with pytest.raises(UntrustedPickleError):
+        dcp_to_torch_save(ck, local.at("b.pt").uri, config=local.config)
+    dcp_to_torch_save(ck, local.at("b.pt").uri, config=local.config, trust_pickle=True)
+    loaded = torch.load(io.BytesIO(local.read("b.pt")), weights_only=False)
+    assert loaded["x"] == Custom(3)
+
+
+def test_a_missing_file_has_a_name(place):
+    with pytest.raises(CheckpointNotFoundError, match="no file here") as caught:
+        torch_save_to_dcp(place.at("none.pt").uri, place.at("ck").uri, config=place.config)
+    assert caught.value.uri == place.at("none.pt").uri
+
+
+def test_a_checkpoint_in_place_of_a_file_is_explained(place):
+    cloudckpt.save({"t": numbered(5)}, checkpoint_id=place.at("ck").uri, config=place.config)
+    with pytest.raises(CheckpointNotFoundError, match="dcp_to_torch_save"):
+        torch_save_to_dcp(place.at("ck").uri, place.at("other").uri, config=place.config)
+
+
+def _zip_of(**records) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, data in records.items():
+            archive.writestr(f"archive/{name.replace('_', '.')}", data)
+    return buffer.getvalue()
+
+
+def _scripted() -> bytes:
+    buffer = io.BytesIO()
+    with contextlib.redirect_stderr(io.StringIO()):
+        torch.jit.save(torch.jit.trace(lambda x: x + 1, torch.zeros(1)), buffer)
+    return buffer.getvalue()
+
+
+_GOOD = bytes_of_file({"t": numbered(300)})
+BROKEN = {
+    "empty": (b"", CheckpointCorruptError, "not one of torch.save"),
+    "text": (b"hello" * 100, CheckpointCorruptError, "not one of torch.save"),
+    "a pickle": (pickle.dumps({"a": 1}), CheckpointCorruptError, "not one of torch.save"),
+    "truncated": (_GOOD[:-30], CheckpointCorruptError, "truncated"),
+    "cut in half": (_GOOD[: len(_GOOD) // 2], CheckpointCorruptError, "truncated"),
+    "a few bytes": (_GOOD[:7], CheckpointCorruptError, "truncated"),
+    "another zip": (_zip_of(readme="hi"), CheckpointCorruptError, "zip archive, but not"),
+    "no dict": (bytes_of_file(numbered(3)), CheckpointError, "holds a Tensor"),
+    "damaged pickle": (_zip_of(data_pkl=b"garbage"), CheckpointError, "can't"),
+    "legacy": (
+        bytes_of_file({"t": numbered(3)}, _use_new_zipfile_serialization=False),
+        CheckpointError,
+        "legacy",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_what_is_no_state_is_named(kind, place):
+    data, error, words = BROKEN[kind]
+    put(place, "model.pt", data)
+    with pytest.raises(error, match=words) as caught:
+        torch_save_to_dcp(place.at("model.pt").uri, place.at("ck").uri, config=place.config)
+    assert caught.value.uri == place.at("model.pt").uri
+    assert [name for name in place.names() if name.startswith("ck/")] == []
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_torchscript_is_named(local):
+    put(local, "model.pt", _scripted())
+    with pytest.raises(CheckpointError, match="TorchScript"):
+        torch_save_to_dcp(local.at("model.pt").uri, local.at("ck").uri, config=local.config)
+
+
+# ---- reading files
+
+
+def opened(place: Place, name: str, **options) -> TorchFile:
+    return TorchFile(CheckpointURI.parse(place.at(name).uri), place.config, **options)
+
+
+def test_views_of_one_storage_stay_so(local):
+    base = numbered(1000)
+    one = numbered(5)
+    state = {"a": base[:10], "b": base[5:], "c": one, "again": one, "list": [one]}
+    put(local, "model.pt", bytes_of_file(state))
+    loaded = opened(local, "model.pt").load()
+    assert_same(loaded, state)
+    loaded["a"][7] = -1.0
+    assert loaded["b"][2] == -1.0
+    assert loaded["c"] is loaded["again"] is loaded["list"][0]
+
+
+def test_a_state_dict_keeps_its_type_metadata_and_parameters(local):
+    module = torch.nn.Linear(3, 4)
+    state = module.state_dict(keep_vars=True)
+    put(local, "model.pt", bytes_of_file(state))
+    loaded = opened(local, "model.pt").load()
+    assert type(loaded) is OrderedDict
+    assert loaded._metadata == state._metadata
+    assert type(loaded["weight"]) is torch.nn.Parameter
+    assert loaded["weight"].requires_grad
+    assert torch.equal(loaded["weight"], module.weight)
+
+
+def _rezipped(data: bytes, without: str = "nothing") -> bytes:
+    """As another tool would pack it: other alignment, and no data descriptors."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(buffer, "w") as new:
+        for info in old.infolist():
+            if not info.filename.endswith(without):
+                new.writestr(info.filename, old.read(info))
+    return buffer.getvalue()
+
+
+ODD = {
+    "packed by another tool": lambda: _rezipped(bytes_of_file(nested_state())),
+    "of an older torch": lambda: _rezipped(bytes_of_file(nested_state()), ".format_version"),
+    "sparse": lambda: bytes_of_file({"s": torch.eye(5).to_sparse(), "t": numbered(9)}),
+    "conjugated": lambda: bytes_of_file({"c": torch.randn(4, dtype=torch.cfloat).conj()}),
+    "with attributes": lambda: bytes_of_file({"t": _attributed(), "u": numbered(3)}),
+}
+
+
+def _attributed():
+    tensor = numbered(4)
+    tensor.note = "mine"
+    return tensor
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_unusual_files_are_read_as_torch_reads_them(kind, place):
+    data = ODD[kind]()
+    put(place, "model.pt", data)
+    ours, theirs = opened(place, "model.pt").load(), torch.load(io.BytesIO(data))
+    for key, value in theirs.items():
+        if isinstance(value, torch.Tensor) and value.layout != torch.strided:
+            assert torch.equal(ours[key].to_dense(), value.to_dense())
+        elif isinstance(value, torch.Tensor):
+            assert torch.equal(ours[key], value)
+            assert getattr(ours[key], "note", None) == getattr(value, "note", None)
+        else:
+            assert_same(ours[key], value)
+
+
+def test_a_skeleton_costs_little_and_has_no_data(s3):
+    put(s3, "model.pt", bytes_of_file(many()))
+    file = opened(s3, "model.pt")
+    skeleton = file.skeleton()
+    assert all(tensor.is_meta for tensor in skeleton.values())
+    assert file.transferred.bytes < MIB
+
+
+# ---- memory
+
+
+def _growth(folder: str) -> dict[str, float]:
+    """The peak of the resident set above the one before, over the size of the state."""
+    torch.set_num_threads(1)
+    config = cloudckpt.Config(connections=4, memory_budget=32 * MIB)
+    size = 160 * MIB
+    state = {f"t{n}": torch.full((5 * MIB,), float(n)) for n in range(8)}  # of 20 MiB each
+    small = {"t": torch.ones(1000)}
+    cloudckpt.save(state, checkpoint_id=f"{folder}/ck", config=config, no_dist=True)
+    cloudckpt.save(small, checkpoint_id=f"{folder}/small", config=config, no_dist=True)
+    torch.save(state, f"{folder}/model.pt")
+    grown = {}
+
+    def step(name, action, *arguments):
+        _forget_peak()
+        before = _status("VmRSS")
+        action(*arguments)
+        grown[name] = _status("VmHWM") - before
+
+    def load(uri):
+        TorchFile(CheckpointURI.parse(uri), config).load()
+
+    def read_broadcast(state, uri):
+        reader = BroadcastingTorchSaveReader(uri, config=config)
+        dcp.load(state, storage_reader=reader, planner=DynamicMetaLoadPlanner(), no_dist=True)
+
+    def write(state, uri):
+        write_torch_file(state, CheckpointURI.parse(uri), config)
+
+    dcp_to_torch_save(f"{folder}/small", f"{folder}/small.pt", config=config)
+    torch_save_to_dcp(f"{folder}/small.pt", f"{folder}/small2", config=config)
+    step("write", write, state, f"{folder}/w.pt")
+    step("broadcast", read_broadcast, state, f"{folder}/model.pt")
+    del state
+    step("load", load, f"{folder}/model.pt")
+    step("from dcp", dcp_to_torch_save, f"{folder}/ck", f"{folder}/new.pt")
+    step("to dcp", torch_save_to_dcp, f"{folder}/model.pt", f"{folder}/new")
+    grown["size"] = size
+    return grown
+
+
+@pytest.fixture(scope="module")
+def growth(tmp_path_factory) -> dict[str, float]:
+    return in_a_child("spawn", _growth, str(tmp_path_factory.mktemp("memory")), deadline=100)
+
+
+@pytest.mark.parametrize(
+    ("step", "copies"),
+    [("write", 0), ("broadcast", 0), ("load", 1), ("from dcp", 1), ("to dcp", 1)],
+)
+def test_memory_stays_within_the_stated_bound(step, copies, growth):
+    bound = copies * growth["size"] + 32 * MIB + 16 * MIB
+    assert growth[step] <= bound, {name: value // MIB for name, value in growth.items()}
+
+
+# ---- resharding by broadcast
+
+
+DOORS = ["cloudckpt", "torch"]
+
+
+def _reshard(uri, config, names, door, planner=DynamicMetaLoadPlanner) -> None:
+    for name in names:
+        layout = LAYOUTS[name]
+        state = spread(full_state(), layout, blank=True)
+        reader = BroadcastingTorchSaveReader(uri, config=config)
+        load = cloudckpt.load if door == "cloudckpt" else dcp.load
+        load(state, storage_reader=reader, planner=planner())
+        check_local_parts(state, layout)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_file_loads_into_shards(door, place, ranks):
+    put(place, "model.pt", bytes_of_file(full_state()))
+    names = ["2 rows", "2 columns"]
+    ranks(2, _reshard, place.at("model.pt").uri, place.config, names, door)
+
+
+def test_the_planner_of_torch_works_too(local, ranks):
+    put(local, "model.pt", bytes_of_file(full_state()))
+    planner = stock.DynamicMetaLoadPlanner
+    ranks(2, _reshard, local.at("model.pt").uri, local.config, ["2 rows"], "torch", planner)
+
+
+def _fsdp(uri, config) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(5)
+    whole = torch.nn.Sequential(torch.nn.Linear(7, 13), torch.nn.Linear(13, 3))
+    if dist.get_rank() == 0:
+        write_torch_file(
+            {"model": whole.state_dict(), "step": 11, "note": {"a": [1, 2]}},
+            CheckpointURI.parse(uri),
+            config,
+        )
+    dist.barrier()
+    model = torch.nn.Sequential(torch.nn.Linear(7, 13), torch.nn.Linear(13, 3))
+    fully_shard(model, mesh=mesh)
+    state = {"model": get_model_state_dict(model), "step": 0, "note": {"a": [0, 0]}}
+    cloudckpt.load(
+        state,
+        storage_reader=BroadcastingTorchSaveReader(uri, config=config),
+        planner=DynamicMetaLoadPlanner(),
+    )
+    set_model_state_dict(model, state["model"])
+    assert state["step"] == 11
+    assert state["note"] == {"a": [1, 2]}
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.full_tensor(), whole.get_parameter(name))
+
+
+def test_fsdp_modules_and_plain_values_are_loaded(s3, ranks):
+    ranks(2, _fsdp, s3.at("model.pt").uri, s3.config)
+
+
+def _some_of_large(uri, config) -> int:
+    size = 3000
+    state = {"b": torch.zeros(size, size)}
+    state |= spread({"c": numbered(size, size).t().contiguous()}, LAYOUTS["2 columns"], blank=True)
+    reader = BroadcastingTorchSaveReader(uri, config=config)
+    cloudckpt.load(state, storage_reader=reader, planner=DynamicMetaLoadPlanner())
+    assert torch.equal(state["b"], numbered(size, size))
+    assert torch.equal(state["c"].full_tensor(), numbered(size, size).t())
+    return 0 if reader.transferred is None else reader.transferred.bytes
+
+
+def test_large_and_strided_tensors_arrive_and_others_are_not_read(s3, ranks):
+    square = numbered(3000, 3000)  # 34 MiB, two batches of this budget
+    put(s3, "model.pt", bytes_of_file({"a": square.clone(), "b": square, "c": square.clone().t()}))
+    config = s3.having(memory_budget=32 * MIB).config
+    read, received = ranks(2, _some_of_large, s3.at("model.pt").uri, config)
+    assert received == 0
+    assert 72_000_000 <= read <= 72_000_000 + MIB
+
+
+def _into(uri, config, shape, key) -> None:
+    state = {key: torch.zeros(shape)}
+    reader = BroadcastingTorchSaveReader(uri, config=config)
+    cloudckpt.load(state, storage_reader=reader, planner=DynamicMetaLoadPlanner())
+
+
+@pytest.mark.parametrize(
+    ("shape", "key", "error"),
+    [
+        ((3, 5), "t", ShapeMismatchError),
+        ((4, 5), "u", MissingKeyError),
+        ((1,), "v", UnsupportedTensorError),
+    ],
+)
+def test_what_does_not_fit_is_told_on_every_rank(shape, key, error, local, ranks):
+    put(local, "model.pt", bytes_of_file({"t": numbered(4, 5), "v": 3}))
+    errors = ranks.errors(2, _into, local.at("model.pt").uri, local.config, shape, key)
+    assert [type(one) for one in errors] == [error, error]
+    assert all(local.uri in str(one) for one in errors)
+
+
+@pytest.mark.parametrize("kind", ["truncated", "legacy", "missing"])
+def test_an_unreadable_file_is_told_on_every_rank(kind, local, ranks):
+    if kind != "missing":
+        put(local, "model.pt", BROKEN[kind][0])
+    expected = CheckpointNotFoundError if kind == "missing" else BROKEN[kind][1]
+    uri = local.at("model.pt").uri
+    errors = ranks.errors(2, _into, uri, local.config, (3,), "t")
+    assert [type(one) for one in errors] == [expected, expected]
+
+
+def _fail_late(uri, config) -> None:
+    file, skeleton = uri.removeprefix("file://"), TorchFile.skeleton
+
+    def and_replace_the_file(self):
+        found = skeleton(self)
+        os.utime(file, (1, 1))  # another version from here on
+        return found
+
+    TorchFile.skeleton = and_replace_the_file
+    try:
+        _into(uri, config, (4, 5), "t")
+    finally:
+        TorchFile.skeleton = skeleton
+
+
+def test_a_reader_that_fails_in_the_middle_fails_every_rank_at_once(local, ranks):
+    put(local, "model.pt", bytes_of_file({"t": numbered(4, 5)}))
+    began = time.monotonic()
+    errors = ranks.errors(2, _fail_late, local.at("model.pt").uri, local.config)
+    assert [type(error) for error in errors] == [CheckpointCorruptError] * 2
+    assert time.monotonic() - began < 30
+
+
+def _one_misfit(uri, config) -> None:
+    state = {"t": torch.zeros(4, 5) if dist.get_rank() == 0 else torch.zeros(4, 6)}
+    reader = BroadcastingTorchSaveReader(uri, config=config)
+    cloudckpt.load(state, storage_reader=reader, planner=DynamicMetaLoadPlanner())
+
+
+def test_a_rank_that_fails_alone_does_not_leave_the_others_waiting(local, ranks):
+    put(local, "model.pt", bytes_of_file({"t": numbered(4, 5)}))
+    errors = ranks.errors(2, _one_misfit, local.at("model.pt").uri, local.config)
+    assert [type(error) for error in errors] == [ShapeMismatchError] * 2
+
+
+def _other_coordinator(uri, config) -> None:
+    state = {"t": torch.zeros(4, 5)}
+    reader = BroadcastingTorchSaveReader(uri, 1, config=config)
+    cloudckpt.load(state, storage_reader=reader, planner=DynamicMetaLoadPlanner())
+
+
+def test_a_coordinator_that_does_not_coordinate_is_told(local, ranks):
+    put(local, "model.pt", bytes_of_file({"t": numbered(4, 5)}))
+    errors = ranks.errors(2, _other_coordinator, local.at("model.pt").uri, local.config)
+    assert [type(error) for error in errors] == [ConfigError] * 2
+    assert "coordinator_rank=0" in str(errors[0])
+
+
+def _in_a_group(uri, config) -> None:
+    group = dist.new_group([1])
+    if dist.get_rank() == 1:
+        state = {"t": torch.zeros(4, 5)}
+        reader = BroadcastingTorchSaveReader(uri, 1, process_group=group, config=config)
+        cloudckpt.load(
+            state, storage_reader=reader, planner=DynamicMetaLoadPlanner(), process_group=group
+        )
+        assert torch.equal(state["t"], numbered(4, 5))
+
+
+def test_a_group_of_ranks_can_load(local, ranks):
+    put(local, "model.pt", bytes_of_file({"t": numbered(4, 5)}))
+    ranks(2, _in_a_group, local.at("model.pt").uri, local.config)
+
+
+def test_one_process_can_load_without_a_group(place):
+    put(place, "model.pt", bytes_of_file(nested_state()))
+    state = blank_like(nested_state())
+    reader = BroadcastingTorchSaveReader(config=place.config)
+    cloudckpt.load(
+        state,
+        checkpoint_id=place.at("model.pt").uri,
+        storage_reader=reader,
+        planner=DynamicMetaLoadPlanner(),
+    )
+    assert_same(plain(state), plain(nested_state()))
+
+
+class Holder:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+def test_a_tensor_in_an_object_has_its_data(local):
+    saved = {"holder": Holder(numbered(5)), "t": numbered(3)}
+    put(local, "model.pt", bytes_of_file(saved))
+    state = {"holder": None, "t": torch.zeros(3)}
+    uri, config = local.at("model.pt").uri, local.config
+    reader = BroadcastingTorchSaveReader(uri, config=config, trust_pickle=True)
+    cloudckpt.load(state, storage_reader=reader, planner=DynamicMetaLoadPlanner())
+    assert torch.equal(state["holder"].tensor, numbered(5))
+    assert torch.equal(state["t"], numbered(3))
+
+
+def test_a_value_that_holds_tensors_is_not_loaded_as_one(local):
+    put(local, "model.pt", bytes_of_file({"a": {"t": numbered(5)}}))
+    reader = BroadcastingTorchSaveReader(local.at("model.pt").uri, config=local.config)
+    planner = DynamicMetaLoadPlanner(flatten_state_dict=False)
+    with pytest.raises(UnsupportedTensorError, match="flattens"):
+        cloudckpt.load({"a": {"t": torch.zeros(5)}}, storage_reader=reader, planner=planner)
+
+
+@pytest.mark.parametrize("kind", ["packed by another tool", "of an older torch"])
+def test_unusual_files_are_resharded_too(kind, local):
+    put(local, "model.pt", ODD[kind]())
+    state = blank_like(nested_state())
+    reader = BroadcastingTorchSaveReader(local.at("model.pt").uri, config=local.config)
+    cloudckpt.load(state, storage_reader=reader, planner=DynamicMetaLoadPlanner())
+    assert_same(plain(state), plain(nested_state()))
+
+
+def test_a_sparse_tensor_is_not_resharded(local):
+    put(local, "model.pt", ODD["sparse"]())
+    reader = BroadcastingTorchSaveReader(local.at("model.pt").uri, config=local.config)
+    with pytest.raises(UnsupportedTensorError, match="sparse"):
+        cloudckpt.load({"s": torch.zeros(5, 5)}, storage_reader=reader,
+                       planner=DynamicMetaLoadPlanner())  # fmt: skip
+
+
+def test_a_reader_needs_a_location(local):
+    reader = BroadcastingTorchSaveReader(config=local.config)
+    with pytest.raises(InvalidURIError, match="checkpoint_id"):
+        cloudckpt.load({"t": torch.zeros(1)}, storage_reader=reader,
+                       planner=DynamicMetaLoadPlanner())  # fmt: skip
+    assert BroadcastingTorchSaveReader.validate_checkpoint_id("s3://bucket/model.pt")
+    assert not BroadcastingTorchSaveReader.validate_checkpoint_id("ftp://host/model.pt")
+
+
+def test_a_hostile_file_is_refused_by_the_reader(local, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    put(local, "model.pt", bytes_of_file({"t": numbered(5), "x": Hostile()}))
+    reader = BroadcastingTorchSaveReader(local.at("model.pt").uri, config=local.config)
+    with pytest.raises((UntrustedPickleError, RanksFailedError), match="mkdir"):
+        cloudckpt.load({"t": torch.zeros(5)}, storage_reader=reader,
+                       planner=DynamicMetaLoadPlanner())  # fmt: skip
+    assert list(tmp_path.iterdir()) == []

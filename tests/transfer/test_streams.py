@@ -1,0 +1,264 @@
+"""Objects as files: what is written arrives whole or not at all, what is read is of one version."""
+
+import io
+import random
+import uuid
+
+import pytest
+import torch
+
+from cloudckpt.config import MIB, Config, RetryPolicy
+from cloudckpt.errors import (
+    AccessDeniedError,
+    CheckpointCorruptError,
+    ConnectionLostError,
+    InvalidRequestError,
+    ObjectNotFoundError,
+    ThrottledError,
+)
+from cloudckpt.stores.base import Capabilities
+from cloudckpt.stores.memory import MemoryStore
+from cloudckpt.testing.faulty import FaultyStore
+from cloudckpt.transfer.stats import TransferStats
+from cloudckpt.transfer.streams import ObjectFile, PinnedObject, sending
+
+KEY = "run/model.pt"
+CONFIG = Config(
+    connections=4,
+    part_size=5 * MIB,
+    memory_budget=32 * MIB,
+    retry=RetryPolicy(attempts=4, base=0.0, cap=0.0),
+)
+
+
+@pytest.fixture
+def store():
+    return FaultyStore(MemoryStore(uuid.uuid4().hex))
+
+
+def some_bytes(size):
+    return random.Random(size).randbytes(size)
+
+
+def put(store, data, key=KEY):
+    store.inner.put(key, [memoryview(data)], crc32c=0)
+
+
+def send(store, chunks, config=CONFIG, expected=0):
+    stats = TransferStats()
+    with sending(store, KEY, config, stats, expected=expected) as stream:
+        for chunk in chunks:
+            assert stream.write(chunk) == memoryview(chunk).nbytes
+    return stats.snapshot()
+
+
+def held(store):
+    objects = {info.key: bytes(store.inner.get(info.key)[0]) for info in store.inner.list("")}
+    return objects, [upload.key for upload in store.inner.list_uploads("")]
+
+
+# ---- writing
+
+
+@pytest.mark.parametrize("size", [0, 1, 100_000, 5 * MIB, 5 * MIB + 1, 23 * MIB + 17])
+def test_what_is_written_arrives(store, size):
+    data, rest, chunks = memoryview(some_bytes(size)), random.Random(1), []
+    while data.nbytes:
+        count = rest.choice([1, 30, 500, 4 * MIB, 9 * MIB])
+        chunks.append(data[:count])
+        data = data[count:]
+    send(store, chunks)
+    objects, uploads = held(store)
+    assert objects == {KEY: some_bytes(size)}
+    assert uploads == []
+
+
+def test_a_small_object_is_one_request(store):
+    send(store, [b"abc", b"def"])
+    assert dict(store.calls) == {"put": 1}
+
+
+def test_a_buffer_may_change_after_it_was_written(store):
+    chunk, stats = bytearray(3 * MIB), TransferStats()
+    with sending(store, KEY, CONFIG, stats, expected=0) as stream:
+        for number in range(10):
+            chunk[:] = bytes([number]) * len(chunk)
+            stream.write(chunk)
+    (data,) = held(store)[0].values()
+    assert data == b"".join(bytes([number]) * 3 * MIB for number in range(10))
+
+
+def test_an_old_object_is_replaced_when_the_new_one_is_complete(store):
+    put(store, b"old")
+    with sending(store, KEY, CONFIG, TransferStats(), expected=0) as stream:
+        for _ in range(4):
+            stream.write(bytes(5 * MIB))
+        assert held(store)[0] == {KEY: b"old"}
+    assert held(store) == ({KEY: bytes(20 * MIB)}, [])
+
+
+@pytest.mark.parametrize("verb", ["create_upload", "put_part", "complete_upload"])
+def test_a_failure_is_raised_as_it_is_and_leaves_what_was_there(store, verb):
+    put(store, b"old")
+    store.fail(verb, AccessDeniedError, calls=[2 if verb == "put_part" else 1])
+    with pytest.raises(AccessDeniedError, match="injected"):
+        send(store, [bytes(MIB)] * 30)
+    assert held(store) == ({KEY: b"old"}, [])
+
+
+def test_a_failing_put_leaves_what_was_there(store):
+    put(store, b"old")
+    store.fail("put", AccessDeniedError)
+    with pytest.raises(AccessDeniedError, match="injected"):
+        send(store, [b"new"])
+    assert held(store) == ({KEY: b"old"}, [])
+
+
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_a_writer_that_fails_leaves_what_was_there(store, error):
+    put(store, b"old")
+
+    def chunks():
+        yield from [bytes(MIB)] * 20
+        raise error
+
+    with pytest.raises(error):
+        send(store, chunks())
+    assert held(store) == ({KEY: b"old"}, [])
+    assert store.calls["put_part"] > 0
+    assert store.calls["delete"] == 0
+
+
+def test_transient_failures_are_tried_again(store):
+    store.fail("put_part", ConnectionLostError, calls=[1, 3, 4])
+    store.fail("complete_upload", ThrottledError, calls=[1])
+    stats = send(store, [some_bytes(12 * MIB)])
+    assert held(store) == ({KEY: some_bytes(12 * MIB)}, [])
+    assert stats.retries == 4
+
+
+def test_uploads_of_others_to_the_same_key_are_left_alone(store, caplog):
+    other = store.inner.create_upload(KEY, MIB)
+    store.fail("create_upload", ConnectionLostError, calls=[1], when="after")
+    send(store, [bytes(12 * MIB)])
+    assert other in store.inner.list_uploads(KEY)
+    assert "may have been left behind" in caplog.text
+
+
+def test_large_files_get_large_parts(store):
+    store.capabilities = Capabilities(
+        conditional_writes=True, min_part_size=1, max_part_size=1 << 40, max_parts=10,
+        max_put_size=1 << 50,
+    )  # fmt: skip
+    data = some_bytes(70 * MIB)
+    send(store, [data], expected=len(data))
+    assert held(store) == ({KEY: data}, [])
+
+
+def test_more_bytes_than_parts_can_hold_are_refused(store):
+    store.capabilities = Capabilities(
+        conditional_writes=True, min_part_size=1, max_part_size=1 << 40, max_parts=3,
+        max_put_size=1 << 50,
+    )  # fmt: skip
+    with pytest.raises(InvalidRequestError, match="memory_budget"):
+        send(store, [bytes(5 * MIB)] * 4)
+    assert held(store) == ({}, [])
+
+
+class Unfaithful(io.RawIOBase):
+    """As torch's zip writer: replaces the error of a write by one of its own, and writes on."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def write_all(self, count):
+        for _ in range(count):
+            try:
+                self.stream.write(bytes(MIB))
+            except Exception:  # noqa: BLE001
+                try:
+                    self.stream.write(b"end")
+                finally:
+                    raise RuntimeError("unexpected pos") from None
+
+
+def test_the_stores_error_wins_over_that_of_a_writer_in_between(store):
+    store.fail("create_upload", AccessDeniedError)
+    with (
+        pytest.raises(AccessDeniedError),
+        sending(store, KEY, CONFIG, TransferStats(), expected=0) as stream,
+    ):
+        Unfaithful(stream).write_all(40)
+    assert held(store) == ({}, [])
+
+
+# ---- reading
+
+
+def opened(store, data, config=CONFIG):
+    put(store, data)
+    return ObjectFile(PinnedObject(store, KEY, config), config)
+
+
+def test_reads_give_what_a_file_gives(store):
+    data, draw = some_bytes(3 * MIB + 5), random.Random(3)
+    ours, theirs = opened(store, data), io.BytesIO(data)
+    for _ in range(300):
+        offset, whence = draw.choice([(draw.randrange(4 * MIB), 0), (-draw.randrange(MIB), 2)])
+        assert ours.seek(offset, whence) == theirs.seek(offset, whence)
+        count = draw.choice([0, 1, 30, 4096, 100_000, 5 * MIB, -1])
+        assert ours.read(count) == theirs.read(count)
+        assert ours.tell() == theirs.tell()
+
+
+def test_a_read_from_the_beginning_to_the_end_takes_few_requests(store):
+    data = some_bytes(40 * MIB)
+    file, got = opened(store, data), []
+    while part := file.read(100_000):
+        got.append(part)
+    assert b"".join(got) == data
+    assert store.calls["get_range"] < 20
+
+
+def test_scattered_small_reads_fetch_little(store):
+    file = opened(store, bytes(64 * MIB))
+    for position in (63 * MIB, 0, 30 * MIB, 10 * MIB):
+        file.seek(position)
+        file.read(100)
+    assert file._object.transferred.bytes <= 4 * 64 * 1024
+
+
+def test_a_large_read_goes_straight_into_the_readers_memory_in_parallel(store):
+    data = some_bytes(40 * MIB)
+    file, room = opened(store, data), torch.zeros(40 * MIB, dtype=torch.uint8)
+    assert file.readinto(memoryview(room.numpy())) == 40 * MIB
+    assert room.numpy().tobytes() == data
+    assert store.calls["get_range"] > 1
+    assert file._windows == []
+
+
+def test_an_empty_object_is_an_empty_file(store):
+    file = opened(store, b"")
+    assert file.read() == b""
+    assert file.seek(0, io.SEEK_END) == 0
+
+
+def test_a_replaced_object_is_noticed(store):
+    file = opened(store, bytes(MIB))
+    put(store, bytes([1]) * MIB)
+    with pytest.raises(CheckpointCorruptError, match="replaced"):
+        file.read(10)
+    assert isinstance(file.failure, CheckpointCorruptError)
+    with pytest.raises(CheckpointCorruptError):
+        file.read(10)
+
+
+def test_a_missing_object_is_told_at_once(store):
+    with pytest.raises(ObjectNotFoundError):
+        PinnedObject(store, KEY, CONFIG)
+
+
+def test_a_broken_read_goes_on(store):
+    data = some_bytes(20 * MIB)
+    store.fail("get_range", ConnectionLostError, calls=[1, 2])
+    assert opened(store, data).read(20 * MIB) == data
