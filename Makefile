@@ -4,13 +4,25 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test check bench format clean
+COMPOSE := docker compose --file integration/compose.yaml
+
+.PHONY: demo test integration integration-docker check bench format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/cloudckpt demo
 
-test: $(VENV)/.test
+test: $(VENV)/.test integration/node_modules/.stamp
 	$(BIN)/python -m pytest --cov
+
+integration: $(VENV)/.integration integration/node_modules/.stamp
+	$(BIN)/python -m pytest integration
+
+integration-docker: $(VENV)/.integration
+	@trap '$(COMPOSE) down --volumes' EXIT INT TERM; $(COMPOSE) up --detach && \
+	CLOUDCKPT_TEST_MINIO_URL=http://127.0.0.1:19000 \
+	CLOUDCKPT_TEST_FAKE_GCS_URL=http://127.0.0.1:14443 \
+	CLOUDCKPT_TEST_AZURITE_URL=http://127.0.0.1:11000/devstoreaccount1 \
+	$(BIN)/python -m pytest integration
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -38,5 +50,9 @@ $(VENV)/.%: $(VENV)/.torch pyproject.toml
 	$(PIP) --editable ".[$*]"
 	@touch $@
 
+integration/node_modules/.stamp: integration/package.json integration/package-lock.json
+	npm ci --prefix integration
+	@touch $@
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) integration/node_modules

@@ -21,7 +21,8 @@ PART = 5 * 1024**2
 
 
 @pytest.fixture(scope="module")
-def moto():
+def moto(needs):
+    needs("moto")
     with moto_server() as url:
         yield boto3.client(
             "s3",
@@ -41,7 +42,12 @@ def bucket(moto):
 
 @pytest.fixture
 def store(moto, bucket):
-    options = GCSOptions(endpoint_url=moto.meta.endpoint_url, checksum="on", metadata={"run": "7"})
+    options = GCSOptions(
+        endpoint_url=moto.meta.endpoint_url,
+        upload_strategy="multipart",
+        checksum="on",
+        metadata={"run": "7"},
+    )
     store = GCSStore(bucket, Config(gcs=options))
     yield store
     store.close()
@@ -87,7 +93,7 @@ def test_parts_that_were_never_sent_are_refused(store):
 
 
 def test_a_bucket_that_is_not_there_is_named(moto):
-    options = GCSOptions(endpoint_url=moto.meta.endpoint_url)
+    options = GCSOptions(endpoint_url=moto.meta.endpoint_url, upload_strategy="multipart")
     store = GCSStore("no-such-bucket", Config(gcs=options))
     with pytest.raises(StoreError, match="the bucket does not exist"):
         store.create_upload("run/object", PART)

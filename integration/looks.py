@@ -1,0 +1,210 @@
+"""Buckets and containers as their vendors' clients see them: without cloudckpt.
+
+Each look knows how to put, get, list and remove, and what is unfinished. Keys are whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from typing import Any, Protocol
+from urllib.parse import quote
+
+import boto3
+import botocore.config
+import google.auth
+import requests
+from azure.core.exceptions import ResourceNotFoundError
+from azure.identity import DefaultAzureCredential
+from azure.storage.blob import ContainerClient
+from google.auth.transport.requests import AuthorizedSession
+
+__all__ = ["AzureLook", "GCSLook", "Look", "S3Look"]
+
+_TIMEOUT = 120.0  # seconds
+
+
+class Look(Protocol):
+    """What the tests want to know of a bucket."""
+
+    def put(self, key: str, data: bytes) -> None:
+        """Creates or replaces an object."""
+
+    def get(self, key: str) -> bytes:
+        """The bytes of an object."""
+
+    def keys(self, prefix: str) -> list[str]:
+        """The objects, finished ones only, in the order of their keys."""
+
+    def uploads(self, prefix: str) -> list[str]:
+        """The keys of objects that are being sent in parts."""
+
+    def remove(self, prefix: str) -> None:
+        """Removes whatever there is, finished or not."""
+
+
+class S3Look:
+    """By boto3."""
+
+    def __init__(self, bucket: str) -> None:
+        # moto gives multipart objects a checksum that real S3 would not
+        config = botocore.config.Config(
+            response_checksum_validation="when_required", max_pool_connections=16
+        )
+        self.client = boto3.client("s3", config=config)
+        self._bucket = bucket
+
+    def put(self, key: str, data: bytes) -> None:
+        self.client.put_object(Bucket=self._bucket, Key=key, Body=data)
+
+    def get(self, key: str) -> bytes:
+        return self.client.get_object(Bucket=self._bucket, Key=key)["Body"].read()
+
+    def keys(self, prefix: str) -> list[str]:
+        pages = self.client.get_paginator("list_objects_v2").paginate(
+            Bucket=self._bucket, Prefix=prefix
+        )
+        return [entry["Key"] for page in pages for entry in page.get("Contents", ())]
+
+    def uploads(self, prefix: str) -> list[str]:
+        return sorted(key for key, _ in self._uploads(prefix))
+
+    def _uploads(self, prefix: str) -> list[tuple[str, str]]:
+        pages = self.client.get_paginator("list_multipart_uploads").paginate(
+            Bucket=self._bucket, Prefix=prefix
+        )
+        found = [entry for page in pages for entry in page.get("Uploads", ())]
+        return [(entry["Key"], entry["UploadId"]) for entry in found]
+
+    def remove(self, prefix: str) -> None:
+        for key, upload in self._uploads(prefix):
+            self.client.abort_multipart_upload(Bucket=self._bucket, Key=key, UploadId=upload)
+        keys = self.keys(prefix)
+        for start in range(0, len(keys), 1000):
+            objects = [{"Key": key} for key in keys[start : start + 1000]]
+            self.client.delete_objects(Bucket=self._bucket, Delete={"Objects": objects})
+
+
+class GCSLook:
+    """By the JSON API; open multipart uploads, which only the XML API knows, by that.
+
+    An emulator is told apart by ``STORAGE_EMULATOR_HOST``, as Google's libraries do it.
+    """
+
+    def __init__(self, bucket: str, *, multipart: bool) -> None:
+        emulator = os.environ.get("STORAGE_EMULATOR_HOST")
+        self._endpoint = emulator or "https://storage.googleapis.com"
+        self._session = requests.Session() if emulator else _authorized()
+        self._bucket = quote(bucket, safe="")
+        self._multipart = multipart
+
+    def create_bucket(self, name: str) -> None:
+        """Makes a bucket in an emulator."""
+        self._send("POST", "/storage/v1/b?project=test", json={"name": name})
+
+    def put(self, key: str, data: bytes) -> None:
+        head = (
+            b"--cut\r\nContent-Type: application/json\r\n\r\n"
+            + json.dumps({"name": key}).encode()
+            + b"\r\n--cut\r\nContent-Type: application/octet-stream\r\n\r\n"
+        )
+        self._send(
+            "POST",
+            f"/upload/storage/v1/b/{self._bucket}/o?uploadType=multipart",
+            data=head + data + b"\r\n--cut--\r\n",
+            headers={"Content-Type": "multipart/related; boundary=cut"},
+        )
+
+    def get(self, key: str) -> bytes:
+        return self._send("GET", f"{self._object(key)}?alt=media").content
+
+    def keys(self, prefix: str) -> list[str]:
+        found, query = [], {"prefix": prefix}
+        while True:
+            page = self._send("GET", f"/storage/v1/b/{self._bucket}/o", params=query).json()
+            found += [item["name"] for item in page.get("items", ())]
+            if not page.get("nextPageToken"):
+                return found
+            query["pageToken"] = page["nextPageToken"]
+
+    def uploads(self, prefix: str) -> list[str]:
+        if not self._multipart:
+            return [key for key in self.keys(prefix) if key.endswith(".cloudckpt-part")]
+        return sorted(key for key, _ in self._uploads(prefix))
+
+    def _uploads(self, prefix: str) -> Iterator[tuple[str, str]]:
+        query = {"uploads": "", "prefix": prefix}
+        while True:
+            answer = self._send("GET", f"/{self._bucket}", params=query).content
+            root = ElementTree.fromstring(answer)
+            for entry in root.iterfind("{*}Upload"):
+                yield entry.findtext("{*}Key") or "", entry.findtext("{*}UploadId") or ""
+            if root.findtext("{*}IsTruncated") != "true":
+                return
+            query["key-marker"] = root.findtext("{*}NextKeyMarker") or ""
+            query["upload-id-marker"] = root.findtext("{*}NextUploadIdMarker") or ""
+
+    def remove(self, prefix: str) -> None:
+        if self._multipart:
+            for key, upload in list(self._uploads(prefix)):
+                query = {"uploadId": upload}
+                self._send("DELETE", f"/{self._bucket}/{quote(key)}", params=query)
+        for key in self.keys(prefix):
+            self._send("DELETE", self._object(key))
+
+    def _object(self, key: str) -> str:
+        return f"/storage/v1/b/{self._bucket}/o/{quote(key, safe='')}"
+
+    def _send(self, method: str, path: str, **request: Any) -> requests.Response:
+        url = self._endpoint + path
+        answer = self._session.request(method, url, timeout=_TIMEOUT, **request)
+        answer.raise_for_status()
+        return answer
+
+
+def _authorized() -> requests.Session:
+    scope = "https://www.googleapis.com/auth/devstorage.read_write"
+    credentials, _ = google.auth.default(scopes=[scope])
+    return AuthorizedSession(credentials)
+
+
+class AzureLook:
+    """By azure-storage-blob."""
+
+    def __init__(self, container: str, endpoint: str = "") -> None:
+        """``endpoint`` is needed where no connection string is in the environment."""
+        text = os.environ.get("AZURE_STORAGE_CONNECTION_STRING")
+        if text and not endpoint:
+            self.client = ContainerClient.from_connection_string(text, container)
+            return
+        account = os.environ.get("AZURE_STORAGE_ACCOUNT", "")
+        secret = os.environ.get("AZURE_STORAGE_KEY") or os.environ.get("AZURE_STORAGE_SAS_TOKEN")
+        self.client = ContainerClient(
+            endpoint or f"https://{account}.blob.core.windows.net",
+            container,
+            credential=secret or DefaultAzureCredential(),
+        )
+
+    def put(self, key: str, data: bytes) -> None:
+        self.client.upload_blob(key, data, overwrite=True)
+
+    def get(self, key: str) -> bytes:
+        return self.client.download_blob(key).readall()
+
+    def keys(self, prefix: str) -> list[str]:
+        return list(self.client.list_blob_names(name_starts_with=prefix))
+
+    def uploads(self, prefix: str) -> list[str]:
+        committed = set(self.keys(prefix))
+        found = self.client.list_blobs(prefix, include=["uncommittedblobs"])
+        return sorted({blob.name for blob in found} - committed)
+
+    def remove(self, prefix: str) -> None:
+        found = self.client.list_blobs(prefix, include=["uncommittedblobs"])
+        for name in {blob.name for blob in found}:
+            try:
+                self.client.delete_blob(name, delete_snapshots="include")
+            except ResourceNotFoundError:
+                continue  # blocks alone are no blob for Azure, which drops them in a week

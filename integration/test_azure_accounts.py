@@ -1,0 +1,57 @@
+"""How an account and its key are found, on Azurite: by what the environment and the options say."""
+
+import pytest
+from azure.storage.blob import generate_container_sas
+
+import cloudckpt
+from cloudckpt import AzureOptions, Config
+from cloudckpt.testing.servers import Azurite
+from dcp.values import assert_same, numbered
+
+pytestmark = [
+    pytest.mark.only_on("azurite"),
+    pytest.mark.parametrize("cloud", ["azure"], indirect=True),
+]
+
+
+@pytest.fixture
+def account(cloud, monkeypatch):
+    """Azurite's account, which the environment does not name any more."""
+    text = cloud.environment["AZURE_STORAGE_CONNECTION_STRING"]
+    fields = dict(field.split("=", 1) for field in text.strip(";").split(";"))
+    monkeypatch.delenv("AZURE_STORAGE_CONNECTION_STRING")
+    return Azurite(
+        url=fields["BlobEndpoint"], account=fields["AccountName"], key=fields["AccountKey"]
+    )
+
+
+def _there_and_back(uri, config):
+    cloudckpt.save({"t": numbered(100)}, checkpoint_id=uri, config=config)
+    state = {"t": numbered(100, first=7)}
+    cloudckpt.load(state, checkpoint_id=uri, config=config)
+    assert_same(state, {"t": numbered(100)})
+
+
+def test_the_environment_names_endpoint_account_and_key(place, account, monkeypatch):
+    monkeypatch.setenv("CLOUDCKPT_AZURE_ENDPOINT_URL", account.url)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", account.account)
+    monkeypatch.setenv("AZURE_STORAGE_KEY", account.key)
+    _there_and_back(place.uri, Config())
+
+
+def test_the_options_name_the_endpoint(place, account, monkeypatch):
+    monkeypatch.setenv("AZURE_STORAGE_KEY", account.key)
+    options = AzureOptions(endpoint_url=account.url, account=account.account)
+    _there_and_back(place.uri, Config(azure=options))
+
+
+def test_a_signature_is_all_that_is_needed(cloud, place, account, monkeypatch):
+    sas = generate_container_sas(
+        account.account,
+        cloud.look.client.container_name,
+        account_key=account.key,
+        permission="rwdl",
+        expiry="2099-01-01T00:00:00Z",
+    )
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", sas)
+    _there_and_back(place.uri, Config(azure=AzureOptions(endpoint_url=account.url)))
