@@ -1,116 +1,106 @@
 """A breakable way to the server, and eyes on the bucket that do not go that way."""
 
+import contextlib
 import itertools
-import json
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
-import boto3
 import pytest
 
+import cloudckpt
 from cloudckpt import Config
 from cloudckpt.testing.proxy import FaultyProxy
 
+from .dialects import CREDENTIALS, Endpoint
 from .nursery import Nursery
+from .places import WITHOUT_AZURITE, Folder, Place, azure_place, google_place, s3_place
+from .selection import is_wanted
 from .states import impatient
 
 _counter = itertools.count(1)
 
 
-class Folder:
-    """The objects under a prefix, as boto3 sees them."""
-
-    def __init__(self, client, bucket: str, prefix: str) -> None:
-        self.bucket = bucket
-        self._client = client
-        self._prefix = prefix
-
-    def uri(self, name: str) -> str:
-        return f"s3://{self.bucket}/{self._prefix}{name}"
-
-    def objects(self) -> set[str]:
-        """Their keys."""
-        pages = self._client.get_paginator("list_objects_v2").paginate(
-            Bucket=self.bucket, Prefix=self._prefix
-        )
-        return {entry["Key"] for page in pages for entry in page.get("Contents", ())}
-
-    def key(self, suffix: str) -> str:
-        """The only key that ends so."""
-        [key] = [key for key in self.objects() if key.endswith(suffix)]
-        return key
-
-    def uploads(self) -> list[str]:
-        """The keys of the multipart uploads that are open."""
-        entries = self._client.list_multipart_uploads(Bucket=self.bucket).get("Uploads", ())
-        return [entry["Key"] for entry in entries if entry["Key"].startswith(self._prefix)]
-
-    def assert_tidy(self) -> None:
-        """Nothing is there but one checkpoint and what its manifest names."""
-        assert self.uploads() == []
-        manifest = self.key(".json")
-        run = manifest.rpartition("/")[0]
-        named = {entry[0] for entry in json.loads(self.get(manifest))["objects"]}
-        assert self.objects() == {manifest, f"{run}/.metadata", *(f"{run}/{n}" for n in named)}
-
-    def get(self, key: str) -> bytes:
-        return self._client.get_object(Bucket=self.bucket, Key=key)["Body"].read()
-
-    def put(self, key: str, data: bytes) -> None:
-        self._client.put_object(Bucket=self.bucket, Key=key, Body=data)
-
-    def delete(self, key: str) -> None:
-        self._client.delete_object(Bucket=self.bucket, Key=key)
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "elsewhere(**parameters): those for others than S3")
 
 
-# A store costs boto3 a fifth of a second: one bucket, one proxy and two configurations serve most
-# tests, each in a folder of its own.
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    items[:] = [item for item in items if here not in item.path.parents or is_wanted(item)]
+
+
+# A store costs boto3 a fifth of a second: one bucket, one proxy and two configurations of each
+# dialect serve most tests, each in a folder of its own.
 
 
 @pytest.fixture(scope="session")
-def _client(s3_url):
-    client = boto3.client("s3", endpoint_url=s3_url)
-    client.create_bucket(Bucket="faults")
-    yield client
-    client.close()
+def _places(s3_url) -> Iterator[Callable[[str], Place]]:
+    """Servers that are started when the first test asks for them."""
+    with contextlib.ExitStack() as stack:
+        openers = {"s3": lambda: s3_place(s3_url), "google": google_place, "azure": azure_place}
+        opened: dict[str, Place] = {}
+
+        def place(name: str) -> Place:
+            if name not in opened:
+                opened[name] = stack.enter_context(openers[name]())
+            return opened[name]
+
+        yield place
 
 
 @pytest.fixture
-def store(_client) -> Folder:
+def dialect(request, monkeypatch) -> str:
+    """The dialect of this test, see ``selection``."""
+    name = getattr(request, "param", "s3")
+    if name == "azure" and WITHOUT_AZURITE:
+        pytest.skip("CLOUDCKPT_TEST_WITHOUT_AZURITE is set")
+    for variable, value in CREDENTIALS.get(name, {}).items():
+        monkeypatch.setenv(variable, value)
+    return name
+
+
+@pytest.fixture
+def _place(dialect, _places) -> Place:
+    return _places("google" if dialect == "compose" else dialect)
+
+
+@pytest.fixture
+def store(_place) -> Folder:
     """The folder of this test."""
-    return Folder(_client, "faults", f"{uuid.uuid4().hex[:12]}/")
-
-
-@pytest.fixture(scope="session")
-def _proxy(s3_url) -> Iterator[FaultyProxy]:
-    with FaultyProxy(s3_url) as proxy:
-        yield proxy
+    return Folder(_place.bucket, f"{uuid.uuid4().hex[:12]}/")
 
 
 @pytest.fixture
-def proxy(_proxy) -> Iterator[FaultyProxy]:
+def proxy(_place) -> Iterator[FaultyProxy]:
     """A proxy before the server, without faults as yet."""
-    yield _proxy
-    _proxy.clear()
+    yield _place.proxy
+    _place.proxy.clear()
 
 
 @pytest.fixture
-def direct(s3_url) -> Config:
+def endpoint(dialect, proxy) -> Endpoint:
+    """The way through the proxy."""
+    return Endpoint(dialect, proxy.url)
+
+
+@pytest.fixture
+def direct(dialect, _place) -> Config:
     """Options that lead to the server itself."""
-    return impatient(s3_url)
+    return impatient(Endpoint(dialect, _place.url))
 
 
 @pytest.fixture
-def shaky(proxy) -> Config:
+def shaky(endpoint) -> Config:
     """Options that lead through the proxy."""
-    return impatient(proxy.url)
+    return impatient(endpoint)
 
 
 @pytest.fixture
-def unshared():
-    """Makes options that no other test has had: their store is a new one."""
-    return lambda url, **options: impatient(url, read_timeout=2 + next(_counter) / 1e6, **options)
+def unshared(endpoint):
+    """Makes options through the proxy that no other test has had: their store is a new one."""
+    return lambda **options: impatient(endpoint, read_timeout=2 + next(_counter) / 1e6, **options)
 
 
 @pytest.fixture(scope="session")
@@ -129,4 +119,5 @@ def busy_threads() -> list[str]:
 @pytest.fixture(autouse=True)
 def _no_thread_stays_behind() -> Iterator[None]:
     yield
+    cloudckpt.close_async_savers()
     assert busy_threads() == []

@@ -13,14 +13,17 @@ import torch.distributed as dist
 import cloudckpt
 from cloudckpt import RetryPolicy
 
+from .dialects import CREDENTIALS, Endpoint
 from .states import filled, impatient
 
 
-def _config(endpoint: str, options: dict[str, Any]) -> cloudckpt.Config:
+def _config(endpoint: list[str], options: dict[str, Any]) -> cloudckpt.Config:
+    way = Endpoint(*endpoint)
+    os.environ.update(CREDENTIALS.get(way.dialect, {}))
     settings = dict(options)
     if "retry" in settings:
         settings["retry"] = RetryPolicy(**settings["retry"])
-    return impatient(endpoint, **settings)
+    return impatient(way, **settings)
 
 
 def _outcome(action: Any) -> dict[str, Any]:
@@ -41,7 +44,7 @@ def _outcome(action: Any) -> dict[str, Any]:
 
 
 def save(
-    uri: str, endpoint: str, step: int, nbytes: int, options: dict[str, Any] | None = None
+    uri: str, endpoint: list[str], step: int, nbytes: int, options: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """One save."""
     config = _config(endpoint, options or {})
@@ -50,7 +53,7 @@ def save(
 
 
 def load(
-    uri: str, endpoint: str, nbytes: int, options: dict[str, Any] | None = None
+    uri: str, endpoint: list[str], nbytes: int, options: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """One load."""
     config = _config(endpoint, options or {})
@@ -58,7 +61,7 @@ def load(
     return _outcome(lambda: cloudckpt.load(state, checkpoint_id=uri, config=config))
 
 
-def save_on_and_on(uri: str, endpoint: str, first: int, nbytes: int) -> None:
+def save_on_and_on(uri: str, endpoint: list[str], first: int, nbytes: int) -> None:
     """Saves step after step until it is killed; ``{step}`` in the URI is replaced."""
     config = _config(endpoint, {"conditional_writes": "auto"})
     for step in range(first, first + 1000):
@@ -89,7 +92,7 @@ def save_to_disk_until(uri: str, nbytes: int, fatal: int) -> None:
 
 
 def save_as_rank(
-    rank: int, rendezvous: str, uri: str, endpoint: str, step: int, nbytes: int
+    rank: int, rendezvous: str, uri: str, endpoint: list[str], step: int, nbytes: int
 ) -> dict[str, Any]:
     """One save of two ranks over gloo, each with an item of its own."""
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)

@@ -3,8 +3,10 @@
 import torch
 
 import cloudckpt
-from cloudckpt import Config, RetryPolicy, S3Options
+from cloudckpt import Config, RetryPolicy
 from cloudckpt.config import MIB
+
+from .dialects import Endpoint, vendor_options
 
 BIG = 6 * MIB  # two parts of 5 and 1 MiB
 SMALL = 128 * 1024  # a single PUT
@@ -32,7 +34,7 @@ def load_step(uri: str, config: Config, nbytes: int = BIG) -> int:
     return step_of(state)
 
 
-def impatient(endpoint: str, **options) -> Config:
+def impatient(endpoint: Endpoint, **options) -> Config:
     """Options that lead to an endpoint and give up soon."""
     settings = {
         "connections": 4,
@@ -42,7 +44,7 @@ def impatient(endpoint: str, **options) -> Config:
         "read_timeout": 2.0,
         "stall_timeout": 2.0,
         "retry": RetryPolicy(attempts=ATTEMPTS, base=0.01, cap=0.05, deadline=20.0),
-        "s3": S3Options(endpoint_url=endpoint, addressing_style="path"),
+        **vendor_options(endpoint),
         **options,
     }
     return Config(**settings)

@@ -14,18 +14,32 @@ from cloudckpt import (
     CheckpointExistsError,
     ConfigError,
 )
-from cloudckpt.testing.proxy import Fault, Hop
-from cloudckpt.testing.wire_faults import (
-    Call,
-    Reset,
-    StripHeaders,
-    s3_error,
-    slow_down,
-)
+from cloudckpt.testing.hop import Fault, Hop
+from cloudckpt.testing.request import Request
+from cloudckpt.testing.wire_faults import Call, Reset, StripHeaders, StripQuery
 
+from .refusals import Refusal, slow_down
+from .selection import everywhere, on
 from .states import SMALL, filled, impatient, load_step
 
-CONDITIONS = ("If-Match", "If-None-Match")
+CONDITIONS = ("If-Match", "If-None-Match", "ifGenerationMatch")  # headers, and Google's parameter
+# what a store takes no notice of
+IGNORED = {
+    "both": ["If-Match", "If-None-Match"],
+    "If-Match": ["If-Match"],
+    "If-None-Match": ["If-None-Match"],
+}
+
+
+def is_conditional(request: Request) -> bool:
+    return any(request.header(name) or name in request.query for name in CONDITIONS)
+
+
+def ignoring(dialect: str, ignored: str) -> Fault:
+    """A store that takes no notice of conditions."""
+    if dialect == "google":
+        return StripQuery(["ifGenerationMatch"])
+    return StripHeaders(IGNORED[ignored])
 
 
 @pytest.fixture
@@ -42,12 +56,13 @@ def place(request, uri, direct) -> str:
 
 
 @pytest.fixture
-def unprobed(proxy, unshared):
+def unprobed(unshared):
     """Options whose store has not been tried out yet."""
-    return unshared(proxy.url, conditional_writes="auto")
+    return unshared(conditional_writes="auto")
 
 
 class TestRaces:
+    @everywhere()
     @pytest.mark.parametrize(
         ("operation", "path"),
         [
@@ -71,6 +86,7 @@ class TestRaces:
         assert load_step(place, direct, SMALL) == 3
         store.assert_tidy()
 
+    @everywhere()
     def test_a_race_that_is_lost_between_two_tries_is_told_too(
         self, place, store, proxy, shaky, direct
     ):
@@ -86,6 +102,7 @@ class TestRaces:
         assert load_step(place, direct, SMALL) == 3
         store.assert_tidy()
 
+    @everywhere()
     def test_a_commit_whose_answer_was_lost_is_no_conflict(
         self, place, store, proxy, shaky, direct
     ):
@@ -94,6 +111,7 @@ class TestRaces:
         assert load_step(place, direct, SMALL) == 2
         store.assert_tidy()
 
+    @everywhere()
     @pytest.mark.parametrize("path", ["*/.manifest.*", "*/.metadata"])
     def test_a_checkpoint_that_is_deleted_meanwhile_is_a_conflict(
         self, uri, store, proxy, shaky, direct, path
@@ -105,6 +123,7 @@ class TestRaces:
             cloudckpt.save(filled(2, SMALL), checkpoint_id=uri, config=shaky)
         assert key not in store.objects()
 
+    @everywhere()
     def test_of_many_writers_at_once_exactly_one_wins(self, place, store, proxy, shaky, direct):
         writers = 4
         together = threading.Barrier(writers)
@@ -138,8 +157,9 @@ class TestRaces:
         assert load_step(place, direct, SMALL) == winner
         store.assert_tidy()
 
-    def test_a_writer_that_must_not_overwrite_does_not(self, uri, store, proxy, direct):
-        careful = impatient(proxy.url, overwrite=False)
+    @everywhere()
+    def test_a_writer_that_must_not_overwrite_does_not(self, uri, store, proxy, endpoint, direct):
+        careful = impatient(endpoint, overwrite=False)
 
         def overtake(_) -> None:
             cloudckpt.save(filled(3, SMALL), checkpoint_id=uri, config=direct)
@@ -152,6 +172,7 @@ class TestRaces:
         assert load_step(uri, direct, SMALL) == 3
         store.assert_tidy()
 
+    @everywhere()
     def test_a_load_that_is_overtaken_by_a_save_does_not_mix_them(self, uri, proxy, shaky, direct):
         cloudckpt.save(filled(1, SMALL), checkpoint_id=uri, config=direct)
 
@@ -165,9 +186,10 @@ class TestRaces:
 
 
 class TestZombies:
+    @everywhere(path=["*/.metadata"])
     @pytest.mark.parametrize("path", ["*.distcp", "*/.manifest.*", "*/.metadata"])
     def test_a_writer_that_was_stopped_and_comes_back_late_cannot_overwrite(
-        self, place, store, proxy, nursery, direct, path
+        self, place, store, proxy, endpoint, nursery, direct, path
     ):
         born, stopped, successor = threading.Event(), threading.Event(), threading.Event()
 
@@ -179,7 +201,7 @@ class TestZombies:
 
         proxy.inject(Call(stop), operation="PutObject", path=path, times=1)
         options = {"read_timeout": 60.0, "stall_timeout": 60.0}
-        arguments = {"endpoint": proxy.url, "step": 2, "nbytes": SMALL, "options": options}
+        arguments = {"endpoint": endpoint, "step": 2, "nbytes": SMALL, "options": options}
         with nursery.child("save", uri=place, **arguments) as child:
             born.set()
             assert stopped.wait(30)
@@ -193,45 +215,49 @@ class TestZombies:
 
 
 class TestStoresWithoutConditions:
-    @pytest.mark.parametrize("ignored", [CONDITIONS, CONDITIONS[:1], CONDITIONS[1:]])
+    @on("s3", "google", ignored=["both"])
+    @pytest.mark.parametrize("ignored", IGNORED)
     def test_a_store_that_ignores_conditions_is_found_out(
-        self, place, store, proxy, unprobed, ignored
+        self, dialect, place, store, proxy, unprobed, ignored
     ):
         before = store.objects()
-        proxy.inject(StripHeaders(ignored), operation="PutObject")
+        proxy.inject(ignoring(dialect, ignored), operation="PutObject")
         with pytest.raises(ConfigError, match=r"conditional_writes='off'") as caught:
             cloudckpt.save(filled(2, SMALL), checkpoint_id=place, config=unprobed)
-        assert caught.value.uri == f"s3://{store.bucket}"
+        assert caught.value.uri == store.root
         assert store.objects() == before
         assert proxy.requests("PutObject", "*/.metadata") == []
 
-    @pytest.mark.parametrize("status", [501, 400])
+    @on("s3", "google")
+    @pytest.mark.parametrize("refusal", ["no such condition", "no such argument"])
     def test_a_store_that_refuses_conditions_is_told_from_one_that_fails(
-        self, place, store, proxy, unprobed, status
+        self, place, store, proxy, unprobed, refusal
     ):
         before = store.objects()
         proxy.inject(
-            s3_error(status, "NotImplemented"),
-            where=lambda request: any(request.header(name) for name in CONDITIONS),
+            Refusal(refusal),
+            where=is_conditional,
             operation="PutObject",
         )
         with pytest.raises(ConfigError, match=r"conditional_writes='off'"):
             cloudckpt.save(filled(2, SMALL), checkpoint_id=place, config=unprobed)
         assert store.objects() == before
 
+    @on("s3", "google")
     def test_without_conditions_a_save_works_and_says_what_is_given_up(
-        self, place, store, proxy, direct, caplog
+        self, place, store, dialect, proxy, endpoint, direct, caplog
     ):
-        proxy.inject(StripHeaders(CONDITIONS), operation="PutObject")
-        config = impatient(proxy.url, conditional_writes="off")
+        proxy.inject(ignoring(dialect, "both"), operation="PutObject")
+        config = impatient(endpoint, conditional_writes="off")
         with caplog.at_level(logging.WARNING, logger="cloudckpt"):
             cloudckpt.save(filled(2, SMALL), checkpoint_id=place, config=config)
         assert "conditional writes are off" in caplog.text
         assert load_step(place, direct, SMALL) == 2
         store.assert_tidy()
         sent = proxy.requests("PutObject")
-        assert not any(request.header(name) for request in sent for name in CONDITIONS)
+        assert not any(map(is_conditional, sent))
 
+    @on("s3", "google")
     def test_a_store_that_honours_them_is_tried_out_once(self, uri, store, proxy, unprobed):
         for step in (1, 2):
             cloudckpt.save(filled(step, SMALL), checkpoint_id=uri, config=unprobed)
@@ -241,6 +267,7 @@ class TestStoresWithoutConditions:
         assert load_step(uri, unprobed, SMALL) == 2
         store.assert_tidy()
 
+    @on("s3", "google", skip=[1])
     @pytest.mark.parametrize("fault", [Reset("request"), Reset("answer"), slow_down(0)])
     @pytest.mark.parametrize("skip", range(4))
     def test_a_fault_during_the_trial_is_not_taken_for_its_result(

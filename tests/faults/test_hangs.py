@@ -22,19 +22,13 @@ from cloudckpt import (
     ServerError,
 )
 from cloudckpt.config import MIB
-from cloudckpt.testing.proxy import Fault, Hop
-from cloudckpt.testing.wire_faults import (
-    Corrupt,
-    Delay,
-    Drip,
-    Stall,
-    internal_error,
-    s3_error,
-    slow_down,
-)
+from cloudckpt.testing.hop import Fault, Hop
+from cloudckpt.testing.wire_faults import Corrupt, Delay, Drip, Stall
 from cloudckpt.transfer.group import TaskGroup
 
 from .conftest import busy_threads
+from .refusals import denied, internal_error, slow_down
+from .selection import everywhere
 from .states import BIG, SMALL, filled, impatient, load_step
 from .test_save import STEPS
 
@@ -72,12 +66,13 @@ def saved(store, direct):
 
 
 @pytest.fixture
-def hasty(proxy):
+def hasty(endpoint):
     retry = RetryPolicy(**HASTY["retry"])
-    return impatient(proxy.url, **{**HASTY, "retry": retry})
+    return impatient(endpoint, **{**HASTY, "retry": retry})
 
 
 class TestSilence:
+    @everywhere(moment=["answer"])
     @pytest.mark.timeout(30)
     @pytest.mark.parametrize("moment", ["request", "answer"])
     @pytest.mark.parametrize("step", ["look", "part", "whole", "manifest", "replaced"])
@@ -95,6 +90,7 @@ class TestSilence:
         assert store.uploads() == []
         assert load_step(uri, direct, nbytes) == 1
 
+    @everywhere()
     @pytest.mark.timeout(30)
     def test_a_save_gives_up_on_a_commit_that_stalls_for_good(self, saved, proxy, hasty, direct):
         uri = saved()
@@ -103,6 +99,7 @@ class TestSilence:
             cloudckpt.save(filled(2, SMALL), checkpoint_id=uri, config=hasty)
         assert load_step(uri, direct, SMALL) == 1
 
+    @everywhere(operation=["CreateMultipartUpload", "CompleteMultipartUpload", "DeleteObjects"])
     @pytest.mark.parametrize(
         ("operation", "error"),
         [
@@ -113,11 +110,11 @@ class TestSilence:
         ],
     )
     def test_a_save_gives_up_on_whatever_stalls_for_good(
-        self, saved, proxy, nursery, direct, operation, error
+        self, saved, proxy, endpoint, nursery, direct, operation, error
     ):
         uri = saved(BIG)
         proxy.inject(Stall("answer"), operation=operation)
-        arguments = {"endpoint": proxy.url, "step": 2, "nbytes": BIG, "options": HASTY}
+        arguments = {"endpoint": endpoint, "step": 2, "nbytes": BIG, "options": HASTY}
         with nursery.child("save", patience=PATIENCE, uri=uri, **arguments) as child:
             status, outcome = child.wait()
         assert status == 0, "it hangs"
@@ -126,21 +123,22 @@ class TestSilence:
         assert load_step(uri, direct) in (1, 2)
 
     def test_a_save_gives_up_on_a_server_that_freezes_in_the_middle(
-        self, saved, proxy, nursery, direct
+        self, saved, proxy, endpoint, nursery, direct
     ):
         uri = saved(BIG)
         proxy.inject(Stall("request"), skip=2)
-        arguments = {"endpoint": proxy.url, "step": 2, "nbytes": BIG, "options": HASTY}
+        arguments = {"endpoint": endpoint, "step": 2, "nbytes": BIG, "options": HASTY}
         with nursery.child("save", patience=PATIENCE, uri=uri, **arguments) as child:
             status, outcome = child.wait()
         assert status == 0, "it hangs"
         assert outcome["error"] == "ConnectionLostError"
         assert load_step(uri, direct) == 1
 
-    def test_a_load_gives_up_on_a_server_that_freezes(self, saved, proxy, nursery):
+    @everywhere()
+    def test_a_load_gives_up_on_a_server_that_freezes(self, saved, proxy, endpoint, nursery):
         uri = saved(BIG)
         proxy.inject(Stall("answer"), skip=2)
-        arguments = {"endpoint": proxy.url, "nbytes": BIG, "options": HASTY}
+        arguments = {"endpoint": endpoint, "nbytes": BIG, "options": HASTY}
         with nursery.child("load", patience=PATIENCE, uri=uri, **arguments) as child:
             status, outcome = child.wait()
         assert status == 0, "it hangs"
@@ -149,10 +147,12 @@ class TestSilence:
 
     @pytest.mark.parametrize("moment", ["answer", "body"])
     @pytest.mark.parametrize("path", ["*/.metadata", "*.distcp"])
-    def test_a_load_gives_up_on_a_server_that_drips(self, saved, proxy, nursery, path, moment):
+    def test_a_load_gives_up_on_a_server_that_drips(
+        self, saved, proxy, endpoint, nursery, path, moment
+    ):
         uri = saved(BIG)
         proxy.inject(Drip(0.2, moment), operation="GetObject", path=path)
-        arguments = {"endpoint": proxy.url, "nbytes": BIG, "options": HASTY}
+        arguments = {"endpoint": endpoint, "nbytes": BIG, "options": HASTY}
         with nursery.child("load", patience=PATIENCE, uri=uri, **arguments) as child:
             status, outcome = child.wait()
         assert status == 0, "it hangs"
@@ -163,9 +163,11 @@ class TestFailuresWhileOthersWait:
     """A producer that waits for memory or for a free thread must hear of a failure."""
 
     @pytest.mark.timeout(60)
-    def test_a_save_of_copied_tensors_ends_at_the_first_lasting_failure(self, store, proxy, shaky):
-        proxy.inject(s3_error(403, "AccessDenied"), operation="UploadPart", skip=2)
-        config = impatient(proxy.url, memory_budget=32 * MIB)
+    def test_a_save_of_copied_tensors_ends_at_the_first_lasting_failure(
+        self, store, proxy, endpoint, shaky
+    ):
+        proxy.inject(denied(), operation="UploadPart", skip=2)
+        config = impatient(endpoint, memory_budget=32 * MIB)
         state = {"w": torch.zeros(4096, 4096).t()}  # 64 MiB through 32 MiB of copies
         with pytest.raises(cloudckpt.AccessDeniedError):
             cloudckpt.save(state, checkpoint_id=store.uri("run"), config=config)
@@ -174,18 +176,18 @@ class TestFailuresWhileOthersWait:
 
     @pytest.mark.timeout(60)
     def test_a_load_into_strided_tensors_ends_at_the_first_lasting_failure(
-        self, store, proxy, direct
+        self, store, proxy, endpoint, direct
     ):
         uri = store.uri("run")
         cloudckpt.save({"w": torch.zeros(4096, 2048)}, checkpoint_id=uri, config=direct)
-        proxy.inject(s3_error(403, "AccessDenied"), operation="GetObject", path="*.distcp", skip=2)
-        config = impatient(proxy.url, request_size=4 * MIB, memory_budget=32 * MIB)
+        proxy.inject(denied(), operation="GetObject", path="*.distcp", skip=2)
+        config = impatient(endpoint, request_size=4 * MIB, memory_budget=32 * MIB)
         with pytest.raises(cloudckpt.AccessDeniedError):
             cloudckpt.load({"w": torch.zeros(2048, 4096).t()}, checkpoint_id=uri, config=config)
 
     @pytest.mark.timeout(25)  # below the pause that one part is asked for
     def test_a_lasting_failure_of_one_part_ends_the_pause_of_another(
-        self, saved, store, proxy, direct
+        self, saved, store, proxy, endpoint, direct
     ):
         uri = saved(BIG)
         asked_to_wait = threading.Event()
@@ -194,7 +196,7 @@ class TestFailuresWhileOthersWait:
         class DeniedLater(Fault):
             def inflict(self, hop: Hop) -> None:
                 assert asked_to_wait.wait(20)
-                s3_error(403, "AccessDenied").inflict(hop)
+                denied().inflict(hop)
 
         @dataclass(frozen=True)
         class AskedToWait(Fault):
@@ -204,7 +206,7 @@ class TestFailuresWhileOthersWait:
 
         for number, fault in (("1", AskedToWait()), ("2", DeniedLater())):
             proxy.inject(fault, where=lambda r, n=number: r.query.get("partNumber") == n)
-        patient = impatient(proxy.url, retry=RetryPolicy(deadline=100.0))
+        patient = impatient(endpoint, retry=RetryPolicy(deadline=100.0))
         with pytest.raises(cloudckpt.AccessDeniedError):
             cloudckpt.save(filled(2), checkpoint_id=uri, config=patient)
         assert store.uploads() == []
@@ -215,12 +217,12 @@ class TestInterrupts:
     """SIGINT, as Ctrl-C sends it, while the store says nothing."""
 
     @pytest.fixture
-    def interrupt(self, saved, proxy, nursery):
+    def interrupt(self, saved, proxy, endpoint, nursery):
         """Interrupts a child's job at a request; returns its status and outcome, and the URI."""
 
         def interrupt(job: str, fault, nbytes: int, options: dict, **where):
             uri = saved(nbytes)
-            arguments = {"endpoint": proxy.url, "nbytes": nbytes, "options": options}
+            arguments = {"endpoint": endpoint, "nbytes": nbytes, "options": options}
             if job == "save":
                 arguments["step"] = 2
             proxy.inject(fault, **where)
@@ -236,6 +238,7 @@ class TestInterrupts:
 
         return interrupt
 
+    @everywhere()
     @pytest.mark.parametrize(
         ("operation", "path", "nbytes"),
         [
@@ -262,6 +265,7 @@ class TestInterrupts:
         assert load_step(uri, direct, nbytes) == 1
         store.assert_tidy()
 
+    @everywhere()
     def test_an_interrupted_load_ends_soon(self, interrupt):
         long = {**HASTY, "read_timeout": 60.0, "stall_timeout": 60.0}
         where = {"operation": "GetObject", "path": "*.distcp"}
@@ -301,6 +305,7 @@ class TestInterrupts:
         status, outcome, _ = interrupt(job, Stall("answer"), SMALL, HASTY, **where)
         assert (status, outcome["error"]) == (0, "KeyboardInterrupt")
 
+    @everywhere()
     def test_what_arrives_after_the_clean_up_does_no_harm(self, interrupt, store, direct):
         """Nobody can call back a request: its object may stay behind, but belongs to nothing."""
         long = {**HASTY, "read_timeout": 60.0, "stall_timeout": 60.0}
@@ -334,6 +339,7 @@ class TestThreads:
         proxy.inject(fault, operation="UploadPart", skip=skip)
         with pytest.raises(error) if error else contextlib.nullcontext():
             save()
+        cloudckpt.close_async_savers()
         assert busy_threads() == []
 
     @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Loads while requests fail, bytes get damaged on their way, and objects change or go."""
 
+import dataclasses
 import io
 import logging
 import re
@@ -21,21 +22,13 @@ from cloudckpt import (
     ThrottledError,
 )
 from cloudckpt.config import MIB
-from cloudckpt.testing.proxy import Hop
+from cloudckpt.testing.hop import Hop
 from cloudckpt.testing.servers import free_port
-from cloudckpt.testing.wire_faults import (
-    Corrupt,
-    Delay,
-    Drip,
-    Reset,
-    Stall,
-    Truncate,
-    internal_error,
-    s3_error,
-    slow_down,
-    too_many_requests,
-)
+from cloudckpt.testing.wire_faults import Corrupt, Delay, Drip, Reset, Stall, Truncate
 
+from .dialects import Endpoint
+from .refusals import Refusal, denied, internal_error, slow_down, too_many_requests
+from .selection import everywhere
 from .states import ATTEMPTS, BIG, SMALL, filled, impatient, load_step, step_of
 
 # every kind of request that a load makes
@@ -61,8 +54,8 @@ LASTING = {
 LASTING_FAULTS = {
     **FAULTS,
     "cut answer": Truncate(after=0),  # a byte would be progress
-    "denied": s3_error(403, "AccessDenied"),
-    "key disabled": s3_error(400, "KMS.DisabledException"),
+    "denied": denied(),
+    "key disabled": Refusal("key disabled"),
 }
 
 
@@ -79,6 +72,7 @@ def saved(store, direct):
 
 
 class TestPassingFaults:
+    @everywhere()
     @pytest.mark.parametrize("fault", FAULTS)
     @pytest.mark.parametrize("read", READS)
     def test_a_load_outlives_a_fault_of_any_request(self, saved, proxy, shaky, read, fault):
@@ -87,32 +81,36 @@ class TestPassingFaults:
         assert load_step(uri, shaky, SMALL) == 1
         assert rule.injected == 2 or fault == "late answer"
 
+    @everywhere(moment=["body"])
     @pytest.mark.parametrize("moment", ["request", "answer", "body"])
     @pytest.mark.parametrize("read", READS)
-    def test_a_stalled_request_is_sent_again(self, saved, proxy, read, moment):
+    def test_a_stalled_request_is_sent_again(self, saved, proxy, endpoint, read, moment):
         uri = saved()
-        config = impatient(proxy.url, read_timeout=0.4, stall_timeout=0.4)
+        config = impatient(endpoint, read_timeout=0.4, stall_timeout=0.4)
         stall = Stall(moment, after=100)
         rule = proxy.inject(stall, operation="GetObject", path=READS[read], times=1)
         assert load_step(uri, config, SMALL) == 1
         assert rule.injected == 1
 
-    def test_a_body_that_comes_byte_by_byte_is_given_up_and_asked_for_again(self, saved, proxy):
+    def test_a_body_that_comes_byte_by_byte_is_given_up_and_asked_for_again(
+        self, saved, proxy, endpoint
+    ):
         uri = saved()
-        config = impatient(proxy.url, stall_timeout=0.4)  # no wait for a byte is that long
+        config = impatient(endpoint, stall_timeout=0.4)  # no wait for a byte is that long
         rule = proxy.inject(Drip(0.05), operation="GetObject", path="*.distcp", times=1)
         assert load_step(uri, config, SMALL) == 1
         assert rule.injected == 1
         assert len(proxy.requests("GetObject", "*.distcp")) > 2
 
+    @everywhere()
     @pytest.mark.parametrize(
         "fault",
         [Truncate(after=9 * MIB + 123), Reset("body", 9 * MIB + 123), Stall("body", 9 * MIB + 123)],
         ids=["cut", "reset", "stalled"],
     )
-    def test_a_broken_range_goes_on_behind_what_arrived(self, saved, proxy, fault):
+    def test_a_broken_range_goes_on_behind_what_arrived(self, saved, proxy, endpoint, fault):
         uri = saved(12 * MIB)
-        config = impatient(proxy.url, read_timeout=0.5, stall_timeout=0.5)
+        config = impatient(endpoint, read_timeout=0.5, stall_timeout=0.5)
 
         def is_weight(request):
             span = request.byte_range
@@ -133,15 +131,16 @@ class TestPassingFaults:
         else:  # the bytes of a step that breaks off are not counted
             assert start < resumed <= start + fault.after
 
-    def test_many_breaks_of_one_range_add_up_to_the_whole(self, saved, proxy, direct):
+    def test_many_breaks_of_one_range_add_up_to_the_whole(self, saved, proxy, endpoint, direct):
         uri = saved(BIG)
-        config = impatient(proxy.url, retry=direct.retry.__class__(attempts=20, base=0, cap=0))
+        config = impatient(endpoint, retry=direct.retry.__class__(attempts=20, base=0, cap=0))
         proxy.inject(Truncate(after=MIB // 2), operation="GetObject", path="*.distcp", times=10)
         assert load_step(uri, config) == 1
 
-    def test_a_storm_of_slow_downs_is_sat_out(self, saved, proxy, direct):
+    @everywhere()
+    def test_a_storm_of_slow_downs_is_sat_out(self, saved, proxy, endpoint, direct):
         uri = saved(BIG)
-        config = impatient(proxy.url, retry=direct.retry.__class__(attempts=30, base=0, cap=0.01))
+        config = impatient(endpoint, retry=direct.retry.__class__(attempts=30, base=0, cap=0.01))
         storm = proxy.inject(slow_down(retry_after=0), probability=0.5)
         for _ in range(3):
             assert load_step(uri, config) == 1
@@ -149,6 +148,7 @@ class TestPassingFaults:
 
 
 class TestLastingFaults:
+    @everywhere(read=["metadata", "data"])
     @pytest.mark.timeout(60)
     @pytest.mark.parametrize("fault", LASTING)
     @pytest.mark.parametrize("read", READS)
@@ -164,12 +164,13 @@ class TestLastingFaults:
         tries = Counter(request.target for request in proxy.requests("GetObject", READS[read]))
         assert 1 <= max(tries.values()) <= ATTEMPTS
 
+    @everywhere(read=["data"], moment=["body"])
     @pytest.mark.timeout(60)
     @pytest.mark.parametrize("moment", ["request", "answer", "body"])
     @pytest.mark.parametrize("read", READS)
-    def test_a_stall_for_good_ends_the_load(self, saved, proxy, read, moment):
+    def test_a_stall_for_good_ends_the_load(self, saved, proxy, endpoint, read, moment):
         uri = saved()
-        config = impatient(proxy.url, read_timeout=0.3, stall_timeout=0.3)
+        config = impatient(endpoint, read_timeout=0.3, stall_timeout=0.3)
         proxy.inject(Stall(moment, after=0), operation="GetObject", path=READS[read])
         with pytest.raises(ConnectionLostError) as caught:
             load_step(uri, config, SMALL)
@@ -177,8 +178,8 @@ class TestLastingFaults:
         assert "gave up after 4 tries" in str(caught.value)
 
     @pytest.mark.timeout(60)
-    def test_an_endpoint_that_refuses_connections_ends_the_load(self, store):
-        config = impatient(f"http://127.0.0.1:{free_port()}")
+    def test_an_endpoint_that_refuses_connections_ends_the_load(self, dialect, store):
+        config = impatient(Endpoint(dialect, f"http://127.0.0.1:{free_port()}"))
         with pytest.raises(ConnectionLostError, match="refused"):
             load_step(store.uri("run"), config, SMALL)
 
@@ -200,8 +201,9 @@ class TestDamageOnTheWay:
         assert load_step(uri, shaky, SMALL) == 1
         assert rule.injected == 1
 
+    @everywhere()
     def test_data_that_is_damaged_twice_is_reported_with_item_object_and_range(
-        self, saved, proxy, shaky
+        self, saved, store, proxy, shaky
     ):
         uri = saved(BIG)
         at = 4 * MIB + 77
@@ -215,16 +217,18 @@ class TestDamageOnTheWay:
             load_step(uri, shaky)
         assert caught.value.item == "weight"
         asked = next(filter(holds_weight, proxy.requests("GetObject")))
-        assert caught.value.uri == f"s3:/{asked.path}"
+        assert caught.value.uri == store.root.partition("//")[0] + f"/{asked.path}"
         found = re.search(r"bytes (\d+) to (\d+) of the object", str(caught.value))
         first, last = int(found[1]), int(found[2])
         assert first <= asked.byte_range[0] + at < last
         assert last - first <= MIB
 
-    def test_data_that_is_damaged_twice_passes_if_nobody_wants_to_know(self, saved, proxy):
+    def test_data_that_is_damaged_twice_passes_if_nobody_wants_to_know(
+        self, saved, proxy, endpoint
+    ):
         uri = saved()
         proxy.inject(Corrupt(SMALL // 2), operation="GetObject", path="*.distcp")
-        config = impatient(proxy.url, verify=False)
+        config = impatient(endpoint, verify=False)
         with pytest.raises(AssertionError, match="a mix of steps"):
             load_step(uri, config, SMALL)
 
@@ -254,14 +258,16 @@ class TestDamageInTheStore:
 
         return weight
 
+    @everywhere()
     def test_an_object_that_is_gone_is_named(self, saved, store, direct, weight):
         uri = saved()
         key, _ = weight()
         store.delete(key)
         with pytest.raises(CheckpointCorruptError, match="is gone") as caught:
             load_step(uri, direct, SMALL)
-        assert (caught.value.uri, caught.value.item) == (f"s3://{store.bucket}/{key}", "weight")
+        assert (caught.value.uri, caught.value.item) == (store.uri_of(key), "weight")
 
+    @everywhere()
     @pytest.mark.parametrize("left", [0, 1000, -1])
     def test_an_object_that_was_truncated_is_named(self, saved, store, direct, weight, left):
         uri = saved()
@@ -269,7 +275,7 @@ class TestDamageInTheStore:
         store.put(key, data[:left])
         with pytest.raises(CheckpointCorruptError) as caught:
             load_step(uri, direct, SMALL)
-        assert (caught.value.uri, caught.value.item) == (f"s3://{store.bucket}/{key}", "weight")
+        assert (caught.value.uri, caught.value.item) == (store.uri_of(key), "weight")
 
     def test_an_object_that_grew_is_named(self, saved, store, direct, weight):
         uri = saved()
@@ -277,7 +283,7 @@ class TestDamageInTheStore:
         store.put(key, data + b"more")
         with pytest.raises(CheckpointCorruptError, match="instead of") as caught:
             load_step(uri, direct, SMALL)
-        assert (caught.value.uri, caught.value.item) == (f"s3://{store.bucket}/{key}", "weight")
+        assert (caught.value.uri, caught.value.item) == (store.uri_of(key), "weight")
 
     def test_an_object_with_other_bytes_is_named(self, saved, store, direct, weight):
         uri = saved()
@@ -286,20 +292,21 @@ class TestDamageInTheStore:
         store.put(key, data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
         with pytest.raises(CheckpointCorruptError, match="twice") as caught:
             load_step(uri, direct, SMALL)
-        assert (caught.value.uri, caught.value.item) == (f"s3://{store.bucket}/{key}", "weight")
+        assert (caught.value.uri, caught.value.item) == (store.uri_of(key), "weight")
 
+    @everywhere()
     def test_an_object_that_is_replaced_while_it_is_read_is_named(
-        self, saved, store, proxy, weight
+        self, saved, store, proxy, endpoint, weight
     ):
         uri = saved(BIG)
         key, data = weight()
-        config = impatient(proxy.url, request_size=MIB, connections=1)
+        config = impatient(endpoint, request_size=MIB, connections=1)
         other = data[:-1] + bytes([data[-1] ^ 1])
         breaking = _Break(after=MIB, change=lambda: store.put(key, other))
         proxy.inject(breaking, operation="GetObject", path=f"*/{key}", skip=1, times=1)
         with pytest.raises(CheckpointCorruptError, match="replaced") as caught:
             load_step(uri, config)
-        assert (caught.value.uri, caught.value.item) == (f"s3://{store.bucket}/{key}", "weight")
+        assert (caught.value.uri, caught.value.item) == (store.uri_of(key), "weight")
 
     @pytest.mark.parametrize("damage", ["flipped", "cut", "emptied", "garbage", "swapped"])
     @pytest.mark.parametrize("suffix", [".metadata", ".json"])
@@ -321,7 +328,7 @@ class TestDamageInTheStore:
         )
         with pytest.raises(CheckpointCorruptError) as caught:
             load_step(uri, direct, SMALL)
-        assert caught.value.uri == f"s3://{store.bucket}/{key}"
+        assert caught.value.uri == store.uri_of(key)
 
     @pytest.mark.parametrize("at", range(0, 1000, 37))
     def test_a_flipped_bit_of_the_metadata_never_passes(self, saved, store, direct, at):
@@ -334,16 +341,14 @@ class TestDamageInTheStore:
         with pytest.raises(CheckpointCorruptError):
             load_step(uri, direct, SMALL)
 
-    def test_a_manifest_that_is_gone_is_named_and_can_be_done_without(
-        self, saved, store, s3_url, direct
-    ):
+    def test_a_manifest_that_is_gone_is_named_and_can_be_done_without(self, saved, store, direct):
         uri = saved()
         key = store.key(".json")
         store.delete(key)
         with pytest.raises(CheckpointCorruptError, match=r"verify=False") as caught:
             load_step(uri, direct, SMALL)
-        assert caught.value.uri == f"s3://{store.bucket}/{key}"
-        assert load_step(uri, impatient(s3_url, verify=False), SMALL) == 1
+        assert caught.value.uri == store.uri_of(key)
+        assert load_step(uri, dataclasses.replace(direct, verify=False), SMALL) == 1
 
     def test_a_manifest_of_another_checkpoint_is_not_believed(self, saved, store, direct):
         saved()
@@ -354,8 +359,9 @@ class TestDamageInTheStore:
         store.put(theirs, store.get(mine))
         with pytest.raises(CheckpointCorruptError) as caught:
             load_step(other, direct, SMALL)
-        assert caught.value.uri == f"s3://{store.bucket}/{theirs}"
+        assert caught.value.uri == store.uri_of(theirs)
 
+    @everywhere()
     def test_without_metadata_there_is_no_checkpoint(self, saved, store, direct):
         uri = saved()
         store.delete(store.key(".metadata"))
@@ -363,8 +369,9 @@ class TestDamageInTheStore:
             load_step(uri, direct, SMALL)
         assert caught.value.uri == uri
 
+    @everywhere()
     def test_a_checkpoint_of_torch_that_is_replaced_between_two_tries_is_not_mixed(
-        self, store, proxy, direct, tmp_path
+        self, store, proxy, endpoint, direct, tmp_path
     ):
         """torch's writers use the same names for every checkpoint, and write no checksums."""
         objects = {}
@@ -373,7 +380,7 @@ class TestDamageInTheStore:
             dcp.save(filled(step), checkpoint_id=folder, no_dist=True)
             objects[step] = {path.name: path.read_bytes() for path in folder.iterdir()}
         uri = store.uri("run/torch")
-        prefix = uri.removeprefix(f"s3://{store.bucket}/")
+        prefix = store.key_of(uri)
 
         def upload(step: int) -> None:
             for name, data in objects[step].items():
@@ -389,15 +396,16 @@ class TestDamageInTheStore:
         )
         state = filled(-1)
         with pytest.raises(CheckpointCorruptError):
-            cloudckpt.load(state, checkpoint_id=uri, config=impatient(proxy.url))
+            cloudckpt.load(state, checkpoint_id=uri, config=impatient(endpoint))
         assert rule.injected == 1
 
 
+@everywhere()
 def test_a_checkpoint_of_torch_loads_through_faults_too(store, proxy, shaky, tmp_path):
     dcp.save(filled(3), checkpoint_id=tmp_path, no_dist=True)
     uri = store.uri("run/torch")
     for path in tmp_path.iterdir():
-        store.put(f"{uri.removeprefix(f's3://{store.bucket}/')}/{path.name}", path.read_bytes())
+        store.put(f"{store.key_of(uri)}/{path.name}", path.read_bytes())
     rule = proxy.inject(Truncate(after=1000), operation="GetObject", path="*.distcp", times=3)
     state = filled(-1)
     cloudckpt.load(state, checkpoint_id=uri, config=shaky)
@@ -409,7 +417,7 @@ def test_a_damaged_checkpoint_of_torch_is_refused(store, direct, tmp_path):
     """Without a manifest, damage may look like a pickle that is not allowed."""
     dcp.save({"step": [1, 2, 3], "w": torch.ones(4)}, checkpoint_id=tmp_path, no_dist=True)
     uri = store.uri("run/torch")
-    folder = uri.removeprefix(f"s3://{store.bucket}/")
+    folder = store.key_of(uri)
     for path in tmp_path.iterdir():
         data = path.read_bytes()
         if path.suffix == ".distcp":

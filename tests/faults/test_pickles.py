@@ -71,7 +71,7 @@ def plant(store):
 
     def plant(metadata, item: bytes) -> str:
         uri = store.uri("run/foreign")
-        folder = uri.removeprefix(f"s3://{store.bucket}/")
+        folder = store.key_of(uri)
         store.put(f"{folder}/__0_0.distcp", item)
         data = metadata if isinstance(metadata, bytes) else dump_metadata(metadata)
         store.put(f"{folder}/.metadata", data)
@@ -169,7 +169,7 @@ class TestMetadata:
         self, plant, store, direct, mark
     ):
         """A save reads the metadata that it replaces, to delete that checkpoint's objects."""
-        outside = store.uri("run/other/precious").removeprefix(f"s3://{store.bucket}/")
+        outside = store.key_of(store.uri("run/other/precious"))
         store.put(outside, b"precious")
         metadata = metadata_of("w", tensor_entry(), 10)
         metadata.storage_data = {

@@ -10,7 +10,8 @@ import botocore.config
 import botocore.exceptions
 import pytest
 
-from cloudckpt.testing.proxy import Answer, FaultyProxy
+from cloudckpt.testing.hop import Answer
+from cloudckpt.testing.proxy import FaultyProxy
 from cloudckpt.testing.wire_faults import (
     Call,
     Corrupt,
@@ -21,6 +22,7 @@ from cloudckpt.testing.wire_faults import (
     Respond,
     Stall,
     StripHeaders,
+    StripQuery,
     Truncate,
     internal_error,
     s3_error,
@@ -28,7 +30,7 @@ from cloudckpt.testing.wire_faults import (
     too_many_requests,
 )
 
-from .conftest import Folder
+from .places import Folder, S3Bucket
 
 CONTENT = bytes(range(256)) * 40
 SIGNED = {"Authorization": "AWS4-HMAC-SHA256 Credential=testing/20250101/us-east-1/s3/aws4_request"}
@@ -42,7 +44,7 @@ def connected(proxy, timeout=5.0):
 @pytest.fixture
 def store(s3_client, bucket):
     """A bucket of its own."""
-    return Folder(s3_client, bucket, "")
+    return Folder(S3Bucket(s3_client, bucket), "")
 
 
 @pytest.fixture
@@ -62,7 +64,7 @@ def ask(proxy, store):
     def ask(method: str = "GET", name: str = "run/object", body=None, headers=None, timeout=5.0):
         with connected(proxy, timeout) as connection:
             connection.request(
-                method, f"/{store.bucket}/{name}", body, {**SIGNED, **(headers or {})}
+                method, f"/{store.bucket_name}/{name}", body, {**SIGNED, **(headers or {})}
             )
             response = connection.getresponse()
             return response.status, dict(response.getheaders()), response.read()
@@ -88,14 +90,14 @@ def test_several_requests_share_a_connection(proxy, store):
     ports = set()
     with connected(proxy) as connection:
         for _ in range(3):
-            connection.request("GET", f"/{store.bucket}/run/object", headers=SIGNED)
+            connection.request("GET", f"/{store.bucket_name}/run/object", headers=SIGNED)
             assert connection.getresponse().read() == CONTENT
             ports.add(connection.sock.getsockname()[1])
     assert len(ports) == 1
 
 
 def test_a_client_that_waits_for_100_continue_is_invited(proxy, store, through):
-    through.put_object(Bucket=store.bucket, Key="run/new", Body=CONTENT)
+    through.put_object(Bucket=store.bucket_name, Key="run/new", Body=CONTENT)
     assert proxy.requests("PutObject")[0].header("Expect") == "100-continue"
     assert store.get("run/new") == CONTENT
 
@@ -206,6 +208,12 @@ def test_stripped_headers_do_not_reach_the_server(ask, proxy):
     assert ask("PUT", body=b"x", headers={"If-None-Match": "*"})[0] == 200
 
 
+def test_stripped_parameters_do_not_reach_the_server(ask, proxy):
+    assert ask(name="run/object?partNumber=7&more=1")[0] == 416
+    proxy.inject(StripQuery(["partNumber"]))
+    assert ask(name="run/object?partNumber=7&more=1")[::2] == (200, CONTENT)
+
+
 def test_a_rule_strikes_the_requests_that_fit(ask, proxy):
     rule = proxy.inject(internal_error(), operation="Get*", path="*/run/*", skip=1, times=2)
     assert [ask()[0] for _ in range(5)] == [200, 500, 500, 200, 200]
@@ -221,7 +229,7 @@ def test_a_seed_repeats_what_chance_decided(s3_url, store):
         with FaultyProxy(s3_url, seed=seed) as proxy, connected(proxy) as connection:
             proxy.inject(internal_error(), probability=0.5)
             for _ in range(20):
-                connection.request("GET", f"/{store.bucket}?list-type=2", headers=SIGNED)
+                connection.request("GET", f"/{store.bucket_name}?list-type=2", headers=SIGNED)
                 answer = connection.getresponse()
                 answer.read()
                 yield answer.status
@@ -232,7 +240,7 @@ def test_a_seed_repeats_what_chance_decided(s3_url, store):
 
 
 def test_the_log_knows_the_operations(proxy, store, through):
-    name = store.bucket
+    name = store.bucket_name
     through.put_object(Bucket=name, Key="a/b", Body=b"x")
     through.get_object(Bucket=name, Key="a/b", Range="bytes=0-0")
     through.head_object(Bucket=name, Key="a/b")

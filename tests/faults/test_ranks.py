@@ -8,13 +8,15 @@ import pytest
 
 import cloudckpt
 from cloudckpt import CheckpointNotFoundError, CloudCheckpointError
-from cloudckpt.testing.wire_faults import Call, Reset, internal_error, s3_error, slow_down
+from cloudckpt.testing.wire_faults import Call, Reset
 
+from .refusals import denied, internal_error, slow_down
+from .selection import everywhere
 from .states import BIG, filled, load_step, step_of
 
 
 @pytest.fixture
-def run(store, proxy, nursery, tmp_path):
+def run(store, endpoint, nursery, tmp_path):
     """Saves with two ranks; ``meanwhile`` gets the children. Returns statuses, outcomes, URI."""
 
     def run(meanwhile=lambda ranks: None):
@@ -22,7 +24,7 @@ def run(store, proxy, nursery, tmp_path):
         arguments = {
             "rendezvous": str(tmp_path / "rendezvous"),
             "uri": uri,
-            "endpoint": proxy.url,
+            "endpoint": endpoint,
             "step": 1,
             "nbytes": BIG,
         }
@@ -46,6 +48,7 @@ def load_ranks(uri: str, config) -> list[dict]:
 
 
 class TestFaults:
+    @everywhere(rank=[0])
     @pytest.mark.parametrize("rank", [0, 1])
     @pytest.mark.parametrize(
         "fault", [Reset("request", after=1000), Reset("answer"), slow_down(0)],
@@ -62,13 +65,13 @@ class TestFaults:
         assert [step_of(state) for state in load_ranks(uri, direct)] == [1, 1]
         store.assert_tidy()
 
+    @everywhere(rank=[1])
     @pytest.mark.parametrize("rank", [0, 1])
     @pytest.mark.parametrize("operation", ["UploadPart", "CompleteMultipartUpload"])
     def test_both_ranks_raise_the_error_of_one_and_leave_no_trace(
         self, run, store, proxy, direct, rank, operation
     ):
-        denied = s3_error(403, "AccessDenied")
-        proxy.inject(denied, operation=operation, path=f"*/__{rank}_*")
+        proxy.inject(denied(), operation=operation, path=f"*/__{rank}_*")
         statuses, outcomes, _ = run()
         assert statuses == [0, 0]
         assert [outcome["error"] for outcome in outcomes] == ["AccessDeniedError"] * 2
@@ -77,7 +80,7 @@ class TestFaults:
         assert store.uploads() == []
 
     def test_ranks_that_fail_for_different_reasons_are_both_told_of(self, run, store, proxy):
-        proxy.inject(s3_error(403, "AccessDenied"), operation="UploadPart", path="*/__0_*")
+        proxy.inject(denied(), operation="UploadPart", path="*/__0_*")
         proxy.inject(internal_error(), operation="UploadPart", path="*/__1_*")
         statuses, outcomes, _ = run()
         assert statuses == [0, 0]
@@ -88,8 +91,7 @@ class TestFaults:
         assert store.objects() == set()
 
     def test_a_failed_commit_is_raised_on_both_and_leaves_no_trace(self, run, store, proxy):
-        denied = s3_error(403, "AccessDenied")
-        proxy.inject(denied, operation="PutObject", path="*/.metadata")
+        proxy.inject(denied(), operation="PutObject", path="*/.metadata")
         statuses, outcomes, _ = run()
         assert statuses == [0, 0]
         assert [outcome["error"] for outcome in outcomes] == ["AccessDeniedError"] * 2
@@ -121,6 +123,7 @@ class TestKilledRanks:
 
         return survive
 
+    @everywhere(victim=[1], operation=["UploadPart"])
     @pytest.mark.parametrize("victim", [0, 1])
     @pytest.mark.parametrize("operation", ["CreateMultipartUpload", "UploadPart"])
     def test_the_survivor_fails_soon_and_leaves_no_upload_open(
@@ -139,6 +142,7 @@ class TestKilledRanks:
         assert issubclass(getattr(cloudckpt, outcome["error"], Exception), CloudCheckpointError)
         assert uri in outcome["text"]
 
+    @everywhere()
     def test_a_surviving_coordinator_deletes_its_objects(self, survive, store):
         """It has not committed, and nobody else can: its objects are certainly not needed."""
         survive(1, "UploadPart")

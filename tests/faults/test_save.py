@@ -16,18 +16,11 @@ from cloudckpt import (
     ThrottledError,
 )
 from cloudckpt.testing.servers import free_port
-from cloudckpt.testing.wire_faults import (
-    CorruptUpload,
-    Delay,
-    Reset,
-    Stall,
-    Truncate,
-    internal_error,
-    s3_error,
-    slow_down,
-    too_many_requests,
-)
+from cloudckpt.testing.wire_faults import CorruptUpload, Delay, Reset, Stall, Truncate
 
+from .dialects import Endpoint
+from .refusals import BusyInBatch, Refusal, denied, internal_error, slow_down, too_many_requests
+from .selection import everywhere, on
 from .states import ATTEMPTS, BIG, SMALL, filled, impatient, load_step
 
 # every kind of request that a save makes: (operation, path, bytes of the state)
@@ -42,7 +35,6 @@ STEPS = {
     "commit": ("PutObject", "*/.metadata", SMALL),
     "tidy": ("DeleteObjects", "*", SMALL),
 }
-BODIES = ("part", "complete", "whole", "manifest", "commit", "tidy")  # requests that have a body
 
 FAULTS = {
     "reset": Reset("request"),
@@ -70,14 +62,13 @@ def saved(store, direct):
 
 
 class TestPassingFaults:
+    @on("s3", "google", "azure", "compose")
     @pytest.mark.parametrize("fault", FAULTS)
     @pytest.mark.parametrize("step", STEPS)
     def test_a_save_outlives_a_fault_of_any_request(
         self, saved, store, proxy, shaky, direct, step, fault
     ):
         operation, path, nbytes = STEPS[step]
-        if fault == "reset within the body" and step not in BODIES:
-            pytest.skip("the request has no body")
         uri = saved(nbytes)
         rule = proxy.inject(FAULTS[fault], operation=operation, path=path, times=2)
         cloudckpt.save(filled(2, nbytes), checkpoint_id=uri, config=shaky)
@@ -85,19 +76,32 @@ class TestPassingFaults:
         assert load_step(uri, direct, nbytes) == 2
         store.assert_tidy()
 
+    @on("s3", "google")
     @pytest.mark.parametrize("carry_out", [False, True], ids=["failed", "succeeded"])
-    @pytest.mark.parametrize("code", ["InternalError", "SlowDown"])
+    @pytest.mark.parametrize("trouble", ["internal error", "slow down"])
     def test_a_completion_that_answers_200_with_an_error_is_tried_again(
-        self, saved, store, proxy, shaky, direct, code, carry_out
+        self, saved, store, proxy, shaky, direct, trouble, carry_out
     ):
         uri = saved(BIG)
-        fault = s3_error(200, code, carry_out=carry_out)
+        fault = Refusal(trouble, status=200, carry_out=carry_out)
         rule = proxy.inject(fault, operation="CompleteMultipartUpload", times=2)
         cloudckpt.save(filled(2), checkpoint_id=uri, config=shaky)
         assert rule.injected == 2
         assert load_step(uri, direct) == 2
         store.assert_tidy()
 
+    @everywhere()
+    def test_a_deletion_that_fails_within_a_batch_is_tried_again(
+        self, saved, store, proxy, shaky, direct
+    ):
+        uri = saved()
+        rule = proxy.inject(BusyInBatch(), operation="DeleteObjects", times=2)
+        cloudckpt.save(filled(2, SMALL), checkpoint_id=uri, config=shaky)
+        assert rule.injected == 2
+        assert load_step(uri, direct, SMALL) == 2
+        store.assert_tidy()
+
+    @everywhere(fault=["lost answer"])
     @pytest.mark.parametrize("fault", ["reset", "lost answer", "slow down", "hidden success"])
     @pytest.mark.parametrize("step", ["look", "part", "complete", "manifest", "commit"])
     def test_a_first_checkpoint_outlives_it_too(self, store, proxy, shaky, direct, step, fault):
@@ -109,31 +113,35 @@ class TestPassingFaults:
         assert load_step(uri, direct, nbytes) == 1
         store.assert_tidy()
 
+    @everywhere()
     @pytest.mark.parametrize(
         "fault",
         [Stall("request", after=1000), Stall("answer")],
         ids=["in the body", "before the answer"],
     )
     @pytest.mark.parametrize("step", ["part", "whole", "manifest", "commit"])
-    def test_a_stalled_request_is_sent_again(self, saved, store, proxy, direct, step, fault):
+    def test_a_stalled_request_is_sent_again(
+        self, saved, store, proxy, endpoint, direct, step, fault
+    ):
         operation, path, nbytes = STEPS[step]
         uri = saved(nbytes)
-        config = impatient(proxy.url, read_timeout=0.4, stall_timeout=0.4)
+        config = impatient(endpoint, read_timeout=0.4, stall_timeout=0.4)
         rule = proxy.inject(fault, operation=operation, path=path, times=1)
         cloudckpt.save(filled(2, nbytes), checkpoint_id=uri, config=config)
         assert rule.injected == 1
         assert load_step(uri, direct, nbytes) == 2
         store.assert_tidy()
 
+    @everywhere(moment=["request"])
     @pytest.mark.parametrize("moment", ["request", "answer"])
     @pytest.mark.parametrize("step", ["part", "whole", "manifest", "commit"])
     def test_a_request_that_arrives_after_its_repetition_does_no_harm(
-        self, saved, store, proxy, direct, step, moment
+        self, saved, store, proxy, endpoint, direct, step, moment
     ):
         """The server gets the first one, or answers it, when the second one has long succeeded."""
         operation, path, nbytes = STEPS[step]
         uri = saved(nbytes)
-        config = impatient(proxy.url, read_timeout=0.3)
+        config = impatient(endpoint, read_timeout=0.3)
         rule = proxy.inject(Delay(1.0, moment), operation=operation, path=path, times=1)
         cloudckpt.save(filled(2, nbytes), checkpoint_id=uri, config=config)
         cloudckpt.save(filled(3, nbytes), checkpoint_id=uri, config=direct)
@@ -141,20 +149,22 @@ class TestPassingFaults:
         assert rule.injected == 1
         assert load_step(uri, direct, nbytes) == 3
 
+    @everywhere()
     def test_a_server_that_closes_every_connection_is_no_trouble(
-        self, saved, store, proxy, direct, caplog
+        self, saved, store, proxy, endpoint, direct, caplog
     ):
         uri = saved(BIG)
         proxy.inject(Truncate(after=10**9))  # the whole answer, and then the end
-        config = impatient(proxy.url, retry=RetryPolicy(attempts=3, base=0.01, cap=0.01))
+        config = impatient(endpoint, retry=RetryPolicy(attempts=3, base=0.01, cap=0.01))
         cloudckpt.save(filled(2), checkpoint_id=uri, config=config)
         assert load_step(uri, config) == 2
         store.assert_tidy()
 
-    def test_a_storm_of_slow_downs_is_sat_out(self, saved, store, proxy, direct):
+    @everywhere()
+    def test_a_storm_of_slow_downs_is_sat_out(self, saved, store, proxy, endpoint, direct):
         uri = saved(BIG)
         policy = RetryPolicy(attempts=20, base=0.01, cap=0.05, deadline=60.0)
-        config = impatient(proxy.url, retry=policy)
+        config = impatient(endpoint, retry=policy)
         storm = proxy.inject(slow_down(retry_after=0), probability=0.5)
         cloudckpt.save(filled(2), checkpoint_id=uri, config=config)
         assert storm.injected >= 3
@@ -163,6 +173,7 @@ class TestPassingFaults:
         assert load_step(uri, direct) == 2
         store.assert_tidy()
 
+    @everywhere()
     def test_a_store_that_asks_for_a_pause_gets_it(self, saved, proxy, shaky, direct, caplog):
         uri = saved()
         proxy.inject(slow_down(retry_after=1), operation="PutObject", times=1)
@@ -170,7 +181,7 @@ class TestPassingFaults:
             cloudckpt.save(filled(2, SMALL), checkpoint_id=uri, config=shaky)
         [record] = [r for r in caplog.records if "trying again" in r.getMessage()]
         assert "trying again in 1.00 s" in record.getMessage()
-        assert "SlowDown" in record.getMessage()
+        assert "HTTP 503" in record.getMessage()
         assert load_step(uri, direct, SMALL) == 2
 
     def test_a_store_that_asks_for_more_time_than_there_is_ends_the_save(
@@ -198,18 +209,17 @@ LASTING = {
     "too many requests": ThrottledError,
     "denied": AccessDeniedError,
 }
-LASTING_FAULTS = {**FAULTS, "denied": s3_error(403, "AccessDenied")}
+LASTING_FAULTS = {**FAULTS, "denied": denied()}
 
 
 class TestLastingFaults:
+    @on("s3", "google", "azure", "compose")
     @pytest.mark.parametrize("fault", LASTING)
     @pytest.mark.parametrize("step", [s for s in STEPS if s not in ("tidy", "commit")])
     def test_the_save_fails_by_name_and_leaves_no_trace(
         self, saved, store, proxy, shaky, direct, step, fault
     ):
         operation, path, nbytes = STEPS[step]
-        if fault == "denied" and step == "look":
-            pytest.skip("the store is asked again in another way")
         uri = saved(nbytes)
         before = store.objects()
         proxy.inject(LASTING_FAULTS[fault], operation=operation, path=path)
@@ -223,26 +233,32 @@ class TestLastingFaults:
         assert store.uploads() == []
         assert load_step(uri, direct, nbytes) == 1
 
+    @on("s3", "google", "azure", "compose")
     @pytest.mark.parametrize("step", ["begin", "part", "complete", "whole", "manifest"])
     def test_answers_that_always_get_lost_leave_no_trace_either(
-        self, saved, store, proxy, shaky, direct, step
+        self, saved, store, proxy, endpoint, direct, step
     ):
         operation, path, nbytes = STEPS[step]
         uri = saved(nbytes)
         before = store.objects()
         proxy.inject(Reset("answer"), operation=operation, path=path)
+        # one request at a time: a part that is under way when another one fails may arrive behind
+        # the clean-up, and Azure, where nothing ends an upload, keeps it for a week
+        one_by_one = impatient(endpoint, connections=1)
         with pytest.raises(ConnectionLostError):
-            cloudckpt.save(filled(2, nbytes), checkpoint_id=uri, config=shaky)
+            cloudckpt.save(filled(2, nbytes), checkpoint_id=uri, config=one_by_one)
         assert store.objects() == before
         assert store.uploads() == []
         assert load_step(uri, direct, nbytes) == 1
 
+    @on("s3", "google")
     def test_a_completion_that_always_answers_200_with_an_error_leaves_no_trace(
         self, saved, store, proxy, shaky, direct
     ):
         uri = saved(BIG)
         before = store.objects()
-        proxy.inject(s3_error(200, "InternalError"), operation="CompleteMultipartUpload")
+        fault = Refusal("internal error", status=200)
+        proxy.inject(fault, operation="CompleteMultipartUpload")
         with pytest.raises(ServerError) as caught:
             cloudckpt.save(filled(2), checkpoint_id=uri, config=shaky)
         assert caught.value.uri.startswith(uri)
@@ -252,6 +268,7 @@ class TestLastingFaults:
         assert store.uploads() == []
         assert load_step(uri, direct) == 1
 
+    @on("s3", "google", "azure", "compose")
     def test_nothing_is_visible_where_no_checkpoint_was(self, store, proxy, shaky, direct):
         uri = store.uri("run/first")
         proxy.inject(internal_error(), operation="UploadPart", skip=1)
@@ -273,6 +290,7 @@ class TestLastingFaults:
         assert store.uploads() == []
         assert load_step(uri, direct) == 1
 
+    @everywhere()
     def test_a_failed_tidying_up_is_logged_and_does_not_fail_the_save(
         self, saved, proxy, shaky, direct, caplog
     ):
@@ -283,6 +301,7 @@ class TestLastingFaults:
         assert "unneeded objects were left behind" in caplog.text
         assert load_step(uri, direct, SMALL) == 2
 
+    @everywhere()
     @pytest.mark.timeout(60)
     def test_a_store_that_dies_for_good_ends_the_save(self, saved, proxy, shaky, direct):
         uri = saved(BIG)
@@ -291,15 +310,17 @@ class TestLastingFaults:
             cloudckpt.save(filled(2), checkpoint_id=uri, config=shaky)
         assert load_step(uri, direct) == 1
 
+    @everywhere()
     @pytest.mark.timeout(60)
-    def test_an_endpoint_that_refuses_connections_ends_the_save(self, store):
-        config = impatient(f"http://127.0.0.1:{free_port()}")
+    def test_an_endpoint_that_refuses_connections_ends_the_save(self, dialect, store):
+        config = impatient(Endpoint(dialect, f"http://127.0.0.1:{free_port()}"))
         with pytest.raises(ConnectionLostError) as caught:
             cloudckpt.save(filled(1, SMALL), checkpoint_id=store.uri("run"), config=config)
         assert "refused" in caught.value.cause
 
 
 class TestDoubtfulCommits:
+    @everywhere()
     def test_a_commit_whose_answers_always_get_lost_is_found_out(
         self, saved, store, proxy, shaky, direct
     ):
@@ -309,6 +330,7 @@ class TestDoubtfulCommits:
         assert load_step(uri, direct, SMALL) == 2
         store.assert_tidy()
 
+    @everywhere()
     @pytest.mark.parametrize("fault", ["reset", "internal error"])
     def test_a_commit_that_may_yet_arrive_is_called_unknown_and_loses_no_data(
         self, saved, store, proxy, shaky, direct, fault
@@ -324,6 +346,7 @@ class TestDoubtfulCommits:
         assert load_step(uri, direct, SMALL) == 1
         assert {key.rpartition(".")[2] for key in store.objects() - before} == {"distcp", "json"}
 
+    @everywhere()
     def test_a_commit_that_nobody_can_confirm_is_called_unknown_and_can_be_loaded(
         self, saved, proxy, shaky, direct
     ):
@@ -335,6 +358,7 @@ class TestDoubtfulCommits:
         assert "look whether" in str(caught.value)
         assert load_step(uri, direct, SMALL) == 2
 
+    @everywhere()
     @pytest.mark.parametrize("fault", ["slow down", "too many requests"])
     def test_a_commit_that_was_turned_away_leaves_no_trace(
         self, saved, store, proxy, shaky, direct, fault
@@ -347,17 +371,18 @@ class TestDoubtfulCommits:
         assert store.objects() == before
         assert load_step(uri, direct, SMALL) == 1
 
+    @everywhere()
     def test_a_commit_that_was_denied_leaves_no_trace(self, saved, store, proxy, shaky, direct):
         uri = saved()
         before = store.objects()
-        denied = s3_error(403, "AccessDenied")
-        proxy.inject(denied, operation="PutObject", path="*/.metadata")
+        proxy.inject(denied(), operation="PutObject", path="*/.metadata")
         with pytest.raises(AccessDeniedError):
             cloudckpt.save(filled(2, SMALL), checkpoint_id=uri, config=shaky)
         assert store.objects() == before
         assert load_step(uri, direct, SMALL) == 1
 
 
+@everywhere()
 @pytest.mark.parametrize("path", ["*.distcp", "*/.manifest.*", "*/.metadata"])
 def test_what_was_damaged_on_its_way_up_is_not_loaded(store, proxy, shaky, direct, path):
     """A store without checksums takes it; the load has to notice."""

@@ -1,42 +1,53 @@
 """What the stores ask of a cloud is what the roles of its Terraform module allow: no more, no less.
 
 All requests pass a proxy and are named by the operation that the cloud's documentation has for
-them. Each store gets a function beside :func:`s3_operation`, in ``OPERATIONS``.
+them; batches are opened, and what is in them is named too. S3 is moto, Azure is Azurite, and Google
+the stub of its protocol.
 """
 
 import dataclasses
 import json
+import re
 import uuid
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 import torch
+from azure.storage.blob import BlobServiceClient
 
 import cloudckpt
-from cloudckpt import Config, RetryPolicy, S3Options
+from cloudckpt import AzureOptions, Config, GCSOptions, RetryPolicy, S3Options
 from cloudckpt.checksum import crc32c
 from cloudckpt.stores.base import ObjectStore
-from cloudckpt.stores.s3 import S3Store
+from cloudckpt.stores.registry import open_store
+from cloudckpt.testing.hop import Answer, Fault, Hop
 from cloudckpt.testing.proxy import FaultyProxy
-from cloudckpt.testing.wire_faults import Reset, s3_error
+from cloudckpt.testing.servers import azurite_server
+from cloudckpt.testing.wire_faults import Reset, Respond
+from cloudckpt.uri import CheckpointURI
+from stubs.gcs import GcsStub
 
 TERRAFORM = Path(__file__).parents[2] / "terraform"
 MIB = 1024 * 1024
 
-_S3 = {
-    # method, whether it is about a key, and what the query must hold
-    ("GET", False, frozenset({"list-type"})): "ListObjectsV2",
-    ("GET", False, frozenset({"uploads"})): "ListMultipartUploads",
-    ("POST", False, frozenset({"delete"})): "DeleteObjects",
-    ("GET", True, frozenset()): "GetObject",
-    ("HEAD", True, frozenset()): "HeadObject",
-    ("PUT", True, frozenset()): "PutObject",
-    ("POST", True, frozenset({"uploads"})): "CreateMultipartUpload",
-    ("PUT", True, frozenset({"partNumber", "uploadId"})): "UploadPart",
-    ("POST", True, frozenset({"uploadId"})): "CompleteMultipartUpload",
-    ("DELETE", True, frozenset({"uploadId"})): "AbortMultipartUpload",
+Known = dict[tuple[str, str, frozenset[str]], str]
+"""Method, what the path is about, and what the query must hold, but for what changes nothing."""
+
+_S3: Known = {
+    ("GET", "bucket", frozenset({"list-type"})): "ListObjectsV2",
+    ("GET", "bucket", frozenset({"uploads"})): "ListMultipartUploads",
+    ("POST", "bucket", frozenset({"delete"})): "DeleteObjects",
+    ("GET", "key", frozenset()): "GetObject",
+    ("HEAD", "key", frozenset()): "HeadObject",
+    ("PUT", "key", frozenset()): "PutObject",
+    ("POST", "key", frozenset({"uploads"})): "CreateMultipartUpload",
+    ("PUT", "key", frozenset({"partNumber", "uploadId"})): "UploadPart",
+    ("POST", "key", frozenset({"uploadId"})): "CompleteMultipartUpload",
+    ("DELETE", "key", frozenset({"uploadId"})): "AbortMultipartUpload",
 }
 _S3_PAGING = {
     "continuation-token",
@@ -48,26 +59,132 @@ _S3_PAGING = {
     "upload-id-marker",
 }
 
+_AZURE: Known = {
+    ("GET", "container", frozenset({"restype", "comp=list"})): "List Blobs",
+    ("POST", "container", frozenset({"restype", "comp=batch"})): "Blob Batch",
+    ("GET", "blob", frozenset()): "Get Blob",
+    ("HEAD", "blob", frozenset()): "Get Blob Properties",
+    ("PUT", "blob", frozenset()): "Put Blob",
+    ("DELETE", "blob", frozenset()): "Delete Blob",
+    ("PUT", "blob", frozenset({"comp=block", "blockid"})): "Put Block",
+    ("PUT", "blob", frozenset({"comp=blocklist"})): "Put Block List",
+    ("GET", "blob", frozenset({"comp=blocklist", "blocklisttype"})): "Get Block List",
+}
+_AZURE_PAGING = {"include=uncommittedblobs", "marker", "maxresults", "prefix"}
+_AZURE_SIGNATURE = {"se", "sig", "sp", "spr", "sr", "sv"}
+
+_GCS: Known = {
+    ("POST", "upload objects", frozenset({"uploadType=multipart", "name"})): "objects.insert",
+    ("GET", "objects", frozenset()): "objects.list",
+    ("GET", "object", frozenset()): "objects.get",
+    ("DELETE", "object", frozenset()): "objects.delete",
+    ("POST", "compose", frozenset()): "objects.compose",
+    ("GET", "bucket", frozenset({"uploads"})): "multipartUploads.list",
+    ("POST", "key", frozenset({"uploads"})): "multipartUploads.create",
+    ("PUT", "key", frozenset({"partNumber", "uploadId"})): "multipartUploads.putPart",
+    ("POST", "key", frozenset({"uploadId"})): "multipartUploads.complete",
+    ("DELETE", "key", frozenset({"uploadId"})): "multipartUploads.abort",
+}
+_GCS_PAGING = _S3_PAGING | {"alt=media", "fields", "ifGenerationMatch", "pageToken"}
+_GCS_PATHS = {
+    "upload objects": r"/upload/storage/v1/b/[^/]+/o",
+    "objects": r"/storage/v1/b/[^/]+/o",
+    "object": r"/storage/v1/b/[^/]+/o/[^/]+",
+    "compose": r"/storage/v1/b/[^/]+/o/[^/]+/compose",
+    "batch": r"/batch/storage/v1",
+    "json": r"/(upload/|batch/)?storage/.*",
+    "bucket": r"/[^/]+",
+    "key": r"/[^/]+/.+",
+}
+
+
+def _asked(query: str, telling: set[str]) -> set[str]:
+    """The names of a query, with the values of those that tell operations apart."""
+    pairs = parse_qsl(query, keep_blank_values=True)
+    return {f"{name}={value}" if name in telling else name for name, value in pairs}
+
 
 def s3_operation(method: str, target: str) -> str:
     """The operation of a path-style request; what is not known to need no more is described."""
     parts = urlsplit(target)
-    query = {name for name, _ in parse_qsl(parts.query, keep_blank_values=True)}
-    keyed = "/" in parts.path.strip("/")
-    asked = frozenset(query if keyed else query - _S3_PAGING)
-    return _S3.get((method, keyed, asked), f"{method} {target}")
+    about = "key" if "/" in parts.path.strip("/") else "bucket"
+    asked = _asked(parts.query, set()) - (_S3_PAGING if about == "bucket" else set())
+    return _S3.get((method, about, frozenset(asked)), f"{method} {target}")
 
 
-OPERATIONS: dict[str, Callable[[str, str], str]] = {"aws": s3_operation}
+def azure_operation(method: str, target: str) -> str:
+    """The operation of a request to an account that is the first segment of the path."""
+    parts = urlsplit(target)
+    about = "blob" if parts.path.strip("/").count("/") > 1 else "container"
+    asked = _asked(parts.query, {"comp", "include"}) - _AZURE_SIGNATURE
+    asked -= _AZURE_PAGING if about == "container" else set()
+    return _AZURE.get((method, about, frozenset(asked)), f"{method} {target}")
+
+
+def gcs_operation(method: str, target: str) -> str:
+    """The method of the JSON API, or the operation of the XML API by the name of its permission."""
+    parts = urlsplit(target)
+    about = next(kind for kind, form in _GCS_PATHS.items() if re.fullmatch(form, parts.path))
+    asked = _asked(parts.query, {"alt", "uploadType"}) - _GCS_PAGING
+    if (method, about, asked) == ("POST", "batch", set()):
+        return "batch"
+    return _GCS.get((method, about, frozenset(asked)), f"{method} {target}")
+
+
+OPERATIONS: dict[str, Callable[[str, str], str]] = {
+    "aws": s3_operation,
+    "azure": azure_operation,
+    "gcp": gcs_operation,
+}
 """By module: what names a request, from its method and its path with the query."""
 
+FREE = {"gcp": {"batch"}}
+"""What needs no permission: only the calls in Google's batches do."""
 
-class Recorder:
-    """A way to a server, and the operations that were asked for on it."""
 
-    def __init__(self, proxy: FaultyProxy, cloud: str) -> None:
-        self.proxy = proxy
-        self._name = OPERATIONS[cloud]
+class _Opened(Fault):
+    """Lets a batch pass, and keeps what is in it."""
+
+    def __init__(self) -> None:
+        self.inner: list[tuple[str, str]] = []
+
+    def inflict(self, hop: Hop) -> None:
+        calls = re.findall(rb"^([A-Z]+) (\S+) HTTP/1\.1\r$", hop.body(), re.MULTILINE)
+        self.inner += [(method.decode(), target.decode()) for method, target in calls]
+        super().inflict(hop)
+
+
+@dataclass
+class Cloud:
+    """A way to a server, the operations that were asked for on it, and stores that ask.
+
+    Attributes:
+        name: That of the module.
+        proxy: On the way to the server.
+        root: The bucket.
+        configs: Options that lead there: all ways to send large objects.
+        denied: How the server says that an operation is not allowed.
+    """
+
+    name: str
+    proxy: FaultyProxy
+    root: str
+    configs: list[Config]
+    denied: Respond
+    batches: _Opened = field(default_factory=_Opened)
+
+    def clear(self) -> None:
+        self.proxy.clear()
+        self.batches = _Opened()
+
+    def open_batches(self) -> None:
+        """From now on; rules that are to befall batches must have come before."""
+        self.proxy.inject(self.batches, where=lambda request: "batch" in request.target)
+
+    def inject(self, fault: Fault, operation: str, times: int | None = None) -> None:
+        name = OPERATIONS[self.name]
+        where = lambda request: name(request.method, request.target) == operation  # noqa: E731
+        self.proxy.inject(fault, where=where, times=times)
 
     @property
     def operations(self) -> set[str]:
@@ -75,49 +192,78 @@ class Recorder:
 
     def operations_with(self, header: str | None) -> set[str]:
         """Those that were asked for with a header."""
-        return {
-            self._name(request.method, request.target)
+        asked = [
+            (request.method, request.target)
             for request in self.proxy.requests()
             if header is None or request.header(header) is not None
-        }
+        ]
+        inner = self.batches.inner if header is None else []
+        named = {OPERATIONS[self.name](*call) for call in [*asked, *inner]}
+        return named - FREE.get(self.name, set())
+
+    def allowed(self, role: str) -> set[str]:
+        """The operations that a role is made for."""
+        return set(permissions(self.name)[role])
+
+    def stores(self) -> list[ObjectStore]:
+        return [open_store(CheckpointURI.parse(self.root), config) for config in self.configs]
 
 
 def permissions(cloud: str) -> dict:
     return json.loads((TERRAFORM / cloud / "permissions.json").read_text())
 
 
-def allowed(cloud: str, role: str) -> set[str]:
-    """The operations that a role is made for."""
-    return set(permissions(cloud)[role])
+def _config(**options) -> Config:
+    retry = RetryPolicy(attempts=4, base=0.01, cap=0.05, deadline=20.0)
+    return Config(connections=4, part_size=5 * MIB, retry=retry, **options)
+
+
+def _denied(kind: str, body: str, *headers: tuple[str, str]) -> Respond:
+    typed = (("Content-Type", kind), *headers)
+    return Respond(Answer(403, "Forbidden", typed, body.encode()))
+
+
+def _aws(stack: ExitStack, request: pytest.FixtureRequest) -> Cloud:
+    proxy = stack.enter_context(FaultyProxy(request.getfixturevalue("s3_url")))
+    bucket = request.getfixturevalue("bucket")
+    options = S3Options(endpoint_url=proxy.url, addressing_style="path")
+    denied = _denied("application/xml", "<Error><Code>AccessDenied</Code></Error>")
+    return Cloud("aws", proxy, f"s3://{bucket}", [_config(s3=options)], denied)
+
+
+def _azure(stack: ExitStack, request: pytest.FixtureRequest) -> Cloud:
+    server = request.getfixturevalue("azurite")
+    proxy = stack.enter_context(FaultyProxy(server.url))
+    container = f"container-{uuid.uuid4().hex[:12]}"
+    with BlobServiceClient.from_connection_string(server.connection_string) as service:
+        service.create_container(container)
+    stack.enter_context(pytest.MonkeyPatch.context()).setenv("AZURE_STORAGE_KEY", server.key)
+    options = AzureOptions(endpoint_url=f"{proxy.url}/{server.account}")
+    denied = _denied("application/xml", "", ("x-ms-error-code", "AuthorizationPermissionMismatch"))
+    return Cloud("azure", proxy, f"az://{container}", [_config(azure=options)], denied)
+
+
+def _gcp(stack: ExitStack, request: pytest.FixtureRequest) -> Cloud:
+    stub = stack.enter_context(GcsStub("bucket"))
+    proxy = stack.enter_context(FaultyProxy(stub.url))
+    configs = [
+        _config(gcs=GCSOptions(endpoint_url=proxy.url, upload_strategy=strategy))
+        for strategy in ("multipart", "compose")
+    ]
+    reason = '{"error": {"code": 403, "errors": [{"reason": "forbidden"}]}}'
+    return Cloud("gcp", proxy, "gs://bucket", configs, _denied("application/json", reason))
 
 
 @pytest.fixture(scope="module")
-def _proxy(s3_url):
-    with FaultyProxy(s3_url) as proxy:
-        yield proxy
+def azurite(_own_surroundings):
+    with azurite_server() as server:
+        yield server
 
 
-@pytest.fixture
-def s3(_proxy):
-    _proxy.clear()
-    return Recorder(_proxy, "aws")
-
-
-@pytest.fixture(scope="module")
-def config(_proxy):
-    return Config(
-        connections=4,
-        part_size=5 * MIB,
-        retry=RetryPolicy(attempts=4, base=0.01, cap=0.05, deadline=20.0),
-        s3=S3Options(endpoint_url=_proxy.url, addressing_style="path"),
-    )
-
-
-@pytest.fixture
-def store(bucket, config):
-    store = S3Store(bucket, config)
-    yield store
-    store.close()
+@pytest.fixture(params=["aws", "azure", "gcp"])
+def cloud(request):
+    with ExitStack() as stack:
+        yield {"aws": _aws, "azure": _azure, "gcp": _gcp}[request.param](stack, request)
 
 
 # each verb of a store, for good and for bad
@@ -140,6 +286,12 @@ def _abort(store: ObjectStore, key: str) -> None:
     store.abort_upload(store.create_upload(key, 5 * MIB))
 
 
+def _list_uploads(store: ObjectStore, key: str) -> None:
+    upload = store.create_upload(key, 5 * MIB)
+    store.put_part(upload, 1, [memoryview(b"data")], crc32c=crc32c(b"data"))
+    assert [found.id for found in store.list_uploads(key)] == [upload.id]
+
+
 def _head(store: ObjectStore, key: str) -> None:
     store.head(key)
     with pytest.raises(cloudckpt.CloudCheckpointError):
@@ -158,7 +310,7 @@ WRITING = {
     "put_part": _upload,
     "complete_upload": _upload,
     "abort_upload": _abort,
-    "list_uploads": lambda store, key: list(store.list_uploads(key)),
+    "list_uploads": _list_uploads,
     "delete": lambda store, key: store.delete([key, key + "-missing"]),
 }
 
@@ -168,75 +320,121 @@ def test_every_verb_is_driven_here():
 
 
 @pytest.mark.parametrize("role", ["reader", "writer"])
-def test_the_verbs_ask_for_exactly_what_the_role_allows(s3, store, role):
-    _put(store, "run/old")
-    s3.proxy.clear()
+def test_the_verbs_ask_for_exactly_what_the_role_allows(cloud, role):
     verbs = {**READING, **WRITING} if role == "writer" else READING
-    for name, verb in verbs.items():
-        verb(store, "run/old" if name in READING else f"run/{name}")
-    assert s3.operations == allowed("aws", role)
+    for number, store in enumerate(cloud.stores()):
+        _put(store, f"run/{number}")
+    cloud.clear()
+    cloud.open_batches()
+    for number, store in enumerate(cloud.stores()):
+        for name, verb in verbs.items():
+            verb(store, f"run/{number}" if name in READING else f"run/{number}/{name}")
+    assert cloud.operations == cloud.allowed(role)
 
 
-def test_options_that_need_more_concern_the_operations_that_are_listed(s3, bucket, config):
-    options = S3Options(
-        endpoint_url=s3.proxy.url,
-        addressing_style="path",
-        acl="bucket-owner-full-control",
-        tags={"team": "nlp"},
-    )
-    store = S3Store(bucket, dataclasses.replace(config, s3=options))
+OPTIONS = {
+    "aws": ("s3", {"acl": "bucket-owner-full-control"}, "acl", "x-amz-acl"),
+    "aws tags": ("s3", {"tags": {"team": "nlp"}}, "tags", "x-amz-tagging"),
+    "azure": ("azure", {"tags": {"team": "nlp"}}, "tags", "x-ms-tags"),
+}
+
+
+@pytest.mark.parametrize(
+    ("cloud", "case"), [(case.split()[0], case) for case in OPTIONS], indirect=["cloud"]
+)
+def test_options_that_need_more_concern_the_operations_that_are_listed(cloud, case):
+    group, given, option, header = OPTIONS[case]
+    [config] = cloud.configs
+    options = dataclasses.replace(getattr(config, group), **given)
+    cloud.configs = [dataclasses.replace(config, **{group: options})]
+    [store] = cloud.stores()
     for name, verb in WRITING.items():
         verb(store, f"run/{name}")
-    store.close()
-    for option, header in {"acl": "x-amz-acl", "tags": "x-amz-tagging"}.items():
-        assert s3.operations_with(header) == set(permissions("aws")["options"][option]["writer"])
+    listed = permissions(cloud.name)["options"][option]["writer"]
+    assert cloud.operations_with(header) == set(listed)
 
 
 def _state(step: int) -> dict:
     return {"weight": torch.full((6 * MIB // 4,), float(step)), "step": step}
 
 
-def test_saving_asks_for_nothing_that_a_writer_may_not_do(s3, bucket, config):
-    uri = f"s3://{bucket}/run-{uuid.uuid4().hex}"
+SAVED = {
+    # what a save needs, an operation whose answer is lost and what is asked for then, one that is
+    # denied and what is asked for then
+    "aws": (
+        {"UploadPart", "DeleteObjects", "HeadObject", "PutObject"},
+        ("CreateMultipartUpload", "ListMultipartUploads"),
+        ("UploadPart", "AbortMultipartUpload"),
+    ),
+    "azure": (
+        {"Put Block", "Put Block List", "Put Blob", "Blob Batch", "Delete Blob"},
+        ("Put Block List", "Get Blob Properties"),
+        ("Put Block", "Delete Blob"),
+    ),
+    "gcp": (
+        {"multipartUploads.putPart", "objects.insert", "objects.delete", "objects.get"},
+        ("multipartUploads.create", "multipartUploads.list"),
+        ("multipartUploads.putPart", "multipartUploads.abort"),
+    ),
+}
+
+
+def test_saving_asks_for_nothing_that_a_writer_may_not_do(cloud):
+    needed, (lost, then), (denied, cleaning) = SAVED[cloud.name]
+    uri, config = f"{cloud.root}/run-{uuid.uuid4().hex}", cloud.configs[0]
+    cloud.open_batches()
     for step in (1, 2):
         cloudckpt.save(_state(step), checkpoint_id=uri, config=config)
-    assert {"UploadPart", "DeleteObjects", "HeadObject", "PutObject"} <= s3.operations
+    assert needed <= cloud.operations
 
-    s3.proxy.inject(Reset("answer"), operation="CreateMultipartUpload", times=1)
+    cloud.inject(Reset("answer"), lost, times=1)
     cloudckpt.save(_state(3), checkpoint_id=uri, config=config)
-    assert "ListMultipartUploads" in s3.operations
+    assert then in cloud.operations
 
-    s3.proxy.inject(s3_error(403, "AccessDenied"), operation="UploadPart")
+    cloud.inject(cloud.denied, denied)
     with pytest.raises(cloudckpt.AccessDeniedError):
         cloudckpt.save(_state(4), checkpoint_id=uri, config=config)
-    assert "AbortMultipartUpload" in s3.operations
+    assert cleaning in cloud.operations
 
-    assert s3.operations <= allowed("aws", "writer")
+    assert cloud.operations <= cloud.allowed("writer")
 
 
-def test_loading_asks_for_nothing_that_a_reader_may_not_do(s3, bucket, config):
-    uri = f"s3://{bucket}/run"
+def test_loading_asks_for_nothing_that_a_reader_may_not_do(cloud):
+    uri, config = f"{cloud.root}/run", cloud.configs[0]
     cloudckpt.save(_state(1), checkpoint_id=uri, config=config)
-    s3.proxy.clear()
+    cloud.clear()
     state = _state(0)
     cloudckpt.load(state, checkpoint_id=uri, config=config)
     assert state["step"] == 1
     with pytest.raises(cloudckpt.CheckpointNotFoundError):
         cloudckpt.load(state, checkpoint_id=f"{uri}/missing", config=config)
-    assert "GetObject" in s3.operations
-    assert s3.operations <= allowed("aws", "reader")
+    assert {"GetObject", "Get Blob", "objects.get"} & cloud.operations
+    assert cloud.operations <= cloud.allowed("reader")
 
 
 @pytest.mark.parametrize(
-    ("method", "target"),
+    ("cloud", "method", "target"),
     [
-        ("PUT", "/bucket/key?acl"),
-        ("PUT", "/bucket/key?tagging"),
-        ("GET", "/bucket?location"),
-        ("GET", "/bucket/key?versionId=1"),
-        ("DELETE", "/bucket/key"),
-        ("HEAD", "/bucket"),
+        ("aws", "PUT", "/bucket/key?acl"),
+        ("aws", "PUT", "/bucket/key?tagging"),
+        ("aws", "GET", "/bucket?location"),
+        ("aws", "GET", "/bucket/key?versionId=1"),
+        ("aws", "DELETE", "/bucket/key"),
+        ("aws", "HEAD", "/bucket"),
+        ("azure", "PUT", "/account/container/blob?comp=tags"),
+        ("azure", "PUT", "/account/container?restype=container"),
+        ("azure", "GET", "/account/container?restype=container&comp=list&include=deleted"),
+        ("azure", "GET", "/account/container/blob?versionid=1"),
+        ("azure", "DELETE", "/account/container?restype=container"),
+        ("azure", "POST", "/account?comp=batch"),
+        ("gcp", "POST", "/storage/v1/b/bucket/o/a/rewriteTo/b/bucket/o/b"),
+        ("gcp", "PATCH", "/storage/v1/b/bucket/o/key"),
+        ("gcp", "GET", "/storage/v1/b/bucket"),
+        ("gcp", "GET", "/storage/v1/b/bucket/o?versions=true"),
+        ("gcp", "POST", "/upload/storage/v1/b/bucket/o?uploadType=resumable&name=key"),
+        ("gcp", "PUT", "/bucket/key"),
     ],
 )
-def test_an_operation_that_nobody_may_do_is_not_mistaken_for_another(method, target):
-    assert s3_operation(method, target) not in allowed("aws", "writer")
+def test_an_operation_that_nobody_may_do_is_not_mistaken_for_another(cloud, method, target):
+    named = OPERATIONS[cloud](method, target)
+    assert named not in {*permissions(cloud)["writer"], *FREE.get(cloud, ())}

@@ -1,6 +1,6 @@
 """What networks and stores do to requests: faults for a ``FaultyProxy``.
 
-Each says what happens to one request. Own ones derive from :class:`~cloudckpt.testing.proxy.Fault`.
+Each says what happens to one request. Own ones derive from :class:`~cloudckpt.testing.hop.Fault`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from cloudckpt.testing.proxy import Answer, Fault, Headers, Hop, Request
+from cloudckpt.testing.hop import Answer, Fault, Hop
+from cloudckpt.testing.request import Headers, Request
 
 __all__ = [
     "Call",
@@ -23,6 +24,7 @@ __all__ = [
     "Respond",
     "Stall",
     "StripHeaders",
+    "StripQuery",
     "Truncate",
     "internal_error",
     "s3_error",
@@ -215,6 +217,23 @@ class StripHeaders(Fault):
         dropped = {name.lower() for name in self.names}
         kept = tuple(pair for pair in hop.request.headers if pair[0].lower() not in dropped)
         hop.send(hop.forward(replace(hop.request, headers=kept)))
+
+
+@dataclass(frozen=True)
+class StripQuery(Fault):
+    """Forwards a request without some parameters of its URL: a store that ignores them.
+
+    Attributes:
+        names: The parameters.
+    """
+
+    names: Collection[str]
+
+    def inflict(self, hop: Hop) -> None:
+        path, _, query = hop.request.target.partition("?")
+        kept = [pair for pair in query.split("&") if pair.partition("=")[0] not in self.names]
+        target = "?".join(filter(None, (path, "&".join(kept))))
+        hop.send(hop.forward(replace(hop.request, target=target)))
 
 
 def s3_error(

@@ -1,0 +1,216 @@
+"""Running servers: the way to them that can be broken, and what is in them without cloudckpt."""
+
+import contextlib
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import boto3
+from azure.storage.blob import ContainerClient
+
+from cloudckpt.testing.naming import Naming, azure_naming, google_naming, s3_naming
+from cloudckpt.testing.proxy import FaultyProxy
+from cloudckpt.testing.servers import azurite_server
+from stubs.gcs import GcsStub
+from stubs.gcs_state import Attributes
+
+BUCKET = "faults"
+AZURITE = os.environ.get(
+    "CLOUDCKPT_AZURITE"
+)  # before the tests are given surroundings of their own
+WITHOUT_AZURITE = os.environ.get("CLOUDCKPT_TEST_WITHOUT_AZURITE") == "1"
+
+
+class Bucket(ABC):
+    """A bucket, as the vendor's own means see it."""
+
+    root: str
+
+    @abstractmethod
+    def keys(self, prefix: str) -> set[str]:
+        """The keys of the objects."""
+
+    @abstractmethod
+    def uploads(self, prefix: str) -> list[str]:
+        """The keys of what was begun, and is neither there nor discarded."""
+
+    @abstractmethod
+    def get(self, key: str) -> bytes: ...
+
+    @abstractmethod
+    def put(self, key: str, data: bytes) -> None: ...
+
+    @abstractmethod
+    def delete(self, key: str) -> None: ...
+
+
+class S3Bucket(Bucket):
+    """By boto3."""
+
+    def __init__(self, client, name: str) -> None:
+        self.root = f"s3://{name}"
+        self.name = name
+        self._client = client
+
+    def keys(self, prefix: str) -> set[str]:
+        pages = self._client.get_paginator("list_objects_v2").paginate(
+            Bucket=self.name, Prefix=prefix
+        )
+        return {entry["Key"] for page in pages for entry in page.get("Contents", ())}
+
+    def uploads(self, prefix: str) -> list[str]:
+        entries = self._client.list_multipart_uploads(Bucket=self.name).get("Uploads", ())
+        return [entry["Key"] for entry in entries if entry["Key"].startswith(prefix)]
+
+    def get(self, key: str) -> bytes:
+        return self._client.get_object(Bucket=self.name, Key=key)["Body"].read()
+
+    def put(self, key: str, data: bytes) -> None:
+        self._client.put_object(Bucket=self.name, Key=key, Body=data)
+
+    def delete(self, key: str) -> None:
+        self._client.delete_object(Bucket=self.name, Key=key)
+
+
+class GoogleBucket(Bucket):
+    """In the memory of the stub; temporary objects of a composition count as uploads."""
+
+    root = f"gs://{BUCKET}"
+
+    def __init__(self, stub: GcsStub) -> None:
+        self._state = stub.state
+
+    def keys(self, prefix: str) -> set[str]:
+        found = self._state.keys(BUCKET, prefix)
+        return {key for key in found if not key.endswith(".cloudckpt-part")}
+
+    def uploads(self, prefix: str) -> list[str]:
+        with self._state.lock:
+            begun = [upload.key for upload in self._state.uploads.values()]
+        found = self._state.keys(BUCKET, prefix)
+        return [
+            *(key for key in begun if key.startswith(prefix)),
+            *(key for key in found if key.endswith(".cloudckpt-part")),
+        ]
+
+    def get(self, key: str) -> bytes:
+        return self._state.find(BUCKET, key).data
+
+    def put(self, key: str, data: bytes) -> None:
+        self._state.put(BUCKET, key, data, Attributes())
+
+    def delete(self, key: str) -> None:
+        self._state.delete(BUCKET, key)
+
+
+class AzureBucket(Bucket):
+    """By Azure's SDK; blobs with nothing but uncommitted blocks count as uploads."""
+
+    root = f"az://{BUCKET}"
+
+    def __init__(self, client: ContainerClient) -> None:
+        self._client = client
+
+    def keys(self, prefix: str) -> set[str]:
+        return set(self._client.list_blob_names(name_starts_with=prefix))
+
+    def uploads(self, prefix: str) -> list[str]:
+        blobs = self._client.list_blobs(name_starts_with=prefix, include=["uncommittedblobs"])
+        return sorted({blob.name for blob in blobs} - self.keys(prefix))
+
+    def get(self, key: str) -> bytes:
+        return self._client.download_blob(key).readall()
+
+    def put(self, key: str, data: bytes) -> None:
+        self._client.upload_blob(key, data, overwrite=True)
+
+    def delete(self, key: str) -> None:
+        self._client.delete_blob(key)
+
+
+class Folder:
+    """The objects under a prefix of a bucket."""
+
+    def __init__(self, bucket: Bucket, prefix: str) -> None:
+        self._bucket = bucket
+        self._prefix = prefix
+        self.root = bucket.root
+        self.bucket_name = bucket.root.rpartition("/")[2]
+        self.get, self.put, self.delete = bucket.get, bucket.put, bucket.delete
+
+    def uri(self, name: str) -> str:
+        """Of what is in this folder."""
+        return f"{self.root}/{self._prefix}{name}"
+
+    def key_of(self, uri: str) -> str:
+        return uri.removeprefix(f"{self.root}/")
+
+    def uri_of(self, key: str) -> str:
+        return f"{self.root}/{key}"
+
+    def objects(self) -> set[str]:
+        """Their keys."""
+        return self._bucket.keys(self._prefix)
+
+    def key(self, suffix: str) -> str:
+        """The only key that ends so."""
+        [key] = [key for key in self.objects() if key.endswith(suffix)]
+        return key
+
+    def uploads(self) -> list[str]:
+        """The keys of what was begun, and is neither there nor discarded."""
+        return self._bucket.uploads(self._prefix)
+
+    def assert_tidy(self) -> None:
+        """Nothing is there but one checkpoint and what its manifest names."""
+        assert self.uploads() == []
+        manifest = self.key(".json")
+        run = manifest.rpartition("/")[0]
+        named = {entry[0] for entry in json.loads(self.get(manifest))["objects"]}
+        assert self.objects() == {manifest, f"{run}/.metadata", *(f"{run}/{n}" for n in named)}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A running server with a bucket, and a proxy before it."""
+
+    url: str
+    bucket: Bucket
+    proxy: FaultyProxy
+
+
+@contextlib.contextmanager
+def _place(url: str, bucket: Bucket, naming: Naming) -> Iterator[Place]:
+    with FaultyProxy(url, naming=naming) as proxy:
+        yield Place(url, bucket, proxy)
+
+
+@contextlib.contextmanager
+def s3_place(url: str) -> Iterator[Place]:
+    """In a moto server that is there already."""
+    with contextlib.closing(boto3.client("s3", endpoint_url=url)) as client:
+        client.create_bucket(Bucket=BUCKET)
+        with _place(url, S3Bucket(client, BUCKET), s3_naming) as place:
+            yield place
+
+
+@contextlib.contextmanager
+def google_place() -> Iterator[Place]:
+    """In a stub of Google's protocol, which goes further than the emulators do."""
+    with GcsStub(BUCKET) as stub, _place(stub.url, GoogleBucket(stub), google_naming) as place:
+        yield place
+
+
+@contextlib.contextmanager
+def azure_place() -> Iterator[Place]:
+    """In Azurite."""
+    with (
+        azurite_server(AZURITE) as server,
+        ContainerClient.from_connection_string(server.connection_string, BUCKET) as client,
+    ):
+        client.create_container()
+        url = server.url.removesuffix(f"/{server.account}")
+        with _place(url, AzureBucket(client), azure_naming) as place:
+            yield place

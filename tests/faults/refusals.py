@@ -1,0 +1,165 @@
+"""How stores refuse: the same trouble in the words of each vendor.
+
+These faults find out from a request which dialect it is in, so that a test need not know it.
+"""
+
+import http.client
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from cloudckpt.testing.hop import Answer, Fault, Hop
+from cloudckpt.testing.naming import Naming, azure_naming, google_naming, s3_naming
+from cloudckpt.testing.request import Headers, Request
+from stubs.gcs_answers import RefusalError
+
+# trouble -> HTTP status and code
+S3 = {
+    "slow down": (503, "SlowDown"),
+    "too many requests": (429, "TooManyRequests"),
+    "internal error": (500, "InternalError"),
+    "missing bucket": (404, "NoSuchBucket"),
+    "denied": (403, "AccessDenied"),
+    "key disabled": (400, "KMS.DisabledException"),
+    "expired token": (400, "ExpiredToken"),
+    "unknown key": (403, "InvalidAccessKeyId"),
+    "wrong secret": (403, "SignatureDoesNotMatch"),
+    "wrong clock": (403, "RequestTimeTooSkewed"),
+    "wrong region": (301, "PermanentRedirect"),
+    "no such condition": (501, "NotImplemented"),
+    "no such argument": (400, "NotImplemented"),
+}
+# trouble -> HTTP status, the JSON API's reason, message, the XML API's code
+GOOGLE = {
+    "slow down": (503, "backendError", "Backend Error", "ServiceUnavailable"),
+    "too many requests": (
+        429,
+        "rateLimitExceeded",
+        "The object exceeded the rate limit for object mutation operations.",
+        "SlowDown",
+    ),
+    "internal error": (500, "internalError", "We encountered an internal error.", "InternalError"),
+    "missing bucket": (404, "notFound", "The specified bucket does not exist.", "NoSuchBucket"),
+    "denied": (
+        403,
+        "forbidden",
+        "somebody@example.com does not have storage.objects.create access.",
+        "AccessDenied",
+    ),
+    "key disabled": (400, "invalid", "The Cloud KMS key is disabled.", "InvalidArgument"),
+    "expired token": (401, "authError", "Invalid Credentials", "AuthenticationRequired"),
+    "no such condition": (501, "notImplemented", "Not implemented", "NotImplemented"),
+    "no such argument": (400, "invalid", "Invalid argument.", "InvalidArgument"),
+}
+# trouble -> HTTP status and code
+AZURE = {
+    "slow down": (503, "ServerBusy"),
+    "too many requests": (429, "TooManyRequests"),
+    "internal error": (500, "InternalError"),
+    "missing bucket": (404, "ContainerNotFound"),
+    "denied": (403, "AuthorizationPermissionMismatch"),
+    "key disabled": (409, "KeyVaultEncryptionKeyNotFound"),
+    "expired token": (403, "AuthenticationFailed"),
+    "wrong secret": (403, "AuthenticationFailed"),
+}
+TROUBLES = {"s3": S3, "google": GOOGLE, "compose": GOOGLE, "azure": AZURE}
+
+
+def _s3(request: Request, trouble: str) -> Answer:
+    status, code = S3[trouble]
+    headers: Headers = (("Content-Type", "application/xml"),)
+    if trouble == "wrong region":
+        headers += (("x-amz-bucket-region", "eu-north-1"),)
+    return Answer(status, "", headers, _xml(code, "injected by a test"))
+
+
+def _google(request: Request, trouble: str) -> Answer:
+    refusal = RefusalError(*GOOGLE[trouble])
+    if not request.target.startswith(("/storage/", "/upload/", "/batch/")):
+        answer = refusal.as_xml()
+    else:
+        answer = refusal.as_text() if "alt=media" in request.target else refusal.as_json()
+    return Answer(answer.status, "", tuple(answer.headers), answer.body)
+
+
+def _azure(request: Request, trouble: str) -> Answer:
+    status, code = AZURE[trouble]
+    message = "Injected by a test.\nRequestId:1\nTime:2026-01-01T00:00:00Z"
+    headers = (("Content-Type", "application/xml"), ("x-ms-error-code", code))
+    return Answer(status, "", headers, _xml(code, message))
+
+
+def _xml(code: str, message: str) -> bytes:
+    error = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>"
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n{error}'.encode()
+
+
+_ANSWERS: dict[Naming, Callable[[Request, str], Answer]] = {
+    s3_naming: _s3,
+    google_naming: _google,
+    azure_naming: _azure,
+}
+
+
+@dataclass(frozen=True)
+class Refusal(Fault):
+    """Answers in the server's place that there is trouble.
+
+    Attributes:
+        trouble: Which.
+        retry_after: Seconds that the client is asked to wait.
+        carry_out: Whether the server carries out the request all the same.
+        status: Another one than the trouble's own: 200, if it was sent before there was trouble.
+    """
+
+    trouble: str
+    retry_after: int | None = None
+    carry_out: bool = False
+    status: int | None = None
+
+    def inflict(self, hop: Hop) -> None:
+        if self.carry_out:
+            hop.forward()
+        answer = _ANSWERS[hop.request.naming](hop.request, self.trouble)
+        status = self.status or answer.status
+        headers = answer.headers
+        if self.retry_after is not None:
+            headers += (("Retry-After", str(self.retry_after)),)
+        reason = http.client.responses.get(status, "")
+        hop.send(Answer(status, reason, headers, answer.body))
+
+
+@dataclass(frozen=True)
+class BusyInBatch(Fault):
+    """Carries out a batch of deletions, and says of one of them that it was too much at once."""
+
+    def inflict(self, hop: Hop) -> None:
+        answer = hop.forward()
+        if hop.request.naming is s3_naming:
+            error = "<Key>run</Key><Code>SlowDown</Code><Message>injected by a test</Message>"
+            body = f"<DeleteResult><Error>{error}</Error></DeleteResult>".encode()
+        else:
+            busy = b"HTTP/1.1 503 Service Unavailable"
+            body = re.sub(rb"HTTP/1\.1 \d+ [^\r\n]*", busy, answer.body, count=1)
+        assert body != answer.body
+        hop.send(replace(answer, body=body))
+
+
+def slow_down(retry_after: int | None = None) -> Refusal:
+    """Too much at once: 503."""
+    return Refusal("slow down", retry_after)
+
+
+def too_many_requests(retry_after: int | None = None) -> Refusal:
+    """Too much at once: 429."""
+    return Refusal("too many requests", retry_after)
+
+
+def internal_error(*, carry_out: bool = False) -> Refusal:
+    """The store's own failure: 500."""
+    return Refusal("internal error", carry_out=carry_out)
+
+
+def denied() -> Refusal:
+    """These credentials may not do that: 403."""
+    return Refusal("denied")

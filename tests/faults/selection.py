@@ -1,0 +1,57 @@
+"""Which tests run in which dialect.
+
+All of them run on S3. On the others run those in which the dialect matters, and of their parameters
+those that a decorator chooses. What a dialect has nothing like is not generated.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from .refusals import TROUBLES
+
+_BODILESS = ("look", "begin", "replaced")  # steps of a save whose requests have no body
+
+
+def on(*dialects: str, **chosen: Any):
+    """A test runs in these dialects; in others than S3 with the parameters chosen here only."""
+
+    def decorate(function):
+        function = pytest.mark.elsewhere(**chosen)(function)
+        return pytest.mark.parametrize("dialect", dialects, indirect=True)(function)
+
+    return decorate
+
+
+def everywhere(**chosen: Any):
+    """``on`` the three vendors."""
+    return on("s3", "google", "azure", **chosen)
+
+
+def is_wanted(item: pytest.Item) -> bool:
+    """Whether a test is to run with its parameters."""
+    callspec = getattr(item, "callspec", None)
+    parameters = callspec.params if callspec is not None else {}
+    dialect = parameters.get("dialect", "s3")
+    mark = item.get_closest_marker("elsewhere")
+    chosen = mark.kwargs if mark is not None and dialect != "s3" else {}
+    return _exists(dialect, parameters) and all(
+        parameters[name] in values for name, values in chosen.items()
+    )
+
+
+def _exists(dialect: str, parameters: Mapping[str, Any]) -> bool:
+    """Whether the dialect has something like what a test is about."""
+    step, fault = parameters.get("step"), parameters.get("fault")
+    if dialect == "azure" and (
+        step == "begin" or parameters.get("operation") == "CreateMultipartUpload"
+    ):
+        return False  # an upload begins with its first block
+    if dialect == "compose" and step not in (None, "begin", "part", "complete"):
+        return False  # the rest is not done in another way than with multipart uploads
+    if fault == "reset within the body" and step in _BODILESS:
+        return False
+    if dialect == "s3" and (step, fault) == ("look", "denied"):
+        return False  # the answer to HEAD tells no reason: the store is asked in another way
+    return parameters.get("refusal", "denied") in TROUBLES[dialect]
