@@ -1,41 +1,31 @@
-"""The trainer's side of the saving process: starts it, replaces it, and waits for its saves."""
+"""The saving processes of all ranks, seen from their trainers: started, replaced, in step."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import logging
-import multiprocessing
 import os
-import pickle
 import socket
 import threading
-import time
-import weakref
 from datetime import timedelta
-from multiprocessing import connection as channels
-from multiprocessing import reduction
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from cloudckpt.background.arena import Arena
+from cloudckpt.background.child import Child
 from cloudckpt.background.handoff import pack
-from cloudckpt.background.worker import Job, Outcome, Settings, main
+from cloudckpt.background.worker import Settings
 from cloudckpt.config import BackgroundOptions
 from cloudckpt.errors import CloudCheckpointError, ProcessGroupError, SaveProcessError
-from cloudckpt.events.event import emit
 
 __all__ = ["SaveProcess"]
 
 logger = logging.getLogger("cloudckpt")
 
-_LOOK = 1.0  # seconds between two looks whether the saving process is alive
-_FAREWELL = 5.0  # seconds for it to end by itself
 _ROUNDS = 3  # tries of a save that no rank had begun
-
-_numbers = itertools.count()
 
 
 class SaveProcess:
@@ -50,17 +40,13 @@ class SaveProcess:
     background.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup | None, options: BackgroundOptions, *, arenas: int = 1
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, options: BackgroundOptions) -> None:
         """
         Args:
             group: The ranks that save together; None for this process alone.
             options: See there.
-            arenas: Most staged copies that are used in turn.
         """
         self._options = options
-        self._arenas = arenas
         self._rank = 0 if group is None else dist.get_rank(group)
         self._world = 1 if group is None else dist.get_world_size(group)
         self._store: TCPStore | None = None
@@ -68,7 +54,7 @@ class SaveProcess:
         if group is not None:
             self._store, self._address = _meeting_place(group, options)
         self._generation = 0
-        self._child: _Child | None = None
+        self._child: Child | None = None
         self._closed = False
         self._lock = threading.Lock()
         with self._lock:
@@ -104,8 +90,21 @@ class SaveProcess:
         for attempt in itertools.count(1):
             try:
                 child = self._current()
-                outcome = child.carry_out(number, payload, arena, failure)
-            except SaveProcessError:
+                child.wait_until_ready(lambda: self._look(number, among_the_new=True))
+                self._look(number)
+                outcome = child.carry_out(
+                    number, payload, arena, failure, lambda: self._look(number)
+                )
+            except _InVainError as vain:
+                if vain.retry:
+                    continue
+                if child.is_busy:
+                    self._replace()
+                raise SaveProcessError(
+                    "the saving process of another rank died in this save", cause=str(vain)
+                ) from None
+            except SaveProcessError as error:
+                self._give_up(number, error)
                 self._replace()
                 raise
             if outcome.result is not None:
@@ -121,9 +120,11 @@ class SaveProcess:
                 raise reason
             self._replace()  # no rank has begun: the processes that are left meet again
             if attempt == _ROUNDS:
-                raise SaveProcessError(
+                lost = SaveProcessError(
                     "the saving processes of the ranks lost each other", cause=reason
-                ) from reason
+                )
+                self._give_up(number, lost)
+                raise lost from reason
         raise AssertionError("unreachable")
 
     def close(self, timeout: float) -> None:
@@ -140,10 +141,10 @@ class SaveProcess:
         child = self._child
         return None if child is None else child.pid
 
-    def _current(self) -> _Child:
+    def _current(self) -> Child:
         """The process of the current generation; a new one if the old one belongs to the past."""
         child = self._child
-        if child is not None and not child.is_alive():
+        if child is not None and (child.is_busy or not child.is_alive()):
             self._replace()  # those of the other ranks have lost it, too
         generation = self._agreed_generation()
         with self._lock:
@@ -158,12 +159,11 @@ class SaveProcess:
         if self._child is not None:
             self._child.end(0)
         self._generation = generation
-        self._child = _Child(
+        self._child = Child(
             Settings(
                 trainer=os.getpid(),
                 rank=self._rank,
                 world=self._world,
-                arenas=self._arenas,
                 store=self._address,
                 generation=generation,
                 nice=self._options.nice,
@@ -179,10 +179,32 @@ class SaveProcess:
         try:
             return int(self._store.get(_GENERATION))
         except Exception as exc:
-            raise SaveProcessError(
-                "the first rank's trainer, at which the saving processes meet, does not answer",
-                cause=exc,
-            ) from exc
+            raise _unreachable(exc) from exc
+
+    def _give_up(self, number: int, error: SaveProcessError) -> None:
+        """Tells the other ranks, which may wait for this one to begin."""
+        if self._store is not None:
+            with contextlib.suppress(Exception):
+                self._store.set(f"{_GIVEN_UP}/{number}", str(error))
+
+    def _look(self, number: int, *, among_the_new: bool = False) -> None:
+        """Whether it is of use to wait for the other ranks.
+
+        Raises:
+            _InVainError: If one has given up this save, or (among new processes) if they meet
+                under a later generation.
+        """
+        if self._store is None:
+            return
+        key = f"{_GIVEN_UP}/{number}"
+        try:
+            reason = self._store.get(key).decode() if self._store.check([key]) else None
+        except Exception as exc:
+            raise _unreachable(exc) from exc
+        if reason is not None:
+            raise _InVainError(reason)
+        if among_the_new and self._agreed_generation() != self._generation:
+            raise _InVainError("they have been replaced again", retry=True)
 
     def _replace(self) -> None:
         """Asks all ranks for new processes; this rank's starts at once, to meet the others."""
@@ -201,6 +223,21 @@ class SaveProcess:
 
 
 _GENERATION = "cloudckpt/generation"
+_GIVEN_UP = "cloudckpt/given-up"
+
+
+class _InVainError(Exception):
+    """The other ranks will not come to this save, or are elsewhere."""
+
+    def __init__(self, reason: str, *, retry: bool = False) -> None:
+        super().__init__(reason)
+        self.retry = retry
+
+
+def _unreachable(cause: Exception) -> SaveProcessError:
+    return SaveProcessError(
+        "the first rank's trainer, at which the saving processes meet, does not answer", cause=cause
+    )
 
 
 def _meeting_place(
@@ -229,118 +266,3 @@ def _host_of_first(group: dist.ProcessGroup) -> str:
     """A name of this machine that other machines know; only the first rank's is used."""
     known = os.environ.get("MASTER_ADDR") if dist.get_global_rank(group, 0) == 0 else None
     return known or socket.getfqdn()
-
-
-class _Child:
-    """One process, from its start to its end."""
-
-    def __init__(self, settings: Settings) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._channel, theirs = context.Pipe()
-        self._timeout = settings.start_timeout
-        self._ready = False
-        self._arenas: weakref.WeakKeyDictionary[Arena, int] = weakref.WeakKeyDictionary()
-        self._process = context.Process(
-            target=main, args=(theirs, settings), name="cloudckpt-save", daemon=True
-        )
-        try:
-            with theirs:
-                self._process.start()
-        except (OSError, AssertionError, RuntimeError) as exc:
-            self._channel.close()
-            raise SaveProcessError(
-                "the saving process can't be started; a training script must guard its entry with "
-                "if __name__ == '__main__', and must not itself be a daemonic process",
-                cause=exc,
-            ) from exc
-
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid
-
-    def is_alive(self) -> bool:
-        return self._process.is_alive()
-
-    def carry_out(
-        self,
-        number: int,
-        payload: bytes,
-        arena: Arena | None,
-        failure: CloudCheckpointError | None,
-    ) -> Outcome:
-        """Sends a job and waits for its outcome.
-
-        Raises:
-            SaveProcessError: If the process ends before, or is not ready in time.
-        """
-        if not self._ready:
-            self._receive("ready", time.monotonic() + self._timeout)
-            self._ready = True
-        is_new = arena is not None and arena not in self._arenas
-        if arena is not None and is_new:
-            self._arenas[arena] = next(_numbers)
-        job = Job(
-            number=number,
-            payload=payload,
-            arena=None if arena is None else self._arenas[arena],
-            size=0 if arena is None else arena.size,
-            is_new=is_new,
-            failure=failure,
-        )
-        try:
-            self._channel.send(job)
-            if arena is not None and is_new:
-                reduction.send_handle(self._channel, arena.fd, self._process.pid)
-        except (OSError, pickle.PicklingError) as exc:
-            raise self._death(exc) from exc
-        outcome: Outcome = self._receive("outcome", None)
-        return outcome
-
-    def _receive(self, wanted: str, deadline: float | None) -> Any:
-        """The next message of a kind; log records and events on the way are handled here."""
-        while True:
-            channels.wait([self._channel, self._process.sentinel], timeout=_LOOK)
-            try:
-                if self._channel.poll():
-                    kind, content = self._channel.recv()
-                elif not self._process.is_alive():
-                    raise self._death(None)
-                elif deadline is not None and time.monotonic() > deadline:
-                    raise SaveProcessError(
-                        f"the saving process was not ready within {self._timeout:g} s"
-                    )
-                else:
-                    continue
-            except (EOFError, OSError) as exc:
-                raise self._death(exc) from exc
-            if kind == "log":
-                target = logging.getLogger(content.name)
-                if target.isEnabledFor(content.levelno):
-                    target.handle(content)
-            elif kind == "event":
-                emit(content)
-            elif kind == "failed to start":
-                raise content
-            elif kind == wanted:
-                return content
-
-    def _death(self, cause: BaseException | None) -> SaveProcessError:
-        self._process.join(_FAREWELL)
-        code = self._process.exitcode
-        how = f"was ended by signal {-code}" if code is not None and code < 0 else f"ended ({code})"
-        return SaveProcessError(
-            f"the saving process {how}; nothing of this save is visible unless it had committed, "
-            "and the next save starts a new one",
-            cause=cause,
-        )
-
-    def end(self, timeout: float) -> None:
-        """Ends the process: by request within ``timeout`` seconds, else by force."""
-        with contextlib.suppress(OSError, ValueError):
-            if timeout > 0:
-                self._channel.send(None)
-                self._process.join(timeout)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join(_FAREWELL)
-        self._channel.close()

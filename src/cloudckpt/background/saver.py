@@ -141,7 +141,7 @@ class AsyncSaver:
             )
         self._process: SaveProcess | None = None
         if kind == AsyncCheckpointerType.PROCESS:
-            self._process = SaveProcess(self._group, self._options, arenas=buffers)
+            self._process = SaveProcess(self._group, self._options)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cloudckpt-async")
         self._rank = 0 if self._group is None else dist.get_rank(self._group)
         self._number = 0
@@ -204,6 +204,7 @@ class AsyncSaver:
             self._number, where, writer, planner or CloudSavePlanner(), use_collectives, written
         )
         staged: Future[None] = Future()
+        raised: BaseException | None = None
         unsubscribe = subscribe(job.listen)
         try:
             self._take_turn(where, writer)
@@ -216,16 +217,18 @@ class AsyncSaver:
             with Span("stage", where, self._rank) as span:
                 self._stage(state, job, staged)
                 span.bytes = 0 if job.staged is None else job.staged.size
-        except Exception as error:  # noqa: BLE001 - the other ranks must hear of it
+        except BaseException as error:  # noqa: BLE001 - the other ranks must hear of it
             job.failure = _as_ours(error, where)
             staged.set_exception(job.failure)
+            if isinstance(error, SaveInProgressError) or not isinstance(error, Exception):
+                raised = error
         finally:
             unsubscribe()
         with self._lock:
             self._under_way.append(_UnderWay(where, writer, written))
         self._thread.submit(self._run, job, staged)
-        if isinstance(job.failure, SaveInProgressError):
-            raise job.failure
+        if raised is not None:
+            raise raised
         return PendingSave(staged, written, job.copying is not None)
 
     def _all_skip(self, busy: bool) -> bool:
@@ -315,9 +318,10 @@ class AsyncSaver:
             self._closed = True
         futures = [save.written for save in self._under_way]
         concurrent.futures.wait(futures, self._options.close_timeout)
+        idle = all(future.done() for future in futures)
         if self._process is not None:
-            self._process.close(_FAREWELL)
-        self._thread.shutdown(wait=all(future.done() for future in futures))
+            self._process.close(_FAREWELL if idle else 0)
+        self._thread.shutdown(wait=idle)
         if self._own_stager is not None:
             self._own_stager.close()
 
@@ -402,7 +406,7 @@ def _location(writer: StorageWriter, checkpoint_id: URILike | None) -> str:
     )
 
 
-def _as_ours(error: Exception, where: str) -> CloudCheckpointError:
+def _as_ours(error: BaseException, where: str) -> CloudCheckpointError:
     if isinstance(error, CloudCheckpointError):
         if error.uri is None and where:
             error.uri = where

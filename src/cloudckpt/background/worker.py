@@ -43,7 +43,6 @@ class Settings:
         trainer: The process it serves.
         rank: Of the trainer in its group.
         world: Ranks of the group.
-        arenas: Most staged copies that the trainer uses in turn.
         store: Host and port at which the processes of all ranks meet; None if there is no group.
         generation: How often they have been replaced.
         nice: By how much to yield the CPU.
@@ -55,7 +54,6 @@ class Settings:
     trainer: int
     rank: int
     world: int
-    arenas: int
     store: tuple[str, int] | None
     generation: int
     nice: int
@@ -74,6 +72,7 @@ class Job:
         arena: The number of the arena of its tensors.
         size: Bytes of that arena, whose descriptor follows if it is a new one.
         is_new: Whether that is so.
+        kept: The arenas that the trainer still has.
         failure: Why this rank can't take part.
     """
 
@@ -82,6 +81,7 @@ class Job:
     arena: int | None = None
     size: int = 0
     is_new: bool = False
+    kept: frozenset[int] = frozenset()
     failure: CloudCheckpointError | None = None
 
 
@@ -161,9 +161,9 @@ def _serve(connection: Connection, sender: _Sender, settings: Settings) -> None:
         job: Job = message
         if job.is_new and job.arena is not None:
             arenas[job.arena] = Arena.attach(reduction.recv_handle(connection), job.size)
-            while len(arenas) > settings.arenas:
-                arenas.pop(next(iter(arenas))).close()
-        outcome = _carry_out(job, arenas, settings)
+        for number in arenas.keys() - job.kept:
+            arenas.pop(number).close()
+        outcome = _carry_out(job, arenas, settings, sender)
         del job, message
         gc.collect()  # cycles hold on to the staged copy, which the trainer writes to next
         try:
@@ -178,7 +178,7 @@ def _is_broken(outcome: Outcome) -> bool:
     return outcome.error is not None and not outcome.begun and dist.is_initialized()
 
 
-def _carry_out(job: Job, arenas: dict[int, Arena], settings: Settings) -> Outcome:
+def _carry_out(job: Job, arenas: dict[int, Arena], settings: Settings, sender: _Sender) -> Outcome:
     begun = False
     try:
         failure, others = job.failure, None
@@ -202,6 +202,7 @@ def _carry_out(job: Job, arenas: dict[int, Arena], settings: Settings) -> Outcom
         elif failure is not None:
             return Outcome(error=failure, begun=True)
         begun = True
+        sender.send("begun", None)
         return Outcome(result=_save(state, others), begun=True)
     except BaseException as error:  # noqa: BLE001 - told to the trainer
         return Outcome(error=_portable(error), begun=begun)

@@ -1,0 +1,92 @@
+"""What trainers do that are made to be killed. Arguments and results are JSON."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from cloudckpt import CloudStorageWriter, Config, RetryPolicy, S3Options
+from cloudckpt.background.saver import AsyncSaver
+from cloudckpt.config import MIB
+from faults.nursery import Nursery, main
+from faults.states import filled
+
+from .saves import PATIENCE, Gate
+
+__all__ = ["Trainers", "config_for"]
+
+
+def config_for(endpoint: str) -> Config:
+    """Options that lead to an S3 endpoint and give up soon."""
+    return Config(
+        connections=4,
+        part_size=5 * MIB,
+        conditional_writes="on",
+        retry=RetryPolicy(attempts=4, base=0.01, cap=0.05, deadline=20.0),
+        s3=S3Options(endpoint_url=endpoint, addressing_style="path"),
+    )
+
+
+def save_on_and_on(uri: str, endpoint: str, family: str, log: str, first: int, nbytes: int) -> None:
+    """Saves step after step, in a process beside it, until it is killed.
+
+    Args:
+        uri: Where to, again and again.
+        endpoint: The way there.
+        family: A name in the environment of all processes that are begun here.
+        log: A file to which the steps are written that were saved.
+        first: The first step.
+        nbytes: The size of a state dict.
+    """
+    os.environ["FAMILY"] = family
+    with AsyncSaver(no_dist=True, kind=AsyncCheckpointerType.PROCESS) as saver:
+        for step in range(first, first + 1000):
+            writer = CloudStorageWriter(uri, config=config_for(endpoint))
+            saver.save(filled(step, nbytes), writer).written.result(PATIENCE)
+            with open(log, "a") as file:
+                file.write(f" {step}")
+
+
+def save_and_stand_still(uri: str, family: str, folder: str, nbytes: int) -> None:
+    """Begins a save that waits before a gate."""
+    os.environ["FAMILY"] = family
+    with AsyncSaver(no_dist=True, kind=AsyncCheckpointerType.PROCESS) as saver:
+        writer = CloudStorageWriter(uri)
+        future = saver.save(filled(1, nbytes), writer, planner=Gate(Path(folder))).written
+        future.result(PATIENCE)
+
+
+class Trainers(Nursery):
+    """A nursery whose children know the jobs of this module; threads may share it."""
+
+    def __enter__(self) -> "Trainers":
+        self._lock = threading.Lock()
+        paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "background.jobs"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+                "PYTHONWARNINGS": "ignore",
+            },
+            text=True,
+        )
+        return self
+
+    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        with self._lock:
+            return super().ask(question)
+
+
+if __name__ == "__main__":
+    from faults import jobs
+
+    for job in (save_on_and_on, save_and_stand_still):
+        setattr(jobs, job.__name__, job)
+    main()

@@ -1,0 +1,98 @@
+"""Saves that stop where a test wants them to, and what they leave."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import DefaultSavePlanner
+
+import cloudckpt
+from cloudckpt.background.saver import AsyncSaver
+from dcp.places import Place
+from faults.states import SMALL, filled, step_of
+
+from .waiting import eventually
+
+__all__ = ["PATIENCE", "Gate", "Lock", "Refusing", "Slow", "begin", "of_rank", "step_at"]
+
+PATIENCE = 40.0  # seconds that anything may take
+
+
+class Gate(DefaultSavePlanner):
+    """Stops before its second tensor is read until it is opened, perhaps by another process."""
+
+    def __init__(self, folder: Path, rank: int | None = None) -> None:
+        """
+        Args:
+            folder: Where its processes meet.
+            rank: The only rank that stops.
+        """
+        super().__init__()
+        self._folder, self._rank = folder, rank
+        self._reads = 0
+
+    def resolve_data(self, write_item):
+        self._reads += 1
+        own = dist.get_rank() if dist.is_initialized() else 0
+        if self._reads == 2 and self._rank in (None, own):
+            (self._folder / "reached").touch()
+            if not eventually((self._folder / "opened").exists, PATIENCE):
+                raise TimeoutError("nobody has opened the gate")
+        return super().resolve_data(write_item)
+
+    def wait(self) -> None:
+        """Until a save stands before it."""
+        assert eventually((self._folder / "reached").exists, PATIENCE)
+
+    def open(self) -> None:
+        (self._folder / "opened").touch()
+
+
+class Refusing(DefaultSavePlanner):
+    """Fails when its data is asked for."""
+
+    def resolve_data(self, write_item):
+        raise ArithmeticError("the dog ate it")
+
+
+class Slow(DefaultSavePlanner):
+    """Takes its time."""
+
+    def resolve_data(self, write_item):
+        time.sleep(0.2)
+        return super().resolve_data(write_item)
+
+
+class Lock:
+    """A value that can neither be copied nor sent."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+def of_rank(step: int, nbytes: int = SMALL) -> dict:
+    """A state dict in which every rank has items of its own."""
+    rank = dist.get_rank()
+    return {f"{name}.{rank}": value for name, value in filled(step, nbytes).items()}
+
+
+def begin(saver: AsyncSaver, step: int, place: Place, planner=None, nbytes: int = SMALL):
+    """The future of a save of a step."""
+    state = of_rank(step, nbytes) if dist.is_initialized() else filled(step, nbytes)
+    return saver.save(state, place.writer(), planner=planner).written
+
+
+def step_at(place: Place, nbytes: int = SMALL, ranks: int | None = None) -> int:
+    """The one step that a checkpoint is of; all ranks' parts are looked at."""
+    suffixes = [""] if ranks is None else [f".{rank}" for rank in range(ranks)]
+    state = {f"{n}{s}": value for s in suffixes for n, value in filled(-1, nbytes).items()}
+    cloudckpt.load(state, checkpoint_id=place.uri, config=place.config, no_dist=True)
+    steps = {
+        step_of({name: state[f"{name}{suffix}"] for name in filled(-1, nbytes)})
+        for suffix in suffixes
+    }
+    assert len(steps) == 1, f"a mix of steps: {steps}"
+    return steps.pop()

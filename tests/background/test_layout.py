@@ -1,0 +1,280 @@
+"""The tensors of a staged copy: bit by bit, of all kinds, sharing memory as they did."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from cloudckpt import Stager
+from cloudckpt.background.arena import ALIGNMENT
+from cloudckpt.background.layout import Layout
+from dcp.test_tensor_kinds import DTYPES, _patterned
+from dcp.values import assert_same, numbered
+
+# ---- kinds of tensors
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_tensor_of_any_dtype_is_copied_bit_by_bit(stager, dtype):
+    tensor = _patterned(dtype, 7, 13)
+    assert_same(stager.stage({"t": tensor}), {"t": tensor})
+
+
+BASE = numbered(40, 30)
+VIEWS = {
+    "rows": BASE[7:9],
+    "columns": BASE[:, 3:5],
+    "steps": BASE[1::3, ::7],
+    "transposed": BASE.t(),
+    "expanded": BASE[5:6].expand(4, 30),
+    "overlapping": BASE.as_strided((5, 5), (1, 1), 31),
+    "one element": BASE[3, 4],
+    "no dimension": torch.tensor(2.5),
+    "empty": torch.empty(0, 3),
+    "empty at an offset": BASE[40:],
+    "channels last": numbered(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "odd offset": numbered(1001, dtype=torch.uint8)[7:998],
+    "bfloat16 at an odd offset": numbered(99, dtype=torch.bfloat16)[1:],
+    "of numpy": torch.from_numpy(np.arange(100, dtype=np.int32)[3:]),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_keeps_values_shape_and_strides(stager, name):
+    view = VIEWS[name]
+    staged = stager.stage({"t": view})["t"]
+    assert_same(staged, view)
+    assert staged.stride() == view.stride()
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        numbered(30, dtype=torch.complex64).conj(),
+        numbered(30, dtype=torch.complex128).conj().imag,
+        numbered(30, dtype=torch.complex64).mul(1j).conj().t(),
+    ],
+    ids=["conjugated", "negated", "both"],
+)
+def test_a_view_that_shows_other_values_than_its_memory_is_copied_as_it_is_seen(stager, view):
+    staged = stager.stage({"t": view})["t"]
+    assert_same(staged, view)
+    assert not staged.is_conj()
+    assert not staged.is_neg()
+
+
+def test_parameters_and_buffers_are_copied_as_plain_tensors(stager):
+    module = torch.nn.Linear(3, 5)
+    module.register_buffer("seen", torch.arange(4))
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    staged = stager.stage(state)
+    assert {type(value) for value in staged.values()} == {torch.Tensor}
+    assert not any(value.requires_grad for value in staged.values())
+    assert_same(staged, state)
+
+
+def test_a_tensor_in_the_midst_of_a_graph_is_copied(stager):
+    leaf = torch.ones(3, requires_grad=True)
+    assert_same(stager.stage({"t": leaf * 2})["t"], torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize("offset", range(0, 9))
+def test_memory_at_any_address_is_copied(stager, offset):
+    raw = bytearray(range(256)) * 1100
+    tensor = torch.frombuffer(raw, dtype=torch.uint8, offset=offset)
+    assert_same(stager.stage({"t": tensor})["t"], tensor)
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        near + by
+        for near in (1, 8, ALIGNMENT, 64 * 1024, 1024 * 1024)
+        for by in (-9, -8, -1, 0, 1, 7, 8, 9)
+        if near + by > 0
+    ],
+)
+def test_sizes_around_boundaries_are_copied_to_the_last_byte(size, monkeypatch):
+    monkeypatch.setattr("cloudckpt.background.stager._CHUNK", 1024 * 1024)
+    tensor = torch.arange(size, dtype=torch.int64).to(torch.uint8)
+    with Stager() as stager:
+        staged = stager.stage({"a": tensor, "b": tensor.clone()[1:]})
+        assert_same(staged, {"a": tensor, "b": tensor[1:]})
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_threads_share_the_copy_without_a_gap(threads, monkeypatch):
+    monkeypatch.setattr("cloudckpt.background.stager._CHUNK", 64 * 1024 + 64)
+    monkeypatch.setattr("cloudckpt.background.stager._WORTH_THREADS", 1)
+    state = {f"t{n}": numbered(50_000 + n, first=n) for n in range(20)}
+    with Stager(threads=threads) as stager:
+        assert_same(stager.stage(state), state)
+
+
+def test_memory_that_was_freed_is_not_read(stager):
+    """FSDP frees the storages of parameters; shards without an element may still show them."""
+    freed = numbered(100)
+    shard = freed[50:50]
+    freed.untyped_storage().resize_(0)
+    assert_same(stager.stage({"t": shard})["t"], shard)
+
+
+def test_tensors_without_an_element_take_no_memory_wherever_they_lie():
+    whole = numbered(1000)
+    far = torch.empty(0).as_strided((0,), (1,), 10**9)
+    state = {"a": whole[:16], "b": whole[1000:], "far": far, "meta": torch.empty(0, device="meta")}
+    assert Layout.of(state).size == 64
+    with Stager() as stager:
+        assert_same(stager.stage(state)["far"], far)
+
+
+@pytest.mark.parametrize("tensor", [torch.eye(4).to_sparse(), torch.empty(3, device="meta")])
+def test_a_tensor_that_is_no_plain_memory_is_copied_on_its_own(stager, tensor):
+    staged = stager.stage({"t": tensor})["t"]
+    assert staged is not tensor
+    assert (staged.layout, staged.shape) == (tensor.layout, tensor.shape)
+    assert staged.is_meta or torch.equal(staged.to_dense(), tensor.to_dense())
+
+
+# ---- sharing
+
+
+def test_views_of_one_storage_go_on_sharing_it(stager):
+    base = numbered(100)
+    staged = stager.stage({"all": base, "part": base[10:20], "transposed": base.view(10, 10).t()})
+    staged["part"].fill_(-1)
+    assert staged["all"][10:20].eq(-1).all()
+    assert staged["transposed"][:, 1].eq(-1).all()
+    assert_same(base, numbered(100))
+
+
+def test_views_that_do_not_meet_share_too(stager):
+    base = numbered(1000)
+    staged = stager.stage({"a": base[:10], "b": base[990:]})
+    assert staged["a"].untyped_storage()._cdata == staged["b"].untyped_storage()._cdata
+    distance = staged["b"].data_ptr() - staged["a"].data_ptr()
+    assert distance == 990 * 4
+    assert_same(staged, {"a": base[:10], "b": base[990:]})
+
+
+def test_an_alias_takes_no_memory_of_its_own():
+    base = numbered(10_000)
+    state = {"a": base, "b": base, "c": base.view(100, 100), "d": torch.nn.Parameter(base)}
+    assert Layout.of(state).size == -(-40_000 // ALIGNMENT) * ALIGNMENT
+
+
+def test_only_what_is_shown_of_a_large_storage_is_copied():
+    base = numbered(1000, 1000)
+    assert Layout.of({"rows": base[500:502]}).size <= 8000 + 2 * ALIGNMENT
+    assert Layout.of({"element": base[999, 999]}).size <= 2 * ALIGNMENT
+
+
+def test_tensors_of_other_storages_do_not_overlap(stager):
+    state = {str(n): torch.full((n,), n, dtype=torch.uint8) for n in range(1, 200)}
+    staged = stager.stage(state)
+    for value in staged.values():
+        assert value.data_ptr() % ALIGNMENT == 0
+        value.add_(1)
+    assert_same(staged, {key: value + 1 for key, value in state.items()})
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """One rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_a_dtensor_stays_one_with_its_part_in_the_copy(stager, mesh):
+    whole = numbered(20, 6)
+    tensor = distribute_tensor(whole, mesh, [Shard(0)])
+    parameter = torch.nn.Parameter(distribute_tensor(whole + 1, mesh, [Replicate()]))
+    staged = stager.stage({"t": tensor, "again": tensor, "p": parameter})
+    tensor.to_local().fill_(-1)
+    with torch.no_grad():
+        parameter.to_local().fill_(-1)
+    assert isinstance(staged["t"], DTensor)
+    assert staged["t"].placements == (Shard(0),)
+    assert staged["t"].device_mesh is mesh
+    assert_same(staged["t"].full_tensor(), whole)
+    assert_same(staged["p"].full_tensor(), whole + 1)
+    assert staged["again"] is staged["t"]
+
+
+def test_parts_of_dtensors_that_share_a_storage_go_on_sharing_it(stager, mesh):
+    flat = numbered(30)
+    made = [DTensor.from_local(flat[n : n + 10], mesh, [Shard(0)]) for n in (0, 10, 20)]
+    staged = stager.stage({str(n): tensor for n, tensor in enumerate(made)})
+    storages = {value.to_local().untyped_storage()._cdata for value in staged.values()}
+    assert len(storages) == 1
+    assert_same(staged["2"].to_local(), flat[20:])
+
+
+# ---- any tree of views
+
+_STORAGES = 3
+
+
+@st.composite
+def _views(draw) -> torch.Tensor:
+    number = draw(st.integers(0, _STORAGES - 1))
+    dtype = draw(st.sampled_from([torch.float32, torch.uint8, torch.int16, torch.complex64]))
+    base = _bases[number].view(dtype)
+    steps = draw(st.lists(st.integers(1, 5), min_size=0, max_size=3))
+    sizes = [draw(st.integers(0, 6)) for _ in steps]
+    reach = sum((size - 1) * step for size, step in zip(sizes, steps, strict=True) if size) + 1
+    offset = draw(st.integers(0, max(0, base.numel() - reach)))
+    view = base.as_strided(sizes, steps, offset)
+    return view.conj() if dtype == torch.complex64 and draw(st.booleans()) else view
+
+
+_bases = [torch.randint(1, 127, (size,), dtype=torch.uint8) for size in (1024, 4096, 704)]
+_leaves = _views() | st.integers() | st.text(max_size=3)
+_trees = st.dictionaries(
+    st.text("ab", min_size=1, max_size=3),
+    st.recursive(
+        _leaves,
+        lambda inner: (
+            st.lists(inner, max_size=4)
+            | st.dictionaries(st.text("xy", max_size=2), inner, max_size=4)
+            | st.tuples(inner, inner)
+        ),
+        max_leaves=12,
+    ),
+    max_size=6,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(_trees)
+def test_any_tree_of_views_is_copied_and_is_independent(tree):
+    before = [base.clone() for base in _bases]
+    expected = _plain(tree)
+    with Stager() as stager:
+        staged = stager.stage(tree)
+        assert_same(_plain(staged), expected)
+        try:
+            for base in _bases:
+                base.add_(1)
+            assert_same(_plain(staged), expected)
+        finally:
+            for base, content in zip(_bases, before, strict=True):
+                base.copy_(content)
+
+
+def _plain(tree):
+    """The same tree with tensors that have the usual strides."""
+    if isinstance(tree, torch.Tensor):
+        return tree.resolve_conj().clone(memory_format=torch.contiguous_format)
+    if isinstance(tree, dict):
+        return {key: _plain(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_plain(value) for value in tree)
+    return tree

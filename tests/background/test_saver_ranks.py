@@ -1,0 +1,294 @@
+"""Ranks that save together in their threads: they begin, skip and fail alike."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import cloudckpt
+from cloudckpt import (
+    BackgroundOptions,
+    CheckpointError,
+    RanksFailedError,
+    SaveInProgressError,
+    StagingError,
+    StagingMemoryError,
+    api,
+)
+from cloudckpt.background import arena as arenas
+from cloudckpt.background.saver import AsyncSaver
+from dcp.places import Place
+from dcp.values import numbered
+from faults.states import SMALL, filled
+
+from .saves import PATIENCE, Gate, Lock, Refusing, begin, of_rank, step_at
+
+SOON = 20.0  # seconds
+
+
+class SlowEnd:
+    """Lets the saves of one rank be carried out, but not end until they may."""
+
+    def __init__(self, rank: int) -> None:
+        self.saved, self.may_end = threading.Event(), threading.Event()
+        self._here = dist.get_rank() == rank
+        self._patch = mock.patch.object(api, "save", self._save)
+        self._original = api.save
+
+    def _save(self, *arguments, **options):
+        metadata = self._original(*arguments, **options)
+        self.saved.set()
+        if self._here:
+            assert self.may_end.wait(PATIENCE)
+        return metadata
+
+    def __enter__(self) -> "SlowEnd":
+        self._patch.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._patch.__exit__(*error)
+
+
+def saver(**options) -> AsyncSaver:
+    return AsyncSaver(options=BackgroundOptions(**options))
+
+
+def _skip_alike(place: Place) -> list:
+    with saver(when_busy="skip") as one, SlowEnd(rank=1) as end:
+        first = begin(one, 1, place)
+        if dist.get_rank() == 0:
+            first.result(PATIENCE)  # this rank is not busy, the other one is
+        else:
+            assert end.saved.wait(PATIENCE)
+        second = begin(one, 2, place)
+        end.may_end.set()
+        first.result(PATIENCE)
+        dist.barrier()
+        third = begin(one, 3, place)
+        third.result(PATIENCE)
+        return [first.skipped, second.skipped, second.result(0), third.skipped]
+
+
+def test_all_ranks_skip_when_one_is_busy(ranks, local):
+    assert ranks(2, _skip_alike, local) == [[False, True, None, False]] * 2
+    assert step_at(local, ranks=2) == 3
+
+
+def _impatient_on_one(place: Place) -> str:
+    with saver(patience=0.3) as one, SlowEnd(rank=0) as end:
+        first = begin(one, 1, place)
+        if dist.get_rank() == 0:
+            assert end.saved.wait(PATIENCE)
+            with pytest.raises(SaveInProgressError):
+                begin(one, 2, place)
+            end.may_end.set()
+            first.result(PATIENCE)
+            told = "raised"
+        else:
+            first.result(PATIENCE)
+            error = begin(one, 2, place).exception(SOON)
+            assert isinstance(error, SaveInProgressError), repr(error)
+            told = "by its future"
+        dist.barrier()
+        assert step_at(place, ranks=2) == 1
+        dist.barrier()
+        begin(one, 3, place).result(PATIENCE)
+        return told
+
+
+def test_a_rank_that_waits_too_long_takes_the_others_along(ranks, local):
+    """Otherwise its next save would be carried out together with this one of the others."""
+    assert ranks(2, _impatient_on_one, local) == ["raised", "by its future"]
+    assert step_at(local, ranks=2) == 3
+
+
+def _busy_place_on_one(place: Place) -> None:
+    with saver(when_busy="double_buffer") as one, SlowEnd(rank=1) as end:
+        first = begin(one, 1, place)
+        if dist.get_rank() == 0:
+            first.result(PATIENCE)
+            error = begin(one, 2, place).exception(SOON)
+        else:
+            assert end.saved.wait(PATIENCE)
+            with pytest.raises(SaveInProgressError) as caught:
+                begin(one, 2, place)
+            error = caught.value
+            end.may_end.set()
+            first.result(PATIENCE)
+        assert isinstance(error, SaveInProgressError), repr(error)
+        dist.barrier()
+        begin(one, 3, place).result(PATIENCE)
+
+
+def test_a_rank_on_which_the_place_is_busy_takes_the_others_along(ranks, local):
+    ranks(2, _busy_place_on_one, local)
+    assert step_at(local, ranks=2) == 3
+
+
+# ---- one rank can't take part
+
+
+def _bad_value(place: Place) -> list:
+    with saver() as one:
+        state = of_rank(1)
+        if dist.get_rank() == 1:
+            state["deep"] = {"lock": Lock()}
+        error = one.save(state, place.writer()).written.exception(SOON)
+        begin(one, 2, place).result(PATIENCE)
+        return [type(error), getattr(error, "item", None)]
+
+
+def test_a_value_that_one_rank_cannot_copy_fails_the_save_everywhere(ranks, local):
+    assert ranks(2, _bad_value, local) == [[StagingError, "deep.lock"]] * 2
+    assert step_at(local, ranks=2) == 2
+
+
+def _no_memory(place: Place) -> list:
+    with saver() as one:
+        left = 1000 if dist.get_rank() == 1 else 2**40
+        with mock.patch.object(arenas, "_available", return_value=left):
+            error = begin(one, 1, place).exception(SOON)
+        begin(one, 2, place).result(PATIENCE)
+        return [type(error), "needs 1 MiB" in str(error)]
+
+
+def test_a_lack_of_memory_on_one_rank_fails_the_save_everywhere(ranks, local):
+    assert ranks(2, _no_memory, local) == [[StagingMemoryError, True]] * 2
+    assert step_at(local, ranks=2) == 2
+
+
+class Interrupted:
+    """A Stateful in whose midst the user presses Ctrl-C, on one rank."""
+
+    def state_dict(self) -> dict:
+        if dist.get_rank() == 1:
+            raise KeyboardInterrupt
+        return {}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        raise NotImplementedError
+
+
+def _interrupted(place: Place) -> None:
+    with saver() as one:
+        state = {**of_rank(1), "model": Interrupted()}
+        if dist.get_rank() == 1:
+            with pytest.raises(KeyboardInterrupt):
+                one.save(state, place.writer())
+        else:
+            error = one.save(state, place.writer()).written.exception(SOON)
+            assert "KeyboardInterrupt" in str(error)
+        begin(one, 2, place).result(PATIENCE)
+
+
+def test_an_interrupt_of_one_rank_fails_the_save_everywhere(ranks, local):
+    ranks(2, _interrupted, local)
+    assert step_at(local, ranks=2) == 2
+
+
+def _bad_planner(place: Place) -> str:
+    with saver() as one:
+        planner = Refusing() if dist.get_rank() == 1 else None
+        error = begin(one, 1, place, planner).exception(SOON)
+        begin(one, 2, place).result(PATIENCE)
+        assert isinstance(error, RanksFailedError)
+        return str(error)
+
+
+def test_a_planner_that_fails_on_one_rank_fails_the_save_everywhere(ranks, local):
+    for message in ranks(2, _bad_planner, local):
+        assert "rank 1: ArithmeticError: the dog ate it" in message
+    assert step_at(local, ranks=2) == 2
+
+
+class FailingStager:
+    """An asynchronous stager of the user's that fails on one rank."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self._pool = pool
+
+    def stage(self, state_dict: dict):
+        def copy() -> dict:
+            if dist.get_rank() == 1:
+                raise OSError("no disk")
+            return dict(state_dict)
+
+        return self._pool.submit(copy)
+
+
+def _bad_stager(place: Place) -> str:
+    with ThreadPoolExecutor(1) as pool, AsyncSaver(stager=FailingStager(pool)) as one:
+        pending = one.save(of_rank(1), place.writer())
+        assert pending.is_staged_in_background
+        error = pending.written.exception(SOON)
+        assert isinstance(error, CheckpointError)
+        assert (pending.staged.exception(SOON) is None) == (dist.get_rank() == 0)
+        return str(error)
+
+
+def test_a_stager_that_fails_on_one_rank_fails_the_save_everywhere(ranks, local):
+    for message in ranks(2, _bad_stager, local):
+        assert "no disk" in message
+    assert local.names() == []
+
+
+# ---- beside other collectives
+
+
+def _collectives_meanwhile(place: Place, folder: Path) -> bool:
+    gate = Gate(folder)
+    with saver() as one:
+        future = begin(one, 1, place, gate)
+        gate.wait()
+        for step in range(50):
+            seen = torch.tensor([step + dist.get_rank()])
+            dist.all_reduce(seen)
+            assert seen.item() == 2 * step + 1
+        dist.barrier()
+        under_way = not future.done()
+        gate.open()
+        future.result(PATIENCE)
+        return under_way
+
+
+def test_the_trainer_runs_collectives_while_a_save_is_under_way(ranks, local, tmp_path):
+    assert ranks(2, _collectives_meanwhile, local, tmp_path) == [True, True]
+    assert step_at(local, ranks=2) == 1
+
+
+def _several_groups(place: Place) -> None:
+    rank = dist.get_rank()
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    apart, together = AsyncSaver(process_group=alone), AsyncSaver()
+    with apart, together:
+        for step in range(5):
+            own = apart.save(filled(step, SMALL), place.at(f"of-{rank}").writer()).written
+            both = begin(together, step, place.at("of-both"))
+            own.result(PATIENCE)
+            both.result(PATIENCE)
+
+
+def test_savers_of_several_groups_save_at_once(ranks, local):
+    ranks(2, _several_groups, local)
+    assert [step_at(local.at(name)) for name in ("of-0", "of-1")] == [4, 4]
+    assert step_at(local.at("of-both"), ranks=2) == 4
+
+
+def _one_after_the_other(place: Place) -> None:
+    config = place.config
+    for step in range(20):
+        state = {**of_rank(step), "whole": numbered(100 + step)}
+        future = cloudckpt.async_save(state, checkpoint_id=place.uri, config=config)
+    future.result(PATIENCE)
+    cloudckpt.close_async_savers()
+
+
+def test_ranks_that_never_look_at_their_futures_save_one_step_after_the_other(ranks, s3):
+    ranks(2, _one_after_the_other, s3)
+    assert step_at(s3, ranks=2) == 19
+    assert len(s3.data()) <= 4

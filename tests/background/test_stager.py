@@ -1,0 +1,311 @@
+"""The stager's memory: kept from save to save, locked while it is read, given back at the end."""
+
+import gc
+import os
+import resource
+import threading
+import warnings
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
+
+import cloudckpt
+from cloudckpt import ClosedError, SaveInProgressError, Stager, StagingMemoryError
+from cloudckpt.background import arena as arenas
+from cloudckpt.config import MIB
+from dcp.children import in_a_child
+from dcp.values import assert_same, numbered
+
+from .waiting import eventually, open_files
+
+PATIENCE = 30.0  # seconds
+
+
+def _address(staged: dict) -> int:
+    return staged["t"].untyped_storage().data_ptr()
+
+
+# ---- the arena
+
+
+def test_the_next_copy_takes_the_memory_of_the_last(stager):
+    addresses = set()
+    for step in range(5):
+        staged = stager.stage({"t": numbered(100_000, first=step)})
+        assert_same(staged["t"], numbered(100_000, first=step))
+        addresses.add(_address(staged))
+        del staged
+    assert len(addresses) == 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "arena_sizes"),
+    [
+        ([10, 20, 30], [10, 20, 30]),
+        ([40, 30, 20], [40, 40, 40]),
+        ([40, 19, 30], [40, 19, 30]),
+        ([10, 1, 10], [10, 10, 10]),  # too small to be worth it
+    ],
+    ids=["grows", "is kept", "shrinks below half", "is small"],
+)
+def test_an_arena_fits_what_is_staged(stager, sizes, arena_sizes):
+    held = []
+    for size in sizes:
+        state = {"t": torch.full((size * MIB,), size, dtype=torch.uint8)}
+        staged, _ = stager.begin(state, 0)
+        assert_same(staged.state_dict, state)
+        held.append(staged.arena.size // MIB)
+        staged.release()
+    assert held == arena_sizes
+
+
+def test_a_state_dict_without_a_tensor_is_staged(stager):
+    assert stager.stage({"step": 3, "none": torch.empty(0)})["step"] == 3
+
+
+def test_it_gives_back_what_it_opened_and_leaves_nothing_in_shared_memory():
+    gc.collect()
+    files, names = open_files(), os.listdir("/dev/shm")
+    for _ in range(3):
+        stager = Stager()
+        for size in (1, 20, 5):
+            stager.stage({"t": torch.ones(size * MIB // 4)})
+            assert os.listdir("/dev/shm") == names
+        assert open_files() <= files + 2
+        stager.close()
+        stager.close()
+    assert open_files() == files
+
+
+def test_a_copy_outlives_its_stager():
+    with Stager() as stager:
+        staged = stager.stage({"t": numbered(10_000)})
+    with Stager() as other:
+        other.stage({"t": torch.zeros(10_000)})
+        assert_same(staged["t"], numbered(10_000))
+
+
+def test_a_closed_stager_says_so(stager):
+    stager.close()
+    with pytest.raises(ClosedError, match="closed"):
+        stager.stage({"t": numbered(3)})
+
+
+def _beyond_the_limit() -> tuple[str, bool]:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8 * MIB, resource.RLIM_INFINITY))
+    stager, files = Stager(), open_files()
+    with pytest.raises(StagingMemoryError) as caught:
+        stager.stage({"t": torch.zeros(9 * MIB, dtype=torch.uint8)})
+    assert open_files() == files
+    stager.stage({"t": torch.zeros(7 * MIB, dtype=torch.uint8)})  # the trainer goes on
+    return str(caught.value), isinstance(caught.value, MemoryError)
+
+
+def test_memory_that_the_kernel_refuses_is_an_error_that_says_how_much_is_needed():
+    message, is_memory_error = in_a_child("fork", _beyond_the_limit)
+    assert "needs 9 MiB" in message
+    assert "File too large" in message
+    assert is_memory_error
+
+
+def test_memory_that_the_machine_does_not_have_is_not_asked_for(stager, monkeypatch):
+    monkeypatch.setattr(arenas, "_available", lambda: 5 * MIB)
+    with pytest.raises(StagingMemoryError, match=r"needs 6 MiB.* has 5 MiB left"):
+        stager.stage({"t": torch.zeros(6 * MIB, dtype=torch.uint8)})
+    staged = stager.stage({"t": torch.zeros(4 * MIB, dtype=torch.uint8)})
+    assert staged["t"].numel() == 4 * MIB
+
+
+def test_the_machine_tells_how_much_memory_is_left():
+    available = arenas._available()
+    assert available is not None
+    assert MIB < available < 2**50
+
+
+# ---- the lease
+
+
+def test_a_copy_that_is_held_is_never_written_to(stager):
+    staged = stager.stage({"t": numbered(1000)})
+    with pytest.raises(SaveInProgressError, match=r"still reads the staged copy after 0\.05 s"):
+        stager.stage({"t": torch.zeros(1000)})
+    assert_same(staged["t"], numbered(1000))
+
+
+def test_one_view_of_a_copy_is_enough_to_hold_it(stager):
+    view = stager.stage({"t": numbered(1000), "u": numbered(5)})["t"][10:12]
+    with pytest.raises(SaveInProgressError):
+        stager.stage({"t": torch.zeros(1000)})
+    assert_same(view, numbered(2, first=10))
+    del view
+    stager.stage({"t": torch.zeros(1000)})
+
+
+def test_a_release_frees_the_memory_once():
+    stager = Stager(patience=0.05)
+    staged, _ = stager.begin({"t": numbered(10)}, 0)
+    staged.release()
+    staged.release()
+    held = stager.stage({"t": numbered(10)})
+    del staged  # its last tensor is gone, too
+    gc.collect()
+    with pytest.raises(SaveInProgressError):
+        stager.stage({"t": numbered(10)})
+    assert held
+
+
+def test_the_garbage_collector_frees_the_memory_of_a_copy_in_a_cycle(stager):
+    staged = stager.stage({"t": numbered(10)})
+    staged["self"] = staged
+    del staged
+    gc.collect()
+    assert_same(stager.stage({"t": numbered(7)})["t"], numbered(7))
+
+
+def test_a_copy_waits_for_the_one_before_and_goes_on_with_its_release():
+    stager = Stager(patience=PATIENCE)
+    first, _ = stager.begin({"t": numbered(10)}, 0)
+    begun = threading.Event()
+
+    def stage() -> dict:
+        begun.set()
+        return stager.stage({"t": numbered(10, first=5)})
+
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(stage)
+        assert begun.wait(PATIENCE)
+        assert_same(first.state_dict["t"], numbered(10))
+        assert not second.done()
+        first.release()
+        assert_same(second.result(PATIENCE)["t"], numbered(10, first=5))
+
+
+def test_a_failed_copy_frees_its_memory(stager):
+    for _ in range(3):
+        with pytest.raises(cloudckpt.StagingError):
+            stager.stage({"t": numbered(10), "lock": threading.Lock()})
+        gc.collect()
+    assert_same(stager.stage({"t": numbered(7)})["t"], numbered(7))
+
+
+def test_two_buffers_hold_two_copies():
+    stager = Stager(buffers=2, patience=0.05)
+    one, two = stager.stage({"t": numbered(9)}), stager.stage({"t": numbered(9, first=1)})
+    with pytest.raises(SaveInProgressError):
+        stager.stage({"t": torch.zeros(9)})
+    assert_same(one["t"], numbered(9))
+    assert_same(two["t"], numbered(9, first=1))
+    del one
+    assert_same(stager.stage({"t": numbered(9, first=2)})["t"], numbered(9, first=2))
+
+
+def test_an_asynchronous_stager_gives_a_future():
+    with Stager(asynchronous=True) as stager:
+        future = stager.stage({"t": numbered(10)})
+        assert isinstance(future, Future)
+        assert_same(future.result(PATIENCE)["t"], numbered(10))
+
+
+def test_many_threads_stage_in_turn():
+    stager = Stager(buffers=2, patience=PATIENCE)
+
+    def stage(number: int) -> bool:
+        staged = stager.stage({"t": torch.full((5000,), number)})
+        return bool(staged["t"].eq(number).all())
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(stage, range(200)))
+
+
+# ---- through torch's own async_save
+
+
+class Gate(DefaultSavePlanner):
+    """Stops before the second tensor is read until it is opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached, self.opened = threading.Event(), threading.Event()
+        self._reads = 0
+
+    def resolve_data(self, write_item):
+        self._reads += 1
+        if self._reads == 2:
+            self.reached.set()
+            assert self.opened.wait(PATIENCE)
+        return super().resolve_data(write_item)
+
+
+def _weights() -> dict:
+    return {"a": torch.zeros(1000), "b": torch.zeros(1000)}
+
+
+def _save(weights: dict, step: int, folder, stager: AsyncStager, planner) -> Future:
+    """Trains a step, in place, and begins to save it."""
+    for tensor in weights.values():
+        tensor.fill_(step)
+    return dcp.async_save(
+        weights,
+        storage_writer=FileSystemWriter(folder / str(step)),
+        async_stager=stager,
+        planner=planner,
+        no_dist=True,
+    )
+
+
+def _steps(folder, step: int) -> set[float]:
+    """The values in the checkpoint of a step."""
+    loaded = _weights()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(loaded, storage_reader=FileSystemReader(folder / str(step)), no_dist=True)
+    return {float(value) for tensor in loaded.values() for value in tensor.unique()}
+
+
+def test_torchs_stager_that_keeps_its_memory_mixes_two_steps_in_a_checkpoint(tmp_path):
+    stager = DefaultStager(StagingOptions(False, True, False, False))
+    weights, gate = _weights(), Gate()
+    first = _save(weights, 1, tmp_path, stager, gate)
+    assert gate.reached.wait(PATIENCE)
+    second = _save(weights, 2, tmp_path, stager, DefaultSavePlanner())
+    gate.opened.set()
+    first.result(PATIENCE)
+    second.result(PATIENCE)
+    assert _steps(tmp_path, 1) == {1.0, 2.0}
+    stager.close()
+
+
+def test_in_the_same_place_this_stager_keeps_the_steps_apart(tmp_path):
+    stager = Stager(patience=0.05)
+    weights, gate = _weights(), Gate()
+    first = _save(weights, 1, tmp_path, stager, gate)
+    assert gate.reached.wait(PATIENCE)
+    with pytest.raises(SaveInProgressError):
+        _save(weights, 2, tmp_path, stager, DefaultSavePlanner())
+    gate.opened.set()
+    first.result(PATIENCE)
+    assert _steps(tmp_path, 1) == {1.0}
+    stager.close()
+
+
+def test_a_save_of_torchs_waits_for_the_copy_of_the_one_before(tmp_path):
+    stager = Stager(patience=PATIENCE)
+    weights, gate = _weights(), Gate()
+    reached, opened = gate.reached, gate.opened
+    first = _save(weights, 1, tmp_path, stager, gate)
+    del gate  # planners hold on to what they have planned
+    assert reached.wait(PATIENCE)
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(_save, weights, 2, tmp_path, stager, DefaultSavePlanner())
+        assert not second.done()
+        opened.set()
+        first.result(PATIENCE)
+        assert eventually(lambda: gc.collect() >= 0 and second.done(), PATIENCE)
+        second.result().result(PATIENCE)
+    assert _steps(tmp_path, 1) == {1.0}
+    assert _steps(tmp_path, 2) == {2.0}
+    stager.close()
