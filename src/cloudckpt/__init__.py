@@ -7,7 +7,7 @@
 
 from cloudckpt.api import load, save
 from cloudckpt.background.async_save import async_save, close_async_savers
-from cloudckpt.background.saver import SaveFuture
+from cloudckpt.background.job import SaveFuture
 from cloudckpt.background.stager import Stager
 from cloudckpt.checkpoint.metadata import add_safe_metadata_globals
 from cloudckpt.checkpointer import (

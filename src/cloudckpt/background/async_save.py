@@ -13,7 +13,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from cloudckpt.api import writer_for
-from cloudckpt.background.saver import AsyncSaver, SaveFuture
+from cloudckpt.background.job import SaveFuture
+from cloudckpt.background.saver import AsyncSaver
 from cloudckpt.config import BackgroundOptions, Config
 from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.uri import URILike

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import concurrent.futures
-import pickle
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -21,84 +19,25 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from cloudckpt import api
+from cloudckpt.background.job import (
+    FailingPlanner,
+    PendingSave,
+    PickledResult,
+    SaveFuture,
+    SaveJob,
+    as_ours,
+    skipped,
+)
 from cloudckpt.background.process import SaveProcess
-from cloudckpt.background.stager import StagedState, Stager
+from cloudckpt.background.stager import Stager
 from cloudckpt.config import BackgroundOptions
 from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.dcp.writer import CloudStorageWriter
-from cloudckpt.errors import (
-    AsyncSaveError,
-    ClosedError,
-    CloudCheckpointError,
-    ConfigError,
-    SaveInProgressError,
-    StagingError,
-)
-from cloudckpt.events.event import Event, Span, subscribe
-from cloudckpt.events.timeline import Timeline
-from cloudckpt.transfer.stats import Transferred
+from cloudckpt.errors import ClosedError, ConfigError, SaveInProgressError
+from cloudckpt.events.event import Span, subscribe
 from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["AsyncSaver", "PendingSave", "SaveFuture"]
-
-
-class SaveFuture(Future[Metadata | None]):
-    """The outcome of an asynchronous save.
-
-    ``result()`` is the committed metadata, with the guarantees of :func:`cloudckpt.save`; or None
-    if the save was skipped. A save can't be cancelled once it was asked for, since other ranks take
-    part in it: ``cancel()`` returns False.
-
-    Attributes:
-        skipped: Whether there was no save, because the one before was still under way.
-        transferred: What this rank sent, once it is done and has succeeded.
-        timeline: The events of this save on this rank.
-    """
-
-    skipped = False
-    transferred: Transferred | None = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.timeline = Timeline()
-
-    def result(self, timeout: float | None = None) -> Metadata | None:
-        content: Any = super().result(timeout)
-        if isinstance(content, _Pickled):
-            return content.load()
-        return cast("Metadata | None", content)
-
-
-class _Pickled:
-    """Metadata as the saving process sent it: of no use to most trainers, and slow to unpickle."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-        self._metadata: Metadata | None = None
-
-    def load(self) -> Metadata:
-        if self._metadata is None:
-            self._metadata = pickle.loads(self._data)[0]  # noqa: S301 - from our own child
-        assert self._metadata is not None
-        return self._metadata
-
-    def transferred(self) -> Any:
-        return pickle.loads(self._data)[1]  # noqa: S301 - from our own child
-
-
-@dataclass(frozen=True)
-class PendingSave:
-    """An asynchronous save under way.
-
-    Attributes:
-        staged: Done when the trainer may change its tensors; None is its result.
-        written: Done when the save is.
-        is_staged_in_background: Whether ``staged`` may not be done yet.
-    """
-
-    staged: Future[None]
-    written: SaveFuture
-    is_staged_in_background: bool = False
+__all__ = ["AsyncSaver"]
 
 
 class AsyncSaver:
@@ -196,11 +135,11 @@ class AsyncSaver:
             self._under_way = [save for save in self._under_way if not save.written.done()]
             busy = bool(self._under_way)
         if self._options.when_busy == "skip" and self._all_skip(busy):
-            return _skipped()
+            return skipped()
         self._number += 1
         written = SaveFuture()
         written.set_running_or_notify_cancel()
-        job = _Job(
+        job = SaveJob(
             self._number, where, writer, planner or CloudSavePlanner(), use_collectives, written
         )
         staged: Future[None] = Future()
@@ -218,7 +157,7 @@ class AsyncSaver:
                 self._stage(state, job, staged)
                 span.bytes = 0 if job.staged is None else job.staged.size
         except BaseException as error:  # noqa: BLE001 - the other ranks must hear of it
-            job.failure = _as_ours(error, where)
+            job.failure = as_ours(error, where)
             staged.set_exception(job.failure)
             if isinstance(error, SaveInProgressError) or not isinstance(error, Exception):
                 raised = error
@@ -255,7 +194,7 @@ class AsyncSaver:
                     "a save to this place, or with this writer, is still under way", uri=where
                 )
 
-    def _stage(self, state: dict[str, Any], job: _Job, staged: Future[None]) -> None:
+    def _stage(self, state: dict[str, Any], job: SaveJob, staged: Future[None]) -> None:
         if self._own_stager is not None:
             job.staged, copied = self._own_stager.begin(state, self._options.patience)
             copied.result()
@@ -270,7 +209,7 @@ class AsyncSaver:
             job.state = made
             staged.set_result(None)
 
-    def _run(self, job: _Job, staged: Future[None]) -> None:
+    def _run(self, job: SaveJob, staged: Future[None]) -> None:
         """In the thread that saves."""
         unsubscribe = subscribe(job.listen)
         try:
@@ -286,19 +225,19 @@ class AsyncSaver:
             job.end()
             job.written.set_result(result)
 
-    def _save(self, job: _Job) -> Any:
+    def _save(self, job: SaveJob) -> Any:
         if self._process is not None:
             arena = None if job.staged is None else job.staged.arena
             others = (job.writer, job.planner, job.use_collectives, self._no_dist)
             data = self._process.save(job.number, job.content, arena, others, job.failure)
-            made = _Pickled(data)
+            made = PickledResult(data)
             if isinstance(job.writer, CloudStorageWriter):
                 job.writer.transferred = job.written.transferred = made.transferred()
             return made
         metadata = api.save(
             job.content,
             storage_writer=job.writer,
-            planner=job.planner if job.failure is None else _Failing(job.failure),
+            planner=job.planner if job.failure is None else FailingPlanner(job.failure),
             process_group=self._group,
             no_dist=self._no_dist,
             use_collectives=job.use_collectives,
@@ -342,62 +281,6 @@ class _UnderWay:
     written: SaveFuture
 
 
-@dataclass
-class _Job:
-    number: int
-    where: str
-    writer: StorageWriter
-    planner: SavePlanner
-    use_collectives: bool
-    written: SaveFuture
-    state: dict[str, Any] | None = None
-    staged: StagedState | None = None
-    copying: Future[dict[str, Any]] | None = None
-    failure: CloudCheckpointError | None = None
-
-    @property
-    def content(self) -> dict[str, Any]:
-        if self.staged is not None:
-            return self.staged.state_dict
-        return self.state or {}
-
-    def listen(self, event: Event) -> None:
-        """Notes what this save is doing."""
-        if event.uri == self.where:
-            self.written.timeline.add(event)
-
-    def take_copy(self) -> None:
-        """The result of a stager of the caller's that made its copy in the background."""
-        if self.copying is None:
-            return
-        try:
-            self.state = self.copying.result()
-        except Exception as error:  # noqa: BLE001 - the other ranks must hear of it
-            self.failure = _as_ours(error, "")
-
-    def end(self) -> None:
-        """Gives the copy's memory back."""
-        self.state = self.copying = None
-        if self.staged is not None:
-            self.staged.release()
-
-
-class _Failing(CloudSavePlanner):
-    """Takes part in a save in the place of a rank that can't, so that all ranks hear why."""
-
-    def __init__(self, failure: CloudCheckpointError) -> None:
-        super().__init__()
-        self._failure = failure
-
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        storage_meta: StorageMeta | None = None,
-        is_coordinator: bool = False,
-    ) -> NoReturn:
-        raise self._failure
-
-
 def _location(writer: StorageWriter, checkpoint_id: URILike | None) -> str:
     if not isinstance(writer, CloudStorageWriter):
         return f"writer {id(writer)}"
@@ -406,29 +289,9 @@ def _location(writer: StorageWriter, checkpoint_id: URILike | None) -> str:
     )
 
 
-def _as_ours(error: BaseException, where: str) -> CloudCheckpointError:
-    if isinstance(error, CloudCheckpointError):
-        if error.uri is None and where:
-            error.uri = where
-        return error
-    made: AsyncSaveError = StagingError("the state dict could not be copied", cause=error)
-    made.uri = where or None
-    made.__cause__ = error
-    return made
-
-
 def _pass_on(done: Future[Any], staged: Future[None]) -> None:
     error = done.exception()
     if error is not None:
         staged.set_exception(error)
     else:
         staged.set_result(None)
-
-
-def _skipped() -> PendingSave:
-    staged: Future[None] = Future()
-    staged.set_result(None)
-    written = SaveFuture()
-    written.skipped = True
-    written.set_result(None)
-    return PendingSave(staged, written)

@@ -12,7 +12,8 @@ import torch
 from typing_extensions import Self
 
 from cloudckpt import api
-from cloudckpt.background.saver import AsyncSaver, SaveFuture
+from cloudckpt.background.job import SaveFuture
+from cloudckpt.background.saver import AsyncSaver
 from cloudckpt.checkpointer.config import CheckpointerConfig
 from cloudckpt.checkpointer.planners import EverythingPlanner, PartialPlanner
 from cloudckpt.dcp.planners import CloudLoadPlanner

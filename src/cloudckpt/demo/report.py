@@ -108,7 +108,9 @@ class PhaseBar:
 
 
 def _table(phases: Sequence[Phase]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), caption_justify="left", caption_style="dim")
+    table = Table(
+        box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), caption_justify="left", caption_style="dim"
+    )
     for heading in _HEADINGS:
         table.add_column(heading, justify="right", no_wrap=True)
     for phase in phases:

@@ -13,7 +13,7 @@ from cloudckpt.stores.base import Capabilities
 
 __all__ = ["Lease", "PartCutter", "PartPlan", "Piece", "choose_part_size", "even_share"]
 
-_ROUNDS = 4
+_ROUNDS = 2
 
 _PARTS_AIMED_AT = 9_000  # below the 10,000 of S3 and GCS, in case the size was underestimated
 
@@ -124,7 +124,7 @@ def even_share(nbytes: int, connections: int) -> int:
     """Bytes of a request when ``nbytes`` go over ``connections``: 16 MiB to 64 MiB.
 
     A request costs about half a millisecond of Python, so it should be large; but each connection
-    should get several, so that none has to wait long for the last one.
+    should get more than one, so that a fast one can take over from a slow one.
     """
     share = nbytes // (connections * _ROUNDS)
     return min(max(share // MIB * MIB, 16 * MIB), 64 * MIB)
