@@ -1,0 +1,37 @@
+"""All of the contract in one class."""
+
+from __future__ import annotations
+
+from cloudckpt.testing.contract.everywhere import CommonContract
+from cloudckpt.testing.contract.reading import ReadingContract
+from cloudckpt.testing.contract.uploads import UploadContract
+from cloudckpt.testing.contract.writing import WritingContract
+
+__all__ = ["StoreContract"]
+
+
+class StoreContract(WritingContract, UploadContract, ReadingContract, CommonContract):
+    """What :class:`~cloudckpt.stores.base.ObjectStore` promises, verb by verb.
+
+    Subclass it in a test module under a name that pytest collects, provide the fixture ``store``,
+    and the two hooks that put and read bytes *around* the store under test, so that a store which
+    reads back its own mistakes is found out::
+
+        class TestMyStore(StoreContract):
+            @pytest.fixture
+            def store(self):
+                store = MyStore("bucket")
+                yield store
+                store.close()
+
+            def put_directly(self, store, key, data):
+                vendor_sdk.upload("bucket", key, data)
+
+            def get_directly(self, store, key):
+                return vendor_sdk.download("bucket", key)
+
+    Each test needs an empty place beneath ``prefix``. A store must take parts of
+    ``capabilities.min_part_size`` bytes, or of 64 KiB if that is more. For failures that show what
+    was compared, call ``pytest.register_assert_rewrite("cloudckpt.testing.contract")`` in a
+    ``conftest.py``.
+    """

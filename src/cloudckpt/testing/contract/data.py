@@ -1,0 +1,73 @@
+"""What the tests of the contract send, and how."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from cloudckpt.checksum import crc32c
+from cloudckpt.stores.base import ObjectInfo, ObjectStore, Part, Upload
+
+__all__ = [
+    "SEVERAL_STEPS",
+    "cut",
+    "in_order",
+    "part_size",
+    "parts_of",
+    "put",
+    "put_part",
+    "some_bytes",
+]
+
+SEVERAL_STEPS = 9 * 1024 * 1024 + 17
+"""Bytes that no store moves in one go."""
+
+_SMALLEST_PART = 64 * 1024
+
+
+def some_bytes(size: int, seed: int = 0) -> bytes:
+    """Bytes without a pattern, the same in each run."""
+    return random.Random(seed).randbytes(size)
+
+
+def cut(data: bytes | bytearray, sizes: Sequence[int]) -> list[memoryview]:
+    """Views of ``data`` of these sizes, and one of the rest."""
+    views, rest = [], memoryview(data)
+    for size in sizes:
+        views.append(rest[:size])
+        rest = rest[size:]
+    return [*views, rest]
+
+
+def put(
+    store: ObjectStore,
+    key: str,
+    data: bytes,
+    *,
+    if_absent: bool = False,
+    if_version: str | None = None,
+) -> ObjectInfo:
+    """``store.put`` of plain bytes."""
+    body = [memoryview(data)]
+    return store.put(key, body, crc32c=crc32c(data), if_absent=if_absent, if_version=if_version)
+
+
+def put_part(store: ObjectStore, upload: Upload, number: int, data: bytes) -> Part:
+    """``store.put_part`` of plain bytes."""
+    return store.put_part(upload, number, [memoryview(data)], crc32c=crc32c(data))
+
+
+def part_size(store: ObjectStore) -> int:
+    """Bytes of a part that the store accepts in the middle of an upload."""
+    return max(store.capabilities.min_part_size, _SMALLEST_PART)
+
+
+def parts_of(store: ObjectStore, data: bytes) -> list[bytes]:
+    """``data`` in parts."""
+    size = part_size(store)
+    return [data[start : start + size] for start in range(0, len(data), size)]
+
+
+def in_order(parts: Sequence[Part]) -> list[Part]:
+    """Parts by their numbers."""
+    return sorted(parts, key=lambda part: part.number)

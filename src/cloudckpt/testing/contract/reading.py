@@ -1,0 +1,166 @@
+"""The contract of ``get``, ``get_range``, ``head``, ``list`` and ``delete``."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from cloudckpt.errors import (
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    RangeNotSatisfiableError,
+)
+from cloudckpt.stores.base import ObjectStore
+from cloudckpt.testing.contract.data import (
+    SEVERAL_STEPS,
+    cut,
+    put,
+    some_bytes,
+)
+from cloudckpt.testing.contract.hooks import Hooks
+
+__all__ = ["ReadingContract"]
+
+_THREADS = 8
+
+
+class ReadingContract(Hooks):
+    """Objects that are read, listed and deleted."""
+
+    @pytest.mark.parametrize("size", [0, 1, SEVERAL_STEPS])
+    def test_get_reads_a_whole_object(self, store: ObjectStore, prefix: str, size: int) -> None:
+        data = some_bytes(size)
+        self.put_directly(store, prefix + "object", data)
+        found, info = store.get(prefix + "object")
+        assert bytes(found) == data
+        assert info == store.head(prefix + "object")
+
+    @pytest.mark.parametrize(
+        ("start", "stop"),
+        [(0, 1), (0, SEVERAL_STEPS), (1, 1_500_000), (77_777, SEVERAL_STEPS), (-1, None)],
+    )
+    def test_get_range_reads_these_bytes_and_no_others(
+        self, store: ObjectStore, prefix: str, start: int, stop: int | None
+    ) -> None:
+        data = some_bytes(SEVERAL_STEPS)
+        self.put_directly(store, prefix + "object", data)
+        start, stop, _ = slice(start, stop).indices(len(data))
+        memory = bytearray(b"\xaa" * (stop - start + 2))
+        info = store.get_range(prefix + "object", start, [memoryview(memory)[1:-1]])
+        assert memory == b"\xaa" + data[start:stop] + b"\xaa"
+        assert info == store.head(prefix + "object")
+        assert info.size == len(data)
+
+    def test_get_range_fills_the_views_one_after_the_other(
+        self, store: ObjectStore, prefix: str
+    ) -> None:
+        data = some_bytes(SEVERAL_STEPS)
+        self.put_directly(store, prefix + "object", data)
+        memory = bytearray(len(data) - 100)
+        views = cut(memory, [0, 3, 1, 0, 100_000, 2 * 1024 * 1024, 0])
+        store.get_range(prefix + "object", 50, views)
+        assert memory == data[50:-50]
+
+    def test_get_range_fills_thousands_of_views(self, store: ObjectStore, prefix: str) -> None:
+        data = some_bytes(6000)
+        self.put_directly(store, prefix + "object", data)
+        memory = bytearray(len(data))
+        store.get_range(prefix + "object", 0, cut(memory, [2] * 3000))
+        assert memory == data
+
+    @pytest.mark.parametrize("start", [0, 5, 12, 1000])
+    def test_get_range_refuses_what_the_object_does_not_have(
+        self, store: ObjectStore, prefix: str, start: int
+    ) -> None:
+        self.put_directly(store, prefix + "object", b"twelve bytes")
+        with pytest.raises(RangeNotSatisfiableError):
+            store.get_range(prefix + "object", start, [memoryview(bytearray(13))])
+
+    def test_get_range_accepts_the_version_that_is_there(
+        self, store: ObjectStore, prefix: str
+    ) -> None:
+        info = put(store, prefix + "object", b"twelve bytes")
+        memory = bytearray(5)
+        found = store.get_range(prefix + "object", 7, [memoryview(memory)], if_version=info.version)
+        assert (bytes(memory), found) == (b"bytes", info)
+
+    def test_get_range_refuses_another_version(self, store: ObjectStore, prefix: str) -> None:
+        old = put(store, prefix + "object", b"old")
+        self.put_directly(store, prefix + "object", b"replaced")
+        with pytest.raises(PreconditionFailedError):
+            store.get_range(
+                prefix + "object", 0, [memoryview(bytearray(3))], if_version=old.version
+            )
+
+    def test_head_tells_the_size(self, store: ObjectStore, prefix: str) -> None:
+        self.put_directly(store, prefix + "object", b"twelve bytes")
+        self.put_directly(store, prefix + "empty", b"")
+        assert store.head(prefix + "object").size == 12
+        assert store.head(prefix + "empty").size == 0
+
+    @pytest.mark.parametrize("verb", ["get", "get_range", "head"])
+    @pytest.mark.parametrize("name", ["missing", "folder", "folder/other", "folder/object/below"])
+    def test_reading_what_is_not_there_says_so_and_where(
+        self, store: ObjectStore, prefix: str, verb: str, name: str
+    ) -> None:
+        self.put_directly(store, prefix + "folder/object", b"data")
+        key = prefix + name
+
+        def read() -> None:
+            if verb == "get":
+                store.get(key)
+            elif verb == "get_range":
+                store.get_range(key, 0, [memoryview(bytearray(1))])
+            else:
+                store.head(key)
+
+        with pytest.raises(ObjectNotFoundError) as caught:
+            read()
+        assert caught.value.uri == store.uri(key)
+        assert store.uri(key) in str(caught.value)
+
+    def test_list_finds_keys_by_their_beginning_in_the_order_of_keys(
+        self, store: ObjectStore, prefix: str
+    ) -> None:
+        names = ["a", "a-b", "a.b", "a/b", "a/b-", "a/b/c", "a/c", "a0", "aé", "b", "A"]
+        for name in names:
+            self.put_directly(store, f"{prefix}in-{name}/x", name.encode())
+        self.put_directly(store, prefix + "out", b"not looked for")
+        found = [info.key for info in store.list(prefix + "in-")]
+        assert found == sorted(f"{prefix}in-{name}/x" for name in names)
+
+    def test_list_takes_a_prefix_that_ends_inside_of_a_name(
+        self, store: ObjectStore, prefix: str
+    ) -> None:
+        for name in ("run/step-1", "run/step-10/a", "run/step-2", "run/other"):
+            self.put_directly(store, prefix + name, b"")
+        assert [info.key for info in store.list(prefix + "run/step-1")] == [
+            prefix + "run/step-1",
+            prefix + "run/step-10/a",
+        ]
+
+    def test_list_tells_sizes_and_versions(self, store: ObjectStore, prefix: str) -> None:
+        infos = [put(store, f"{prefix}{n}", b"x" * n) for n in range(3)]
+        assert list(store.list(prefix)) == infos
+
+    def test_list_of_nothing_is_empty(self, store: ObjectStore, prefix: str) -> None:
+        assert list(store.list(prefix + "nothing/")) == []
+
+    def test_many_objects_are_listed_and_deleted(self, store: ObjectStore, prefix: str) -> None:
+        keys = [f"{prefix}{n:05}" for n in range(self.object_count)]
+        with ThreadPoolExecutor(_THREADS) as threads:
+            list(threads.map(lambda key: self.put_directly(store, key, b""), keys))
+        assert [info.key for info in store.list(prefix)] == keys
+        store.delete(keys[:-1])
+        assert [info.key for info in store.list(prefix)] == keys[-1:]
+
+    def test_delete_takes_what_is_there_and_minds_nothing_else(
+        self, store: ObjectStore, prefix: str
+    ) -> None:
+        for name in ("a", "b", "c"):
+            self.put_directly(store, prefix + name, b"")
+        store.delete(prefix + name for name in ("a", "missing", "c", "a", "no/folder"))
+        store.delete([prefix + "a"])
+        store.delete([])
+        assert [info.key for info in store.list(prefix)] == [prefix + "b"]

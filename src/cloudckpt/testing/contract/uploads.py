@@ -1,0 +1,179 @@
+"""The contract of uploads in parts."""
+
+from __future__ import annotations
+
+import pytest
+
+from cloudckpt.checksum import crc32c
+from cloudckpt.errors import (
+    ObjectNotFoundError,
+    StoreError,
+)
+from cloudckpt.stores.base import ObjectStore
+from cloudckpt.testing.contract.data import (
+    cut,
+    in_order,
+    part_size,
+    parts_of,
+    put,
+    put_part,
+    some_bytes,
+)
+from cloudckpt.testing.contract.hooks import Hooks
+
+__all__ = ["UploadContract"]
+
+
+class UploadContract(Hooks):
+    """Objects that are sent in parts."""
+
+    def test_parts_sent_in_any_order_make_the_object(self, store: ObjectStore, prefix: str) -> None:
+        data = some_bytes(3 * part_size(store) + 1000)
+        upload = store.create_upload(prefix + "object", part_size(store))
+        pieces = parts_of(store, data)
+        sent = [put_part(store, upload, n, pieces[n - 1]) for n in (3, 1, 4, 2)]
+        info = store.complete_upload(upload, in_order(sent))
+        assert self.get_directly(store, prefix + "object") == data
+        assert (info.key, info.size) == (prefix + "object", len(data))
+        assert info == store.head(prefix + "object")
+
+    def test_put_part_tells_number_size_and_checksum(self, store: ObjectStore, prefix: str) -> None:
+        upload = store.create_upload(prefix + "object", part_size(store))
+        part = put_part(store, upload, 1, b"twelve bytes")
+        store.abort_upload(upload)
+        assert (part.number, part.size, part.crc32c) == (1, 12, crc32c(b"twelve bytes"))
+
+    def test_a_part_is_sent_from_many_views(self, store: ObjectStore, prefix: str) -> None:
+        data = some_bytes(part_size(store))
+        upload = store.create_upload(prefix + "object", part_size(store))
+        views = cut(data, [1, 0, 17, 30_000])
+        part = store.put_part(upload, 1, views, crc32c=crc32c(data))
+        store.complete_upload(upload, [part])
+        assert self.get_directly(store, prefix + "object") == data
+
+    def test_a_part_that_is_sent_again_replaces_the_first(
+        self, store: ObjectStore, prefix: str
+    ) -> None:
+        size = part_size(store)
+        first, wrong, last = some_bytes(size, 1), some_bytes(size, 2), some_bytes(100, 3)
+        upload = store.create_upload(prefix + "object", size)
+        put_part(store, upload, 1, wrong)
+        end = put_part(store, upload, 2, last)
+        begin = put_part(store, upload, 1, first)
+        store.complete_upload(upload, [begin, end])
+        assert self.get_directly(store, prefix + "object") == first + last
+
+    def test_a_last_part_that_is_sent_again_may_be_shorter(
+        self, store: ObjectStore, prefix: str
+    ) -> None:
+        upload = store.create_upload(prefix + "object", part_size(store))
+        put_part(store, upload, 1, b"longer than the second try")
+        part = put_part(store, upload, 1, b"short")
+        info = store.complete_upload(upload, [part])
+        assert info.size == 5
+        assert self.get_directly(store, prefix + "object") == b"short"
+
+    def test_an_upload_is_invisible_until_it_is_complete(
+        self, store: ObjectStore, prefix: str
+    ) -> None:
+        upload = store.create_upload(prefix + "object", part_size(store))
+        part = put_part(store, upload, 1, b"data")
+        assert list(store.list(prefix)) == []
+        with pytest.raises(ObjectNotFoundError):
+            store.head(prefix + "object")
+        store.complete_upload(upload, [part])
+        assert [info.key for info in store.list(prefix)] == [prefix + "object"]
+
+    def test_an_upload_leaves_the_object_that_it_will_replace(
+        self, store: ObjectStore, prefix: str
+    ) -> None:
+        old = put(store, prefix + "object", b"old")
+        upload = store.create_upload(prefix + "object", part_size(store))
+        part = put_part(store, upload, 1, b"new")
+        assert store.head(prefix + "object") == old
+        info = store.complete_upload(upload, [part])
+        assert info.version != old.version
+        assert self.get_directly(store, prefix + "object") == b"new"
+
+    def test_two_uploads_of_one_key_do_not_mix(self, store: ObjectStore, prefix: str) -> None:
+        uploads = [store.create_upload(prefix + "object", part_size(store)) for _ in range(2)]
+        assert uploads[0].id != uploads[1].id
+        parts = [
+            put_part(store, upload, 1, text)
+            for upload, text in zip(uploads, (b"first", b"second"), strict=True)
+        ]
+        store.complete_upload(uploads[1], [parts[1]])
+        store.complete_upload(uploads[0], [parts[0]])
+        assert self.get_directly(store, prefix + "object") == b"first"
+
+    def test_an_upload_is_listed_until_it_is_complete(
+        self, store: ObjectStore, prefix: str
+    ) -> None:
+        upload = store.create_upload(prefix + "object", part_size(store))
+        part = put_part(store, upload, 1, b"data")
+        assert [(found.key, found.id) for found in store.list_uploads(prefix)] == [
+            (upload.key, upload.id)
+        ]
+        store.complete_upload(upload, [part])
+        assert list(store.list_uploads(prefix)) == []
+
+    def test_uploads_are_listed_by_the_beginning_of_their_keys(
+        self, store: ObjectStore, prefix: str
+    ) -> None:
+        wanted = [store.create_upload(prefix + "run/step-1", part_size(store)) for _ in range(2)]
+        wanted.append(store.create_upload(prefix + "run/step-10", part_size(store)))
+        store.create_upload(prefix + "run/other", part_size(store))
+        found = list(store.list_uploads(prefix + "run/step-1"))
+        assert sorted((upload.key, upload.id) for upload in found) == sorted(
+            (upload.key, upload.id) for upload in wanted
+        )
+
+    def test_an_upload_that_was_listed_can_be_aborted(
+        self, store: ObjectStore, prefix: str
+    ) -> None:
+        put_part(store, store.create_upload(prefix + "object", part_size(store)), 1, b"orphan")
+        for upload in store.list_uploads(prefix):
+            store.abort_upload(upload)
+        assert list(store.list_uploads(prefix)) == []
+        assert list(store.list(prefix)) == []
+
+    def test_an_aborted_upload_is_gone(self, store: ObjectStore, prefix: str) -> None:
+        upload = store.create_upload(prefix + "object", part_size(store))
+        part = put_part(store, upload, 1, b"data")
+        store.abort_upload(upload)
+        assert list(store.list_uploads(prefix)) == []
+        with pytest.raises(StoreError):
+            store.complete_upload(upload, [part])
+        with pytest.raises(ObjectNotFoundError):
+            store.head(prefix + "object")
+
+    def test_no_part_is_taken_after_an_abort(self, store: ObjectStore, prefix: str) -> None:
+        upload = store.create_upload(prefix + "object", part_size(store))
+        store.abort_upload(upload)
+        with pytest.raises(StoreError):
+            put_part(store, upload, 1, b"too late")
+        assert list(store.list_uploads(prefix)) == []
+
+    def test_an_upload_can_be_aborted_again(self, store: ObjectStore, prefix: str) -> None:
+        upload = store.create_upload(prefix + "object", part_size(store))
+        store.abort_upload(upload)
+        store.abort_upload(upload)
+        assert list(store.list_uploads(prefix)) == []
+
+    def test_an_abort_after_completion_leaves_the_object(
+        self, store: ObjectStore, prefix: str
+    ) -> None:
+        upload = store.create_upload(prefix + "object", part_size(store))
+        store.complete_upload(upload, [put_part(store, upload, 1, b"data")])
+        store.abort_upload(upload)
+        assert self.get_directly(store, prefix + "object") == b"data"
+
+    def test_completing_again_leaves_the_object(self, store: ObjectStore, prefix: str) -> None:
+        upload = store.create_upload(prefix + "object", part_size(store))
+        part = put_part(store, upload, 1, b"data")
+        info = store.complete_upload(upload, [part])
+        try:
+            again = store.complete_upload(upload, [part])
+        except ObjectNotFoundError:
+            again = info  # a store may have forgotten the upload, or remember its result
+        assert again == info == store.head(prefix + "object")
