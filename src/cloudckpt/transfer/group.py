@@ -13,7 +13,9 @@ __all__ = ["Cancellation", "TaskGroup"]
 
 
 _MOST_WAITING = 2
-_PATIENCE = 0.2  # seconds for what was broken off to end
+_PATIENCE = 0.2
+"""Seconds for what was broken off to end. No wait is longer: a signal that comes between the last
+look and the wait would else be handled only when the wait ends."""
 
 
 class Cancellation:
@@ -78,7 +80,7 @@ class TaskGroup:
         """
         with self._changed:
             while len(self._tasks) >= _MOST_WAITING and self._error is None:
-                self._changed.wait()
+                self._changed.wait(_PATIENCE)
             if self._error is not None:
                 self.cancellation.check()
             self._tasks.append(task)
@@ -143,8 +145,7 @@ class TaskGroup:
         """Waits for the threads; after a failure, not for long."""
         with self._changed:
             while self._alive:
-                patience = None if self._error is None else _PATIENCE
-                if not self._changed.wait(patience) and self._error is not None:
+                if not self._changed.wait(_PATIENCE) and self._error is not None:
                     return False
             return True
 
