@@ -254,7 +254,7 @@ class TestInterrupts:
     def test_an_interrupted_save_ends_soon_and_cleans_up(
         self, interrupt, store, direct, operation, path, nbytes
     ):
-        long = {**HASTY, "read_timeout": 60.0, "stall_timeout": 60.0}
+        long = {**HASTY, "read_timeout": 60.0, "stall_timeout": 60.0, "connections": 1}
         where = {"operation": operation, "path": path, "times": 1}
         # a request that is carried out behind the clean-up can't be helped: see the last test
         fault = NeverAnswered(threading.Event())

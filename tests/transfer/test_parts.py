@@ -213,6 +213,6 @@ def test_an_even_share_keeps_all_connections_busy_to_the_end(nbytes, connections
     assert 16 * MIB <= size <= 64 * MIB
     assert size % MIB == 0
     if size > 16 * MIB:
-        assert nbytes // size >= 2 * connections
+        assert nbytes // size >= 4 * connections
     if size < 64 * MIB and nbytes > connections * 64 * MIB:
         assert nbytes // size <= 8 * connections  # and makes no more requests than that takes

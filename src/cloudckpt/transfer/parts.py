@@ -13,7 +13,7 @@ from cloudckpt.stores.base import Capabilities
 
 __all__ = ["Lease", "PartCutter", "PartPlan", "Piece", "choose_part_size", "even_share"]
 
-_ROUNDS = 2
+_PARTS_EACH = 2
 
 _PARTS_AIMED_AT = 9_000  # below the 10,000 of S3 and GCS, in case the size was underestimated
 
@@ -120,13 +120,13 @@ class PartCutter:
         return part if part.size else None
 
 
-def even_share(nbytes: int, connections: int) -> int:
-    """Bytes of a request when ``nbytes`` go over ``connections``: 16 MiB to 64 MiB.
+def even_share(nbytes: int, connections: int, *, each: int = 4) -> int:
+    """Bytes of a request when each of ``connections`` gets ``each`` of them: 16 MiB to 64 MiB.
 
     A request costs about half a millisecond of Python, so it should be large; but each connection
     should get more than one, so that a fast one can take over from a slow one.
     """
-    share = nbytes // (connections * _ROUNDS)
+    share = nbytes // (connections * each)
     return min(max(share // MIB * MIB, 16 * MIB), 64 * MIB)
 
 
@@ -148,7 +148,9 @@ def choose_part_size(
         copied: The memory budget, if parts will hold copies. A part may then take a sixth of it:
             two parts are held back at a time and the pool loses up to half to fragments.
     """
-    size = wanted or max(nbytes // _PARTS_AIMED_AT, even_share(nbytes, connections))
+    size = wanted or max(
+        nbytes // _PARTS_AIMED_AT, even_share(nbytes, connections, each=_PARTS_EACH)
+    )
     if copied is not None:
         size = min(size, copied // 6)
     fitting = -(-nbytes // capabilities.max_parts)
