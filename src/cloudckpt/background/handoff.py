@@ -10,6 +10,7 @@ import torch
 
 from cloudckpt.background.arena import Arena
 from cloudckpt.errors import StagingError
+from cloudckpt.transfer.memory import extent
 
 __all__ = ["pack", "unpack"]
 
@@ -78,10 +79,9 @@ class _Packer(pickle.Pickler):
         start = value.untyped_storage().data_ptr()
         if not self._begin <= start < self._end:
             return None
-        place = start - self._begin + value.storage_offset() * value.itemsize
-        steps = zip(value.shape, value.stride(), strict=True)
-        size = (sum((size - 1) * stride for size, stride in steps) + 1) * value.itemsize
-        return place, size, value.dtype, tuple(value.shape), value.stride()
+        first, end = extent(value)
+        place = start - self._begin + first
+        return place, end - first, value.dtype, tuple(value.shape), value.stride()
 
 
 class _Unpacker(pickle.Unpickler):

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cloudckpt.background.arena import ALIGNMENT, Memory
 from cloudckpt.errors import StagingError
-from cloudckpt.transfer.memory import has_memory, shows_its_memory
+from cloudckpt.transfer.memory import extent, has_memory, shows_its_memory
 
 __all__ = ["Layout", "Region"]
 
@@ -110,7 +110,7 @@ class Layout:
         if shown.numel() == 0:
             return  # its storage may be freed, and its offset lie anywhere
         storage = shown.untyped_storage()
-        first, end = _extent(shown)
+        first, end = extent(shown)
         region = self._by_storage.get(storage._cdata)
         if region is None:
             region = self._by_storage[storage._cdata] = Region(storage, first, end, shown.itemsize)
@@ -145,18 +145,6 @@ class Layout:
         made = torch.empty(0, dtype=tensor.dtype)
         assert region.copy is not None
         return made.set_(region.copy, offset, tensor.size(), tensor.stride())
-
-
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The bytes of its storage that a tensor shows: the first, and the first behind them."""
-    itemsize = tensor.itemsize
-    first = tensor.storage_offset() * itemsize
-    if tensor.is_contiguous():
-        end = first + tensor.numel() * itemsize
-    else:
-        steps = zip(tensor.shape, tensor.stride(), strict=True)
-        end = first + (sum((size - 1) * stride for size, stride in steps) + 1) * itemsize
-    return int(first), int(end)
 
 
 def _goes_to_arena(tensor: torch.Tensor) -> bool:

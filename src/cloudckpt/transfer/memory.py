@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-__all__ = ["bytes_of", "has_memory", "is_plain", "shows_its_memory"]
+__all__ = ["bytes_of", "extent", "has_memory", "is_plain", "shows_its_memory"]
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -29,9 +29,16 @@ def has_memory(tensor: torch.Tensor) -> bool:
             return False
     except RuntimeError:  # torch's zero tensors
         return False
+    return bool(storage.nbytes() >= extent(tensor)[1])
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes of its storage that a non-empty tensor shows: the first, and behind the last."""
+    itemsize = tensor.itemsize
+    first = tensor.storage_offset() * itemsize
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
-    return bool(storage.nbytes() >= (last + 1) * tensor.itemsize)
+    end = first + (sum((size - 1) * stride for size, stride in steps) + 1) * itemsize
+    return int(first), int(end)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
