@@ -25,10 +25,7 @@ class CloudCkpt(StockDcp):
         )
 
     def _vendor(self, place: Place) -> dict[str, Any]:
-        """Returns the options; checksums go along as they do to the vendors' own endpoints.
-
-        Azure's is computed for that alone.
-        """
+        """Returns the options; checksums go along as they do to the vendors' own endpoints."""
         endpoint = {"endpoint_url": place.endpoint}
         if place.scheme == "gs":
             return {"gcs": self._ours.GCSOptions(**endpoint, checksum="on")}

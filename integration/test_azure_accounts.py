@@ -4,7 +4,7 @@ import pytest
 from azure.storage.blob import generate_container_sas
 
 import cloudckpt
-from cloudckpt import AzureOptions, Config
+from cloudckpt import AzureOptions, Config, StoreError
 from cloudckpt.testing.servers import Azurite
 from dcp.values import assert_same, numbered
 
@@ -25,11 +25,19 @@ def account(cloud, monkeypatch):
     )
 
 
-def _there_and_back(uri, config):
+def _save(uri, config):
     cloudckpt.save({"t": numbered(100)}, checkpoint_id=uri, config=config)
+
+
+def _load(uri, config):
     state = {"t": numbered(100, first=7)}
     cloudckpt.load(state, checkpoint_id=uri, config=config)
     assert_same(state, {"t": numbered(100)})
+
+
+def _there_and_back(uri, config):
+    _save(uri, config)
+    _load(uri, config)
 
 
 def test_the_environment_names_endpoint_account_and_key(place, account, monkeypatch):
@@ -55,3 +63,33 @@ def test_a_signature_is_all_that_is_needed(cloud, place, account, monkeypatch):
     )
     monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", sas)
     _there_and_back(place.uri, Config(azure=AzureOptions(endpoint_url=account.url)))
+
+
+@pytest.fixture
+def saved(place, account):
+    """The place, with a checkpoint that was saved by the account's owner."""
+    config = Config(azure=AzureOptions(endpoint_url=account.url, account=account.account))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AZURE_STORAGE_KEY", account.key)
+        _save(place.uri, config)
+    return place
+
+
+def _load_as_anybody(place, account):
+    options = AzureOptions(endpoint_url=account.url, account=account.account, anonymous=True)
+    _load(place.uri, Config(azure=options))
+
+
+def test_anybody_may_load_from_a_public_container(cloud, saved, account):
+    container = cloud.look.client
+    container.set_container_access_policy(signed_identifiers={}, public_access="container")
+    try:
+        _load_as_anybody(saved, account)
+    finally:
+        container.set_container_access_policy(signed_identifiers={})
+
+
+def test_nobody_loads_from_a_private_container_without_credentials(saved, account):
+    with pytest.raises(StoreError) as caught:
+        _load_as_anybody(saved, account)
+    assert caught.value.uri.startswith(saved.uri)

@@ -4,7 +4,7 @@ import pytest
 
 from cloudckpt import RetryPolicy
 from cloudckpt.checkpoint.commit import Probe, conditions_work
-from cloudckpt.checksum import crc32c
+from cloudckpt.checksum import CRC32C
 from cloudckpt.errors import ConfigError
 from cloudckpt.transfer.retry import Retrier
 
@@ -16,7 +16,7 @@ pytestmark = [
 
 def test_that_it_ignores_preconditions_is_found_out(store, place):
     key, content = f"{place.key}/probe", b"content"
-    store.put(key, [memoryview(content)], crc32c=crc32c(content))
+    store.put(key, [memoryview(content)], checksum=CRC32C.of(content))
     retrier = Retrier(RetryPolicy(attempts=1))
     with pytest.raises(ConfigError, match="ignores conditional writes"):
         conditions_work(store, "auto", Probe(key, content), retrier)
@@ -27,7 +27,7 @@ def test_parts_that_need_two_rounds_are_composed(cloud, store, place):
     pieces = [bytes([number]) * (1000 + number) for number in range(70)]
     upload = store.create_upload(key, 1100)
     parts = [
-        store.put_part(upload, number, [memoryview(data)], crc32c=crc32c(data))
+        store.put_part(upload, number, [memoryview(data)], checksum=CRC32C.of(data))
         for number, data in enumerate(pieces, 1)
     ]
     info = store.complete_upload(upload, parts)

@@ -10,7 +10,7 @@ import boto3
 import pytest
 
 from cloudckpt import Config, GCSOptions
-from cloudckpt.checksum import crc32c
+from cloudckpt.checksum import CRC32C
 from cloudckpt.errors import StoreError
 from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.stores.gcs import GCSStore
@@ -54,7 +54,7 @@ def store(moto, bucket):
 
 
 def put_part(store, upload, number, data):
-    return store.put_part(upload, number, [memoryview(data)], crc32c=crc32c(data))
+    return store.put_part(upload, number, [memoryview(data)], checksum=CRC32C.of(data))
 
 
 @pytest.mark.parametrize("key", ["run/object", "a b/größe+%2F&=;#1", "重み"])
@@ -63,7 +63,7 @@ def test_parts_become_the_object(store, moto, bucket, key, monkeypatch):
     upload = store.create_upload(key, PART)
     parts = [put_part(store, upload, n, pieces[n - 1]) for n in (3, 1, 2)]
     info = ObjectInfo(key, 2 * PART + 8, "1")  # moto names no generation
-    found = Stored(info, crc32c(b"".join(pieces)))
+    found = Stored(info, CRC32C.of(b"".join(pieces)))
     monkeypatch.setattr(store._objects, "stat", lambda key: found)
     assert store.complete_upload(upload, sorted(parts, key=lambda part: part.number)) == info
     assert moto.get_object(Bucket=bucket, Key=key)["Body"].read() == b"".join(pieces)

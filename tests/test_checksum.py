@@ -9,13 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloudckpt.checksum import (
+    ALGORITHMS,
+    CRC32C,
+    CRC64NVME,
     BlockChecksums,
+    Blocks,
     block_size_for,
-    combine,
-    crc32c,
-    crc64,
-    crc64_to_base64,
-    first_bad_block,
     to_base64,
 )
 
@@ -32,19 +31,25 @@ def some_bytes(size, seed=0):
     return random.Random(seed).randbytes(size)
 
 
+algorithms = st.sampled_from(list(ALGORITHMS.values()))
+
+
 @pytest.mark.parametrize(
-    ("data", "crc"),
-    [  # RFC 3720, B.4, and the check value of the catalogue of CRCs
-        (b"", 0),
-        (b"123456789", 0xE3069283),
-        (bytes(32), 0x8A9136AA),
-        (b"\xff" * 32, 0x62A8AB43),
-        (bytes(range(32)), 0x46DD794E),
+    ("algorithm", "data", "expected"),
+    [  # RFC 3720, B.4; the check values of the catalogue of CRCs; what Azure answers to the last
+        (CRC32C, b"", 0),
+        (CRC32C, b"123456789", 0xE3069283),
+        (CRC32C, bytes(32), 0x8A9136AA),
+        (CRC32C, b"\xff" * 32, 0x62A8AB43),
+        (CRC32C, bytes(range(32)), 0x46DD794E),
+        (CRC64NVME, b"", 0),
+        (CRC64NVME, b"123456789", 0xAE8B14860A799888),
+        (CRC64NVME, b"Hello World", int.from_bytes(base64.b64decode("YeJLfssylmU="), "little")),
     ],
 )
-def test_the_checksum_is_crc32c(data, crc):
-    assert crc32c(memoryview(data)) == crc
-    assert BlockChecksums(7).add(0, memoryview(data)) == crc
+def test_the_checksums_are_the_known_ones(algorithm, data, expected):
+    assert algorithm.of(memoryview(data)) == expected
+    assert BlockChecksums(algorithm, 7).add(0, memoryview(data)) == expected
 
 
 @pytest.mark.parametrize(
@@ -54,43 +59,41 @@ def test_base64_has_the_bytes_in_network_order(crc, text):
     assert to_base64(crc) == text
 
 
-@pytest.mark.parametrize(
-    ("data", "text"),
-    [  # the first is what Azure answers to these bytes, the second that of the catalogue of CRCs
-        (b"Hello World", "YeJLfssylmU="),
-        (b"123456789", base64.b64encode((0xAE8B14860A799888).to_bytes(8, "little")).decode()),
-        (b"", "AAAAAAAAAAA="),
-    ],
-)
-def test_the_checksum_of_azure_is_crc64(data, text):
-    assert crc64_to_base64(crc64([memoryview(data)])) == text
+@given(algorithms, st.lists(st.binary(max_size=300), max_size=8))
+def test_neighbours_combine_to_the_checksum_of_the_whole(algorithm, pieces):
+    whole = algorithm.of(b"".join(pieces))
+    assert algorithm.combine((algorithm.of(piece), len(piece)) for piece in pieces) == whole
 
 
-@given(st.lists(st.binary(max_size=300), max_size=8))
-def test_crc64_goes_on_from_view_to_view(pieces):
-    assert crc64(memoryview(piece) for piece in pieces) == crc64([memoryview(b"".join(pieces))])
+@given(algorithms, st.lists(st.integers(0, 0xFFFFFFFF), max_size=50).map(tuple))
+def test_checksums_come_back_from_their_bytes(algorithm, values):
+    assert algorithm.unpack(algorithm.pack(values)) == values
+    assert len(algorithm.pack(values)) == algorithm.nbytes * len(values)
 
 
-@given(st.lists(st.binary(max_size=300), max_size=8))
-def test_neighbours_combine_to_the_checksum_of_the_whole(pieces):
-    assert combine((crc32c(piece), len(piece)) for piece in pieces) == crc32c(b"".join(pieces))
+def test_each_algorithm_is_found_by_its_name():
+    assert {name: found.nbytes for name, found in ALGORITHMS.items()} == {
+        "crc32c": 4,
+        "crc64nvme": 8,
+    }
 
 
 @settings(deadline=None)
 @given(
+    algorithm=algorithms,
     size=st.integers(0, 5000),
     block_size=st.integers(1, 1500),
     places=st.lists(st.integers(0, 5000), max_size=12),
     shuffle=st.randoms(use_true_random=False),
 )
-def test_blocks_follow_from_pieces_in_any_order(size, block_size, places, shuffle):
+def test_blocks_follow_from_pieces_in_any_order(algorithm, size, block_size, places, shuffle):
     data = some_bytes(size)
     pieces = cut(data, places)
     shuffle.shuffle(pieces)
-    checksums = BlockChecksums(block_size)
+    checksums = BlockChecksums(algorithm, block_size)
     for start, view in pieces:
-        assert checksums.add(start, view) == crc32c(view)
-    expected = [crc32c(data[at : at + block_size]) for at in range(0, size, block_size)]
+        assert checksums.add(start, view) == algorithm.of(view)
+    expected = [algorithm.of(data[at : at + block_size]) for at in range(0, size, block_size)]
     assert checksums.finish(size) == tuple(expected)
 
 
@@ -108,7 +111,7 @@ def test_blocks_follow_from_pieces_in_any_order(size, block_size, places, shuffl
 )
 def test_bytes_that_were_not_sent_exactly_once_are_noticed(pieces, message):
     data = memoryview(some_bytes(200))
-    checksums = BlockChecksums(32)
+    checksums = BlockChecksums(CRC32C, 32)
     for start, length in pieces:
         checksums.add(start, data[start : start + length])
     with pytest.raises(ValueError, match=message):
@@ -117,27 +120,31 @@ def test_bytes_that_were_not_sent_exactly_once_are_noticed(pieces, message):
 
 @settings(deadline=None)
 @given(
+    algorithm=algorithms,
     size=st.integers(1, 5000),
     block_size=st.integers(1, 1500),
     places=st.lists(st.integers(0, 5000), max_size=12),
     data=st.data(),
 )
-def test_damage_is_found_in_the_block_where_it_is(size, block_size, places, data):
+def test_damage_is_found_in_the_block_where_it_is(algorithm, size, block_size, places, data):
     content = bytearray(some_bytes(size))
-    crcs = [crc32c(content[at : at + block_size]) for at in range(0, size, block_size)]
+    right = [algorithm.of(content[at : at + block_size]) for at in range(0, size, block_size)]
+    blocks = Blocks(algorithm, block_size, right)
     views = [view for _, view in cut(content, places)]
-    assert first_bad_block(views, crcs, block_size) is None
+    assert blocks.first_bad(0, views) is None
     damaged = data.draw(st.integers(0, size - 1))
     content[damaged] ^= 1 << data.draw(st.integers(0, 7))
-    assert first_bad_block(views, crcs, block_size) == damaged // block_size
+    assert blocks.first_bad(0, views) == damaged // block_size
 
 
 def test_of_several_damages_the_first_is_told():
     content = bytearray(some_bytes(100))
-    crcs = [crc32c(content[at : at + 10]) for at in range(0, 100, 10)]
+    right = [CRC32C.of(content[at : at + 10]) for at in range(0, 100, 10)]
+    blocks = Blocks(CRC32C, 10, right)
     content[35] ^= 1
     content[71] ^= 1
-    assert first_bad_block([memoryview(content)], crcs, 10) == 3
+    assert blocks.first_bad(0, [memoryview(content)]) == 3
+    assert blocks.first_bad(4, [memoryview(content)[40:]]) == 7
 
 
 @given(st.integers(0, 1 << 50))

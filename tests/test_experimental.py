@@ -40,6 +40,7 @@ from cloudckpt import (
     InvalidURIError,
     ShapeMismatchError,
     UntrustedPickleError,
+    events,
 )
 from cloudckpt.checkpoint import torch_file
 from cloudckpt.experimental import CloudCheckpointReader, CloudCheckpointWriter
@@ -237,6 +238,48 @@ def test_a_part_of_an_unusual_file_is_read(local):
     assert torch.equal(loaded["a"], numbered(4))
     assert torch.equal(loaded["b"][0], numbered(5))
     assert missing == ["c"]
+
+
+@pytest.mark.parametrize("wanted", [None, "tensor"])
+def test_a_tensor_of_an_unusual_kind_is_given_as_it_is_or_refused(wanted, local):
+    writer(local).write(local.uri, {"s": torch.eye(4).to_sparse(), "t": numbered(3)})
+    if wanted is None:
+        loaded, _ = reader(local).read(local.uri, {"s": None})
+        assert loaded["s"].layout == torch.sparse_coo
+        assert torch.equal(loaded["s"].to_dense(), torch.eye(4))
+        return
+    with pytest.raises(CheckpointError, match="sparse") as caught:
+        reader(local).read(local.uri, {"s": torch.zeros(4, 4)})
+    assert caught.value.item == "s"
+
+
+def test_tensors_of_inference_mode_are_filled(local):
+    tensor = numbered(4)
+    tensor.note = "mine"  # one that only torch.load can read
+    saved = {"a": tensor, "b": numbered(3, 4).t(), "c": numbered(5)}
+    writer(local).write(local.uri, saved)
+    with torch.inference_mode():
+        wanted = blank_like(saved)
+    loaded, _ = reader(local).read(local.uri, wanted)
+    for name, value in saved.items():
+        assert loaded[name] is wanted[name]
+        assert torch.equal(loaded[name], value)
+
+
+def test_each_save_and_load_is_told(place):
+    rank = RankInfo(global_rank=3, global_world_size=4)
+    uri = place.at("checkpoint_3.pt").uri
+    with events.record(uri) as timeline:
+        CloudCheckpointWriter(rank_info=rank, options=place.config).write(place.uri, state())
+        ours = CloudCheckpointReader(rank, options=place.config)
+        ours.read(place.uri)
+        ours.read(place.uri, {"step": None})
+        with pytest.raises(CheckpointError):
+            ours.read(place.uri, {"step": "seven"})
+    told = [(event.phase, event.rank, event.failed) for event in timeline.events]
+    loads = [("load", 3, False), ("load", 3, False), ("load", 3, True)]
+    assert told == [("upload", 3, False), *loads]
+    assert all(event.bytes > 0 and event.seconds > 0 for event in timeline.events)
 
 
 class Holder:

@@ -36,9 +36,11 @@ from cloudckpt import (
     StorageFullError,
     UnsupportedTensorError,
     UntrustedPickleError,
+    events,
 )
 from cloudckpt.checkpoint import torch_file
-from cloudckpt.checkpoint.torch_file import TorchFile, write_torch_file
+from cloudckpt.checkpoint.torch_file import TorchFile
+from cloudckpt.checkpoint.torch_save import write_torch_file
 from cloudckpt.format_utils import (
     BroadcastingTorchSaveReader,
     DynamicMetaLoadPlanner,
@@ -238,6 +240,33 @@ def test_a_folder_is_no_destination(local):
     os.mkdir(os.path.join(local.path, "folder"))
     with pytest.raises(InvalidURIError, match="folder"):
         dcp_to_torch_save(local.at("ck").uri, local.at("folder").uri, config=local.config)
+
+
+def test_a_default_device_is_no_matter_for_a_conversion(local):
+    state = nested_state()
+    cloudckpt.save(state, checkpoint_id=local.at("ck").uri, config=local.config)
+    with torch.device("meta"):  # stands for "cuda"
+        dcp_to_torch_save(local.at("ck").uri, local.at("model.pt").uri, config=local.config)
+        torch_save_to_dcp(local.at("model.pt").uri, local.at("ck2").uri, config=local.config)
+    assert_same(plain(torch.load(io.BytesIO(local.read("model.pt")))), plain(state))
+    loaded = blank_like(state)
+    cloudckpt.load(loaded, checkpoint_id=local.at("ck2").uri, config=local.config)
+    assert_same(plain(loaded), plain(state))
+
+
+def test_conversions_are_told_as_loads_and_saves(local):
+    cloudckpt.save({"t": numbered(900)}, checkpoint_id=local.at("ck").uri, config=local.config)
+    with events.record() as timeline:
+        dcp_to_torch_save(local.at("ck").uri, local.at("model.pt").uri, config=local.config)
+        torch_save_to_dcp(local.at("model.pt").uri, local.at("ck2").uri, config=local.config)
+    told = [(event.phase, event.uri.rpartition("/")[2]) for event in timeline.events]
+    assert told == [
+        ("load", "ck"), ("verify", "ck"), ("upload", "model.pt"),
+        ("load", "model.pt"), ("plan", "ck2"), ("upload", "ck2"), ("commit", "ck2"),
+    ]  # fmt: skip
+    assert all(
+        event.bytes >= 3600 for event in timeline.events if event.phase in ("load", "upload")
+    )
 
 
 # ---- to DCP
@@ -480,14 +509,17 @@ def _growth(folder: str) -> dict[str, float]:
     def write(state, uri):
         write_torch_file(state, CheckpointURI.parse(uri), config)
 
+    def convert(action, source, destination):
+        action(source, destination, config=config)
+
     dcp_to_torch_save(f"{folder}/small", f"{folder}/small.pt", config=config)
     torch_save_to_dcp(f"{folder}/small.pt", f"{folder}/small2", config=config)
     step("write", write, state, f"{folder}/w.pt")
     step("broadcast", read_broadcast, state, f"{folder}/model.pt")
     del state
     step("load", load, f"{folder}/model.pt")
-    step("from dcp", dcp_to_torch_save, f"{folder}/ck", f"{folder}/new.pt")
-    step("to dcp", torch_save_to_dcp, f"{folder}/model.pt", f"{folder}/new")
+    step("from dcp", convert, dcp_to_torch_save, f"{folder}/ck", f"{folder}/new.pt")
+    step("to dcp", convert, torch_save_to_dcp, f"{folder}/model.pt", f"{folder}/new")
     grown["size"] = size
     return grown
 

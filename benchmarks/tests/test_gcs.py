@@ -8,17 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-
-from benchmarks.server.process import ServerHandle
-
-pytest.importorskip("google.cloud.storage")
-
 from google.api_core.exceptions import NotFound, PreconditionFailed
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import storage  # type: ignore[import-untyped]
 
+from benchmarks.server.process import ServerHandle
 from cloudckpt import Config, GCSOptions
-from cloudckpt.checksum import crc32c
+from cloudckpt.checksum import CRC32C
 from cloudckpt.stores.gcs import GCSStore
 
 MIB = 1024 * 1024
@@ -90,7 +86,7 @@ def test_our_store_uploads_in_parts_and_deletes_in_batches(
     pieces = [os.urandom(5 * MIB), os.urandom(5 * MIB), b"end"]
     upload = store.create_upload("ü/big", 5 * MIB)
     parts = [
-        store.put_part(upload, number, [memoryview(piece)], crc32c=crc32c(piece))
+        store.put_part(upload, number, [memoryview(piece)], checksum=CRC32C.of(piece))
         for number, piece in enumerate(pieces, 1)
     ]
     made = store.complete_upload(upload, parts)
@@ -107,8 +103,8 @@ def test_our_store_uploads_in_parts_and_deletes_in_batches(
 def test_a_sink_drops_large_bodies(server: ServerHandle) -> None:
     opened = GCSStore("sink", Config(gcs=GCSOptions(endpoint_url=server.endpoint)))
     large = memoryview(bytes(9 * MIB))
-    opened.put("large", [large], crc32c=crc32c(large))
-    opened.put("small", [large[:3]], crc32c=crc32c(large[:3]))
+    opened.put("large", [large], checksum=CRC32C.of(large))
+    opened.put("small", [large[:3]], checksum=CRC32C.of(large[:3]))
     assert opened.head("large").size == 9 * MIB
     assert opened.get("small")[0] == bytes(3)
     opened.close()

@@ -9,11 +9,14 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from cloudckpt.config import Config
 from cloudckpt.dcp.planners import CloudLoadPlanner, CloudSavePlanner
+from cloudckpt.dcp.quiet import told_once
 from cloudckpt.dcp.reader import CloudStorageReader
+from cloudckpt.dcp.refusal import RefusingReader, RefusingWriter
 from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.errors import (
     CloudCheckpointError,
@@ -25,7 +28,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.uri import URILike
 
-__all__ = ["load", "save", "writer_for"]
+__all__ = ["content_of", "load", "save", "writer_for"]
 
 
 def save(
@@ -64,12 +67,19 @@ def save(
         RanksFailedError: If they failed for different reasons, or outside of cloudckpt.
         ProcessGroupError: If a rank died or the ranks lost each other.
     """
-    writer = writer_for(checkpoint_id, storage_writer, config)
+    writer: StorageWriter
+    try:
+        writer = writer_for(checkpoint_id, storage_writer, config)
+        state = content_of(state_dict)
+    except Exception as error:
+        if not _has_others(process_group, no_dist, use_collectives):
+            raise
+        writer, state = RefusingWriter(error), {}
     try:
         return cast(
             Metadata,
             state_dict_saver.save(
-                state_dict,
+                state,
                 storage_writer=writer,
                 planner=planner or CloudSavePlanner(),
                 process_group=process_group,
@@ -116,22 +126,43 @@ def load(
         RanksFailedError: If ranks failed for different reasons, or outside of cloudckpt.
         ProcessGroupError: If a rank died or the ranks lost each other.
     """
-    reader = _reader(checkpoint_id, storage_reader, config, trust_pickle)
+    reader: StorageReader
+    try:
+        reader = _reader(checkpoint_id, storage_reader, config, trust_pickle)
+        state = content_of({key: state_dict[key] for key in sorted(state_dict)})
+    except Exception as error:
+        if not _has_others(process_group, no_dist):
+            raise
+        reader, state = RefusingReader(error), {}
     if planner is None and isinstance(reader, CloudStorageReader):
         planner = CloudLoadPlanner(reader.checkpoint_id)
     try:
-        state_dict_loader.load(
-            state_dict,
-            storage_reader=reader,
-            planner=planner,
-            process_group=process_group,
-            no_dist=no_dist,
-        )
+        with told_once():
+            state_dict_loader.load(
+                state,
+                storage_reader=reader,
+                planner=planner,
+                process_group=process_group,
+                no_dist=no_dist,
+            )
     except (CheckpointException, RuntimeError) as exc:
         # torch passes on why the metadata could not be read only as a text
         local = reader.failure if isinstance(reader, CloudStorageReader) else None
         rank = _rank(process_group, no_dist)
         raise (local or _cause(exc, rank, _location(reader))) from exc
+    for key, loaded in state.items():
+        if isinstance(value := state_dict.get(key), Stateful):
+            value.load_state_dict(loaded)
+        elif key in state_dict:
+            state_dict[key] = loaded
+
+
+def content_of(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The state dict with what its ``Stateful`` values return, which are asked one by one."""
+    return {
+        key: value.state_dict() if isinstance(value, Stateful) else value
+        for key, value in state_dict.items()
+    }
 
 
 def writer_for(
@@ -236,6 +267,15 @@ def _is_of_process_group(exc: RuntimeError) -> bool:
     if traceback is None:
         return False
     return traceback.tb_frame.f_globals.get("__name__") == "torch.distributed.distributed_c10d"
+
+
+def _has_others(
+    process_group: dist.ProcessGroup | None, no_dist: bool, use_collectives: bool = True
+) -> bool:
+    """Whether other ranks wait for this one in torch's first step."""
+    if no_dist or not use_collectives or not (dist.is_available() and dist.is_initialized()):
+        return False
+    return dist.get_world_size(process_group) > 1
 
 
 def _rank(process_group: dist.ProcessGroup | None, no_dist: bool) -> int:

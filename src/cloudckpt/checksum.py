@@ -1,28 +1,28 @@
-"""CRC32C of buffers, and arithmetic on it.
+"""Checksums of buffers, and arithmetic on them.
 
-CRC32C (Castagnoli) is the checksum that S3, GCS and we share. awscrt computes it at memory speed
-without a copy, releases the GIL, and can combine the checksums of neighbours, so every byte is
-looked at once: the checksum of a part or an object follows from those of its blocks. Azure alone
-verifies another one, CRC64.
+The blocks of a checkpoint carry the checksum that its store verifies by itself: CRC32C on S3 and
+Google Cloud Storage, CRC64 on Azure. So every byte is looked at once, for the checksum of a part or
+an object follows from those of its blocks. awscrt computes either at memory speed, without a copy
+and without the GIL.
 """
 
 from __future__ import annotations
 
 import base64
 import struct
-from collections.abc import Iterable, Sequence
-from typing import cast
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
-from awscrt.checksums import combine_crc32c, crc32c, crc64nvme
+from awscrt import checksums
 
 __all__ = [
+    "ALGORITHMS",
+    "CRC32C",
+    "CRC64NVME",
     "BlockChecksums",
+    "Blocks",
+    "ChecksumAlgorithm",
     "block_size_for",
-    "combine",
-    "crc32c",
-    "crc64",
-    "crc64_to_base64",
-    "first_bad_block",
     "to_base64",
 ]
 
@@ -31,33 +31,56 @@ _LARGEST_BLOCK = 1024 * 1024
 _BLOCKS_PER_ITEM = 64
 
 
-def to_base64(crc: int) -> str:
-    """The four big-endian bytes of a CRC32C in base64, as S3 and GCS spell it."""
-    return base64.b64encode(struct.pack(">I", crc)).decode("ascii")
+@dataclass(frozen=True, slots=True)
+class ChecksumAlgorithm:
+    """A checksum that can be combined from those of neighbours.
 
-
-def crc64(views: Iterable[memoryview]) -> int:
-    """The CRC64 of neighbouring buffers, as Azure Storage computes it.
-
-    Its polynomial, 0x9A6C9329AC4BC9B5 reflected, is also that of NVM Express.
+    Attributes:
+        name: As manifests spell it.
+        of: The checksum of a buffer; a second argument continues an earlier one.
+        joined: The checksum of two neighbours, given both of theirs and the bytes of the second.
+        code: How :mod:`struct` packs one.
     """
-    total = 0
-    for view in views:
-        total = crc64nvme(view, total)
-    return total
+
+    name: str
+    of: Callable[..., int]
+    joined: Callable[[int, int, int], int]
+    code: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a checksum."""
+        return struct.calcsize(self.code)
+
+    def combine(self, pieces: Iterable[tuple[int, int]]) -> int:
+        """The checksum of neighbours, given ``(checksum, length in bytes)`` of each, in order."""
+        total = 0
+        for checksum, length in pieces:
+            total = self.joined(total, checksum, length)
+        return total
+
+    def pack(self, values: Sequence[int]) -> bytes:
+        """Checksums as manifests store them: little-endian, one after the other."""
+        return struct.pack(f"<{len(values)}{self.code}", *values)
+
+    def unpack(self, packed: bytes) -> tuple[int, ...]:
+        """The reverse of :meth:`pack`."""
+        return struct.unpack(f"<{len(packed) // self.nbytes}{self.code}", packed)
 
 
-def crc64_to_base64(crc: int) -> str:
-    """The eight little-endian bytes of a CRC64 in base64, as Azure spells it."""
-    return base64.b64encode(struct.pack("<Q", crc)).decode("ascii")
+CRC32C = ChecksumAlgorithm("crc32c", checksums.crc32c, checksums.combine_crc32c, "I")
+"""Castagnoli's: polynomial 0x1EDC6F41, reflected."""
+
+CRC64NVME = ChecksumAlgorithm("crc64nvme", checksums.crc64nvme, checksums.combine_crc64nvme, "Q")
+"""That of NVM Express and of Azure Storage: polynomial 0xAD93D23594C93659, reflected."""
+
+ALGORITHMS = {algorithm.name: algorithm for algorithm in (CRC32C, CRC64NVME)}
+"""By name."""
 
 
-def combine(pieces: Iterable[tuple[int, int]]) -> int:
-    """The CRC32C of neighbouring buffers, given ``(crc, length in bytes)`` of each, in order."""
-    total = 0
-    for crc, length in pieces:
-        total = combine_crc32c(total, crc, length)
-    return total
+def to_base64(crc32c: int) -> str:
+    """The four big-endian bytes of a CRC32C in base64, as S3 and Google spell it."""
+    return base64.b64encode(struct.pack(">I", crc32c)).decode("ascii")
 
 
 def block_size_for(nbytes: int) -> int:
@@ -65,7 +88,7 @@ def block_size_for(nbytes: int) -> int:
 
     A reader that wants part of an item must fetch whole blocks to verify them. Sixty-four blocks
     an item keep that surplus at a few percent, while 1 MiB keeps the checksums of a terabyte at
-    4 MiB.
+    8 MiB.
     """
     wanted = max(1, nbytes // _BLOCKS_PER_ITEM)
     power = 1 << (wanted.bit_length() - 1)
@@ -73,31 +96,33 @@ def block_size_for(nbytes: int) -> int:
 
 
 class BlockChecksums:
-    """Collects the CRC32C of an item block by block, from pieces that come in any order.
+    """Collects the checksums of an item's blocks from pieces that come in any order.
 
     Pieces may end anywhere; one writer thread handles one piece, several threads may add to the
     same item. A piece's own checksum is a by-product, so that nothing is read twice.
     """
 
-    __slots__ = ("_found", "block_size")
+    __slots__ = ("_algorithm", "_found", "block_size")
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, algorithm: ChecksumAlgorithm, block_size: int) -> None:
         self.block_size = block_size
+        self._algorithm = algorithm
         self._found: list[tuple[int, int, int]] = []  # append is atomic
 
     def add(self, start: int, view: memoryview) -> int:
-        """Takes the bytes of the item that begin at ``start``; returns the CRC32C of ``view``."""
+        """Takes the bytes of the item that begin at ``start``; returns the checksum of ``view``."""
+        of, joined = self._algorithm.of, self._algorithm.joined
         size, block = view.nbytes, self.block_size
         if start // block == (start + size - 1) // block:
-            crc = crc32c(view)
-            self._found.append((start, size, crc))
-            return cast(int, crc)
+            checksum = of(view)
+            self._found.append((start, size, checksum))
+            return checksum
         total, position = 0, 0
         while position < size:
             length = min(block - (start + position) % block, size - position)
-            crc = crc32c(view[position : position + length])
-            self._found.append((start + position, length, crc))
-            total = combine_crc32c(total, crc, length)
+            checksum = of(view[position : position + length])
+            self._found.append((start + position, length, checksum))
+            total = joined(total, checksum, length)
             position += length
         return total
 
@@ -109,42 +134,50 @@ class BlockChecksums:
         """
         blocks: list[int] = []
         expected = 0
-        for start, length, crc in sorted(self._found):
+        for start, length, checksum in sorted(self._found):
             if start != expected:
                 raise ValueError(f"byte {expected} of the item was not sent exactly once")
             if start % self.block_size == 0:
-                blocks.append(crc)
+                blocks.append(checksum)
             else:
-                blocks[-1] = combine_crc32c(blocks[-1], crc, length)
+                blocks[-1] = self._algorithm.joined(blocks[-1], checksum, length)
             expected = start + length
         if expected != nbytes:
             raise ValueError(f"{expected} of {nbytes} bytes of the item were sent")
         return tuple(blocks)
 
 
-def first_bad_block(
-    views: Sequence[memoryview], crcs: Sequence[int], block_size: int
-) -> int | None:
-    """Checks whole blocks that lie, in order, in ``views``; returns the first wrong one.
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The blocks of an item, as they should be.
 
-    Args:
-        views: Buffers that, concatenated, begin at a block's first byte.
-        crcs: The expected checksum of each block.
-        block_size: Bytes of a block; the last one may be shorter.
-
-    Returns:
-        The position in ``crcs`` of the first block that differs, or None if all are right.
+    Attributes:
+        algorithm: Of their checksums.
+        size: Bytes of a block; the last one may be shorter.
+        checksums: Of each block.
     """
-    index, crc, filled = 0, 0, 0
-    for view in views:
-        position = 0
-        while position < view.nbytes:
-            length = min(block_size - filled, view.nbytes - position)
-            crc = crc32c(view[position : position + length], crc)
-            position += length
-            filled += length
-            if filled == block_size:
-                if crc != crcs[index]:
-                    return index
-                index, crc, filled = index + 1, 0, 0
-    return index if filled and crc != crcs[index] else None
+
+    algorithm: ChecksumAlgorithm
+    size: int
+    checksums: Sequence[int]
+
+    def first_bad(self, first: int, views: Sequence[memoryview]) -> int | None:
+        """Checks the whole blocks, from block ``first``, that lie in ``views`` in order.
+
+        Returns:
+            The first wrong one, or None if all are right.
+        """
+        of, size, expected = self.algorithm.of, self.size, self.checksums
+        index, checksum, filled = first, 0, 0
+        for view in views:
+            position = 0
+            while position < view.nbytes:
+                length = min(size - filled, view.nbytes - position)
+                checksum = of(view[position : position + length], checksum)
+                position += length
+                filled += length
+                if filled == size:
+                    if checksum != expected[index]:
+                        return index
+                    index, checksum, filled = index + 1, 0, 0
+        return index if filled and checksum != expected[index] else None

@@ -12,6 +12,7 @@
     │   ├── BucketNotFoundError       also FileNotFoundError
     │   ├── AccessDeniedError         also PermissionError
     │   ├── CredentialsError          absent, incomplete or expired
+    │   ├── TLSError                  the server can't be trusted, or does not speak TLS
     │   ├── WrongRegionError
     │   ├── PreconditionFailedError   the object is not (or already) what the condition says
     │   ├── StorageFullError
@@ -27,6 +28,7 @@
         ├── CheckpointExistsError     also FileExistsError
         ├── CheckpointConflictError   another writer committed first
         ├── CommitUnknownError        the store never said whether the commit took place
+        ├── DifferentCheckpointsError ranks save to, or load from, different places
         ├── IncompleteSaveError       a planned item was not written
         ├── CheckpointCorruptError    bytes missing, changed or damaged
         ├── UntrustedPickleError      loading would run code that is not on the allow-list
@@ -66,6 +68,7 @@ __all__ = [
     "ConfigError",
     "ConnectionLostError",
     "CredentialsError",
+    "DifferentCheckpointsError",
     "IncompleteSaveError",
     "InstallError",
     "InvalidRequestError",
@@ -85,6 +88,7 @@ __all__ = [
     "StagingMemoryError",
     "StorageFullError",
     "StoreError",
+    "TLSError",
     "ThrottledError",
     "TransferCancelledError",
     "TransientStoreError",
@@ -182,6 +186,10 @@ class CredentialsError(StoreError):
     """No credentials were found, or the store does not accept them any more."""
 
 
+class TLSError(StoreError):
+    """The server's certificate is not trusted, or the server does not speak TLS."""
+
+
 class WrongRegionError(StoreError):
     """The bucket lives in another region than the client was told."""
 
@@ -263,6 +271,10 @@ class CommitUnknownError(CheckpointError):
 
     Nothing is deleted in this state: the checkpoint may be committed.
     """
+
+
+class DifferentCheckpointsError(CheckpointError):
+    """The ranks of one save or load mean different checkpoints."""
 
 
 class IncompleteSaveError(CheckpointError):

@@ -9,17 +9,17 @@ Rank ``n`` saves ``checkpoint_{n}.pt`` beneath the location, a plain file of ``t
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from cloudckpt.checkpoint.skeletons import NotPlainError, Place, has_tensors
-from cloudckpt.checkpoint.torch_file import TorchFile, write_torch_file
+from cloudckpt.checkpoint.file_part import FilePart
+from cloudckpt.checkpoint.torch_file import TorchFile
+from cloudckpt.checkpoint.torch_save import write_torch_file
 from cloudckpt.config import Config
-from cloudckpt.errors import CheckpointError, InstallError, ShapeMismatchError
+from cloudckpt.errors import InstallError
+from cloudckpt.events.event import Span
 from cloudckpt.transfer.stats import Transferred
 from cloudckpt.uri import CheckpointURI
 
@@ -50,7 +50,7 @@ class CloudCheckpointWriter(CheckpointWriter):
     It can be given to torch's checkpointers as it is: as ``writer=`` of ``SyncCheckpointer``, and
     as ``checkpoint_writer_init_fn=`` of ``make_async_checkpointer`` or ``CheckpointProcess``. As in
     torch's writer, nothing ties the objects of the ranks together but the barrier: a rank that
-    fails leaves those of the others in place.
+    fails leaves those of the others in place, and they wait for it as long as the barrier does.
 
     Attributes:
         transferred: What was sent by the last ``write``.
@@ -94,7 +94,8 @@ class CloudCheckpointWriter(CheckpointWriter):
                 hooks, nothing changes at the location.
         """
         uri = _object_of(path, self._rank_info)
-        self.transferred = write_torch_file(state_dict, uri, self.options)
+        rank = self._rank_info.global_rank
+        self.transferred = write_torch_file(state_dict, uri, self.options, rank=rank)
         logger.debug("saved %s", uri)
         if self._commit_hook is not None:
             self._commit_hook.pre_commit(path, **kwargs)
@@ -161,129 +162,26 @@ class CloudCheckpointReader(CheckpointReader):
             CheckpointCorruptError: If it can't be read.
             UntrustedPickleError: If its pickle would run code that is not on torch's allow-list.
             ShapeMismatchError: If a tensor of ``state_dict`` has another shape or type.
+            UnsupportedTensorError: If it has another layout, such as sparse.
             CheckpointError: If something else is in the place of a value of ``state_dict``.
         """
         uri = _object_of(path, self._rank_info)
-        file = TorchFile(uri, self.options, trust_pickle=self.trust_pickle)
-        try:
-            if state_dict is None:
-                return file.load(map_location), []
-            part = _Part(file, map_location, str(uri))
-            updated = part.merged(state_dict, file.skeleton())
-            part.fetch()
-        finally:
-            self.transferred = file.transferred
+        rank = self._rank_info.global_rank
+        with Span("load", str(uri), rank) as span:
+            file = TorchFile(uri, self.options, trust_pickle=self.trust_pickle, rank=rank)
+            try:
+                if state_dict is None:
+                    return file.load(map_location), []
+                part = FilePart(file, map_location, str(uri))
+                updated = part.merged(state_dict, file.skeleton())
+                part.fetch()
+            finally:
+                self.transferred = file.transferred
+                span.bytes = self.transferred.bytes
         if part.missing:
             more = f" and {len(part.missing) - 10} more" if len(part.missing) > 10 else ""
             logger.warning("%s lacks the keys %s%s", uri, part.missing[:10], more)
         return updated, part.missing
-
-
-class _Part:
-    """The part of a file that a state dict names."""
-
-    def __init__(self, file: TorchFile, map_location: Any, uri: str) -> None:
-        self.missing: list[str] = []
-        self._file = file
-        self._uri = uri
-        self._device = map_location if isinstance(map_location, (str, torch.device)) else "cpu"
-        self._pairs: list[tuple[Place, torch.Tensor]] = []
-        self._others: list[tuple[_Path, torch.Tensor]] = []
-        self._loaded: Any = None
-
-    def merged(self, target: Any, source: Any, path: _Path = ()) -> Any:
-        """``target`` with what the file has for it; tensors are noted, to be fetched together."""
-        if target is not None and not _is_like(target, source):
-            raise CheckpointError(
-                f"{_text(path)} is a {type(target).__name__}, and the file has a "
-                f"{type(source).__name__} there",
-                uri=self._uri,
-                item=_text(path),
-            )
-        if isinstance(source, torch.Tensor):
-            return self._tensor(target, source, path)
-        if isinstance(source, Mapping):
-            target = dict.fromkeys(source) if target is None else target
-            for key in list(target):
-                below = (*path, key)
-                if key in source:
-                    target[key] = self.merged(target[key], source[key], below)
-                else:
-                    self.missing.append(_text(below))
-            return target
-        if type(source) in (list, tuple):
-            wanted = list(target) if target is not None else []
-            if len(wanted) > len(source):
-                raise CheckpointError(
-                    f"{_text(path)} has {len(wanted)} entries, and the file {len(source)}",
-                    uri=self._uri,
-                    item=_text(path),
-                )
-            wanted.extend([None] * (len(source) - len(wanted)))
-            pairs = enumerate(zip(wanted, source, strict=True))
-            return type(source)(self.merged(t, s, (*path, at)) for at, (t, s) in pairs)
-        return self._value(source, path)
-
-    def _value(self, source: Any, path: _Path) -> Any:
-        try:
-            hides_tensors = has_tensors(source)
-        except NotPlainError:
-            hides_tensors = True
-        return self._whole(path) if hides_tensors else source
-
-    def _tensor(
-        self, target: torch.Tensor | None, source: torch.Tensor, path: _Path
-    ) -> torch.Tensor:
-        if target is None:
-            target = torch.empty(source.shape, dtype=source.dtype, device=self._device)
-        elif target.shape != source.shape or target.dtype != source.dtype:
-            raise ShapeMismatchError(
-                f"{_text(path)} has shape {tuple(source.shape)} and type {source.dtype} in the "
-                f"file, and {tuple(target.shape)} and {target.dtype} in the state dict",
-                uri=self._uri,
-                item=_text(path),
-            )
-        place = self._file.place(source)
-        if place is None:
-            self._others.append((path, target))
-        else:
-            self._pairs.append((place, target))
-        return target
-
-    def fetch(self) -> None:
-        """Fills the tensors."""
-        self._file.read_into(self._pairs)
-        with torch.no_grad():
-            for path, target in self._others:
-                target.copy_(self._whole(path))
-
-    def _whole(self, path: _Path) -> Any:
-        """What only ``torch.load`` can build, which builds all."""
-        if self._loaded is None:
-            self._loaded = self._file.load()
-        value = self._loaded
-        for key in path:
-            value = value[key]
-        return value
-
-
-_Path = tuple[Any, ...]
-"""Keys and indices that lead to an entry."""
-
-
-def _text(path: _Path) -> str:
-    """A path as torch's reader writes it."""
-    text = ""
-    for key in path:
-        text += f"[{key}]" if type(key) is int else f".{key}" if text else str(key)
-    return text or "the state dict"
-
-
-def _is_like(target: Any, source: Any) -> bool:
-    for kind in (torch.Tensor, Mapping, list, tuple):
-        if isinstance(source, kind):
-            return isinstance(target, kind)
-    return isinstance(target, type(source))
 
 
 def _rank_info() -> RankInfo:

@@ -6,17 +6,17 @@ As ``torch.distributed.checkpoint.format_utils``; locations may be ``s3://``, ``
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch.distributed.checkpoint.metadata import Metadata
 
 from cloudckpt.api import save
-from cloudckpt.checkpoint.torch_file import TorchFile, check_destination, write_torch_file
+from cloudckpt.checkpoint.torch_file import TorchFile
+from cloudckpt.checkpoint.torch_save import check_destination, write_torch_file
 from cloudckpt.config import Config
-from cloudckpt.dcp.broadcast import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
+from cloudckpt.dcp.broadcast import BroadcastingTorchSaveReader
+from cloudckpt.dcp.planners import DynamicMetaLoadPlanner, EverythingPlanner
 from cloudckpt.dcp.reader import CloudStorageReader
-from cloudckpt.dcp.torch_private import EmptyStateDictLoadPlanner
 from cloudckpt.errors import CheckpointError, InvalidURIError
+from cloudckpt.events.event import Span
 from cloudckpt.transfer.stats import Transferred
 from cloudckpt.uri import CheckpointURI, URILike
 
@@ -65,7 +65,9 @@ def dcp_to_torch_save(
         raise InvalidURIError(f"{target} is both the checkpoint and the file to be written")
     check_destination(target, config)
     reader = CloudStorageReader(checkpoint, config=config, trust_pickle=trust_pickle)
-    return write_torch_file(_whole_state(reader), target, config)
+    planner = EverythingPlanner(reader.checkpoint_id)
+    _read_all(reader, planner)
+    return write_torch_file(planner.content, target, config)
 
 
 def torch_save_to_dcp(
@@ -96,13 +98,19 @@ def torch_save_to_dcp(
         CheckpointError: If it is in the legacy format, a TorchScript archive, or holds no dict.
         UntrustedPickleError: If its pickle would run code that is not on torch's allow-list.
         CheckpointExistsError: If there is a checkpoint and ``overwrite`` is off.
+        InvalidURIError: If a location can't be what it is given for.
         StoreError: If a store refuses or stays unreachable, or the disk is full.
     """
     config = config if config is not None else Config()
     uri, target = CheckpointURI.parse(source), CheckpointURI.parse(checkpoint)
     if uri == target:
         raise InvalidURIError(f"{uri} is both the file and the checkpoint to be written")
-    state = TorchFile(uri, config, trust_pickle=trust_pickle).load()
+    with Span("load", str(uri), 0) as span:
+        file = TorchFile(uri, config, trust_pickle=trust_pickle)
+        try:
+            state = file.load()
+        finally:
+            span.bytes = file.transferred.bytes
     if not isinstance(state, dict):
         raise CheckpointError(
             f"the file holds a {type(state).__name__}, and only a dict can become a checkpoint: "
@@ -112,14 +120,11 @@ def torch_save_to_dcp(
     return save(state, checkpoint_id=target, no_dist=True, config=config)
 
 
-def _whole_state(reader: CloudStorageReader) -> dict[str, Any]:
+def _read_all(reader: CloudStorageReader, planner: EverythingPlanner) -> None:
     """All of a checkpoint, as torch's loader does it on one rank."""
-    state: dict[str, Any] = {}
-    planner = EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]
     metadata = reader.read_metadata()
-    planner.set_up_planner(state, metadata, True)
+    planner.set_up_planner({}, metadata, True)
     reader.set_up_storage_reader(metadata, True)
     plan = reader.prepare_local_plan(planner.create_local_plan())
     (plan,) = reader.prepare_global_plan(planner.create_global_plan([plan]))
     reader.read_data(planner.finish_plan(plan), planner).wait()
-    return state

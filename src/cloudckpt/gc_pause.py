@@ -7,47 +7,55 @@ nothing: it took half of the time of saving 20,000 tensors.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import threading
-from collections.abc import Iterator
+import weakref
 
 __all__ = ["paused_gc"]
 
 _lock = threading.Lock()
-_holders = 0
-_was_enabled = False
+_paused_here = False
 
 
-@contextlib.contextmanager
-def paused_gc() -> Iterator[None]:
+class _Pause:
+    def __enter__(self) -> None:
+        global _paused_here
+        with _lock:
+            _pauses.add(self)
+            if gc.isenabled():
+                _paused_here = True
+                gc.disable()
+
+    def __exit__(self, *_: object) -> None:
+        global _paused_here
+        with _lock:
+            _pauses.discard(self)
+            if _paused_here and not _pauses:
+                gc.enable()
+                _paused_here = False
+
+
+# weakly: one whose end an interrupt has prevented is gone, and the end of the next one makes good
+_pauses: weakref.WeakSet[_Pause] = weakref.WeakSet()
+
+
+def paused_gc() -> _Pause:
     """No automatic collection in the block, in any thread; for computation, never across I/O.
 
     Blocks may nest and overlap. A collector that the program has disabled stays so.
     """
-    global _holders, _was_enabled
-    with _lock:
-        if _holders == 0:
-            _was_enabled = gc.isenabled()
-            gc.disable()
-        _holders += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _holders -= 1
-            if _holders == 0 and _was_enabled:
-                gc.enable()
+    return _Pause()
 
 
 def _after_fork() -> None:
     """A child has none of the threads that were in a block when its parent forked."""
-    global _lock, _holders
+    global _lock, _pauses, _paused_here
     _lock = threading.Lock()
-    if _holders and _was_enabled:
+    _pauses = weakref.WeakSet()
+    if _paused_here:
         gc.enable()
-    _holders = 0
+        _paused_here = False
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -53,6 +53,15 @@ class CheckpointURI:
     account: str = ""
 
     @classmethod
+    def accepts(cls, location: URILike) -> bool:
+        """Whether :meth:`parse` can read it."""
+        try:
+            cls.parse(location)
+        except InvalidURIError:
+            return False
+        return True
+
+    @classmethod
     def parse(cls, location: URILike) -> CheckpointURI:
         """Reads a location as a user writes it.
 

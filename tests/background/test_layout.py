@@ -1,6 +1,9 @@
 """The tensors of a staged copy: bit by bit, of all kinds, sharing memory as they did."""
 
+import io
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,14 +11,21 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed import _functional_collectives
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from cloudckpt import Stager
+from cloudckpt import Stager, StagingError
 from cloudckpt.background.arena import ALIGNMENT
 from cloudckpt.background.layout import Layout
+from cloudckpt.config import MIB
 from dcp.test_tensor_kinds import DTYPES, _patterned
 from dcp.values import assert_same, numbered
+
+
+class Attributes(dict):
+    """As some configuration libraries have them."""
+
 
 # ---- kinds of tensors
 
@@ -134,6 +144,15 @@ def test_tensors_without_an_element_take_no_memory_wherever_they_lie():
         assert_same(stager.stage(state)["far"], far)
 
 
+@pytest.mark.parametrize("left", [0, 100])
+def test_a_tensor_whose_memory_is_gone_is_refused_by_name(stager, left):
+    lost = numbered(100)
+    lost.untyped_storage().resize_(left)
+    with pytest.raises(StagingError, match="freed or shrunk") as caught:
+        stager.stage({"model": {"lost": lost}})
+    assert caught.value.item == "model.lost"
+
+
 @pytest.mark.parametrize("tensor", [torch.eye(4).to_sparse(), torch.empty(3, device="meta")])
 def test_a_tensor_that_is_no_plain_memory_is_copied_on_its_own(stager, tensor):
     staged = stager.stage({"t": tensor})["t"]
@@ -215,6 +234,100 @@ def test_parts_of_dtensors_that_share_a_storage_go_on_sharing_it(stager, mesh):
     storages = {value.to_local().untyped_storage()._cdata for value in staged.values()}
     assert len(storages) == 1
     assert_same(staged["2"].to_local(), flat[20:])
+
+
+class Halves(torch.Tensor):
+    """A wrapper whose parts are made whenever somebody asks for them, and that copies them."""
+
+    @staticmethod
+    def __new__(cls, both):
+        return torch.Tensor._make_wrapper_subclass(cls, (both.shape[1],), dtype=both.dtype)
+
+    def __init__(self, both):
+        self.both = both
+
+    @property
+    def high(self):
+        return self.both[0]
+
+    @property
+    def low(self):
+        return self.both[1]
+
+    def __tensor_flatten__(self):
+        return ["high", "low"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, size, stride):
+        return Halves(torch.stack([inner["high"], inner["low"]]))
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args, kwargs=None):
+        raise NotImplementedError(function)
+
+
+def test_wrappers_whose_parts_come_and_go_are_copied(stager):
+    state = {f"{n}": Halves(numbered(2, 3, first=10 * n)) for n in range(50)}
+    staged = stager.stage(state)
+    for key, value in state.items():
+        assert_same(staged[key].both, value.both)
+
+
+def test_the_result_of_a_collective_is_waited_for(stager, monkeypatch):
+    """Nobody has waited for it before: until somebody does, its memory holds anything."""
+    result = torch.zeros(10)
+
+    def wait(tensor):
+        return result.copy_(numbered(10))
+
+    monkeypatch.setattr(_functional_collectives, "wait_tensor", wait)
+    staged = stager.stage({"t": _functional_collectives.AsyncCollectiveTensor(result)})
+    assert_same(staged["t"].elem, numbered(10))
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, partial(defaultdict, list), Attributes])
+def test_tensors_in_any_kind_of_dict_share_memory_and_are_copied_once(stager, kind):
+    base = numbered(100)
+    inner = kind({"part": base[10:20], "graph": torch.ones(2, requires_grad=True) * 2})
+    state = {"all": base, "inner": inner}
+    staged = stager.stage(state)
+    assert type(staged["inner"]) is type(inner)
+    assert_same(dict(staged["inner"]), {"part": base[10:20], "graph": torch.full((2,), 2.0)})
+    staged["all"].fill_(-1)
+    assert staged["inner"]["part"].eq(-1).all()
+    assert_same(base, numbered(100))
+
+
+def test_a_defaultdict_keeps_its_default(stager):
+    staged = stager.stage({"seen": defaultdict(list, a=[1]), "count": Counter("aab")})
+    assert staged["seen"]["b"] == []
+    assert staged["count"] == {"a": 2, "b": 1}
+    assert staged["count"]["c"] == 0
+
+
+def test_a_stream_keeps_its_position(stager):
+    stream = io.BytesIO(b"abcdef")
+    stream.seek(3)
+    assert stager.stage({"s": stream})["s"].read() == b"def"
+
+
+# ---- modes of torch
+
+
+@pytest.mark.parametrize("size", [10, 40 * MIB], ids=["small", "large"])
+def test_what_is_staged_in_inference_mode_can_be_read_and_written_outside(stager, size):
+    with torch.inference_mode():
+        state = {"t": torch.ones(size, dtype=torch.uint8)}
+        staged = stager.stage(state)
+    assert not staged["t"].is_inference()
+    assert bool(staged["t"].eq(1).all())
+
+
+def test_torchs_default_device_does_not_matter(stager):
+    state = {"t": numbered(10), "empty": torch.empty(0)}
+    with torch.device("meta"):
+        staged = stager.stage(state)
+    assert_same(staged, state)
 
 
 # ---- any tree of views

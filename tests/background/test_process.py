@@ -3,11 +3,15 @@
 import logging
 import os
 import signal
+import socket
 import sys
+import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from unittest import mock
 
+import psutil
 import pytest
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner
@@ -19,6 +23,7 @@ import cloudckpt
 from cloudckpt import (
     BackgroundOptions,
     CheckpointConflictError,
+    CloudStorageWriter,
     SaveProcessError,
     StagingError,
     StagingMemoryError,
@@ -34,6 +39,7 @@ from .saves import PATIENCE, Gate, Refusing, begin, step_at
 from .waiting import eventually, is_running
 
 NICE = 7
+IO_LEVEL = 6
 
 
 def saver(**arguments) -> AsyncSaver:
@@ -43,7 +49,8 @@ def saver(**arguments) -> AsyncSaver:
 @pytest.fixture(scope="module")
 def one(_own_surroundings):
     """A saver with two buffers; its process costs seconds to start, so tests share it."""
-    with saver(options=BackgroundOptions(nice=NICE, when_busy="double_buffer")) as one:
+    options = BackgroundOptions(nice=NICE, io_priority=IO_LEVEL, when_busy="double_buffer")
+    with saver(options=options) as one:
         yield one
 
 
@@ -164,6 +171,27 @@ def test_the_process_yields_the_cpu(one, local):
     assert os.getpriority(os.PRIO_PROCESS, pid_of(one)) == min(19, own + NICE)
 
 
+class Prioritised(DefaultSavePlanner):
+    """Logs the I/O priority that a new thread of its process has."""
+
+    def resolve_data(self, write_item):
+        with ThreadPoolExecutor(1) as pool:
+            number = pool.submit(threading.get_native_id).result()
+            found = psutil.Process(number).ionice()
+        logging.getLogger("background.far").warning("class %d, level %d", *found)
+        return super().resolve_data(write_item)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has I/O priorities")
+def test_the_process_and_its_threads_yield_the_disk(one, local, caplog):
+    own = psutil.Process().ionice()
+    begin(one, 1, local, Prioritised()).result(PATIENCE)
+    found = psutil.Process(pid_of(one)).ionice()
+    assert (found.ioclass, found.value) == (psutil.IOPRIO_CLASS_BE, IO_LEVEL)
+    assert f"class {psutil.IOPRIO_CLASS_BE:d}, level {IO_LEVEL}" in caplog.messages
+    assert psutil.Process().ionice() == own
+
+
 def test_several_savers_have_a_process_each(one, local, gate):
     with saver(stager=BlockingAsyncStager()) as other:
         first = begin(one, 1, local.at("1"), gate)
@@ -215,10 +243,41 @@ def test_what_fails_in_the_process_is_told_and_harms_no_other_save(one, local):
 
 def test_a_lack_of_memory_fails_the_save_and_training_goes_on(one, local, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(arenas, "_available", lambda: 1000)
+        patch.setattr(arenas, "available_memory", lambda: 1000)
         error = begin(one, 1, local, nbytes=300 * MIB).exception(PATIENCE)
     assert isinstance(error, StagingMemoryError)
     begin(one, 2, local).result(PATIENCE)
+    assert step_at(local) == 2
+
+
+def test_a_failure_keeps_no_memory_of_the_process_through_the_next_save(local, gate):
+    def arenas() -> int:
+        with open(f"/proc/{pid_of(one)}/maps") as file:
+            return sum("memfd:cloudckpt-staging" in line for line in file)
+
+    with saver() as one:
+        assert begin(one, 1, local, Refusing()).exception(PATIENCE) is not None
+        future = begin(one, 2, local, gate, nbytes=90 * MIB)  # in another arena
+        gate.wait()
+        assert arenas() == 1
+        gate.open()
+        future.result(PATIENCE)
+
+
+@pytest.fixture
+def _impatient_sockets():
+    socket.setdefaulttimeout(30)
+    yield
+    socket.setdefaulttimeout(None)
+
+
+@pytest.mark.usefixtures("_impatient_sockets")
+def test_a_large_message_crosses_whatever_the_default_timeout_of_sockets_is(local):
+    with saver() as one:
+        for step in (1, 2):
+            state = {**filled(step, SMALL), "text": "x" * 8 * 1024**2}
+            writer = CloudStorageWriter(local.uri, config=local.config)
+            one.save(state, writer).written.result(PATIENCE)
     assert step_at(local) == 2
 
 
@@ -255,9 +314,11 @@ def test_a_process_that_dies_before_it_is_ready_is_replaced(local):
 
 def test_an_outcome_that_nobody_waited_for_is_not_taken_for_that_of_the_next_save(one, local, gate):
     begin(one, 0, local).result(PATIENCE)
+    pid = pid_of(one)
     with mock.patch.object(Child, "_receive", side_effect=RuntimeError("lost")):
         error = begin(one, 1, local.at("1"), gate).exception(PATIENCE)
     assert "lost" in str(error)
+    assert not is_running(pid)  # it could commit what the next save writes to its memory
     gate.open()
     begin(one, 2, local.at("2")).result(PATIENCE)
     assert step_at(local.at("2")) == 2
@@ -279,6 +340,70 @@ def test_a_process_that_wakes_up_late_cannot_overwrite(one, s3, gate):
     assert step_at(s3) == 3
 
 
+def test_a_process_that_is_asked_to_end_in_a_save_finishes_it(local, gate):
+    with saver() as one:
+        future, pid = begin(one, 1, local, gate), pid_of(one)
+        gate.wait()
+        os.kill(pid, signal.SIGTERM)
+        assert not eventually(future.done, 1)
+        gate.open()
+        future.result(PATIENCE)
+        begin(one, 2, local.at("2")).result(PATIENCE)  # in a new one: it had said that it ends
+        assert eventually(lambda: not is_running(pid))
+    assert [step_at(local), step_at(local.at("2"))] == [1, 2]
+
+
+def test_a_process_that_is_asked_to_end_between_two_saves_does_so_at_once(local):
+    with saver() as one:
+        begin(one, 1, local).result(PATIENCE)
+        pid = pid_of(one)
+        os.kill(pid, signal.SIGTERM)
+        assert eventually(lambda: not is_running(pid))
+        begin(one, 2, local).result(PATIENCE)
+    assert step_at(local) == 2
+
+
+def test_a_process_that_is_frozen_amid_a_save_is_ended_and_replaced(local, gate):
+    with saver(options=BackgroundOptions(heartbeat_timeout=2)) as one:
+        begin(one, 0, local).result(PATIENCE)
+        future, pid = begin(one, 1, local.at("1"), gate), pid_of(one)
+        gate.wait()
+        os.kill(pid, signal.SIGSTOP)
+        error = future.exception(PATIENCE)
+        assert isinstance(error, SaveProcessError)
+        assert "no sign of life for 2 s" in str(error)
+        assert eventually(lambda: not is_running(pid))
+        begin(one, 2, local.at("2")).result(PATIENCE)
+    assert step_at(local.at("2")) == 2
+
+
+def test_a_process_that_is_frozen_before_a_large_job_does_not_hold_up_its_trainer(local):
+    with saver(options=BackgroundOptions(heartbeat_timeout=2)) as one:
+        begin(one, 0, local).result(PATIENCE)
+        pid = pid_of(one)
+        os.kill(pid, signal.SIGSTOP)
+        state = {"text": "x" * 8 * 1024**2}  # more than the channel takes
+        writer = CloudStorageWriter(local.uri, config=local.config)
+        error = one.save(state, writer).written.exception(PATIENCE)
+        assert isinstance(error, SaveProcessError)
+        assert "did not read" in str(error)
+        assert eventually(lambda: not is_running(pid))
+        begin(one, 2, local).result(PATIENCE)
+    assert step_at(local) == 2
+
+
+def test_a_process_that_saves_for_long_is_heard_of_and_left_alone(local, gate):
+    options = BackgroundOptions(heartbeat_timeout=2)
+    with saver(options=options) as one:
+        future, pid = begin(one, 1, local, gate), pid_of(one)
+        gate.wait()
+        assert not eventually(future.done, 5)
+        gate.open()
+        future.result(PATIENCE)
+        assert pid_of(one) == pid
+    assert step_at(local) == 1
+
+
 def test_closing_waits_for_the_save_and_ends_the_process(local, gate):
     other = saver(options=BackgroundOptions(close_timeout=PATIENCE))
     future = begin(other, 1, local, gate)
@@ -293,12 +418,43 @@ def test_closing_waits_for_the_save_and_ends_the_process(local, gate):
     assert step_at(local) == 1
 
 
+def test_closing_again_ends_a_process_that_an_interrupt_has_left(local, gate):
+    other = saver(options=BackgroundOptions(close_timeout=PATIENCE))
+    future, pid = begin(other, 1, local, gate), pid_of(other)
+    gate.wait()
+    gate.open()
+    future.result(PATIENCE)
+    with (
+        mock.patch.object(Child, "end", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        other.close()
+    assert is_running(pid)
+    other.close()
+    assert eventually(lambda: not is_running(pid))
+
+
 def test_closing_ends_a_save_that_takes_too_long(local, gate):
     other = saver(options=BackgroundOptions(close_timeout=0.05))
     future = begin(other, 1, local, gate)
     pid = pid_of(other)
     gate.wait()
     other.close()
-    assert isinstance(future.exception(PATIENCE), SaveProcessError)
+    error = future.exception(PATIENCE)
+    assert isinstance(error, SaveProcessError)
+    assert "because the saver was closed" in str(error)
+    assert "did not read" not in str(error)
     assert eventually(lambda: not is_running(pid))
     assert ".metadata" not in local.names()
+
+
+def test_a_job_that_could_not_be_sent_is_not_blamed_on_a_time_limit(local):
+    with saver() as one:
+        begin(one, 1, local).result(PATIENCE)
+        with mock.patch.object(Connection, "send", side_effect=OSError("no buffer space")):
+            error = begin(one, 2, local).exception(PATIENCE)
+        assert isinstance(error, SaveProcessError)
+        assert "can't be reached" in str(error)
+        assert "no buffer space" in str(error)
+        begin(one, 3, local).result(PATIENCE)
+    assert step_at(local) == 3

@@ -81,7 +81,7 @@ def tells_all_of_a_value_that_one_cannot_send(saver: AsyncSaver, place: Place, _
 
 def tells_all_of_a_lack_of_memory_on_one(saver: AsyncSaver, place: Place, _: Path):
     left = 1000 if dist.get_rank() == 1 else 2**40
-    with mock.patch.object(arenas, "_available", return_value=left):
+    with mock.patch.object(arenas, "available_memory", return_value=left):
         error = begin(saver, 1, place, nbytes=40 * 2**20).exception(SOON)
     assert isinstance(error, StagingMemoryError), repr(error)
     assert "needs 41 MiB" in str(error)
@@ -126,7 +126,7 @@ def tells_all_of_a_death_in_a_save(saver: AsyncSaver, place: Place, folder: Path
     error = future.exception(SOON)
     if dist.get_rank() == 1:
         assert isinstance(error, SaveProcessError), repr(error)
-        assert "was ended by signal 9" in str(error)
+        assert "was ended by signal 9" in str(error), str(error)
     else:
         assert isinstance(error, (ProcessGroupError, SaveProcessError)), repr(error)
     dist.barrier()

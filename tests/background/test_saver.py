@@ -1,9 +1,14 @@
 """One save after the other in a thread of the trainer: whose turn it is, and what is told."""
 
+import concurrent.futures
 import gc
+import logging
+import os
+import pickle
 import threading
+import traceback
 import warnings
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
@@ -21,11 +26,14 @@ from cloudckpt import (
     BackgroundOptions,
     BucketNotFoundError,
     ClosedError,
+    RanksFailedError,
     SaveInProgressError,
     StagingError,
     StagingMemoryError,
 )
 from cloudckpt.background import arena as arenas
+from cloudckpt.background import saver as saver_module
+from cloudckpt.background.job import FailingPlanner, PickledResult
 from cloudckpt.background.saver import AsyncSaver
 from dcp.children import in_a_child
 from dcp.places import Place
@@ -33,7 +41,7 @@ from dcp.values import assert_same, blank_like, numbered
 from faults.states import SMALL, filled
 
 from .saves import PATIENCE, Gate, Lock, Refusing, begin, step_at
-from .waiting import open_files
+from .waiting import interrupted, open_files
 
 
 def saver(**options) -> AsyncSaver:
@@ -99,7 +107,7 @@ def test_a_save_is_skipped_while_another_is_under_way(local, gate):
 def test_two_buffers_let_two_saves_be_under_way_and_no_third(local, gate):
     gc.collect()
     before = _arenas()
-    with saver(when_busy="double_buffer", patience=0.05) as one:
+    with saver(when_busy="double_buffer", patience=0.5) as one:
         first = begin(one, 1, local.at("1"), gate)
         gate.wait()
         second = begin(one, 2, local.at("2"))
@@ -127,6 +135,58 @@ def test_two_saves_to_one_place_are_refused(local, gate):
         first.result(PATIENCE)
         assert step_at(local) == 1
         begin(one, 3, local).result(PATIENCE)
+    assert step_at(local) == 3
+
+
+def test_what_fails_in_the_background_is_logged_since_nobody_may_ask(local, caplog):
+    with saver() as one, caplog.at_level("ERROR", logger="cloudckpt"):
+        future = begin(one, 1, local, Refusing())
+        assert isinstance(future.exception(PATIENCE), RanksFailedError)
+    [record] = [record for record in caplog.records if record.name == "cloudckpt"]
+    assert f"the save to {local.uri} failed in the background" in record.getMessage()
+    assert "the dog ate it" in record.getMessage()
+
+
+class Breaking(logging.Handler):
+    """A handler whose disk is full."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        raise OSError("no space left")
+
+
+def test_a_log_handler_that_raises_does_not_keep_a_failure_from_its_future(local):
+    logger, handler = logging.getLogger("cloudckpt"), Breaking()
+    logger.addHandler(handler)
+    try:
+        with saver() as one:
+            error = begin(one, 1, local, Refusing()).exception(PATIENCE)
+            assert isinstance(error, RanksFailedError)
+    finally:
+        logger.removeHandler(handler)
+
+
+def test_a_refused_save_that_other_ranks_still_hear_of_does_not_occupy_the_place(
+    local, gate, monkeypatch
+):
+    may_fail = threading.Event()
+
+    class SlowToFail(FailingPlanner):
+        def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
+            assert may_fail.wait(PATIENCE)
+            super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    monkeypatch.setattr(saver_module, "FailingPlanner", SlowToFail)
+    with saver(when_busy="double_buffer") as one, ThreadPoolExecutor(1) as pool:
+        first = begin(one, 1, local, gate)
+        gate.wait()
+        with pytest.raises(SaveInProgressError, match="to this place"):
+            begin(one, 2, local)
+        gate.open()
+        first.result(PATIENCE)
+        third = pool.submit(begin, one, 3, local)
+        concurrent.futures.wait([third], 0.2)
+        may_fail.set()
+        third.result(PATIENCE).result(PATIENCE)
     assert step_at(local) == 3
 
 
@@ -210,6 +270,60 @@ def test_closing_gives_back_memory_files_and_threads(local):
     assert threading.active_count() <= threads
 
 
+def _closed_twice(one: AsyncSaver, gate: Gate) -> None:
+    gate.wait()
+    with interrupted(concurrent.futures, "wait"):
+        one.close()
+    gate.open()
+    one.close()
+
+
+def test_closing_again_does_what_an_interrupt_has_kept_from_being_done(local, gate):
+    gc.collect()
+    before = _arenas()
+    one = saver()
+    future = begin(one, 1, local, gate)
+    _closed_twice(one, gate)
+    assert future.done()
+    gc.collect()
+    assert _arenas() == before
+    with pytest.raises(ClosedError):
+        begin(one, 2, local)
+
+
+def test_closing_all_savers_again_does_what_an_interrupt_has_kept_from_being_done(local, gate):
+    options = {"checkpoint_id": local.uri, "config": local.config}
+    future = cloudckpt.async_save(filled(1, SMALL), planner=gate, **options)
+    gate.wait()
+    with interrupted(concurrent.futures, "wait"):
+        cloudckpt.close_async_savers()
+    gate.open()
+    cloudckpt.close_async_savers()
+    assert future.done()
+    cloudckpt.async_save(filled(2, SMALL), **options).result(PATIENCE)
+    cloudckpt.close_async_savers()
+    assert step_at(local) == 2
+
+
+def _in_a_fork(one: AsyncSaver, place: Place) -> str:
+    one.close()
+    try:
+        begin(one, 2, place)
+    except ClosedError as error:
+        return str(error)
+    return "began"
+
+
+def test_a_saver_of_a_process_that_has_forked_this_one_says_so_and_stays_whole(local):
+    with saver() as one:
+        begin(one, 1, local).result(PATIENCE)
+        told = in_a_child("fork", _in_a_fork, one, local)
+        assert f"belongs to process {os.getpid()}" in told
+        assert "make a new one here" in told
+        begin(one, 3, local).result(PATIENCE)
+    assert step_at(local) == 3
+
+
 def test_closing_all_savers_lets_new_ones_be_made(local):
     for step in (1, 2):
         cloudckpt.async_save(filled(step, SMALL), checkpoint_id=local.uri, config=local.config)
@@ -235,6 +349,28 @@ def test_a_failure_is_told_by_its_future_and_harms_no_other_save(s3):
             assert step_at(s3) == step
 
 
+def test_a_failure_that_is_kept_does_not_keep_the_staged_copy(local, stager):
+    gc.collect()
+    before = _arenas()
+    with AsyncSaver(no_dist=True, stager=stager) as one:
+        kept = begin(one, 1, local, Refusing())
+        error = kept.exception(PATIENCE)
+        begin(one, 2, local).result(PATIENCE)
+    stager.close()
+    assert _arenas() == before
+    lines = "".join(traceback.format_exception(error))
+    assert 'raise ArithmeticError("the dog ate it")' in lines
+    assert step_at(local) == 2
+
+
+def test_a_planner_that_is_used_again_does_not_keep_the_staged_copy(local, stager):
+    planner = DefaultSavePlanner()
+    with AsyncSaver(no_dist=True, stager=stager) as one:
+        for step in (1, 2):
+            begin(one, step, local, planner).result(PATIENCE)
+    assert step_at(local) == 2
+
+
 def test_a_value_that_cannot_be_copied_fails_the_save_and_is_named(local):
     with saver() as one:
         future = one.save({"a": {"b": Lock()}, "t": numbered(3)}, local.writer()).written
@@ -247,7 +383,7 @@ def test_a_value_that_cannot_be_copied_fails_the_save_and_is_named(local):
 
 def test_a_lack_of_memory_fails_the_save_and_training_goes_on(local, monkeypatch):
     with saver() as one, monkeypatch.context() as patch:
-        patch.setattr(arenas, "_available", lambda: 1000)
+        patch.setattr(arenas, "available_memory", lambda: 1000)
         error = begin(one, 1, local).exception(PATIENCE)
         assert isinstance(error, StagingMemoryError)
         patch.undo()
@@ -293,6 +429,19 @@ def test_a_blocking_stager_of_torchs_is_used(local):
     cloudckpt.close_async_savers()
 
 
+def test_a_stager_for_each_save_takes_no_saver_for_each(local):
+    options = {"checkpoint_id": local.uri, "config": local.config}
+    threads = set()
+    for step in (1, 2, 3):
+        stager = BlockingAsyncStager()
+        future = cloudckpt.async_save(filled(step, SMALL), async_stager=stager, **options)
+        future.result(PATIENCE)
+        threads.add(threading.active_count())
+        assert step_at(local) == step
+    assert len(threads) == 1
+    cloudckpt.close_async_savers()
+
+
 def test_an_asynchronous_stager_of_torchs_gives_two_futures(local):
     stager = DefaultStager(StagingOptions(False, False, True, False))
     options = {"checkpoint_id": local.uri, "config": local.config, "async_stager": stager}
@@ -305,6 +454,56 @@ def test_an_asynchronous_stager_of_torchs_gives_two_futures(local):
     assert isinstance(answer.upload_completion.exception(PATIENCE), cloudckpt.CheckpointError)
     cloudckpt.close_async_savers()
     stager.close()
+
+
+class Waiting:
+    """An asynchronous stager whose copy is made when it is told to."""
+
+    def __init__(self) -> None:
+        self.copied: Future[dict] = Future()
+
+    def stage(self, state_dict: dict) -> Future[dict]:
+        self.state = dict(state_dict)
+        return self.copied
+
+
+def test_a_copy_that_a_save_waits_for_cannot_be_cancelled(local):
+    stager = Waiting()
+    with AsyncSaver(no_dist=True, stager=stager) as one:
+        pending = one.save(filled(3, SMALL), local.writer())
+        assert not pending.staged.cancel()
+        stager.copied.set_result(stager.state)
+        assert isinstance(pending.written.result(PATIENCE), Metadata)
+    assert step_at(local) == 3
+
+
+def test_a_copy_that_its_stager_cancels_fails_the_save_and_not_the_next(local):
+    stager = Waiting()
+    with AsyncSaver(no_dist=True, stager=stager) as one:
+        pending = one.save(filled(3, SMALL), local.writer())
+        assert stager.copied.cancel()
+        error = pending.written.exception(PATIENCE)
+        assert isinstance(error, StagingError)
+        assert "CancelledError" in str(error)
+        stager.copied = Future()
+        stager.copied.set_result(filled(4, SMALL))
+        one.save({}, local.writer()).written.result(PATIENCE)
+    assert step_at(local) == 4
+
+
+def test_an_interrupt_of_a_stager_fails_the_save(local):
+    stager = Waiting()
+    with AsyncSaver(no_dist=True, stager=stager) as one:
+        pending = one.save(filled(3, SMALL), local.writer())
+        stager.copied.set_exception(KeyboardInterrupt())
+        assert isinstance(pending.written.exception(PATIENCE), StagingError)
+
+
+def test_metadata_that_nobody_asks_for_is_not_unpickled():
+    result = PickledResult(pickle.dumps((b"no pickle", None)))
+    assert result.transferred() is None
+    with pytest.raises(pickle.UnpicklingError):
+        result.load()
 
 
 # ---- many saves

@@ -151,7 +151,7 @@ def test_a_value_that_one_rank_cannot_copy_fails_the_save_everywhere(ranks, loca
 def _no_memory(place: Place) -> list:
     with saver() as one:
         left = 1000 if dist.get_rank() == 1 else 2**40
-        with mock.patch.object(arenas, "_available", return_value=left):
+        with mock.patch.object(arenas, "available_memory", return_value=left):
             error = begin(one, 1, place).exception(SOON)
         begin(one, 2, place).result(PATIENCE)
         return [type(error), "needs 1 MiB" in str(error)]

@@ -3,6 +3,7 @@
 import gc
 import os
 import resource
+import signal
 import threading
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, Sta
 import cloudckpt
 from cloudckpt import ClosedError, SaveInProgressError, Stager, StagingMemoryError
 from cloudckpt.background import arena as arenas
+from cloudckpt.background import stager as stagers
 from cloudckpt.config import MIB
 from dcp.children import in_a_child
 from dcp.values import assert_same, numbered
@@ -89,6 +91,16 @@ def test_a_copy_outlives_its_stager():
         assert_same(staged["t"], numbered(10_000))
 
 
+def test_a_stager_that_is_dropped_without_closing_keeps_nothing():
+    files = open_files()
+    copy = Stager().stage({"t": numbered(1000)})
+    gc.collect()
+    assert_same(copy, {"t": numbered(1000)})
+    del copy
+    gc.collect()
+    assert open_files() == files
+
+
 def test_a_closed_stager_says_so(stager):
     stager.close()
     with pytest.raises(ClosedError, match="closed"):
@@ -113,17 +125,25 @@ def test_memory_that_the_kernel_refuses_is_an_error_that_says_how_much_is_needed
 
 
 def test_memory_that_the_machine_does_not_have_is_not_asked_for(stager, monkeypatch):
-    monkeypatch.setattr(arenas, "_available", lambda: 5 * MIB)
+    monkeypatch.setattr(arenas, "available_memory", lambda: 5 * MIB)
     with pytest.raises(StagingMemoryError, match=r"needs 6 MiB.* has 5 MiB left"):
         stager.stage({"t": torch.zeros(6 * MIB, dtype=torch.uint8)})
     staged = stager.stage({"t": torch.zeros(4 * MIB, dtype=torch.uint8)})
     assert staged["t"].numel() == 4 * MIB
 
 
-def test_the_machine_tells_how_much_memory_is_left():
-    available = arenas._available()
-    assert available is not None
-    assert MIB < available < 2**50
+def test_memory_that_can_not_be_pinned_is_given_back(monkeypatch):
+    def refuse(address: int, size: int) -> None:
+        raise StagingMemoryError("no more locked memory")
+
+    monkeypatch.setattr(arenas, "_pin", refuse)
+    gc.collect()
+    before = open_files()
+    for _ in range(5):
+        with pytest.raises(StagingMemoryError, match="locked"):
+            arenas.Arena(MIB, pin=True)
+    gc.collect()
+    assert open_files() == before
 
 
 # ---- the lease
@@ -190,6 +210,64 @@ def test_a_failed_copy_frees_its_memory(stager):
             stager.stage({"t": numbered(10), "lock": threading.Lock()})
         gc.collect()
     assert_same(stager.stage({"t": numbered(7)})["t"], numbered(7))
+
+
+def test_an_interrupt_ends_a_copy_before_its_memory_is_used_again(monkeypatch):
+    """Its threads read the trainer's tensors, and write to the buffer."""
+    copying, begun, writing = threading.Event(), threading.Event(), []
+    copy_all = stagers._copy_all
+
+    def slowly(pairs):
+        writing.append(None)
+        begun.set()
+        copying.wait(0.5)
+        copy_all(pairs)
+        writing.pop()
+
+    def interrupt():
+        assert begun.wait(PATIENCE)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    monkeypatch.setattr(stagers, "_copy_all", slowly)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    thread = threading.Thread(target=interrupt)
+    try:
+        with Stager(threads=2) as stager:
+            thread.start()
+            with pytest.raises(KeyboardInterrupt):
+                stager.stage({"t": numbered(40 * MIB // 4)})
+            assert writing == []
+            monkeypatch.undo()
+            assert_same(stager.stage({"t": numbered(9)}), {"t": numbered(9)})
+    finally:
+        signal.signal(signal.SIGINT, before)
+        thread.join(PATIENCE)
+
+
+def _told_in_a_fork(stager: Stager) -> str:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            stager.stage({"t": torch.zeros(10)})
+            os.write(writer, b"staged")
+        except ClosedError as error:
+            stager.close()
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    with os.fdopen(reader) as pipe:
+        return pipe.read()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_must_not_write_to_the_copy_of_its_parent(stager):
+    staged = stager.stage({"t": numbered(10)})
+    held = staged.pop("t")
+    assert "make another one" in _told_in_a_fork(stager)
+    assert_same(held, numbered(10))
 
 
 def test_two_buffers_hold_two_copies():

@@ -1,13 +1,17 @@
-"""Waiting for something to become so, with an end."""
+"""Waiting for something to become so, with an end, or with an interrupt."""
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
 
-__all__ = ["eventually", "is_running", "open_files", "processes_of"]
+import pytest
+
+__all__ = ["eventually", "interrupted", "is_running", "open_files", "processes_of"]
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     """Whether a condition holds within some seconds; it is looked at again and again."""
     end = time.monotonic() + seconds
     while not condition():
@@ -15,6 +19,16 @@ def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
             return False
         time.sleep(0.005)
     return True
+
+
+@contextmanager
+def interrupted(owner: object, wait: str) -> Iterator[None]:
+    """Ctrl-C strikes when the block calls a function, given by its name, to wait."""
+    with (
+        mock.patch.object(owner, wait, side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        yield
 
 
 def open_files() -> int:

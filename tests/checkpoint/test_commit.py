@@ -7,7 +7,7 @@ import uuid
 import pytest
 
 from cloudckpt.checkpoint.commit import Baseline, Probe, begin, commit, conditions_work
-from cloudckpt.checksum import crc32c
+from cloudckpt.checksum import CRC32C
 from cloudckpt.config import RetryPolicy
 from cloudckpt.errors import (
     AccessDeniedError,
@@ -37,11 +37,11 @@ class Bucket(MemoryStore):
         self.capabilities = dataclasses.replace(self.capabilities, conditional_writes=None)
         self.ignored = ignored
 
-    def put(self, key, body, *, crc32c, if_absent=False, if_version=None, progress=None):
+    def put(self, key, body, *, checksum, if_absent=False, if_version=None, progress=None):
         return super().put(
             key,
             body,
-            crc32c=crc32c,
+            checksum=checksum,
             if_absent=if_absent and "if_absent" not in self.ignored,
             if_version=None if "if_version" in self.ignored else if_version,
             progress=progress,
@@ -59,7 +59,7 @@ def retrier():
 
 
 def write(store, data, key=KEY):
-    return store.inner.put(key, [memoryview(data)], crc32c=crc32c(data))
+    return store.inner.put(key, [memoryview(data)], checksum=CRC32C.of(data))
 
 
 def held(store):
@@ -187,6 +187,42 @@ def test_a_commit_behind_a_503_is_recognized(store, retrier, before):
 
 
 @BEFORE
+@pytest.mark.parametrize("conditional", [True, False])
+@pytest.mark.parametrize("then", [ThrottledError, AccessDeniedError])
+def test_a_commit_behind_a_503_is_recognized_whatever_follows(
+    store, retrier, before, conditional, then
+):
+    baseline = begun(store, before)
+    store.fail("put", ThrottledError, calls=[1], when="after")
+    store.fail("put", then, calls=[2, 3, 4])
+    finish(store, baseline, retrier, conditional=conditional)
+    assert held(store) == OURS
+
+
+@BEFORE
+@pytest.mark.parametrize("then", [ThrottledError, AccessDeniedError])
+def test_a_commit_that_was_turned_away_has_failed_for_certain(store, retrier, before, then):
+    baseline = begun(store, before)
+    store.fail("put", ThrottledError, calls=[1])
+    store.fail("put", then, calls=[2, 3, 4])
+    with pytest.raises(then):
+        finish(store, baseline, retrier)
+    assert held(store) == before
+
+
+@BEFORE
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_commit_behind_a_503_that_nobody_can_be_asked_about_is_unknown(
+    store, retrier, before, when
+):
+    baseline = begun(store, before)
+    store.fail("put", ThrottledError, when=when)
+    store.fail("get", ThrottledError)
+    with pytest.raises(CommitUnknownError):
+        finish(store, baseline, retrier)
+
+
+@BEFORE
 def test_another_writer_is_told_from_ones_own_lost_answer(store, retrier, before):
     """The first try was lost on its way there; before the second, somebody else commits."""
     baseline = begun(store, before)
@@ -251,6 +287,15 @@ def test_a_refusal_is_certain(store, retrier, error):
     with pytest.raises(error):
         finish(store, baseline, retrier)
     assert held(store) == OLD
+    assert dict(store.calls) == {"put": 1}
+
+
+def test_a_conflict_at_the_first_try_is_certain(store, retrier):
+    baseline = begun(store, OLD)
+    write(store, THEIRS)
+    with pytest.raises(CheckpointConflictError):
+        finish(store, baseline, retrier)
+    assert dict(store.calls) == {"put": 1}
 
 
 def test_a_refusal_behind_a_lost_answer_is_not_certain(store, retrier):

@@ -374,6 +374,18 @@ def test_trust_reads_any_class():
     assert load_metadata(dump_metadata(written), URI, trust_pickle=True) == written
 
 
+@pytest.mark.parametrize("trust", [False, True])
+@pytest.mark.parametrize("home", [b"pathlib", b"pathlib._local"])
+def test_paths_are_read_whatever_version_of_python_wrote_them(home, trust):
+    """torch's file writer puts its folder there; Python 3.13 calls the module pathlib._local."""
+    where = pathlib.PosixPath("/ckpt/run")
+    written = example(storage_meta=StorageMeta(where, "save"))
+    own = type(where).__module__.encode()
+    data = pickle.dumps(written, 2).replace(b"c%b\nPosixPath\n" % own, b"c%b\nPosixPath\n" % home)
+    assert b"c%b\nPosixPath\n" % home in data
+    assert load_metadata(data, URI, trust_pickle=trust) == written
+
+
 def test_the_trailer_is_what_the_format_says():
     data = dump_metadata(example())
     magic, size, _ = struct.unpack("<20sQI", data[-TRAILER:])

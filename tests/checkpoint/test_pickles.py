@@ -316,3 +316,9 @@ def test_a_description_can_not_change_a_class_of_torch():
     finally:
         if hasattr(torch.FloatStorage, "cloudckpt_was_here"):
             del torch.FloatStorage.cloudckpt_was_here
+
+
+def test_items_are_read_whatever_torch_is_told_about_files():
+    with torch.utils.serialization.config.patch("load.mmap", True):
+        check_trusted(saved({"step": 1}), "item", URI)
+        load_tensor(io.BytesIO(saved(torch.ones(2))), "item", URI, trust=False)

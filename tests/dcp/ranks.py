@@ -18,6 +18,7 @@ from typing import Any
 
 __all__ = ["Outcome", "Ranks", "RanksDiedError", "RanksTimeoutError"]
 
+_START = 300.0  # seconds that a process may take to import torch
 _GRACE = 15.0  # seconds that the others have left once a rank has raised
 _COLLECTIVE = 60.0  # seconds that a collective may take
 
@@ -135,6 +136,11 @@ class Ranks:
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(_START):
+                self.kill()
+                raise RanksTimeoutError(f"rank {rank} did not start within {_START} s")
+            pipe.recv_bytes()
 
     def kill(self) -> None:
         """Ends the processes whatever they do."""
@@ -153,6 +159,7 @@ def _serve(pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    pipe.send_bytes(b"ready")
     while True:
         try:
             message = pipe.recv_bytes()
@@ -192,6 +199,8 @@ def _run(job: _Job) -> Any:
         timeout=datetime.timedelta(seconds=_COLLECTIVE),
     )
     try:
+        # a rank that ends the group while another one still connects to it fails that one
+        dist.barrier()
         return job.function(*job.arguments)
     finally:
         dist.destroy_process_group()

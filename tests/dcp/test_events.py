@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import sys
+import threading
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import cloudckpt
 from cloudckpt import events
 from cloudckpt.config import MIB
 from cloudckpt.errors import ServerError
+from cloudckpt.events import event as event_module
 from cloudckpt.transfer import stats as stats_module
 from cloudckpt.transfer.stats import TransferStats
 
@@ -80,7 +82,10 @@ def test_a_failed_phase_says_so(local, heard):
         cloudckpt.save(
             {"t": torch.zeros(3, device="meta")}, checkpoint_id=local.uri, config=local.config
         )
-    assert [(event.phase, event.failed) for event in heard] == [("plan", False), ("upload", True)]
+    assert [(event.phase, event.failed, event.detail) for event in heard] == [
+        ("plan", False, ""),
+        ("upload", True, "UnsupportedTensorError"),
+    ]
 
 
 def test_retries_and_throttling_are_told(heard):
@@ -117,6 +122,84 @@ def test_a_listener_that_fails_harms_nothing(local, caplog):
     assert "a listener failed" in caplog.text
 
 
+def test_a_log_handler_that_fails_harms_nothing(local, caplog):
+    class Fails(logging.Handler):
+        def emit(self, record):
+            if record.levelno == logging.DEBUG:
+                raise ArithmeticError("no")
+
+    caplog.set_level(logging.DEBUG, "cloudckpt.events")
+    logger, handler = logging.getLogger("cloudckpt.events"), Fails()
+    logger.addHandler(handler)
+    try:
+        cloudckpt.save({"t": numbered(10)}, checkpoint_id=local.uri, config=local.config)
+    finally:
+        logger.removeHandler(handler)
+    assert "a listener failed" in caplog.text
+
+
+def test_each_subscription_ends_alone():
+    found: list[events.Event] = []
+    event = events.Event(phase="plan", uri="memory://x/run", rank=0, began=0.0)
+    one, other = events.subscribe(found.append), events.subscribe(found.append)
+    one()
+    one()
+    events.emit(event)
+    other()
+    events.emit(event)
+    assert found == [event]
+
+
+def test_listeners_that_come_and_go_in_threads_are_neither_lost_nor_kept():
+    sys_interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+
+        def come_and_go():
+            for _ in range(3000):
+                events.subscribe(lambda event: None)()
+
+        threads = [threading.Thread(target=come_and_go) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE)
+    finally:
+        sys.setswitchinterval(sys_interval)
+    assert not events.has_listeners()
+
+
+def test_who_wants_no_progress_is_told_of_none_and_causes_none(monkeypatch):
+    monkeypatch.setattr(stats_module, "_BETWEEN_EVENTS", 0.0)
+    found: list[events.Event] = []
+    unsubscribe = events.subscribe(found.append, progress=False)
+    try:
+        assert not events.has_listeners()
+        stats = TransferStats("memory://x/run", 0)
+        stats.add_bytes(MIB)
+        stats.add_retry(ServerError("inside"))
+    finally:
+        unsubscribe()
+    assert phases(found) == ["retry"]
+    assert len(found) == 1
+
+
+def test_a_process_that_relays_tells_nobody_else(caplog, monkeypatch):
+    caplog.set_level(logging.DEBUG, "cloudckpt.events")
+    monkeypatch.setattr(event_module, "_relay", None)  # put back at the end
+    found: list[events.Event] = []
+    relayed: list[events.Event] = []
+    unsubscribe = events.subscribe(found.append)
+    event_module.relay(relayed.append)
+    try:
+        event = events.Event(phase="plan", uri="memory://x/run", rank=0, began=0.0)
+        events.emit(event)
+        assert events.has_listeners()
+    finally:
+        unsubscribe()
+    assert (relayed, found, caplog.text) == ([event], [], "")
+
+
 def test_events_are_logged(local, caplog):
     caplog.set_level(logging.DEBUG, "cloudckpt.events")
     cloudckpt.save({"t": numbered(10)}, checkpoint_id=local.uri, config=local.config)
@@ -143,3 +226,13 @@ def test_a_progress_bar_shows_what_was_saved(local, monkeypatch):
     with events.progress_bar():
         cloudckpt.save({"t": numbered(10)}, checkpoint_id=local.uri, config=local.config)
     assert "rank 0" in sys.stderr.getvalue()
+
+
+def test_a_progress_bar_shows_a_failure_as_such(local, monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    state = {"t": torch.zeros(3, device="meta")}
+    with events.progress_bar(), pytest.raises(cloudckpt.UnsupportedTensorError):
+        cloudckpt.save(state, checkpoint_id=local.at("[red]").uri, config=local.config)
+    shown = sys.stderr.getvalue()
+    assert "FAILED" in shown

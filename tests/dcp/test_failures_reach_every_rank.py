@@ -1,6 +1,7 @@
 """When one rank fails, every rank is told why, soon, and no trace of the attempt stays."""
 
 import dataclasses
+import logging
 import os
 
 import pytest
@@ -17,7 +18,9 @@ from cloudckpt import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     CloudCheckpointError,
+    DifferentCheckpointsError,
     IncompleteSaveError,
+    InvalidURIError,
     MissingKeyError,
     ProcessGroupError,
     RanksFailedError,
@@ -309,6 +312,47 @@ def test_an_error_of_a_stateful_object_is_not_taken_for_a_lost_rank(where, local
         assert not isinstance(error, ProcessGroupError), error
 
 
+class StubbornOnOne(Stubborn):
+    """One of a rank; those of the others are fine."""
+
+    def state_dict(self):
+        return super().state_dict() if _is_last() else {"t": numbered(5)}
+
+
+def _ungrateful(kind: str, place: Place) -> dict:
+    """What the last rank does before torch's first step, in which the others are waiting."""
+    if kind == "state_dict":
+        return {"state": {"module": StubbornOnOne("state_dict")}, "place": place}
+    odd = dataclasses.replace(place, uri="ftp://nowhere") if _is_last() else place
+    return {"state": {"t": numbered(5)}, "place": odd}
+
+
+def _fail_early(kind: str, place: Place) -> None:
+    save(**_ungrateful(kind, place))
+
+
+def _fail_to_load_early(kind: str, place: Place) -> None:
+    save({"t": numbered(5), "module": {"t": numbered(5)}}, place)
+    dist.barrier()
+    load(**_ungrateful(kind, place))
+
+
+@pytest.mark.parametrize("action", [_fail_early, _fail_to_load_early])
+@pytest.mark.parametrize(
+    ("kind", "reason", "error"),
+    [
+        ("state_dict", "the module does not fit", RanksFailedError),
+        ("location", "ftp", InvalidURIError),
+    ],
+)
+def test_a_rank_that_fails_before_it_begins_is_told_to_all(
+    kind, reason, error, action, local, ranks
+):
+    told = ranks.errors(3, action, kind, local)
+    assert [type(one) for one in told] == [error] * 3
+    assert all(reason in str(one) for one in told)
+
+
 # ---- a load that fails
 
 
@@ -462,3 +506,84 @@ class Different(DefaultSavePlanner):
 
 def _fail_differently(place: Place) -> None:
     save(_rows({"t": numbered(60, 10)}), place, planner=Different())
+
+
+def _load_blank(place: Place, stock: bool) -> None:
+    if stock:
+        dcp.load({"t": torch.zeros(5)}, storage_reader=place.reader())
+    else:
+        load({"t": torch.zeros(5)}, place)
+
+
+def _warnings_of_a_missing_checkpoint(place: Place, stock: bool) -> list[str]:
+    """What reaches the root logger."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger().addHandler(handler)
+    try:
+        with pytest.raises((CheckpointNotFoundError, CheckpointException)):
+            _load_blank(place, stock)
+    finally:
+        logging.getLogger().removeHandler(handler)
+    return [record.getMessage() for record in records if record.levelno >= logging.WARNING]
+
+
+def test_a_missing_checkpoint_is_told_by_its_error_alone(place, ranks):
+    assert ranks(2, _warnings_of_a_missing_checkpoint, place, False) == [[], []]
+    for told in ranks(2, _warnings_of_a_missing_checkpoint, place, True):
+        assert "Global metadata is not found" in told[0]  # torch's own load does as it likes
+
+
+def _save_to_own_place(place: Place) -> None:
+    save(_rows(full_state()), place.at(f"step-{dist.get_rank()}"))
+
+
+def test_ranks_that_save_to_different_places_commit_nothing(place, ranks):
+    told = ranks.errors(2, _save_to_own_place, place)
+    assert [type(error) for error in told] == [DifferentCheckpointsError] * 2
+    assert all("/step-0" in str(error) and "/step-1" in str(error) for error in told)
+    assert place.names() == []
+    assert place.unfinished() == []
+
+
+def _save_two(place: Place) -> None:
+    for step in range(2):
+        save(_rows(full_state()), place.at(f"step-{step}"))
+
+
+def _load_own_step(place: Place) -> None:
+    load(_rows(full_state(), blank=True), place.at(f"step-{dist.get_rank()}"))
+
+
+def test_ranks_that_load_different_steps_are_told(place, ranks):
+    ranks(2, _save_two, place)
+    told = ranks.errors(2, _load_own_step, place)
+    assert [type(error) for error in told] == [DifferentCheckpointsError] * 2
+    assert all("/step-0" in str(error) and "/step-1" in str(error) for error in told)
+
+
+class _Replaces(cloudckpt.CloudStorageReader):
+    """Rank 1 goes on only when the checkpoint that rank 0 has seen was replaced."""
+
+    def read_metadata(self, *args, **kwargs):
+        if dist.get_rank() == 0:
+            found = super().read_metadata(*args, **kwargs)
+            state = {"t": numbered(100)}
+            cloudckpt.save(state, checkpoint_id=self.uri, config=self.config, no_dist=True)
+            dist.barrier()
+            return found
+        dist.barrier()
+        return super().read_metadata(*args, **kwargs)
+
+
+def _load_replaced(place: Place) -> None:
+    reader = _Replaces(place.uri, config=place.config)
+    cloudckpt.load({"t": torch.zeros(100)}, storage_reader=reader)
+
+
+def test_a_checkpoint_that_is_replaced_between_the_ranks_is_not_mixed(place, ranks):
+    save({"t": numbered(100)}, place, no_dist=True)
+    told = ranks.errors(2, _load_replaced, place)
+    assert [type(error) for error in told] == [DifferentCheckpointsError] * 2
+    assert all("was replaced while" in str(error) for error in told)

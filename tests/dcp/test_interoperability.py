@@ -258,3 +258,20 @@ def test_a_shard_of_torch_that_was_cut_short_is_corrupt_not_garbage(local):
         file.truncate(2_000_000)
     with pytest.raises(CheckpointCorruptError):
         cloudckpt.load({"t": torch.zeros(1000, 1000)}, checkpoint_id=local.uri, config=local.config)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [(8, b"\x01"), (10, b"\x63"), (46, b"\xff")],
+    ids=["encrypted", "compressed in an unknown way", "a name of no encoding"],
+)
+def test_a_damaged_directory_in_a_shard_of_torch_is_corrupt_by_name(local, field, value):
+    """Python's zipfile has errors of many kinds for it."""
+    dcp.save({"t": numbered(10)}, storage_writer=FileSystemWriter(local.path))
+    (name,) = local.data()
+    with open(f"{local.path}/{name}", "r+b") as file:
+        data = file.read()
+        file.seek(data.index(b"PK\x01\x02") + field)  # the directory's entry of data.pkl
+        file.write(value)
+    with pytest.raises(CheckpointCorruptError):
+        cloudckpt.load({"t": torch.zeros(10)}, checkpoint_id=local.uri, config=local.config)

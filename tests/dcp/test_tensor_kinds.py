@@ -4,13 +4,19 @@ import collections
 import io
 import random
 import zipfile
+from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch._subclasses import FakeTensorMode
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed import _functional_collectives
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+)
 from torch.testing._internal.two_tensor import TwoTensor
 
 import cloudckpt
@@ -222,6 +228,36 @@ def test_a_subclass_that_torch_does_not_allow_is_refused_by_name_until_trusted(l
     assert_same(room["v"].b, numbered(4, 5, first=100))
 
 
+def test_the_result_of_a_collective_is_a_plain_tensor_when_it_has_come(local, monkeypatch):
+    """Nobody has waited for it before: until somebody does, its memory holds anything."""
+    result = torch.zeros(10)
+
+    def wait(tensor):
+        return result.copy_(numbered(10))
+
+    monkeypatch.setattr(_functional_collectives, "wait_tensor", wait)
+    value = _functional_collectives.AsyncCollectiveTensor(result)
+    assert_same(_round_trip({"v": value}, local, {"v": torch.zeros(10)})["v"], numbered(10))
+
+
+@pytest.mark.parametrize("size", [10, 60_000, 300_000])
+def test_of_items_that_are_loaded_into_the_same_memory_the_last_one_counts(place, size):
+    """As with torch: weights that were saved apart are loaded into a model that ties them."""
+    saved = {name: torch.full((size,), float(n)) for n, name in enumerate("abc")}
+    room = torch.zeros(size)
+    targets = {"a": room, "b": room[: size // 2], "c": room[size // 4 :]}
+    cloudckpt.save(
+        saved | {"b": saved["b"][: size // 2], "c": saved["c"][size // 4 :]},
+        checkpoint_id=place.uri,
+        config=place.config,
+    )
+    for _ in range(5):
+        cloudckpt.load(targets, checkpoint_id=place.uri, config=place.config)
+        assert room[: size // 4].eq(1).all()
+        assert room[size // 4 :].eq(2).all()
+        room.zero_()
+
+
 # ---- what is no tensor
 
 PLAIN = {
@@ -292,6 +328,49 @@ def test_a_value_of_another_class_needs_trust_to_be_loaded(value, local):
     else:
         assert (loaded["v"] == value).all()
         assert loaded["v"].dtype == value.dtype
+
+
+class OneStream(DefaultSavePlanner):
+    """Writes all its values into one stream, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stream = io.BytesIO()
+
+    def resolve_data(self, write_item):
+        data = super().resolve_data(write_item).getvalue()
+        self._stream.seek(0)
+        self._stream.truncate()
+        self._stream.write(data)
+        return self._stream
+
+
+def test_a_planner_may_use_its_stream_again_while_the_bytes_are_sent(place):
+    state = {name: name * 3_000_000 for name in "abc"}
+    cloudckpt.save(state, checkpoint_id=place.uri, config=place.config, planner=OneStream())
+    loaded = dict.fromkeys(state, "")
+    cloudckpt.load(loaded, checkpoint_id=place.uri, config=place.config)
+    assert loaded == state
+
+
+class Noting(DefaultLoadPlanner):
+    """Leaves it to torch's planner to unpickle, which does so without restrictions."""
+
+    def load_bytes(self, read_item, value):
+        self.loaded = read_item.dest_index.fqn
+        super().load_bytes(read_item, value)
+
+
+def test_a_planner_of_the_user_does_not_unpickle_without_trust_either(local):
+    cloudckpt.save({"v": Fraction(1, 3)}, checkpoint_id=local.uri, config=local.config)
+    state, planner = {"v": None}, Noting()
+    options = {"checkpoint_id": local.uri, "config": local.config, "planner": planner}
+    with pytest.raises(UntrustedPickleError, match="Fraction"):
+        cloudckpt.load(state, **options)
+    assert state == {"v": None}
+    cloudckpt.load(state, trust_pickle=True, **options)
+    assert state == {"v": Fraction(1, 3)}
+    assert planner.loaded == "v"
 
 
 def test_the_refusal_of_a_pickle_names_the_class_to_allow(local):

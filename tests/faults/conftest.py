@@ -100,7 +100,7 @@ def shaky(endpoint) -> Config:
 @pytest.fixture
 def unshared(endpoint):
     """Makes options through the proxy that no other test has had: their store is a new one."""
-    return lambda **options: impatient(endpoint, read_timeout=2 + next(_counter) / 1e6, **options)
+    return lambda **options: impatient(endpoint, read_timeout=30 + next(_counter) / 1e6, **options)
 
 
 @pytest.fixture(scope="session")

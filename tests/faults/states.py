@@ -11,6 +11,7 @@ from .dialects import Endpoint, vendor_options
 BIG = 6 * MIB  # two parts of 5 and 1 MiB
 SMALL = 128 * 1024  # a single PUT
 ATTEMPTS = 4
+SHORT = {"read_timeout": 1.0, "stall_timeout": 1.0}  # for tests of silence
 
 
 def filled(step: int, nbytes: int = BIG) -> dict:
@@ -35,15 +36,18 @@ def load_step(uri: str, config: Config, nbytes: int = BIG) -> int:
 
 
 def impatient(endpoint: Endpoint, **options) -> Config:
-    """Options that lead to an endpoint and give up soon."""
+    """Options that lead to an endpoint and give up after few tries, with short pauses.
+
+    Each try has the time that a server on a busy machine may need: a test of silence says `SHORT`.
+    """
     settings = {
         "connections": 4,
         "part_size": 5 * MIB,
         "conditional_writes": "on",
-        "connect_timeout": 2.0,
-        "read_timeout": 2.0,
-        "stall_timeout": 2.0,
-        "retry": RetryPolicy(attempts=ATTEMPTS, base=0.01, cap=0.05, deadline=20.0),
+        "connect_timeout": 30.0,
+        "read_timeout": 30.0,
+        "stall_timeout": 30.0,
+        "retry": RetryPolicy(attempts=ATTEMPTS, base=0.01, cap=0.05, deadline=60.0),
         **vendor_options(endpoint),
         **options,
     }

@@ -21,10 +21,12 @@ from cloudckpt import (
     RetryPolicy,
     ServerError,
 )
+from cloudckpt.checkpoint.torch_save import write_torch_file
 from cloudckpt.config import MIB
 from cloudckpt.testing.hop import Fault, Hop
 from cloudckpt.testing.wire_faults import Corrupt, Delay, Drip, Stall
 from cloudckpt.transfer.group import TaskGroup
+from cloudckpt.uri import CheckpointURI
 
 from .conftest import busy_threads
 from .refusals import denied, internal_error, slow_down
@@ -32,13 +34,14 @@ from .selection import everywhere
 from .states import BIG, SMALL, filled, impatient, load_step
 from .test_save import STEPS
 
-PATIENCE = 10.0  # seconds, many times what the options below allow
+PATIENCE = 60.0  # seconds, many times what the options below allow
 HASTY = {
-    "connect_timeout": 0.6,
-    "read_timeout": 0.6,
-    "stall_timeout": 0.6,
+    "connect_timeout": 1.0,
+    "read_timeout": 1.0,
+    "stall_timeout": 1.0,
     "retry": {"attempts": 2, "base": 0.01, "cap": 0.05, "deadline": 2.0},
 }
+LONG = {**HASTY, "read_timeout": 600.0, "stall_timeout": 600.0}
 
 
 @dataclass(frozen=True)
@@ -254,11 +257,11 @@ class TestInterrupts:
     def test_an_interrupted_save_ends_soon_and_cleans_up(
         self, interrupt, store, direct, operation, path, nbytes
     ):
-        long = {**HASTY, "read_timeout": 60.0, "stall_timeout": 60.0, "connections": 1}
+        alone = {**LONG, "connections": 1}
         where = {"operation": operation, "path": path, "times": 1}
         # a request that is carried out behind the clean-up can't be helped: see the last test
         fault = NeverAnswered(threading.Event())
-        status, outcome, uri = interrupt("save", fault, nbytes, long, **where)
+        status, outcome, uri = interrupt("save", fault, nbytes, alone, **where)
         assert status == 0, "it goes on waiting"
         assert outcome["error"] is not None
         assert outcome["threads"] == []
@@ -267,9 +270,8 @@ class TestInterrupts:
 
     @everywhere()
     def test_an_interrupted_load_ends_soon(self, interrupt):
-        long = {**HASTY, "read_timeout": 60.0, "stall_timeout": 60.0}
         where = {"operation": "GetObject", "path": "*.distcp"}
-        status, outcome, _ = interrupt("load", Stall("answer"), SMALL, long, **where)
+        status, outcome, _ = interrupt("load", Stall("answer"), SMALL, LONG, **where)
         assert status == 0, "it goes on waiting"
         assert outcome["threads"] == []
 
@@ -291,10 +293,14 @@ class TestInterrupts:
         def fail() -> None:
             raise ServerError("failed")
 
-        outcome: list[bool] = []
-        with contextlib.suppress(ServerError), TaskGroup(2, interrupt=interrupt) as group:
+        def produce() -> None:
             group.submit(late)
             group.submit(fail)
+
+        outcome: list[bool] = []
+        group = TaskGroup(2, interrupt=interrupt)
+        with contextlib.suppress(ServerError):
+            group.run(produce)
         assert outcome == [True]
 
     @pytest.mark.parametrize("job", ["save", "load"])
@@ -302,15 +308,36 @@ class TestInterrupts:
         """A training loop that survives any Exception must not survive Ctrl-C."""
         operation = {"save": "PutObject", "load": "GetObject"}[job]
         where = {"operation": operation, "path": "*.distcp"}
-        status, outcome, _ = interrupt(job, Stall("answer"), SMALL, HASTY, **where)
+        status, outcome, _ = interrupt(job, Stall("answer"), SMALL, LONG, **where)
         assert (status, outcome["error"]) == (0, "KeyboardInterrupt")
+
+    @pytest.mark.timeout(60)
+    @pytest.mark.parametrize("job", ["save", "load", "file"])
+    def test_an_interrupt_just_before_the_wait_for_the_transfers_stops_them_too(
+        self, saved, proxy, endpoint, monkeypatch, job
+    ):
+        def interrupted(group: TaskGroup) -> None:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+        uri, state = saved(), filled(2, SMALL)
+        config = impatient(endpoint, read_timeout=600.0, stall_timeout=600.0)
+        jobs = {
+            "save": lambda: cloudckpt.save(state, checkpoint_id=uri, config=config),
+            "load": lambda: cloudckpt.load(state, checkpoint_id=uri, config=config),
+            "file": lambda: write_torch_file(state, CheckpointURI.parse(f"{uri}.distcp"), config),
+        }
+        proxy.inject(Stall("answer"), path="*.distcp", times=1)
+        monkeypatch.setattr(TaskGroup, "_finish", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            jobs[job]()
+        assert busy_threads() == []
 
     @everywhere()
     def test_what_arrives_after_the_clean_up_does_no_harm(self, interrupt, store, direct):
         """Nobody can call back a request: its object may stay behind, but belongs to nothing."""
-        long = {**HASTY, "read_timeout": 60.0, "stall_timeout": 60.0}
         where = {"operation": "PutObject", "path": "*.distcp", "times": 1}
-        status, outcome, uri = interrupt("save", Delay(1.0, "request"), SMALL, long, **where)
+        status, outcome, uri = interrupt("save", Delay(1.0, "request"), SMALL, LONG, **where)
         assert (status, outcome["threads"]) == (0, [])
         assert load_step(uri, direct, SMALL) == 1
         cloudckpt.save(filled(3, SMALL), checkpoint_id=uri, config=direct)
@@ -328,9 +355,11 @@ class TestThreads:
         ],
         ids=["good", "failed", "stalled"],
     )
-    def test_no_thread_outlives_a_save(self, store, proxy, hasty, wait, fault, skip, error):
+    def test_no_thread_outlives_a_save(self, store, proxy, shaky, hasty, wait, fault, skip, error):
+        config = hasty if isinstance(fault, Stall) else shaky
+
         def save() -> None:
-            arguments = {"checkpoint_id": store.uri("run"), "config": hasty}
+            arguments = {"checkpoint_id": store.uri("run"), "config": config}
             if wait:
                 cloudckpt.async_save(filled(1), **arguments).result(60)
             else:
@@ -352,14 +381,15 @@ class TestThreads:
         ],
         ids=["good", "failed", "stalled", "corrupt"],
     )
-    def test_no_thread_outlives_a_load(self, saved, proxy, hasty, fault, error):
+    def test_no_thread_outlives_a_load(self, saved, proxy, shaky, hasty, fault, error):
         uri = saved(BIG)
+        config = hasty if isinstance(fault, Stall) else shaky
         proxy.inject(fault, operation="GetObject", path="*.distcp")
         with pytest.raises(error) if error else contextlib.nullcontext():
-            load_step(uri, hasty)
+            load_step(uri, config)
         assert busy_threads() == []
 
-    def test_failures_leak_no_sockets(self, saved, proxy, hasty):
+    def test_failures_leak_no_sockets(self, saved, proxy, shaky):
         def sockets() -> int:
             links = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
             return sum(os.path.islink(p) and os.readlink(p).startswith("socket") for p in links)
@@ -369,7 +399,7 @@ class TestThreads:
         before, rounds = sockets(), 20
         for _ in range(rounds):
             with pytest.raises(ServerError):
-                cloudckpt.save(filled(2), checkpoint_id=uri, config=hasty)
+                cloudckpt.save(filled(2), checkpoint_id=uri, config=shaky)
         assert proxy.wait_idle(), proxy.under_way
         # both ends of four connections of ours and of four of boto3's may be kept for the next save
         assert sockets() - before <= 16 < rounds

@@ -29,7 +29,7 @@ from cloudckpt.testing.wire_faults import Corrupt, Delay, Drip, Reset, Stall, Tr
 from .dialects import Endpoint
 from .refusals import Refusal, denied, internal_error, slow_down, too_many_requests
 from .selection import everywhere
-from .states import ATTEMPTS, BIG, SMALL, filled, impatient, load_step, step_of
+from .states import ATTEMPTS, BIG, SHORT, SMALL, filled, impatient, load_step, step_of
 
 # every kind of request that a load makes
 READS = {"metadata": "*/.metadata", "manifest": "*/.manifest.*", "data": "*.distcp"}
@@ -86,7 +86,7 @@ class TestPassingFaults:
     @pytest.mark.parametrize("read", READS)
     def test_a_stalled_request_is_sent_again(self, saved, proxy, endpoint, read, moment):
         uri = saved()
-        config = impatient(endpoint, read_timeout=0.4, stall_timeout=0.4)
+        config = impatient(endpoint, **SHORT)
         stall = Stall(moment, after=100)
         rule = proxy.inject(stall, operation="GetObject", path=READS[read], times=1)
         assert load_step(uri, config, SMALL) == 1
@@ -96,7 +96,7 @@ class TestPassingFaults:
         self, saved, proxy, endpoint
     ):
         uri = saved()
-        config = impatient(endpoint, stall_timeout=0.4)  # no wait for a byte is that long
+        config = impatient(endpoint, stall_timeout=1.0)  # no wait for a byte is that long
         rule = proxy.inject(Drip(0.05), operation="GetObject", path="*.distcp", times=1)
         assert load_step(uri, config, SMALL) == 1
         assert rule.injected == 1
@@ -110,7 +110,8 @@ class TestPassingFaults:
     )
     def test_a_broken_range_goes_on_behind_what_arrived(self, saved, proxy, endpoint, fault):
         uri = saved(12 * MIB)
-        config = impatient(endpoint, read_timeout=0.5, stall_timeout=0.5)
+        limits = SHORT if isinstance(fault, Stall) else {}
+        config = impatient(endpoint, **limits)
 
         def is_weight(request):
             span = request.byte_range
@@ -121,11 +122,11 @@ class TestPassingFaults:
         assert rule.injected == 1
         whole = next(filter(is_weight, proxy.requests("GetObject")))
         start, stop = whole.byte_range
-        [resumed] = [
+        resumed = next(
             request.byte_range[0]
             for request in proxy.requests("GetObject", whole.path)
             if request.byte_range[1] == stop and request.number != whole.number
-        ]
+        )
         if isinstance(fault, Truncate):
             assert resumed == start + fault.after
         else:  # the bytes of a step that breaks off are not counted
@@ -170,7 +171,7 @@ class TestLastingFaults:
     @pytest.mark.parametrize("read", READS)
     def test_a_stall_for_good_ends_the_load(self, saved, proxy, endpoint, read, moment):
         uri = saved()
-        config = impatient(endpoint, read_timeout=0.3, stall_timeout=0.3)
+        config = impatient(endpoint, **SHORT)
         proxy.inject(Stall(moment, after=0), operation="GetObject", path=READS[read])
         with pytest.raises(ConnectionLostError) as caught:
             load_step(uri, config, SMALL)

@@ -21,7 +21,7 @@ from cloudckpt.testing.wire_faults import CorruptUpload, Delay, Reset, Stall, Tr
 from .dialects import Endpoint
 from .refusals import BusyInBatch, Refusal, denied, internal_error, slow_down, too_many_requests
 from .selection import everywhere, on
-from .states import ATTEMPTS, BIG, SMALL, filled, impatient, load_step
+from .states import ATTEMPTS, BIG, SHORT, SMALL, filled, impatient, load_step
 
 # every kind of request that a save makes: (operation, path, bytes of the state)
 STEPS = {
@@ -125,7 +125,7 @@ class TestPassingFaults:
     ):
         operation, path, nbytes = STEPS[step]
         uri = saved(nbytes)
-        config = impatient(endpoint, read_timeout=0.4, stall_timeout=0.4)
+        config = impatient(endpoint, **SHORT)
         rule = proxy.inject(fault, operation=operation, path=path, times=1)
         cloudckpt.save(filled(2, nbytes), checkpoint_id=uri, config=config)
         assert rule.injected == 1
@@ -141,8 +141,8 @@ class TestPassingFaults:
         """The server gets the first one, or answers it, when the second one has long succeeded."""
         operation, path, nbytes = STEPS[step]
         uri = saved(nbytes)
-        config = impatient(endpoint, read_timeout=0.3)
-        rule = proxy.inject(Delay(1.0, moment), operation=operation, path=path, times=1)
+        config = impatient(endpoint, read_timeout=1.0)
+        rule = proxy.inject(Delay(2.0, moment), operation=operation, path=path, times=1)
         cloudckpt.save(filled(2, nbytes), checkpoint_id=uri, config=config)
         cloudckpt.save(filled(3, nbytes), checkpoint_id=uri, config=direct)
         assert proxy.wait_idle(), proxy.under_way

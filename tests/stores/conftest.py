@@ -43,7 +43,9 @@ class Answer:
         mute: Close the connection instead of answering.
         silent: Do not answer until the test is over.
         deaf: Do not read the body of the request either.
+        hasty: Answer without having read the body of the request, and close the connection.
         framing: ``length``, ``chunked``, or ``none``: the body ends with the connection.
+        unfinished: Do not send the end of a chunked body.
     """
 
     status: int = 200
@@ -57,7 +59,9 @@ class Answer:
     mute: bool = False
     silent: bool = False
     deaf: bool = False
+    hasty: bool = False
     framing: str = "length"
+    unfinished: bool = False
 
 
 class ScriptedServer(http.server.ThreadingHTTPServer):
@@ -133,7 +137,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.server.is_over.wait()
             self.close_connection = True
             return
-        answer = self.server.next_answer(self._request(self._body()))
+        hasty = upcoming is not None and upcoming.hasty
+        answer = self.server.next_answer(self._request(b"" if hasty else self._body()))
         if answer.silent or answer.mute:
             if answer.silent:
                 self.server.is_over.wait()
@@ -154,6 +159,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self._send(answer)
+        if hasty:
+            self.server.is_over.wait(0.3)
+            self.close_connection = True
         if answer.reset:
             linger = struct.pack("ii", 1, 0)
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
@@ -188,16 +196,20 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return bytes(kept)
 
     def _send(self, answer: Answer) -> None:
-        if answer.drip:
+        size = 1 if answer.drip else 1000
+        if answer.framing == "chunked":
+            for at in range(0, len(answer.body), size):
+                piece = answer.body[at : at + size]
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+                if answer.drip and self.server.is_over.wait(0.02):
+                    return
+            if not answer.unfinished:
+                self.wfile.write(b"0\r\n\r\n")
+        elif answer.drip:
             for at in range(len(answer.body)):
                 self.wfile.write(answer.body[at : at + 1])
                 if self.server.is_over.wait(0.02):
                     return
-        elif answer.framing == "chunked":
-            for at in range(0, len(answer.body), 1000):
-                piece = answer.body[at : at + 1000]
-                self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
-            self.wfile.write(b"0\r\n\r\n")
         else:
             for _ in range(answer.repeat):
                 self.wfile.write(answer.body)

@@ -28,7 +28,7 @@ from azure.core.credentials import AccessToken
 from azure.core.exceptions import ClientAuthenticationError, ServiceRequestError
 
 from cloudckpt import AzureOptions, CheckpointURI, Config
-from cloudckpt.checksum import crc32c
+from cloudckpt.checksum import CRC64NVME
 from cloudckpt.errors import (
     AccessDeniedError,
     BucketNotFoundError,
@@ -55,7 +55,7 @@ ACCOUNT = "account"
 KEY = base64.b64encode(b"SECRETKEY" * 4).decode()
 UPLOAD = Upload("run/object", "0123456789abcdef", 1024)
 BLOCK = base64.b64encode(b"0123456789abcdef00003").decode()
-CRC = crc32c(b"data")
+CRC = CRC64NVME.of(b"data")
 
 
 @pytest.fixture(autouse=True)
@@ -95,11 +95,11 @@ def error_xml(code, message="no details", **more):
 
 
 def put(store, key="run/object", data=b"data", **conditions):
-    return store.put(key, [memoryview(data)], crc32c=crc32c(data), **conditions)
+    return store.put(key, [memoryview(data)], checksum=CRC64NVME.of(data), **conditions)
 
 
 def put_part(store, upload=UPLOAD, number=3, data=b"data"):
-    return store.put_part(upload, number, [memoryview(data)], crc32c=crc32c(data))
+    return store.put_part(upload, number, [memoryview(data)], checksum=CRC64NVME.of(data))
 
 
 def get_range(store, key="run/object", start=0, size=4, **conditions):
@@ -371,10 +371,13 @@ class Identity:
 
     def __init__(self):
         self.asked = []
+        self.may_answer = threading.Event()
+        self.may_answer.set()
 
     def get_token(self, *scopes):
         self.asked.append(scopes)
         time.sleep(self.pause)
+        assert self.may_answer.wait(30)
         if self.error is not None:
             raise self.error
         return AccessToken(f"SECRETTOKEN{len(self.asked)}", int(time.time() + self.life))
@@ -461,18 +464,18 @@ def test_one_thread_gets_the_token_for_all(token_store, identity):
 def test_threads_go_on_with_the_old_token_while_one_renews_it(token_store, identity, monkeypatch):
     authorize = token_store._access.authorize
     authorize("https://x", {})
-    identity.pause = 1.0
+    identity.may_answer.clear()
     now = time.time()
     monkeypatch.setattr(azure_access.time, "time", lambda: now + 3600 - 200)
     renewing = threading.Thread(target=authorize, args=("https://x", {}))
     renewing.start()
     while len(identity.asked) < 2:
         time.sleep(0.01)
-    began = time.monotonic()
     _, headers = authorize("https://x", {})
-    assert time.monotonic() - began < 0.5
+    assert renewing.is_alive()
     assert headers["Authorization"] == "Bearer SECRETTOKEN1"
-    renewing.join(10)
+    identity.may_answer.set()
+    renewing.join(30)
 
 
 def test_threads_that_waited_for_a_token_in_vain_do_not_ask_again(token_store, identity):
@@ -489,6 +492,13 @@ def test_threads_that_waited_for_a_token_in_vain_do_not_ask_again(token_store, i
         errors = list(threads.map(attempt, range(8)))
     assert len({id(error) for error in errors}) == 8
     assert len(identity.asked) == 1
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_an_anonymous_store_sends_no_credentials_though_there_are_some(open_azure, server, verb):
+    request = call(open_azure(anonymous=True), server, verb)
+    assert "Authorization" not in request.headers
+    assert "sig=" not in request.target
 
 
 def test_no_credentials_at_all_are_named_and_where_they_are_looked_for(token_store, identity):
@@ -590,8 +600,18 @@ def test_no_proxy_is_respected(server, monkeypatch, open_azure):
     assert urlsplit(call(open_azure(), server, "put").target).path == "/container/run/object"
 
 
-def test_a_proxy_may_be_written_without_its_scheme(server, monkeypatch):
-    monkeypatch.setenv("HTTP_PROXY", server.url.removeprefix("http://"))
+@pytest.mark.parametrize("variable", ["HTTP_PROXY", "ALL_PROXY", "all_proxy"])
+def test_a_proxy_may_be_written_without_its_scheme(server, monkeypatch, variable):
+    monkeypatch.setenv(variable, server.url.removeprefix("http://"))
+    options = AzureOptions(endpoint_url="http://store.example")
+    store = AzureStore("container", Config(azure=options))
+    assert call(store, server, "put").target.startswith("http://store.example/container/run/object")
+    store.close()
+
+
+def test_the_proxy_of_the_scheme_goes_before_that_for_all(server, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", server.url)
+    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:9")
     options = AzureOptions(endpoint_url="http://store.example")
     store = AzureStore("container", Config(azure=options))
     assert call(store, server, "put").target.startswith("http://store.example/container/run/object")
@@ -732,9 +752,9 @@ def test_checksums_are_sent_when_they_are_on(open_azure, server):
         server.answer(**CREATED)
         body = [memoryview(b"Hello"), memoryview(b" World")]
         if verb == "put":
-            store.put("run/object", body, crc32c=0)
+            store.put("run/object", body, checksum=CRC64NVME.of(b"Hello World"))
         else:
-            store.put_part(UPLOAD, 1, body, crc32c=0)
+            store.put_part(UPLOAD, 1, body, checksum=CRC64NVME.of(b"Hello World"))
         assert server.requests[-1].headers["x-ms-content-crc64"] == "YeJLfssylmU="
 
 
@@ -770,23 +790,60 @@ def test_azure_documents_its_conditions(store):
 # aborting and finding uploads
 
 
+def blocks(*names):
+    listed = "".join(
+        f"<Block><Name>{base64.b64encode(name.encode()).decode()}</Name><Size>1</Size></Block>"
+        for name in names
+    )
+    body = (
+        f"<BlockList><CommittedBlocks/><UncommittedBlocks>{listed}</UncommittedBlocks></BlockList>"
+    )
+    return {"body": body.encode()}
+
+
+NO_BLOB = {"status": 404, "headers": {"x-ms-error-code": "BlobNotFound"}}
+
+
 def test_an_abort_deletes_what_was_never_completed(store, server):
-    server.answer(status=404, headers={"x-ms-error-code": "BlobNotFound"})
+    server.answer(**blocks(f"{UPLOAD.id}00001", f"{UPLOAD.id}00002"))
+    server.answer(**NO_BLOB)
     server.answer(status=202)
     store.abort_upload(UPLOAD)
-    assert [request.method for request in server.requests] == ["HEAD", "DELETE"]
+    assert [request.method for request in server.requests] == ["GET", "HEAD", "DELETE"]
+    assert query_of(server.requests[0])["blocklisttype"] == "uncommitted"
 
 
 def test_an_abort_leaves_a_blob_that_is_there(store, server):
+    server.answer(**blocks(f"{UPLOAD.id}00001"))
     server.answer(**VERBS["head"][1])
     store.abort_upload(UPLOAD)
-    assert [request.method for request in server.requests] == ["HEAD"]
+    assert [request.method for request in server.requests] == ["GET", "HEAD"]
 
 
-def test_an_abort_of_what_azure_has_never_seen_is_no_error(store, server):
-    server.respond(lambda request: server.Answer(404, {"x-ms-error-code": "BlobNotFound"}))
+@pytest.mark.parametrize("answer", [NO_BLOB, blocks()], ids=["nothing", "no blocks"])
+def test_an_abort_deletes_nothing_where_there_are_no_blocks(store, server, answer):
+    server.answer(**answer)
     store.abort_upload(store.create_upload("run/object", 1024))
+    assert [request.method for request in server.requests] == ["GET"]
     assert list(store._begun) == []
+
+
+@pytest.mark.parametrize("theirs", ["1" * 16 + "00001", "of another program"])
+def test_an_abort_leaves_the_blocks_of_others(store, server, theirs):
+    """They may be on their way to a blob whose name a user has chosen."""
+    server.answer(**blocks(f"{UPLOAD.id}00001", theirs))
+    store.abort_upload(UPLOAD)
+    assert [request.method for request in server.requests] == ["GET"]
+
+
+def test_the_last_abort_of_several_deletes_the_blocks_of_all(store, server):
+    uploads = [store.create_upload("run/object", 1024) for _ in range(2)]
+    left = blocks(*(f"{upload.id}00001" for upload in uploads))
+    for answer in (left, left, NO_BLOB, {"status": 202}):
+        server.answer(**answer)
+    for upload in uploads:
+        store.abort_upload(upload)
+    assert [request.method for request in server.requests] == ["GET", "GET", "HEAD", "DELETE"]
 
 
 @pytest.mark.parametrize(
@@ -811,17 +868,6 @@ def test_nothing_late_brings_an_aborted_upload_back(store, server, verb):
     with pytest.raises(ObjectNotFoundError):
         VERBS[verb][0](store)
     assert len(server.requests) == sent
-
-
-def blocks(*names):
-    listed = "".join(
-        f"<Block><Name>{base64.b64encode(name.encode()).decode()}</Name><Size>1</Size></Block>"
-        for name in names
-    )
-    body = (
-        f"<BlockList><CommittedBlocks/><UncommittedBlocks>{listed}</UncommittedBlocks></BlockList>"
-    )
-    return {"body": body.encode()}
 
 
 def test_uploads_are_found_by_the_blocks_that_azure_keeps(store, server):
@@ -1003,6 +1049,7 @@ ANSWERS = [
     (409, "BlobBeingRehydrated", InvalidRequestError),
     (409, "InvalidBlobType", InvalidRequestError),
     (409, "BlobUsesCustomerSpecifiedEncryption", InvalidRequestError),
+    (409, "BlobOperationNotSupported", InvalidRequestError),
     (409, "SomethingNew", InvalidRequestError),
     (409, "", InvalidRequestError),
     (409, "ContainerBeingDeleted", ServerError),
@@ -1046,6 +1093,12 @@ def test_an_answer_of_failure_has_a_name(store, server, verb, status, code, expe
 def test_a_missing_role_is_named(store, server):
     server.answer(status=403, headers={"x-ms-error-code": "AuthorizationPermissionMismatch"})
     with pytest.raises(AccessDeniedError, match="Storage Blob Data Contributor"):
+        put(store)
+
+
+def test_a_file_of_the_data_lake_api_is_suspected(store, server):
+    server.answer(status=409, headers={"x-ms-error-code": "BlobOperationNotSupported"})
+    with pytest.raises(InvalidRequestError, match="Data Lake API; delete it first"):
         put(store)
 
 

@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import pytest
 
 from cloudckpt import Config, GCSOptions
-from cloudckpt.checksum import crc32c, to_base64
+from cloudckpt.checksum import CRC32C, to_base64
 from cloudckpt.errors import (
     AccessDeniedError,
     BucketNotFoundError,
@@ -34,7 +34,7 @@ from cloudckpt.stores.gcs import GCSStore
 from cloudckpt.testing.servers import free_port
 
 UPLOAD = Upload("run/object", "id/with+odd=chars&more", 5 * 1024**2)
-CRC = crc32c(b"data")
+CRC = CRC32C.of(b"data")
 HASH = f"crc32c={to_base64(CRC)}"
 VERSION = "1700000000000001"
 
@@ -109,7 +109,7 @@ def batch_of(*answers):
 
 
 def put(store, key="run/object", data=b"data", **conditions):
-    return store.put(key, [memoryview(data)], crc32c=crc32c(data), **conditions)
+    return store.put(key, [memoryview(data)], checksum=CRC32C.of(data), **conditions)
 
 
 def get_range(store, key="run/object", start=0, size=4, **conditions):
@@ -127,7 +127,7 @@ VERBS = {
         {"body": xml_of("InitiateMultipartUploadResult", UploadId="id")},
     ),
     "put_part": (
-        lambda store: store.put_part(UPLOAD, 3, [memoryview(b"data")], crc32c=CRC),
+        lambda store: store.put_part(UPLOAD, 3, [memoryview(b"data")], checksum=CRC),
         {"headers": {"ETag": '"tag"'}},
     ),
     "complete_upload": (
@@ -218,7 +218,7 @@ def test_a_key_is_one_segment_of_the_json_api_and_a_path_of_the_xml_api(store, s
     server.answer(**VERBS["put"][1])
     put(store, key)
     server.answer(**VERBS["put_part"][1])
-    store.put_part(dataclasses.replace(UPLOAD, key=key), 1, [memoryview(b"data")], crc32c=CRC)
+    store.put_part(dataclasses.replace(UPLOAD, key=key), 1, [memoryview(b"data")], checksum=CRC)
     server.answer(**batch_of((204, b"")))
     store.delete([key])
     head, inserting, part, batch = server.requests
@@ -238,7 +238,7 @@ def test_the_body_of_a_put_is_sent_with_its_metadata(store, server):
     server.answer(body=resource(size=9))
     moved = []
     body = [memoryview(b"da"), memoryview(b""), memoryview(b"ta\r\n--x")]
-    info = store.put("run/object", body, crc32c=0, progress=moved.append)
+    info = store.put("run/object", body, checksum=0, progress=moved.append)
     metadata, data = inserted(server.requests[0])
     assert (metadata, data) == ({"contentType": "application/octet-stream"}, b"data\r\n--x")
     assert (info.key, info.size, info.version) == ("run/object", 9, VERSION)
@@ -358,8 +358,8 @@ def test_checksums_are_sent_to_whom_it_is_told(open_gcs, server, setting, sent):
 
 def test_the_checksum_of_a_completed_object_is_compared_with_its_parts(store, server):
     first, last = b"first part", b"the last part"
-    parts = [Part(n, len(d), f'"{n}"', crc32c(d)) for n, d in enumerate((first, last), 1)]
-    whole = f"md5=xxx,crc32c={to_base64(crc32c(first + last))}"
+    parts = [Part(n, len(d), f'"{n}"', CRC32C.of(d)) for n, d in enumerate((first, last), 1)]
+    whole = f"md5=xxx,crc32c={to_base64(CRC32C.of(first + last))}"
     headers = {"x-goog-generation": VERSION, "x-goog-hash": whole}
     server.answer(headers=headers, body=xml_of("CompleteMultipartUploadResult", ETag='"x"'))
     info = store.complete_upload(UPLOAD, parts)

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import logging
 import ssl
 import sys
 import threading
@@ -21,6 +22,7 @@ from cloudckpt.errors import (
     CredentialsError,
     MissingDependencyError,
     StoreError,
+    TransientStoreError,
 )
 from cloudckpt.stores.gcs import GCSStore
 from cloudckpt.stores.registry import open_store
@@ -153,10 +155,32 @@ def test_nobody_waits_while_the_old_token_holds(open_with, secure):
 NO_ANSWER = google.auth.exceptions.TransportError("connection refused")
 
 
-def test_a_stale_token_outlives_a_failed_renewal(open_with, secure):
-    store = open_with(FakeCredentials(60, NO_ANSWER))
-    tokens = [bearer(call(store, secure, "head")) for _ in range(3)]
-    assert tokens == ["Bearer token-1", "Bearer token-1", "Bearer token-3"]
+REFUSED = google.auth.exceptions.RefreshError("invalid_grant: Bad Request", {})
+
+
+@pytest.mark.parametrize("failure", [NO_ANSWER, REFUSED], ids=["no answer", "refused"])
+def test_a_stale_token_outlives_a_failed_renewal(open_with, secure, caplog, failure):
+    store = open_with(FakeCredentials(60, failure, failure))
+    with caplog.at_level(logging.WARNING, "cloudckpt"):
+        tokens = [bearer(call(store, secure, "head")) for _ in range(4)]
+    assert tokens == ["Bearer token-1", "Bearer token-1", "Bearer token-1", "Bearer token-4"]
+    (record,) = caplog.records  # one for each token is enough
+    assert "still valid, could not be renewed" in record.getMessage()
+    assert "cause:" in record.getMessage()
+
+
+@pytest.mark.parametrize("gone", ["expired", "rejected"])
+def test_a_refused_renewal_counts_once_the_old_token_is_of_no_use(open_with, secure, gone):
+    credentials = FakeCredentials(60, REFUSED, REFUSED)
+    store = open_with(credentials)
+    for _ in range(2):
+        call(store, secure, "head")
+    if gone == "expired":
+        credentials.expires_in(-1)
+    else:
+        store._access.reject()
+    with pytest.raises(CredentialsError, match="invalid_grant"):
+        store.head("run/object")
 
 
 class Answer:
@@ -176,7 +200,7 @@ class Answer:
         (google.auth.exceptions.TimeoutError("slow"), ConnectionLostError),
         (google.auth.exceptions.TransportError("no such account", Answer(404)), CredentialsError),
         (google.auth.exceptions.TransportError("unavailable", Answer(503)), ConnectionLostError),
-        (google.auth.exceptions.RefreshError("invalid_grant: Bad Request", {}), CredentialsError),
+        (REFUSED, CredentialsError),
     ],
 )
 def test_a_failed_renewal_is_passing_or_not(open_with, secure, failure, expected):
@@ -321,6 +345,13 @@ def test_a_service_account_is_acted_as(secure, account_file, stub_server, monkey
     assert asked == [("CONNECT", "iamcredentials.googleapis.com:443")]
 
 
+@pytest.mark.parametrize("verb", VERBS)
+def test_an_anonymous_store_looks_for_no_credentials_and_sends_none(secure, verb):
+    store = GCSStore("bucket", Config(gcs=GCSOptions(endpoint_url=secure.url, anonymous=True)))
+    assert "Authorization" not in call(store, secure, verb).headers
+    store.close()
+
+
 def test_no_credentials_at_all_are_named_and_where_they_are_looked_for():
     with pytest.raises(CredentialsError) as caught:
         GCSStore("bucket", Config())
@@ -438,6 +469,35 @@ def test_no_proxy_is_respected(server, monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     store = GCSStore("bucket", Config(gcs=GCSOptions(endpoint_url=server.url)))
     assert call(store, server, "put").method == "POST"
+    store.close()
+
+
+def test_no_proxy_may_name_other_hosts(server, monkeypatch):
+    monkeypatch.setenv("NO_PROXY", ".internal,10.0.0.0/8")
+    store = GCSStore("bucket", Config(gcs=GCSOptions(endpoint_url=server.url)))
+    assert call(store, server, "put").method == "POST"
+    store.close()
+
+
+@pytest.mark.parametrize("variable", ["ALL_PROXY", "all_proxy"])
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_a_proxy_for_all_is_asked(server, monkeypatch, variable, scheme):
+    monkeypatch.setenv(variable, server.url.removeprefix("http://"))
+    options = GCSOptions(endpoint_url=f"{scheme}://store.example", anonymous=True)
+    store = GCSStore("bucket", Config(gcs=options))
+    server.answer(status=502)
+    with pytest.raises(TransientStoreError):
+        store.head("run/object")
+    store.close()
+    expected = "store.example:443" if scheme == "https" else "http://store.example/storage/v1/b/"
+    assert server.requests[0].target.startswith(expected)
+
+
+def test_the_proxy_of_the_scheme_goes_before_that_for_all(server, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", server.url)
+    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:9")
+    store = GCSStore("bucket", Config(gcs=GCSOptions(endpoint_url="http://store.example")))
+    assert call(store, server, "put").target.startswith("http://store.example/")
     store.close()
 
 

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from cloudckpt import Config, GCSOptions
-from cloudckpt.checksum import crc32c, to_base64
+from cloudckpt.checksum import CRC32C, to_base64
 from cloudckpt.errors import (
     AccessDeniedError,
     ConnectionLostError,
@@ -55,7 +55,7 @@ def store(open_gcs):
 
 
 def put_part(store, upload, number, data):
-    return store.put_part(upload, number, [memoryview(data)], crc32c=crc32c(data))
+    return store.put_part(upload, number, [memoryview(data)], checksum=CRC32C.of(data))
 
 
 def sent(store, count, key=KEY):
@@ -95,13 +95,13 @@ def test_sources_are_named_by_generation_and_deleted_by_the_request(open_gcs, se
     def respond(request):
         if request.target.partition("?")[0].endswith("/compose"):
             bodies.append(json.loads(request.body))
-        crc, size = to_base64(crc32c(b"onetwo")), "6"
+        crc, size = to_base64(CRC32C.of(b"onetwo")), "6"
         found = {"name": KEY, "size": size, "generation": "7", "crc32c": crc, "items": []}
         return server.Answer(body=json.dumps(found).encode())
 
     server.respond(respond)
     upload = Upload(KEY, "0123456789abcdef", 100)
-    parts = [Part(1, 3, "11", crc32c(b"one")), Part(2, 3, "12", crc32c(b"two"))]
+    parts = [Part(1, 3, "11", CRC32C.of(b"one")), Part(2, 3, "12", CRC32C.of(b"two"))]
     store.complete_upload(upload, parts)
     (body,) = bodies
     assert body["deleteSourceObjects"] is True
@@ -238,7 +238,9 @@ def test_an_intermediate_object_whose_answer_was_lost_is_used(store, state):
 def test_an_object_that_another_upload_has_made_is_not_taken_for_it(store, state):
     upload, parts, _ = sent(store, 2)
     delete_sources(state, upload, [1])
-    store.put(KEY, [memoryview(b"x" * sum(part.size for part in parts))], crc32c=crc32c(b"x" * 201))
+    store.put(
+        KEY, [memoryview(b"x" * sum(part.size for part in parts))], checksum=CRC32C.of(b"x" * 201)
+    )
     with pytest.raises(ObjectNotFoundError):
         store.complete_upload(upload, parts)
 
@@ -250,7 +252,12 @@ def test_an_object_that_another_upload_has_made_is_not_taken_for_it(store, state
 @pytest.mark.parametrize("count", [3, 40])
 def test_an_object_that_was_put_together_wrongly_is_deleted(store, state, wrong, count):
     upload, parts, data = sent(store, count)
-    found = {"size": str(len(data)), "generation": "7", "crc32c": to_base64(crc32c(data)), **wrong}
+    found = {
+        "size": str(len(data)),
+        "generation": "7",
+        "crc32c": to_base64(CRC32C.of(data)),
+        **wrong,
+    }
     state.inject(is_compose, 200, body=json.dumps(found).encode(), carry_out=True)
     with pytest.raises(StoreError, match="wrongly") as caught:
         store.complete_upload(upload, parts)
@@ -281,7 +288,7 @@ def test_leftovers_that_must_not_be_deleted_are_reported(store, state, caplog):
 def test_a_part_that_arrives_damaged_is_refused(store, state):
     upload = store.create_upload(KEY, 200)
     with pytest.raises(ServerError, match="damaged"):
-        store.put_part(upload, 1, [memoryview(b"data")], crc32c=1)
+        store.put_part(upload, 1, [memoryview(b"data")], checksum=1)
 
 
 def test_a_missing_permission_is_named(store, state):
@@ -294,18 +301,18 @@ def test_a_missing_permission_is_named(store, state):
 def test_an_object_that_is_written_too_often_is_throttled(open_gcs, state, strategy):
     store = open_gcs(upload_strategy=strategy)
     state.mutation_interval = 60.0
-    store.put(KEY, [memoryview(b"1")], crc32c=crc32c(b"1"))
+    store.put(KEY, [memoryview(b"1")], checksum=CRC32C.of(b"1"))
     with pytest.raises(ThrottledError):
-        store.put(KEY, [memoryview(b"2")], crc32c=crc32c(b"2"))
+        store.put(KEY, [memoryview(b"2")], checksum=CRC32C.of(b"2"))
 
 
 @pytest.mark.parametrize("strategy", ["multipart", "compose"])
 def test_what_a_retention_policy_protects_is_kept(open_gcs, state, strategy):
     store = open_gcs(upload_strategy=strategy)
     state.retention = 60.0
-    store.put(KEY, [memoryview(b"1")], crc32c=crc32c(b"1"))
+    store.put(KEY, [memoryview(b"1")], checksum=CRC32C.of(b"1"))
     for change in (
-        lambda: store.put(KEY, [memoryview(b"2")], crc32c=crc32c(b"2")),
+        lambda: store.put(KEY, [memoryview(b"2")], checksum=CRC32C.of(b"2")),
         lambda: store.delete([KEY]),
     ):
         with pytest.raises(AccessDeniedError, match="retention policy"):
@@ -332,7 +339,7 @@ def test_a_bucket_that_is_not_there_is_named(open_gcs, state, strategy):
     store = open_gcs(upload_strategy=strategy)
     state.buckets.clear()
     verbs = (
-        lambda: store.put(KEY, [], crc32c=0),
+        lambda: store.put(KEY, [], checksum=0),
         lambda: store.create_upload(KEY, 200),
         lambda: store.get(KEY),
         lambda: store.head(KEY),

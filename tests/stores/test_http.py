@@ -13,9 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cloudckpt.errors import ConnectionLostError, ServerError
-from cloudckpt.stores import watch
-from cloudckpt.stores.http import STEP, HttpClient, HttpOptions
+from cloudckpt.errors import ConfigError, ConnectionLostError, ServerError, TLSError
+from cloudckpt.stores import http, watch
+from cloudckpt.stores.http import HttpClient, HttpOptions
+from cloudckpt.stores.steps import STEP
 from cloudckpt.testing.servers import free_port
 
 MIB = 1024 * 1024
@@ -126,6 +127,18 @@ def test_an_error_of_progress_comes_out_and_the_client_goes_on(server, client):
         put(client, server.url, [memoryview(bytes(3 * STEP))], stop)
     assert put(client, server.url, [memoryview(b"data")]) == 200
     assert server.requests[-1].body == b"data"
+
+
+def test_an_answer_before_the_end_of_the_body_is_read(server, client):
+    server.answer(status=412, body=b"too late", hasty=True)
+    assert refusal(client, server.url) == (412, b"too late")
+
+
+def refusal(client, url):
+    """The answer to a body that does not fit into the buffers on its way."""
+    body = memoryview(bytes(64 * MIB))
+    with client.send("PUT", url, {"Content-Length": str(body.nbytes)}, [body]) as reply:
+        return reply.status, reply.read()
 
 
 def test_a_server_that_does_not_read_is_given_up(server):
@@ -314,6 +327,42 @@ def test_a_slow_transfer_that_makes_progress_goes_on(server, monkeypatch):
     client.close()
 
 
+def read_all(client, url):
+    with client.send("POST", url, {}) as reply:
+        return reply.read_all()
+
+
+def test_white_space_keeps_a_slow_answer_alive(server):
+    """S3 sends it while it completes an upload."""
+    client = HttpClient(options(stall_timeout=2.0))
+    body = b" " * 150 + b"<Done/>"  # at the stub's pace that takes three seconds
+    server.answer(body=body, framing="chunked", drip=True)
+    assert read_all(client, server.url) == body
+    server.answer(body=bytes(300_000), framing="chunked")
+    assert read_all(client, server.url) == bytes(300_000)
+    client.close()
+    assert len({request.port for request in server.requests}) == 1
+
+
+def test_a_slow_answer_without_an_end_is_given_up(server, client, monkeypatch):
+    monkeypatch.setattr(http, "LONGEST_ANSWER", 0.5)
+    server.answer(body=b" " * 100_000, framing="chunked", drip=True)
+    with pytest.raises(ConnectionLostError, match="did not end"):
+        read_all(client, server.url)
+
+
+def test_a_slow_answer_that_falls_silent_is_given_up(server, impatient):
+    server.answer(body=b" ", framing="chunked", unfinished=True)
+    with pytest.raises(ConnectionLostError, match="stalled"):
+        read_all(impatient, server.url)
+
+
+def test_a_slow_answer_that_breaks_off_is_a_lost_connection(server, client):
+    server.answer(body=b" ", framing="chunked", unfinished=True, hang_up=True)
+    with pytest.raises(ConnectionLostError, match="broke after 1 bytes"):
+        read_all(client, server.url)
+
+
 @pytest.mark.parametrize("stuck", ["silent", "body", "deaf"])
 def test_a_transfer_of_another_thread_can_be_broken_off(server, stuck):
     hour = 3600.0
@@ -481,32 +530,50 @@ def test_a_closed_client_leaves_no_thread_behind(server):
 
 def test_a_proxy_gets_the_request_with_its_whole_address(server):
     server.answer(body=b"data")
-    client = HttpClient(options(proxies=(("http", server.url),)))
+    client = HttpClient(options(proxy=server.url))
     assert get(client, "http://bucket.example/key", 4) == b"data"
     assert server.requests[0].target == "http://bucket.example/key"
     assert server.requests[0].headers["Host"] == "bucket.example"
     client.close()
 
 
-def test_a_proxy_for_another_scheme_is_not_asked(server):
-    server.answer(body=b"data")
-    client = HttpClient(options(proxies=(("https", f"http://127.0.0.1:{free_port()}"),)))
-    assert get(client, server.url, 4) == b"data"
-    client.close()
-
-
 def test_a_proxy_is_told_the_password_of_its_url(server):
     server.answer(body=b"data")
     proxy = server.url.replace("://", "://user:pass%20word@")
-    client = HttpClient(options(proxies=(("http", proxy),)))
+    client = HttpClient(options(proxy=proxy))
     get(client, "http://bucket.example/key", 4)
     client.close()
     assert server.requests[0].headers["Proxy-Authorization"] == "Basic dXNlcjpwYXNzIHdvcmQ="
 
 
+@pytest.mark.parametrize("before", ["", "//", "user:pass%20word@"])
+def test_a_proxy_may_be_written_without_its_scheme(server, before):
+    server.answer(body=b"data")
+    proxy = before + server.url.removeprefix("http://")
+    client = HttpClient(options(proxy=proxy))
+    assert get(client, "http://bucket.example/key", 4) == b"data"
+    client.close()
+    authorization = "Basic dXNlcjpwYXNzIHdvcmQ=" if "user" in before else None
+    assert server.requests[0].headers["Proxy-Authorization"] == authorization
+
+
+@pytest.mark.parametrize(
+    "proxy",
+    [
+        "socks5://user:SECRET@127.0.0.1:1080",
+        "http://user:SECRET@127.0.0.1:no-port",
+        "http://user:SECRET@",
+    ],
+)
+def test_a_proxy_that_can_not_be_used_is_named_without_its_password(proxy):
+    with pytest.raises(ConfigError, match="HTTPS_PROXY") as caught:
+        HttpClient(options(proxy=proxy))
+    assert "SECRET" not in f"{caught.value!r} {caught.value} {caught.value.__cause__!r}"
+
+
 def test_the_password_of_a_proxy_is_in_no_message():
     proxy = f"http://user:SECRET@127.0.0.1:{free_port()}"
-    client = HttpClient(options(proxies=(("http", proxy),)))
+    client = HttpClient(options(proxy=proxy))
     with (
         pytest.raises(ConnectionLostError) as caught,
         client.send("GET", "http://bucket.example/key", {}),
@@ -528,10 +595,18 @@ def test_large_bodies_travel_by_tls(tls_server, tls_files):
     client.close()
 
 
+def test_an_answer_before_the_end_of_the_body_is_read_under_tls(tls_server, tls_files):
+    certificate, _ = tls_files
+    tls_server.answer(status=412, body=b"too late", hasty=True)
+    client = HttpClient(options(ca_bundle=certificate))
+    assert refusal(client, tls_server.url) == (412, b"too late")
+    client.close()
+
+
 def test_a_stall_is_noticed_under_tls(tls_server, tls_files):
     certificate, _ = tls_files
     tls_server.answer(body=b"x" * 100_000, drip=True)
-    client = HttpClient(options(ca_bundle=certificate, stall_timeout=0.5))
+    client = HttpClient(options(ca_bundle=certificate, stall_timeout=1.0))
     with (
         client.send("GET", tls_server.url, {}) as reply,
         pytest.raises(ConnectionLostError),
@@ -543,9 +618,18 @@ def test_a_stall_is_noticed_under_tls(tls_server, tls_files):
 def test_a_certificate_that_nobody_vouches_for_is_refused(tls_server):
     client = HttpClient(options(ca_bundle=ssl.get_default_verify_paths().openssl_cafile))
     with (
-        pytest.raises(ConnectionLostError, match="CERTIFICATE_VERIFY_FAILED"),
+        pytest.raises(TLSError, match="not trusted: self-signed certificate") as caught,
         client.send("GET", tls_server.url, {}),
     ):
         pass
     client.close()
     assert tls_server.requests == []
+    assert "AWS_CA_BUNDLE" in str(caught.value)
+
+
+def test_a_server_without_tls_is_told_from_one_that_is_lost(server):
+    client = HttpClient(options())
+    url = server.url.replace("http://", "https://")
+    with pytest.raises(TLSError, match="does not speak TLS"), client.send("GET", url, {}):
+        pass
+    client.close()

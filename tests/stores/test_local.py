@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from cloudckpt import Config
-from cloudckpt.checksum import crc32c
+from cloudckpt.checksum import CRC32C
 from cloudckpt.errors import (
     AccessDeniedError,
+    CommitUnknownError,
     ConnectionLostError,
     InvalidRequestError,
     StorageFullError,
@@ -29,7 +30,7 @@ def store():
 
 
 def put(store, key, data, **conditions):
-    return store.put(str(key), [memoryview(data)], crc32c=crc32c(data), **conditions)
+    return store.put(str(key), [memoryview(data)], checksum=CRC32C.of(data), **conditions)
 
 
 def files_below(folder):
@@ -97,6 +98,24 @@ def test_bytes_and_entry_are_on_the_disk_before_it_is_said(store, tmp_path, monk
     assert synced[-1] == ("folder", "visible")
 
 
+@pytest.mark.parametrize("if_absent", [True, False])
+def test_a_file_that_may_not_stay_is_not_called_missing(store, tmp_path, monkeypatch, if_absent):
+    """The entry is there, and the disk fails to make it last."""
+    key = tmp_path / "object"
+    fsync = os.fsync
+
+    def fail(descriptor):
+        if key.exists():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(CommitUnknownError, match="put in its place") as caught:
+        put(store, key, b"data", if_absent=if_absent)
+    assert caught.value.uri == key.as_uri()
+    assert key.read_bytes() == b"data"
+
+
 def test_new_folders_are_on_the_disk_too(store, tmp_path, monkeypatch):
     synced = set()
     fsync = os.fsync
@@ -151,6 +170,23 @@ def test_a_file_that_shrinks_while_it_is_read_tells_how_much_came(store, tmp_pat
     with pytest.raises(ConnectionLostError) as caught:
         store.get_range(str(key), 0, views, progress=shrink)
     assert 0 < caught.value.received < 10_000
+
+
+@pytest.mark.parametrize("new", [b"new", b"new and longer"])
+def test_a_file_that_is_replaced_while_it_is_read_is_read_whole(store, tmp_path, monkeypatch, new):
+    key, info_of, replace = tmp_path / "object", local._info, [new]
+    written = put(store, key, b"old data")
+
+    def replaced_meanwhile(*arguments):
+        info = info_of(*arguments)
+        if replace:
+            (tmp_path / "new").write_bytes(replace.pop())
+            (tmp_path / "new").replace(key)
+        return info
+
+    monkeypatch.setattr(local, "_info", replaced_meanwhile)
+    assert store.get(str(key)) == (b"old data", written)
+    assert store.get(str(key))[0] == new
 
 
 def test_a_lock_that_is_never_released_is_an_error(store, tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ import pytest
 
 from cloudckpt import CheckpointURI, Config, RetryPolicy, S3Options
 from cloudckpt.checkpoint.commit import Probe, conditions_work
-from cloudckpt.checksum import crc32c
+from cloudckpt.checksum import CRC32C
 from cloudckpt.errors import (
     AccessDeniedError,
     BucketNotFoundError,
@@ -44,7 +44,7 @@ from cloudckpt.testing.servers import free_port
 from cloudckpt.transfer.retry import Retrier
 
 UPLOAD = Upload("run/object", "id/with+odd=chars&more", 5 * 1024**2)
-CRC = crc32c(b"data")
+CRC = CRC32C.of(b"data")
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def error_xml(code, message="no details"):
 
 
 def put(store, key="run/object", data=b"data", **conditions):
-    return store.put(key, [memoryview(data)], crc32c=crc32c(data), **conditions)
+    return store.put(key, [memoryview(data)], checksum=CRC32C.of(data), **conditions)
 
 
 def get_range(store, key="run/object", start=0, size=4, **conditions):
@@ -111,7 +111,7 @@ VERBS = {
         {"body": xml_of("InitiateMultipartUploadResult", UploadId="id")},
     ),
     "put_part": (
-        lambda store: store.put_part(UPLOAD, 3, [memoryview(b"data")], crc32c=CRC),
+        lambda store: store.put_part(UPLOAD, 3, [memoryview(b"data")], checksum=CRC),
         {"headers": {"ETag": '"tag"'}},
     ),
     "complete_upload": (
@@ -232,7 +232,7 @@ def test_the_signature_holds_for_any_key(store, server, verb, key):
     if verb == "put":
         put(store, key)
     elif verb == "put_part":
-        store.put_part(upload, 1, [memoryview(b"data")], crc32c=CRC)
+        store.put_part(upload, 1, [memoryview(b"data")], checksum=CRC)
     else:
         store.get(key)
     (request,) = server.requests
@@ -408,6 +408,17 @@ def test_no_credentials_at_all_are_named_and_where_they_are_looked_for(open_s3, 
     assert caught.value.uri == "s3://bucket"
 
 
+@pytest.mark.parametrize("verb", VERBS)
+def test_an_anonymous_store_looks_for_no_credentials_and_sends_none(
+    open_s3, server, aws_files, verb
+):
+    aws_files()
+    request = call(open_s3(anonymous=True), server, verb)
+    assert request.target.startswith("/bucket")
+    assert "Authorization" not in request.headers
+    assert "X-Amz" not in request.target
+
+
 def test_half_of_the_credentials_is_named(open_s3, aws_files, monkeypatch):
     aws_files()
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "KEY")
@@ -486,13 +497,26 @@ def test_no_proxy_is_respected(server, monkeypatch, open_s3):
     assert call(open_s3(), server, "put").target == "/bucket/run/object"
 
 
+def test_a_proxy_for_another_scheme_does_not_matter(server, monkeypatch, open_s3):
+    monkeypatch.setenv("HTTPS_PROXY", "socks5://127.0.0.1:9")
+    assert call(open_s3(), server, "put").target == "/bucket/run/object"
+
+
+def test_no_proxy_may_name_other_hosts(server, monkeypatch, open_s3):
+    monkeypatch.setenv("NO_PROXY", ".internal,10.0.0.0/8")
+    assert call(open_s3(), server, "put").target == "/bucket/run/object"
+
+
 @pytest.mark.parametrize(
     ("endpoint", "known"),
     [
         ("http://s3.us-east-1.amazonaws.com", True),
         ("http://s3.cn-north-1.amazonaws.com.cn", True),
+        ("http://s3.eusc-de-east-1.amazonaws.eu", True),
+        ("http://s3.us-iso-east-1.c2s.ic.gov", True),
         ("http://store.example", None),
         ("http://amazonaws.com.example", None),
+        ("http://notamazonaws.eu", None),
     ],
 )
 def test_only_aws_is_known_to_honour_conditions(endpoint, known):
@@ -578,7 +602,7 @@ def test_objects_in_moto_have_the_options(s3_config, s3_client, bucket, verb):
         put(store)
     else:
         upload = store.create_upload("run/object", 5 * 1024**2)
-        part = store.put_part(upload, 1, [memoryview(b"data")], crc32c=CRC)
+        part = store.put_part(upload, 1, [memoryview(b"data")], checksum=CRC)
         store.complete_upload(upload, [part])
     store.close()
     found = s3_client.head_object(Bucket=bucket, Key="run/object")
@@ -602,13 +626,13 @@ def test_the_checksum_of_a_whole_upload_follows_from_its_parts(open_s3, server):
     store = open_s3(checksum="on")
     first, last = b"first part", b"the last part"
     parts = [
-        Part(1, len(first), '"one"', crc32c(first)),
-        Part(2, len(last), '"two"', crc32c(last)),
+        Part(1, len(first), '"one"', CRC32C.of(first)),
+        Part(2, len(last), '"two"', CRC32C.of(last)),
     ]
     server.answer(**VERBS["complete_upload"][1])
     info = store.complete_upload(UPLOAD, parts)
     request = server.requests[0]
-    whole = crc32c(first + last).to_bytes(4, "big")
+    whole = CRC32C.of(first + last).to_bytes(4, "big")
     assert request.headers["x-amz-checksum-crc32c"] == base64.b64encode(whole).decode()
     assert request.headers["x-amz-checksum-type"] == "FULL_OBJECT"
     listed = [
@@ -618,7 +642,7 @@ def test_the_checksum_of_a_whole_upload_follows_from_its_parts(open_s3, server):
     assert [entry["PartNumber"] for entry in listed] == ["1", "2"]
     assert [entry["ETag"] for entry in listed] == ['"one"', '"two"']
     assert [base64.b64decode(entry["ChecksumCRC32C"]) for entry in listed] == [
-        part.crc32c.to_bytes(4, "big") for part in parts
+        part.checksum.to_bytes(4, "big") for part in parts
     ]
     assert info.size == len(first + last)
 
@@ -727,6 +751,18 @@ def test_an_answer_that_is_no_s3_error_is_judged_by_its_status(store, server, bo
     server.answer(status=503, body=body)
     with pytest.raises(ThrottledError):
         put(store)
+
+
+@pytest.mark.parametrize("before", [b" ", b"\r\n \n"])
+def test_white_space_before_the_xml_of_an_answer_does_no_harm(store, server, before):
+    """It keeps a connection alive while an upload is completed."""
+    declared = before + b'<?xml version="1.0" encoding="UTF-8"?>\n'
+    server.answer(body=declared + xml_of("CompleteMultipartUploadResult", ETag='"tag"'))
+    assert VERBS["complete_upload"][0](store).version == '"tag"'
+    for status in (200, 400):
+        server.answer(status=status, body=declared + error_xml("NoSuchUpload"))
+        with pytest.raises(ObjectNotFoundError):
+            VERBS["complete_upload"][0](store)
 
 
 @pytest.mark.parametrize("verb", ["put", "get_range", "create_upload", "complete_upload"])

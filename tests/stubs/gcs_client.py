@@ -5,8 +5,9 @@ import xml.etree.ElementTree as ElementTree
 from urllib.parse import quote, urlencode
 
 import urllib3
+from awscrt.checksums import crc32c
 
-from cloudckpt.checksum import crc32c, to_base64
+from cloudckpt.checksum import to_base64
 
 from .gcs import GcsStub
 

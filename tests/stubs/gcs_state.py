@@ -20,7 +20,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from cloudckpt.checksum import crc32c, to_base64
+from awscrt.checksums import crc32c
+
+from cloudckpt.checksum import to_base64
 
 from . import gcs_answers as answers
 from .gcs_answers import Answer, Headers, Request

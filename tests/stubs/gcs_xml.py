@@ -18,7 +18,9 @@ from collections.abc import Callable, Iterable, Mapping
 from urllib.parse import quote, unquote
 from xml.sax.saxutils import escape
 
-from cloudckpt.checksum import crc32c, to_base64
+from awscrt.checksums import crc32c
+
+from cloudckpt.checksum import to_base64
 
 from . import gcs_answers as answers
 from .gcs_answers import XML_NAMESPACE, Answer, Call, RefusalError, Request, xml_answer

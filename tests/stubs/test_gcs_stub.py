@@ -9,7 +9,7 @@ from urllib.parse import unquote
 import pytest
 import urllib3
 
-from cloudckpt.checksum import crc32c, to_base64
+from cloudckpt.checksum import CRC32C, to_base64
 
 from .gcs import GcsStub
 from .gcs_client import Client, code, hash_of, reason, texts
@@ -50,7 +50,7 @@ def test_an_object_comes_back_from_both_apis(client):
 @pytest.mark.parametrize("data", [b"", b"\r\n", b"\r\n--cu", b" --cut--", bytes(range(256))])
 def test_a_multipart_insert_keeps_bytes_and_metadata(client, data):
     described = {"name": "k", "storageClass": "NEARLINE", "customTime": "2030-01-01T00:00:00Z"}
-    described |= {"metadata": {"a": "b"}, "crc32c": to_base64(crc32c(data))}
+    described |= {"metadata": {"a": "b"}, "crc32c": to_base64(CRC32C.of(data))}
     created = client.related(described, data).json()
     assert client.state.objects["bucket", "k"].data == data
     assert created["contentType"] == "x/y"
@@ -173,7 +173,7 @@ def test_compose(client):
 
     answer = compose({"name": "a", "generation": generation}, {"name": "b"}, ifGenerationMatch=0)
     assert answer.json()["componentCount"] == 2
-    assert answer.json()["crc32c"] == to_base64(crc32c(b"aab"))
+    assert answer.json()["crc32c"] == to_base64(CRC32C.of(b"aab"))
     assert "md5Hash" not in answer.json()
     assert client.state.objects["bucket", "d/c"].data == b"aab"
     assert compose({"name": "a"}, ifGenerationMatch=0).status == 412

@@ -21,9 +21,9 @@ from azure.storage.blob import BlobServiceClient
 
 import cloudckpt
 from cloudckpt import AzureOptions, Config, GCSOptions, RetryPolicy, S3Options
-from cloudckpt.checksum import crc32c
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.stores.registry import open_store
+from cloudckpt.testing.contract.data import put, put_part
 from cloudckpt.testing.hop import Answer, Fault, Hop
 from cloudckpt.testing.proxy import FaultyProxy
 from cloudckpt.testing.servers import azurite_server
@@ -271,14 +271,14 @@ def cloud(request):
 
 def _put(store: ObjectStore, key: str) -> None:
     data = b"data"
-    info = store.put(key, [memoryview(data)], crc32c=crc32c(data), if_absent=True)
-    store.put(key, [memoryview(data)], crc32c=crc32c(data), if_version=info.version)
+    info = put(store, key, data, if_absent=True)
+    put(store, key, data, if_version=info.version)
 
 
 def _upload(store: ObjectStore, key: str) -> None:
     data = bytes(5 * MIB)
     upload = store.create_upload(key, len(data))
-    part = store.put_part(upload, 1, [memoryview(data)], crc32c=crc32c(data))
+    part = put_part(store, upload, 1, data)
     store.complete_upload(upload, [part])
 
 
@@ -288,7 +288,7 @@ def _abort(store: ObjectStore, key: str) -> None:
 
 def _list_uploads(store: ObjectStore, key: str) -> None:
     upload = store.create_upload(key, 5 * MIB)
-    store.put_part(upload, 1, [memoryview(b"data")], crc32c=crc32c(b"data"))
+    put_part(store, upload, 1, b"data")
     assert [found.id for found in store.list_uploads(key)] == [upload.id]
 
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloudckpt.checksum import crc32c
+from cloudckpt.checksum import CRC32C, Blocks
 from cloudckpt.config import MIB, Config, RetryPolicy
 from cloudckpt.errors import (
     AccessDeniedError,
@@ -48,7 +48,7 @@ def store():
 
 
 def put(store, key, data):
-    return store.inner.put(key, [memoryview(data)], crc32c=crc32c(data))
+    return store.inner.put(key, [memoryview(data)], checksum=CRC32C.of(data))
 
 
 def some_bytes(size, seed=0):
@@ -59,8 +59,10 @@ def source_of(data, *, key="object", offset=0, nbytes=None, block=BLOCK, item="i
     """An item that lies in an object at ``offset``, with checksums of its blocks."""
     nbytes = len(data) - offset if nbytes is None else nbytes
     raw = data[offset : offset + nbytes]
-    crcs = [crc32c(raw[at : at + block]) for at in range(0, nbytes, block)] if block else []
-    return Source(key, offset, nbytes, block, crcs, len(data) if block else None, item)
+    if not block:
+        return Source(key, offset, nbytes, None, None, item)
+    right = [CRC32C.of(raw[at : at + block]) for at in range(0, nbytes, block)]
+    return Source(key, offset, nbytes, Blocks(CRC32C, block, right), len(data), item)
 
 
 def bytes_wanted(source, start=0, stop=None, *, divisible=True):
@@ -390,7 +392,7 @@ def test_an_object_that_is_replaced_under_two_requests_at_once_is_noticed():
                 old_is_read.set()
                 return info
             assert old_is_read.wait(30)
-            self.put(key, [memoryview(some_bytes(10_000, "other"))], crc32c=0)
+            self.put(key, [memoryview(some_bytes(10_000, "other"))], checksum=0)
             return super().get_range(key, start, into, **others)
 
     store = FaultyStore(Swapping(uuid.uuid4().hex))

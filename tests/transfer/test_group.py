@@ -1,5 +1,6 @@
 """Parallel tasks: bounded, and the first failure stops the rest."""
 
+import functools
 import gc
 import signal
 import sys
@@ -9,6 +10,7 @@ import weakref
 import pytest
 
 from cloudckpt.errors import ServerError, TransferCancelledError
+from cloudckpt.transfer import group as group_module
 from cloudckpt.transfer.group import Cancellation, TaskGroup
 
 PATIENCE = 30  # seconds after which a test that hangs fails
@@ -31,30 +33,35 @@ def threads_of(name):
     return [thread for thread in threading.enumerate() if thread.name.startswith(name)]
 
 
-def test_all_tasks_have_run_when_the_block_is_left():
+def test_all_tasks_have_run_when_the_group_ends():
     done, lock = [], threading.Lock()
 
     def work(number):
         with lock:
             done.append(number)
 
-    with TaskGroup(4) as group:
+    def produce():
         for number in range(200):
             group.submit(lambda number=number: work(number))
+
+    group = TaskGroup(4)
+    group.run(produce)
     assert sorted(done) == list(range(200))
 
 
 def test_a_group_without_tasks_ends():
-    with TaskGroup(4, name="no-tasks"):
-        pass
+    TaskGroup(4, name="no-tasks").run(lambda: None)
     assert threads_of("no-tasks") == []
 
 
 def test_as_many_tasks_run_at_once_as_the_group_is_wide():
-    meeting = threading.Barrier(5)
-    with TaskGroup(5) as group:
+    def produce():
         for _ in range(10):
             group.submit(lambda: meeting.wait(PATIENCE))
+
+    meeting = threading.Barrier(5)
+    group = TaskGroup(5)
+    group.run(produce)
 
 
 def test_no_more_tasks_run_at_once_than_the_group_is_wide():
@@ -69,18 +76,24 @@ def test_no_more_tasks_run_at_once_than_the_group_is_wide():
         with lock:
             running -= 1
 
-    with TaskGroup(3) as group:
+    def produce():
         for _ in range(60):
             group.submit(work)
+
+    group = TaskGroup(3)
+    group.run(produce)
     assert most <= 3
 
 
 def test_few_threads_are_started_for_few_tasks():
-    with TaskGroup(50, name="few-tasks") as group:
+    def produce():
         first = Gate()
         group.submit(first.open)
         first.wait()
         assert len(threads_of("few-tasks")) == 1
+
+    group = TaskGroup(50, name="few-tasks")
+    group.run(produce)
 
 
 def test_a_producer_does_not_run_ahead_of_the_tasks():
@@ -100,9 +113,8 @@ def test_a_producer_does_not_run_ahead_of_the_tasks():
         assert full.wait(PATIENCE)
         gate.open()
 
-    opener = threading.Thread(target=open_when_full)
-    opener.start()
-    with TaskGroup(width) as group:
+    def produce():
+        nonlocal submitted, excess
         for _ in range(40):
             group.submit(work)
             with lock:
@@ -110,6 +122,11 @@ def test_a_producer_does_not_run_ahead_of_the_tasks():
                 excess = max(excess, submitted - finished - width)
             if submitted == width + 2:
                 full.set()
+
+    opener = threading.Thread(target=open_when_full)
+    opener.start()
+    group = TaskGroup(width)
+    group.run(produce)
     opener.join()
     assert excess <= 2
 
@@ -120,12 +137,9 @@ def test_the_first_error_is_raised_as_it_is():
     def fail():
         raise error
 
-    def run():
-        with TaskGroup(2) as group:
-            group.submit(fail)
-
+    group = TaskGroup(2)
     with pytest.raises(ServerError) as caught:
-        run()
+        group.run(lambda: group.submit(fail))
     assert caught.value is error
 
 
@@ -142,15 +156,13 @@ def test_an_error_stops_tasks_that_look_at_the_flag():
         begun.wait()
         raise ServerError("first")
 
+    def produce():
+        group.submit(endless)
+        group.submit(fail)
+
     group = TaskGroup(2)
-
-    def run():
-        with group:
-            group.submit(endless)
-            group.submit(fail)
-
     with pytest.raises(ServerError, match="first"):
-        run()
+        group.run(produce)
 
 
 def test_an_error_breaks_off_what_other_tasks_wait_for():
@@ -170,13 +182,13 @@ def test_an_error_breaks_off_what_other_tasks_wait_for():
         broken.extend(running)
         broken_off.open()
 
-    def run():
-        with TaskGroup(2, interrupt=interrupt) as group:
-            group.submit(wait)
-            group.submit(fail)
+    def produce():
+        group.submit(wait)
+        group.submit(fail)
 
+    group = TaskGroup(2, interrupt=interrupt)
     with pytest.raises(ServerError, match="first"):
-        run()
+        group.run(produce)
     assert set(threads) <= set(broken)
 
 
@@ -188,16 +200,16 @@ def test_tasks_that_wait_are_dropped_after_an_error():
         gate.wait()
         raise ServerError("first")
 
-    def run():
-        with TaskGroup(1) as group:
-            group.submit(fail)
-            failing.wait()
-            group.submit(lambda: ran.append(1))
-            group.submit(lambda: ran.append(2))
-            gate.open()
+    def produce():
+        group.submit(fail)
+        failing.wait()
+        group.submit(lambda: ran.append(1))
+        group.submit(lambda: ran.append(2))
+        gate.open()
 
+    group = TaskGroup(1)
     with pytest.raises(ServerError):
-        run()
+        group.run(produce)
     assert ran == []
 
 
@@ -208,37 +220,53 @@ def test_a_producer_that_waits_is_told_of_the_error():
         gate.wait()
         raise ServerError("first")
 
-    def run():
-        with TaskGroup(1) as group:
-            try:
-                for number in range(100):
-                    if number == 2:
-                        gate.open()
-                    group.submit(fail)
-            except TransferCancelledError as error:
-                told.append(error)
-                raise
+    def produce():
+        try:
+            for number in range(100):
+                if number == 2:
+                    gate.open()
+                group.submit(fail)
+        except TransferCancelledError as error:
+            told.append(error)
+            raise
 
+    group = TaskGroup(1)
     with pytest.raises(ServerError, match="first"):
-        run()
+        group.run(produce)
     assert len(told) == 1
 
 
-def test_an_error_of_the_block_stops_the_tasks_and_is_raised():
+def test_an_error_of_the_producer_stops_the_tasks_and_is_raised():
     def endless():
         while True:
             group.cancellation.wait(PATIENCE)
             group.cancellation.check()
 
+    def produce():
+        group.submit(endless)
+        raise KeyError("of the producer")
+
     group = TaskGroup(1)
+    with pytest.raises(KeyError, match="of the producer"):
+        group.run(produce)
 
-    def run():
-        with group:
-            group.submit(endless)
-            raise KeyError("of the block")
 
-    with pytest.raises(KeyError, match="of the block"):
-        run()
+def test_an_interrupt_is_raised_even_if_a_task_failed_before():
+    """Who survives any Exception of a save must not survive Ctrl-C."""
+    failing = Gate()
+
+    def fail():
+        failing.open()
+        raise ServerError("first")
+
+    def produce():
+        group.submit(fail)
+        failing.wait()
+        raise KeyboardInterrupt
+
+    group = TaskGroup(1)
+    with pytest.raises(KeyboardInterrupt):
+        group.run(produce)
 
 
 @pytest.mark.parametrize("fails", [True, False])
@@ -247,16 +275,16 @@ def test_no_thread_is_left_behind(fails):
         if fails:
             raise ServerError("failed")
 
-    def run():
-        with TaskGroup(4, name="left-behind") as group:
-            for _ in range(3):
-                group.submit(work)
+    def produce():
+        for _ in range(3):
+            group.submit(work)
 
+    group = TaskGroup(4, name="left-behind")
     if fails:
-        with pytest.raises((ServerError, TransferCancelledError)):
-            run()
+        with pytest.raises(ServerError):
+            group.run(produce)
     else:
-        run()
+        group.run(produce)
     assert threads_of("left-behind") == []
 
 
@@ -264,13 +292,15 @@ def test_a_thread_that_waits_for_work_keeps_no_buffer_alive():
     class Buffer:
         pass
 
-    gone = Gate()
-    with TaskGroup(1) as group:
+    def produce():
         buffer = Buffer()
         weakref.finalize(buffer, gone.open)
         group.submit(lambda buffer=buffer: None)
         del buffer
         gone.wait()
+
+    gone, group = Gate(), TaskGroup(1)
+    group.run(produce)
 
 
 def test_errors_of_many_tasks_at_once_are_one():
@@ -280,21 +310,21 @@ def test_errors_of_many_tasks_at_once_are_one():
         meeting.wait(PATIENCE)
         raise ServerError(f"of task {number}")
 
-    def run():
-        with TaskGroup(4) as group:
-            for number in range(4):
-                group.submit(lambda number=number: fail(number))
+    def produce():
+        for number in range(4):
+            group.submit(lambda number=number: fail(number))
 
+    group = TaskGroup(4)
     with pytest.raises(ServerError, match=r"of task \d"):
-        run()
+        group.run(produce)
 
 
-def test_an_interrupt_while_leaving_the_block_stops_the_tasks():
+def test_an_interrupt_while_waiting_stops_the_tasks():
     main, release = threading.main_thread().ident, threading.Event()
 
     def is_joining():
         frame = sys._current_frames()[main]
-        while frame is not None and frame.f_code.co_name != "_join":
+        while frame is not None and frame.f_code.co_name != "_finish":
             frame = frame.f_back
         return frame is not None
 
@@ -306,20 +336,72 @@ def test_an_interrupt_while_leaving_the_block_stops_the_tasks():
             group.cancellation.wait(0.001)
 
     group = TaskGroup(1, name="interrupted")
-
-    def run():
-        with group:
-            group.submit(endless)
-
     # a process that a shell has started in the background ignores it
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            run()
+            group.run(lambda: group.submit(endless))
         assert threads_of("interrupted") == []
     finally:
         signal.signal(signal.SIGINT, before)
         release.set()
+
+
+class InterruptAt:
+    """Raises KeyboardInterrupt in this thread, before the n-th line or call in ``group.py``."""
+
+    def __init__(self, moment: int) -> None:
+        self._left, self.has_come = moment, False
+
+    def __enter__(self):
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+    def _trace(self, frame, event, _):
+        if frame.f_code.co_filename != group_module.__file__:
+            return None
+        if event in ("call", "line") and not self.has_come:
+            self._left -= 1
+            if self._left < 0:
+                self.has_come = True
+                raise KeyboardInterrupt
+        return self._trace
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_interrupt_at_any_moment_stops_the_tasks(fails):
+    """Also one while the others are stopped, because one of them has failed."""
+
+    def run(moment):
+        def work():
+            group.cancellation.wait(0.005)
+            if fails:
+                raise ServerError("failed")
+
+        def produce():
+            for _ in range(3):
+                group.submit(work)
+
+        group = TaskGroup(2, name="any-moment")
+        with InterruptAt(moment) as interrupt:
+            try:
+                group.run(produce)
+            except ServerError:
+                assert not interrupt.has_come, "the interrupt was lost"
+        return interrupt.has_come
+
+    moment, interrupted = 0, True
+    while interrupted:
+        try:
+            interrupted = run(moment)
+            assert not interrupted, f"the interrupt of moment {moment} was lost"
+        except KeyboardInterrupt:
+            moment += 1
+        assert threads_of("any-moment") == [], f"of moment {moment}"
+    assert moment > 50
 
 
 # cancellation
@@ -339,8 +421,7 @@ def test_a_flag_is_raised_once_and_for_all():
 
 def test_the_error_of_a_group_holds_no_reference_to_it_for_ever():
     group = TaskGroup(1)
-    with group:
-        group.submit(lambda: None)
+    group.run(functools.partial(group.submit, lambda: None))
     found = weakref.ref(group)
     del group
     gc.collect()

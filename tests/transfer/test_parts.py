@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloudckpt.checksum import BlockChecksums, crc32c
+from cloudckpt.checksum import ALGORITHMS, CRC32C, BlockChecksums
 from cloudckpt.config import MIB
 from cloudckpt.stores.base import Capabilities
 from cloudckpt.transfer.parts import PartCutter, Piece, choose_part_size, even_share
@@ -71,6 +71,7 @@ def test_parts_are_the_stream_in_equal_pieces(sizes, part_size):
 
 @settings(deadline=None)
 @given(
+    algorithm=st.sampled_from(list(ALGORITHMS.values())),
     items=st.lists(st.integers(0, 2000), max_size=6),
     cuts=st.lists(st.integers(1, 500), min_size=1, max_size=6),
     part_size=st.integers(1, 700),
@@ -78,13 +79,13 @@ def test_parts_are_the_stream_in_equal_pieces(sizes, part_size):
     shuffle=st.randoms(use_true_random=False),
 )
 def test_checksums_of_parts_and_items_are_right_in_any_order(
-    items, cuts, part_size, block_size, shuffle
+    algorithm, items, cuts, part_size, block_size, shuffle
 ):
     """Each item stands between two pieces of envelope, and comes in pieces of its own."""
     pieces, expected = [], []
     for number, size in enumerate(items):
         data = random.Random(number).randbytes(size)
-        checksums = BlockChecksums(block_size)
+        checksums = BlockChecksums(algorithm, block_size)
         expected.append((data, checksums))
         pieces.append(Piece(memoryview(b"before")))
         at = 0
@@ -96,10 +97,10 @@ def test_checksums_of_parts_and_items_are_right_in_any_order(
     parts = cut(pieces, part_size)
     shuffle.shuffle(parts)
     for part in parts:
-        assert part.checksum() == crc32c(bytes_of(part))
+        assert part.checksum(algorithm) == algorithm.of(bytes_of(part))
     for data, checksums in expected:
         blocks = [data[at : at + block_size] for at in range(0, len(data), block_size)]
-        assert checksums.finish(len(data)) == tuple(crc32c(block) for block in blocks)
+        assert checksums.finish(len(data)) == tuple(algorithm.of(block) for block in blocks)
 
 
 @given(sizes=st.lists(st.integers(1, 400), max_size=12), part_size=st.integers(1, 300))
@@ -131,7 +132,7 @@ def test_pieces_show_the_memory_that_they_were_given():
 
 
 def test_what_a_piece_is_about_stays_with_both_halves():
-    checksums, loan, owner = BlockChecksums(8), Loan(), object()
+    checksums, loan, owner = BlockChecksums(CRC32C, 8), Loan(), object()
     ready = threading.Event().set
     piece = Piece(memoryview(b"0123456789"), checksums, 100, loan, owner, ready)
     first, rest = piece.split(4)
@@ -152,7 +153,7 @@ def test_bytes_that_are_still_on_their_way_are_waited_for():
         memory[:] = b"data"
 
     (part,) = cut([Piece(memoryview(memory), ready=arrive)], 10)
-    assert part.checksum() == crc32c(b"data")
+    assert part.checksum(CRC32C) == CRC32C.of(b"data")
 
 
 def test_a_cutter_begins_anew_behind_its_last_part():

@@ -19,8 +19,9 @@ from cloudckpt.errors import (
 from cloudckpt.stores.base import Capabilities
 from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.testing.faulty import FaultyStore
+from cloudckpt.transfer.object_file import ObjectFile, PinnedObject
 from cloudckpt.transfer.stats import TransferStats
-from cloudckpt.transfer.streams import ObjectFile, PinnedObject, sending
+from cloudckpt.transfer.upload_stream import UploadStream, upload_stream
 
 KEY = "run/model.pt"
 CONFIG = Config(
@@ -41,14 +42,20 @@ def some_bytes(size):
 
 
 def put(store, data, key=KEY):
-    store.inner.put(key, [memoryview(data)], crc32c=0)
+    store.inner.put(key, [memoryview(data)], checksum=0)
 
 
 def send(store, chunks, config=CONFIG, expected=0):
-    stats = TransferStats()
-    with sending(store, KEY, config, stats, expected=expected) as stream:
+    def write(stream):
         for chunk in chunks:
             assert stream.write(chunk) == memoryview(chunk).nbytes
+
+    return send_with(write, store, config, expected)
+
+
+def send_with(write, store, config=CONFIG, expected=0):
+    stats = TransferStats()
+    upload_stream(store, KEY, write, config, stats, expected=expected)
     return stats.snapshot()
 
 
@@ -79,21 +86,26 @@ def test_a_small_object_is_one_request(store):
 
 
 def test_a_buffer_may_change_after_it_was_written(store):
-    chunk, stats = bytearray(3 * MIB), TransferStats()
-    with sending(store, KEY, CONFIG, stats, expected=0) as stream:
+    def write(stream):
+        chunk = bytearray(3 * MIB)
         for number in range(10):
             chunk[:] = bytes([number]) * len(chunk)
             stream.write(chunk)
+
+    send_with(write, store)
     (data,) = held(store)[0].values()
     assert data == b"".join(bytes([number]) * 3 * MIB for number in range(10))
 
 
 def test_an_old_object_is_replaced_when_the_new_one_is_complete(store):
     put(store, b"old")
-    with sending(store, KEY, CONFIG, TransferStats(), expected=0) as stream:
+
+    def write(stream):
         for _ in range(4):
             stream.write(bytes(5 * MIB))
         assert held(store)[0] == {KEY: b"old"}
+
+    send_with(write, store)
     assert held(store) == ({KEY: bytes(20 * MIB)}, [])
 
 
@@ -160,8 +172,9 @@ def test_more_bytes_than_parts_can_hold_are_refused(store):
         conditional_writes=True, min_part_size=1, max_part_size=1 << 40, max_parts=3,
         max_put_size=1 << 50,
     )  # fmt: skip
-    with pytest.raises(InvalidRequestError, match="memory_budget"):
+    with pytest.raises(InvalidRequestError, match="memory_budget") as caught:
         send(store, [bytes(5 * MIB)] * 4)
+    assert caught.value.uri == store.uri(KEY)
     assert held(store) == ({}, [])
 
 
@@ -175,7 +188,7 @@ class Unfaithful(io.RawIOBase):
         for _ in range(count):
             try:
                 self.stream.write(bytes(MIB))
-            except Exception:  # noqa: BLE001
+            except BaseException:  # noqa: BLE001
                 try:
                     self.stream.write(b"end")
                 finally:
@@ -184,11 +197,8 @@ class Unfaithful(io.RawIOBase):
 
 def test_the_stores_error_wins_over_that_of_a_writer_in_between(store):
     store.fail("create_upload", AccessDeniedError)
-    with (
-        pytest.raises(AccessDeniedError),
-        sending(store, KEY, CONFIG, TransferStats(), expected=0) as stream,
-    ):
-        Unfaithful(stream).write_all(40)
+    with pytest.raises(AccessDeniedError):
+        send_with(lambda stream: Unfaithful(stream).write_all(40), store)
     assert held(store) == ({}, [])
 
 
@@ -197,7 +207,7 @@ def test_the_stores_error_wins_over_that_of_a_writer_in_between(store):
 
 def opened(store, data, config=CONFIG):
     put(store, data)
-    return ObjectFile(PinnedObject(store, KEY, config), config)
+    return ObjectFile(PinnedObject(store, KEY, config, TransferStats()), config)
 
 
 def test_reads_give_what_a_file_gives(store):
@@ -253,9 +263,45 @@ def test_a_replaced_object_is_noticed(store):
         file.read(10)
 
 
+class Unconditional(FaultyStore):
+    """Ignores what a read is on the condition of."""
+
+    def get_range(self, key, start, into, *, if_version=None, progress=None):
+        return super().get_range(key, start, into, progress=progress)
+
+
+def test_a_replaced_object_is_noticed_in_a_store_that_ignores_conditions():
+    store = Unconditional(MemoryStore(uuid.uuid4().hex))
+    file = opened(store, bytes(MIB))
+    file.read(10)
+    put(store, bytes([1]) * MIB)
+    file.seek(900_000)
+    with pytest.raises(CheckpointCorruptError, match="replaced"):
+        file.read(10)
+
+
+def test_retries_are_counted_from_the_first_request(store):
+    put(store, b"data")
+    store.fail("head", ConnectionLostError, calls=[1])
+    stats = TransferStats()
+    PinnedObject(store, KEY, CONFIG, stats)
+    assert stats.snapshot().retries == 1
+
+
+def test_an_interrupt_outlasts_a_writer_in_between(store, monkeypatch):
+    def interrupt(self, view):
+        raise KeyboardInterrupt
+
+    put(store, b"old")
+    monkeypatch.setattr(UploadStream, "_copy", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        send_with(lambda stream: Unfaithful(stream).write_all(1), store)
+    assert held(store) == ({KEY: b"old"}, [])
+
+
 def test_a_missing_object_is_told_at_once(store):
     with pytest.raises(ObjectNotFoundError):
-        PinnedObject(store, KEY, CONFIG)
+        PinnedObject(store, KEY, CONFIG, TransferStats())
 
 
 def test_a_broken_read_goes_on(store):

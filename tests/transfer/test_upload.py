@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloudckpt.checksum import crc32c
+from cloudckpt.checksum import CRC32C
 from cloudckpt.config import RetryPolicy
 from cloudckpt.errors import (
     AccessDeniedError,
@@ -40,24 +40,24 @@ class Checking(MemoryStore):
         super().__init__(uuid.uuid4().hex)
         self.owners = []
 
-    def put(self, key, body, *, crc32c, **others):
-        self._check(body, crc32c)
-        return super().put(key, body, crc32c=crc32c, **others)
+    def put(self, key, body, *, checksum, **others):
+        self._check(body, checksum)
+        return super().put(key, body, checksum=checksum, **others)
 
-    def put_part(self, upload, number, body, *, crc32c, **others):
-        self._check(body, crc32c)
-        return super().put_part(upload, number, body, crc32c=crc32c, **others)
+    def put_part(self, upload, number, body, *, checksum, **others):
+        self._check(body, checksum)
+        return super().put_part(upload, number, body, checksum=checksum, **others)
 
     def complete_upload(self, upload, parts):
         assert [part.number for part in parts] == list(range(1, len(parts) + 1))
         assert all(part.size == upload.part_size for part in parts[:-1])
         data = b"".join(self._parts(upload)[part.number] for part in parts)
-        info = super().put(upload.key, [memoryview(data)], crc32c=0)
+        info = super().put(upload.key, [memoryview(data)], checksum=0)
         self.abort_upload(upload)
         return info
 
     def _check(self, body, crc):
-        assert crc32c(b"".join(body)) == crc
+        assert CRC32C.of(b"".join(body)) == crc
         self.owners.extend(view.obj for view in body)
 
 
@@ -76,11 +76,14 @@ def send(store, pieces, *, width=4, policy=AT_ONCE, key=KEY):
     group = TaskGroup(width)
     retrier = Retrier(policy, group.cancellation, on_retry=stats.add_retry)
     upload = ObjectUpload(store, key, PART, group, retrier, stats)
+
+    def produce():
+        for piece in pieces:
+            upload.write(piece)
+        upload.close()
+
     try:
-        with group:
-            for piece in pieces:
-                upload.write(piece)
-            upload.close()
+        group.run(produce)
     except BaseException:
         upload.abandon()
         raise
@@ -105,7 +108,7 @@ def test_an_object_arrives_as_it_was_written(store, size, piece):
     assert bytes(store.inner.get(KEY)[0]) == data
     assert upload.info == store.inner.head(KEY)
     assert upload.position == size
-    assert upload.crc32c == crc32c(data)
+    assert upload.checksum == CRC32C.of(data)
     assert held(store) == [KEY]
 
 
@@ -139,7 +142,7 @@ def test_parts_that_arrive_out_of_order_are_put_in_order():
     data = some_bytes(3 * PART)
     upload, _ = send(store, pieces_of(data, PART), width=2)
     assert bytes(store.inner.get(KEY)[0]) == data
-    assert upload.crc32c == crc32c(data)
+    assert upload.checksum == CRC32C.of(data)
 
 
 def test_nothing_is_copied_on_the_way_to_the_store(store):
@@ -190,7 +193,7 @@ def test_an_object_arrives_through_any_passing_faults(sizes, seed, share, width)
     )
     assert bytes(store.inner.get(KEY)[0]) == data
     assert upload.info == store.inner.head(KEY)
-    assert upload.crc32c == crc32c(data)
+    assert upload.checksum == CRC32C.of(data)
     assert held(store) == [KEY]
     assert stats.retries == sum(store.failed.values())
 
@@ -221,7 +224,7 @@ def test_an_upload_that_someone_else_has_ended_is_no_success(store, there):
         for upload in store.inner.list_uploads(""):
             store.inner.abort_upload(upload)
         if there is not None:
-            store.inner.put(KEY, [memoryview(there)], crc32c=crc32c(there))
+            store.inner.put(KEY, [memoryview(there)], checksum=CRC32C.of(there))
         return ConnectionLostError(message)
 
     store.fail("complete_upload", lose, calls=[1])
@@ -232,7 +235,7 @@ def test_an_upload_that_someone_else_has_ended_is_no_success(store, there):
 def test_an_upload_that_is_gone_at_the_first_try_is_no_success(store):
     """An object of the same size proves nothing if this attempt can't have made it."""
     data = some_bytes(2500)
-    store.inner.put(KEY, [memoryview(data)], crc32c=crc32c(data))
+    store.inner.put(KEY, [memoryview(data)], checksum=CRC32C.of(data))
     store.fail("complete_upload", ObjectNotFoundError, calls=[1])
     with pytest.raises(ObjectNotFoundError):
         send(store, pieces_of(data, 700))
@@ -309,7 +312,7 @@ def test_an_error_of_one_part_stops_the_others():
     class Endless(Checking):
         """Part 1 never ends by itself; part 2 fails while it is on its way."""
 
-        def put_part(self, upload, number, body, *, crc32c, progress):
+        def put_part(self, upload, number, body, *, checksum, progress):
             if number == 2:
                 assert on_its_way.wait(30)
                 raise AccessDeniedError("part 2")
@@ -365,7 +368,7 @@ def test_deleting_nothing_asks_nothing(store):
 
 def test_deleting_takes_all_keys_and_retries(store):
     for key in ("a", "b", "c"):
-        store.inner.put(key, [], crc32c=0)
+        store.inner.put(key, [], checksum=0)
     store.fail("delete", ServerError, calls=[1])
     delete_quietly(store, ["a", "c", "missing"], AT_ONCE)
     assert held(store) == ["b"]
@@ -379,7 +382,7 @@ def test_faults_strike_the_chosen_calls(store):
 
     def put(key):
         try:
-            store.put(key, [], crc32c=0)
+            store.put(key, [], checksum=0)
         except ServerError:
             return "failed"
         return "done"

@@ -33,7 +33,8 @@ def agree(number: int, failure: CloudCheckpointError | None) -> Verdict:
     """
     while True:
         # the highest and the lowest number in one reduction, and whether anybody failed
-        seen = torch.tensor([number, -number, int(failure is not None)], dtype=torch.int64)
+        asked = [number, -number, int(failure is not None)]
+        seen = torch.tensor(asked, dtype=torch.int64, device="cpu")
         dist.all_reduce(seen, dist.ReduceOp.MAX)
         highest, lowest, failed = int(seen[0]), -int(seen[1]), bool(seen[2])
         if number < highest:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from cloudckpt.background.available import available_memory
 from cloudckpt.errors import StagingMemoryError
 
 __all__ = ["ALIGNMENT", "Arena", "Memory"]
@@ -32,6 +33,8 @@ class Arena:
         fd: The file descriptor that another process may map with :meth:`attach`.
         pinned: Whether an accelerator can copy to it without a detour.
     """
+
+    fd = -1
 
     def __init__(self, size: int, *, pin: bool = False) -> None:
         """
@@ -58,7 +61,12 @@ class Arena:
         self.fd = fd
         self.pinned = pin
         if pin:
-            _pin(self.address, size)
+            try:
+                _pin(self.address, size)
+            except BaseException:
+                self.pinned = False
+                self.close()
+                raise
 
     @classmethod
     def attach(cls, fd: int, size: int) -> Arena:
@@ -94,6 +102,9 @@ class Arena:
         self.fd = -1
         del self._map  # unmapped with the last storage
 
+    def __del__(self) -> None:
+        self.close()
+
 
 class Memory:
     """The memory of an arena in use; what is made of it keeps it in use."""
@@ -120,24 +131,13 @@ def _anonymous_file() -> int:
 
 
 def _check_available(size: int) -> None:
-    """Whether the kernel believes that there is so much memory; it might kill us otherwise."""
-    available = _available()
+    """Whether the kernel would let us have so much memory; it might kill us otherwise."""
+    available = available_memory()
     if available is not None and size > available:
         raise StagingMemoryError(
-            f"the staged copy needs {_mib(size)}, and this machine has {_mib(available)} left; "
-            "free memory, or save fewer bytes per rank"
+            f"the staged copy needs {_mib(size)}, and this machine or the limit of its container "
+            f"has {_mib(available)} left; free memory, or save fewer bytes per rank"
         )
-
-
-def _available() -> int | None:
-    try:
-        with open("/proc/meminfo", "rb") as file:
-            for line in file:
-                if line.startswith(b"MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
 
 
 def _mib(size: int) -> str:

@@ -23,6 +23,7 @@ __all__ = ["async_save", "close_async_savers"]
 
 _lock = threading.Lock()
 _savers: dict[tuple[Any, ...], AsyncSaver] = {}
+_closing: list[AsyncSaver] = []
 
 
 def async_save(
@@ -78,7 +79,6 @@ def async_save(
         process_group,
         no_dist,
         async_checkpointer_type,
-        async_stager,
         options if options is not None else BackgroundOptions(),
     )
     pending = saver.save(
@@ -87,6 +87,7 @@ def async_save(
         checkpoint_id=elsewhere,
         planner=planner,
         use_collectives=use_collectives,
+        stager=async_stager,
     )
     if pending.is_staged_in_background:
         return AsyncSaveResponse(pending.staged, pending.written)  # type: ignore[arg-type]
@@ -94,28 +95,34 @@ def async_save(
 
 
 def close_async_savers() -> None:
-    """Waits for the saves of :func:`async_save`, and gives back its memory and processes."""
+    """Waits for the saves of :func:`async_save`, and gives back its memory and processes.
+
+    Another call does what is left to do if one was interrupted.
+    """
     with _lock:
         own = [key for key in _savers if key[0] == os.getpid()]  # not a forking parent's
-        savers = [_savers.pop(key) for key in own]
+        _closing.extend(_savers.pop(key) for key in own)
+        savers = list(_closing)
     for saver in savers:
         saver.close()
+        with _lock:
+            if saver in _closing:  # another thread may have closed it, too
+                _closing.remove(saver)
 
 
 def _saver_for(
     group: dist.ProcessGroup | None,
     no_dist: bool,
     kind: AsyncCheckpointerType,
-    stager: AsyncStager | None,
     options: BackgroundOptions,
 ) -> AsyncSaver:
     alone = no_dist or not (dist.is_available() and dist.is_initialized())
     together = None if alone else group if group is not None else dist.group.WORLD
     # by the objects themselves, which are kept alive: an address might be another object's later
-    key = (os.getpid(), together, kind, stager, options)
+    key = (os.getpid(), together, kind, options)
     with _lock:
         if key not in _savers:
             _savers[key] = AsyncSaver(
-                process_group=group, no_dist=no_dist, kind=kind, stager=stager, options=options
+                process_group=group, no_dist=no_dist, kind=kind, options=options
             )
         return _savers[key]

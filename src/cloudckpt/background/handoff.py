@@ -93,5 +93,5 @@ class _Unpacker(pickle.Unpickler):
         if self._memory is None:
             raise StagingError("the staged copy did not arrive")
         first, size, dtype, shape, stride = place
-        made = torch.empty(0, dtype=dtype)
+        made = torch.empty(0, dtype=dtype, device="cpu")
         return made.set_(self._memory.storage(first, size), 0, shape, stride)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
@@ -13,10 +14,12 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 from cloudckpt.background.stager import StagedState
 from cloudckpt.dcp.planners import CloudSavePlanner
-from cloudckpt.errors import AsyncSaveError, CloudCheckpointError, StagingError
+from cloudckpt.dcp.writer import CloudStorageWriter
+from cloudckpt.errors import AsyncSaveError, ClosedError, CloudCheckpointError, StagingError
 from cloudckpt.events.event import Event
 from cloudckpt.events.timeline import Timeline
 from cloudckpt.transfer.stats import Transferred
+from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = [
     "FailingPlanner",
@@ -25,6 +28,9 @@ __all__ = [
     "SaveFuture",
     "SaveJob",
     "as_ours",
+    "location",
+    "never_to_begin",
+    "pass_on",
     "skipped",
 ]
 
@@ -60,20 +66,25 @@ class PickledResult:
     """Metadata as the saving process sent it: of no use to most trainers, and slow to unpickle."""
 
     def __init__(self, data: bytes) -> None:
-        self._data = data
+        """
+        Args:
+            data: A pickle of the pickled metadata, and of what was sent.
+        """
+        self._pickled: bytes
+        self._sent: Transferred | None
+        self._pickled, self._sent = pickle.loads(data)  # noqa: S301 - from our own child
         self._metadata: Metadata | None = None
 
     def load(self) -> Metadata:
         """The metadata."""
         if self._metadata is None:
-            self._metadata = pickle.loads(self._data)[0]  # noqa: S301 - from our own child
+            self._metadata = pickle.loads(self._pickled)  # noqa: S301 - as above
         assert self._metadata is not None
         return self._metadata
 
     def transferred(self) -> Transferred | None:
         """What the saving process sent."""
-        sent: Transferred | None = pickle.loads(self._data)[1]  # noqa: S301 - as above
-        return sent
+        return self._sent
 
 
 @dataclass(frozen=True)
@@ -137,7 +148,7 @@ class SaveJob:
             return
         try:
             self.state = self.copying.result()
-        except Exception as error:  # noqa: BLE001 - the other ranks must hear of it
+        except BaseException as error:  # noqa: BLE001 - the other ranks must hear of it
             self.failure = as_ours(error, "")
 
     def end(self) -> None:
@@ -175,6 +186,25 @@ def as_ours(error: BaseException, where: str) -> CloudCheckpointError:
     return made
 
 
+def never_to_begin(job: SaveJob, cause: RuntimeError, *, closed: bool) -> AsyncSaveError:
+    """Settles a save for which there is no thread, with the error that it returns."""
+    made: AsyncSaveError
+    if closed:
+        made = ClosedError("the saver was closed", uri=job.where)
+    elif threading.main_thread().is_alive():
+        made = AsyncSaveError("no thread can be started to save in", uri=job.where, cause=cause)
+    else:
+        made = AsyncSaveError(
+            "the interpreter is shutting down and begins no save in the background any more; "
+            "begin the last one before the script ends, not in an atexit handler",
+            uri=job.where,
+        )
+    made.__cause__ = cause
+    job.end()
+    job.written.set_exception(made)
+    return made
+
+
 def skipped() -> PendingSave:
     """A save that did not take place."""
     staged: Future[None] = Future()
@@ -183,3 +213,22 @@ def skipped() -> PendingSave:
     written.skipped = True
     written.set_result(None)
     return PendingSave(staged, written)
+
+
+def location(writer: StorageWriter, checkpoint_id: URILike | None) -> str:
+    """Where a writer saves to, as events and errors name it."""
+    if not isinstance(writer, CloudStorageWriter):
+        return f"writer {id(writer)}"
+    return (
+        writer.checkpoint_id if checkpoint_id is None else str(CheckpointURI.parse(checkpoint_id))
+    )
+
+
+def pass_on(done: Future[Any], staged: Future[None]) -> None:
+    """Tells of the end of a copy that a stager of the caller's has made."""
+    try:
+        done.result()
+    except BaseException as error:  # noqa: BLE001 - that of a stager which has cancelled it, too
+        staged.set_exception(error)
+    else:
+        staged.set_result(None)

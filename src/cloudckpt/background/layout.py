@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import copy
 import io
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cloudckpt.background.arena import ALIGNMENT, Memory
 from cloudckpt.errors import StagingError
-from cloudckpt.transfer.memory import extent, has_memory, shows_its_memory
+from cloudckpt.transfer.memory import extent, has_memory, settled, shows_its_memory
 
 __all__ = ["Layout", "Region"]
 
@@ -74,6 +76,19 @@ def _flat(storage: torch.UntypedStorage, dtype: torch.dtype, start: int, end: in
 
 
 @dataclass
+class _Wrapped:
+    """What a wrapper such as DTensor consists of.
+
+    Attributes:
+        parts: By name: tensors and other things, such as a DTensor's mesh.
+        context: What else it takes to make the wrapper anew.
+    """
+
+    parts: dict[str, Any]
+    context: Any
+
+
+@dataclass
 class Layout:
     """The plan of a staged copy.
 
@@ -88,14 +103,16 @@ class Layout:
     regions: list[Region] = field(default_factory=list)
     size: int = 0
     _by_storage: dict[int, Region] = field(default_factory=dict)
+    # by the identifier of a value, which is kept: else a later one might have the same identifier
+    _seen: dict[int, Any] = field(default_factory=dict)
     _planned: dict[int, torch.Tensor] = field(default_factory=dict)
+    _wrapped: dict[int, _Wrapped] = field(default_factory=dict)
 
     @classmethod
     def of(cls, state_dict: dict[str, Any]) -> Layout:
         """Plans the copy of a state dict."""
         layout = cls()
-        for tensor in _tensors(state_dict, set()):
-            layout._add(tensor)
+        layout._walk(state_dict)
         place = 0
         for region in layout.regions:
             region.first -= region.first % region.grain
@@ -103,6 +120,35 @@ class Layout:
             place += -(-region.size // ALIGNMENT) * ALIGNMENT
         layout.size = place
         return layout
+
+    def _walk(self, value: Any) -> None:
+        """Finds the tensors that are bytes in memory."""
+        if isinstance(value, _ATOMIC) or id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, torch.Tensor):
+            if _goes_to_arena(value):
+                self._add(value)
+            else:
+                self._unwrap(value)
+        elif isinstance(value, dict):
+            for entry in value.values():
+                self._walk(entry)
+        elif isinstance(value, (list, tuple)):
+            for entry in value:
+                self._walk(entry)
+
+    def _unwrap(self, tensor: Any) -> None:
+        traceable: bool = is_traceable_wrapper_subclass(tensor)
+        if not traceable:
+            return
+        settled(tensor)
+        names, context = tensor.__tensor_flatten__()
+        parts = {name: getattr(tensor, name) for name in names}
+        self._wrapped[id(tensor)] = _Wrapped(parts, context)
+        for part in parts.values():
+            if isinstance(part, torch.Tensor):
+                self._walk(part)
 
     def _add(self, tensor: torch.Tensor) -> None:
         shown = tensor if shows_its_memory(tensor) else tensor.resolve_conj().resolve_neg()
@@ -119,30 +165,38 @@ class Layout:
             region.first, region.end = min(region.first, first), max(region.end, end)
             region.grain = max(region.grain, shown.itemsize)
 
-    def rebuild(self, state_dict: dict[str, Any], memory: Memory) -> dict[str, Any]:
-        """The state dict as a structure of its own, its tensors in the arena's memory.
+    def place(self, memory: Memory) -> None:
+        """Gives each region its place in the arena's memory."""
+        for region in self.regions:
+            region.copy = memory.storage(region.place, region.size)
+
+    @property
+    def is_read_when_rebuilt(self) -> bool:
+        """Whether a wrapper that is not torch's own may look at its parts when it is made."""
+        kinds: set[type] = {type(self._seen[key]) for key in self._wrapped}
+        return not kinds <= {DTensor, AsyncCollectiveTensor}
+
+    def rebuild(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The state dict as a structure of its own, its tensors in the places of the regions.
 
         Raises:
             StagingError: If a value can't be copied.
         """
-        for region in self.regions:
-            region.copy = memory.storage(region.place, region.size)
-        return _Copier(self).mapping(state_dict, {})
+        # where the copier does not look inside, deepcopy finds them
+        memo: dict[int, Any] = {key: self._staged(shown) for key, shown in self._planned.items()}
+        return _Copier(self._wrapped).mapping(state_dict, memo)
 
-    def plans(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor gets a place in the arena."""
-        return id(tensor) in self._planned
-
-    def staged(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _staged(self, tensor: torch.Tensor) -> torch.Tensor:
         """The copy of a tensor that was planned."""
-        tensor = self._planned[id(tensor)]
         if tensor.numel() == 0:
-            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+            return torch.empty_strided(
+                tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu"
+            )
         region = self._by_storage[tensor.untyped_storage()._cdata]
         # each region has a storage of its own: torch can't pickle a DTensor whose local tensor
         # begins behind the beginning of its storage
         offset = tensor.storage_offset() - region.first // tensor.itemsize
-        made = torch.empty(0, dtype=tensor.dtype)
+        made = torch.empty(0, dtype=tensor.dtype, device="cpu")
         assert region.copy is not None
         return made.set_(region.copy, offset, tensor.size(), tensor.stride())
 
@@ -158,43 +212,26 @@ def _goes_to_arena(tensor: torch.Tensor) -> bool:
     )
 
 
-def _tensors(value: object, seen: set[int]) -> Iterator[torch.Tensor]:
-    """The tensors in a state dict that are bytes in memory, each once."""
-    if isinstance(value, _ATOMIC) or id(value) in seen:
-        return
-    if isinstance(value, torch.Tensor):
-        seen.add(id(value))
-        if _goes_to_arena(value):
-            yield value
-        else:
-            for inner in _inner(value):
-                yield from _tensors(inner, seen)
-    elif isinstance(value, dict):
-        seen.add(id(value))
-        for entry in value.values():
-            yield from _tensors(entry, seen)
-    elif isinstance(value, (list, tuple)):
-        seen.add(id(value))
-        for entry in value:
-            yield from _tensors(entry, seen)
-
-
-def _inner(tensor: Any) -> list[torch.Tensor]:
-    """The tensors that a wrapper such as DTensor consists of."""
-    if not is_traceable_wrapper_subclass(tensor):
-        return []
-    parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-    return [part for part in parts if isinstance(part, torch.Tensor)]
+def _lost_its_memory(tensor: torch.Tensor) -> bool:
+    """Whether its storage was freed or shrunk; a copy would show what is in memory by chance."""
+    try:
+        return tensor.layout == torch.strided and not tensor.is_meta and not has_memory(tensor)
+    except RuntimeError:  # of a subclass without a storage
+        return False
 
 
 class _Copier:
     """Copies a structure; the same object in two places stays the same object."""
 
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
+    def __init__(self, wrapped: dict[int, _Wrapped]) -> None:
+        self._wrapped = wrapped
 
     def mapping(self, value: dict[Any, Any], memo: dict[int, Any]) -> dict[Any, Any]:
-        made: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
+        made: dict[Any, Any] = {}
+        if isinstance(value, defaultdict):
+            made = defaultdict(value.default_factory)
+        elif type(value) in (OrderedDict, Counter):
+            made = type(value)()
         memo[id(value)] = made
         for key, entry in value.items():
             try:
@@ -212,7 +249,7 @@ class _Copier:
         kind = type(value)
         if isinstance(value, torch.Tensor):
             made: Any = self._tensor(value, memo)
-        elif kind in (dict, OrderedDict):
+        elif kind in (dict, OrderedDict, defaultdict, Counter):
             return self.mapping(value, memo)
         elif kind is list:
             made = memo[id(value)] = []
@@ -224,25 +261,30 @@ class _Copier:
             made = kind(*(self.value(entry, memo) for entry in value))
         elif isinstance(value, io.BytesIO):
             made = io.BytesIO(value.getvalue())
+            made.seek(value.tell())
         else:
             made = _deep_copy(value, memo)
         memo[id(value)] = made
         return made
 
     def _tensor(self, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
-        if self._layout.plans(tensor):
-            return self._layout.staged(tensor)
-        wrapper: Any = tensor  # mypy knows no class that is a tensor and a wrapper
-        if not is_traceable_wrapper_subclass(wrapper):
+        wrapped = self._wrapped.get(id(tensor))
+        if wrapped is None:
+            if _lost_its_memory(tensor):
+                raise StagingError(
+                    "the memory of a tensor was freed or shrunk, so that there is nothing to copy; "
+                    "gather it again before the save, or leave it out of the state dict"
+                )
             made: torch.Tensor = _deep_copy(tensor.detach(), memo)
             return made
-        names, context = wrapper.__tensor_flatten__()
-        inner = {name: getattr(wrapper, name) for name in names}
-        for name, part in inner.items():
-            if isinstance(part, torch.Tensor):  # DTensor's mesh is no tensor, and stays what it is
-                inner[name] = self.value(part, memo)
-        rebuilt: torch.Tensor = type(wrapper).__tensor_unflatten__(
-            inner, context, wrapper.size(), wrapper.stride()
+        inner = {
+            # DTensor's mesh is no tensor, and stays what it is
+            name: self.value(part, memo) if isinstance(part, torch.Tensor) else part
+            for name, part in wrapped.parts.items()
+        }
+        kind: Any = type(tensor)  # mypy knows no class that is a tensor and a wrapper
+        rebuilt: torch.Tensor = kind.__tensor_unflatten__(
+            inner, wrapped.context, tensor.size(), tensor.stride()
         )
         return rebuilt
 

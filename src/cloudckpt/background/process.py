@@ -21,7 +21,7 @@ from cloudckpt.background.worker import Settings
 from cloudckpt.config import BackgroundOptions
 from cloudckpt.errors import CloudCheckpointError, ProcessGroupError, SaveProcessError
 
-__all__ = ["SaveProcess"]
+__all__ = ["SaveProcess", "log_levels"]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -103,9 +103,9 @@ class SaveProcess:
                 raise SaveProcessError(
                     "the saving process of another rank died in this save", cause=str(vain)
                 ) from None
-            except SaveProcessError as error:
+            except Exception as error:
                 self._give_up(number, error)
-                self._replace()
+                self._replace()  # it may still read the staged copy, which the next save writes to
                 raise
             if outcome.result is not None:
                 return outcome.result
@@ -119,7 +119,7 @@ class SaveProcess:
                     self._replace()
                 raise reason
             self._replace()  # no rank has begun: the processes that are left meet again
-            if attempt == _ROUNDS:
+            if attempt >= _ROUNDS:
                 lost = SaveProcessError(
                     "the saving processes of the ranks lost each other", cause=reason
                 )
@@ -131,9 +131,10 @@ class SaveProcess:
         """Ends the process, at once if it does not end in time."""
         with self._lock:
             self._closed = True
-            child, self._child = self._child, None
+            child = self._child
         if child is not None:
             child.end(timeout)
+            self._child = None  # not before: an interrupt leaves it for the next call
 
     @property
     def pid(self) -> int | None:
@@ -144,11 +145,11 @@ class SaveProcess:
     def _current(self) -> Child:
         """The process of the current generation; a new one if the old one belongs to the past."""
         child = self._child
-        if child is not None and (child.is_busy or not child.is_alive()):
+        if child is not None and (child.is_busy or child.is_leaving or not child.is_alive()):
             self._replace()  # those of the other ranks have lost it, too
         generation = self._agreed_generation()
         with self._lock:
-            if self._child is None or generation != self._generation:
+            if self._closed or self._child is None or generation != self._generation:
                 self._start(generation)
             assert self._child is not None
             return self._child
@@ -167,10 +168,13 @@ class SaveProcess:
                 store=self._address,
                 generation=generation,
                 nice=self._options.nice,
+                io_priority=self._options.io_priority,
                 start_timeout=self._options.start_timeout,
                 collective_timeout=self._options.collective_timeout,
-                log_level=logging.getLogger().getEffectiveLevel(),
-            )
+                heartbeat_timeout=self._options.heartbeat_timeout,
+                log_levels=log_levels(),
+            ),
+            self._options.close_timeout,
         )
 
     def _agreed_generation(self) -> int:
@@ -181,7 +185,7 @@ class SaveProcess:
         except Exception as exc:
             raise _unreachable(exc) from exc
 
-    def _give_up(self, number: int, error: SaveProcessError) -> None:
+    def _give_up(self, number: int, error: Exception) -> None:
         """Tells the other ranks, which may wait for this one to begin."""
         if self._store is not None:
             with contextlib.suppress(Exception):
@@ -220,6 +224,16 @@ class SaveProcess:
                 self._store.compare_set(_GENERATION, str(old), str(old + 1))
                 self._generation = int(self._store.get(_GENERATION))
             self._start(self._generation)
+
+
+def log_levels() -> dict[str, int]:
+    """The levels of loggers that somebody has set; that of the root under the empty name."""
+    named = list(logging.Logger.manager.loggerDict.items())
+    levels = {name: known.level for name, known in named if isinstance(known, logging.Logger)}
+    return {
+        "": logging.getLogger().level,
+        **{name: level for name, level in levels.items() if level != logging.NOTSET},
+    }
 
 
 _GENERATION = "cloudckpt/generation"

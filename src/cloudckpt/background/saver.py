@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextvars
+import logging
+import os
+import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from cloudckpt import api
+from cloudckpt.background.consent import Consent
+from cloudckpt.background.groups import exists, give_back, open_group
 from cloudckpt.background.job import (
     FailingPlanner,
     PendingSave,
@@ -26,18 +31,30 @@ from cloudckpt.background.job import (
     SaveFuture,
     SaveJob,
     as_ours,
+    location,
+    never_to_begin,
+    pass_on,
     skipped,
 )
+from cloudckpt.background.priority import check_io_priority
 from cloudckpt.background.process import SaveProcess
 from cloudckpt.background.stager import Stager
+from cloudckpt.background.tracebacks import release_frames
 from cloudckpt.config import BackgroundOptions
 from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.dcp.writer import CloudStorageWriter
-from cloudckpt.errors import ClosedError, ConfigError, SaveInProgressError
+from cloudckpt.errors import (
+    ClosedError,
+    ConfigError,
+    ProcessGroupError,
+    SaveInProgressError,
+)
 from cloudckpt.events.event import Span, subscribe
-from cloudckpt.uri import CheckpointURI, URILike
+from cloudckpt.uri import URILike
 
 __all__ = ["AsyncSaver"]
+
+logger = logging.getLogger("cloudckpt")
 
 
 class AsyncSaver:
@@ -64,12 +81,24 @@ class AsyncSaver:
             kind: Whether a thread of the trainer saves, or a process beside it.
             stager: A stager of the caller's, which is not closed here.
             options: See there.
+
+        Raises:
+            ConfigError: If this rank is not in the group, or this system has no I/O priorities.
+            MissingDependencyError: If there is no psutil to set the I/O priority with.
+            ProcessGroupError: If the ranks do not meet within ``start_timeout``.
+            SaveProcessError: If the saving process can't be started.
         """
         self._options = options if options is not None else BackgroundOptions()
-        self._no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
+        if kind == AsyncCheckpointerType.PROCESS:
+            check_io_priority(self._options.io_priority)
+        self._no_dist = no_dist or not _has_ranks()
+        self._knows_no_ranks = self._no_dist and not no_dist
+        self._broken = False  # a group in which a collective may still be under way
         self._group = None if self._no_dist else self._new_group(process_group)
-        skips = self._options.when_busy == "skip"
-        self._control = self._new_group(process_group) if self._group and skips else None
+        asked = self._group
+        if self._group is not None and kind != AsyncCheckpointerType.PROCESS:
+            asked = self._new_group(process_group)  # the thread that saves uses the other
+        self._consent = Consent(asked)
         buffers = 2 if self._options.when_busy == "double_buffer" else 1
         self._stager = stager
         self._own_stager: Stager | None = None
@@ -87,20 +116,16 @@ class AsyncSaver:
         self._under_way: list[_UnderWay] = []
         self._lock = threading.Lock()
         self._closed = False
+        self._ended = threading.Event()  # all that closing does was done
+        self._pid = os.getpid()
 
     def _new_group(self, parent: dist.ProcessGroup | None) -> dist.ProcessGroup:
-        group = parent if parent is not None else dist.group.WORLD
-        assert group is not None
-        made = dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout=timedelta(seconds=self._options.collective_timeout),
-            backend="gloo",
-            use_local_synchronization=True,
-            group_desc="cloudckpt",
+        options = self._options
+        return open_group(
+            parent,
+            start_timeout=options.start_timeout,
+            collective_timeout=options.collective_timeout,
         )
-        if not isinstance(made, dist.ProcessGroup):
-            raise ConfigError("this rank is not in the process group that it is to save with")
-        return made
 
     def save(
         self,
@@ -110,6 +135,8 @@ class AsyncSaver:
         checkpoint_id: URILike | None = None,
         planner: SavePlanner | None = None,
         use_collectives: bool = True,
+        stager: AsyncStager | None = None,
+        veto: Callable[[], BaseException | None] | None = None,
     ) -> PendingSave:
         """Stages a state dict and begins to save the copy.
 
@@ -122,20 +149,43 @@ class AsyncSaver:
             checkpoint_id: Where to lead the writer, once no save before uses it any more.
             planner: As in torch.
             use_collectives: As in torch.
+            stager: A stager of the caller's for this save alone.
+            veto: Asked when it is this save's turn: what it returns is raised instead of saving,
+                and told to all ranks by this call; so all must give it.
 
         Raises:
-            ClosedError: If the saver was closed.
+            AsyncSaveError: If the interpreter ends, or no thread can be started.
+            ClosedError: If the saver was closed, or this process was forked from the saver's.
+            ConfigError: If it was made before the process group of which this rank is one.
             SaveInProgressError: If the save before does not end within ``patience``, or one to the
                 same place is under way. Ranks that did not have to wait are told by their futures.
         """
-        where = _location(writer, checkpoint_id)
+        if not self.belongs_here:
+            raise ClosedError(
+                f"the saver belongs to process {self._pid}, from which this one was forked; make "
+                "a new one here"
+            )
+        where = location(writer, checkpoint_id)
         with self._lock:
             if self._closed:
                 raise ClosedError("the saver was closed")
             self._under_way = [save for save in self._under_way if not save.written.done()]
             busy = bool(self._under_way)
-        if self._options.when_busy == "skip" and self._all_skip(busy):
+        if self._knows_no_ranks and _has_ranks():
+            raise ConfigError(
+                "this saver was made before torch.distributed was initialized, and would save this "
+                "rank alone; make it later, or with no_dist=True"
+            )
+        if self._options.when_busy == "skip" and self._consent.any(busy):
             return skipped()
+        refused: BaseException | None = None
+        try:
+            self._take_turn(where, writer)
+        except BaseException as error:  # noqa: BLE001 - the other ranks must hear of it
+            refused = error
+        if veto is not None:
+            is_interrupt = refused is not None and not isinstance(refused, Exception)
+            self._consent.raise_alike(refused if is_interrupt else veto())
         self._number += 1
         written = SaveFuture()
         written.set_running_or_notify_cancel()
@@ -143,46 +193,43 @@ class AsyncSaver:
             self._number, where, writer, planner or CloudSavePlanner(), use_collectives, written
         )
         staged: Future[None] = Future()
+        staged.set_running_or_notify_cancel()  # whoever waits for one that was cancelled waits on
         raised: BaseException | None = None
-        unsubscribe = subscribe(job.listen)
         try:
-            self._take_turn(where, writer)
+            if refused is not None:
+                raise refused
             if checkpoint_id is not None:
                 writer.reset(str(checkpoint_id))
-            state = {
-                key: value.state_dict() if isinstance(value, Stateful) else value
-                for key, value in state_dict.items()
-            }
-            with Span("stage", where, self._rank) as span:
-                self._stage(state, job, staged)
-                span.bytes = 0 if job.staged is None else job.staged.size
+            self._copy(state_dict, job, staged, stager)
         except BaseException as error:  # noqa: BLE001 - the other ranks must hear of it
             job.failure = as_ours(error, where)
-            staged.set_exception(job.failure)
+            if not staged.done():  # an interrupt may come just behind
+                staged.set_exception(job.failure)
             if isinstance(error, SaveInProgressError) or not isinstance(error, Exception):
                 raised = error
-        finally:
-            unsubscribe()
-        with self._lock:
-            self._under_way.append(_UnderWay(where, writer, written))
-        self._thread.submit(self._run, job, staged)
+        if job.failure is not None:
+            release_frames(job.failure, apart_from=sys.exc_info()[1])
+        pending = PendingSave(staged, written, job.copying is not None)
+        here = contextvars.copy_context()  # with the span of the caller, for those of the save
+        try:
+            with self._lock:
+                self._thread.submit(here.run, self._run, job, staged)
+                self._under_way.append(_UnderWay(where, writer, written, job.failure is not None))
+        except RuntimeError as exc:
+            told = never_to_begin(job, exc, closed=self._closed)
+            raised = told if raised is None else raised
         if raised is not None:
             raise raised
-        return PendingSave(staged, written, job.copying is not None)
-
-    def _all_skip(self, busy: bool) -> bool:
-        """Whether some rank is busy: then all skip."""
-        if self._control is None:
-            return busy
-        seen = torch.tensor([int(busy)])
-        dist.all_reduce(seen, dist.ReduceOp.MAX, group=self._control)
-        return bool(seen.item())
+        return pending
 
     def _take_turn(self, where: str, writer: StorageWriter) -> None:
-        """Waits for the saves under way, if that is the policy, whatever their outcome."""
+        """Waits for the saves under way, if that is the policy, whatever their outcome.
+
+        Those that have failed here are waited for in any case: they only tell the other ranks.
+        """
         deadline = time.monotonic() + self._options.patience
         for save in list(self._under_way):
-            if self._options.when_busy == "wait":
+            if save.has_failed_here or self._options.when_busy == "wait":
                 concurrent.futures.wait([save.written], max(0.0, deadline - time.monotonic()))
                 if not save.written.done():
                     raise SaveInProgressError(
@@ -194,36 +241,73 @@ class AsyncSaver:
                     "a save to this place, or with this writer, is still under way", uri=where
                 )
 
-    def _stage(self, state: dict[str, Any], job: SaveJob, staged: Future[None]) -> None:
-        if self._own_stager is not None:
+    def _copy(
+        self,
+        state_dict: dict[str, Any],
+        job: SaveJob,
+        staged: Future[None],
+        stager: AsyncStager | None,
+    ) -> None:
+        unsubscribe = subscribe(job.listen, progress=False)
+        try:
+            state = api.content_of(state_dict)
+            with Span("stage", job.where, self._rank) as span:
+                self._stage(state, job, staged, stager or self._stager)
+                span.bytes = 0 if job.staged is None else job.staged.size
+        finally:
+            unsubscribe()
+
+    def _stage(
+        self,
+        state: dict[str, Any],
+        job: SaveJob,
+        staged: Future[None],
+        stager: AsyncStager | None,
+    ) -> None:
+        if stager is None:
+            assert self._own_stager is not None
             job.staged, copied = self._own_stager.begin(state, self._options.patience)
             copied.result()
             staged.set_result(None)
             return
-        assert self._stager is not None
-        made = self._stager.stage(state)
+        made = stager.stage(state)
         if isinstance(made, Future):
             job.copying = made
-            made.add_done_callback(lambda done: _pass_on(done, staged))
+            made.add_done_callback(lambda done: pass_on(done, staged))
         else:
             job.state = made
             staged.set_result(None)
 
     def _run(self, job: SaveJob, staged: Future[None]) -> None:
         """In the thread that saves."""
-        unsubscribe = subscribe(job.listen)
+        if job.written.done():  # a thread could not be started, and then could
+            return
+        told = job.failure
+        unsubscribe = subscribe(job.listen, progress=False)
+        result, error = self._carry_out(job, staged)
+        unsubscribe()
+        job.end()
+        if error is None:
+            job.written.set_result(result)
+            return
+        release_frames(error, apart_from=told)
+        if isinstance(error, ProcessGroupError) or not isinstance(error, Exception):
+            self._broken = True
+        job.written.set_exception(error)
+        if not isinstance(error, SaveInProgressError):  # that is raised by save itself
+            # nobody may ever ask the future, as when the trainer ends
+            logger.error("the save to %s failed in the background: %s", job.where, error)
+
+    def _carry_out(
+        self, job: SaveJob, staged: Future[None]
+    ) -> tuple[Any, None] | tuple[None, BaseException]:
+        """The result, or the error; a frame of its own, which the error keeps."""
         try:
             concurrent.futures.wait([staged])
             job.take_copy()
-            result = self._save(job)
+            return self._save(job), None
         except BaseException as error:  # noqa: BLE001 - told by the future
-            unsubscribe()
-            job.end()
-            job.written.set_exception(error)
-        else:
-            unsubscribe()
-            job.end()
-            job.written.set_result(result)
+            return None, error
 
     def _save(self, job: SaveJob) -> Any:
         if self._process is not None:
@@ -234,25 +318,39 @@ class AsyncSaver:
             if isinstance(job.writer, CloudStorageWriter):
                 job.writer.transferred = job.written.transferred = made.transferred()
             return made
-        metadata = api.save(
-            job.content,
-            storage_writer=job.writer,
-            planner=job.planner if job.failure is None else FailingPlanner(job.failure),
-            process_group=self._group,
-            no_dist=self._no_dist,
-            use_collectives=job.use_collectives,
-        )
+        if self._group is not None and not exists(self._group):
+            raise ProcessGroupError(  # torch would save each rank alone, as if it were all
+                "the process group was destroyed before this save was begun; wait for saves first",
+                uri=job.where,
+            )
+        planner = job.planner if job.failure is None else FailingPlanner(job.failure)
+        try:
+            metadata = api.save(
+                job.content,
+                storage_writer=job.writer,
+                planner=planner,
+                process_group=self._group,
+                no_dist=self._no_dist,
+                use_collectives=job.use_collectives,
+            )
+        finally:
+            if isinstance(planner, DefaultSavePlanner):
+                planner.state_dict = {}  # it would keep the copy until it plans the next save
         if isinstance(job.writer, CloudStorageWriter):
             job.written.transferred = job.writer.transferred
         return metadata
 
     def close(self) -> None:
-        """Waits for the saves under way, up to ``close_timeout`` seconds, and ends the rest.
+        """Waits for the saves under way, up to ``close_timeout`` seconds.
 
-        Their failures are told by their futures only. Closing again does nothing.
+        A saving process is ended then, which fails what it has not saved; a thread goes on.
+        Failures are told by the futures only. Closing again does nothing, or the rest if it was
+        interrupted. In a process that was forked from the saver's, nothing is done.
         """
+        if not self.belongs_here:
+            return
         with self._lock:
-            if self._closed:
+            if self._ended.is_set():
                 return
             self._closed = True
         futures = [save.written for save in self._under_way]
@@ -260,9 +358,23 @@ class AsyncSaver:
         idle = all(future.done() for future in futures)
         if self._process is not None:
             self._process.close(_FAREWELL if idle else 0)
+            concurrent.futures.wait(futures, _FAREWELL)  # those that it has failed hear of it
         self._thread.shutdown(wait=idle)
         if self._own_stager is not None:
             self._own_stager.close()
+        with self._lock:
+            if self._ended.is_set():
+                return
+            self._ended.set()
+        if idle and not (self._broken or self._consent.is_broken):
+            for group in {self._group, self._consent.group}:
+                if group is not None:
+                    give_back(group)
+
+    @property
+    def belongs_here(self) -> bool:
+        """Whether this process has made it, and not one from which this one was forked."""
+        return self._pid == os.getpid()
 
     def __enter__(self) -> AsyncSaver:
         return self
@@ -279,19 +391,8 @@ class _UnderWay:
     where: str
     writer: StorageWriter
     written: SaveFuture
+    has_failed_here: bool
 
 
-def _location(writer: StorageWriter, checkpoint_id: URILike | None) -> str:
-    if not isinstance(writer, CloudStorageWriter):
-        return f"writer {id(writer)}"
-    return (
-        writer.checkpoint_id if checkpoint_id is None else str(CheckpointURI.parse(checkpoint_id))
-    )
-
-
-def _pass_on(done: Future[Any], staged: Future[None]) -> None:
-    error = done.exception()
-    if error is not None:
-        staged.set_exception(error)
-    else:
-        staged.set_result(None)
+def _has_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized()

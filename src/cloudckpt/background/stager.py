@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import os
 import queue
 import time
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from cloudckpt.background.arena import Arena, Memory
 from cloudckpt.background.layout import Layout
 from cloudckpt.errors import ClosedError, SaveInProgressError
+from cloudckpt.transfer.group import TaskGroup
 
 __all__ = ["StagedState", "Stager"]
 
@@ -130,9 +133,9 @@ class Stager(AsyncStager):
         self._free: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
         for buffer in self._buffers:
             self._free.put(buffer)
-        self._copiers = ThreadPoolExecutor(self._threads, thread_name_prefix="cloudckpt-stage")
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="cloudckpt-staged")
         self._streams: dict[torch.device, torch.Stream] = {}
+        self._process = os.getpid()
         self._closed = False
 
     def stage(
@@ -174,6 +177,18 @@ class Stager(AsyncStager):
         """
         if self._closed:
             raise ClosedError("the stager was closed")
+        if os.getpid() != self._process:
+            raise ClosedError(
+                "the stager was made before this process was forked, and its memory is shared with "
+                "the parent; make another one here"
+            )
+        # copies that were made in inference mode could not be read outside of it
+        with torch.inference_mode(False), torch.no_grad():
+            return self._begin(state_dict, patience)
+
+    def _begin(
+        self, state_dict: dict[str, Any], patience: float
+    ) -> tuple[StagedState, Future[None]]:
         started = time.perf_counter()
         layout = Layout.of(state_dict)
         try:
@@ -189,9 +204,14 @@ class Stager(AsyncStager):
                 raise ClosedError("the stager was closed")
             arena = buffer.fit(layout.size, pin=self._pin and _on_cuda(layout))
             memory = arena.memory(lease.end)
-            content = layout.rebuild(state_dict, memory)
+            layout.place(memory)
             copied = self._copy(layout, memory)
+            if layout.is_read_when_rebuilt:
+                copied.result()
+            content = layout.rebuild(state_dict)
         except BaseException:
+            for stream in self._streams.values():
+                stream.synchronize()  # what an accelerator still copies goes into the buffer
             lease.end()
             raise
         seconds = time.perf_counter() - started
@@ -201,20 +221,19 @@ class Stager(AsyncStager):
         done: Future[None] = Future()
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         base = memory.address
-        with torch.no_grad():
-            for region in layout.regions:
-                if region.storage.device.type == "cpu":
-                    if region.size < _SMALL:
-                        source = region.storage.data_ptr() + region.first
-                        ctypes.memmove(base + region.place, source, region.size)
-                    else:
-                        pairs.extend(region.pieces(_CHUNK))
-                    continue
-                with self._beside_compute(region.storage.device):
-                    for place, bytes_ in region.pieces(region.size):
-                        place.copy_(bytes_, non_blocking=self._pin)
-            events = [stream.record_event() for stream in self._streams.values()]
-            self._copy_on_host(pairs)
+        for region in layout.regions:
+            if region.storage.device.type == "cpu":
+                if region.size < _SMALL:
+                    source = region.storage.data_ptr() + region.first
+                    ctypes.memmove(base + region.place, source, region.size)
+                else:
+                    pairs.extend(region.pieces(_CHUNK))
+                continue
+            with self._beside_compute(region.storage.device):
+                for place, bytes_ in region.pieces(region.size):
+                    place.copy_(bytes_, non_blocking=self._pin)
+        events = [stream.record_event() for stream in self._streams.values()]
+        self._copy_on_host(pairs)
         if not events:
             done.set_result(None)
             return done
@@ -235,9 +254,13 @@ class Stager(AsyncStager):
         if self._threads < 2 or sum(place.nbytes for place, _ in pairs) < _WORTH_THREADS:
             _copy_all(pairs)
             return
-        shares = [pairs[start :: self._threads] for start in range(self._threads)]
-        for _ in self._copiers.map(_copy_all, shares):
-            pass
+        group = TaskGroup(self._threads, name="cloudckpt-stage")
+
+        def produce() -> None:
+            for start in range(self._threads):
+                group.submit(functools.partial(_copy_all, pairs[start :: self._threads]))
+
+        group.run(produce)  # an interrupt waits for them: they read the state and write the copy
 
     @contextlib.contextmanager
     def _beside_compute(self, device: torch.device) -> Iterator[None]:
@@ -254,10 +277,9 @@ class Stager(AsyncStager):
 
     def close(self) -> None:
         """Gives the memory back; a copy that is still read keeps its own until the end."""
-        if self._closed:
+        if self._closed or os.getpid() != self._process:
             return
         self._closed = True
-        self._copiers.shutdown()
         self._waiter.shutdown()
         for buffer in self._buffers:
             buffer.release()
@@ -270,8 +292,9 @@ class Stager(AsyncStager):
 
 
 def _copy_all(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for target, source in pairs:
-        target.copy_(source)
+    with torch.no_grad():  # each thread has its own mode
+        for target, source in pairs:
+            target.copy_(source)
 
 
 def _on_cuda(layout: Layout) -> bool:

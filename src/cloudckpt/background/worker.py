@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import logging
 import os
 import pickle
 import signal
+import socket
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,16 +21,22 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from cloudckpt import api
 from cloudckpt.background.agreement import agree
 from cloudckpt.background.arena import Arena
+from cloudckpt.background.channel import as_socket, receive_descriptor
 from cloudckpt.background.handoff import unpack
+from cloudckpt.background.priority import stand_back
+from cloudckpt.background.reports import Pulse, Sender, forward_logs
+from cloudckpt.background.termination import Termination
+from cloudckpt.background.tracebacks import release_frames
 from cloudckpt.dcp.portable import portable_errors
 from cloudckpt.dcp.torch_private import set_group_timeout
 from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.errors import CloudCheckpointError, ProcessGroupError, SaveProcessError
-from cloudckpt.events.event import subscribe
+from cloudckpt.events.event import relay
 
 __all__ = ["Job", "Outcome", "Settings", "main"]
 
 _LOOK = 0.5  # seconds between two looks whether the trainer is alive
+_BEATS = 5  # signs of life in the time in which one must come
 
 
 @dataclass(frozen=True)
@@ -46,9 +50,11 @@ class Settings:
         store: Host and port at which the processes of all ranks meet; None if there is no group.
         generation: How often they have been replaced.
         nice: By how much to yield the CPU.
+        io_priority: Of its reads and writes; None leaves it as it is.
         start_timeout: Seconds to meet the others.
         collective_timeout: Seconds to wait for them in a save.
-        log_level: From which on log records are sent to the trainer.
+        heartbeat_timeout: Seconds in which the trainer must hear of it while it saves.
+        log_levels: From which on records of a logger are sent to the trainer.
     """
 
     trainer: int
@@ -57,9 +63,11 @@ class Settings:
     store: tuple[str, int] | None
     generation: int
     nice: int
+    io_priority: str | int | None
     start_timeout: float
     collective_timeout: float
-    log_level: int
+    heartbeat_timeout: float
+    log_levels: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -94,23 +102,31 @@ class Outcome:
         error: Why it failed.
         begun: Whether all ranks had agreed to begin.
         superseded: Whether other ranks have gone on to a later one.
+        is_last: Whether the process ends now.
     """
 
     result: bytes | None = None
     error: BaseException | None = None
     begun: bool = False
     superseded: bool = False
+    is_last: bool = False
 
 
 def main(connection: Connection, settings: Settings) -> None:
     """Serves until the trainer says so, or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
-    threading.Thread(target=_watch, args=(settings.trainer,), daemon=True).start()
-    sender = _Sender(connection)
-    _forward_logs(sender, settings.log_level)
-    subscribe(lambda event: sender.send("event", event))
-    with contextlib.suppress(OSError):
-        os.nice(settings.nice)
+    with as_socket(connection) as end:  # now, while no other thread uses the connection
+        _work(connection, end, settings)
+
+
+def _work(connection: Connection, end: socket.socket, settings: Settings) -> None:
+    termination = Termination(connection)
+    sender = Sender(connection)
+    pulse = Pulse(sender, settings.heartbeat_timeout / _BEATS)
+    threading.Thread(target=_watch, args=(settings.trainer, pulse), daemon=True).start()
+    forward_logs(sender, settings.log_levels)
+    relay(lambda event: sender.send("event", event))  # told by the trainer, not here, too
+    stand_back(settings.nice, settings.io_priority)
     torch.set_num_threads(1)
     try:
         if settings.store is not None:
@@ -122,17 +138,18 @@ def main(connection: Connection, settings: Settings) -> None:
         )
         return
     sender.send("ready", None)
-    _serve(connection, sender, settings)
+    _serve(connection, end, sender, pulse, termination, settings)
 
 
-def _watch(trainer: int) -> None:
-    """Ends this process soon after its trainer, however that ended.
+def _watch(trainer: int, pulse: Pulse) -> None:
+    """Tells the trainer of life, and ends this process soon after it, however that ended.
 
     A process that outlives its trainer could at most commit late, and the commit is conditional;
     but it would hold memory and send bytes for nobody.
     """
     while os.getppid() == trainer:
-        time.sleep(_LOOK)
+        time.sleep(min(_LOOK, pulse.interval))
+        pulse.beat()
     os._exit(1)
 
 
@@ -149,36 +166,52 @@ def _meet(settings: Settings) -> None:
     set_group_timeout(timedelta(seconds=settings.collective_timeout))
 
 
-def _serve(connection: Connection, sender: _Sender, settings: Settings) -> None:
+def _serve(
+    connection: Connection,
+    end: socket.socket,
+    sender: Sender,
+    pulse: Pulse,
+    termination: Termination,
+    settings: Settings,
+) -> None:
     arenas: dict[int, Arena] = {}
     while True:
         try:
+            connection.poll(None)
+            termination.hold()
             message = connection.recv()
+            if message is None:
+                return
+            job: Job = message
+            pulse.is_wanted = True
+            if job.is_new and job.arena is not None:
+                arenas[job.arena] = Arena.attach(receive_descriptor(end), job.size)
         except (EOFError, OSError):
             return
-        if message is None:
-            return
-        job: Job = message
-        if job.is_new and job.arena is not None:
-            arenas[job.arena] = Arena.attach(reduction.recv_handle(connection), job.size)
         for number in arenas.keys() - job.kept:
             arenas.pop(number).close()
         outcome = _carry_out(job, arenas, settings, sender)
+        if outcome.error is not None:
+            release_frames(outcome.error)
+        if termination.is_due:
+            outcome = replace(outcome, is_last=True)
         del job, message
         gc.collect()  # cycles hold on to the staged copy, which the trainer writes to next
+        pulse.is_wanted = False  # nobody would read it
         try:
             sender.send("outcome", outcome)
         except (OSError, pickle.PicklingError):
             return
         if isinstance(outcome.error, ProcessGroupError) or _is_broken(outcome):
             return  # the connections of the others end with this process, so that none waits
+        termination.let_go()
 
 
 def _is_broken(outcome: Outcome) -> bool:
     return outcome.error is not None and not outcome.begun and dist.is_initialized()
 
 
-def _carry_out(job: Job, arenas: dict[int, Arena], settings: Settings, sender: _Sender) -> Outcome:
+def _carry_out(job: Job, arenas: dict[int, Arena], settings: Settings, sender: Sender) -> Outcome:
     begun = False
     try:
         failure, others = job.failure, None
@@ -218,7 +251,8 @@ def _save(state: dict[str, Any], others: Any) -> bytes:
         no_dist=no_dist,
     )
     sent = writer.transferred if isinstance(writer, CloudStorageWriter) else None
-    return pickle.dumps((metadata, sent), protocol=pickle.HIGHEST_PROTOCOL)
+    protocol = pickle.HIGHEST_PROTOCOL
+    return pickle.dumps((pickle.dumps(metadata, protocol), sent), protocol)
 
 
 def _portable(error: BaseException) -> BaseException:
@@ -228,30 +262,3 @@ def _portable(error: BaseException) -> BaseException:
             raise error
     except BaseException as made:  # noqa: BLE001 - this is what it is for
         return made
-
-
-class _Sender:
-    """Sends from several threads."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._lock = threading.Lock()
-
-    def send(self, kind: str, content: object) -> None:
-        with self._lock:
-            self._connection.send((kind, content))
-
-
-def _forward_logs(sender: _Sender, level: int) -> None:
-    class Forward(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            record.msg, record.args = record.getMessage(), None
-            if record.exc_info:
-                record.exc_text = logging.Formatter().formatException(record.exc_info)
-                record.exc_info = None
-            with contextlib.suppress(Exception):
-                sender.send("log", record)
-
-    root = logging.getLogger()
-    root.handlers[:] = [Forward()]
-    root.setLevel(level)

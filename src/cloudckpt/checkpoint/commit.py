@@ -13,7 +13,6 @@ import functools
 import logging
 from dataclasses import dataclass
 
-from cloudckpt.checksum import crc32c
 from cloudckpt.config import Switch
 from cloudckpt.errors import (
     CheckpointConflictError,
@@ -113,10 +112,11 @@ def conditions_work(store: ObjectStore, setting: Switch, probe: Probe, retrier: 
 
 def _honours_conditions(store: ObjectStore, probe: Probe, retrier: Retrier) -> bool:
     """Writes the object again: twice on conditions that do not hold, once on one that does."""
-    body, crc = [memoryview(probe.content)], crc32c(probe.content)
+    body = [memoryview(probe.content)]
+    checksum = store.capabilities.checksum.of(probe.content)
 
     def put(*, if_absent: bool = False, if_version: str | None = None) -> None:
-        store.put(probe.key, body, crc32c=crc, if_absent=if_absent, if_version=if_version)
+        store.put(probe.key, body, checksum=checksum, if_absent=if_absent, if_version=if_version)
 
     try:
         for condition in ({"if_absent": True}, {"if_version": _NO_VERSION}):
@@ -143,29 +143,27 @@ def commit(
         CommitUnknownError: If it can't be found out whether the commit took place.
         StoreError: If it certainly did not.
     """
-    key, crc = baseline.key, crc32c(data)
+    key, body = baseline.key, [memoryview(data)]
+    checksum = store.capabilities.checksum.of(data)
     absent = conditional and baseline.version is None
     version = baseline.version if conditional else None
-    doubtful = tried = False
+    doubtful = turned_away = False
 
     def put() -> None:
-        nonlocal doubtful, tried
-        again, tried = tried, True
+        nonlocal doubtful, turned_away
         try:
-            store.put(key, [memoryview(data)], crc32c=crc, if_absent=absent, if_version=version)
+            store.put(key, body, checksum=checksum, if_absent=absent, if_version=version)
         except ThrottledError:
-            raise  # turned away
+            turned_away = True  # or carried out: a 503 may be that of a proxy
+            raise
         except TransientStoreError:
             doubtful = True  # the request may have been carried out, and its answer lost
-            raise
-        except PreconditionFailedError:
-            doubtful = doubtful or again  # by ourselves? a 503 may be that of a proxy
             raise
 
     try:
         retrier.call(put)
     except PreconditionFailedError as error:
-        if doubtful and _holds(store, key, data, retrier):
+        if (doubtful or turned_away) and _holds(store, key, data, retrier):
             return
         raise CheckpointConflictError(
             "another writer has committed to this location since this save began; this save is "
@@ -174,11 +172,11 @@ def commit(
             cause=error,
         ) from error
     except StoreError as error:
-        if not doubtful:
-            raise
-        if _holds(store, key, data, retrier):
+        if (doubtful or turned_away) and _holds(store, key, data, retrier):
             return
-        raise _unknown(store, key, error) from error
+        if doubtful:
+            raise _unknown(store, key, error) from error
+        raise
 
 
 def _holds(store: ObjectStore, key: str, data: bytes, retrier: Retrier) -> bool:

@@ -11,6 +11,7 @@ import io
 import pickle
 import struct
 import sys
+import threading
 import warnings
 import zlib
 from dataclasses import dataclass
@@ -183,13 +184,16 @@ def has_stored_form(dtype: torch.dtype) -> bool:
     return True
 
 
+_one_at_a_time = threading.Lock()
+
+
 @lru_cache(maxsize=128)
 def _description(dtype: torch.dtype) -> tuple[Any, tuple[Any, ...], type[Any] | None]:
     """``(rebuild function, its arguments behind the strides, typed storage class or None)``."""
-    with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # TypedStorage is deprecated, and still what torch.save uses
+    # two threads at once would leave each other's filters behind
+    with _one_at_a_time, warnings.catch_warnings():
+        # TypedStorage is deprecated, and still what torch.save uses
+        warnings.simplefilter("ignore")
         function, arguments = torch.empty(1, dtype=dtype, device="cpu").__reduce_ex__(2)  # type: ignore[no-untyped-call]
         storage, _, _, _, *rest = arguments
         if isinstance(storage, torch.UntypedStorage):

@@ -7,6 +7,7 @@ the tensor in its first ones; reading these few tells where the tensor's bytes a
 from __future__ import annotations
 
 import io
+import math
 import struct
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -55,7 +56,7 @@ def locate(
     edges: dict[ForeignItem, tuple[BytesSink, BytesSink]] = {}
     wanted: list[Wanted] = []
     for item in dict.fromkeys(items):
-        source = Source(item.key, item.offset, item.length, 0, (), None, item.name)
+        source = Source(item.key, item.offset, item.length, None, None, item.name)
         edge = min(_EDGE, item.length)
         head, tail = edges[item] = BytesSink(edge), BytesSink(edge)
         wanted.append(Wanted(source, 0, edge, head, True))
@@ -69,14 +70,18 @@ def locate(
 
 def _parse(item: ForeignItem, head: bytes, tail: bytes) -> RawTensor | None:
     try:
-        with zipfile.ZipFile(_Edges(head, tail, item.length)) as archive:
-            entries = {info.filename: info for info in archive.infolist()}
-            root = next(name for name in entries if name.endswith("data.pkl"))
-            root = root.removesuffix("data.pkl")
-            described = describe_tensor(archive.read(root + "data.pkl"))
-            order = archive.read(root + "byteorder") if root + "byteorder" in entries else b"little"
-    except (zipfile.BadZipFile, StopIteration, _OutsideError, OSError):
+        return _found(item, head, tail)
+    except Exception:  # noqa: BLE001 - zipfile raises errors of many kinds for what is damaged
         return None
+
+
+def _found(item: ForeignItem, head: bytes, tail: bytes) -> RawTensor | None:
+    with zipfile.ZipFile(_Edges(head, tail, item.length)) as archive:
+        entries = {info.filename: info for info in archive.infolist()}
+        root = next(name for name in entries if name.endswith("data.pkl"))
+        root = root.removesuffix("data.pkl")
+        described = describe_tensor(archive.read(root + "data.pkl"))
+        order = archive.read(root + "byteorder") if root + "byteorder" in entries else b"little"
     if described is None or not described.is_row_major or order != b"little":
         return None
     info = entries.get(f"{root}data/{described.record}")
@@ -89,7 +94,10 @@ def _parse(item: ForeignItem, head: bytes, tail: bytes) -> RawTensor | None:
     *_, name_length, extra_length = _LOCAL_HEADER.unpack(header)
     begin = at + _LOCAL_HEADER.size + name_length + extra_length
     skipped = described.storage_offset * described.dtype.itemsize
-    nbytes = torch.Size(described.shape).numel() * described.dtype.itemsize
+    numel = math.prod(described.shape)
+    if torch.Size(described.shape).numel() != numel:  # more than torch can count
+        return None
+    nbytes = numel * described.dtype.itemsize
     if skipped + nbytes > info.file_size or begin + info.file_size > item.length:
         return None
     return RawTensor(item.offset + begin + skipped, described.dtype, described.shape)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import base64
 import json
 import re
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from cloudckpt.checkpoint.names import checked, manifest_name
 from cloudckpt.checkpoint.records import ItemRecord, ObjectRecord
-from cloudckpt.checksum import crc32c
+from cloudckpt.checksum import ALGORITHMS, CRC32C, ChecksumAlgorithm
 from cloudckpt.errors import CheckpointCorruptError
 from cloudckpt.gc_pause import paused_gc
 
@@ -72,9 +73,10 @@ class ManifestId:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All items of a checkpoint."""
+    """All items of a checkpoint, and the algorithm of their checksums."""
 
     items: Mapping[ItemKey, ItemRecord]
+    checksum: ChecksumAlgorithm
 
     def to_json(self) -> bytes:
         """The bytes that are stored."""
@@ -82,20 +84,24 @@ class Manifest:
         rows: list[list[Any]] = []
         for (fqn, offsets), item in self.items.items():
             where = objects.setdefault(item.object, len(objects))
-            crcs = base64.b64encode(item.crcs).decode("ascii")
+            checksums = _to_text(item.checksums)
             place = [where, item.offset, item.length, item.raw_offset, item.raw_length]
-            rows.append([fqn, offsets, *place, item.dtype, item.shape, item.block_size, crcs])
+            rows.append([fqn, offsets, *place, item.dtype, item.shape, item.block_size, checksums])
         document = {
             "format": _FORMAT,
             "version": _VERSION,
-            "objects": [[entry.name, entry.size, entry.crc32c] for entry in objects],
+            "checksum": self.checksum.name,
+            "objects": [
+                [entry.name, entry.size, _to_text(self.checksum.pack([entry.checksum]))]
+                for entry in objects
+            ],
             "items": rows,
         }
         return json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
 
     def identify(self, attempt: str, data: bytes) -> ManifestId:
         """The id of this manifest, stored as ``data``."""
-        return ManifestId(attempt, len(data), crc32c(data))
+        return ManifestId(attempt, len(data), CRC32C.of(data))
 
     @classmethod
     def from_json(cls, data: bytes | bytearray, expected: ManifestId, uri: str) -> Manifest:
@@ -104,7 +110,7 @@ class Manifest:
         Raises:
             CheckpointCorruptError: If it is damaged, or not the one that the metadata names.
         """
-        if len(data) != expected.size or crc32c(data) != expected.crc32c:
+        if len(data) != expected.size or CRC32C.of(data) != expected.crc32c:
             raise CheckpointCorruptError(
                 "the manifest is damaged: it has another size or checksum than the metadata says",
                 uri=uri,
@@ -112,12 +118,15 @@ class Manifest:
         try:
             with paused_gc():
                 document = json.loads(bytes(data))
+                checksum = ALGORITHMS[document["checksum"]]
                 objects = [
-                    ObjectRecord(checked(name, uri), size, crc)
-                    for name, size, crc in document["objects"]
+                    ObjectRecord(checked(name, uri), size, *checksum.unpack(_to_bytes(packed)))
+                    for name, size, packed in document["objects"]
                 ]
-                return cls(dict(_item(row, objects.__getitem__) for row in document["items"]))
-        except (ValueError, KeyError, TypeError, IndexError) as exc:
+                find = objects.__getitem__
+                items = dict(_item(row, find, checksum) for row in document["items"])
+                return cls(items, checksum)
+        except (ValueError, KeyError, TypeError, IndexError, struct.error) as exc:
             raise CheckpointCorruptError(
                 "the manifest can't be understood; was it written by a newer cloudckpt?",
                 uri=uri,
@@ -125,8 +134,18 @@ class Manifest:
             ) from exc
 
 
-def _item(row: list[Any], find: Callable[[int], ObjectRecord]) -> tuple[ItemKey, ItemRecord]:
-    fqn, offsets, where, offset, length, raw_offset, raw_length, dtype, shape, block, crcs = row
+def _to_text(packed: bytes) -> str:
+    return base64.b64encode(packed).decode("ascii")
+
+
+def _to_bytes(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
+def _item(
+    row: list[Any], find: Callable[[int], ObjectRecord], checksum: ChecksumAlgorithm
+) -> tuple[ItemKey, ItemRecord]:
+    fqn, offsets, where, offset, length, raw_offset, raw_length, dtype, shape, block, packed = row
     numbers = (where, offset, length, raw_offset, raw_length, block)
     if not all(isinstance(number, int) and number >= 0 for number in numbers):
         raise ValueError(f"{fqn} has a number that is none, or is negative")
@@ -141,11 +160,11 @@ def _item(row: list[Any], find: Callable[[int], ObjectRecord]) -> tuple[ItemKey,
         dtype=dtype,
         shape=tuple(shape),
         block_size=block,
-        crcs=base64.b64decode(crcs, validate=True),
+        checksums=_to_bytes(packed),
     )
     inside = offset <= raw_offset and raw_offset + raw_length <= offset + length
     if not inside or offset + length > item.object.size:
         raise ValueError(f"{fqn} lies outside of its object")
-    if len(item.crcs) != 4 * -(-raw_length // block):
+    if len(item.checksums) != checksum.nbytes * -(-raw_length // block):
         raise ValueError(f"{fqn} has a wrong number of checksums")
     return (fqn, None if offsets is None else tuple(offsets)), item

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from cloudckpt.checksum import crc32c
+from cloudckpt.checksum import CRC32C
 from cloudckpt.errors import CheckpointCorruptError, UntrustedPickleError
 from cloudckpt.gc_pause import paused_gc
 
@@ -54,6 +54,11 @@ _SAFE = {
 _safe_lock = threading.Lock()
 
 
+def _home(module: str) -> str:
+    """Where all versions of Python have the classes of a module: 3.13 names its paths otherwise."""
+    return "pathlib" if module == "pathlib._local" else module
+
+
 def add_safe_metadata_globals(classes: Iterable[type[Any]]) -> None:
     """Lets ``.metadata`` hold instances of these classes, for custom planners and writers.
 
@@ -61,7 +66,12 @@ def add_safe_metadata_globals(classes: Iterable[type[Any]]) -> None:
     """
     with _safe_lock:
         for cls in classes:
-            _SAFE.add((cls.__module__, cls.__qualname__))
+            _SAFE.add((_home(cls.__module__), cls.__qualname__))
+
+
+class _TrustingUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return super().find_class(_home(module), name)
 
 
 class _AllowListUnpickler(pickle.Unpickler):
@@ -83,6 +93,7 @@ class _AllowListUnpickler(pickle.Unpickler):
                 )
 
     def find_class(self, module: str, name: str) -> Any:
+        module = _home(module)
         if (module, name) in _SAFE:
             found = super().find_class(module, name)
             if not isinstance(found, type):
@@ -128,7 +139,7 @@ def dump_metadata(metadata: Metadata) -> bytes:
         entries = {fqn: lean(entry) for fqn, entry in metadata.state_dict_metadata.items()}
         metadata = dataclasses.replace(metadata, state_dict_metadata=entries)
         data = pickle.dumps(metadata, protocol=pickle.HIGHEST_PROTOCOL)
-    return data + _TRAILER.pack(_MAGIC, len(data), crc32c(data))
+    return data + _TRAILER.pack(_MAGIC, len(data), CRC32C.of(data))
 
 
 def load_metadata(data: bytes | bytearray, uri: str, *, trust_pickle: bool = False) -> Metadata:
@@ -143,16 +154,18 @@ def load_metadata(data: bytes | bytearray, uri: str, *, trust_pickle: bool = Fal
         magic, size, crc = _TRAILER.unpack_from(data, len(data) - _TRAILER.size)
         if magic == _MAGIC:
             body = body[: -_TRAILER.size]
-            if body.nbytes != size or crc32c(body) != crc:
+            if body.nbytes != size or CRC32C.of(body) != crc:
                 raise CheckpointCorruptError(
                     "the metadata does not match its checksum: restore it, or load an older "
                     "checkpoint",
                     uri=uri,
                 )
     try:
-        unpickler = pickle.Unpickler(io.BytesIO(body)) if trust_pickle else None  # noqa: S301
+        unpickler = (
+            _TrustingUnpickler(io.BytesIO(body)) if trust_pickle else _AllowListUnpickler(body, uri)
+        )
         with paused_gc():
-            metadata = (unpickler or _AllowListUnpickler(body, uri)).load()
+            metadata = unpickler.load()
     except UntrustedPickleError:
         raise
     except Exception as exc:  # a damaged pickle may raise anything

@@ -22,7 +22,7 @@ def check_trusted(data: bytes | bytearray, item: str, uri: str) -> None:
         UntrustedPickleError: If its pickle names anything else.
     """
     try:
-        torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        torch.load(io.BytesIO(data), map_location="cpu", weights_only=True, mmap=False)
     except pickle.UnpicklingError as exc:
         raise UntrustedPickleError(
             f"{item} can't be loaded without running code that is not on torch's allow-list: if "
@@ -46,7 +46,7 @@ def load_tensor(data: io.BytesIO, item: str, uri: str, *, trust: bool) -> torch.
         CheckpointCorruptError: If it can't be read, or is no tensor.
     """
     try:
-        loaded = torch.load(data, map_location="cpu", weights_only=not trust)
+        loaded = torch.load(data, map_location="cpu", weights_only=not trust, mmap=False)
     except pickle.UnpicklingError as exc:
         raise UntrustedPickleError(
             f"{item} needs a class that is not on torch's allow-list: allow it by "

@@ -11,8 +11,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from cloudckpt.checkpoint.foreign import ForeignItem, locate
 from cloudckpt.checkpoint.manifest import Manifest
 from cloudckpt.checkpoint.names import checked
-from cloudckpt.checkpoint.records import ItemRecord, unpack_crcs
+from cloudckpt.checkpoint.records import ItemRecord
 from cloudckpt.checkpoint.torch_private import StorageInfo
+from cloudckpt.checksum import Blocks
 from cloudckpt.config import Config
 from cloudckpt.errors import CheckpointCorruptError
 from cloudckpt.gc_pause import paused_gc
@@ -97,7 +98,7 @@ class Places:
             raw = found.get(ForeignItem(whole.key, whole.offset, whole.nbytes, index.fqn))
             if raw is not None:
                 nbytes = torch.Size(raw.shape).numel() * raw.dtype.itemsize
-                elements = Source(whole.key, raw.offset, nbytes, 0, (), None, index.fqn)
+                elements = Source(whole.key, raw.offset, nbytes, None, None, index.fqn)
                 place = ItemPlace(whole, StoredTensor(elements, raw.dtype, raw.shape))
             places.append(place)
         return places
@@ -113,7 +114,7 @@ class Places:
     def _whole(self, index: MetadataIndex) -> ItemPlace:
         entry = self._entry(index)
         key = self._uri.key(checked(entry.relative_path, str(self._uri)))
-        whole = Source(key, entry.offset, entry.length, 0, (), None, index.fqn)
+        whole = Source(key, entry.offset, entry.length, None, None, index.fqn)
         # older versions of torch do not write this field
         return ItemPlace(whole, None, getattr(entry, "transform_descriptors", None) or ())
 
@@ -127,12 +128,12 @@ class Places:
             entry.length,
         ):
             raise self._corrupt("manifest and metadata contradict each other", index)
+        checksum = manifest.checksum
         raw = Source(
             self._uri.key(record.object.name),
             record.raw_offset,
             record.raw_length,
-            record.block_size,
-            unpack_crcs(record.crcs),
+            Blocks(checksum, record.block_size, checksum.unpack(record.checksums)),
             record.object.size,
             index.fqn,
         )

@@ -17,7 +17,6 @@ from cloudckpt.checkpoint.metadata import dump_metadata
 from cloudckpt.checkpoint.records import ItemRecord
 from cloudckpt.checkpoint.replaced import hidden, replaced
 from cloudckpt.checkpoint.torch_private import CURRENT_DCP_VERSION, StorageInfo
-from cloudckpt.checksum import crc32c
 from cloudckpt.config import Config
 from cloudckpt.errors import (
     CheckpointConflictError,
@@ -72,12 +71,16 @@ def publish(
     try:
         _check_complete(metadata, written, str(uri))
         with paused_gc():
-            manifest = Manifest({_item_key(index): record for index, record in written.items()})
+            manifest = Manifest(
+                {_item_key(index): record for index, record in written.items()},
+                store.capabilities.checksum,
+            )
             content = manifest.to_json()
         identity = manifest.identify(attempt, content)
         manifest_id.append(identity)
-        key, view, crc = uri.key(identity.name), memoryview(content), crc32c(content)
-        retrier.call(lambda: store.put(key, [view], crc32c=crc))
+        key, view = uri.key(identity.name), memoryview(content)
+        checksum = store.capabilities.checksum.of(content)
+        retrier.call(lambda: store.put(key, [view], checksum=checksum))
         probe = Probe(key, content)
         conditional = conditions_work(store, config.conditional_writes, probe, retrier)
         unneeded = replaced(store, baseline, retrier)

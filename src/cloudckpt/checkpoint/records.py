@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 
-__all__ = ["ItemRecord", "ObjectRecord", "pack_crcs", "unpack_crcs"]
+__all__ = ["ItemRecord", "ObjectRecord"]
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectRecord:
-    """An object of the checkpoint: its name beneath the prefix, bytes, CRC32C."""
+    """An object of the checkpoint: its name beneath the prefix, bytes, checksum."""
 
     name: str
     size: int
-    crc32c: int
+    checksum: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,7 @@ class ItemRecord:
         dtype: The element type without ``torch.``, or None if the item is no plain tensor.
         shape: The shape of the tensor.
         block_size: Bytes of raw data that share a checksum.
-        crcs: The CRC32C of each block, four little-endian bytes each.
+        checksums: Of each block, packed.
     """
 
     object: ObjectRecord
@@ -42,14 +41,4 @@ class ItemRecord:
     dtype: str | None
     shape: tuple[int, ...]
     block_size: int
-    crcs: bytes
-
-
-def pack_crcs(crcs: tuple[int, ...]) -> bytes:
-    """Checksums as they are stored."""
-    return struct.pack(f"<{len(crcs)}I", *crcs)
-
-
-def unpack_crcs(packed: bytes) -> tuple[int, ...]:
-    """The reverse of :func:`pack_crcs`."""
-    return struct.unpack(f"<{len(packed) // 4}I", packed)
+    checksums: bytes

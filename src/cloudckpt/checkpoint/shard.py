@@ -11,8 +11,8 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cloudckpt.checkpoint.envelope import envelope, has_stored_form
-from cloudckpt.checkpoint.records import ItemRecord, ObjectRecord, pack_crcs
-from cloudckpt.checksum import BlockChecksums, block_size_for, crc32c
+from cloudckpt.checkpoint.records import ItemRecord, ObjectRecord
+from cloudckpt.checksum import BlockChecksums, ChecksumAlgorithm, block_size_for
 from cloudckpt.errors import UnsupportedTensorError
 from cloudckpt.transfer.memory import bytes_of, has_memory, is_plain
 from cloudckpt.transfer.packing import PACKED_BELOW, Packer
@@ -53,12 +53,11 @@ class PendingItem:
         """The record, once all uploads are complete; ``objects`` shares those of one object."""
         name, upload = self.target.name, self.target.upload
         if name not in objects:
-            objects[name] = ObjectRecord(name, upload.position, upload.crc32c)
-        found, crcs = self.checksums, tuple[int, ...]()
-        if not isinstance(found, int):
-            crcs = found.finish(self.raw_length)
-        elif self.raw_length:
-            crcs = (found,)
+            objects[name] = ObjectRecord(name, upload.position, upload.checksum)
+        if isinstance(self.checksums, int):
+            found: tuple[int, ...] = (self.checksums,) if self.raw_length else ()
+        else:
+            found = self.checksums.finish(self.raw_length)
         return ItemRecord(
             object=objects[name],
             offset=self.offset,
@@ -68,7 +67,7 @@ class PendingItem:
             dtype=self.dtype,
             shape=self.shape,
             block_size=block_size_for(self.raw_length),
-            crcs=pack_crcs(crcs),
+            checksums=upload.algorithm.pack(found),
         )
 
 
@@ -111,6 +110,7 @@ class ShardWriter:
     Args:
         open_object: Begins the object of an ordinal (0, 1, …) for a lane (True: staged).
         pool: Memory for what can't be sent as it lies.
+        checksum: What the store verifies.
         zip_crc32: Whether to fill in the CRC32 of the zip records.
     """
 
@@ -119,10 +119,12 @@ class ShardWriter:
         open_object: Callable[[int, bool], OpenObject],
         pool: StagingPool,
         *,
+        checksum: ChecksumAlgorithm,
         zip_crc32: bool,
     ) -> None:
         self._open_object = open_object
         self._pool = pool
+        self._checksum = checksum
         self._zip_crc32 = zip_crc32
         self._opened = 0
         self._lanes: dict[bool, OpenObject] = {}
@@ -140,9 +142,9 @@ class ShardWriter:
             if self._zip_crc32:
                 around = envelope.__wrapped__(tensor.dtype, shape, zlib.crc32(raw))
             target, offset = self._pack((around.head, raw, around.tail), length)
-            at = offset + len(around.head)
-            return PendingItem(target, offset, length, at, nbytes, dtype, shape, crc32c(raw))
-        checksums = BlockChecksums(block_size_for(nbytes))
+            at, only = offset + len(around.head), self._checksum.of(raw)
+            return PendingItem(target, offset, length, at, nbytes, dtype, shape, only)
+        checksums = BlockChecksums(self._checksum, block_size_for(nbytes))
         target, offset = self._room_for(length, staged=not plain)
         upload = target.upload
         upload.write(Piece(memoryview(around.head)))
@@ -159,28 +161,28 @@ class ShardWriter:
         at = offset + len(around.head)
         return PendingItem(target, offset, length, at, nbytes, dtype, shape, checksums)
 
-    def add_bytes(self, data: memoryview, owner: object) -> PendingItem:
+    def add_bytes(self, data: bytes) -> PendingItem:
         """Writes bytes as they are."""
-        length = data.nbytes
+        length, view = len(data), memoryview(data)
         if length < PACKED_BELOW:
-            target, offset = self._pack((data,), length)
-            return PendingItem(target, offset, length, offset, length, None, (), crc32c(data))
-        checksums = BlockChecksums(block_size_for(length))
+            target, offset = self._pack((view,), length)
+            only = self._checksum.of(view)
+            return PendingItem(target, offset, length, offset, length, None, (), only)
+        checksums = BlockChecksums(self._checksum, block_size_for(length))
         target, offset = self._room_for(length, staged=False)
-        target.upload.write(Piece(data, checksums, owner=owner))
+        target.upload.write(Piece(view, checksums, owner=data))
         return PendingItem(target, offset, length, offset, length, None, (), checksums)
 
     def add_object(self, tensor: torch.Tensor) -> PendingItem:
         """Writes a tensor subclass without storage of its own, as ``torch.save`` does."""
         buffer = io.BytesIO()
         torch.save(tensor, buffer)
-        return self.add_bytes(buffer.getbuffer(), buffer)
+        return self.add_bytes(buffer.getvalue())
 
     def close(self) -> None:
         """Ends the last objects."""
         if self._packer is not None:
             self._packer.flush()
-        self._pool.close()
         for lane in self._lanes.values():
             lane.upload.close()
 

@@ -104,7 +104,8 @@ class Place:
     def view(self, storage: torch.UntypedStorage, skipped: int = 0) -> torch.Tensor:
         """The tensor over ``storage``, which lacks the first ``skipped`` bytes of the saved one."""
         first = self.first - skipped // self.dtype.itemsize
-        tensor = torch.empty(0, dtype=self.dtype).set_(storage, first, self.shape, self.stride)
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        tensor = empty.set_(storage, first, self.shape, self.stride)
         if self.is_parameter:
             return torch.nn.Parameter(tensor, requires_grad=self.requires_grad)
         return tensor.requires_grad_(self.requires_grad)
@@ -144,37 +145,45 @@ def replace_tensors(value: Any, replace: Callable[[torch.Tensor], torch.Tensor])
     Raises:
         NotPlainError: If there is anything but tensors, plain values, dicts, lists and tuples.
     """
-    replaced: dict[int, tuple[Any, Any]] = {}  # with the original, whose id must stay taken
+    return _Replacement(replace).of(value)
 
-    def visit(value: Any) -> Any:
+
+class _Replacement:
+    """One walk through a value. Two functions within another would hold each other, and tensors."""
+
+    def __init__(self, replace: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._replace = replace
+        # by identifier, with the original, whose identifier must stay taken
+        self._replaced: dict[int, tuple[Any, Any]] = {}
+
+    def of(self, value: Any) -> Any:
         if type(value) in _VALUES:
             return value
-        if id(value) in replaced:
-            return replaced[id(value)][1]
+        if id(value) in self._replaced:
+            return self._replaced[id(value)][1]
         if isinstance(value, torch.Tensor):
-            new: Any = replace(value)
+            new: Any = self._replace(value)
         elif type(value) is tuple:
-            new = tuple(visit(entry) for entry in value)
+            new = tuple(self.of(entry) for entry in value)
         elif type(value) in (set, frozenset) and all(type(entry) in _VALUES for entry in value):
             new = value
         else:
-            return visit_in_place(value)
-        replaced[id(value)] = (value, new)
+            return self._in_place(value)
+        self._replaced[id(value)] = (value, new)
         return new
 
-    def visit_in_place(value: Any) -> Any:
-        replaced[id(value)] = (value, value)
+    def _in_place(self, value: Any) -> Any:
+        self._replaced[id(value)] = (value, value)
         if type(value) is list:
-            value[:] = [visit(entry) for entry in value]
+            value[:] = [self.of(entry) for entry in value]
         elif type(value) in _DICTS:
             for key, entry in value.items():
                 if type(key) not in _VALUES:
                     raise NotPlainError
-                value[key] = visit(entry)
-            for entry in getattr(value, "__dict__", {}).values():  # state_dict()._metadata
-                visit(entry)
+                value[key] = self.of(entry)
+            attributes = getattr(value, "__dict__", {})  # state_dict()._metadata
+            for name, entry in attributes.items():
+                attributes[name] = self.of(entry)
         else:
             raise NotPlainError
         return value
-
-    return visit(value)

@@ -1,24 +1,26 @@
-"""Files of ``torch.save`` on a store: written whole or not at all, read as far as needed."""
+"""A file of ``torch.save`` on a store, read as far as needed."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
-import sys
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any, cast
 
 import torch
 
 from cloudckpt.checkpoint.pickles import refused
-from cloudckpt.checkpoint.skeletons import NotPlainError, Place, new_storage, replace_tensors
+from cloudckpt.checkpoint.skeletons import (
+    NotPlainError,
+    Place,
+    new_storage,
+    replace_tensors,
+)
+from cloudckpt.checkpoint.zip_directory import storage_sizes
 from cloudckpt.config import Config
 from cloudckpt.errors import (
     CheckpointCorruptError,
     CheckpointError,
-    CheckpointExistsError,
     CheckpointNotFoundError,
     CloudCheckpointError,
     InvalidURIError,
@@ -29,68 +31,16 @@ from cloudckpt.stores.base import ObjectStore
 from cloudckpt.stores.registry import open_store
 from cloudckpt.transfer.download import Wanted
 from cloudckpt.transfer.memory import bytes_of
+from cloudckpt.transfer.object_file import ObjectFile, PinnedObject
 from cloudckpt.transfer.parts import even_share
-from cloudckpt.transfer.retry import Retrier
-from cloudckpt.transfer.sinks import BoxSink, FlatSink
+from cloudckpt.transfer.sinks import BoxSink, FlatSink, copy_into
 from cloudckpt.transfer.staging import row_major_slices
 from cloudckpt.transfer.stats import Transferred, TransferStats
-from cloudckpt.transfer.streams import ObjectFile, PinnedObject, sending
 from cloudckpt.uri import CheckpointURI
 
-__all__ = ["TorchFile", "check_destination", "write_torch_file"]
+__all__ = ["TorchFile", "object_at"]
 
-_ZIP = b"PK\3\4"
-_LEGACY = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."  # torch's magic, pickled
-_HAS_DESCRIPTOR = 0x08  # flag of a record that has its sizes behind it
-_MAX32 = 0xFFFFFFFF
-
-
-def check_destination(uri: CheckpointURI, config: Config) -> tuple[ObjectStore, str]:
-    """The store and the key of a file to be written.
-
-    Raises:
-        InvalidURIError: If the location can't be that of a file.
-        CheckpointExistsError: If there is something and ``overwrite`` is off. This looks once: it
-            does not keep two writers apart.
-    """
-    store, key = _object(uri, config)
-    if uri.scheme == "file" and os.path.isdir(key):
-        raise InvalidURIError(f"{uri} is a folder: write for example {uri.join('model.pt')}")
-    if not config.overwrite:
-        with contextlib.suppress(ObjectNotFoundError):
-            Retrier(config.retry).call(lambda: store.head(key))
-            raise CheckpointExistsError(
-                "there is a file already and overwrite is off: delete it, or write another one",
-                uri=str(uri),
-            )
-    return store, key
-
-
-def write_torch_file(value: Any, uri: CheckpointURI, config: Config) -> Transferred:
-    """``torch.save`` to a location: atomic, in parallel parts.
-
-    The file appears, or replaces the one that is there, when it is complete. Besides ``value`` it
-    takes ``memory_budget``; storages of accelerators pass through host memory one by one.
-
-    Raises:
-        CheckpointError: If ``torch.save`` can't write ``value``.
-        StoreError: If the store refuses or stays unreachable. As with any failure, nothing changes
-            at the location.
-    """
-    store, key = check_destination(uri, config)
-    stats = TransferStats()
-    with sending(store, key, config, stats, expected=_size_of(value)) as stream:
-        try:
-            torch.save(value, cast(IO[bytes], stream))
-        except Exception as exc:
-            if stream.failure is not None or isinstance(exc, CloudCheckpointError):
-                raise
-            raise CheckpointError(
-                "torch.save can't write this state: remove or convert what it names",
-                uri=str(uri),
-                cause=exc,
-            ) from exc
-    return stats.snapshot()
+_OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # says nothing about the file
 
 
 class TorchFile:
@@ -100,6 +50,7 @@ class TorchFile:
         uri: Where it is.
         config: Options.
         trust_pickle: Whether its pickle may run any code.
+        rank: Who reads, for the events.
 
     Raises:
         CheckpointNotFoundError: If there is no such file.
@@ -107,13 +58,15 @@ class TorchFile:
         CheckpointCorruptError: If it is truncated, or no file of ``torch.save``.
     """
 
-    def __init__(self, uri: CheckpointURI, config: Config, *, trust_pickle: bool = False) -> None:
+    def __init__(
+        self, uri: CheckpointURI, config: Config, *, trust_pickle: bool = False, rank: int = 0
+    ) -> None:
         self._uri = str(uri)
         self._config = config
         self._trust_pickle = trust_pickle
-        store, key = _object(uri, config)
+        store, key = object_at(uri, config)
         try:
-            self._object = PinnedObject(store, key, config)
+            self._object = PinnedObject(store, key, config, TransferStats(self._uri, rank))
         except ObjectNotFoundError as error:
             raise CheckpointNotFoundError(
                 "there is no file here: check the location (a folder with a DCP checkpoint is read "
@@ -121,7 +74,8 @@ class TorchFile:
                 uri=self._uri,
             ) from error
         self._file = ObjectFile(self._object, config)
-        self._sizes = self._read_directory()
+        with self._errors():
+            self._sizes: Mapping[int, int] = storage_sizes(self._file, self._uri)
 
     @property
     def transferred(self) -> Transferred:
@@ -147,9 +101,12 @@ class TorchFile:
         Raises:
             UntrustedPickleError: If it needs code that is not on torch's allow-list.
             CheckpointCorruptError: If it can't be read.
+            CheckpointError: If there is no such device as ``map_location``, or the file, names.
         """
-        if str(map_location) != "cpu" or not self._sizes:
-            return self._load(map_location)
+        if str(map_location) != "cpu":
+            return self._load_to(map_location)
+        if not self._sizes:
+            return self._load("cpu")
         skeleton = self.skeleton()
         rooms: dict[tuple[int, int], torch.UntypedStorage] = {}
 
@@ -195,7 +152,7 @@ class TorchFile:
         self._object.fetch(wanted)
         for place, target in pairs:
             if not place.is_row_major:
-                target.detach().copy_(self.read(place))
+                copy_into(target, self.read(place))
 
     def read(self, place: Place) -> torch.Tensor:
         """A tensor as it was saved, with its strides."""
@@ -204,9 +161,11 @@ class TorchFile:
         self._object.read([(place.storage_offset + first, _memory(room))])
         return place.view(room, first)
 
-    def read_bytes(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """Fetches ranges of the file, each into its view."""
-        self._object.read(ranges)
+    def read_bytes(
+        self, ranges: Sequence[tuple[int, memoryview]], *, request_size: int | None = None
+    ) -> None:
+        """Fetches ranges of the file, each into its view, by requests of about that many bytes."""
+        self._object.read(ranges, request_size=request_size)
 
     def _wanted(self, place: Place, target: torch.Tensor) -> Iterator[Wanted]:
         nbytes = place.extent[1] - place.extent[0]
@@ -222,6 +181,20 @@ class TorchFile:
             yield Wanted(source, at, stop, sink, False)
             at = stop
 
+    def _load_to(self, map_location: Any) -> Any:
+        try:
+            return self._load(map_location)
+        except CheckpointCorruptError as error:
+            if self._file.failure is not None:
+                raise
+            self.skeleton()  # which fails, too, if it is the file that can't be read
+            raise CheckpointError(
+                "torch.load can't put the tensors where map_location, or the file itself, says: "
+                'map_location="cpu" needs no other device',
+                uri=self._uri,
+                cause=error.cause,
+            ) from error
+
     def _load(self, map_location: Any) -> Any:
         self._file.seek(0)
         with self._errors():
@@ -229,61 +202,8 @@ class TorchFile:
                 cast(IO[bytes], self._file),
                 map_location=map_location,
                 weights_only=not self._trust_pickle,
+                mmap=False,  # whatever torch.utils.serialization.config says: this is no path
             )
-
-    def _read_directory(self) -> Mapping[int, int]:
-        """The size of each record with a storage, by the offset of its bytes."""
-        with self._errors():
-            head = self._file.read(len(_LEGACY)) or b""
-            if not head.startswith(_ZIP):
-                raise self._foreign(head)
-            try:
-                with zipfile.ZipFile(self._file) as archive:
-                    return self._records(archive)
-            except (zipfile.BadZipFile, zipfile.LargeZipFile, KeyError, ValueError) as exc:
-                raise CheckpointCorruptError(
-                    f"the file is truncated or damaged: its {self._object.info.size} bytes do not "
-                    "end with the directory of a zip archive; copy it here again",
-                    uri=self._uri,
-                    cause=exc,
-                ) from exc
-
-    def _foreign(self, head: bytes) -> CheckpointError:
-        if head.startswith(_LEGACY):
-            return CheckpointError(
-                "the file is in torch's legacy format, of before torch 1.6, which can't be read in "
-                "parts: torch.load a local copy and torch.save it again",
-                uri=self._uri,
-            )
-        return CheckpointCorruptError("the file is not one of torch.save", uri=self._uri)
-
-    def _records(self, archive: zipfile.ZipFile) -> Mapping[int, int]:
-        entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
-        names = {entry.filename.partition("/")[2] for entry in entries}
-        if "constants.pkl" in names:
-            raise CheckpointError(
-                "the file is a TorchScript archive, not a state: torch.jit.load a local copy and "
-                "torch.save its state_dict()",
-                uri=self._uri,
-            )
-        if "data.pkl" not in names:
-            raise CheckpointCorruptError(
-                "the file is a zip archive, but not one of torch.save", uri=self._uri
-            )
-        root = entries[0].filename.partition("/")[0]
-        order = archive.read(f"{root}/byteorder") if "byteorder" in names else b"little"
-        if order.decode() != sys.byteorder or ".format_version" not in names:
-            return {}  # torch.load converts, and reads each header to find the data
-        sizes: dict[int, int] = {}
-        ends = [entry.header_offset for entry in entries[1:]] + [archive.start_dir]
-        for entry, end in zip(entries, ends, strict=True):
-            if entry.compress_type == zipfile.ZIP_STORED and entry.file_size:
-                descriptor = 0
-                if entry.flag_bits & _HAS_DESCRIPTOR:
-                    is_zip64 = max(entry.file_size, entry.header_offset) >= _MAX32
-                    descriptor = 24 if is_zip64 else 16
-                sizes[end - descriptor - entry.file_size] = entry.file_size
-        return sizes
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
@@ -292,7 +212,7 @@ class TorchFile:
         except Exception as exc:
             if self._file.failure is not None:
                 raise self._file.failure from None
-            if isinstance(exc, CloudCheckpointError):
+            if isinstance(exc, (CloudCheckpointError, *_OUT_OF_MEMORY)):
                 raise
             if isinstance(exc, pickle.UnpicklingError) and not self._trust_pickle:
                 raise UntrustedPickleError(
@@ -310,7 +230,12 @@ class TorchFile:
             ) from exc
 
 
-def _object(uri: CheckpointURI, config: Config) -> tuple[ObjectStore, str]:
+def object_at(uri: CheckpointURI, config: Config) -> tuple[ObjectStore, str]:
+    """The store and the key of a file.
+
+    Raises:
+        InvalidURIError: If the location is a bucket, or the root of the file system.
+    """
     if not uri.prefix or uri.prefix == "/":
         raise InvalidURIError(f"{uri} names no file: write for example {uri.join('model.pt')}")
     return open_store(uri, config), uri.prefix
@@ -318,20 +243,4 @@ def _object(uri: CheckpointURI, config: Config) -> tuple[ObjectStore, str]:
 
 def _memory(storage: torch.UntypedStorage) -> memoryview:
     """Its bytes; only valid as long as the caller keeps it."""
-    return bytes_of(torch.empty(0, dtype=torch.uint8).set_(storage))
-
-
-def _size_of(value: Any) -> int:
-    """About how many bytes ``torch.save`` will write."""
-    storages: dict[int, int] = {}
-    waiting, seen = [value], set[int]()
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, torch.Tensor):
-            with contextlib.suppress(Exception):  # subclasses without a storage
-                storage = value.untyped_storage()
-                storages[storage._cdata] = max(storage.nbytes(), value.nbytes)
-        elif isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
-            seen.add(id(value))
-            waiting.extend(value.values() if isinstance(value, Mapping) else value)
-    return sum(storages.values()) + 1024 * (len(storages) + 1)
+    return bytes_of(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))

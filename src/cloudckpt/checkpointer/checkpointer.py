@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
@@ -15,11 +16,10 @@ from cloudckpt import api
 from cloudckpt.background.job import SaveFuture
 from cloudckpt.background.saver import AsyncSaver
 from cloudckpt.checkpointer.config import CheckpointerConfig
-from cloudckpt.checkpointer.planners import EverythingPlanner, PartialPlanner
-from cloudckpt.dcp.planners import CloudLoadPlanner
+from cloudckpt.dcp.planners import CloudLoadPlanner, EverythingPlanner, PartialPlanner
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.dcp.writer import CloudStorageWriter
-from cloudckpt.errors import ClosedError, ConfigError
+from cloudckpt.errors import ClosedError, CloudCheckpointError, ConfigError, SaveInProgressError
 from cloudckpt.uri import URILike
 
 __all__ = [
@@ -29,6 +29,8 @@ __all__ = [
     "make_async_checkpointer",
     "make_sync_checkpointer",
 ]
+
+logger = logging.getLogger("cloudckpt")
 
 
 class Checkpointer(ABC):
@@ -139,7 +141,12 @@ class Checkpointer(ABC):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except CloudCheckpointError as failure:
+            if error is None:
+                raise
+            logger.error("while the checkpointer was closed: %s", failure)  # it must not hide error
 
 
 class SyncCheckpointer(Checkpointer):
@@ -171,40 +178,53 @@ class AsyncCheckpointer(Checkpointer):
             stager=config.stager,
             options=config.config.background,
         )
-        self._last: SaveFuture | None = None
+        self._untold: list[tuple[str, SaveFuture]] = []  # saves whose failure nobody was told yet
+        self._ended = False
 
     def save(
         self, state_dict: dict[str, Any], uri: URILike, **kwargs: Any
     ) -> tuple[Future[None], SaveFuture]:
         writer = self._writer(state_dict, uri)
-        self._raise_last_failure()
         planner = _planner_of(kwargs, self._planner)
-        pending = self._saver.save(state_dict, writer, planner=planner)
-        self._last = pending.written
+        # were a failure raised here, the other ranks would save without this one
+        pending = self._saver.save(state_dict, writer, planner=planner, veto=self._next_failure)
+        self._untold.append((writer.checkpoint_id, pending.written))
         return pending.staged, pending.written
 
-    def _raise_last_failure(self) -> None:
-        """Waits for the save before, where that is the policy, and raises its error, once."""
-        last = self._last
-        options = self._config.config.background
-        if last is None or (options.when_busy != "wait" and not last.done()):
-            return
-        self._last = None
-        last.result(options.patience)
+    def _next_failure(self) -> BaseException | None:
+        """The first failure that was not told yet."""
+        ended = [entry for entry in self._untold if entry[1].done()]
+        for entry in ended:
+            self._untold.remove(entry)
+            error = entry[1].exception()
+            if error is not None:
+                return error
+        return None
 
     def close(self) -> None:
-        """Waits for the saves under way, and raises the failure of the last one.
+        """Waits for the saves under way, and raises the first failure that was not told yet.
+
+        Closing again does nothing, or the rest if it was interrupted. In a process that was forked
+        from the checkpointer's, nothing is done.
 
         Raises:
-            CloudCheckpointError: If the last save failed and nobody was told yet.
+            CloudCheckpointError: If a save failed and no call has raised that.
+            SaveInProgressError: If one has not ended within ``close_timeout``; its future tells
+                what becomes of it.
         """
-        if self._closed:
-            return
         super().close()
+        if self._ended or not self._saver.belongs_here:
+            return
         self._saver.close()
-        last, self._last = self._last, None
-        if last is not None and last.done():
-            last.result(0)
+        self._ended = True
+        failure = self._next_failure()
+        if failure is not None:
+            raise failure
+        if self._untold:
+            patience = self._config.config.background.close_timeout
+            raise SaveInProgressError(
+                f"the save has not ended within {patience:g} s", uri=self._untold[0][0]
+            )
 
 
 def make_sync_checkpointer(config: CheckpointerConfig | None = None) -> SyncCheckpointer:

@@ -11,6 +11,7 @@ from cloudckpt.config.options import (
     check_switch,
     check_types,
     option,
+    parse_flag,
     parse_pairs,
     require,
 )
@@ -23,7 +24,7 @@ class AzureOptions:
     """What is special to Azure Blob Storage.
 
     Secrets are no options: the connection string, account key or shared access signature is read
-    from ``AZURE_STORAGE_*``, else azure-identity finds credentials.
+    from ``AZURE_STORAGE_*``, else azure-identity finds credentials, unless ``anonymous`` is given.
     """
 
     endpoint_url: str | None = option(
@@ -37,6 +38,12 @@ class AzureOptions:
         "CLOUDCKPT_AZURE_ACCOUNT",
         str,
         "storage account of az://container URIs; AZURE_STORAGE_ACCOUNT works too",
+    )
+    anonymous: bool = option(
+        False,
+        "CLOUDCKPT_AZURE_ANONYMOUS",
+        parse_flag,
+        "send no credentials: for containers that everybody may read",
     )
     checksum: Switch = option(
         "auto",

@@ -12,6 +12,7 @@ from cloudckpt.config.options import (
     check_switch,
     check_types,
     option,
+    parse_flag,
     parse_pairs,
     require,
 )
@@ -23,7 +24,8 @@ __all__ = ["GCSOptions"]
 class GCSOptions:
     """What is special to Google Cloud Storage.
 
-    Credentials come from Google's application default chain unless ``credentials_file`` is given.
+    Credentials come from Google's application default chain unless ``anonymous`` or
+    ``credentials_file`` is given.
     """
 
     endpoint_url: str | None = option(
@@ -44,6 +46,12 @@ class GCSOptions:
         "CLOUDCKPT_GCS_IMPERSONATE",
         str,
         "e-mail of a service account to act as, with the credentials found",
+    )
+    anonymous: bool = option(
+        False,
+        "CLOUDCKPT_GCS_ANONYMOUS",
+        parse_flag,
+        "send no credentials: for buckets that everybody may read",
     )
     user_project: str | None = option(
         None, "CLOUDCKPT_GCS_USER_PROJECT", str, "project that pays for a requester-pays bucket"
@@ -83,6 +91,10 @@ class GCSOptions:
     def __post_init__(self) -> None:
         check_types(self)
         check_switch("checksum", self.checksum)
+        require(
+            not (self.anonymous and (self.credentials_file or self.impersonate)),
+            "anonymous=True goes without credentials: leave out credentials_file and impersonate",
+        )
         object.__setattr__(self, "metadata", as_pairs("metadata", self.metadata))
         require(
             self.upload_strategy in ("multipart", "compose"),

@@ -90,7 +90,7 @@ class Config:
         "bytes of copies in flight: accelerator tensors, strided tensors, reads that need a detour",
     )
     verify: bool = option(
-        True, "CLOUDCKPT_VERIFY", parse_flag, "check the CRC32C of every block that is read"
+        True, "CLOUDCKPT_VERIFY", parse_flag, "check the checksum of every block that is read"
     )
     overwrite: bool = option(
         True, "CLOUDCKPT_OVERWRITE", parse_flag, "replace a checkpoint at the same URI, atomically"

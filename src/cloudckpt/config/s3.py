@@ -24,7 +24,8 @@ __all__ = ["S3Options"]
 class S3Options:
     """What is special to S3 and the stores that speak its protocol.
 
-    Credentials and region come from boto3's own chain unless ``profile`` or ``region`` is given.
+    Credentials and region come from boto3's own chain unless ``anonymous``, ``profile`` or
+    ``region`` is given.
     """
 
     endpoint_url: str | None = option(
@@ -38,6 +39,12 @@ class S3Options:
     )
     profile: str | None = option(
         None, "CLOUDCKPT_S3_PROFILE", str, "profile of the AWS configuration files"
+    )
+    anonymous: bool = option(
+        False,
+        "CLOUDCKPT_S3_ANONYMOUS",
+        parse_flag,
+        "send no credentials: for buckets that everybody may read",
     )
     addressing_style: Literal["auto", "path", "virtual"] = option(
         "auto", "CLOUDCKPT_S3_ADDRESSING_STYLE", str, "'auto', 'path' or 'virtual'"
@@ -79,6 +86,11 @@ class S3Options:
             f"addressing_style={self.addressing_style!r}: write 'auto', 'path' or 'virtual'",
         )
         check_switch("checksum", self.checksum)
+        require(
+            not (self.anonymous and (self.profile or self.requester_pays)),
+            "anonymous=True goes without a profile, and nobody pays for it: leave out profile and "
+            "requester_pays",
+        )
         require(
             self.sse in (None, "AES256", "aws:kms", "aws:kms:dsse"),
             f"sse={self.sse!r}: write 'AES256', 'aws:kms' or 'aws:kms:dsse'",

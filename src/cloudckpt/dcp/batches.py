@@ -4,43 +4,37 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from cloudckpt.checkpoint.skeletons import Place
-from cloudckpt.checkpoint.torch_file import TorchFile
+from cloudckpt.config import MIB
+from cloudckpt.dcp.file_contents import FileContents, StoredTensor
+from cloudckpt.dcp.portable import portable_errors
 from cloudckpt.errors import CheckpointError, ShapeMismatchError, UnsupportedTensorError
 from cloudckpt.transfer.memory import bytes_of
 from cloudckpt.transfer.ranges import Box, row_major_strides
-from cloudckpt.transfer.sinks import narrow
+from cloudckpt.transfer.sinks import copy_into, narrow
 from cloudckpt.transfer.staging import row_major_slices
 
 __all__ = [
     "Batch",
     "BatchReader",
-    "StoredTensor",
     "Targets",
     "batches",
-    "read_failure",
-    "write_failure",
+    "read_header",
+    "room_for_batches",
+    "write_header",
 ]
 
 _ALIGNMENT = 64
 _HEADER = 64 * 1024  # bytes before the data: the length of a pickled error, and the error
 _LENGTH = 8
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor of the file: its name, element type and shape."""
-
-    fqn: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+_REQUESTS = 16  # of a batch, about: with fewer, few connections would have work
+_LEAST_REQUEST, _MOST_REQUEST = 4 * MIB, 16 * MIB
 
 
 @dataclass(frozen=True)
@@ -79,15 +73,15 @@ class Batch:
         self.slices.append(part)
         self.size += -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
 
-    def room(self) -> torch.Tensor:
-        """Memory for it, which says that nothing failed."""
-        room = torch.empty(self.size, dtype=torch.uint8, device="cpu")
-        room[:_LENGTH] = 0
-        return room
+
+def room_for_batches(limit: int, device: str) -> torch.Tensor:
+    """Memory for batches of at most ``limit`` bytes, one after the other."""
+    return torch.empty(limit, dtype=torch.uint8, device=device)
 
 
 def batches(tensors: Iterable[StoredTensor], limit: int) -> Iterator[Batch]:
     """Batches of at most ``limit`` bytes; the same on every rank."""
+    limit = limit // _ALIGNMENT * _ALIGNMENT
     batch = Batch()
     for tensor in tensors:
         itemsize = tensor.dtype.itemsize
@@ -101,64 +95,59 @@ def batches(tensors: Iterable[StoredTensor], limit: int) -> Iterator[Batch]:
         yield batch
 
 
-def write_failure(room: torch.Tensor, error: Exception, uri: str) -> None:
-    """Lets a batch tell of an error instead of carrying data."""
-    try:
-        data = pickle.dumps(error)
-    except Exception:  # noqa: BLE001 - anything may be raised by somebody's __reduce__
-        data = b""
-    if not 0 < len(data) <= _HEADER - _LENGTH:
-        text = f"{type(error).__name__}: {error}"[:1000]
-        data = pickle.dumps(CheckpointError("the rank that reads failed", uri=uri, cause=text))
+def write_header(room: torch.Tensor, failure: BaseException | None, uri: str) -> None:
+    """Says what follows: data, or nothing, because of a failure."""
+    data = b"" if failure is None else _pickled(failure, uri)
     header = bytes_of(room[:_HEADER])
     header[:_LENGTH] = len(data).to_bytes(_LENGTH, "little")
     header[_LENGTH : _LENGTH + len(data)] = data
 
 
-def read_failure(room: torch.Tensor) -> Exception | None:
-    """The error that a batch tells of, if any."""
-    length = int.from_bytes(bytes_of(room[:_LENGTH].cpu()), "little")
+def _pickled(failure: BaseException, uri: str) -> bytes:
+    try:
+        with portable_errors(uri):
+            raise failure
+    except Exception as error:  # noqa: BLE001 - sent to the other ranks
+        data = pickle.dumps(error)
+    except BaseException:  # noqa: BLE001 - an interrupt is of this rank alone
+        data = b""
+    if not 0 < len(data) <= _HEADER - _LENGTH:
+        text = f"{type(failure).__name__}: {failure}"[:1000]
+        data = pickle.dumps(CheckpointError("the rank that reads failed", uri=uri, cause=text))
+    return data
+
+
+def read_header(room: torch.Tensor) -> Exception | None:
+    """The failure that a batch tells of, if any."""
+    header = room[:_LENGTH].cpu()  # each kept in a variable: bytes_of shows memory it does not own
+    length = int.from_bytes(bytes_of(header), "little")
     if not length:
         return None
-    error = pickle.loads(bytes_of(room[_LENGTH : _LENGTH + length].cpu()))  # noqa: S301 - of a rank
+    pickled = room[_LENGTH : _LENGTH + length].cpu()
+    error = pickle.loads(bytes_of(pickled))  # noqa: S301 - of a rank
     assert isinstance(error, Exception)
     return error
 
 
 class BatchReader:
-    """Fills batches from the file.
+    """Fills batches from a file."""
 
-    Args:
-        file: The file.
-        stored: Its entries, tensors on ``meta``.
-        whole: Gives all entries with their data, for those whose place can't be told.
-        uri: The file, for messages.
-    """
-
-    def __init__(
-        self,
-        file: TorchFile,
-        stored: Mapping[str, Any],
-        whole: Callable[[], Mapping[str, Any]],
-        uri: str,
-    ) -> None:
-        self._file = file
-        self._stored = stored
-        self._whole = whole
-        self._uri = uri
+    def __init__(self, contents: FileContents) -> None:
+        self._contents = contents
         self._held: tuple[str, torch.Tensor] | None = None
 
     def fill(self, batch: Batch, room: torch.Tensor) -> None:
         """Reads what a batch carries, over parallel connections."""
         memory, ranges = bytes_of(room), []
         for part in batch.slices:
-            place = self._file.place(self._stored[part.tensor.fqn])
+            place = self._contents.place(part.tensor.fqn)
             if place is not None and place.is_row_major:
                 at = place.storage_offset + place.extent[0] + part.first
                 ranges.append((at, memory[part.at : part.at + part.nbytes]))
             else:
                 part.view(room).copy_(narrow(self._tensor(part.tensor.fqn, place), part.box))
-        self._file.read_bytes(ranges)
+        size = min(max(batch.size // _REQUESTS, _LEAST_REQUEST), _MOST_REQUEST)
+        self._contents.file.read_bytes(ranges, request_size=size)
 
     def _tensor(self, fqn: str, place: Place | None) -> torch.Tensor:
         if self._held is None or self._held[0] != fqn:
@@ -168,13 +157,13 @@ class BatchReader:
 
     def _read(self, fqn: str, place: Place | None) -> torch.Tensor:
         if place is not None:
-            return self._file.read(place).detach()
-        tensor = self._whole()[fqn].detach()
+            return self._contents.file.read(place).detach()
+        tensor = self._contents.whole()[fqn].detach()
         if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
             raise UnsupportedTensorError(
                 f"{fqn} is a {type(tensor).__name__} of layout {tensor.layout}, which can't be "
                 "sharded: convert it to a plain tensor and save it again",
-                uri=self._uri,
+                uri=self._contents.uri,
                 item=fqn,
             )
         return tensor
@@ -234,10 +223,9 @@ class Targets:
 
     def deliver(self, batch: Batch, room: torch.Tensor) -> None:
         """Copies what this rank wants of a batch."""
-        with torch.no_grad():
-            for part in batch.slices:
-                for target in self._by_fqn.get(part.tensor.fqn, ()):
-                    _copy_common(part, room, target)
+        for part in batch.slices:
+            for target in self._by_fqn.get(part.tensor.fqn, ()):
+                _copy_common(part, room, target)
 
     def commit(self) -> None:
         """Tells the planner that all have arrived."""
@@ -257,4 +245,4 @@ def _copy_common(part: _Slice, room: torch.Tensor, target: _Target) -> None:
         here.append((first - start, stop - first))
         there.append((first - offset, stop - first))
     source = narrow(part.view(room), tuple(here))
-    narrow(target.tensor, tuple(there)).copy_(source)
+    copy_into(narrow(target.tensor, tuple(there)), source)

@@ -11,74 +11,42 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.format_utils import (
-    DynamicMetaLoadPlanner as TorchDynamicMetaLoadPlanner,
-)
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from cloudckpt.checkpoint.skeletons import NotPlainError, has_tensors
-from cloudckpt.checkpoint.torch_file import TorchFile
 from cloudckpt.config import Config
 from cloudckpt.dcp.batches import (
     BatchReader,
-    StoredTensor,
     Targets,
     batches,
-    read_failure,
-    write_failure,
+    read_header,
+    room_for_batches,
+    write_header,
 )
+from cloudckpt.dcp.file_contents import FileContents, StoredTensor
 from cloudckpt.dcp.portable import portable_errors
-from cloudckpt.dcp.torch_private import (
-    create_chunk_list,
-    device_for_collectives,
-    flatten_state_dict,
-)
-from cloudckpt.errors import (
-    CheckpointError,
-    CloudCheckpointError,
-    ConfigError,
-    InvalidURIError,
-    MissingKeyError,
-    UnsupportedTensorError,
-)
+from cloudckpt.dcp.torch_private import device_for_collectives
+from cloudckpt.errors import ConfigError, InvalidURIError
+from cloudckpt.events.event import Span
 from cloudckpt.transfer.stats import Transferred
 from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["BroadcastingTorchSaveReader", "DynamicMetaLoadPlanner"]
+__all__ = ["BroadcastingTorchSaveReader"]
 
 
-class DynamicMetaLoadPlanner(TorchDynamicMetaLoadPlanner):
-    """torch's planner for sources without metadata, which also takes values that are no tensors.
+@dataclass(frozen=True)
+class _Offer:
+    """What a rank says before it takes part.
 
-    What is to be loaded, and how it is sharded, is taken from the state dict alone.
+    Attributes:
+        group: The size of the group that it will use, and a hash of the ranks in it.
+        limit: The most bytes of a batch, for which it has memory.
     """
 
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        metadata: Metadata | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        DefaultLoadPlanner.set_up_planner(self, state_dict, metadata, is_coordinator)
-        entries: dict[str, Any] = {}
-        for fqn, value in self.state_dict.items():
-            if isinstance(value, torch.Tensor):
-                properties = TensorProperties(dtype=value.dtype)
-                entries[fqn] = TensorStorageMetadata(
-                    properties, value.size(), create_chunk_list(value)
-                )
-            else:
-                entries[fqn] = BytesStorageMetadata()
-        self.metadata = Metadata(state_dict_metadata=entries)
+    group: tuple[int, int]
+    limit: int
 
 
 @dataclass(frozen=True)
@@ -88,12 +56,16 @@ class _Script:
     Attributes:
         tensors: The tensors.
         values: What is no tensor, as ``torch.save`` writes it.
-        world: The ranks that take part.
+        world: How many ranks take part.
+        reader: The global rank that reads.
+        limit: The most bytes of a batch.
     """
 
     tensors: tuple[StoredTensor, ...]
     values: Mapping[str, bytes]
     world: int
+    reader: int
+    limit: int
 
 
 class BroadcastingTorchSaveReader(StorageReader):
@@ -105,7 +77,8 @@ class BroadcastingTorchSaveReader(StorageReader):
     default) besides its state, and no rank holds the whole file; tensors that were saved with gaps
     between their elements are held one at a time by the reading rank.
 
-    If the reading rank fails, the others are told, and raise too.
+    If the reading rank fails, or is interrupted, the others are told, and raise too; another rank
+    that fails first takes part in what the rest still waits for.
 
     Attributes:
         checkpoint_id: The location, as a string.
@@ -126,7 +99,7 @@ class BroadcastingTorchSaveReader(StorageReader):
             checkpoint_id: The file; or name it in the call of ``load``.
             coordinator_rank: The global rank that reads. It must be the first of the group.
             process_group: The group that is given to ``load``, if one is.
-            config: Options; the same on all ranks.
+            config: Options.
             trust_pickle: Whether the file's pickle may run any code.
 
         Raises:
@@ -148,22 +121,19 @@ class BroadcastingTorchSaveReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether the location can be parsed."""
-        try:
-            CheckpointURI.parse(checkpoint_id)
-        except CloudCheckpointError:
-            return False
-        return True
+        return CheckpointURI.accepts(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Goes to another location, if one is given."""
         if checkpoint_id:
             self._uri = CheckpointURI.parse(checkpoint_id)
+        self.transferred = None
         self._forget()
 
     def _forget(self) -> None:
-        self._file: TorchFile | None = None
-        self._stored: Mapping[str, Any] = {}
-        self._loaded: Mapping[str, Any] | None = None
+        self._contents: FileContents | None = None
+        self._room: torch.Tensor | None = None
+        self._host: torch.Tensor | None = None
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         """No metadata: :class:`DynamicMetaLoadPlanner` makes it from the state dict."""
@@ -187,7 +157,13 @@ class BroadcastingTorchSaveReader(StorageReader):
             )
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
+        """Sets memory aside: a rank that has none fails here, where no other waits for it."""
+        limit, group, device = self.config.memory_budget // 2, (1, 0), "cpu"
+        if dist.is_initialized():
+            ranks = dist.get_process_group_ranks(self._group)
+            group, device = (len(ranks), hash(tuple(ranks))), device_for_collectives(self._group)
+        self._room = room_for_batches(limit, device)
+        return dataclasses.replace(plan, storage_data=_Offer(group, limit))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Opens the file, and settles what will be sent; on the reading rank only.
@@ -199,62 +175,34 @@ class BroadcastingTorchSaveReader(StorageReader):
             MissingKeyError: If it lacks a key.
             UnsupportedTensorError: If an entry is a tensor in the file and none in the state dict,
                 or the other way round, or is a kind of tensor that has no plain elements.
+            ConfigError: If the ranks have readers of another group than that of the load.
         """
         assert self._uri is not None
         with portable_errors(str(self._uri)):
-            self._file = TorchFile(self._uri, self.config, trust_pickle=self.trust_pickle)
-            self._stored = _entries(self._file.skeleton(), str(self._uri))
-            script = self._script(plans)
+            limit = self._agreed(plans)
+            self._host = self._room
+            if self._room is not None and self._room.device.type != "cpu":
+                self._host = room_for_batches(limit, "cpu")
+            self._contents = FileContents(
+                self._uri, self.config, trust_pickle=self.trust_pickle, rank=self.coordinator_rank
+            )
+            tensors, values = self._contents.select(
+                {item.storage_index.fqn: item.type for plan in plans for item in plan.items}
+            )
+        script = _Script(tensors, values, len(plans), self.coordinator_rank, limit)
         return [dataclasses.replace(plan, storage_data=script) for plan in plans]
 
-    def _script(self, plans: list[LoadPlan]) -> _Script:
-        kinds = {item.storage_index.fqn: item.type for plan in plans for item in plan.items}
-        missing = [fqn for fqn in kinds if fqn not in self._stored]
-        if missing:
-            raise MissingKeyError(
-                f"{len(missing)} keys are not in the file, the first: {missing[:5]}. It has "
-                f"{list(self._stored)[:5]}…; remove them from the state dict",
+    def _agreed(self, plans: list[LoadPlan]) -> int:
+        """The most bytes of a batch, if all ranks will meet in the same broadcasts."""
+        offers = [plan.storage_data for plan in plans]
+        groups = {offer.group for offer in offers}
+        if len(plans) > 1 and (len(groups) > 1 or groups.pop()[0] != len(plans)):
+            raise ConfigError(
+                f"{len(plans)} ranks load, but the readers of some broadcast in another group: "
+                "give the process_group of load to each BroadcastingTorchSaveReader, too",
                 uri=self.checkpoint_id,
-                item=missing[0],
             )
-        tensors, values = [], {}
-        for fqn, kind in kinds.items():
-            stored = self._stored[fqn]
-            if isinstance(stored, torch.Tensor) != (kind != LoadItemType.BYTE_IO):
-                raise UnsupportedTensorError(
-                    f"{fqn} is a {type(stored).__name__} in the file, and the state dict has "
-                    f"{'none' if kind == LoadItemType.BYTE_IO else 'a tensor'} for it",
-                    uri=self.checkpoint_id,
-                    item=fqn,
-                )
-            if isinstance(stored, torch.Tensor):
-                tensors.append(StoredTensor(fqn, stored.dtype, tuple(stored.shape)))
-            else:
-                values[fqn] = self._pickled(fqn, stored)
-        return _Script(tuple(tensors), values, len(plans))
-
-    def _pickled(self, fqn: str, value: Any) -> bytes:
-        try:
-            holds_tensors = has_tensors(value)
-        except NotPlainError:  # an object, which may hide tensors that have no data yet
-            holds_tensors, value = False, self._whole()[fqn]
-        if holds_tensors:
-            raise UnsupportedTensorError(
-                f"{fqn} holds tensors in the file, and the planner asks for it as one value: use "
-                "a planner that flattens the state dict, and give it the same structure",
-                uri=self.checkpoint_id,
-                item=fqn,
-            )
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        return buffer.getvalue()
-
-    def _whole(self) -> Mapping[str, Any]:
-        """All of the file, in memory."""
-        assert self._file is not None
-        if self._loaded is None:
-            self._loaded = _entries(self._file.load(), str(self._uri))
-        return self._loaded
+        return min(int(offer.limit) for offer in offers)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads or receives what the ranks need, a batch of at most ``memory_budget`` at a time.
@@ -266,12 +214,14 @@ class BroadcastingTorchSaveReader(StorageReader):
         script = plan.storage_data
         assert isinstance(script, _Script)
         uri = str(self._uri)
-        with portable_errors(uri):
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        with portable_errors(uri), Span("load", uri, rank) as span:
             try:
                 self._receive(script, plan, planner)
             finally:
-                if self._file is not None:
-                    self.transferred = self._file.transferred
+                if self._contents is not None:
+                    self.transferred = self._contents.file.transferred
+                    span.bytes = self.transferred.bytes
                 self._forget()
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
@@ -283,51 +233,47 @@ class BroadcastingTorchSaveReader(StorageReader):
 
     def _receive(self, script: _Script, plan: LoadPlan, planner: LoadPlanner) -> None:
         """Takes part in every broadcast even after a failure: the other ranks wait for it."""
-        uri, alone = str(self._uri), script.world == 1
-        device = "cpu" if alone else device_for_collectives(self._group)
-        file, failure = self._file, None
-        reader = None if file is None else BatchReader(file, self._stored, self._whole, uri)
+        uri, host = str(self._uri), self._host
+        memory = host if script.world == 1 else self._room
+        assert memory is not None
         targets = Targets(planner)
-        try:
-            targets.add_all(plan, script.tensors, uri)
-        except Exception as error:  # noqa: BLE001 - raised below
-            failure = error
-        for batch in batches(script.tensors, self.config.memory_budget // 2):
-            room = batch.room()
+        failure = _failure_of(lambda: targets.add_all(plan, script.tensors, uri))
+        reader = None if self._contents is None else BatchReader(self._contents)
+        for batch in batches(script.tensors, script.limit):
+            room = memory[: batch.size]
             if reader is not None:
-                failure = failure or _failure_of(lambda: reader.fill(batch, room))  # noqa: B023
-                if failure is not None:
-                    write_failure(room, failure, uri)
-            if not alone:
-                room = room.to(device)
-                dist.broadcast(room, src=self.coordinator_rank, group=self._group)
-            if (sent := read_failure(room)) is not None:
+                assert host is not None
+                filled = host[: batch.size]
+                failure = failure or _failure_of(lambda: reader.fill(batch, filled))  # noqa: B023
+                write_header(filled, failure, uri)
+                if memory is not host:
+                    room.copy_(filled)
+            if script.world > 1:
+                interrupt = self._broadcast(room, script.reader)
+                if interrupt is not None and not isinstance(failure, (Exception, type(None))):
+                    raise interrupt  # the second one: now at once
+                failure = failure or interrupt
+            if (sent := read_header(room)) is not None:
                 raise failure or sent
             failure = failure or _failure_of(lambda: targets.deliver(batch, room))  # noqa: B023
         if failure is not None:
             raise failure
         targets.commit()
 
+    def _broadcast(self, room: torch.Tensor, reader: int) -> BaseException | None:
+        """The interrupt that came while this rank waited, if any; the broadcast took place."""
+        try:
+            dist.broadcast(room, src=reader, group=self._group)
+        except Exception:
+            raise
+        except BaseException as interrupt:  # noqa: BLE001 - raised when nobody waits for this rank
+            return interrupt
+        return None
 
-def _failure_of(action: Callable[[], None]) -> Exception | None:
+
+def _failure_of(action: Callable[[], None]) -> BaseException | None:
     try:
         action()
-    except Exception as error:  # noqa: BLE001 - raised when no other rank waits for this one
+    except BaseException as error:  # noqa: BLE001 - raised when nobody waits for this rank
         return error
     return None
-
-
-def _entries(state: Any, uri: str) -> dict[str, Any]:
-    """The entries of a file by the names that planners give them, flattened and not."""
-    if not isinstance(state, dict):
-        raise CheckpointError(
-            f"the file holds a {type(state).__name__}, and only a dict can be loaded by key",
-            uri=uri,
-        )
-    try:
-        flattened, _ = flatten_state_dict(state)
-    except ValueError as exc:
-        raise CheckpointError(
-            "two entries of the file have the same name when it is flattened", uri=uri, cause=exc
-        ) from exc
-    return {**{str(key): value for key, value in state.items()}, **flattened}

@@ -22,8 +22,9 @@ from cloudckpt.errors import (
 )
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectStore
+from cloudckpt.transfer.claims import Claims
 from cloudckpt.transfer.download import Source, Wanted, download
-from cloudckpt.transfer.memory import has_memory, shows_its_memory
+from cloudckpt.transfer.memory import has_memory, settled, shows_its_memory
 from cloudckpt.transfer.parts import even_share
 from cloudckpt.transfer.ranges import plan_boxes
 from cloudckpt.transfer.sinks import BoxSink, BytesSink, FlatSink, narrow
@@ -52,28 +53,33 @@ class Load:
         self._stats = stats
         self._uri = uri
         self._trust_pickle = trust_pickle
-        self._wanted: list[Wanted] = []
+        self._wanted: list[list[Wanted]] = [[]]  # by rounds, which follow each other
+        self._claims = [Claims()]  # of the rounds
         self._afterwards: list[Callable[[], None]] = []
 
     def run(self, plan: LoadPlan, places: Places) -> None:
         """Returns when every item has arrived, was verified, and was handed to the planner."""
         indices = [item.storage_index for item in plan.items]
         found = places.find(indices, self._store, self._config, self._stats)
-        with paused_gc():
-            for item, place in zip(plan.items, found, strict=True):
-                if item.type == LoadItemType.BYTE_IO:
-                    self._want_bytes(item, place)
-                elif place.tensor is not None:
-                    self._want_tensor(item, place.tensor)
-                else:
-                    self._want_pickled_tensor(item, place)
-        download(self._store, self._wanted, self._config, self._stats)
-        for finish in self._afterwards:
-            finish()
+        try:
+            with paused_gc():
+                for item, place in zip(plan.items, found, strict=True):
+                    if item.type == LoadItemType.BYTE_IO:
+                        self._want_bytes(item, place)
+                    elif place.tensor is not None:
+                        self._want_tensor(item, place.tensor)
+                    else:
+                        self._want_pickled_tensor(item, place)
+            for wanted in self._wanted:
+                download(self._store, wanted, self._config, self._stats)
+            for finish in self._afterwards:
+                finish()
+        finally:
+            # they hold this object: tensors would live until the garbage collector finds the cycle
+            self._afterwards.clear()
 
     def _want_tensor(self, item: ReadItem, stored: StoredTensor) -> None:
-        target = self._planner.resolve_tensor(item).detach()
-        self._afterwards.append(lambda: self._planner.commit_tensor(item, target))
+        target = settled(self._planner.resolve_tensor(item)).detach()
         self._check_shape(item, target, stored.shape)
         opaque = travels_as_bytes(target)
         if not opaque and not has_memory(target):
@@ -83,6 +89,8 @@ class Load:
                 uri=self._uri,
                 item=item.dest_index.fqn,
             )
+        wanted = self._wanted[0] if opaque else self._round_for(target)
+        self._afterwards.append(lambda: self._planner.commit_tensor(item, target))
         source, dtype, config = stored.elements, stored.dtype, self._config
         limit = config.request_size or even_share(0, config.connections)
         for read in plan_boxes(
@@ -95,18 +103,18 @@ class Load:
         ):
             if not read.contiguous:
                 sink = BoxSink(target, read.box, dtype, stored.shape)
-                self._wanted.append(Wanted(source, read.start, read.stop, sink, False))
+                wanted.append(Wanted(source, read.start, read.stop, sink, False))
                 continue
             part = narrow(target, read.box)
             if not opaque and part.is_contiguous() and shows_its_memory(part):
                 flat = FlatSink(part, dtype)
-                self._wanted.append(Wanted(source, read.start, read.stop, flat, True))
+                wanted.append(Wanted(source, read.start, read.stop, flat, True))
                 continue
             start = read.start
             for box in row_major_slices(tuple(part.shape), dtype.itemsize, limit):
                 rows = BoxSink(part, box, dtype, None)
                 stop = start + torch.Size([length for _, length in box]).numel() * dtype.itemsize
-                self._wanted.append(Wanted(source, start, stop, rows, False))
+                wanted.append(Wanted(source, start, stop, rows, False))
                 start = stop
 
     def _want_bytes(self, item: ReadItem, place: ItemPlace) -> None:
@@ -114,9 +122,8 @@ class Load:
 
         def finish() -> None:
             data = _untransformed(place, sink.data)
-            default = type(self._planner).load_bytes is DefaultLoadPlanner.load_bytes
-            if default and not self._trust_pickle:
-                # that planner unpickles without restrictions: see first that it may
+            if isinstance(self._planner, DefaultLoadPlanner) and not self._trust_pickle:
+                # it unpickles without restrictions, also for its subclasses: see first that it may
                 check_trusted(data, place.whole.item, self._uri)
             self._planner.load_bytes(item, io.BytesIO(data))
 
@@ -128,7 +135,7 @@ class Load:
         def finish() -> None:
             data = io.BytesIO(_untransformed(place, sink.data))
             tensor = load_tensor(data, place.whole.item, self._uri, trust=self._trust_pickle)
-            target = self._planner.resolve_tensor(item).detach()
+            target = settled(self._planner.resolve_tensor(item)).detach()
             self._check_shape(item, target, tuple(tensor.shape))
             box = tuple(zip(item.storage_offsets, item.lengths, strict=True))
             target.copy_(narrow(tensor, box))
@@ -138,8 +145,21 @@ class Load:
 
     def _want_all(self, source: Source) -> BytesSink:
         sink = BytesSink(source.nbytes)
-        self._wanted.append(Wanted(source, 0, source.nbytes, sink, True))
+        self._wanted[0].append(Wanted(source, 0, source.nbytes, sink, True))
         return sink
+
+    def _round_for(self, target: torch.Tensor) -> list[Wanted]:
+        """What is fetched together with a target, behind others that share memory with it.
+
+        The last of them counts, as with torch. Fetched together, they would look damaged.
+        """
+        overlapping = [n for n, claims in enumerate(self._claims) if claims.overlap(target)]
+        number = overlapping[-1] + 1 if overlapping else 0
+        if number == len(self._claims):
+            self._claims.append(Claims())
+            self._wanted.append([])
+        self._claims[number].add(target)
+        return self._wanted[number]
 
     def _check_shape(self, item: ReadItem, target: torch.Tensor, stored: tuple[int, ...]) -> None:
         fqn, wanted = item.storage_index.fqn, tuple(item.lengths)

@@ -12,7 +12,7 @@ __all__ = ["portable_errors"]
 
 
 @contextlib.contextmanager
-def portable_errors(uri: str) -> Iterator[None]:
+def portable_errors(uri: str | None) -> Iterator[None]:
     """Replaces errors that can't be pickled, of planners for example, by ones that can.
 
     torch gathers the failures of all ranks by pickle. One that does not survive that would be

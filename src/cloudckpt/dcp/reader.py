@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import uuid
@@ -21,6 +22,7 @@ from cloudckpt.checkpoint.places import Places
 from cloudckpt.config import Config
 from cloudckpt.dcp.loading import Load
 from cloudckpt.dcp.portable import portable_errors
+from cloudckpt.dcp.same_checkpoint import Source, check_sources
 from cloudckpt.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -45,7 +47,7 @@ class CloudStorageReader(StorageReader):
 
     Works wherever torch takes a ``storage_reader``, on checkpoints of cloudckpt and of torch's own
     writers. Only the bytes that this rank needs are fetched, straight into its tensors where these
-    are contiguous in host memory; every block is checked against its CRC32C.
+    are contiguous in host memory; every block is checked against its checksum.
 
     Attributes:
         transferred: What this rank received in the last load.
@@ -90,11 +92,7 @@ class CloudStorageReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether the location can be parsed."""
-        try:
-            CheckpointURI.parse(checkpoint_id)
-        except CloudCheckpointError:
-            return False
-        return True
+        return CheckpointURI.accepts(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Forgets what was read, and goes to another location if one is given."""
@@ -105,6 +103,7 @@ class CloudStorageReader(StorageReader):
         self._load_id = str(uuid.uuid4())
         self._places = Places(self.uri, {}, None)
         self._manifest: Manifest | None = None
+        self._save_id: str | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Reads the commit object and the manifest it names.
@@ -142,6 +141,7 @@ class CloudStorageReader(StorageReader):
             metadata.storage_meta = StorageMeta()
         assert metadata.storage_meta is not None
         metadata.storage_meta.load_id = self._load_id
+        self._save_id = metadata.storage_meta.save_id if rank is None else None
         identity = ManifestId.parse(metadata.storage_meta.save_id, uri)
         self._manifest = self._read_manifest(identity) if identity is not None else None
         return metadata
@@ -178,9 +178,15 @@ class CloudStorageReader(StorageReader):
         self._places = Places(self.uri, metadata.storage_data, self._manifest)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
+        return dataclasses.replace(plan, storage_data=Source(str(self.uri), self._save_id))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Compares what the ranks load.
+
+        Raises:
+            DifferentCheckpointsError: If they differ.
+        """
+        check_sources(plans)
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

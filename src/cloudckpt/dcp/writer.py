@@ -33,12 +33,14 @@ from cloudckpt.checkpoint.shard import (
 from cloudckpt.config import Config
 from cloudckpt.dcp.hooks import CommitHook, run_after
 from cloudckpt.dcp.portable import portable_errors
-from cloudckpt.errors import CheckpointExistsError, CloudCheckpointError, IncompleteSaveError
+from cloudckpt.dcp.same_checkpoint import collect_written
+from cloudckpt.errors import CheckpointExistsError, IncompleteSaveError
 from cloudckpt.events.event import Event, Span, emit
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectStore, random_suffix
 from cloudckpt.stores.registry import open_store
 from cloudckpt.transfer.group import TaskGroup
+from cloudckpt.transfer.memory import settled
 from cloudckpt.transfer.parts import choose_part_size
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.staging import StagingPool
@@ -114,11 +116,7 @@ class CloudStorageWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether the location can be parsed."""
-        try:
-            CheckpointURI.parse(checkpoint_id)
-        except CloudCheckpointError:
-            return False
-        return True
+        return CheckpointURI.accepts(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new attempt, at another location if one is given."""
@@ -186,12 +184,14 @@ class CloudStorageWriter(StorageWriter):
 
         Raises:
             IncompleteSaveError: If an item of the plan was not written.
+            DifferentCheckpointsError: If a rank has written to another location.
             CheckpointConflictError: If another writer has committed since this save began.
             CommitUnknownError: If the store does not say whether the commit took place.
         """
-        written = {result.index: result.storage_data for ranks in results for result in ranks}
         if self._baseline is None:
             raise IncompleteSaveError("the save was not planned", uri=str(self.uri))
+        with portable_errors(str(self.uri)):
+            written = collect_written(results, str(self.uri))
         if self.commit_hook is not None:
             with portable_errors(str(self.uri)):
                 self.commit_hook.before_commit(str(self.uri), metadata)
@@ -256,24 +256,31 @@ class CloudStorageWriter(StorageWriter):
             self._written.append(name)
             return OpenObject(upload, name, part_size * limits.max_parts)
 
-        shard = ShardWriter(open_object, pool, zip_crc32=config.zip_crc32)
+        shard = ShardWriter(
+            open_object, pool, checksum=store.capabilities.checksum, zip_crc32=config.zip_crc32
+        )
         pending: list[tuple[WriteItem, PendingItem]] = []
+
+        def produce() -> None:
+            for item in items:
+                pending.append((item, _write(item, planner, shard)))
+            shard.close()
+
         try:
-            with group:
-                for item in items:
-                    pending.append((item, _write(item, planner, shard)))
-                shard.close()
+            group.run(produce)
         except BaseException:
             for upload in uploads:
                 upload.abandon()
             self._written = []
             raise
         finally:
+            pool.close()
             self.transferred = stats.snapshot()
         objects: dict[str, ObjectRecord] = {}
+        where = str(self.uri)
         with paused_gc():
             return [
-                WriteResult(item.index, written.length, written.record(objects))
+                WriteResult(item.index, written.length, (where, written.record(objects)))
                 for item, written in pending
             ]
 
@@ -290,8 +297,8 @@ class CloudStorageWriter(StorageWriter):
 def _write(item: WriteItem, planner: SavePlanner, shard: ShardWriter) -> PendingItem:
     data = planner.resolve_data(item)
     if isinstance(data, io.BytesIO):
-        return shard.add_bytes(data.getbuffer(), data)
-    tensor = data.detach()
+        return shard.add_bytes(data.getvalue())  # shared with the stream, no copy
+    tensor = settled(data).detach()
     check_supported(tensor, item.index.fqn)
     if travels_as_bytes(tensor):
         return shard.add_object(tensor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Literal
 
 from cloudckpt.events.telemetry import report_span
 
-__all__ = ["Event", "Phase", "Span", "emit", "has_listeners", "subscribe"]
+__all__ = ["Event", "Phase", "Span", "emit", "has_listeners", "relay", "subscribe"]
 
 logger = logging.getLogger("cloudckpt.events")
 
@@ -35,7 +36,7 @@ class Event:
         seconds: How long it took; 0 for what is only counted.
         bytes: That were moved.
         total: Of ``progress``: the bytes that there will be, as far as that is known.
-        detail: Of ``retry`` and ``throttle``: why.
+        detail: Of ``retry`` and ``throttle``, and of what failed: the class of the error.
         failed: Whether it ended with an error.
     """
 
@@ -50,41 +51,85 @@ class Event:
     failed: bool = False
 
 
-_listeners: tuple[Callable[[Event], None], ...] = ()
+Listener = Callable[[Event], None]
 
 
-def subscribe(listener: Callable[[Event], None]) -> Callable[[], None]:
+@dataclass(frozen=True, eq=False)
+class _Subscription:
+    listener: Listener
+    progress: bool
+
+
+_lock = threading.Lock()  # the threads that save come and go as listeners
+_subscriptions: tuple[_Subscription, ...] = ()
+_relay: Listener | None = None
+
+
+def subscribe(listener: Listener, *, progress: bool = True) -> Callable[[], None]:
     """Has a function called with each event of this process, and of its saving processes.
 
     It is called on the threads that save and load, and should be quick; what it raises is logged.
 
+    Args:
+        listener: The function.
+        progress: Whether it is also told of ``progress``, which costs nothing if nobody is.
+
     Returns:
         A function that ends the subscription.
     """
-    global _listeners
-    _listeners = (*_listeners, listener)
+    global _subscriptions
+    subscription = _Subscription(listener, progress)
+    with _lock:
+        _subscriptions = (*_subscriptions, subscription)
 
     def unsubscribe() -> None:
-        global _listeners
-        _listeners = tuple(held for held in _listeners if held is not listener)
+        global _subscriptions
+        with _lock:
+            _subscriptions = tuple(held for held in _subscriptions if held is not subscription)
 
     return unsubscribe
 
 
+def relay(listener: Listener) -> None:
+    """Has a function called with each event, and nobody else.
+
+    For a process whose events another one tells: else what hears of both, as a log or a collector
+    of spans, would hear twice.
+    """
+    global _relay
+    _relay = listener
+
+
 def has_listeners() -> bool:
     """Whether anybody would hear of progress."""
-    return bool(_listeners)
+    return _relay is not None or any(held.progress for held in _subscriptions)
 
 
 def emit(event: Event) -> None:
-    """Tells all listeners, the log (at level DEBUG), and OpenTelemetry if it is installed."""
-    for listener in _listeners:
-        try:
-            listener(event)
-        except Exception:
-            logger.exception("a listener failed")
-    if event.phase == "progress":
+    """Tells all listeners, the log (at level DEBUG), and OpenTelemetry if it is installed.
+
+    It never raises what they raise: nothing that listens may fail a save.
+    """
+    if _relay is not None:
+        _tell(_relay, event)
         return
+    has_ended = event.phase != "progress"
+    for held in _subscriptions:
+        if has_ended or held.progress:
+            _tell(held.listener, event)
+    if has_ended:
+        _tell(_log, event)
+        _tell(report_span, event)
+
+
+def _tell(listener: Listener, event: Event) -> None:
+    try:
+        listener(event)
+    except Exception:
+        logger.exception("a listener failed")
+
+
+def _log(event: Event) -> None:
     if logger.isEnabledFor(logging.DEBUG):
         logger.debug(
             "%s of %s by rank %d: %.3f s, %d bytes%s%s",
@@ -97,21 +142,14 @@ def emit(event: Event) -> None:
             f" ({event.detail})" if event.detail else "",
             extra={"cloudckpt_event": event},
         )
-    if event.seconds > 0:
-        report_span(event.phase, event.began, event.seconds, _attributes(event))
-
-
-def _attributes(event: Event) -> dict[str, str | int | bool]:
-    return {
-        "cloudckpt.uri": event.uri,
-        "cloudckpt.rank": event.rank,
-        "cloudckpt.bytes": event.bytes,
-        "cloudckpt.failed": event.failed,
-    }
 
 
 class Span:
-    """Measures a phase; emits its event at the end of the ``with`` block, failed or not."""
+    """Measures a phase; emits its event at the end of the ``with`` block, failed or not.
+
+    Attributes:
+        bytes: What was moved; to be set within the block.
+    """
 
     def __init__(self, phase: Phase, uri: str, rank: int) -> None:
         self._phase = phase
@@ -123,7 +161,7 @@ class Span:
         self._wall, self._clock = time.time(), time.perf_counter()
         return self
 
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
         emit(
             Event(
                 phase=self._phase,
@@ -132,6 +170,7 @@ class Span:
                 began=self._wall,
                 seconds=time.perf_counter() - self._clock,
                 bytes=self.bytes,
-                failed=error is not None,
+                detail="" if kind is None else kind.__name__,
+                failed=kind is not None,
             )
         )

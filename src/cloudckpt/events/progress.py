@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Iterator
 
 from cloudckpt.errors import MissingDependencyError
@@ -24,25 +25,39 @@ def progress_bar() -> Iterator[None]:
         return
     try:
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
+        from rich.markup import escape
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TaskID,
+            TransferSpeedColumn,
+        )
     except ImportError as exc:
         raise MissingDependencyError(
             "a progress bar needs rich; install it with: pip install rich", cause=exc
         ) from exc
     columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        tasks: dict[tuple[str, int], int] = {}
+        tasks: dict[tuple[str, int], TaskID] = {}
+        lock = threading.Lock()  # progress comes from all threads that move bytes
 
         def listen(event: Event) -> None:
             if event.phase not in ("progress", "upload", "load"):
                 return
-            key = (event.uri, event.rank)
-            if key not in tasks:
-                tasks[key] = progress.add_task(f"{event.uri} rank {event.rank}", total=None)
-            total = event.total or (event.bytes if event.phase != "progress" else None)
-            progress.update(tasks[key], completed=event.bytes, total=total)  # type: ignore[arg-type]
-            if event.phase != "progress":
-                progress.stop_task(tasks.pop(key))  # type: ignore[arg-type]
+            name = f"{escape(event.uri)} rank {event.rank}"
+            key, has_ended = (event.uri, event.rank), event.phase != "progress"
+            with lock:
+                if key not in tasks:
+                    tasks[key] = progress.add_task(name, total=None)
+                task = tasks.pop(key) if has_ended else tasks[key]
+            if event.failed:
+                progress.update(task, description=f"{name} FAILED", completed=event.bytes)
+            else:
+                total = event.total or (event.bytes if has_ended else None)
+                progress.update(task, completed=event.bytes, total=total)
+            if has_ended:
+                progress.stop_task(task)
 
         unsubscribe = subscribe(listen)
         try:

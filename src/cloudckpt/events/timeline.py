@@ -36,7 +36,8 @@ class Timeline:
         first = min(event.began for event in self.events)
         lines = [f"{'phase':<9} {'begin s':>9} {'took s':>9} {'MiB':>10} {'rank':>5}  uri"]
         for event in sorted(self.events, key=lambda event: event.began):
-            note = " FAILED" if event.failed else f" ({event.detail})" if event.detail else ""
+            note = " FAILED" if event.failed else ""
+            note += f" ({event.detail})" if event.detail else ""
             lines.append(
                 f"{event.phase:<9} {event.began - first:>9.3f} {event.seconds:>9.3f} "
                 f"{event.bytes / _MIB:>10.1f} {event.rank:>5}  {event.uri}{note}"
@@ -69,14 +70,18 @@ class Timeline:
 
 @contextlib.contextmanager
 def record(uri: str | None = None) -> Iterator[Timeline]:
-    """Collects the events of a ``with`` block, of one checkpoint if its URI is given."""
+    """Collects the events of a ``with`` block, of one checkpoint if its URI is given.
+
+    Args:
+        uri: As events name it: ``s3://bucket/run/step-1000``, or ``file:///path``. None for all.
+    """
     timeline = Timeline()
 
     def listen(event: Event) -> None:
         if uri is None or event.uri == uri:
             timeline.add(event)
 
-    unsubscribe = subscribe(listen)
+    unsubscribe = subscribe(listen, progress=False)
     try:
         yield timeline
     finally:

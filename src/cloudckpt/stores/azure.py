@@ -8,7 +8,6 @@ that no other upload has, and then the list of them that makes the blob.
 from __future__ import annotations
 
 import base64
-import binascii
 import contextlib
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from xml.etree.ElementTree import Element
 
 import urllib3.exceptions
 
-from cloudckpt.checksum import crc64, crc64_to_base64
+from cloudckpt.checksum import CRC64NVME
 from cloudckpt.config import AzureOptions, Config
 from cloudckpt.errors import (
     AccessDeniedError,
@@ -30,6 +29,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores.azure_access import API_VERSION, ContainerAccess
 from cloudckpt.stores.azure_batch import SubAnswer, compose, parse
+from cloudckpt.stores.azure_blocks import MAX_BLOCKS, block_id, upload_of
 from cloudckpt.stores.azure_errors import from_answer
 from cloudckpt.stores.base import (
     Body,
@@ -50,11 +50,8 @@ __all__ = ["AzureStore"]
 # https://learn.microsoft.com/azure/storage/blobs/scalability-targets
 _MAX_PUT = 5000 * 1024**2
 _MAX_BLOCK = 4000 * 1024**2
-_MAX_BLOCKS = 50_000
 _BLOBS_PER_BATCH = 256
 _BLOBS_PER_PAGE = "1000"
-
-_UPLOAD_ID = len(random_suffix())
 
 
 class AzureStore(RestStore):
@@ -68,8 +65,9 @@ class AzureStore(RestStore):
             conditional_writes=True,
             min_part_size=1,
             max_part_size=_MAX_BLOCK,
-            max_parts=_MAX_BLOCKS,
+            max_parts=MAX_BLOCKS,
             max_put_size=_MAX_PUT,
+            checksum=CRC64NVME,
         )
         options = config.azure
         by_default = options.checksum == "auto" and self._access.is_azure
@@ -104,12 +102,12 @@ class AzureStore(RestStore):
         key: str,
         body: Body,
         *,
-        crc32c: int,
+        checksum: int,
         if_absent: bool = False,
         if_version: str | None = None,
         progress: Progress | None = None,
     ) -> ObjectInfo:
-        headers = {"x-ms-blob-type": "BlockBlob", **self._blob_headers, **self._checksum(body)}
+        headers = {"x-ms-blob-type": "BlockBlob", **self._blob_headers, **self._checksum(checksum)}
         if if_absent:
             headers["If-None-Match"] = "*"
         if if_version is not None:
@@ -139,15 +137,15 @@ class AzureStore(RestStore):
         number: int,
         body: Body,
         *,
-        crc32c: int,
+        checksum: int,
         progress: Progress | None = None,
     ) -> Part:
         self._check_open(upload)
-        block = _block_id(upload, number)
+        block = block_id(upload, number)
         url = self.object_url(upload.key, {"comp": "block", "blockid": block})
-        headers = {**self._scope, **self._checksum(body)}
+        headers = {**self._scope, **self._checksum(checksum)}
         with self.exchange("PUT", url, headers, body, progress, key=upload.key):
-            return Part(number, nbytes(body), block, crc32c)
+            return Part(number, nbytes(body), block, checksum)
 
     def complete_upload(self, upload: Upload, parts: Sequence[Part]) -> ObjectInfo:
         self._check_open(upload)
@@ -155,7 +153,8 @@ class AzureStore(RestStore):
         for part in parts:
             ElementTree.SubElement(root, "Uncommitted").text = part.tag
         body = [memoryview(ElementTree.tostring(root, "utf-8", xml_declaration=True))]
-        headers = {"Content-Type": "application/xml", **self._blob_headers, **self._checksum(body)}
+        checksum = self._checksum(CRC64NVME.of(body[0]))
+        headers = {"Content-Type": "application/xml", **self._blob_headers, **checksum}
         url = self.object_url(upload.key, {"comp": "blocklist"})
         with self.exchange("PUT", url, headers, body, key=upload.key) as reply:
             version = self._version(reply, upload.key)
@@ -163,13 +162,18 @@ class AzureStore(RestStore):
         return ObjectInfo(upload.key, sum(part.size for part in parts), version)
 
     def abort_upload(self, upload: Upload) -> None:
-        """Discards the blocks of a blob that was never completed, with those of other uploads.
+        """Discards the blocks of a blob that was never completed, unless others have some there.
 
-        Deleting such a blob discards them at once, as AzCopy does it. Those that would replace a
-        blob can't be deleted without it: they go with its next write, or after a week.
+        Deleting such a blob discards all of them at once, as AzCopy does it. Azure knows no
+        condition that would spare a blob which somebody commits meanwhile, so the look at it comes
+        last, and where another upload may be about to commit, nothing is deleted. What is left, as
+        are blocks that would replace a blob, goes with its next write, or after a week.
         """
         self._aborted.add(upload.id)
         self._begun.pop(upload.id, None)
+        uploads = self._uploads_of(upload.key)
+        if not uploads or not self._aborted.issuperset(uploads):
+            return
         try:
             self.head(upload.key)
         except ObjectNotFoundError:
@@ -195,7 +199,7 @@ class AzureStore(RestStore):
         except ObjectNotFoundError:
             return []  # completed or discarded since the listing
         blocks = (text(block, "Name") for block in page.iterfind("UncommittedBlocks/Block"))
-        return sorted({_upload_of(block) for block in blocks})
+        return sorted({upload_of(block) for block in blocks})
 
     def _check_open(self, upload: Upload) -> None:
         """Lets no late part bring back what was discarded."""
@@ -310,8 +314,12 @@ class AzureStore(RestStore):
     def _if_version(self, version: str) -> Mapping[str, str]:
         return {"If-Match": version}
 
-    def _checksum(self, body: Body) -> dict[str, str]:
-        return {"x-ms-content-crc64": crc64_to_base64(crc64(body))} if self._checksums else {}
+    def _checksum(self, crc64: int) -> dict[str, str]:
+        if not self._checksums:
+            return {}
+        # its eight bytes are little-endian here, unlike those of a CRC64NVME on S3
+        spelled = base64.b64encode(CRC64NVME.pack([crc64])).decode("ascii")
+        return {"x-ms-content-crc64": spelled}
 
 
 def _blob_headers(options: AzureOptions) -> dict[str, str]:
@@ -322,20 +330,6 @@ def _blob_headers(options: AzureOptions) -> dict[str, str]:
 
 def _present(headers: Mapping[str, str | None]) -> dict[str, str]:
     return {name: value for name, value in headers.items() if value is not None}
-
-
-def _block_id(upload: Upload, number: int) -> str:
-    """All blocks of a blob must have identifiers of one length."""
-    return base64.b64encode(f"{upload.id}{number:05}".encode("ascii")).decode("ascii")
-
-
-def _upload_of(block: str) -> str:
-    """The upload that a block belongs to; one of another program is taken for an upload."""
-    try:
-        name = base64.b64decode(block).decode("ascii")
-    except (binascii.Error, UnicodeDecodeError):
-        return block
-    return name[:_UPLOAD_ID] if len(name) == _UPLOAD_ID + len(f"{_MAX_BLOCKS}") else block
 
 
 def _name(blob: Element) -> str:

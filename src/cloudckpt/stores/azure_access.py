@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from urllib.parse import quote, urlsplit
+from urllib.parse import SplitResult, quote, urlsplit
 from urllib.request import getproxies_environment, proxy_bypass
 
 from cloudckpt.config import Config
@@ -81,18 +81,20 @@ class ContainerAccess:
         self.url = f"{place.endpoint}/{quote(container)}"
         parts = urlsplit(place.endpoint)
         self.is_azure = _is_azure(parts.hostname)
-        self.http_options = _http_options(parts.netloc, config)
+        self.http_options = _http_options(parts, config)
+        self._sas: Callable[[], str] | None = None
+        self._token: Callable[[], str] | None = None
+        if config.azure.anonymous:
+            return
         fits = given.account in ("", place.account)
         if fits and given.key:
             permissions = ContainerSasPermissions(
                 read=True, write=True, delete=True, list=True, tag=bool(config.azure.tags)
             )
             sign = _Signing(place, container, given.key, permissions)
-            self._sas: Callable[[], str] | None = _Renewed(sign, uri).get
+            self._sas = _Renewed(sign, uri).get
         elif fits and given.sas:
             self._sas = lambda: given.sas
-        else:
-            self._sas = None
         if self._sas is not None:
             logging.getLogger("urllib3.connectionpool").addFilter(_hide_signature)
             return
@@ -115,7 +117,9 @@ class ContainerAccess:
         headers = {**headers, "x-ms-date": email.utils.formatdate(usegmt=True)}
         if self._sas is not None:
             return f"{url}{'&' if '?' in url else '?'}{self._sas()}", headers
-        return url, {**headers, "Authorization": f"Bearer {self._token()}"}
+        if self._token is not None:
+            headers["Authorization"] = f"Bearer {self._token()}"
+        return url, headers
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -306,21 +310,17 @@ class _Identity:
         return token.token, max(ends - _TOKEN_MARGIN, time.time() + _PAUSE), ends
 
 
-def _http_options(netloc: str, config: Config) -> HttpOptions:
+def _http_options(endpoint: SplitResult, config: Config) -> HttpOptions:
     """Proxies and certificates as Azure's SDKs find them."""
-    found = {} if proxy_bypass(netloc) else getproxies_environment()
-    proxies = {scheme: found.get(scheme) or found.get("all") for scheme in ("http", "https")}
+    found = {} if proxy_bypass(endpoint.netloc) else getproxies_environment()
+    proxy = found.get(endpoint.scheme) or found.get("all") or None
     bundle = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE")
     return HttpOptions(
         connections=config.connections,
         connect_timeout=config.connect_timeout,
         read_timeout=config.read_timeout,
         stall_timeout=config.stall_timeout,
-        proxies=tuple(
-            (scheme, proxy if "://" in proxy else f"http://{proxy}")
-            for scheme, proxy in proxies.items()
-            if proxy
-        ),
+        proxy=proxy,
         ca_bundle=bundle or certifi.where(),
     )
 

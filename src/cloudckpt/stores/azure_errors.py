@@ -17,52 +17,52 @@ from cloudckpt.errors import (
     RangeNotSatisfiableError,
     ServerError,
     StoreError,
-    ThrottledError,
-    TransientStoreError,
 )
+from cloudckpt.stores.refusals import DAMAGED, SLOW_DOWN, Meaning, by_status, refusal
 from cloudckpt.stores.xml_answers import error_fields
 
 __all__ = ["from_answer"]
-
-_Meaning = tuple[type[StoreError], str]
 
 _ROLE = (
     "access denied; the identity needs the role 'Storage Blob Data Contributor' on the container "
     "or the account ('Storage Blob Data Reader' to load only), a shared access signature the "
     "permissions rwdl, and t if tags are set"
 )
-_REFUSED: _Meaning = (
+_REFUSED: Meaning = (
     CredentialsError,
     "Azure does not accept the credentials: the key belongs to another account or was replaced, "
     "the shared access signature is malformed or has expired, or this machine's clock is wrong by "
     "minutes",
 )
-_IMMUTABLE: _Meaning = (
+_IMMUTABLE: Meaning = (
     AccessDeniedError,
     "an immutability policy or a legal hold forbids that this blob is replaced or deleted",
 )
-_ARCHIVED: _Meaning = (
+_ARCHIVED: Meaning = (
     InvalidRequestError,
     "the blob is in the archive tier; rehydrate it to an online tier first",
 )
-_LEASED: _Meaning = (
+_LEASED: Meaning = (
     InvalidRequestError,
     "somebody holds a lease on the blob or its container; release or break it",
 )
-_OTHER_TYPE: _Meaning = (
+_OTHER_TYPE: Meaning = (
     InvalidRequestError,
     "under this name there is no block blob, but a directory or a blob of another type",
 )
-_DAMAGED: _Meaning = (ServerError, "the bytes arrived damaged")
 
-_BY_CODE: dict[str, _Meaning] = {
+_NO_BLOB: Meaning = (ObjectNotFoundError, "there is no such blob")
+_NOT_AS_EXPECTED: Meaning = (PreconditionFailedError, "the blob is not in the expected state")
+_TOO_SHORT: Meaning = (RangeNotSatisfiableError, "the blob ends before the range does")
+
+_BY_CODE: dict[str, Meaning] = {
     "ContainerNotFound": (
         BucketNotFoundError,
         "the container does not exist; create it, or check its name and that of the account",
     ),
     "FilesystemNotFound": (BucketNotFoundError, "the container does not exist"),
-    "BlobNotFound": (ObjectNotFoundError, "there is no such blob"),
-    "PathNotFound": (ObjectNotFoundError, "there is no such blob"),
+    "BlobNotFound": _NO_BLOB,
+    "PathNotFound": _NO_BLOB,
     "ResourceNotFound": (ObjectNotFoundError, "there is no such container or blob"),
     "InvalidBlockList": (
         ObjectNotFoundError,
@@ -70,9 +70,9 @@ _BY_CODE: dict[str, _Meaning] = {
         "write of the same blob discarded them, or a week has passed",
     ),
     "BlobAlreadyExists": (PreconditionFailedError, "the blob exists already"),
-    "ConditionNotMet": (PreconditionFailedError, "the blob is not in the expected state"),
-    "TargetConditionNotMet": (PreconditionFailedError, "the blob is not in the expected state"),
-    "InvalidRange": (RangeNotSatisfiableError, "the blob ends before the range does"),
+    "ConditionNotMet": _NOT_AS_EXPECTED,
+    "TargetConditionNotMet": _NOT_AS_EXPECTED,
+    "InvalidRange": _TOO_SHORT,
     "AuthenticationFailed": _REFUSED,
     "InvalidAuthenticationInfo": _REFUSED,
     "NoAuthenticationInformation": (CredentialsError, "the request arrived without credentials"),
@@ -124,30 +124,32 @@ _BY_CODE: dict[str, _Meaning] = {
         InvalidRequestError,
         "the blob was written with a customer-provided key, which cloudckpt does not support",
     ),
+    "BlobOperationNotSupported": (
+        InvalidRequestError,
+        "the Blob API can't do this to a file that was made through the Data Lake API; delete it "
+        "first, or save to another location",
+    ),
     "FeatureNotSupported": (  # Azurite's, with status 500
         InvalidRequestError,
         "the store does not know a part of this request",
     ),
-    "ServerBusy": (ThrottledError, "the store asks to slow down"),
-    "TooManyRequests": (ThrottledError, "the store asks to slow down"),
+    "ServerBusy": SLOW_DOWN,
+    "TooManyRequests": SLOW_DOWN,
     "InternalError": (ServerError, "the store failed inside"),
     "OperationTimedOut": (ServerError, "the store could not finish the operation in time"),
     "ContainerBeingDeleted": (ServerError, "the container is being deleted"),
     "AccountBeingCreated": (ServerError, "the storage account is still being created"),
-    "Md5Mismatch": _DAMAGED,
-    "Crc64Mismatch": _DAMAGED,
+    "Md5Mismatch": DAMAGED,
+    "Crc64Mismatch": DAMAGED,
 }
 
-_BY_STATUS: dict[int, _Meaning] = {
+_BY_STATUS: dict[int, Meaning] = {
     401: _REFUSED,
     403: (AccessDeniedError, _ROLE),
-    404: (ObjectNotFoundError, "there is no such blob"),
-    408: (ServerError, "the store gave up waiting for the request"),
+    404: _NO_BLOB,
     409: (InvalidRequestError, "the state of the blob or container forbids this"),
-    412: (PreconditionFailedError, "the blob is not in the expected state"),
-    416: (RangeNotSatisfiableError, "the blob ends before the range does"),
-    429: (ThrottledError, "the store asks to slow down"),
-    503: (ThrottledError, "the store is unavailable for the moment"),
+    412: _NOT_AS_EXPECTED,
+    416: _TOO_SHORT,
 }
 
 
@@ -158,24 +160,10 @@ def from_answer(
     given = {name.lower(): value for name, value in headers.items()}
     fields = error_fields(body)
     code = given.get("x-ms-error-code") or fields.get("Code", "")
-    if code in _BY_CODE:
-        kind, meaning = _BY_CODE[code]
-    elif status in _BY_STATUS:
-        kind, meaning = _BY_STATUS[status]
-    elif status >= 500:
-        kind, meaning = ServerError, "the store failed inside"
-    else:
-        kind, meaning = InvalidRequestError, "the store rejects the request"
+    meaning = _BY_CODE.get(code) or _BY_STATUS.get(status) or by_status(status)
     words = [" ".join(text.split()) for text in (fields.get("Message", ""), _detail(fields))]
-    error = kind(
-        f"{action}: {meaning}",
-        uri=uri,
-        cause=": ".join((f"{code} HTTP {status}".strip(), *filter(None, words))),
-    )
-    wait = given.get("retry-after", "")
-    if isinstance(error, TransientStoreError) and wait.isascii() and wait.isdigit():
-        error.retry_after = float(wait)
-    return error
+    cause = ": ".join((f"{code} HTTP {status}".strip(), *filter(None, words)))
+    return refusal(meaning, action, uri, cause, headers)
 
 
 def _detail(fields: Mapping[str, str]) -> str:

@@ -13,6 +13,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from cloudckpt.checksum import CRC32C, ChecksumAlgorithm
+
 __all__ = ["Body", "Capabilities", "ObjectInfo", "ObjectStore", "Part", "Progress", "Upload"]
 
 Body = Sequence[memoryview]
@@ -33,6 +35,7 @@ class Capabilities:
         max_part_size: Most bytes of an upload part.
         max_parts: Most parts of an upload.
         max_put_size: Most bytes of a single ``put``.
+        checksum: Of what is sent: the one that the store verifies, if it verifies any.
     """
 
     conditional_writes: bool | None
@@ -40,6 +43,7 @@ class Capabilities:
     max_part_size: int
     max_parts: int
     max_put_size: int
+    checksum: ChecksumAlgorithm = CRC32C
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +78,12 @@ class Upload:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part that the store has taken: its number from 1, bytes, tag and CRC32C."""
+    """A part that the store has taken: its number from 1, bytes, tag and checksum."""
 
     number: int
     size: int
     tag: str
-    crc32c: int
+    checksum: int
 
 
 class ObjectStore(ABC):
@@ -100,7 +104,7 @@ class ObjectStore(ABC):
         key: str,
         body: Body,
         *,
-        crc32c: int,
+        checksum: int,
         if_absent: bool = False,
         if_version: str | None = None,
         progress: Progress | None = None,
@@ -110,7 +114,7 @@ class ObjectStore(ABC):
         Args:
             key: The key.
             body: The bytes.
-            crc32c: Their CRC32C, which the store verifies if it can.
+            checksum: That of the bytes, by ``capabilities.checksum``.
             if_absent: Fail with PreconditionFailedError if the key is taken.
             if_version: Fail with PreconditionFailedError unless the key holds this version.
             progress: See :data:`Progress`.
@@ -127,10 +131,10 @@ class ObjectStore(ABC):
         number: int,
         body: Body,
         *,
-        crc32c: int,
+        checksum: int,
         progress: Progress | None = None,
     ) -> Part:
-        """Sends part ``number`` (from 1); sending it again replaces it."""
+        """Sends part ``number`` (from 1); sending it again replaces it. Arguments as in `put`."""
 
     @abstractmethod
     def complete_upload(self, upload: Upload, parts: Sequence[Part]) -> ObjectInfo:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from urllib.parse import quote
 
-from cloudckpt.checksum import combine, to_base64
+from cloudckpt.checksum import CRC32C, to_base64
 from cloudckpt.config import Config
 from cloudckpt.errors import ObjectNotFoundError, PreconditionFailedError, StoreError
 from cloudckpt.stores.base import Body, Capabilities, ObjectInfo, Part, Progress, Upload
@@ -72,7 +72,7 @@ class GCSStore(RestStore):
         key: str,
         body: Body,
         *,
-        crc32c: int,
+        checksum: int,
         if_absent: bool = False,
         if_version: str | None = None,
         progress: Progress | None = None,
@@ -81,7 +81,7 @@ class GCSStore(RestStore):
         return self._objects.insert(
             key,
             body,
-            crc32c=crc32c,
+            crc32c=checksum,
             properties=self._properties,
             if_generation=wanted,
             progress=progress,
@@ -96,16 +96,16 @@ class GCSStore(RestStore):
         number: int,
         body: Body,
         *,
-        crc32c: int,
+        checksum: int,
         progress: Progress | None = None,
     ) -> Part:
-        return self._uploads.put_part(upload, number, body, crc32c, progress)
+        return self._uploads.put_part(upload, number, body, checksum, progress)
 
     def complete_upload(self, upload: Upload, parts: Sequence[Part]) -> ObjectInfo:
         if self._composition is not None:
             return self._composition.complete(upload, parts)
         size = sum(part.size for part in parts)
-        whole = combine((part.crc32c, part.size) for part in parts)
+        whole = CRC32C.combine((part.checksum, part.size) for part in parts)
         try:
             done = self._multipart.complete(upload, parts)
         except ObjectNotFoundError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
 import os
 import threading
 import warnings
@@ -34,6 +35,8 @@ except ImportError as exc:
 
 __all__ = ["BucketAccess"]
 
+logger = logging.getLogger("cloudckpt")
+
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 _LONGEST_WAIT = 120.0  # seconds for a token that another thread is fetching
 _LONGEST_REASON = 300  # characters; it may be a proxy's page
@@ -57,14 +60,14 @@ class BucketAccess:
             connect_timeout=config.connect_timeout,
             read_timeout=config.read_timeout,
             stall_timeout=config.stall_timeout,
-            proxies=tuple(sorted(requests.utils.get_environ_proxies(self.endpoint).items())),
+            proxy=_proxy(self.endpoint),
             ca_bundle=os.environ.get("REQUESTS_CA_BUNDLE")
             or os.environ.get("CURL_CA_BUNDLE")
             or requests.utils.DEFAULT_CA_BUNDLE_PATH,
         )
         self._payer = config.gcs.user_project
         self._token: _Token | None = None
-        if is_trusted:
+        if is_trusted and not config.gcs.anonymous:
             timeout = (config.connect_timeout, config.read_timeout)
             request = functools.partial(Request(), timeout=timeout)
             self._token = _Token(_credentials(config.gcs, request, uri), request)
@@ -105,6 +108,7 @@ class _Token:
         self._request = request
         self._renewing = threading.Lock()
         self._rejected: str | None = None
+        self._reported: str | None = None  # the token of which was said that it can't be renewed
 
     def headers(self) -> dict[str, str]:
         if self._state() is not _State.FRESH:
@@ -134,9 +138,13 @@ class _Token:
             with _translated():
                 self._credentials.refresh(self._request)
             self._rejected = None
-        except ConnectionLostError:
+        except (ConnectionLostError, CredentialsError) as error:
             if self._state() is _State.INVALID:
-                raise  # a stale token is still good: the next request tries again
+                raise
+            # a stale token is still good: the next request tries again
+            if self._reported != self._credentials.token:
+                self._reported = self._credentials.token
+                logger.warning("the access token, still valid, could not be renewed: %s", error)
         finally:
             self._renewing.release()
 
@@ -157,6 +165,12 @@ def _endpoint(options: GCSOptions) -> tuple[str, bool]:
         url = emulator if "://" in emulator else f"http://{emulator}"
         return url.rstrip("/"), False
     return f"https://storage.{_universe()}", True
+
+
+def _proxy(endpoint: str) -> str | None:
+    """The proxy of an endpoint, if there is one, as requests finds it."""
+    found = requests.utils.get_environ_proxies(endpoint)
+    return requests.utils.select_proxy(endpoint, found)
 
 
 def _credentials(

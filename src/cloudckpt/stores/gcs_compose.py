@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from cloudckpt.checksum import combine
+from cloudckpt.checksum import CRC32C
 from cloudckpt.errors import ObjectNotFoundError, StoreError, TransientStoreError
 from cloudckpt.stores.base import (
     Body,
@@ -67,23 +67,23 @@ class Composition:
         return upload
 
     def put_part(
-        self, upload: Upload, number: int, body: Body, crc32c: int, progress: Progress | None
+        self, upload: Upload, number: int, body: Body, checksum: int, progress: Progress | None
     ) -> Part:
         """Sends a part, if the upload was not aborted meanwhile."""
         self._objects.stat(_name(upload, 0, 0))
         info = self._objects.insert(
             _name(upload, 0, number),
             body,
-            crc32c=crc32c,
+            crc32c=checksum,
             properties=self._of_parts,
             progress=progress,
         )
-        return Part(number, nbytes(body), info.version, crc32c)
+        return Part(number, nbytes(body), info.version, checksum)
 
     def complete(self, upload: Upload, parts: Sequence[Part]) -> ObjectInfo:
         """Makes the object out of its parts."""
         pieces = [
-            _Piece(_name(upload, 0, part.number), part.size, part.crc32c, part.tag)
+            _Piece(_name(upload, 0, part.number), part.size, part.checksum, part.tag)
             for part in parts
         ]
         try:
@@ -144,4 +144,4 @@ def _name(upload: Upload, round_number: int, number: int) -> str:
 def _joined(pieces: Sequence[_Piece]) -> tuple[int, int]:
     """Size and CRC32C of what comes of pieces that are put together."""
     size = sum(piece.size for piece in pieces)
-    return size, combine((piece.crc32c, piece.size) for piece in pieces)
+    return size, CRC32C.combine((piece.crc32c, piece.size) for piece in pieces)

@@ -8,30 +8,35 @@ memoryviews, and a watch that ends a connection which no longer makes progress.
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import socket
+import ssl
 import threading
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
 import urllib3
 import urllib3.connection
 import urllib3.exceptions
 
-from cloudckpt.errors import ConnectionLostError
+from cloudckpt.errors import ConfigError, ConnectionLostError
 from cloudckpt.stores.base import Body, Progress
+from cloudckpt.stores.steps import STEP, StoppedError, steps
+from cloudckpt.stores.tls import lasting_failure
 from cloudckpt.stores.watch import Watch, break_connection
 
-__all__ = ["HttpClient", "HttpOptions", "Reply"]
+__all__ = ["LONGEST_ANSWER", "HttpClient", "HttpOptions", "Reply"]
 
-STEP = 4 * 1024 * 1024
-"""Bytes that one blocking call moves: few enough to notice a stall. With steps of 1 MiB an upload
-took 15 % more CPU."""
+LONGEST_ANSWER = 15 * 60.0
+"""Seconds for the whole of a chunked answer about objects. S3 documents that it may take several
+minutes to complete an upload, and sends white space meanwhile:
+https://docs.aws.amazon.com/AmazonS3/latest/API/API_CompleteMultipartUpload.html"""
 
-_SMALL = 64 * 1024
-_GATHER = 256 * 1024
+_PIECE = 64 * 1024
 _MOST_ERROR_BYTES = 64 * 1024
 _MOST_CONTROL_BYTES = 16 * 1024 * 1024  # a page of 1,000 keys of 1 KiB has some 2 MiB
 
@@ -44,17 +49,10 @@ class HttpOptions:
     connect_timeout: float
     read_timeout: float
     stall_timeout: float
-    proxies: tuple[tuple[str, str], ...] = ()
+    proxy: str | None = None
     ca_bundle: str | None = None
     client_cert: str | None = None
     verify_tls: bool = True
-
-
-class _StoppedError(Exception):
-    """Carries what ``progress`` raised past urllib3, which would take an OSError for its own."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
 
 
 class _Watched(http.client.HTTPConnection):
@@ -79,20 +77,18 @@ class _Watched(http.client.HTTPConnection):
         if self.sock is not None:
             self.sock.settimeout(self.step_timeout)
             self.busy[threading.get_ident()] = self.sock
-        super().send(data)
+        try:
+            super().send(data)
+        except ssl.SSLEOFError as exc:
+            # A server may refuse a large body before it has come. urllib3 then reads the answer,
+            # if it knows this error: without TLS it would be this one.
+            raise BrokenPipeError(errno.EPIPE, str(exc)) from exc
 
     def getresponse(self) -> http.client.HTTPResponse:
-        sock = self.raw_sock = self.sock  # dropped below if it is to close
-        if sock is None:
+        self.raw_sock = self.sock  # dropped below if it is to close
+        late = "the head of the answer did not arrive in time"
+        with self.watch.step(self.raw_sock, late, self.answer_timeout):
             self.raw_response = super().getresponse()
-            return self.raw_response
-        self.watch.begin(sock, self.answer_timeout)
-        try:
-            self.raw_response = super().getresponse()
-        finally:
-            in_time = self.watch.end(sock)
-        if not in_time:
-            raise TimeoutError("the head of the answer did not arrive in time")
         return self.raw_response
 
 
@@ -158,8 +154,9 @@ class Reply:
             ConnectionLostError: If the body ends early, stalls, or is no such answer by its size.
         """
         data = bytearray()
+        receive = self._receive_chunks if self._raw.chunked else self._receive
         try:
-            self._receive(data, _MOST_CONTROL_BYTES)
+            receive(data, _MOST_CONTROL_BYTES)
         except (OSError, http.client.HTTPException) as exc:
             raise ConnectionLostError(
                 f"the connection broke after {len(data)} bytes", cause=exc
@@ -174,24 +171,29 @@ class Reply:
             self._raw.read()  # lets the response notice its end
             return
         left = self._raw.length  # None: unknown
-        piece = memoryview(bytearray(min(limit, _SMALL if left is None else left)))
+        piece = memoryview(bytearray(min(limit, _PIECE if left is None else left)))
         while len(data) < limit:
             count = self._step(piece[: limit - len(data)])
             if count == 0:
                 return
             data += piece[:count]
 
+    def _receive_chunks(self, data: bytearray, limit: int) -> None:
+        """The same, but every piece is progress, however small: it may be white space."""
+        end = time.monotonic() + LONGEST_ANSWER
+        while len(data) < limit:
+            with self._watch.step(self._sock, "stalled: nothing arrived in time"):
+                piece = self._raw.read1(limit - len(data))
+            if not piece:
+                return
+            if time.monotonic() > end:
+                raise TimeoutError(f"the answer did not end within {LONGEST_ANSWER:.0f} s")
+            data += piece
+
     def _step(self, view: memoryview) -> int:
-        if self._sock is None:
+        late = f"stalled: {view.nbytes} bytes did not arrive in time"
+        with self._watch.step(self._sock, late):
             return self._raw.readinto(view)
-        self._watch.begin(self._sock)
-        try:
-            count = self._raw.readinto(view)
-        finally:
-            in_time = self._watch.end(self._sock)
-        if not in_time:
-            raise TimeoutError(f"stalled: {view.nbytes} bytes did not arrive in time")
-        return count
 
     def close(self) -> None:
         """Gives the connection back if the body was read, or nearly so; else closes it."""
@@ -226,27 +228,25 @@ class HttpClient:
     """Keep-alive connections to the endpoints of one store; for one process, many threads."""
 
     def __init__(self, options: HttpOptions) -> None:
-        self._options = options
         self._watch = Watch(options.stall_timeout)
         self._busy: dict[int, socket.socket] = {}
         self._timeout = urllib3.Timeout(connect=options.connect_timeout, read=options.read_timeout)
-        self._direct = self._manager(None)
-        self._proxied = {scheme: self._manager(proxy) for scheme, proxy in options.proxies}
+        self._manager = self._new_manager(options)
 
-    def _manager(self, proxy: str | None) -> urllib3.PoolManager:
-        options = self._options
+    def _new_manager(self, options: HttpOptions) -> urllib3.PoolManager:
         settings: dict[str, Any] = {"maxsize": options.connections, "num_pools": 8}
         settings["cert_reqs"] = "CERT_REQUIRED" if options.verify_tls else "CERT_NONE"
         if options.ca_bundle is not None:
             settings["ca_certs"] = options.ca_bundle
         if options.client_cert is not None:
             settings["cert_file"] = options.client_cert
-        if proxy is None:
+        if options.proxy is None:
             manager = urllib3.PoolManager(**settings)
         else:
-            user = urllib3.util.parse_url(proxy).auth
+            proxy = _proxy_url(options.proxy)
+            user = proxy.auth
             headers = urllib3.make_headers(proxy_basic_auth=unquote(user)) if user else None
-            manager = urllib3.ProxyManager(proxy, proxy_headers=headers, **settings)
+            manager = urllib3.ProxyManager(proxy.url, proxy_headers=headers, **settings)
         manager.pool_classes_by_scheme = _pool_classes(options, self._watch, self._busy)
         return manager
 
@@ -265,14 +265,14 @@ class HttpClient:
 
         Raises:
             ConnectionLostError: If no answer came.
+            TLSError: If none will come.
         """
         try:
-            manager = self._proxied.get(url.partition(":")[0], self._direct)
             try:
-                response = manager.urlopen(
+                response = self._manager.urlopen(
                     method,
                     url,
-                    body=_steps(body, progress) if body else None,
+                    body=steps(body, progress) if body else None,
                     headers=headers,
                     timeout=self._timeout,
                     retries=False,
@@ -280,9 +280,12 @@ class HttpClient:
                     preload_content=False,
                     decode_content=False,
                 )
-            except _StoppedError as stopped:
+            except StoppedError as stopped:
                 raise stopped.error from None
             except (urllib3.exceptions.HTTPError, OSError, http.client.HTTPException) as exc:
+                lasting = lasting_failure(exc, urlsplit(url).netloc)
+                if lasting is not None:
+                    raise lasting from exc
                 raise ConnectionLostError(f"{method} got no answer", cause=_plain(exc)) from exc
             connection: object = response.connection
             if not isinstance(connection, _Watched) or connection.raw_response is None:
@@ -304,40 +307,25 @@ class HttpClient:
     def close(self) -> None:
         """Closes the idle connections and ends the watch."""
         self._watch.close()
-        for manager in (self._direct, *self._proxied.values()):
-            manager.clear()
+        self._manager.clear()
 
 
-def _steps(body: Body, progress: Progress | None) -> Iterator[memoryview | bytes]:
-    """Cuts large views into steps and gathers small ones, which would cost a call each."""
+def _proxy_url(proxy: str) -> urllib3.util.Url:
+    """The parts of a proxy's URL, whose ``http://`` may be left out, as other tools allow it.
 
-    def moved(count: int) -> None:
-        if progress is not None:
-            try:
-                progress(count)
-            except BaseException as error:
-                raise _StoppedError(error) from error
-
-    gathered: list[memoryview] = []
-    waiting = 0
-    for view in body:
-        if view.nbytes < _SMALL:
-            gathered.append(view)
-            waiting += view.nbytes
-            if waiting < _GATHER:
-                continue
-        if waiting:
-            yield b"".join(gathered)
-            moved(waiting)
-            gathered, waiting = [], 0
-        if view.nbytes >= _SMALL:
-            for start in range(0, view.nbytes, STEP):
-                piece = view[start : start + STEP]
-                yield piece
-                moved(piece.nbytes)
-    if waiting:
-        yield b"".join(gathered)
-        moved(waiting)
+    Raises:
+        ConfigError: If it can't be used; without its text, which may hold a password.
+    """
+    with contextlib.suppress(urllib3.exceptions.LocationParseError):
+        text = proxy if "://" in proxy else f"http://{proxy.removeprefix('//')}"
+        url = urllib3.util.parse_url(text)
+        if url.scheme in ("http", "https") and url.host:
+            return url
+    raise ConfigError(
+        "HTTPS_PROXY (HTTP_PROXY for an http:// endpoint, or ALL_PROXY in their place) names no "
+        "proxy that can be used; write it as http://host:port or https://host:port (SOCKS is not "
+        "supported)"
+    )
 
 
 def _plain(exc: BaseException) -> str:

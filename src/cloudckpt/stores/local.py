@@ -17,6 +17,7 @@ from pathlib import Path
 
 from cloudckpt.errors import (
     AccessDeniedError,
+    CommitUnknownError,
     ConnectionLostError,
     InvalidRequestError,
     ObjectNotFoundError,
@@ -62,7 +63,7 @@ class LocalStore(ObjectStore):
         key: str,
         body: Body,
         *,
-        crc32c: int,
+        checksum: int,
         if_absent: bool = False,
         if_version: str | None = None,
         progress: Progress | None = None,
@@ -89,11 +90,11 @@ class LocalStore(ObjectStore):
         number: int,
         body: Body,
         *,
-        crc32c: int,
+        checksum: int,
         progress: Progress | None = None,
     ) -> Part:
         size = self._write(upload, (number - 1) * upload.part_size, body, progress)
-        return Part(number, size, str(number), crc32c)
+        return Part(number, size, str(number), checksum)
 
     def complete_upload(self, upload: Upload, parts: Sequence[Part]) -> ObjectInfo:
         with self._errors(upload.key):
@@ -113,9 +114,12 @@ class LocalStore(ObjectStore):
                     yield Upload(key, str(path), 0)
 
     def get(self, key: str) -> tuple[bytearray, ObjectInfo]:
-        info = self.head(key)
-        data = bytearray(info.size)
-        return data, self.get_range(key, 0, [memoryview(data)])
+        # of one open file: another one may take its place at any time
+        with self._errors(key), open(key, "rb", buffering=0) as file:
+            info = _info(key, os.fstat(file.fileno()))
+            data = bytearray(info.size)
+            self._fill(key, file.fileno(), 0, [memoryview(data)], None)
+        return data, info
 
     def get_range(
         self,
@@ -135,18 +139,28 @@ class LocalStore(ObjectStore):
                     f"the range from {start} is longer than the file of {info.size} bytes",
                     uri=self.uri(key),
                 )
-            done, rest = 0, [view for view in into if view.nbytes]
-            while rest:
-                count = os.preadv(file.fileno(), rest[:_MOST_BUFFERS], start + done)
-                if count == 0:
-                    raise ConnectionLostError(
-                        "the file shrank while it was read", received=done, uri=self.uri(key)
-                    )
-                done += count
-                rest = skip(rest, count)
-                if progress is not None:
-                    progress(count)
+            self._fill(key, file.fileno(), start, into, progress)
         return info
+
+    def _fill(
+        self,
+        key: str,
+        descriptor: int,
+        start: int,
+        into: Sequence[memoryview],
+        progress: Progress | None,
+    ) -> None:
+        done, rest = 0, [view for view in into if view.nbytes]
+        while rest:
+            count = os.preadv(descriptor, rest[:_MOST_BUFFERS], start + done)
+            if count == 0:
+                raise ConnectionLostError(
+                    "the file shrank while it was read", received=done, uri=self.uri(key)
+                )
+            done += count
+            rest = skip(rest, count)
+            if progress is not None:
+                progress(count)
 
     def head(self, key: str) -> ObjectInfo:
         with self._errors(key):
@@ -186,23 +200,37 @@ class LocalStore(ObjectStore):
     def _publish(
         self, upload: Upload, *, if_absent: bool = False, if_version: str | None = None
     ) -> ObjectInfo:
-        key = upload.key
+        key, is_there = upload.key, False
         with self._errors(key):
             _sync(upload.id)
-            with _locked(Path(key).parent):
-                if if_absent:
-                    try:
-                        os.link(upload.id, key)
-                    except FileExistsError as exc:
-                        raise PreconditionFailedError(
-                            "the file exists already", uri=self.uri(key)
-                        ) from exc
-                    os.unlink(upload.id)
-                else:
-                    if if_version is not None and self._version(key) != if_version:
-                        raise PreconditionFailedError("the file was replaced", uri=self.uri(key))
-                    os.replace(upload.id, key)
-            return _info(key, os.stat(key))
+            try:
+                with _locked(Path(key).parent):
+                    if if_absent:
+                        try:
+                            os.link(upload.id, key)
+                        except FileExistsError as exc:
+                            raise PreconditionFailedError(
+                                "the file exists already", uri=self.uri(key)
+                            ) from exc
+                        is_there = True
+                        os.unlink(upload.id)
+                    else:
+                        if if_version is not None and self._version(key) != if_version:
+                            raise PreconditionFailedError(
+                                "the file was replaced", uri=self.uri(key)
+                            )
+                        os.replace(upload.id, key)
+                        is_there = True
+                return _info(key, os.stat(key))
+            except OSError as exc:
+                if not is_there:
+                    raise
+                raise CommitUnknownError(
+                    "the file was put in its place, but the file system could not make sure that "
+                    "it stays there; look whether it is there, and whole, before you go on",
+                    uri=self.uri(key),
+                    cause=exc,
+                ) from exc
 
     def _version(self, key: str) -> str | None:
         try:

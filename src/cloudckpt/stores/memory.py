@@ -53,7 +53,7 @@ class MemoryStore(ObjectStore):
         key: str,
         body: Body,
         *,
-        crc32c: int,
+        checksum: int,
         if_absent: bool = False,
         if_version: str | None = None,
         progress: Progress | None = None,
@@ -83,7 +83,7 @@ class MemoryStore(ObjectStore):
         number: int,
         body: Body,
         *,
-        crc32c: int,
+        checksum: int,
         progress: Progress | None = None,
     ) -> Part:
         data = b"".join(body)
@@ -91,13 +91,13 @@ class MemoryStore(ObjectStore):
             progress(len(data))
         with self._bucket.lock:
             self._parts(upload)[number] = data
-        return Part(number, len(data), str(number), crc32c)
+        return Part(number, len(data), str(number), checksum)
 
     def complete_upload(self, upload: Upload, parts: Sequence[Part]) -> ObjectInfo:
         with self._bucket.lock:
             held = self._parts(upload)
             data = b"".join(held[part.number] for part in parts)
-            info = self.put(upload.key, [memoryview(data)], crc32c=0)
+            info = self.put(upload.key, [memoryview(data)], checksum=0)
             del self._bucket.uploads[upload.id]
         return info
 

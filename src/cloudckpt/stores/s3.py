@@ -77,12 +77,12 @@ class S3Store(RestStore):
         key: str,
         body: Body,
         *,
-        crc32c: int,
+        checksum: int,
         if_absent: bool = False,
         if_version: str | None = None,
         progress: Progress | None = None,
     ) -> ObjectInfo:
-        headers = {**self._object_headers, **self._checksum(crc32c)}
+        headers = {**self._object_headers, **self._checksum(checksum)}
         if if_absent:
             headers["If-None-Match"] = "*"
         for tag in self._spellings(if_version):
@@ -127,10 +127,10 @@ class S3Store(RestStore):
         number: int,
         body: Body,
         *,
-        crc32c: int,
+        checksum: int,
         progress: Progress | None = None,
     ) -> Part:
-        return self._multipart.put_part(upload, number, body, crc32c, progress)
+        return self._multipart.put_part(upload, number, body, checksum, progress)
 
     def complete_upload(self, upload: Upload, parts: Sequence[Part]) -> ObjectInfo:
         return self._multipart.complete(upload, parts).info

@@ -7,7 +7,7 @@ import io
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
-from urllib.parse import urlencode
+from urllib.parse import urlencode, urlsplit
 
 import urllib3
 
@@ -25,6 +25,7 @@ try:
     import boto3
     import botocore.exceptions
     import botocore.session
+    from botocore import UNSIGNED
     from botocore.auth import S3SigV4Auth
     from botocore.awsrequest import AWSRequest, AWSResponse
     from botocore.config import Config as BotoConfig
@@ -55,8 +56,8 @@ class BucketAccess:
             client: Any = session.client(
                 "s3", endpoint_url=config.s3.endpoint_url, config=_boto_config(config.s3)
             )
-            self._credentials = session.get_credentials()
-            if self._credentials is None:
+            self._credentials = None if config.s3.anonymous else session.get_credentials()
+            if self._credentials is None and not config.s3.anonymous:
                 raise CredentialsError(
                     "no AWS credentials were found: neither in the environment "
                     "(AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_WEB_IDENTITY_TOKEN_FILE), nor "
@@ -70,7 +71,7 @@ class BucketAccess:
         path_style = self.base.count("/") > 3
         self.bucket_url = self.base.removesuffix("/") if path_style else self.base
         host = self.base.split("/")[2].partition(":")[0]
-        self.is_aws = host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
+        self.is_aws = host.endswith(_suffixes(core))
         self.http_options = _http_options(client, core.get_config_variable("ca_bundle"), config)
 
     def sign(self, method: str, url: str, headers: Mapping[str, str]) -> dict[str, str]:
@@ -79,12 +80,20 @@ class BucketAccess:
         Raises:
             CredentialsError: If the credentials can't be refreshed.
         """
+        if self._credentials is None:
+            return dict(headers)
         request = AWSRequest(method, url, headers=dict(headers))
         request.context["client_config"] = _UNSIGNED_PAYLOAD
         with _translated("sign a request for", url.partition("?")[0]):
             frozen = self._credentials.get_frozen_credentials()  # refreshes them when they are due
         S3SigV4Auth(frozen, "s3", self._region).add_auth(request)
         return dict(request.headers.items())
+
+
+def _suffixes(core: botocore.session.Session) -> tuple[str, ...]:
+    """What Amazon's hosts end in, as botocore knows its partitions; the client has loaded them."""
+    partitions = core.get_data("partitions")["partitions"]
+    return tuple({f".{partition['outputs']['dnsSuffix']}" for partition in partitions})
 
 
 _UNSIGNED_PAYLOAD = BotoConfig(s3={"payload_signing_enabled": False})
@@ -99,11 +108,7 @@ def _resolve(client: Any, bucket: str) -> tuple[str, str]:
     seen: list[tuple[str, str]] = []
 
     def capture(request: Any, **_: Any) -> AWSResponse:
-        signature = request.headers["Authorization"]
-        if isinstance(signature, bytes):
-            signature = signature.decode("ascii")
-        _, _, scope = signature.partition("Credential=")  # key/date/region/service/aws4_request
-        seen.append((request.url, scope.split(",")[0].split("/")[-3]))
+        seen.append((request.url, _signed_for(request.headers.get("Authorization", ""))))
         answer = urllib3.HTTPResponse(io.BytesIO(), preload_content=False)
         return AWSResponse(request.url, 200, {}, answer)
 
@@ -117,9 +122,16 @@ def _resolve(client: Any, bucket: str) -> tuple[str, str]:
     return url.partition("?")[0].removesuffix("x"), region
 
 
+def _signed_for(signature: str | bytes) -> str:
+    """The region of a signature; none if there is none."""
+    text = signature.decode("ascii") if isinstance(signature, bytes) else signature
+    _, _, scope = text.partition("Credential=")  # key/date/region/service/aws4_request
+    return scope.split(",")[0].split("/")[-3] if scope else ""
+
+
 def _boto_config(options: S3Options) -> BotoConfig:
     return BotoConfig(
-        signature_version="s3v4",
+        signature_version=UNSIGNED if options.anonymous else "s3v4",
         s3={
             "addressing_style": options.addressing_style,
             "us_east_1_regional_endpoint": "regional",
@@ -131,14 +143,14 @@ def _http_options(client: Any, ca_bundle: str | None, config: Config) -> HttpOpt
     """Proxies and certificates as boto3 finds them."""
     meta = client.meta
     certificate = meta.config.client_cert
-    proxies = meta.config.proxies or get_environ_proxies(meta.endpoint_url)
+    proxies = meta.config.proxies or get_environ_proxies(meta.endpoint_url) or {}
     ca_bundle = ca_bundle or os.environ.get("REQUESTS_CA_BUNDLE")
     return HttpOptions(
         connections=config.connections,
         connect_timeout=config.connect_timeout,
         read_timeout=config.read_timeout,
         stall_timeout=config.stall_timeout,
-        proxies=tuple(sorted((proxies or {}).items())),
+        proxy=proxies.get(urlsplit(meta.endpoint_url).scheme),
         ca_bundle=ca_bundle or get_cert_path(True),
         client_cert=certificate if isinstance(certificate, str) else None,
     )

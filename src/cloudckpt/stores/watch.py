@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import socket
 import threading
 import time
+from collections.abc import Iterator
 
 __all__ = ["Watch", "break_connection"]
 
@@ -39,9 +41,32 @@ class Watch:
             self._closed = True
             self._wake.notify()
 
-    def begin(self, sock: socket.socket, limit: float | None = None) -> None:
-        """A step begins that may take ``limit`` seconds, if that is not the usual time."""
-        deadline = time.monotonic() + (limit if limit is not None else self._limit)
+    @contextlib.contextmanager
+    def step(
+        self, sock: socket.socket | None, late: str, limit: float | None = None
+    ) -> Iterator[None]:
+        """Ends the connection if the block takes longer than ``limit`` seconds, or the usual time.
+
+        Raises:
+            TimeoutError: With the message ``late``, if it did; whatever the block made of the end.
+        """
+        if sock is None:
+            yield
+            return
+        self._begin(sock, time.monotonic() + (self._limit if limit is None else limit))
+        try:
+            yield
+        except (OSError, http.client.HTTPException) as exc:
+            if self._end(sock):
+                raise
+            raise TimeoutError(late) from exc
+        except BaseException:
+            self._end(sock)
+            raise
+        if not self._end(sock):
+            raise TimeoutError(late)
+
+    def _begin(self, sock: socket.socket, deadline: float) -> None:
         with self._lock:
             self._steps[id(sock)] = (deadline, sock)
             if self._thread is None:
@@ -52,7 +77,7 @@ class Watch:
             elif len(self._steps) == 1:
                 self._wake.notify()
 
-    def end(self, sock: socket.socket) -> bool:
+    def _end(self, sock: socket.socket) -> bool:
         """Whether the step ended in time."""
         with self._lock:
             self._steps.pop(id(sock), None)

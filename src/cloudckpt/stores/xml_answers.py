@@ -19,7 +19,7 @@ def unqualified(body: bytes, uri: str) -> Element:
         ServerError: If the body is no XML: cut off, or a proxy's.
     """
     try:
-        root = ElementTree.fromstring(body)  # noqa: S314 - from the store; expat limits entities
+        root = _parsed(body)
     except ElementTree.ParseError as exc:
         raise ServerError("the answer is not the XML it should be", uri=uri, cause=exc) from exc
     for element in root.iter():
@@ -41,7 +41,12 @@ def key_text(root: Element, element: Element, name: str) -> str:
 def error_fields(body: bytes) -> Mapping[str, str]:
     """The names and texts of an error's elements; none if it is no XML."""
     try:
-        root = ElementTree.fromstring(body)  # noqa: S314 - as above
+        root = _parsed(body)
     except ElementTree.ParseError:
         return {}
     return {el.tag.rpartition("}")[2]: (el.text or "").strip() for el in root.iter()}
+
+
+def _parsed(body: bytes) -> Element:
+    body = body.lstrip()  # of the white space that has kept the connection alive
+    return ElementTree.fromstring(body)  # noqa: S314 - from the store; expat limits entities

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from cloudckpt.checksum import combine, to_base64
+from cloudckpt.checksum import CRC32C, to_base64
 from cloudckpt.errors import ConnectionLostError, ObjectNotFoundError, ServerError
 from cloudckpt.stores.base import Body, ObjectInfo, Part, Progress, Upload, nbytes
 from cloudckpt.stores.rest import RestStore, encode_query
@@ -63,20 +63,20 @@ class XmlMultipart:
         return Upload(key, upload_id, part_size)
 
     def put_part(
-        self, upload: Upload, number: int, body: Body, crc32c: int, progress: Progress | None
+        self, upload: Upload, number: int, body: Body, checksum: int, progress: Progress | None
     ) -> Part:
         """Sends a part."""
         url = self._store.object_url(upload.key, {"partNumber": str(number), "uploadId": upload.id})
-        headers = self._dialect.part(crc32c)
+        headers = self._dialect.part(checksum)
         with self._store.exchange("PUT", url, headers, body, progress, key=upload.key) as reply:
             tag = reply.headers.get("ETag")
         if not tag:
             raise ConnectionLostError("the answer has no ETag", uri=self._store.uri(upload.key))
-        return Part(number, nbytes(body), tag, crc32c)
+        return Part(number, nbytes(body), tag, checksum)
 
     def complete(self, upload: Upload, parts: Sequence[Part]) -> Completion:
         """Makes the object out of its parts."""
-        whole = combine((part.crc32c, part.size) for part in parts)
+        whole = CRC32C.combine((part.checksum, part.size) for part in parts)
         headers = {"Content-Type": "application/xml", **self._dialect.completion(whole)}
         url = self._store.object_url(upload.key, {"uploadId": upload.id})
         body = [memoryview(self._completion(parts))]
@@ -99,7 +99,7 @@ class XmlMultipart:
             ElementTree.SubElement(entry, "PartNumber").text = str(part.number)
             ElementTree.SubElement(entry, "ETag").text = part.tag
             if self._dialect.part_checksum is not None:
-                checksum = to_base64(part.crc32c)
+                checksum = to_base64(part.checksum)
                 ElementTree.SubElement(entry, self._dialect.part_checksum).text = checksum
         body: bytes = ElementTree.tostring(root, "utf-8", xml_declaration=True)
         return body

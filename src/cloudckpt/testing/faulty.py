@@ -173,7 +173,7 @@ class FaultyStore(ObjectStore):
         key: str,
         body: Body,
         *,
-        crc32c: int,
+        checksum: int,
         if_absent: bool = False,
         if_version: str | None = None,
         progress: Progress | None = None,
@@ -184,7 +184,7 @@ class FaultyStore(ObjectStore):
             lambda: self.inner.put(
                 key,
                 body,
-                crc32c=crc32c,
+                checksum=checksum,
                 if_absent=if_absent,
                 if_version=if_version,
                 progress=progress,
@@ -201,13 +201,13 @@ class FaultyStore(ObjectStore):
         number: int,
         body: Body,
         *,
-        crc32c: int,
+        checksum: int,
         progress: Progress | None = None,
     ) -> Part:
         return self._call(
             "put_part",
             [upload.key],
-            lambda: self.inner.put_part(upload, number, body, crc32c=crc32c, progress=progress),
+            lambda: self.inner.put_part(upload, number, body, checksum=checksum, progress=progress),
             progress,
         )
 

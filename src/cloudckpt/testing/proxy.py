@@ -164,7 +164,7 @@ class FaultyProxy:
         with self._changed:
             return list(self._under_way.values())
 
-    def wait_idle(self, seconds: float = 10.0) -> bool:
+    def wait_idle(self, seconds: float = 60.0) -> bool:
         """Waits until every request is dealt with or stalls; whether that came true in time."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._under_way, seconds)

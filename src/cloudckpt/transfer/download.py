@@ -72,9 +72,12 @@ class _Download:
     def run(self) -> None:
         with paused_gc():
             requests = self._requests()
-        with self._group as group:
+
+        def produce() -> None:
             for key, spans in requests:
-                group.submit(functools.partial(self._fetch, key, spans))
+                self._group.submit(functools.partial(self._fetch, key, spans))
+
+        self._group.run(produce)
 
     def _requests(self) -> list[tuple[str, list[Span]]]:
         config = self._config
@@ -100,8 +103,8 @@ class _Download:
         """The bytes to ask for: whole blocks, if they can be verified."""
         source = want.source
         start, stop, grain = want.start, want.stop, _GRAIN
-        if self._config.verify and source.block_size:
-            grain = source.block_size
+        if self._config.verify and source.blocks is not None:
+            grain = source.blocks.size
             start = start // grain * grain
             stop = min(-(-stop // grain) * grain, source.nbytes)
         origin = source.offset

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
-from types import TracebackType
 
 from cloudckpt.errors import TransferCancelledError
 
@@ -40,11 +39,10 @@ class Cancellation:
 
 
 class TaskGroup:
-    """Runs tasks on up to ``width`` threads; use it as a context manager.
+    """Runs tasks on up to ``width`` threads; see :meth:`run`.
 
     ``submit`` blocks while two tasks wait, so that a producer can't run ahead of the network: what
-    waits keeps memory alive. Leaving the block waits for all tasks. The first error, of a task or
-    of the block, cancels the rest and is raised when every thread has stopped.
+    waits keeps memory alive.
     """
 
     def __init__(
@@ -67,10 +65,30 @@ class TaskGroup:
         self._tasks: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
-        self._alive = 0
+        self._ended = 0
         self._idle = 0
         self._closed = False
         self._error: BaseException | None = None
+
+    def run(self, produce: Callable[[], None]) -> None:
+        """Calls ``produce``, which submits tasks, and waits until all have ended.
+
+        The first error, of a task or of ``produce``, cancels the rest and is raised when every
+        thread has stopped. So does Ctrl-C whenever it strikes, except that a second one, while
+        threads are stopped for the first, may leave some behind.
+        """
+        try:
+            try:
+                produce()
+            except Exception as error:  # noqa: BLE001 - raised below, if it is the first
+                self._fail(error)
+            self._finish()
+        except BaseException as interrupt:
+            self._fail(interrupt)
+            self._finish()
+            raise
+        if self._error is not None:
+            raise self._error
 
     def submit(self, task: Callable[[], None]) -> None:
         """Queues a task.
@@ -91,7 +109,6 @@ class TaskGroup:
                     target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True
                 )
                 self._threads.append(thread)
-                self._alive += 1
                 thread.start()
 
     def _work(self) -> None:
@@ -99,7 +116,7 @@ class TaskGroup:
             self._work_off()
         finally:
             with self._changed:
-                self._alive -= 1
+                self._ended += 1
                 self._changed.notify_all()
 
     def _work_off(self) -> None:
@@ -131,43 +148,26 @@ class TaskGroup:
     def _break_off(self) -> None:
         with self._changed:
             alive = [thread for thread in self._threads if thread.is_alive()]
-        running = [thread.ident for thread in alive if thread.ident is not None]
-        self._interrupt(running)
+        self._interrupt([thread.ident for thread in alive if thread.ident is not None])
 
-    def _join(self) -> None:
+    def _started(self) -> list[threading.Thread]:
+        """Without one of which an interrupt has prevented the start."""
+        return [thread for thread in self._threads if thread.ident is not None]
+
+    def _finish(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
         # not Thread.join first: interrupted, it takes a running thread for a finished one
         while not self._has_ended():
             self._break_off()  # again: a wait may have begun since the last time
-        for thread in self._threads:
+        for thread in self._started():
             thread.join()
 
     def _has_ended(self) -> bool:
         """Waits for the threads; after a failure, not for long."""
         with self._changed:
-            while self._alive:
+            while self._ended < len(self._started()):
                 if not self._changed.wait(_PATIENCE) and self._error is not None:
                     return False
             return True
-
-    def __enter__(self) -> TaskGroup:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is not None:
-            self._fail(error)
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        try:
-            self._join()
-        except BaseException as interrupt:
-            self._fail(interrupt)
-            self._join()
-            raise
-        if self._error is not None and self._error is not error:
-            raise self._error

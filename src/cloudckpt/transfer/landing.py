@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cloudckpt.checksum import first_bad_block
+from cloudckpt.checksum import Blocks
 from cloudckpt.transfer.memory import bytes_of
 from cloudckpt.transfer.ranges import Span
 from cloudckpt.transfer.sinks import Sink
@@ -26,8 +26,7 @@ class Source:
         key: The object.
         offset: The first byte of the raw data in the object.
         nbytes: Its length.
-        block_size: Bytes that share a checksum; 0 if there are no checksums.
-        crcs: The CRC32C of each block.
+        blocks: What its blocks must be, or None if that is unknown.
         object_size: What the object's size must be, or None if that is unknown.
         item: The item's name, for messages.
     """
@@ -35,8 +34,7 @@ class Source:
     key: str
     offset: int
     nbytes: int
-    block_size: int
-    crcs: Sequence[int]
+    blocks: Blocks | None
     object_size: int | None
     item: str
 
@@ -175,14 +173,14 @@ class Landing:
         """The first block that does not match its checksum."""
         for segment in self.segments:
             source = segment.want.source
-            if not source.block_size:
+            blocks = source.blocks
+            if blocks is None:
                 continue
-            first = (segment.span.start - source.offset) // source.block_size
-            last = -(-(segment.span.stop - source.offset) // source.block_size)
-            bad = first_bad_block(segment.views, source.crcs[first:last], source.block_size)
+            first = (segment.span.start - source.offset) // blocks.size
+            bad = blocks.first_bad(first, segment.views)
             if bad is not None:
-                start = source.offset + (first + bad) * source.block_size
-                stop = min(start + source.block_size, source.offset + source.nbytes)
+                start = source.offset + bad * blocks.size
+                stop = min(start + blocks.size, source.offset + source.nbytes)
                 return Bad(source.item, start, stop)
         return None
 

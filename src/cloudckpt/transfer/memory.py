@@ -3,10 +3,36 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
+from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-__all__ = ["bytes_of", "extent", "has_memory", "is_plain", "shows_its_memory"]
+__all__ = [
+    "bytes_of",
+    "extent",
+    "has_memory",
+    "host_buffer",
+    "is_plain",
+    "settled",
+    "shows_its_memory",
+]
+
+# not a ctypes array: each size would be a class of its own, and a cycle for the garbage collector
+_memory_at: Any = ctypes.pythonapi.PyMemoryView_FromMemory
+_memory_at.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_memory_at.restype = ctypes.py_object
+_WRITABLE = 0x200  # PyBUF_WRITE
+
+
+def settled(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor; if it is what a collective fills meanwhile, its memory when that has ended."""
+    if type(tensor) is not AsyncCollectiveTensor:
+        return tensor
+    wait: Any = tensor.trigger_wait
+    result: torch.Tensor = wait()
+    return result
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -46,4 +72,20 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     size = tensor.numel() * tensor.itemsize
     if size == 0:
         return memoryview(b"")
-    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+    view: memoryview = _memory_at(tensor.data_ptr(), size, _WRITABLE)
+    return view
+
+
+def host_buffer(nbytes: int, *, pinned: bool) -> torch.Tensor:
+    """Bytes of host memory, which the system has back as soon as nobody uses them.
+
+    They are a mapping of their own, and not malloc's, which keeps what one thread has freed from
+    the others, and from the system.
+
+    Args:
+        nbytes: How many; not 0.
+        pinned: Whether they are page-locked; torch keeps such memory for the next buffer.
+    """
+    if pinned:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)

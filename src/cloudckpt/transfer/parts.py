@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cloudckpt.checksum import BlockChecksums, combine, crc32c
+from cloudckpt.checksum import BlockChecksums, ChecksumAlgorithm
 from cloudckpt.config import MIB
 from cloudckpt.stores.base import Capabilities
 
@@ -63,18 +63,17 @@ class PartPlan:
     pieces: list[Piece] = field(default_factory=list)
     size: int = 0
 
-    def checksum(self) -> int:
-        """The CRC32C of the part; fills the checksums of the items in it on the way."""
+    def checksum(self, algorithm: ChecksumAlgorithm) -> int:
+        """That of the part; collects those of the items in it, which are of the same kind."""
         found: list[tuple[int, int]] = []
         for piece in self.pieces:
             if piece.ready is not None:
                 piece.ready()
             if piece.checksums is None:
-                found.append((crc32c(piece.view), piece.view.nbytes))
+                found.append((algorithm.of(piece.view), piece.view.nbytes))
             else:
-                crc = piece.checksums.add(piece.start, piece.view)
-                found.append((crc, piece.view.nbytes))
-        return combine(found)
+                found.append((piece.checksums.add(piece.start, piece.view), piece.view.nbytes))
+        return algorithm.combine(found)
 
     def release(self) -> None:
         """Gives back what the pieces have on loan."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from cloudckpt.transfer.group import Cancellation
+from cloudckpt.transfer.memory import host_buffer
 
 __all__ = ["ScratchPool"]
 
@@ -20,8 +20,7 @@ class ScratchPool:
     """Lends buffers of ``limit`` bytes in total; whoever wants more waits.
 
     A single loan above the limit is granted when nothing else is out: one item that is larger than
-    the limit must still move. Buffers are mappings of their own and not malloc's, which keeps what
-    one thread has freed from the others, and from the system.
+    the limit must still move.
     """
 
     def __init__(self, limit: int, cancellation: Cancellation) -> None:
@@ -45,7 +44,7 @@ class ScratchPool:
         size = -(-nbytes // _UNIT) * _UNIT
         buffer = self._take(size)
         if buffer is None:
-            buffer = _new(size, pinned)
+            buffer = host_buffer(size, pinned=pinned)
         try:
             yield buffer
         finally:
@@ -71,9 +70,3 @@ class ScratchPool:
             while self._free and kept + sum(map(torch.Tensor.numel, self._free)) > self._limit:
                 self._free.pop(0)
             return None
-
-
-def _new(size: int, pinned: bool) -> torch.Tensor:
-    if pinned:
-        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)

@@ -10,7 +10,7 @@ import torch
 from cloudckpt.transfer.memory import bytes_of, is_plain
 from cloudckpt.transfer.ranges import Box, row_major_strides
 
-__all__ = ["BoxSink", "BytesSink", "FlatSink", "Sink", "narrow"]
+__all__ = ["BoxSink", "BytesSink", "FlatSink", "Sink", "copy_into", "narrow"]
 
 
 class Sink(Protocol):
@@ -96,8 +96,13 @@ class BoxSink:
             elements = elements.view(shape)
         else:
             elements = elements.as_strided(shape, self._strides, elements.storage_offset())
-        with _mode_of(self._target):
-            self._target.copy_(elements)
+        copy_into(self._target, elements)
+
+
+def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies, in the mode in which ``target`` may be changed; autograd does not see it."""
+    with _mode_of(target):
+        target.copy_(source)
 
 
 def _mode_of(target: torch.Tensor) -> AbstractContextManager[object]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from cloudckpt.transfer.group import Cancellation
-from cloudckpt.transfer.memory import bytes_of
+from cloudckpt.transfer.memory import bytes_of, host_buffer
 from cloudckpt.transfer.parts import Piece
 
 __all__ = ["Slab", "StagingPool", "row_major_slices"]
@@ -62,7 +62,7 @@ class Slab:
     """A piece of host memory and the number of those who use it."""
 
     def __init__(self, pool: StagingPool, nbytes: int, pinned: bool) -> None:
-        self.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        self.memory = host_buffer(nbytes, pinned=pinned)
         self.view = bytes_of(self.memory)
         self.used = 0
         self._pool = pool
@@ -97,26 +97,33 @@ class _Copier:
 
 
 class StagingPool:
-    """Slabs of host memory, ``budget`` bytes in all, in use by one save."""
+    """Slabs of host memory, ``budget`` bytes in all, in use by one save, which closes it.
+
+    Attributes:
+        slab_bytes: Bytes of each.
+    """
 
     def __init__(self, budget: int, cancellation: Cancellation) -> None:
-        self._slab_bytes = budget // _SLABS // _ALIGNMENT * _ALIGNMENT
+        self.slab_bytes = budget // _SLABS // _ALIGNMENT * _ALIGNMENT
         self._cancellation = cancellation
         self._changed = threading.Condition()
         self._free: list[Slab] = []
         self._made = 0
         self._current: Slab | None = None
+        self._closed = False
         self._streams: dict[torch.device, torch.Stream] = {}
-        self._pinned = torch.cuda.is_available()
+        self._pinned = False
 
     def pieces(self, tensor: torch.Tensor) -> Iterator[Piece]:
         """The row-major bytes of any strided tensor, slice after slice, each in a slab.
 
         The last use of a piece must release its lease.
         """
+        # not before: pinning starts CUDA, which a process may do without, and must after a fork
+        self._pinned = self._pinned or tensor.is_cuda
         copier = self._copier(tensor.device)
         start = 0
-        for box in row_major_slices(tuple(tensor.shape), tensor.itemsize, self._slab_bytes):
+        for box in row_major_slices(tuple(tensor.shape), tensor.itemsize, self.slab_bytes):
             source = tensor
             for axis, (first, length) in enumerate(box):
                 source = source.narrow(axis, first, length)
@@ -134,6 +141,13 @@ class StagingPool:
             start += nbytes
 
     def close(self) -> None:
+        """Says that no more room is needed; slabs are freed as soon as nobody holds them."""
+        self._let_go()
+        with self._changed:
+            self._closed = True
+            self._free.clear()
+
+    def _let_go(self) -> None:
         """Ends the producer's hold on the slab that it was filling."""
         if self._current is not None:
             self._current.release()
@@ -142,7 +156,8 @@ class StagingPool:
     def take_back(self, slab: Slab) -> None:
         with self._changed:
             slab.used = 0
-            self._free.append(slab)
+            if not self._closed:  # else it would hold its holder: a cycle
+                self._free.append(slab)
             self._changed.notify_all()
 
     def reserve(self, nbytes: int) -> tuple[Slab, int]:
@@ -152,8 +167,8 @@ class StagingPool:
         Waits until a slab is free. ``nbytes`` is at most a sixteenth of the budget.
         """
         slab = self._current
-        if slab is None or slab.used + nbytes > self._slab_bytes:
-            self.close()
+        if slab is None or slab.used + nbytes > self.slab_bytes:
+            self._let_go()
             slab = self._current = self._next()
             slab.retain()
         place = slab.used
@@ -169,7 +184,7 @@ class StagingPool:
             if self._free:
                 return self._free.pop()
             self._made += 1
-        return Slab(self, self._slab_bytes, self._pinned)
+        return Slab(self, self.slab_bytes, self._pinned)
 
     def _copier(self, device: torch.device) -> _Copier:
         if device.type == "cpu":

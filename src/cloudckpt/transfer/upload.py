@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 
-from cloudckpt.checksum import combine
 from cloudckpt.config import RetryPolicy
 from cloudckpt.errors import CloudCheckpointError, ObjectNotFoundError, TransientStoreError
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, Part, Upload
@@ -30,7 +29,8 @@ class ObjectUpload:
         key: Its key.
         position: Bytes written so far.
         info: What the store holds, once the object is complete.
-        crc32c: The checksum of the whole object, once it is complete.
+        algorithm: Of the checksums that go along.
+        checksum: Of the whole object, once it is complete, as the store wants it.
     """
 
     def __init__(
@@ -45,8 +45,9 @@ class ObjectUpload:
         self.key = key
         self.position = 0
         self.info: ObjectInfo | None = None
-        self.crc32c = 0
+        self.checksum = 0
         self._store = store
+        self.algorithm = store.capabilities.checksum
         self._group = group
         self._retrier = retrier
         self._stats = stats
@@ -133,23 +134,23 @@ class ObjectUpload:
         self._stats.add_bytes(count)
 
     def _put(self, part: PartPlan) -> None:
-        crc = part.checksum()
+        checksum = part.checksum(self.algorithm)
         body = [piece.view for piece in part.pieces]
         self.info = self._retrier.call(
-            lambda: self._store.put(self.key, body, crc32c=crc, progress=self._progress)
+            lambda: self._store.put(self.key, body, checksum=checksum, progress=self._progress)
         )
-        self.crc32c = crc
+        self.checksum = checksum
         self._stats.add_requests(1)
         part.release()
 
     def _put_part(self, part: PartPlan) -> None:
         upload = self._upload
         assert upload is not None  # created before the first part was submitted
-        crc = part.checksum()
+        checksum = part.checksum(self.algorithm)
         body = [piece.view for piece in part.pieces]
         sent = self._retrier.call(
             lambda: self._store.put_part(
-                upload, part.number, body, crc32c=crc, progress=self._progress
+                upload, part.number, body, checksum=checksum, progress=self._progress
             )
         )
         self._stats.add_requests(1)
@@ -180,7 +181,7 @@ class ObjectUpload:
                 raise
 
         self.info = self._retrier.call(complete)
-        self.crc32c = combine((part.crc32c, part.size) for part in parts)
+        self.checksum = self.algorithm.combine((part.checksum, part.size) for part in parts)
         self._stats.add_requests(2)
         if self._may_have_twin:
             self._abort_twins()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from cloudckpt.checksum import crc32c
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, Part, Upload
 
 __all__ = [
     "SEVERAL_STEPS",
+    "checksum",
     "cut",
     "in_order",
     "part_size",
@@ -39,6 +39,11 @@ def cut(data: bytes | bytearray, sizes: Sequence[int]) -> list[memoryview]:
     return [*views, rest]
 
 
+def checksum(store: ObjectStore, data: bytes) -> int:
+    """The checksum that goes along with ``data``."""
+    return store.capabilities.checksum.of(data)
+
+
 def put(
     store: ObjectStore,
     key: str,
@@ -49,12 +54,14 @@ def put(
 ) -> ObjectInfo:
     """``store.put`` of plain bytes."""
     body = [memoryview(data)]
-    return store.put(key, body, crc32c=crc32c(data), if_absent=if_absent, if_version=if_version)
+    return store.put(
+        key, body, checksum=checksum(store, data), if_absent=if_absent, if_version=if_version
+    )
 
 
 def put_part(store: ObjectStore, upload: Upload, number: int, data: bytes) -> Part:
     """``store.put_part`` of plain bytes."""
-    return store.put_part(upload, number, [memoryview(data)], crc32c=crc32c(data))
+    return store.put_part(upload, number, [memoryview(data)], checksum=checksum(store, data))
 
 
 def part_size(store: ObjectStore) -> int:

@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from cloudckpt.checksum import crc32c
 from cloudckpt.stores.base import ObjectStore, Progress
 from cloudckpt.testing.contract.data import (
     SEVERAL_STEPS,
+    checksum,
     cut,
     part_size,
     put,
@@ -90,10 +90,10 @@ class CommonContract(Hooks):
         data, key = some_bytes(SEVERAL_STEPS), prefix + "object"
         views = cut(data, [10, 20, 1_000_000])
         if verb == "put":
-            store.put(key, views, crc32c=crc32c(data), progress=progress)
+            store.put(key, views, checksum=checksum(store, data), progress=progress)
         elif verb == "put_part":
             upload = store.create_upload(key, max(part_size(store), len(data)))
-            store.put_part(upload, 1, views, crc32c=crc32c(data), progress=progress)
+            store.put_part(upload, 1, views, checksum=checksum(store, data), progress=progress)
         else:
             self.put_directly(store, key, data)
             store.get_range(

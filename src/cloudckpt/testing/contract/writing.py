@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from cloudckpt.checksum import crc32c
 from cloudckpt.errors import (
     ObjectNotFoundError,
     PreconditionFailedError,
@@ -14,6 +13,7 @@ from cloudckpt.errors import (
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.testing.contract.data import (
     SEVERAL_STEPS,
+    checksum,
     cut,
     put,
     some_bytes,
@@ -41,13 +41,13 @@ class WritingContract(Hooks):
     ) -> None:
         data = some_bytes(SEVERAL_STEPS)
         views = cut(data, [0, 1, 0, 5000, 70_000, 2 * 1024 * 1024, 3])
-        store.put(prefix + "object", views, crc32c=crc32c(data))
+        store.put(prefix + "object", views, checksum=checksum(store, data))
         assert self.get_directly(store, prefix + "object") == data
 
     def test_put_without_a_view_makes_an_empty_object(
         self, store: ObjectStore, prefix: str
     ) -> None:
-        store.put(prefix + "object", [], crc32c=0)
+        store.put(prefix + "object", [], checksum=0)
         assert self.get_directly(store, prefix + "object") == b""
 
     def test_put_tells_key_size_and_version(self, store: ObjectStore, prefix: str) -> None:

@@ -1,0 +1,134 @@
+"""The process groups of savers: made when they are needed, and used again by later savers.
+
+A closed saver's group is kept, not destroyed. torch names a new group after how many there are:
+once one is destroyed, the next may get its name, find the addresses that it left in the store, and
+wait for connections that nobody accepts (torch 2.13). The groups end with the default group.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import weakref
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from cloudckpt.dcp.torch_private import set_group_timeout
+from cloudckpt.errors import ConfigError, ProcessGroupError
+
+__all__ = ["exists", "give_back", "open_group"]
+
+
+@dataclass
+class _Kept:
+    """What is remembered while a default group exists.
+
+    Attributes:
+        free: Groups that no saver uses.
+        opened: How many were opened by the same ranks.
+    """
+
+    free: list[dist.ProcessGroup] = field(default_factory=list)
+    opened: dict[tuple[int, ...], int] = field(default_factory=dict)
+
+
+_lock = threading.Lock()
+_kept: weakref.WeakKeyDictionary[dist.ProcessGroup, _Kept] = weakref.WeakKeyDictionary()
+
+
+def open_group(
+    parent: dist.ProcessGroup | None, *, start_timeout: float, collective_timeout: float
+) -> dist.ProcessGroup:
+    """A gloo group of the same ranks, which nobody else uses; a collective call.
+
+    Args:
+        parent: The ranks; None for all.
+        start_timeout: Seconds to wait for the other ranks to call this, too.
+        collective_timeout: Seconds that collectives of the group may take.
+
+    Raises:
+        ConfigError: If this rank is not one of them.
+        ProcessGroupError: If the ranks do not meet.
+    """
+    world = dist.group.WORLD
+    group = parent if parent is not None else world
+    if world is None or not isinstance(group, dist.ProcessGroup):
+        raise ConfigError("this rank is not in the process group that it is to save with")
+    ranks = tuple(sorted(dist.get_process_group_ranks(group)))
+    with _lock:
+        kept = _kept.setdefault(world, _Kept())
+        free: dict[str, dist.ProcessGroup]
+        free = {made.group_name: made for made in kept.free if _ranks(made) == ranks}
+        number = kept.opened.get(ranks, 0)
+    timeout = timedelta(seconds=start_timeout)
+    try:
+        chosen = _agree(group, number, sorted(free), timeout)
+        made = free[chosen] if chosen else _new(ranks, timeout)
+        set_group_timeout(timedelta(seconds=collective_timeout), made)
+    except RuntimeError as exc:  # gloo and the stores have no other class in common
+        raise ProcessGroupError(
+            f"the ranks {list(ranks)} did not all make a group for their saves within "
+            f"{start_timeout:g} s; all of them must, and if they are not all ranks, each must have "
+            "made as many groups before as the others",
+            cause=exc,
+        ) from exc
+    with _lock:
+        kept.opened[ranks] = number + 1
+        if chosen:
+            kept.free.remove(made)
+    return made
+
+
+def give_back(group: dist.ProcessGroup) -> None:
+    """Lets a later saver have a group, all of whose collectives have ended on this rank."""
+    world = dist.group.WORLD
+    with _lock:
+        if world is not None and world in _kept and exists(group):
+            _kept[world].free.append(group)
+
+
+def exists(group: dist.ProcessGroup) -> bool:
+    """Whether nobody has destroyed a group, or the default group before it."""
+    return bool(_ranks(group))
+
+
+def _new(ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
+    made = dist.new_group(
+        list(ranks),
+        timeout=timeout,
+        backend="gloo",
+        # with it, the name depends on how many groups a rank is in, which may differ; without it,
+        # all ranks must take part
+        use_local_synchronization=len(ranks) < dist.get_world_size(),
+        group_desc="cloudckpt",
+    )
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Its ranks; none if it does not exist any more."""
+    try:
+        return tuple(sorted(dist.get_process_group_ranks(group)))
+    except KeyError:
+        return ()
+
+
+def _agree(group: dist.ProcessGroup, number: int, free: list[str], timeout: timedelta) -> str:
+    """The name of a group that all ranks have free; empty if there is none.
+
+    A saver may be closed on one rank while another still uses it, or believes it broken.
+    """
+    rank, size, store = group.rank(), group.size(), group.get_group_store()
+    place = f"cloudckpt/open/{number}"
+    store.set(f"{place}/{rank}", json.dumps(free))
+    if rank == 0:
+        keys = [f"{place}/{other}" for other in range(size)]
+        store.wait(keys, timeout)
+        common = set.intersection(*(set(json.loads(store.get(key))) for key in keys))
+        store.set(f"{place}/chosen", min(common, default=""))
+    store.wait([f"{place}/chosen"], timeout)
+    chosen: str = store.get(f"{place}/chosen").decode()
+    return chosen

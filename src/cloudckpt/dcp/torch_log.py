@@ -1,0 +1,54 @@
+"""Events as records of torch's checkpoint logger, beside those of torch itself."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+
+import torch.distributed as dist
+
+from cloudckpt.dcp.torch_private import dcp_logger
+from cloudckpt.events.event import Event
+
+__all__ = ["tell_torchs_logger"]
+
+
+def tell_torchs_logger(event: Event) -> None:
+    """Logs a phase as torch logs its own functions: a dict, at level DEBUG, or ERROR if it failed.
+
+    The keys are torch's where it has one for it: ``checkpoint_id``, ``func_name`` (for example
+    ``cloudckpt.upload``), ``event`` (``end`` or ``exception``), ``time`` and ``times_spent`` in
+    nanoseconds, ``local_rank`` in the group that saves, and with a process group ``global_rank``
+    and ``world_size``; besides, ``bytes``, and ``error`` or ``detail`` with the class of an error.
+    Nothing is made where torch's logger has no handler but the one that drops everything.
+    """
+    logger = dcp_logger()
+    level = logging.ERROR if event.failed else logging.DEBUG
+    if logger is None or not logger.isEnabledFor(level) or not _is_heard(logger):
+        return
+    spent = int(event.seconds * 1e9)
+    message: dict[str, str | int] = {
+        "checkpoint_id": event.uri,
+        "uuid": str(uuid.uuid4().int),
+        "func_name": f"cloudckpt.{event.phase}",
+        "event": "exception" if event.failed else "end",
+        "time": int(event.began * 1e9) + spent,
+        "times_spent": spent,
+        "local_rank": str(event.rank),
+        "bytes": event.bytes,
+    }
+    if dist.is_available() and dist.is_initialized():
+        message["global_rank"] = str(dist.get_rank())
+        message["world_size"] = str(dist.get_world_size())
+    if event.detail:
+        message["error" if event.failed else "detail"] = event.detail
+    logger.log(level, message, extra={"cloudckpt_event": event})
+
+
+def _is_heard(logger: logging.Logger) -> bool:
+    at: logging.Logger | None = logger
+    while at is not None:
+        if any(type(handler) is not logging.NullHandler for handler in at.handlers):
+            return True
+        at = at.parent if at.propagate else None
+    return False

@@ -1,0 +1,88 @@
+"""What refusals of all clouds have in common: the statuses of HTTP, and when to come back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from cloudckpt.errors import (
+    AccessDeniedError,
+    CredentialsError,
+    InvalidRequestError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    RangeNotSatisfiableError,
+    ServerError,
+    StorageFullError,
+    StoreError,
+    ThrottledError,
+    TransientStoreError,
+)
+
+__all__ = [
+    "CUT_SHORT",
+    "DAMAGED",
+    "EXPIRED",
+    "NOT_AS_EXPECTED",
+    "NO_OBJECT",
+    "NO_UPLOAD",
+    "SLOW_DOWN",
+    "TOO_SHORT",
+    "Meaning",
+    "by_status",
+    "refusal",
+]
+
+Meaning = tuple[type[StoreError], str]
+"""The error to raise, and what it says."""
+
+CUT_SHORT: Meaning = (ServerError, "the body arrived short")
+DAMAGED: Meaning = (ServerError, "the bytes arrived damaged")
+EXPIRED: Meaning = (CredentialsError, "the credentials have expired; renew them")
+NOT_AS_EXPECTED: Meaning = (PreconditionFailedError, "the object is not in the expected state")
+NO_OBJECT: Meaning = (ObjectNotFoundError, "there is no such object")
+NO_UPLOAD: Meaning = (ObjectNotFoundError, "there is no such multipart upload any more")
+SLOW_DOWN: Meaning = (ThrottledError, "the store asks to slow down")
+TOO_SHORT: Meaning = (RangeNotSatisfiableError, "the object ends before the range does")
+
+_BY_STATUS: Mapping[int, Meaning] = {
+    401: (CredentialsError, "the store does not accept these credentials"),
+    403: (AccessDeniedError, "access denied; check the policies for these credentials"),
+    404: NO_OBJECT,
+    408: (ServerError, "the store gave up waiting for the request"),
+    409: (ServerError, "another operation on the same object is under way"),
+    412: NOT_AS_EXPECTED,
+    416: TOO_SHORT,
+    429: SLOW_DOWN,
+    501: (InvalidRequestError, "the store does not know this operation"),
+    503: (ThrottledError, "the store is unavailable for the moment"),
+    507: (StorageFullError, "the store's disks are full"),
+}
+
+
+def by_status(status: int) -> Meaning:
+    """What an HTTP status says where the store's own code says nothing."""
+    if status in _BY_STATUS:
+        return _BY_STATUS[status]
+    if status >= 500 or status == 200:  # an error in the body of a success
+        return ServerError, "the store failed inside"
+    return InvalidRequestError, "the store rejects the request"
+
+
+def refusal(
+    meaning: Meaning, action: str, uri: str, cause: str | None, headers: Mapping[str, str]
+) -> StoreError:
+    """The error; it knows when the store wants to be asked again, if the answer says so.
+
+    Args:
+        meaning: What the answer means.
+        action: What was tried.
+        uri: On what.
+        cause: The store's own words.
+        headers: Of the answer, in any case.
+    """
+    kind, text = meaning
+    error = kind(f"{action}: {text}", uri=uri, cause=cause)
+    wait = next((value for name, value in headers.items() if name.lower() == "retry-after"), "")
+    if isinstance(error, TransientStoreError) and wait.isascii() and wait.isdigit():
+        error.retry_after = float(wait)
+    return error

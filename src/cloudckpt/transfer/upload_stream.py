@@ -1,0 +1,173 @@
+"""A file that is sent as an object while it is written: whole or not at all."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from cloudckpt.config import Config
+from cloudckpt.errors import InvalidRequestError
+from cloudckpt.stores.base import ObjectStore
+from cloudckpt.transfer.group import TaskGroup
+from cloudckpt.transfer.parts import Piece, choose_part_size
+from cloudckpt.transfer.retry import Retrier
+from cloudckpt.transfer.staging import Slab, StagingPool
+from cloudckpt.transfer.stats import TransferStats
+from cloudckpt.transfer.upload import ObjectUpload
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+__all__ = ["UploadStream", "upload_stream"]
+
+logger = logging.getLogger("cloudckpt")
+
+_PARTS_IN_BUDGET = 6  # see choose_part_size
+
+
+class _NamedUpload(ObjectUpload):
+    """An upload to a key that its user has chosen: what else is at that key is not touched."""
+
+    def abandon(self) -> None:
+        if self._upload is not None and self.info is None:
+            self._abort(self._upload)
+        self._abort_twins()
+
+    def _abort_twins(self) -> None:
+        if self._may_have_twin:
+            # unlike one with a random key, it can't be told from an upload of somebody else
+            logger.warning(
+                "%s: an empty multipart upload may have been left behind",
+                self._store.uri(self.key),
+            )
+
+
+class UploadStream(io.RawIOBase):
+    """A file that is sent while it is written; what is written is copied, so it may change after.
+
+    Attributes:
+        failure: The first error of a write, or an interrupt. Writers written in C++ replace it by
+            an error of their own.
+    """
+
+    def __init__(self, upload: ObjectUpload, pool: StagingPool, most: int, uri: str) -> None:
+        super().__init__()
+        self.failure: BaseException | None = None
+        self._upload = upload
+        self._pool = pool
+        self._slab_bytes = pool.slab_bytes
+        self._most = most
+        self._uri = uri
+        self._at = 0
+        self._slab: Slab | None = None
+        self._filled = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def write(self, data: ReadableBuffer) -> int:
+        """Takes all of ``data``; blocks while the network is behind."""
+        if self.failure is not None:
+            raise self.failure
+        view = memoryview(data).cast("B")
+        count = view.nbytes
+        try:
+            self._copy(view)
+        except BaseException as error:
+            self.failure = error
+            raise
+        self._at += count
+        return count
+
+    def _copy(self, view: memoryview) -> None:
+        if self._at + view.nbytes > self._most:
+            raise InvalidRequestError(
+                f"the object exceeds {self._most} bytes, the most that parts of this size add up "
+                "to: raise Config(memory_budget=...), on which the size of parts depends",
+                uri=self._uri,
+            )
+        while view.nbytes:
+            if self._slab is None:
+                self._slab, _ = self._pool.reserve(self._slab_bytes)
+                self._filled = 0
+            count = min(view.nbytes, self._slab_bytes - self._filled)
+            self._slab.view[self._filled : self._filled + count] = view[:count]
+            self._filled += count
+            view = view[count:]
+            if self._filled == self._slab_bytes:
+                self._pass_on()
+
+    def _pass_on(self) -> None:
+        if self._slab is not None:
+            slab, self._slab = self._slab, None
+            self._upload.write(Piece(slab.view[: self._filled], lease=slab))
+
+    def finish(self) -> None:
+        """Says that nothing follows."""
+        self._pass_on()
+        self._upload.close()
+
+
+def upload_stream(
+    store: ObjectStore,
+    key: str,
+    write: Callable[[UploadStream], None],
+    config: Config,
+    stats: TransferStats,
+    *,
+    expected: int,
+) -> None:
+    """Sends what ``write`` writes as the object ``key``, which appears, or is replaced, at the end.
+
+    If ``write`` raises, nothing changes at the key, and no parts are left in the store; only if the
+    answer to the last request was lost may the new object be there, whole. The memory in use is
+    ``memory_budget``; for objects of more than about 100 GiB, whose parts must be larger, it is
+    1/1500 of ``expected``.
+
+    Args:
+        store: The store.
+        key: The key.
+        write: Called once, in this thread.
+        config: Options.
+        stats: Counts what is sent.
+        expected: About how many bytes will be written; too few limit how many can be.
+
+    Raises:
+        StoreError: If the store refuses or stays unreachable; ``write`` sees the same error, or
+            TransferCancelledError, from its next write.
+    """
+    limits = store.capabilities
+    least = expected // (limits.max_parts * 9 // 10)
+    wanted = config.part_size and max(config.part_size, least)
+    budget = max(config.memory_budget, _PARTS_IN_BUDGET * least)
+    group = TaskGroup(config.connections, name="cloudckpt-save", interrupt=store.interrupt)
+    retrier = Retrier(config.retry, group.cancellation, on_retry=stats.add_retry)
+    pool = StagingPool(budget, group.cancellation)
+    part_size = choose_part_size(
+        expected, wanted, limits, connections=config.connections, copied=budget
+    )
+    upload = _NamedUpload(store, key, part_size, group, retrier, stats)
+    most = part_size * limits.max_parts
+    stream = UploadStream(upload, pool, most, store.uri(key))
+
+    def produce() -> None:
+        try:
+            write(stream)
+        except Exception as error:
+            if stream.failure is not None and stream.failure is not error:
+                raise stream.failure from error
+            raise
+        stream.finish()
+
+    try:
+        group.run(produce)
+    except BaseException:
+        upload.abandon()
+        raise
+    finally:
+        pool.close()

@@ -1,0 +1,241 @@
+"""Failures of an asynchronous checkpointer: each is told once, and no rank is left behind by it."""
+
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import cloudckpt
+from cloudckpt import (
+    AsyncCheckpointer,
+    AsyncSaveError,
+    BackgroundOptions,
+    CheckpointerConfig,
+    CheckpointError,
+    ConfigError,
+    SaveInProgressError,
+    SaveProcessError,
+    make_async_checkpointer,
+)
+from cloudckpt.background.saver import AsyncSaver
+from dcp.children import in_a_child
+from dcp.places import Place
+from faults.states import SMALL, filled
+
+from .saves import PATIENCE, Gate, Refusing, of_rank, step_at
+from .waiting import eventually, interrupted
+
+THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
+
+
+def checkpointer(place: Place, kind=THREAD, **options) -> AsyncCheckpointer:
+    config = place.having(background=BackgroundOptions(**options)).config
+    return make_async_checkpointer(CheckpointerConfig(config=config, kind=kind))
+
+
+def _failed_on_one(place: Place, kind, when_busy: str) -> list[str]:
+    """What a rank is told whose save before had failed, when that of the other had not."""
+    told = []
+    one = checkpointer(place, kind, when_busy=when_busy)
+    for step in (1, 2, 3):
+        try:
+            _, written = one.save(of_rank(step), place.at(f"step-{step}").uri)
+            error = written.exception(PATIENCE)
+            told.append("saved" if error is None else type(error).__name__)
+        except (ArithmeticError, AsyncSaveError) as raised:
+            told.append(f"raised {type(raised).__name__}: {raised}")
+        if step == 1 and dist.get_rank() == 0:
+            written._exception = ArithmeticError("lost after the commit")
+        dist.barrier()
+    one.close()
+    return told
+
+
+@pytest.mark.parametrize("when_busy", ["wait", "skip", "double_buffer"])
+@pytest.mark.parametrize("kind", [THREAD, PROCESS], ids=["thread", "process"])
+def test_a_failure_of_one_rank_never_lets_the_ranks_save_different_steps(
+    kind, when_busy, local, ranks
+):
+    """If only one raised, its next save would be carried out with this one of the others."""
+    first, second = ranks(2, _failed_on_one, local, kind, when_busy)
+    assert first == ["saved", "raised ArithmeticError: lost after the commit", "saved"]
+    assert second[0] == second[2] == "saved"
+    assert (
+        "rank 0 did not begin this save | cause: ArithmeticError: lost after the commit"
+        in second[1]
+    )
+    assert step_at(local.at("step-3"), ranks=2) == 3
+    assert local.at("step-2").names() == []
+
+
+def _interrupted_on_one(place: Place, folder: Path) -> None:
+    gate, rank = Gate(folder), dist.get_rank()
+    with checkpointer(place) as one:
+        first = one.save(of_rank(1), place.at("step-1").uri, planner=gate)[1]
+        gate.wait()
+        if rank == 0:  # Ctrl-C, while it waits for the save before
+            with mock.patch.object(one._saver, "_take_turn", side_effect=KeyboardInterrupt):
+                gate.open()
+                with pytest.raises(KeyboardInterrupt):
+                    one.save(of_rank(2), place.at("step-2").uri)
+        else:
+            with pytest.raises(AsyncSaveError, match=r"rank 0 did not begin .* KeyboardInterrupt"):
+                one.save(of_rank(2), place.at("step-2").uri)
+        first.result(PATIENCE)
+        one.save(of_rank(3), place.at("step-3").uri)[1].result(PATIENCE)
+
+
+def test_an_interrupt_of_one_rank_that_waits_is_told_to_the_others(local, ranks, tmp_path):
+    ranks(2, _interrupted_on_one, local, tmp_path)
+    assert step_at(local.at("step-3"), ranks=2) == 3
+
+
+def test_a_failure_is_told_although_a_save_was_skipped_in_between(local, tmp_path):
+    gate = Gate(tmp_path)
+    one = checkpointer(local, when_busy="skip")
+    first = one.save(filled(1, SMALL), local.uri, planner=Failing(gate))[1]
+    gate.wait()
+    assert one.save(filled(2, SMALL), local.uri)[1].skipped
+    gate.open()
+    assert first.exception(PATIENCE) is not None
+    with pytest.raises(CheckpointError, match="the dog ate it"):
+        one.close()
+
+
+def test_a_failure_is_told_although_the_next_save_was_begun_before_it(local, tmp_path):
+    gate = Gate(tmp_path)
+    one = checkpointer(local, when_busy="double_buffer")
+    one.save(filled(1, SMALL), local.at("1").uri, planner=Failing(gate))
+    gate.wait()
+    second = one.save(filled(2, SMALL), local.at("2").uri)[1]
+    gate.open()
+    second.result(PATIENCE)
+    with pytest.raises(CheckpointError, match="the dog ate it"):
+        one.close()
+    assert step_at(local.at("2")) == 2
+
+
+class Failing(Gate):
+    """Fails behind its gate."""
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__(gate._folder)
+
+    def resolve_data(self, write_item):
+        found = super().resolve_data(write_item)
+        if self._reads == 2:
+            raise ArithmeticError("the dog ate it")
+        return found
+
+
+def test_closing_before_the_save_has_ended_says_that_it_has_not(local, tmp_path):
+    gate = Gate(tmp_path)
+    one = checkpointer(local, close_timeout=0.05)
+    written = one.save(filled(1, SMALL), local.uri, planner=gate)[1]
+    gate.wait()
+    with pytest.raises(SaveInProgressError, match=r"not ended within 0\.05 s") as caught:
+        one.close()
+    assert caught.value.uri == local.uri
+    gate.open()
+    written.result(PATIENCE)
+
+
+def test_closing_that_was_interrupted_tells_of_a_failure_when_it_is_done_again(local, tmp_path):
+    gate = Gate(tmp_path)
+    one = checkpointer(local)
+    one.save(filled(1, SMALL), local.uri, planner=Failing(gate))
+    gate.wait()
+    with interrupted(one._saver, "close"):
+        one.close()
+    gate.open()
+    with pytest.raises(CheckpointError, match="the dog ate it"):
+        one.close()
+    one.close()
+
+
+def test_closing_in_a_fork_is_left_to_the_process_that_has_made_the_checkpointer(local, tmp_path):
+    gate = Gate(tmp_path)
+    with checkpointer(local) as one:
+        written = one.save(filled(1, SMALL), local.uri, planner=gate)[1]
+        gate.wait()
+        in_a_child("fork", one.close)
+        gate.open()
+        written.result(PATIENCE)
+    assert step_at(local) == 1
+
+
+def test_closing_tells_of_the_save_whose_process_it_ended(local, tmp_path):
+    gate = Gate(tmp_path)
+    one = checkpointer(local, PROCESS, close_timeout=0.05)
+    one.save(filled(1, SMALL), local.uri, planner=gate)
+    gate.wait()
+    with pytest.raises(SaveProcessError):
+        one.close()
+    assert ".metadata" not in local.names()
+
+
+def test_an_error_of_the_training_is_not_hidden_by_one_of_the_last_save(local, caplog):
+    def train() -> None:
+        with checkpointer(local) as one:
+            one.save(filled(1, SMALL), local.uri, planner=Refusing())
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    assert "the dog ate it" in caplog.text
+
+
+# ---- the default process group comes late, or goes early
+
+
+def _destroyed_before_its_turn(place: Place, folder: Path) -> None:
+    gate = Gate(folder)
+    saver = AsyncSaver(options=BackgroundOptions(when_busy="double_buffer"))
+    rank = dist.get_rank()
+    first = saver.save(of_rank(1), place.at("1").writer(), planner=gate).written
+    gate.wait()
+    second = saver.save(of_rank(2), place.at("2").writer()).written
+    dist.barrier()
+    dist.destroy_process_group()
+    (folder / f"destroyed-{rank}").touch()
+    assert eventually(lambda: len(list(folder.glob("destroyed-*"))) == 2, PATIENCE)
+    gate.open()
+    assert isinstance(first.exception(PATIENCE), Exception)
+    assert isinstance(second.exception(PATIENCE), CheckpointError)
+    saver.close()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def test_a_save_that_outlives_the_default_group_is_not_committed_without_the_other_ranks(
+    local, ranks, tmp_path
+):
+    ranks(2, _destroyed_before_its_turn, local, tmp_path)
+    assert ".metadata" not in local.at("1").names()
+    assert ".metadata" not in local.at("2").names()
+
+
+def _made_before_the_group(place: Place, store: str) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    saver, alone = AsyncSaver(), AsyncSaver(no_dist=True)
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    with saver, alone:
+        with pytest.raises(ConfigError, match=r"before torch\.distributed was initialized"):
+            saver.save(of_rank(1), place.writer())
+        own = place.at(f"of-{rank}")
+        alone.save(filled(1, SMALL), own.writer()).written.result(PATIENCE)
+        assert step_at(own) == 1
+
+
+def test_a_saver_that_does_not_know_of_the_other_ranks_refuses_to_save(local, ranks, tmp_path):
+    ranks(2, _made_before_the_group, local, os.fspath(tmp_path / "store"))
+    assert ".metadata" not in local.names()
+
+
+def test_without_other_ranks_none_are_needed(local):
+    cloudckpt.async_save(filled(1, SMALL), checkpoint_id=local.uri).result(PATIENCE)
+    cloudckpt.close_async_savers()
+    assert step_at(local) == 1

@@ -1,0 +1,194 @@
+"""The process groups of savers: made whatever groups a rank is in, kept, and used again."""
+
+import datetime
+import gc
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from cloudckpt import (
+    AsyncCheckpointer,
+    BackgroundOptions,
+    CheckpointerConfig,
+    ConfigError,
+    ProcessGroupError,
+)
+from cloudckpt.background.groups import give_back, open_group
+from cloudckpt.background.saver import AsyncSaver
+from dcp.places import Place
+from faults.states import SMALL, filled
+
+from .saves import PATIENCE, begin, of_rank, step_at
+from .waiting import eventually, open_files
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _opened(parent: dist.ProcessGroup | None = None, seconds: float = PATIENCE):
+    return open_group(parent, start_timeout=seconds, collective_timeout=PATIENCE)
+
+
+def _together(group: dist.ProcessGroup) -> None:
+    seen = torch.tensor([1])
+    dist.all_reduce(seen, group=group)
+    assert seen.item() == dist.get_world_size(group)
+
+
+# ---- closed and opened again
+
+
+def _cycles(place: Place) -> tuple[int, int]:
+    """Files and threads that many savers have added to those of the first."""
+    config = place.having(background=BackgroundOptions(when_busy="skip")).config  # two groups each
+    options = CheckpointerConfig(config=config, kind=AsyncCheckpointerType.THREAD)
+    for cycle in range(31):
+        with AsyncCheckpointer(options) as checkpointer:
+            checkpointer.save(of_rank(cycle), place.uri)[1].result(PATIENCE)
+        gc.collect()
+        dist.barrier()
+        if cycle == 0:
+            before = open_files(), _threads()
+    return open_files() - before[0], _threads() - before[1]
+
+
+def test_thirty_savers_leave_no_more_files_and_threads_than_one(ranks, local):
+    for files, threads in ranks(2, _cycles, local):
+        assert files <= 1
+        assert threads <= 1
+    assert step_at(local, ranks=2) == 30
+
+
+def _process_cycles(place: Place) -> tuple[int, int]:
+    for cycle in range(3):
+        with AsyncSaver(kind=AsyncCheckpointerType.PROCESS) as saver:
+            begin(saver, cycle, place).result(PATIENCE)
+        del saver
+        gc.collect()
+        dist.barrier()
+        if cycle == 0:
+            before = open_files(), _threads()
+    return open_files() - before[0], _threads() - before[1]
+
+
+def test_savers_with_processes_leave_no_more_files_and_threads_than_one(ranks, local):
+    for files, threads in ranks(2, _process_cycles, local):
+        assert files <= 1
+        assert threads <= 1
+    assert step_at(local, ranks=2) == 2
+
+
+def _closed_in_any_order() -> list[str]:
+    rank = dist.get_rank()
+    both = [_opened(), _opened()]
+    give_back(both[rank])  # the ranks have one free group each, and not the same
+    third = _opened()
+    _together(third)
+    give_back(both[1 - rank])
+    give_back(third)
+    again = [_opened() for _ in range(3)]
+    for group in again:
+        _together(group)
+    assert {group.group_name for group in again} == {g.group_name for g in (*both, third)}
+    return [group.group_name for group in (third, *again)]
+
+
+def test_ranks_that_close_in_another_order_open_the_same_group(ranks):
+    first, second = ranks(2, _closed_in_any_order)
+    assert first == second
+
+
+def _given_back_by_one() -> None:
+    group = _opened()
+    if dist.get_rank() == 0:
+        give_back(group)  # the other rank believes it broken
+    other = _opened()
+    assert other is not group
+    _together(other)
+
+
+def test_a_group_that_one_rank_believes_broken_is_not_used_again(ranks):
+    ranks(2, _given_back_by_one)
+
+
+def _world_ends_first(place: Place, store: str) -> None:
+    with AsyncSaver() as saver:
+        begin(saver, 1, place).result(PATIENCE)
+        size, rank = dist.get_world_size(), dist.get_rank()
+        dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, size),
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=PATIENCE),
+    )
+    with AsyncSaver() as saver:
+        begin(saver, 2, place).result(PATIENCE)
+        dist.barrier()
+
+
+def test_a_saver_may_be_closed_after_the_default_group(ranks, local, tmp_path):
+    ranks(2, _world_ends_first, local, str(tmp_path / "store"))
+    assert step_at(local, ranks=2) == 2
+
+
+# ---- which ranks
+
+
+def _groups_of_one_rank(place: Place) -> None:
+    dist.new_group([0])  # which only the first rank counts among its groups
+    with AsyncSaver(options=BackgroundOptions(start_timeout=20)) as saver:
+        begin(saver, 1, place).result(PATIENCE)
+
+
+def test_ranks_that_are_in_unequally_many_groups_save_together(ranks, local):
+    ranks(2, _groups_of_one_rank, local)
+    assert step_at(local, ranks=2) == 1
+
+
+def _alone_and_together(place: Place) -> None:
+    rank = dist.get_rank()
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    for step in range(3):
+        with AsyncSaver(process_group=alone) as apart, AsyncSaver() as both:
+            apart.save(filled(step, SMALL), place.at(f"of-{rank}").writer()).written.result(
+                PATIENCE
+            )
+            begin(both, step, place.at("of-both")).result(PATIENCE)
+        assert dist.get_world_size(_opened(alone)) == 1
+
+
+def test_groups_of_other_ranks_are_not_mixed_up(ranks, local):
+    ranks(2, _alone_and_together, local)
+    assert [step_at(local.at(name)) for name in ("of-0", "of-1")] == [2, 2]
+    assert step_at(local.at("of-both"), ranks=2) == 2
+
+
+def _outsider() -> None:
+    group = dist.new_group([0])
+    if dist.get_rank() == 1:
+        with pytest.raises(ConfigError, match="not in the process group"):
+            AsyncSaver(process_group=group)
+
+
+def test_a_rank_outside_of_the_group_is_told(ranks):
+    ranks(2, _outsider)
+
+
+def _absent(folder: str) -> None:
+    done = os.path.join(folder, "done")
+    if dist.get_rank() == 0:
+        with pytest.raises(ProcessGroupError, match="did not all make a group"):
+            _opened(seconds=0.3)
+        open(done, "w").close()
+    assert eventually(lambda: os.path.exists(done), PATIENCE)
+    _together(_opened())  # when all come, it works
+
+
+def test_a_rank_that_does_not_come_ends_the_wait_of_the_others(ranks, tmp_path):
+    ranks(2, _absent, str(tmp_path))

@@ -1,0 +1,55 @@
+"""What a saving process logs: as much as the trainer would, and each event once."""
+
+import logging
+
+import pytest
+
+from cloudckpt.background.process import log_levels
+from cloudckpt.background.reports import forward_logs
+from cloudckpt.events.event import Event, emit
+from dcp.children import in_a_child
+
+
+class Sender:
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, str]] = []
+
+    def send(self, kind: str, record: logging.LogRecord) -> None:
+        self.sent.append((record.name, record.getMessage()))
+
+
+def _forwarded(levels: dict[str, int]) -> list[tuple[str, str]]:
+    sender = Sender()
+    forward_logs(sender, levels)
+    logging.getLogger("cloudckpt").debug("a detail")
+    logging.getLogger("other").debug("noise")
+    logging.getLogger("other").warning("look")
+    emit(Event(phase="upload", uri="s3://bucket/run", rank=0, began=1.0, seconds=2.0))
+    return sender.sent
+
+
+def test_each_logger_has_the_level_that_it_has_in_the_trainer():
+    found = in_a_child("fork", _forwarded, {"": logging.WARNING, "cloudckpt": logging.DEBUG})
+    assert found == [("cloudckpt", "a detail"), ("other", "look")]
+
+
+def test_an_event_is_logged_by_the_trainer_alone():
+    found = in_a_child("fork", _forwarded, {"": logging.DEBUG})
+    assert [name for name, _ in found] == ["cloudckpt", "other", "other"]
+
+
+@pytest.fixture
+def _quiet_logger():
+    logger = logging.getLogger("background.quiet")
+    logger.setLevel(logging.ERROR)
+    yield
+    logger.setLevel(logging.NOTSET)
+
+
+@pytest.mark.usefixtures("_quiet_logger")
+def test_the_levels_are_those_that_were_set():
+    logging.getLogger("background.unset").debug("exists")
+    levels = log_levels()
+    assert levels[""] == logging.getLogger().level
+    assert levels["background.quiet"] == logging.ERROR
+    assert "background.unset" not in levels

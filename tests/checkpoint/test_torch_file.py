@@ -1,0 +1,247 @@
+"""Files of torch.save in unusual surroundings, with interrupts, and what is told of them."""
+
+import os
+import signal
+import threading
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch.utils.serialization import config as torch_config
+
+from cloudckpt import CheckpointCorruptError, CheckpointError, Config, events
+from cloudckpt.checkpoint import torch_file
+from cloudckpt.checkpoint.torch_file import TorchFile
+from cloudckpt.checkpoint.torch_save import write_torch_file
+from cloudckpt.config import MIB
+from cloudckpt.errors import ConnectionLostError
+from cloudckpt.stores.registry import open_store
+from cloudckpt.testing.faulty import FaultyStore
+from cloudckpt.transfer import stats as stats_module
+from cloudckpt.transfer.object_file import ObjectFile
+from cloudckpt.transfer.sinks import copy_into
+from cloudckpt.transfer.upload_stream import UploadStream
+from cloudckpt.uri import CheckpointURI
+
+
+@pytest.fixture
+def uri(tmp_path) -> CheckpointURI:
+    return CheckpointURI.parse(tmp_path / "model.pt")
+
+
+def opened(uri: CheckpointURI, **options) -> TorchFile:
+    return TorchFile(uri, Config(), **options)
+
+
+def same(one: dict, other: dict) -> bool:
+    return list(one) == list(other) and all(torch.equal(one[key], other[key]) for key in one)
+
+
+STATE = {"t": torch.arange(300.0), "s": torch.arange(12.0).view(3, 4).t()}
+
+
+# ---- surroundings
+
+
+def test_a_file_without_record_checksums_is_read(uri):
+    with torch_config.patch("save.compute_crc32", False):
+        torch.save(STATE, uri.prefix)
+    file = opened(uri)
+    assert same(file.load(), STATE)
+    assert file.place(file.skeleton()["t"]) is not None  # in parts, too
+
+
+def test_storages_that_are_aligned_to_pages_are_found(uri):
+    with torch_config.patch("save.storage_alignment", 4096):
+        torch.save(STATE, uri.prefix)
+    file = opened(uri)
+    assert same(file.load(), STATE)
+    assert file.place(file.skeleton()["t"]).storage_offset % 4096 == 0
+
+
+def test_storages_behind_four_gibibytes_are_found(uri):
+    large = torch.empty(4 << 30, dtype=torch.uint8)  # never touched, and a hole in the file
+    with torch.serialization.skip_data():
+        torch.save(
+            {"large": large, "behind": torch.zeros(77), "last": large[:9].clone()}, uri.prefix
+        )
+    assert os.stat(uri.prefix).st_size > 4 << 30
+    file = opened(uri)
+    places = {name: file.place(tensor) for name, tensor in file.skeleton().items()}
+    assert places["large"].storage_nbytes == 4 << 30
+    assert places["last"].storage_offset > places["behind"].storage_offset > 4 << 30
+    assert torch.equal(file.read(places["behind"]), torch.zeros(77))
+
+
+@pytest.mark.parametrize("map_location", ["cpu", None])
+def test_a_process_that_maps_its_files_by_default_reads_ours(map_location, uri):
+    torch.save(STATE, uri.prefix)
+    with torch_config.patch("load.mmap", True):
+        assert same(opened(uri).load(map_location), STATE)
+
+
+def test_the_default_device_is_no_matter(uri):
+    with torch.device("meta"):  # stands for "cuda"
+        write_torch_file(STATE, uri, Config())
+        file = opened(uri)
+        loaded = file.load()
+        tensor = file.read(file.place(file.skeleton()["s"]))
+    assert same(loaded, STATE)
+    assert torch.equal(tensor, STATE["s"])
+
+
+def test_a_tensor_that_is_an_attribute_of_a_dict_has_its_data(uri):
+    state = OrderedDict(t=torch.arange(5))
+    state.note = torch.arange(3)
+    state.pair = (torch.arange(2), 1)
+    torch.save({"model": state}, uri.prefix)
+    loaded = opened(uri).load()["model"]
+    assert torch.equal(loaded.note, state.note)
+    assert torch.equal(loaded.pair[0], state.pair[0])
+
+
+def test_tensors_of_inference_mode_are_filled(uri):
+    torch.save(STATE, uri.prefix)
+    with torch.inference_mode():
+        targets = {key: torch.zeros(tuple(value.shape)) for key, value in STATE.items()}
+    file = opened(uri)
+    skeleton = file.skeleton()
+    file.read_into([(file.place(skeleton[key]), targets[key]) for key in STATE])
+    assert same(targets, STATE)
+
+
+def test_autograd_does_not_see_what_is_copied():
+    target = torch.zeros(3, requires_grad=True)
+    copy_into(target, torch.ones(3, requires_grad=True))
+    assert target.is_leaf
+    assert torch.equal(target.detach(), torch.ones(3))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
+def test_a_device_that_is_not_there_does_not_make_the_file_corrupt(uri):
+    torch.save(STATE, uri.prefix)
+    with pytest.raises(CheckpointError, match="map_location") as caught:
+        opened(uri).load("cuda")
+    assert not isinstance(caught.value, CheckpointCorruptError)
+    assert "CUDA" in str(caught.value)
+
+
+@pytest.mark.parametrize("map_location", ["cpu", None])
+def test_a_damaged_pickle_is_corrupt_wherever_it_is_loaded_to(map_location, uri):
+    torch.save(STATE, uri.prefix)
+    with open(uri.prefix, "r+b") as file:
+        data = file.read()
+        file.seek(data.index(b"data.pkl") + 80)
+        file.write(b"\xff" * 40)
+    with pytest.raises(CheckpointError, match=r"can't be loaded|can't read"):
+        opened(uri).load(map_location)
+
+
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
+def test_a_lack_of_memory_is_no_damage(error, uri, monkeypatch):
+    torch.save(STATE, uri.prefix)
+    file = opened(uri)
+
+    def fail(*args, **options):
+        raise error("no memory")
+
+    monkeypatch.setattr(torch, "load", fail)
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(error):
+        file.load()
+    with pytest.raises(error):
+        write_torch_file(STATE, uri, Config())
+
+
+def test_a_byte_order_that_is_not_ours_is_left_to_torch(uri):
+    torch.save(STATE, uri.prefix)
+    with open(uri.prefix, "r+b") as file:
+        data = file.read()
+        file.seek(data.index(b"little"))
+        file.write(b"middle")
+    assert opened(uri)._sizes == {}
+
+
+# ---- interrupts
+
+
+def interrupt(*args, **options):
+    """As Ctrl-C does it: in the main thread, within the call."""
+    os.kill(os.getpid(), signal.SIGINT)
+    threading.Event().wait(5)
+    raise AssertionError("no interrupt came")
+
+
+@pytest.fixture
+def interruptible():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupt_of_a_save_stays_one_and_leaves_the_old_file(uri, monkeypatch, tmp_path):
+    write_torch_file({"old": torch.ones(3)}, uri, Config())
+    monkeypatch.setattr(UploadStream, "_pass_on", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_torch_file({"t": torch.zeros(8 * MIB)}, uri, Config())
+    monkeypatch.undo()
+    assert same(torch.load(uri.prefix), {"old": torch.ones(3)})
+    assert os.listdir(tmp_path) == ["model.pt"]
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("map_location", ["cpu", None])
+def test_an_interrupt_of_a_load_stays_one(map_location, uri, monkeypatch):
+    torch.save({"t": torch.zeros(8 * MIB), "u": torch.zeros(9 * MIB)}, uri.prefix)
+    file, fill = opened(uri), ObjectFile._fill
+    calls = []
+
+    def third(self, view):
+        calls.append(1)
+        return interrupt() if len(calls) == 3 else fill(self, view)
+
+    monkeypatch.setattr(ObjectFile, "_fill", third)
+    file._file._windows.clear()
+    with pytest.raises(KeyboardInterrupt):
+        file.load(map_location)
+    with pytest.raises(KeyboardInterrupt):  # torch's reader may ask again
+        file._file.read(10)
+
+
+# ---- events
+
+
+@pytest.fixture
+def heard(monkeypatch):
+    monkeypatch.setattr(stats_module, "_BETWEEN_EVENTS", 0.0)
+    found: list[events.Event] = []
+    unsubscribe = events.subscribe(found.append)
+    yield found
+    unsubscribe()
+
+
+def test_all_events_of_a_file_say_which_and_of_whom(uri, heard, monkeypatch):
+    real = open_store(uri, Config())
+    store = FaultyStore(real)
+    store.fail("put", ConnectionLostError, calls=[1])
+    store.fail("head", ConnectionLostError, calls=[1])
+    store.fail("get_range", ConnectionLostError, calls=[2])
+    monkeypatch.setattr(torch_file, "open_store", lambda uri, config: store)
+    sent = write_torch_file(STATE, uri, Config(), rank=3)
+    opened(uri, rank=3).load()
+    assert {(event.uri, event.rank) for event in heard} == {(str(uri), 3)}
+    phases = [event.phase for event in heard]
+    assert phases.count("retry") == 3
+    assert {"progress", "upload"} <= set(phases)
+    (upload,) = (event for event in heard if event.phase == "upload")
+    assert upload.bytes == sent.bytes
+    assert upload.seconds > 0
+    assert max(event.total for event in heard) >= 300 * 4
+
+
+def test_a_file_that_cant_be_written_is_a_failed_upload(uri, heard):
+    with pytest.raises(CheckpointError):
+        write_torch_file({"f": lambda: 0}, uri, Config())
+    upload = heard[-1]
+    assert (upload.phase, upload.failed, upload.detail) == ("upload", True, "CheckpointError")

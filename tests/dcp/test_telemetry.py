@@ -1,0 +1,154 @@
+"""Phases become OpenTelemetry spans where its SDK is installed; all works where it is not."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from opentelemetry import trace
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import cloudckpt
+from cloudckpt.events import telemetry
+
+from .values import numbered
+
+
+@pytest.fixture
+def provider(monkeypatch):
+    """A provider of spans; the global one can be set only once in a process."""
+    made = TracerProvider()
+    monkeypatch.setattr(trace, "get_tracer", made.get_tracer)
+    telemetry._tracer.cache_clear()
+    yield made
+    made.shutdown()
+    telemetry._tracer.cache_clear()
+
+
+@pytest.fixture
+def spans(provider):
+    exporter = InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    return exporter.get_finished_spans
+
+
+def save(place, state=None):
+    state = {"t": numbered(1000)} if state is None else state
+    cloudckpt.save(state, checkpoint_id=place.uri, config=place.config)
+
+
+def test_a_save_and_a_load_make_spans(place, spans):
+    began = time.time_ns()
+    save(place)
+    cloudckpt.load({"t": torch.zeros(1000)}, checkpoint_id=place.uri, config=place.config)
+    ended = time.time_ns()
+    found = {span.name: span for span in spans()}
+    names = ("plan", "upload", "commit", "load", "verify")
+    assert list(found) == [f"cloudckpt.{name}" for name in names]
+    assert len(spans()) == len(names)
+    for span in found.values():
+        assert span.attributes["cloudckpt.uri"] == place.uri
+        assert span.attributes["cloudckpt.rank"] == 0
+        assert span.status.status_code is StatusCode.UNSET
+        assert began - 1e6 < span.start_time <= span.end_time <= ended
+        assert span.instrumentation_scope.name == "cloudckpt"
+    for name in ("upload", "load", "verify"):
+        assert found[f"cloudckpt.{name}"].attributes["cloudckpt.bytes"] >= 4000
+    starts = [
+        found[f"cloudckpt.{name}"].start_time for name in ("plan", "upload", "commit", "load")
+    ]
+    assert starts == sorted(starts)
+    assert found["cloudckpt.plan"].end_time <= found["cloudckpt.commit"].start_time
+
+
+def test_spans_stand_beneath_that_of_the_caller(local, provider, spans):
+    with provider.get_tracer("training").start_as_current_span("step") as step:
+        save(local)
+    save(local)
+    parents = [span.parent.span_id if span.parent else None for span in spans()]
+    own = step.get_span_context().span_id
+    assert parents == [own] * 3 + [None] + [None] * 3  # the fourth is the step itself
+
+
+@pytest.mark.parametrize("kind", list(AsyncCheckpointerType))
+def test_spans_of_a_background_save_stand_beneath_that_of_the_caller(kind, local, provider, spans):
+    with provider.get_tracer("training").start_as_current_span("step") as step:
+        future = cloudckpt.async_save(
+            {"t": numbered(1000)},
+            checkpoint_id=local.uri,
+            config=local.config,
+            async_checkpointer_type=kind,
+        )
+    future.result(60.0)
+    names = [span.name for span in spans()]
+    assert sorted(names) == sorted(
+        ["step", *(f"cloudckpt.{name}" for name in ("stage", "plan", "upload", "commit"))]
+    )
+    own = step.get_span_context().span_id
+    assert {span.parent.span_id for span in spans() if span.name != "step"} == {own}
+
+
+def test_a_failed_phase_has_the_status_of_an_error(local, spans):
+    with pytest.raises(cloudckpt.UnsupportedTensorError):
+        save(local, {"t": torch.zeros(3, device="meta")})
+    plan, upload = spans()
+    assert plan.status.status_code is StatusCode.UNSET
+    assert upload.status.status_code is StatusCode.ERROR
+    assert upload.status.description == "UnsupportedTensorError"
+    assert upload.attributes["error.type"] == "UnsupportedTensorError"
+    assert upload.attributes["cloudckpt.failed"] is True
+
+
+def test_a_span_does_not_end_in_the_future(spans):
+    began = time.time()
+    event = cloudckpt.events.Event(
+        phase="verify", uri="memory://x/run", rank=0, began=began, seconds=3600.0, bytes=5
+    )
+    cloudckpt.events.emit(event)
+    (span,) = spans()
+    assert span.end_time <= time.time_ns()
+    assert span.attributes["cloudckpt.seconds"] == 3600.0
+
+
+class Broken(SpanProcessor):
+    def on_end(self, span):
+        raise ArithmeticError("the collector is broken")
+
+
+def test_a_broken_collector_fails_no_save(local, provider, caplog):
+    provider.add_span_processor(Broken())
+    save(local)
+    room = {"t": torch.zeros(1000)}
+    cloudckpt.load(room, checkpoint_id=local.uri, config=local.config)
+    assert torch.equal(room["t"], numbered(1000))
+    assert "the collector is broken" in caplog.text
+
+
+_WITHOUT = """
+import json, sys, warnings
+sys.modules["opentelemetry"] = None
+import torch, cloudckpt
+from cloudckpt import events
+warnings.simplefilter("ignore")
+with events.record() as timeline:
+    cloudckpt.save({"t": torch.ones(5)}, checkpoint_id=sys.argv[1])
+    room = {"t": torch.zeros(5)}
+    cloudckpt.load(room, checkpoint_id=sys.argv[1])
+assert room["t"].sum() == 5
+print(json.dumps([event.phase for event in timeline.events]))
+"""
+
+
+def test_without_opentelemetry_all_works(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT, str(tmp_path)],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert json.loads(done.stdout) == ["plan", "upload", "commit", "load", "verify"]
+    assert done.stderr == ""

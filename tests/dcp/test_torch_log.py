@@ -1,0 +1,162 @@
+"""Events reach the logger of torch's own checkpointing, as records of the same kind."""
+
+import logging
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import cloudckpt
+from cloudckpt import events
+from cloudckpt.config import S3Options
+from cloudckpt.dcp import torch_log
+from cloudckpt.dcp.torch_private import dcp_logger
+from cloudckpt.errors import ServerError
+from cloudckpt.transfer.stats import TransferStats
+
+from .values import numbered
+
+OURS = "cloudckpt."
+
+
+class Notebook(logging.Handler):
+    """As a platform team installs it: keeps what it is told, as it was at that time."""
+
+    def __init__(self, fail_on: str | None = None) -> None:
+        super().__init__()
+        self.fail_on = fail_on
+        self.records: list[logging.LogRecord] = []
+        self.messages: list[dict[str, object]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = dict(record.msg)  # torch goes on to change its dict
+        if self.fail_on is not None and message["func_name"].startswith(self.fail_on):
+            raise ArithmeticError("no room in the notebook")
+        self.records.append(record)
+        self.messages.append(message)
+
+    def of(self, name: str) -> list[dict[str, object]]:
+        return [message for message in self.messages if message["func_name"] == name]
+
+
+@pytest.fixture
+def notebook():
+    handler = Notebook()
+    dcp_logger().addHandler(handler)
+    yield handler
+    dcp_logger().removeHandler(handler)
+
+
+def test_torchs_handlers_see_a_save_and_a_load_beside_torchs_own_records(place, notebook):
+    began = time.time_ns()
+    cloudckpt.save({"t": numbered(1000)}, checkpoint_id=place.uri, config=place.config)
+    cloudckpt.load({"t": torch.zeros(1000)}, checkpoint_id=place.uri, config=place.config)
+    ended = time.time_ns()
+    names = [message["func_name"] for message in notebook.messages]
+    assert [name for name in names if name.startswith(OURS)] == [
+        f"{OURS}{phase}" for phase in ("plan", "upload", "commit", "load", "verify")
+    ]
+    assert (
+        names.index("write_data") < names.index(f"{OURS}upload") < names.index("finish_checkpoint")
+    )
+    (upload,), (torchs,) = notebook.of(f"{OURS}upload"), notebook.of("write_data")[1:]
+    assert upload["checkpoint_id"] == torchs["checkpoint_id"] == place.uri
+    assert upload["event"] == torchs["event"] == "end"
+    assert upload["local_rank"] == "0"
+    assert upload["bytes"] >= 4000
+    assert 0 < upload["times_spent"] <= torchs["times_spent"]
+    assert began <= upload["time"] <= ended
+    assert set(torchs) - set(upload) <= {"log_exceptions"}
+    ours = [one for one in notebook.records if one.msg["func_name"].startswith(OURS)]
+    assert {record.levelno for record in ours} == {logging.DEBUG}
+    assert ours[1].cloudckpt_event.phase == "upload"
+
+
+def test_the_same_goes_for_a_save_by_stock_torch(local, notebook):
+    dcp.save({"t": numbered(10)}, storage_writer=local.writer(), no_dist=True)
+    assert [message["checkpoint_id"] for message in notebook.of(f"{OURS}commit")] == [local.uri]
+
+
+def test_a_failed_phase_is_an_exception_at_level_error(local, notebook):
+    state = {"t": torch.zeros(3, device="meta")}
+    with pytest.raises(cloudckpt.UnsupportedTensorError):
+        cloudckpt.save(state, checkpoint_id=local.uri, config=local.config)
+    (upload,) = notebook.of(f"{OURS}upload")
+    assert (upload["event"], upload["error"]) == ("exception", "UnsupportedTensorError")
+    record = next(one for one in notebook.records if one.msg["func_name"] == f"{OURS}upload")
+    assert record.levelno == logging.ERROR
+
+
+def _told(place) -> list[dict[str, object]]:
+    handler = Notebook()
+    dcp_logger().addHandler(handler)
+    try:
+        cloudckpt.save({"t": numbered(10)}, checkpoint_id=place.uri, config=place.config)
+    finally:
+        dcp_logger().removeHandler(handler)
+    return handler.of(f"{OURS}upload") + handler.of("write_data")[-1:]
+
+
+def test_records_of_many_ranks_say_whose_they_are(local, ranks):
+    for rank, (ours, torchs) in enumerate(ranks(2, _told, local)):
+        assert (ours["local_rank"], ours["global_rank"]) == (str(rank), str(rank))
+        assert ours["world_size"] == torchs["world_size"] == "2"
+        assert ours["global_rank"] == torchs["global_rank"]
+
+
+def test_a_retry_says_why(notebook):
+    TransferStats("memory://x/run", 3).add_retry(ServerError("inside"))
+    (retry,) = notebook.of(f"{OURS}retry")
+    assert (retry["detail"], retry["local_rank"], retry["event"]) == ("ServerError", "3", "end")
+
+
+def test_no_record_holds_a_secret(s3, notebook, monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIDENTITY")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "the-secret-key")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "the-session-token")
+    options = S3Options(endpoint_url=s3.config.s3.endpoint_url, addressing_style="path", region="x")
+    config = s3.having(s3=options).config  # a store of its own, which looks for credentials
+    cloudckpt.save({"t": numbered(10)}, checkpoint_id=s3.uri, config=config)
+    told = str(notebook.messages)
+    assert f"{OURS}upload" in told
+    assert not [word for word in ("AKIA", "secret", "token", "127.0.0.1") if word in told]
+
+
+def test_a_handler_that_raises_fails_no_save(local, caplog):
+    handler = Notebook(fail_on=OURS)
+    dcp_logger().addHandler(handler)
+    try:
+        cloudckpt.save({"t": numbered(10)}, checkpoint_id=local.uri, config=local.config)
+    finally:
+        dcp_logger().removeHandler(handler)
+    room = {"t": torch.zeros(10)}
+    cloudckpt.load(room, checkpoint_id=local.uri, config=local.config)
+    assert torch.equal(room["t"], numbered(10))
+    assert "no room in the notebook" in caplog.text
+
+
+def test_nothing_is_made_where_nobody_listens(monkeypatch):
+    made: list[object] = []
+    # as torch leaves it; pytest adds handlers of its own
+    monkeypatch.setattr(dcp_logger(), "handlers", [logging.NullHandler()])
+    monkeypatch.setattr(torch_log.uuid, "uuid4", lambda: made.append(1))
+    monkeypatch.setattr(torch_log.dist, "get_rank", lambda: made.append(2))
+    event = events.Event(phase="upload", uri="memory://x/run", rank=0, began=time.time(), seconds=1)
+    torch_log.tell_torchs_logger(event)
+    assert made == []
+    assert not events.has_listeners()  # of progress
+
+
+@pytest.mark.parametrize("missing", ["module", "name"])
+def test_a_torch_that_keeps_its_logger_elsewhere_is_no_obstacle(missing, monkeypatch, caplog):
+    name = "torch.distributed.checkpoint.logger"
+    if missing == "module":
+        monkeypatch.setitem(sys.modules, name, None)
+    else:
+        monkeypatch.delattr(sys.modules[name], "_dcp_logger")
+    assert dcp_logger() is None
+    event = events.Event(phase="upload", uri="memory://x/run", rank=0, began=time.time(), seconds=1)
+    events.emit(event)
+    assert caplog.text == ""

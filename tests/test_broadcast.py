@@ -1,0 +1,191 @@
+"""Loading by broadcast: whatever befalls one rank, every rank is told, and none is left waiting."""
+
+# ruff: noqa: F811 - fixtures are imported, and named by the tests
+
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import cloudckpt
+from cloudckpt import CheckpointError, ConfigError, RanksFailedError, events
+from cloudckpt.dcp import batches, broadcast
+from cloudckpt.format_utils import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
+from dcp.conftest import local, places  # noqa: F401 - fixtures
+from dcp.places import Place
+from dcp.ranks import Ranks
+from dcp.values import numbered
+
+MIB = 1024 * 1024
+_SOON = 30.0  # seconds; a collective that nobody joins takes 60
+
+
+@pytest.fixture(scope="module")
+def ranks(_own_surroundings: None) -> Iterator[Ranks]:
+    """Up to three gloo ranks."""
+    pool = Ranks(3)
+    yield pool
+    pool.kill()
+
+
+@pytest.fixture
+def uri(local) -> str:
+    """A file whose tensors need several batches."""
+    torch.save({"t": numbered(3000, 3000), "u": numbered(4, 5)}, f"{local.path}/model.pt")
+    return local.at("model.pt").uri
+
+
+def load(place: Place, *, group=None, reader_group=None, **options):
+    state = {"t": torch.zeros(3000, 3000), "u": torch.zeros(4, 5)}
+    reader = BroadcastingTorchSaveReader(
+        place.uri, process_group=reader_group, config=place.having(**options).config
+    )
+    cloudckpt.load(
+        state, storage_reader=reader, planner=DynamicMetaLoadPlanner(), process_group=group
+    )
+    assert torch.equal(state["t"], numbered(3000, 3000))
+    assert torch.equal(state["u"], numbered(4, 5))
+    return reader
+
+
+def _with_budgets(place: Place) -> None:
+    load(place, memory_budget=(64 if dist.get_rank() == 0 else 32) * MIB)
+
+
+def test_ranks_may_have_different_options(local, uri, ranks):
+    ranks(2, _with_budgets, local.at("model.pt"))
+
+
+def _without_group(place: Place, of: tuple[int, ...]) -> None:
+    group = dist.new_group([0, 1])
+    rank = dist.get_rank()
+    if rank < 2:
+        load(place, group=group, reader_group=None if rank in of else group)
+
+
+@pytest.mark.parametrize("of", [(0, 1), (0,), (1,)])
+def test_a_reader_of_another_group_than_the_load_is_told_on_every_rank(of, local, uri, ranks):
+    began = time.monotonic()
+    errors = ranks.errors(3, _without_group, local.at("model.pt"), of)
+    assert [type(error) for error in errors] == [ConfigError, ConfigError, type(None)]
+    assert "process_group" in str(errors[0])
+    assert time.monotonic() - began < _SOON
+
+
+def _interrupted(place: Place, rank: int, where: str) -> None:
+    """Has an interrupt come on one rank, in the second batch."""
+    module, name = {
+        "reading": (batches.BatchReader, "fill"),
+        "waiting": (broadcast.dist, "broadcast"),
+        "copying": (batches.Targets, "deliver"),
+    }[where]
+    original, calls = getattr(module, name), []
+
+    def second(*args, **options):
+        calls.append(1)
+        found = original(*args, **options)
+        if dist.get_rank() == rank and len(calls) == 2:
+            raise KeyboardInterrupt
+        return found
+
+    setattr(module, name, second)
+    try:
+        load(place, memory_budget=32 * MIB)
+    finally:
+        setattr(module, name, original)
+
+
+@pytest.mark.parametrize(
+    ("rank", "where"), [(0, "reading"), (0, "waiting"), (1, "waiting"), (1, "copying")]
+)
+def test_an_interrupt_of_one_rank_does_not_leave_the_other_waiting(rank, where, local, uri, ranks):
+    began = time.monotonic()
+    errors = ranks.errors(2, _interrupted, local.at("model.pt"), rank, where)
+    assert type(errors[rank]) is KeyboardInterrupt
+    assert type(errors[1 - rank]) is RanksFailedError
+    assert "KeyboardInterrupt" in str(errors[1 - rank])
+    assert time.monotonic() - began < _SOON
+
+
+class NeedsMuchError(Exception):
+    """Survives pickle.dumps, and not pickle.loads."""
+
+    def __init__(self, a, b):
+        super().__init__(f"{a} and {b}")
+
+
+def _fail_by(place: Place) -> None:
+    def fail(self, batch, room):
+        raise NeedsMuchError("this", "that")
+
+    original, batches.BatchReader.fill = batches.BatchReader.fill, fail
+    try:
+        load(place)
+    finally:
+        batches.BatchReader.fill = original
+
+
+def test_an_error_that_cant_travel_is_told_by_its_text(local, uri, ranks):
+    errors = ranks.errors(2, _fail_by, local.at("model.pt"))
+    assert [type(error) for error in errors] == [CheckpointError, CheckpointError]
+    assert all("this and that" in str(error) for error in errors)
+
+
+def _without_memory(place: Place) -> None:
+    original = broadcast.room_for_batches
+
+    def fail(limit, device):
+        raise MemoryError("none left")
+
+    if dist.get_rank() == 1:
+        broadcast.room_for_batches = fail
+    try:
+        load(place)
+    finally:
+        broadcast.room_for_batches = original
+
+
+def test_a_rank_without_memory_for_a_batch_is_told_before_any_is_sent(local, uri, ranks):
+    began = time.monotonic()
+    errors = ranks.errors(2, _without_memory, local.at("model.pt"))
+    assert all("none left" in str(error) for error in errors)
+    assert time.monotonic() - began < _SOON
+
+
+def _told(place: Place) -> list[tuple[str, int, int]]:
+    with events.record(place.uri) as timeline:
+        reader = load(place)
+    received = 0 if reader.transferred is None else reader.transferred.bytes
+    return [(event.phase, event.rank, event.bytes - received) for event in timeline.events]
+
+
+def test_each_rank_tells_of_its_load(local, uri, ranks):
+    assert ranks(2, _told, local.at("model.pt")) == [[("load", 0, 0)], [("load", 1, 0)]]
+
+
+class Elsewhere(torch.Tensor):
+    """Memory that the processor can't read: of it, there are only copies."""
+
+    def cpu(self):
+        return self.as_subclass(torch.Tensor).clone()
+
+
+def test_a_header_in_other_memory_than_the_hosts_is_read():
+    room = torch.empty(128 * 1024, dtype=torch.uint8)
+    batches.write_header(room, None, "s3://bucket/model.pt")
+    elsewhere = room.as_subclass(Elsewhere)
+    assert [batches.read_header(elsewhere) for _ in range(100)] == [None] * 100
+    batches.write_header(room, KeyError("k" * 5000), "s3://bucket/model.pt")
+    assert {str(batches.read_header(elsewhere)) for _ in range(100)} == {repr("k" * 5000)}
+
+
+def test_an_error_that_is_too_long_for_a_header_is_cut():
+    room = torch.empty(128 * 1024, dtype=torch.uint8)
+    batches.write_header(room, KeyError("k" * 500_000), "s3://bucket/model.pt")
+    error = batches.read_header(room)
+    assert type(error) is CheckpointError
+    assert "KeyError" in str(error)
+    assert os.path.basename(error.uri) == "model.pt"

@@ -1,0 +1,97 @@
+"""The garbage collector is held back in a block, and in no other place."""
+
+import gc
+import os
+import random
+import signal
+import threading
+
+import pytest
+
+from cloudckpt.gc_pause import paused_gc
+
+PATIENCE = 60  # seconds
+
+
+@pytest.fixture(autouse=True)
+def _as_before():
+    yield
+    gc.enable()
+
+
+def test_the_collector_rests_in_the_block():
+    with paused_gc():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_blocks_may_nest():
+    with paused_gc():
+        with paused_gc():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_an_error_ends_the_block_too():
+    with pytest.raises(KeyError), paused_gc():
+        raise KeyError
+    assert gc.isenabled()
+
+
+def test_a_collector_that_was_off_stays_off():
+    gc.disable()
+    with paused_gc():
+        pass
+    assert not gc.isenabled()
+
+
+def test_blocks_of_two_threads_may_overlap():
+    inside, leave = threading.Event(), threading.Event()
+
+    def hold():
+        with paused_gc():
+            inside.set()
+            assert leave.wait(PATIENCE)
+
+    thread = threading.Thread(target=hold)
+    with paused_gc():
+        thread.start()
+        assert inside.wait(PATIENCE)
+    assert not gc.isenabled()
+    leave.set()
+    thread.join(PATIENCE)
+    assert gc.isenabled()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_has_a_collector():
+    with paused_gc():
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if gc.isenabled() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_what_an_interrupt_left_behind_is_made_good_by_the_next_block():
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGVTALRM, interrupt)
+    moments, interrupts = random.Random(0), 0
+    try:
+        for _ in range(300):
+            try:
+                signal.setitimer(signal.ITIMER_VIRTUAL, moments.uniform(1e-5, 3e-3))
+                for _ in range(100_000):
+                    with paused_gc():
+                        pass
+            except KeyboardInterrupt:
+                interrupts += 1
+            with paused_gc():
+                assert not gc.isenabled()
+            assert gc.isenabled()
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+    assert interrupts > 250
