@@ -12,7 +12,7 @@ demo: $(VENV)/.demo
 	$(BIN)/cloudckpt demo
 
 test: $(VENV)/.test integration/node_modules/.stamp
-	$(BIN)/python -m pytest --cov -n 2 --dist loadfile
+	$(BIN)/python -m pytest --cov -n 2 --dist loadfile --max-worker-restart 1
 
 integration: $(VENV)/.integration integration/node_modules/.stamp
 	$(BIN)/python -m pytest integration

@@ -1,11 +1,7 @@
 """What trainers do that are made to be killed. Arguments and results are JSON."""
 
 import os
-import subprocess
-import sys
-import threading
 from pathlib import Path
-from typing import Any
 
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
@@ -61,27 +57,9 @@ def save_and_stand_still(uri: str, family: str, folder: str, nbytes: int) -> Non
 
 
 class Trainers(Nursery):
-    """A nursery whose children know the jobs of this module; threads may share it."""
+    """A nursery whose children know the jobs of this module."""
 
-    def __enter__(self) -> "Trainers":
-        self._lock = threading.Lock()
-        paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "background.jobs"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-                "PYTHONWARNINGS": "ignore",
-            },
-            text=True,
-        )
-        return self
-
-    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        with self._lock:
-            return super().ask(question)
+    _module = "background.jobs"
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import os
 import threading
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -57,5 +58,17 @@ def test_ranks_that_hang_or_die_are_ended_and_replaced(function, error):
         with pytest.raises(ProcessLookupError):
             os.kill(before, 0)
         assert pool(1, _process) != [before]
+    finally:
+        pool.kill()
+
+
+def test_a_call_that_is_broken_off_answers_no_later_one():
+    pool = Ranks(1)
+    try:
+        assert pool(1, _identify) == [(0, 1)]
+        broken_off = mock.patch.object(pool, "_collect", side_effect=KeyboardInterrupt)
+        with broken_off, pytest.raises(KeyboardInterrupt):
+            pool(1, _process)
+        assert pool(1, _identify) == [(0, 1)]
     finally:
         pool.kill()

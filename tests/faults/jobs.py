@@ -99,3 +99,13 @@ def save_as_rank(
     config = _config(endpoint, {})
     state = {f"{name}.{rank}": value for name, value in filled(step, nbytes).items()}
     return _outcome(lambda: cloudckpt.save(state, checkpoint_id=uri, config=config))
+
+
+def answer(value: int) -> int:
+    """Nothing but this."""
+    return value
+
+
+def hang() -> None:
+    """Nothing, for ever."""
+    threading.Event().wait()

@@ -3,16 +3,21 @@
 Children are killed, interrupted and stopped; the process that runs the tests stays out of that.
 """
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+
+_ANSWER = 90.0  # seconds, more than a child lives
 
 
 class Child:
@@ -32,12 +37,55 @@ class Child:
 
 
 class Nursery:
-    """The parent of the children, seen from the tests."""
+    """The parent of the children, seen from the tests; threads may share it.
+
+    A question that fails, or is broken off by a test's time limit, ends the process and its
+    children: its answer would be taken for that to the next question. The next child has a new one.
+    """
+
+    _module = "faults.nursery"
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._lock = threading.Lock()
 
     def __enter__(self) -> "Nursery":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._kill()
+
+    def ask(self, question: dict[str, Any], seconds: float = _ANSWER) -> dict[str, Any]:
+        """The answer to one question."""
+        with self._lock:
+            try:
+                process = self._process = self._process or self._start()
+                assert process.stdin is not None
+                assert process.stdout is not None
+                process.stdin.write(json.dumps(question) + "\n")
+                process.stdin.flush()
+                if not wait([process.stdout], seconds):
+                    raise TimeoutError(f"no answer to {question} within {seconds} s")
+                return json.loads(process.stdout.readline())
+            except BaseException:
+                self._kill()
+                raise
+
+    @contextmanager
+    def child(self, job: str, *, patience: float = 60.0, **arguments: Any) -> Iterator[Child]:
+        """Runs a function of ``faults.jobs``; kills the child at the end, or after ``patience``."""
+        reply = self.ask({"start": job, "patience": patience, "arguments": arguments})
+        child, parent = Child(self, reply["pid"]), self._process
+        try:
+            yield child
+        finally:
+            if parent is self._process:
+                self.ask({"end": child.pid})
+
+    def _start(self) -> "subprocess.Popen[str]":
         paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "faults.nursery"],
+        return subprocess.Popen(
+            [sys.executable, "-m", self._module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={
@@ -46,32 +94,16 @@ class Nursery:
                 "PYTHONWARNINGS": "ignore",
             },
             text=True,
+            start_new_session=True,
         )
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(30)
-        self._process.stdout.close()
-
-    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(question) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
-
-    @contextmanager
-    def child(self, job: str, *, patience: float = 60.0, **arguments: Any) -> Iterator[Child]:
-        """Runs a function of ``faults.jobs``; kills the child at the end, or after ``patience``."""
-        reply = self.ask({"start": job, "patience": patience, "arguments": arguments})
-        child = Child(self, reply["pid"])
-        try:
-            yield child
-        finally:
-            self.ask({"end": child.pid})
+    def _kill(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with process:  # closes the pipes and waits
+                pass
 
 
 def main() -> None:
