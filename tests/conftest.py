@@ -4,11 +4,11 @@ import os
 import uuid
 from collections.abc import Iterator
 
-import boto3
 import pytest
 
 from cloudckpt import Config, RetryPolicy, S3Options
 from cloudckpt.testing.servers import DUMMY_AWS, moto_server
+from dcp.places import boto_client
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -47,7 +47,7 @@ def s3_config(s3_url: str) -> Config:
 @pytest.fixture
 def s3_client(s3_url: str):
     """boto3 on the server, to look at it without cloudckpt."""
-    return boto3.client("s3", endpoint_url=s3_url)
+    return boto_client(s3_url)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import boto3
+import botocore.config
 
 from cloudckpt import CloudStorageReader, CloudStorageWriter, Config
 
@@ -89,6 +90,12 @@ class Place:
         return bucket, prefix
 
 
+def boto_client(endpoint: str | None) -> Any:
+    """boto3 on a server, which gives up soon when that hangs."""
+    config = botocore.config.Config(read_timeout=20, retries={"total_max_attempts": 2})
+    return boto3.client("s3", endpoint_url=endpoint, config=config)
+
+
 @functools.cache
 def _client(process: int, endpoint: str | None) -> Any:
-    return boto3.client("s3", endpoint_url=endpoint)
+    return boto_client(endpoint)

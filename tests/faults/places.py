@@ -7,12 +7,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import boto3
 from azure.storage.blob import ContainerClient
 
 from cloudckpt.testing.naming import Naming, azure_naming, google_naming, s3_naming
 from cloudckpt.testing.proxy import FaultyProxy
 from cloudckpt.testing.servers import azurite_server
+from dcp.places import boto_client
 from stubs.gcs import GcsStub
 from stubs.gcs_state import Attributes
 
@@ -190,7 +190,7 @@ def _place(url: str, bucket: Bucket, naming: Naming) -> Iterator[Place]:
 @contextlib.contextmanager
 def s3_place(url: str) -> Iterator[Place]:
     """In a moto server that is there already."""
-    with contextlib.closing(boto3.client("s3", endpoint_url=url)) as client:
+    with contextlib.closing(boto_client(url)) as client:
         client.create_bucket(Bucket=BUCKET)
         with _place(url, S3Bucket(client, BUCKET), s3_naming) as place:
             yield place
