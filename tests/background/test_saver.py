@@ -32,7 +32,7 @@ from cloudckpt import (
     StagingMemoryError,
 )
 from cloudckpt.background import arena as arenas
-from cloudckpt.background import saver as saver_module
+from cloudckpt.background import executor
 from cloudckpt.background.job import FailingPlanner, PickledResult
 from cloudckpt.background.saver import AsyncSaver
 from dcp.children import in_a_child
@@ -175,7 +175,7 @@ def test_a_refused_save_that_other_ranks_still_hear_of_does_not_occupy_the_place
             assert may_fail.wait(PATIENCE)
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
-    monkeypatch.setattr(saver_module, "FailingPlanner", SlowToFail)
+    monkeypatch.setattr(executor, "FailingPlanner", SlowToFail)
     with saver(when_busy="double_buffer") as one, ThreadPoolExecutor(1) as pool:
         first = begin(one, 1, local, gate)
         gate.wait()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextvars
-import logging
 import os
 import sys
 import threading
@@ -15,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -23,11 +21,10 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 from cloudckpt import api
 from cloudckpt.background.consent import Consent
-from cloudckpt.background.groups import exists, give_back, open_group
+from cloudckpt.background.executor import Executor
+from cloudckpt.background.groups import give_back, open_group
 from cloudckpt.background.job import (
-    FailingPlanner,
     PendingSave,
-    PickledResult,
     SaveFuture,
     SaveJob,
     as_ours,
@@ -42,19 +39,11 @@ from cloudckpt.background.stager import Stager
 from cloudckpt.background.tracebacks import release_frames
 from cloudckpt.config import BackgroundOptions
 from cloudckpt.dcp.planners import CloudSavePlanner
-from cloudckpt.dcp.writer import CloudStorageWriter
-from cloudckpt.errors import (
-    ClosedError,
-    ConfigError,
-    ProcessGroupError,
-    SaveInProgressError,
-)
+from cloudckpt.errors import ClosedError, ConfigError, SaveInProgressError
 from cloudckpt.events.event import Span, subscribe
 from cloudckpt.uri import URILike
 
 __all__ = ["AsyncSaver"]
-
-logger = logging.getLogger("cloudckpt")
 
 
 class AsyncSaver:
@@ -93,7 +82,6 @@ class AsyncSaver:
             check_io_priority(self._options.io_priority)
         self._no_dist = no_dist or not _has_ranks()
         self._knows_no_ranks = self._no_dist and not no_dist
-        self._broken = False  # a group in which a collective may still be under way
         self._group = None if self._no_dist else self._new_group(process_group)
         asked = self._group
         if self._group is not None and kind != AsyncCheckpointerType.PROCESS:
@@ -110,6 +98,7 @@ class AsyncSaver:
         self._process: SaveProcess | None = None
         if kind == AsyncCheckpointerType.PROCESS:
             self._process = SaveProcess(self._group, self._options)
+        self._executor = Executor(self._group, self._process, no_dist=self._no_dist)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cloudckpt-async")
         self._rank = 0 if self._group is None else dist.get_rank(self._group)
         self._number = 0
@@ -213,7 +202,7 @@ class AsyncSaver:
         here = contextvars.copy_context()  # with the span of the caller, for those of the save
         try:
             with self._lock:
-                self._thread.submit(here.run, self._run, job, staged)
+                self._thread.submit(here.run, self._executor.run, job, staged)
                 self._under_way.append(_UnderWay(where, writer, written, job.failure is not None))
         except RuntimeError as exc:
             told = never_to_begin(job, exc, closed=self._closed)
@@ -278,68 +267,6 @@ class AsyncSaver:
             job.state = made
             staged.set_result(None)
 
-    def _run(self, job: SaveJob, staged: Future[None]) -> None:
-        """In the thread that saves."""
-        if job.written.done():  # a thread could not be started, and then could
-            return
-        told = job.failure
-        unsubscribe = subscribe(job.listen, progress=False)
-        result, error = self._carry_out(job, staged)
-        unsubscribe()
-        job.end()
-        if error is None:
-            job.written.set_result(result)
-            return
-        release_frames(error, apart_from=told)
-        if isinstance(error, ProcessGroupError) or not isinstance(error, Exception):
-            self._broken = True
-        job.written.set_exception(error)
-        if not isinstance(error, SaveInProgressError):  # that is raised by save itself
-            # nobody may ever ask the future, as when the trainer ends
-            logger.error("the save to %s failed in the background: %s", job.where, error)
-
-    def _carry_out(
-        self, job: SaveJob, staged: Future[None]
-    ) -> tuple[Any, None] | tuple[None, BaseException]:
-        """The result, or the error; a frame of its own, which the error keeps."""
-        try:
-            concurrent.futures.wait([staged])
-            job.take_copy()
-            return self._save(job), None
-        except BaseException as error:  # noqa: BLE001 - told by the future
-            return None, error
-
-    def _save(self, job: SaveJob) -> Any:
-        if self._process is not None:
-            arena = None if job.staged is None else job.staged.arena
-            others = (job.writer, job.planner, job.use_collectives, self._no_dist)
-            data = self._process.save(job.number, job.content, arena, others, job.failure)
-            made = PickledResult(data)
-            if isinstance(job.writer, CloudStorageWriter):
-                job.writer.transferred = job.written.transferred = made.transferred()
-            return made
-        if self._group is not None and not exists(self._group):
-            raise ProcessGroupError(  # torch would save each rank alone, as if it were all
-                "the process group was destroyed before this save was begun; wait for saves first",
-                uri=job.where,
-            )
-        planner = job.planner if job.failure is None else FailingPlanner(job.failure)
-        try:
-            metadata = api.save(
-                job.content,
-                storage_writer=job.writer,
-                planner=planner,
-                process_group=self._group,
-                no_dist=self._no_dist,
-                use_collectives=job.use_collectives,
-            )
-        finally:
-            if isinstance(planner, DefaultSavePlanner):
-                planner.state_dict = {}  # it would keep the copy until it plans the next save
-        if isinstance(job.writer, CloudStorageWriter):
-            job.written.transferred = job.writer.transferred
-        return metadata
-
     def close(self) -> None:
         """Waits for the saves under way, up to ``close_timeout`` seconds.
 
@@ -366,7 +293,7 @@ class AsyncSaver:
             if self._ended.is_set():
                 return
             self._ended.set()
-        if idle and not (self._broken or self._consent.is_broken):
+        if idle and not (self._executor.is_broken or self._consent.is_broken):
             for group in {self._group, self._consent.group}:
                 if group is not None:
                     give_back(group)
