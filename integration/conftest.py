@@ -120,6 +120,6 @@ def ranks(_pool: Ranks, cloud: Cloud) -> Callable[..., list[Any]]:
 
     def run(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         where = dict(cloud.environment)
-        return _pool(world, in_environment, where, function, *arguments, deadline=110)
+        return _pool(world, in_environment, where, function, *arguments, deadline=280)
 
     return run

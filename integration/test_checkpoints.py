@@ -165,7 +165,7 @@ def test_stock_torch_takes_the_uri_once_installed(cloud, place):
         state = of_step(0)
         dcp.load(state, checkpoint_id=place.uri)
         assert_same(state, of_step(5))
-        dcp.async_save(of_step(6), checkpoint_id=place.uri).result(60)
+        dcp.async_save(of_step(6), checkpoint_id=place.uri).result(150)
     finally:
         cloudckpt.uninstall()
     assert step_at(place) == 6

@@ -16,7 +16,7 @@ from clouds import PART_SIZE
 from victims import PRELOADED, REFUSED, of_step, run
 
 NBYTES = 2 * PART_SIZE + 1000  # of each rank: three parts
-PATIENCE = 90.0  # seconds
+PATIENCE = 200.0  # seconds
 
 MOMENTS = {
     "before anything is sent": ("create_upload", 0, ""),

@@ -13,7 +13,7 @@ from dcp.layouts import LAYOUTS, check_local_parts, full_state, spread
 from dcp.values import assert_same, blank_like, numbered
 
 WIDTH = 4096
-PATIENCE = 90  # seconds
+PATIENCE = 200  # seconds
 
 
 def _large() -> torch.Tensor:

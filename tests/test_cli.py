@@ -125,7 +125,7 @@ def test_exit_code_of_the_process_says_that_it_failed():
         [sys.executable, "-c", command, "demo", "--uri", "nonsense://x/y"],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         check=False,
     )
     assert ended.returncode == 1

@@ -526,7 +526,7 @@ def _growth(folder: str) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def growth(tmp_path_factory) -> dict[str, float]:
-    return in_a_child("spawn", _growth, str(tmp_path_factory.mktemp("memory")), deadline=100)
+    return in_a_child("spawn", _growth, str(tmp_path_factory.mktemp("memory")), deadline=250)
 
 
 @pytest.mark.parametrize(

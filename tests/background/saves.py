@@ -18,7 +18,7 @@ from .waiting import eventually
 
 __all__ = ["PATIENCE", "Gate", "Lock", "Refusing", "Slow", "begin", "of_rank", "step_at"]
 
-PATIENCE = 40.0  # seconds that anything may take
+PATIENCE = 120.0  # seconds that anything may take
 
 
 class Gate(DefaultSavePlanner):

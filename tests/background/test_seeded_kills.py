@@ -25,7 +25,7 @@ from .jobs import Trainers, config_for
 from .saves import PATIENCE, begin, step_at
 from .waiting import eventually, is_running, processes_of
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(800)
 
 KILLS = int(os.environ.get("CLOUDCKPT_TEST_KILLS", "12"))
 """Kills of saving processes; half as many trainers are killed. Each costs seconds of CPU."""
@@ -133,7 +133,7 @@ def _kill_trainers(
         arguments = {"uri": place.uri, "endpoint": proxy.url, "log": str(log), "nbytes": BIG}
         with trainers.child("save_on_and_on", family=family, first=last + 1, **arguments) as child:
             _kill_somewhere(proxy, place.uri, rng, lambda: child.signal(signal.SIGKILL))
-            assert eventually(lambda: not is_running(child.pid), 60)
+            assert eventually(lambda: not is_running(child.pid), 150)
             beside = processes_of(family)
             assert eventually(lambda: not processes_of(family), 10)  # noqa: B023
         assert _quiet(proxy, place.uri)

@@ -24,7 +24,7 @@ from dcp.values import assert_same, numbered
 
 from .waiting import eventually, open_files
 
-PATIENCE = 30.0  # seconds
+PATIENCE = 120.0  # seconds
 
 
 def _address(staged: dict) -> int:

@@ -45,7 +45,7 @@ def _run(folder: Path, script: str) -> subprocess.CompletedProcess:
     paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     return subprocess.run(
-        [sys.executable, str(path)], capture_output=True, text=True, timeout=90, env=environment
+        [sys.executable, str(path)], capture_output=True, text=True, timeout=250, env=environment
     )
 
 
@@ -64,7 +64,7 @@ def test_a_trainer_that_ends_commits_the_save_that_is_under_way(kind, local, tmp
 
 
 def test_a_script_that_begins_to_train_when_it_is_imported_is_told_what_to_do(local, tmp_path):
-    script = SCRIPT.format(uri=local.uri, kind="PROCESS") + "train().result(60)\n"
+    script = SCRIPT.format(uri=local.uri, kind="PROCESS") + "train().result(150)\n"
     done = _run(tmp_path, script)
     assert done.returncode == 1
     assert "SaveProcessError: the saving process ended (1) before it was ready" in done.stderr
@@ -93,7 +93,7 @@ def save_once_more(one):
 if __name__ == "__main__":
     kind = AsyncCheckpointerType.{kind}
     one = cloudckpt.make_async_checkpointer(CheckpointerConfig(kind=kind))
-    one.save(filled(1, SMALL), {uri!r})[1].result(60)
+    one.save(filled(1, SMALL), {uri!r})[1].result(150)
     atexit.register(save_once_more, one)
 """
 
@@ -116,12 +116,12 @@ from faults.states import SMALL, filled
 
 if __name__ == "__main__":
     with cloudckpt.make_async_checkpointer() as one:
-        one.save(filled(1, SMALL), {uri!r})[1].result(60)
+        one.save(filled(1, SMALL), {uri!r})[1].result(150)
         before = one._saver._process.pid
         if os.fork() == 0:
             sys.exit()
         os.wait()
-        one.save(filled(2, SMALL), {uri!r})[1].result(60)
+        one.save(filled(2, SMALL), {uri!r})[1].result(150)
         print("the same process:", one._saver._process.pid == before)
 """
 

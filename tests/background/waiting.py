@@ -11,7 +11,7 @@ import pytest
 __all__ = ["eventually", "interrupted", "is_running", "open_files", "processes_of"]
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
+def eventually(condition: Callable[[], bool], seconds: float = 150.0) -> bool:
     """Whether a condition holds within some seconds; it is looked at again and again."""
     end = time.monotonic() + seconds
     while not condition():

@@ -20,7 +20,7 @@ class ChildDiedError(AssertionError):
 
 
 def in_a_child(
-    method: str, function: Callable[..., Any], *arguments: Any, deadline: float = 60.0
+    method: str, function: Callable[..., Any], *arguments: Any, deadline: float = 200.0
 ) -> Any:
     """What ``function(*arguments)`` returns in a process started by ``fork`` or ``spawn``.
 

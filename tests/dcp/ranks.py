@@ -18,9 +18,9 @@ from typing import Any
 
 __all__ = ["Outcome", "Ranks", "RanksDiedError", "RanksTimeoutError"]
 
-_START = 100.0  # seconds that a process may take to import torch
-_GRACE = 15.0  # seconds that the others have left once a rank has raised
-_COLLECTIVE = 60.0  # seconds that a collective may take
+_START = 200.0  # seconds that a process may take to import torch
+_GRACE = 40.0  # seconds that the others have left once a rank has raised
+_COLLECTIVE = 150.0  # seconds that a collective may take
 
 
 class RanksTimeoutError(AssertionError):
@@ -62,7 +62,7 @@ class Ranks:
         self._pipes: list[Connection] = []
 
     def __call__(
-        self, world: int, function: Callable[..., Any], *arguments: Any, deadline: float = 90.0
+        self, world: int, function: Callable[..., Any], *arguments: Any, deadline: float = 240.0
     ) -> list[Any]:
         """What ``function(*arguments)`` returns on each rank.
 
@@ -76,7 +76,7 @@ class Ranks:
         return [outcome.value for outcome in outcomes]
 
     def errors(
-        self, world: int, function: Callable[..., Any], *arguments: Any, deadline: float = 60.0
+        self, world: int, function: Callable[..., Any], *arguments: Any, deadline: float = 240.0
     ) -> list[BaseException | None]:
         """What ``function(*arguments)`` raises on each rank, None where it returns."""
         outcomes = self.outcomes(world, function, *arguments, deadline=deadline)

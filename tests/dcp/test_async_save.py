@@ -21,7 +21,7 @@ from .places import Place
 from .values import assert_same, blank_like, numbered
 
 THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
-_PATIENCE = 60.0  # seconds
+_PATIENCE = 150.0  # seconds
 
 
 class Refusing(DefaultSavePlanner):
@@ -195,7 +195,7 @@ _found: dict[str, dict[str, str]] = {}
 def test_async_save(kind, world, check, places, ranks):
     if (kind, world) not in _found:
         _found[kind, world] = dict.fromkeys([c.__name__ for c in CHECKS], "the ranks have failed")
-        _found[kind, world] = ranks(world, _run_all, places("s3"), kind, deadline=110)[0]
+        _found[kind, world] = ranks(world, _run_all, places("s3"), kind, deadline=280)[0]
     wrong = _found[kind, world].get(check)
     if wrong is not None:
         raise AssertionError(wrong)

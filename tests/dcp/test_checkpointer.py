@@ -26,7 +26,7 @@ from .places import Place
 from .values import assert_same, numbered
 
 THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
-PATIENCE = 60.0
+PATIENCE = 150.0
 
 
 def config_of(place: Place, **options) -> CheckpointerConfig:

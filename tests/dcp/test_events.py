@@ -21,7 +21,7 @@ from cloudckpt.transfer.stats import TransferStats
 from .values import numbered
 
 THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
-PATIENCE = 60.0
+PATIENCE = 150.0
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ _NAMES = [
     (state_dict_saver, "_ProcessBasedAsyncCheckpointExecutor"),
 ]
 _ORIGINALS = [getattr(module, name) for module, name in _NAMES]
-_PATIENCE = 60.0  # seconds
+_PATIENCE = 150.0  # seconds
 
 
 def _current() -> list:

@@ -71,7 +71,7 @@ def _growth(place: Place) -> dict[str, int]:
 @pytest.fixture(scope="module")
 def growth(places) -> dict[str, int]:
     place = places("local").having(memory_budget=_BUDGET, request_size=8 * MIB)
-    return in_a_child("spawn", _growth, place, deadline=100)
+    return in_a_child("spawn", _growth, place, deadline=250)
 
 
 @pytest.mark.parametrize(

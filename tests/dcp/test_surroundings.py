@@ -168,7 +168,7 @@ def test_two_saves_to_two_places_run_at_once(s3):
         for number, state in enumerate(states)
     ]
     for future in futures:
-        future.result(60)
+        future.result(150)
     for number, state in enumerate(states):
         loaded = {"t": torch.zeros(400_000), "v": None}
         cloudckpt.load(loaded, checkpoint_id=s3.at(f"{number}").uri, config=s3.config)

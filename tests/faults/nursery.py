@@ -17,7 +17,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-_ANSWER = 90.0  # seconds, more than a child lives
+_ANSWER = 200.0  # seconds, more than a child lives
 
 
 class Child:
@@ -72,7 +72,7 @@ class Nursery:
                 raise
 
     @contextmanager
-    def child(self, job: str, *, patience: float = 60.0, **arguments: Any) -> Iterator[Child]:
+    def child(self, job: str, *, patience: float = 150.0, **arguments: Any) -> Iterator[Child]:
         """Runs a function of ``faults.jobs``; kills the child at the end, or after ``patience``."""
         reply = self.ask({"start": job, "patience": patience, "arguments": arguments})
         child, parent = Child(self, reply["pid"]), self._process

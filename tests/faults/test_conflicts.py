@@ -151,7 +151,7 @@ class TestRaces:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(150)
         [winner] = [step for step, error in outcomes.items() if error is None]
         assert len(outcomes) == writers
         assert load_step(place, direct, SMALL) == winner

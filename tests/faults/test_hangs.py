@@ -34,7 +34,7 @@ from .selection import everywhere
 from .states import BIG, SMALL, filled, impatient, load_step
 from .test_save import STEPS
 
-PATIENCE = 60.0  # seconds, many times what the options below allow
+PATIENCE = 150.0  # seconds, many times what the options below allow
 HASTY = {
     "connect_timeout": 1.0,
     "read_timeout": 1.0,
@@ -76,7 +76,7 @@ def hasty(endpoint):
 
 class TestSilence:
     @everywhere(moment=["answer"])
-    @pytest.mark.timeout(30)
+    @pytest.mark.timeout(150)
     @pytest.mark.parametrize("moment", ["request", "answer"])
     @pytest.mark.parametrize("step", ["look", "part", "whole", "manifest", "replaced"])
     def test_a_save_gives_up_on_a_request_that_stalls_for_good(
@@ -94,7 +94,7 @@ class TestSilence:
         assert load_step(uri, direct, nbytes) == 1
 
     @everywhere()
-    @pytest.mark.timeout(30)
+    @pytest.mark.timeout(150)
     def test_a_save_gives_up_on_a_commit_that_stalls_for_good(self, saved, proxy, hasty, direct):
         uri = saved()
         proxy.inject(Stall("request"), operation="PutObject", path="*/.metadata")
@@ -165,7 +165,7 @@ class TestSilence:
 class TestFailuresWhileOthersWait:
     """A producer that waits for memory or for a free thread must hear of a failure."""
 
-    @pytest.mark.timeout(60)
+    @pytest.mark.timeout(200)
     def test_a_save_of_copied_tensors_ends_at_the_first_lasting_failure(
         self, store, proxy, endpoint, shaky
     ):
@@ -177,7 +177,7 @@ class TestFailuresWhileOthersWait:
         assert store.objects() == set()
         assert store.uploads() == []
 
-    @pytest.mark.timeout(60)
+    @pytest.mark.timeout(200)
     def test_a_load_into_strided_tensors_ends_at_the_first_lasting_failure(
         self, store, proxy, endpoint, direct
     ):
@@ -188,7 +188,7 @@ class TestFailuresWhileOthersWait:
         with pytest.raises(cloudckpt.AccessDeniedError):
             cloudckpt.load({"w": torch.zeros(2048, 4096).t()}, checkpoint_id=uri, config=config)
 
-    @pytest.mark.timeout(25)  # below the pause that one part is asked for
+    @pytest.mark.timeout(150)  # below the pause that one part is asked for
     def test_a_lasting_failure_of_one_part_ends_the_pause_of_another(
         self, saved, store, proxy, endpoint, direct
     ):
@@ -198,18 +198,18 @@ class TestFailuresWhileOthersWait:
         @dataclass(frozen=True)
         class DeniedLater(Fault):
             def inflict(self, hop: Hop) -> None:
-                assert asked_to_wait.wait(20)
+                assert asked_to_wait.wait(100)
                 denied().inflict(hop)
 
         @dataclass(frozen=True)
         class AskedToWait(Fault):
             def inflict(self, hop: Hop) -> None:
-                slow_down(retry_after=30).inflict(hop)
+                slow_down(retry_after=200).inflict(hop)
                 asked_to_wait.set()
 
         for number, fault in (("1", AskedToWait()), ("2", DeniedLater())):
             proxy.inject(fault, where=lambda r, n=number: r.query.get("partNumber") == n)
-        patient = impatient(endpoint, retry=RetryPolicy(deadline=100.0))
+        patient = impatient(endpoint, retry=RetryPolicy(deadline=400.0))
         with pytest.raises(cloudckpt.AccessDeniedError):
             cloudckpt.save(filled(2), checkpoint_id=uri, config=patient)
         assert store.uploads() == []
@@ -275,7 +275,7 @@ class TestInterrupts:
         assert status == 0, "it goes on waiting"
         assert outcome["threads"] == []
 
-    @pytest.mark.timeout(30)
+    @pytest.mark.timeout(150)
     def test_a_wait_that_begins_after_the_failure_is_broken_off_too(self):
         """Between its look at the cancellation and its wait, a thread can't be interrupted."""
         failed, waiting, interrupted = threading.Event(), threading.Event(), threading.Event()
@@ -311,7 +311,7 @@ class TestInterrupts:
         status, outcome, _ = interrupt(job, Stall("answer"), SMALL, LONG, **where)
         assert (status, outcome["error"]) == (0, "KeyboardInterrupt")
 
-    @pytest.mark.timeout(60)
+    @pytest.mark.timeout(200)
     @pytest.mark.parametrize("job", ["save", "load", "file"])
     def test_an_interrupt_just_before_the_wait_for_the_transfers_stops_them_too(
         self, saved, proxy, endpoint, monkeypatch, job
@@ -361,7 +361,7 @@ class TestThreads:
         def save() -> None:
             arguments = {"checkpoint_id": store.uri("run"), "config": config}
             if wait:
-                cloudckpt.async_save(filled(1), **arguments).result(60)
+                cloudckpt.async_save(filled(1), **arguments).result(150)
             else:
                 cloudckpt.save(filled(1), **arguments)
 

@@ -150,7 +150,7 @@ class TestPassingFaults:
 
 class TestLastingFaults:
     @everywhere(read=["metadata", "data"])
-    @pytest.mark.timeout(60)
+    @pytest.mark.timeout(200)
     @pytest.mark.parametrize("fault", LASTING)
     @pytest.mark.parametrize("read", READS)
     def test_the_load_fails_by_name_after_a_bounded_number_of_tries(
@@ -166,7 +166,7 @@ class TestLastingFaults:
         assert 1 <= max(tries.values()) <= ATTEMPTS
 
     @everywhere(read=["data"], moment=["body"])
-    @pytest.mark.timeout(60)
+    @pytest.mark.timeout(200)
     @pytest.mark.parametrize("moment", ["request", "answer", "body"])
     @pytest.mark.parametrize("read", READS)
     def test_a_stall_for_good_ends_the_load(self, saved, proxy, endpoint, read, moment):
@@ -178,7 +178,7 @@ class TestLastingFaults:
         assert caught.value.uri.startswith(uri)
         assert "gave up after 4 tries" in str(caught.value)
 
-    @pytest.mark.timeout(60)
+    @pytest.mark.timeout(200)
     def test_an_endpoint_that_refuses_connections_ends_the_load(self, dialect, store):
         config = impatient(Endpoint(dialect, f"http://127.0.0.1:{free_port()}"))
         with pytest.raises(ConnectionLostError, match="refused"):

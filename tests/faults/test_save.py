@@ -196,7 +196,7 @@ class TestPassingFaults:
     def test_an_async_save_outlives_it_too(self, saved, store, proxy, shaky, direct):
         uri = saved(BIG)
         proxy.inject(Reset("request", after=1000), operation="UploadPart", times=2)
-        cloudckpt.async_save(filled(2), checkpoint_id=uri, config=shaky).result(60)
+        cloudckpt.async_save(filled(2), checkpoint_id=uri, config=shaky).result(150)
         assert load_step(uri, direct) == 2
         store.assert_tidy()
 
@@ -285,7 +285,7 @@ class TestLastingFaults:
         proxy.inject(internal_error(), operation="UploadPart")
         future = cloudckpt.async_save(filled(2), checkpoint_id=uri, config=shaky)
         with pytest.raises(ServerError):
-            future.result(60)
+            future.result(150)
         assert store.objects() == before
         assert store.uploads() == []
         assert load_step(uri, direct) == 1
@@ -302,7 +302,7 @@ class TestLastingFaults:
         assert load_step(uri, direct, SMALL) == 2
 
     @everywhere()
-    @pytest.mark.timeout(60)
+    @pytest.mark.timeout(200)
     def test_a_store_that_dies_for_good_ends_the_save(self, saved, proxy, shaky, direct):
         uri = saved(BIG)
         proxy.inject(Reset("request"), skip=4)
@@ -311,7 +311,7 @@ class TestLastingFaults:
         assert load_step(uri, direct) == 1
 
     @everywhere()
-    @pytest.mark.timeout(60)
+    @pytest.mark.timeout(200)
     def test_an_endpoint_that_refuses_connections_ends_the_save(self, dialect, store):
         config = impatient(Endpoint(dialect, f"http://127.0.0.1:{free_port()}"))
         with pytest.raises(ConnectionLostError) as caught:
