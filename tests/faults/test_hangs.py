@@ -24,7 +24,7 @@ from cloudckpt import (
 from cloudckpt.checkpoint.torch_save import write_torch_file
 from cloudckpt.config import MIB
 from cloudckpt.testing.hop import Fault, Hop
-from cloudckpt.testing.wire_faults import Corrupt, Delay, Drip, Stall
+from cloudckpt.testing.wire_faults import Corrupt, Drip, Stall
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.uri import CheckpointURI
 
@@ -54,6 +54,19 @@ class NeverAnswered(Fault):
         hop.forward()
         self.done.set()
         hop.stall()
+
+
+@dataclass(frozen=True)
+class Late(Fault):
+    """The request arrives, but only after the interrupt."""
+
+    interrupted: threading.Event
+
+    def inflict(self, hop: Hop) -> None:
+        body = hop.body()
+        assert self.interrupted.wait(PATIENCE)
+        hop.pause(1.0)
+        hop.send(hop.forward(body=body))
 
 
 @pytest.fixture
@@ -235,6 +248,8 @@ class TestInterrupts:
                 while not proxy.requests(where["operation"], where["path"]):
                     time.sleep(0.01)
                 child.signal(signal.SIGINT)
+                if isinstance(fault, Late):
+                    fault.interrupted.set()
                 status, outcome = child.wait()
             assert proxy.wait_idle(), proxy.under_way
             return status, outcome, uri
@@ -337,7 +352,8 @@ class TestInterrupts:
     def test_what_arrives_after_the_clean_up_does_no_harm(self, interrupt, store, direct):
         """Nobody can call back a request: its object may stay behind, but belongs to nothing."""
         where = {"operation": "PutObject", "path": "*.distcp", "times": 1}
-        status, outcome, uri = interrupt("save", Delay(1.0, "request"), SMALL, LONG, **where)
+        late = Late(threading.Event())
+        status, outcome, uri = interrupt("save", late, SMALL, LONG, **where)
         assert (status, outcome["threads"]) == (0, [])
         assert load_step(uri, direct, SMALL) == 1
         cloudckpt.save(filled(3, SMALL), checkpoint_id=uri, config=direct)
