@@ -232,23 +232,19 @@ def _run_all(checks: list, place: Place, folder: Path) -> dict[str, str]:
 
 
 _found: dict[str, str] = {}
-_ran: set[str] = set()
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("check", [check.__name__ for check in FAILURES + DEATHS])
 def test_it(check, ranks, local, tmp_path):
     [checks] = [group for group in (FAILURES, DEATHS) if check in {one.__name__ for one in group}]
-    if check not in _ran:
+    if check not in _found:
         names = [one.__name__ for one in checks]
-        _ran.update(names)
         _found.update(dict.fromkeys(names, "the ranks have failed"))
         try:
             found = ranks(2, _run_all, checks, local, tmp_path, deadline=550)[0]
         except AssertionError as error:
             raise AssertionError((tmp_path / "last").read_text()) from error
-        for name in names:
-            del _found[name]
-        _found.update(found)
-    if check in _found:
+        _found.update(dict.fromkeys(names, "") | found)
+    if _found[check]:
         raise AssertionError(_found[check])

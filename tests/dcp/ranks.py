@@ -103,9 +103,7 @@ class Ranks:
                 for pipe, message in zip(self._pipes, messages, strict=False):
                     pipe.send_bytes(message)
                 return self._collect(world, time.monotonic() + deadline)
-            except (
-                BaseException
-            ):  # a test's time limit, too: the next call must not get its answers
+            except BaseException:  # a test's time limit, too: no later call may get these answers
                 self.kill()
                 raise
 

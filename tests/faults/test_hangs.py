@@ -63,10 +63,10 @@ class Late(Fault):
     interrupted: threading.Event
 
     def inflict(self, hop: Hop) -> None:
-        body = hop.body()
+        hop.body()
         assert self.interrupted.wait(PATIENCE)
         hop.pause(1.0)
-        hop.send(hop.forward(body=body))
+        hop.send(hop.forward())
 
 
 @pytest.fixture
