@@ -26,6 +26,7 @@ from cloudckpt.errors import (
     ProcessGroupError,
     RanksFailedError,
 )
+from cloudckpt.stores.listings import forget_listings
 from cloudckpt.uri import URILike
 
 __all__ = ["content_of", "load", "save", "writer_for"]
@@ -89,6 +90,8 @@ def save(
         )
     except (CheckpointException, RuntimeError) as exc:
         raise _settle(exc, writer, _rank(process_group, no_dist)) from exc
+    finally:
+        forget_listings()
 
 
 def load(
