@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from cloudckpt.errors import InvalidURIError
 
-__all__ = ["CLOUD_SCHEMES", "CheckpointURI", "URILike", "unfolded"]
+__all__ = ["CLOUD_SCHEMES", "CheckpointURI", "URILike", "text_of", "unfolded"]
 
 CLOUD_SCHEMES = frozenset({"s3", "gs", "az"})
 _SCHEMES = CLOUD_SCHEMES | {"file", "memory"}
@@ -77,13 +77,13 @@ class CheckpointURI:
         """
         if isinstance(location, CheckpointURI):
             return location
-        if not isinstance(location, (str, os.PathLike)):
+        text = text_of(location)
+        if text is None:
             raise InvalidURIError(
                 f"a checkpoint location must be a string or a path, "
                 f"not {type(location).__name__}; write {_FORMS}"
             )
-        text = os.fspath(location)
-        if not isinstance(text, str) or not text.strip():
+        if not text.strip():
             raise InvalidURIError(f"the checkpoint location is empty; write {_FORMS}")
         if _CONTROL.search(text):
             raise InvalidURIError(f"{_shown(text)!r} holds a control character")
@@ -208,6 +208,21 @@ class CheckpointURI:
         if self.account:
             return f"abfss://{self.bucket}@{self.account.replace('.blob.', '.dfs.', 1)}"
         return f"{self.scheme}://{self.bucket}"
+
+
+def text_of(location: object) -> str | None:
+    """What a location says; None if it is neither a string nor a path, and says no URI.
+
+    Path objects of other libraries are asked for their text first: what they give as a path may be
+    that of a local copy, which nobody would ever find again.
+    """
+    if isinstance(location, str):
+        return str.__str__(location)  # which is its name, of a member of an enum
+    said = str(location)
+    if _SCHEME.match(said):
+        return said
+    path = os.fspath(location) if isinstance(location, os.PathLike) else None
+    return path if isinstance(path, str) else None
 
 
 def unfolded(path: str) -> str | None:

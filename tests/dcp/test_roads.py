@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import _registry
 from torch.distributed.checkpoint import (
     FileSystemReader,
     FileSystemWriter,
@@ -262,6 +264,22 @@ def test_what_is_derived_from_torchs_classes_goes_on_with_files(bare, tmp_path):
     assert_same(loaded, _state())
     assert HuggingFaceStorageWriter(str(tmp_path)).path == tmp_path
     assert HuggingFaceStorageWriter("hf://me/model").path == Path("hf:/me/model")  # as without us
+
+
+def test_what_fsspec_knows_and_we_do_not_still_goes_to_fsspec(bare):
+    for call in (
+        lambda uri: dcp.save(_state(), storage_writer=FsspecWriter(uri)),
+        lambda uri: dcp.save(_state(), checkpoint_id=uri),
+    ):
+        with pytest.raises(ImportError):  # its libraries, which are not there
+            call("oci://bucket/run")
+    for scheme in ("s3a", "gcs", "wasbs"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(_registry, scheme, MemoryFileSystem)
+            dcp.save(_state(), checkpoint_id=f"{scheme}://host/run")
+            loaded = _empty()
+            dcp.load(loaded, storage_reader=FsspecReader(f"{scheme}://host/run"))
+        assert_same(loaded, _state())
 
 
 class _OfAStore(FileSystemWriter):

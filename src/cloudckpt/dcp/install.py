@@ -140,10 +140,11 @@ def _of_file_system(kind: Any, road: str, check: Callable[..., None]) -> Iterato
 
 
 def _constructors(module: Any, prefix: str) -> Iterator[_Change]:
-    for suffix in ("Writer", "Reader"):
-        kind = _in(module, prefix + suffix)
+    for reads in (False, True):
+        kind = _in(module, prefix + ("Reader" if reads else "Writer"))
         _in(kind, "__init__", "self", "path", more=True)
-        yield kind, "__init__", becoming_ours(kind, _options, reads=suffix == "Reader")
+        is_remote = prefix == "Fsspec"
+        yield kind, "__init__", becoming_ours(kind, _options, reads=reads, is_remote=is_remote)
 
 
 def _experimental() -> Iterator[_Change]:

@@ -25,7 +25,7 @@ from cloudckpt.config import Config
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.errors import ConfigError, InstallError, InvalidURIError
-from cloudckpt.uri import CLOUD_SCHEMES, CheckpointURI, unfolded
+from cloudckpt.uri import CLOUD_SCHEMES, CheckpointURI, text_of, unfolded
 
 __all__ = ["Options", "becoming_ours", "guarded", "keep_local", "keep_off", "our_uri"]
 
@@ -65,14 +65,10 @@ _OURS: dict[bool, Any] = {True: CloudStorageReader, False: CloudStorageWriter}
 
 
 def our_uri(location: object) -> str | None:
-    """The location as a string, if it is in a store of ours; None if it is torch's to judge.
-
-    It is asked for its text and not for its path: some path objects of other libraries are
-    ``os.PathLike`` with the path of a local copy.
-    """
+    """The location as a string, if it is in a store of ours; None if it is torch's to judge."""
     if isinstance(location, CheckpointURI):
         return str(location)
-    text = str(location)
+    text = text_of(location) or ""
     scheme, separator, _ = text.partition("://")
     if not separator:
         return None
@@ -93,16 +89,18 @@ def keep_off(location: object, road: str) -> None:
     """
     if not isinstance(location, (str, os.PathLike, CheckpointURI)):
         return
-    text = str(location)
-    if our_uri(text) is not None or unfolded(text) is not None:
+    text = text_of(location)
+    if text is not None and (our_uri(text) is not None or unfolded(text) is not None):
         raise _no_road(text, road)
 
 
 def keep_local(location: object, road: str) -> None:
     """As :func:`keep_off`, where every string is a path, those that fsspec knows included."""
     keep_off(location, road)
-    if isinstance(location, (str, os.PathLike)) and unfolded(str(PurePath(location))) is not None:
-        raise _no_road(str(location), road)
+    if isinstance(location, (str, os.PathLike)):
+        text = text_of(location)
+        if text is not None and unfolded(str(PurePath(text))) is not None:
+            raise _no_road(text, road)
 
 
 def _no_road(text: str, road: str) -> InstallError:
@@ -118,8 +116,9 @@ _brings_its_own: ContextVar[bool] = ContextVar("cloudckpt_brings_its_own", defau
 
 
 @contextlib.contextmanager
-def _bringing_its_own() -> Iterator[None]:
-    token = _brings_its_own.set(True)
+def _constructing(brings_its_own: bool) -> Iterator[None]:
+    """The constructor of torch's file writer names a path before another file system takes it."""
+    token = _brings_its_own.set(brings_its_own or _brings_its_own.get())
     try:
         yield
     finally:
@@ -140,13 +139,21 @@ def guarded(original: Callable[..., Any], road: str, check: Callable[..., None])
     return method
 
 
-def becoming_ours(kind: type, options: Callable[[], Options], *, reads: bool) -> Any:
+def becoming_ours(
+    kind: type, options: Callable[[], Options], *, reads: bool, is_remote: bool
+) -> Any:
     """The constructor of a class of torch that makes ours of an object for a location of ours.
 
     The class is changed and not its name in a module, since frameworks have imported that before.
     Objects of a class that was derived from it stay what they are: only that class knows what it
     adds. It is refused, unless it says (``validate_checkpoint_id``) that it takes such locations,
     as those of the stores' own libraries do, which bring a file system of their own.
+
+    Args:
+        kind: The class.
+        options: What ours is given.
+        reads: Whether it is a reader.
+        is_remote: Whether it has another file system than that of local paths.
     """
     original = vars(kind)["__init__"]
     signature = inspect.signature(original)
@@ -155,19 +162,17 @@ def becoming_ours(kind: type, options: Callable[[], Options], *, reads: bool) ->
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         given = signature.bind(self, *args, **kwargs).arguments
         uri = our_uri(given["path"])
-        if uri is None:
-            original(self, *args, **kwargs)
-        elif type(self) is kind:
+        if uri is not None and type(self) is kind:
             arguments = options().arguments(reads=reads)
             arguments |= _counterparts(uri, kind.__name__, given, signature, arguments)
             # and no __new__: a class that has once been given one can't be rid of it entirely
             self.__class__ = _OURS[reads]
             _OURS[reads].__init__(self, uri, **arguments)
-        elif _takes(type(self), uri):
-            with _bringing_its_own():
-                original(self, *args, **kwargs)
-        else:
+            return
+        if uri is not None and not _takes(type(self), uri):
             raise _no_road(uri, type(self).__name__)
+        with _constructing(brings_its_own=uri is not None or is_remote):
+            original(self, *args, **kwargs)
 
     return __init__
 
