@@ -34,6 +34,7 @@ _NAMES = [
     (_storage_utils, "_storage_setup"),
     (state_dict_saver, "_storage_setup"),
     (state_dict_loader, "_storage_setup"),
+    (state_dict_saver, "_ThreadBasedAsyncCheckpointExecutor"),
     (state_dict_saver, "_ProcessBasedAsyncCheckpointExecutor"),
     (_async_process_executor._ProcessBasedAsyncCheckpointExecutor, "_execute_save_impl"),
     (FileSystem, "create_stream"),

@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from torch.distributed.checkpoint.filesystem import FileSystem
+
 from cloudckpt.config import Config
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.dcp.roads import Options, becoming_ours, guarded, keep_local, keep_off, our_uri
@@ -35,6 +37,7 @@ __all__ = ["install", "uninstall"]
 
 _DCP = "torch.distributed.checkpoint"
 _SETUP = "_storage_setup"
+_THREAD = "_ThreadBasedAsyncCheckpointExecutor"
 _PROCESS = "_ProcessBasedAsyncCheckpointExecutor"
 _OPENED_BY_TORCH = (
     ("torch.serialization", "_open_file_like", "torch.load"),
@@ -111,9 +114,10 @@ def _changes() -> Iterator[_Change]:
     for module in (storage, saver, loader):
         _in(module, _SETUP)
         yield module, _SETUP, _choosing(original)
-    executor = _in(saver, _PROCESS)
-    _in(executor, "_execute_save_impl")
-    yield saver, _PROCESS, _carrying(executor)
+    yield saver, _THREAD, _settling(_in(saver, _THREAD))
+    process = _in(saver, _PROCESS)
+    _in(process, "_execute_save_impl")
+    yield saver, _PROCESS, _forgetting(_settling(process))
     yield from _file_systems()
     for where in _OPENED_BY_TORCH:
         yield _refusing(*where)
@@ -230,8 +234,12 @@ def _as_known(storage: Any, checkpoint_id: Any) -> Any:
     return checkpoint_id
 
 
-def _carrying(original: Any) -> Any:
-    """The executor of process mode, whose daemon knows nothing of ``install``."""
+def _settling(original: Any) -> Any:
+    """An executor of ``async_save`` that chooses the writer, or refuses, when it is called.
+
+    Later would be in a thread, whose future nobody may ask, or in a daemon that knows nothing of
+    ``install``.
+    """
 
     class _Executor(original):  # type: ignore[misc]
         def execute_save(
@@ -239,9 +247,10 @@ def _carrying(original: Any) -> Any:
         ) -> Any:
             if storage_writer:
                 checkpoint_id = _as_known(storage_writer, checkpoint_id)
-                files: Any = getattr(storage_writer, "fs", None)
-                if checkpoint_id and type(files).__module__.startswith("torch."):
-                    files.init_path(checkpoint_id)  # refuses, which its reset in the daemon won't
+                files = type(getattr(storage_writer, "fs", None))
+                if files.__module__.startswith("torch."):  # its reset would refuse, elsewhere
+                    check = keep_local if files is FileSystem else keep_off
+                    check(checkpoint_id, type(storage_writer).__name__)
             elif (uri := our_uri(checkpoint_id)) is not None:
                 checkpoint_id, storage_writer = uri, _chosen.make(uri, reads=False)
             else:
@@ -250,6 +259,13 @@ def _carrying(original: Any) -> Any:
                 *args, checkpoint_id=checkpoint_id, storage_writer=storage_writer, **kwargs
             )
 
+    return _Executor
+
+
+def _forgetting(original: Any) -> Any:
+    """The executor of process mode: what its daemon has saved, this process may have listed."""
+
+    class _Executor(original):  # type: ignore[misc]
         @staticmethod
         def _execute_save_impl(*args: Any, **kwargs: Any) -> Any:
             try:

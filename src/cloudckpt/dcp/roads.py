@@ -106,8 +106,9 @@ def keep_local(location: object, road: str) -> None:
 def _no_road(text: str, road: str) -> InstallError:
     uri = CheckpointURI.parse(text)  # which names what is wrong with one that is folded or unknown
     return InstallError(
-        f"{road} can't save to or load from a store, and would use a local folder; give "
-        "checkpoint_id= alone to torch's save and load, or cloudckpt's own classes and functions",
+        f"{road} is none of what install() leads to a store, and would use a local folder or "
+        "another library; give checkpoint_id= alone to torch's save and load, or use cloudckpt's "
+        "own classes and functions",
         uri=str(uri),
     )
 
@@ -146,8 +147,8 @@ def becoming_ours(
 
     The class is changed and not its name in a module, since frameworks have imported that before.
     Objects of a class that was derived from it stay what they are: only that class knows what it
-    adds. It is refused, unless it says (``validate_checkpoint_id``) that it takes such locations,
-    as those of the stores' own libraries do, which bring a file system of their own.
+    adds. They are refused, unless the class says (``validate_checkpoint_id``) that it takes such
+    locations, as those of the stores' own libraries do, which bring a file system of their own.
 
     Args:
         kind: The class.
@@ -169,7 +170,7 @@ def becoming_ours(
             self.__class__ = _OURS[reads]
             _OURS[reads].__init__(self, uri, **arguments)
             return
-        if uri is not None and not _takes(type(self), uri):
+        if uri is not None and (is_remote or not _takes(type(self), uri)):
             raise _no_road(uri, type(self).__name__)
         with _constructing(brings_its_own=uri is not None or is_remote):
             original(self, *args, **kwargs)
