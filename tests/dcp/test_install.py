@@ -219,6 +219,14 @@ def test_a_torch_whose_writer_takes_another_path_is_refused_and_left_alone(monke
     assert _current() == before
 
 
+def test_a_torch_that_opens_something_else_is_refused_and_left_alone(monkeypatch):
+    monkeypatch.setattr(torch.serialization, "_open_file_like", lambda buffer, mode: None)
+    before = _current()
+    with pytest.raises(InstallError, match=r"torch\.load"):
+        cloudckpt.install()
+    assert _current() == before
+
+
 def test_after_a_refusal_installing_works_once_the_name_is_back():
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(state_dict_saver, "_storage_setup")

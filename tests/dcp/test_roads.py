@@ -397,6 +397,14 @@ def test_a_path_beneath_a_folder_that_was_a_uri_is_refused_too(bare, tmp_path, m
         dcp.save(_state(), checkpoint_id="run")
 
 
+def test_a_whole_path_may_be_used_from_within_such_a_folder(bare, tmp_path, monkeypatch):
+    (tmp_path / "s3:" / "bucket").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "s3:" / "bucket")
+    dcp.save(_state(), checkpoint_id=tmp_path / "run")
+    torch.save(_state(), tmp_path / "model.pt")
+    assert_same(torch.load(tmp_path / "model.pt", map_location="cpu"), _state())
+
+
 def test_a_path_that_was_set_later_is_refused_when_it_is_used(bare, tmp_path):
     writer = FileSystemWriter(tmp_path / "run")
     writer.path = Path("s3://bucket/run")

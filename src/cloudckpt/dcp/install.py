@@ -28,7 +28,15 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from cloudckpt.config import Config
 from cloudckpt.dcp.reader import CloudStorageReader
-from cloudckpt.dcp.roads import Options, becoming_ours, guarded, keep_local, keep_off, our_uri
+from cloudckpt.dcp.roads import (
+    Options,
+    becoming_ours,
+    guarded,
+    keep_local,
+    keep_off,
+    our_uri,
+    paths_of,
+)
 from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.errors import InstallError
 from cloudckpt.stores.listings import forget_listings
@@ -139,7 +147,7 @@ def _of_file_system(kind: Any, road: str, check: Callable[..., None]) -> Iterato
     for name in ("init_path", "create_stream", "mkdir", "rename", "rm_file"):
         _in(kind, name)
     for name, method in list(vars(kind).items()):
-        if inspect.isfunction(method) and not name.startswith("_"):
+        if inspect.isfunction(method) and paths_of(method):
             yield kind, name, guarded(method, road, check)
 
 
@@ -170,7 +178,10 @@ def _refusing(module: str, path: str, road: str) -> _Change:
     *outer, name = path.split(".")
     for part in outer:
         owner = _in(owner, part)
-    return owner, name, guarded(_in(owner, name), road, keep_local)
+    found = _in(owner, name)
+    if not paths_of(found):
+        raise _unlike(road, "takes no path")
+    return owner, name, guarded(found, road, keep_local)
 
 
 def _module(name: str) -> Any:

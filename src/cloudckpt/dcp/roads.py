@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import inspect
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.errors import ConfigError, InstallError, InvalidURIError
 from cloudckpt.uri import CLOUD_SCHEMES, CheckpointURI, text_of, unfolded
 
-__all__ = ["Options", "becoming_ours", "guarded", "keep_local", "keep_off", "our_uri"]
+__all__ = ["Options", "becoming_ours", "guarded", "keep_local", "keep_off", "our_uri", "paths_of"]
 
 _OF_SPEED = frozenset(
     {
@@ -39,6 +40,9 @@ _OF_SPEED = frozenset(
     }
 )
 """Options of torch's writers that say how fast, and not what is saved."""
+
+_PATH = re.compile(r"path|_dir$|^name_or_buffer$")
+"""What torch calls its parameters that are paths."""
 
 
 @dataclass(frozen=True)
@@ -126,15 +130,22 @@ def _constructing(brings_its_own: bool) -> Iterator[None]:
         _brings_its_own.reset(token)
 
 
+def paths_of(function: Callable[..., Any]) -> list[str]:
+    """Which parameters of a function of torch are paths."""
+    return [name for name in inspect.signature(function).parameters if _PATH.search(name)]
+
+
 def guarded(original: Callable[..., Any], road: str, check: Callable[..., None]) -> Any:
-    """A method of torch that refuses locations in stores, whichever of its arguments they are."""
+    """A function of torch that refuses locations in stores."""
+    signature, paths = inspect.signature(original), paths_of(original)
     is_pure = original.__name__ == "init_path"
 
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
         if not (is_pure and check is keep_local and _brings_its_own.get()):
-            for argument in (*args, *kwargs.values()):
-                check(argument, road)
+            given = signature.bind(*args, **kwargs).arguments
+            for name in paths:
+                check(given.get(name), road)
         return original(*args, **kwargs)
 
     return method
