@@ -199,10 +199,10 @@ def _fsspec_module() -> Any:
         pass
     try:
         return importlib.import_module(f"{_DCP}._fsspec_filesystem")
-    except ModuleNotFoundError as exc:
-        if (exc.name or "").partition(".")[0] == "fsspec":
-            return None
-        raise _unlike(_DCP, "has no module for fsspec") from exc
+    except ImportError as exc:
+        if (exc.name or "").startswith("torch."):
+            raise _unlike(_DCP, "has no module for fsspec") from exc
+        return None
 
 
 def _in(owner: Any, name: str, *parameters: str, more: bool = False) -> Any:
@@ -306,6 +306,7 @@ def _installing_in_its_process(original: Callable[..., Any]) -> Any:
     @functools.wraps(original)
     def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: N807
         given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
         begin = given.arguments["subprocess_init_fn"]
         given.arguments["subprocess_init_fn"] = _Installed(_chosen, begin)
         original(*given.args, **given.kwargs)

@@ -159,7 +159,8 @@ def becoming_ours(
     The class is changed and not its name in a module, since frameworks have imported that before.
     Objects of a class that was derived from it stay what they are: only that class knows what it
     adds. They are refused, unless the class says (``validate_checkpoint_id``) that it takes such
-    locations, as those of the stores' own libraries do, which bring a file system of their own.
+    locations, as those of the stores' own libraries do, which bring a file system of their own;
+    what is derived from fsspec's is refused in any case.
 
     Args:
         kind: The class.
