@@ -266,6 +266,7 @@ def test_what_is_derived_from_torchs_classes_goes_on_with_files(bare, tmp_path):
     assert HuggingFaceStorageWriter("hf://me/model").path == Path("hf:/me/model")  # as without us
 
 
+@pytest.mark.filterwarnings("ignore:fsync not supported")  # of torch 2.15
 def test_what_fsspec_knows_and_we_do_not_still_goes_to_fsspec(bare):
     for call in (
         lambda uri: dcp.save(_state(), storage_writer=FsspecWriter(uri)),
