@@ -28,6 +28,7 @@ from cloudckpt.errors import (
     InvalidURIError,
     ProcessGroupError,
 )
+from cloudckpt.stores.listings import forget_listings
 from cloudckpt.uri import URILike
 
 __all__ = [
@@ -183,6 +184,8 @@ def save_prepared(
         return cast(Metadata, save_it() if use_collectives else _each_alone(meeting, save_it))
     except (CheckpointException, RuntimeError) as exc:
         raise _settle(exc, writer, _rank(process_group, no_dist)) from exc
+    finally:
+        forget_listings()
 
 
 def load_prepared(
