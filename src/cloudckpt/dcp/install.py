@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +38,7 @@ from cloudckpt.dcp.roads import (
 )
 from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.errors import InstallError
+from cloudckpt.fork import ModuleLock
 from cloudckpt.stores.listings import forget_listings
 
 __all__ = ["install", "uninstall"]
@@ -61,7 +61,7 @@ _OPENED_BY_EXPERIMENTS = (
 )
 
 _Change = tuple[Any, str, Any]
-_lock = threading.Lock()
+_lock = ModuleLock()
 _replaced: list[_Change] = []
 _chosen = Options()
 
