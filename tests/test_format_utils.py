@@ -4,6 +4,7 @@
 
 import contextlib
 import io
+import itertools
 import os
 import pickle
 import resource
@@ -28,6 +29,7 @@ from cloudckpt import (
     CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
+    CheckpointReplacedError,
     ConfigError,
     InvalidURIError,
     MissingKeyError,
@@ -650,10 +652,11 @@ def test_an_unreadable_file_is_told_on_every_rank(kind, local, ranks):
 
 def _fail_late(uri, config) -> None:
     file, skeleton = uri.removeprefix("file://"), TorchFile.skeleton
+    times = itertools.count(1)
 
     def and_replace_the_file(self):
         found = skeleton(self)
-        os.utime(file, (1, 1))  # another version from here on
+        os.utime(file, (1, next(times)))  # another version from here on
         return found
 
     TorchFile.skeleton = and_replace_the_file
@@ -667,7 +670,7 @@ def test_a_reader_that_fails_in_the_middle_fails_every_rank_at_once(local, ranks
     put(local, "model.pt", bytes_of_file({"t": numbered(4, 5)}))
     began = time.monotonic()
     errors = ranks.errors(2, _fail_late, local.at("model.pt").uri, local.config)
-    assert [type(error) for error in errors] == [CheckpointCorruptError] * 2
+    assert [type(error) for error in errors] == [CheckpointReplacedError] * 2
     assert time.monotonic() - began < 30
 
 

@@ -48,6 +48,7 @@ PUBLIC = {
     "CheckpointError",
     "CheckpointExistsError",
     "CheckpointNotFoundError",
+    "CheckpointReplacedError",
     "CloudCheckpointError",
     "CommitUnknownError",
     "ConfigError",

@@ -19,6 +19,7 @@ from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.dcp.refusal import RefusingReader, RefusingWriter
 from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.errors import (
+    CheckpointReplacedError,
     CloudCheckpointError,
     CommitUnknownError,
     ConfigError,
@@ -26,6 +27,7 @@ from cloudckpt.errors import (
     ProcessGroupError,
     RanksFailedError,
 )
+from cloudckpt.transfer.restarts import Restarts
 from cloudckpt.uri import URILike
 
 __all__ = ["content_of", "load", "save", "writer_for"]
@@ -105,7 +107,8 @@ def load(
     """Loads a checkpoint into a state dict, in place; as ``torch.distributed.checkpoint.load``.
 
     When it returns, every byte was verified. If it raises, it does so on every rank, and the
-    tensors of ``state_dict`` may hold a part of the new values.
+    tensors of ``state_dict`` may hold a part of the new values. If a writer replaces the checkpoint
+    meanwhile, all ranks begin anew with the newer one, a few times: what was loaded is of one save.
 
     Args:
         state_dict: What to load: its keys say what, its tensors say where to and how sharded.
@@ -122,6 +125,7 @@ def load(
         MissingKeyError: If the checkpoint lacks a key (with the default planner).
         ShapeMismatchError: If a shape differs (with the default planner).
         CheckpointCorruptError: If bytes are missing or damaged.
+        CheckpointReplacedError: If writers replaced it again and again meanwhile.
         UntrustedPickleError: If a pickle would run code that is not on the allow-list.
         RanksFailedError: If ranks failed for different reasons, or outside of cloudckpt.
         ProcessGroupError: If a rank died or the ranks lost each other.
@@ -134,6 +138,28 @@ def load(
         if not _has_others(process_group, no_dist):
             raise
         reader, state = RefusingReader(error), {}
+    restarts = Restarts()
+    while (replaced := _load_once(state, reader, planner, process_group, no_dist)) is not None:
+        restarts.wait(replaced)
+        reader.reset()
+    for key, loaded in state.items():
+        if isinstance(value := state_dict.get(key), Stateful):
+            value.load_state_dict(loaded)
+        elif key in state_dict:
+            state_dict[key] = loaded
+
+
+def _load_once(
+    state: dict[str, Any],
+    reader: StorageReader,
+    planner: LoadPlanner | None,
+    process_group: dist.ProcessGroup | None,
+    no_dist: bool,
+) -> CheckpointReplacedError | None:
+    """One try. If a writer overtook it, and all ranks know that, it returns the error.
+
+    A rank that began anew while the others have failed, or have ended, would wait for them.
+    """
     if planner is None and isinstance(reader, CloudStorageReader):
         planner = CloudLoadPlanner(reader.checkpoint_id)
     try:
@@ -146,15 +172,18 @@ def load(
                 no_dist=no_dist,
             )
     except (CheckpointException, RuntimeError) as exc:
-        # torch passes on why the metadata could not be read only as a text
+        # torch passes on why the metadata could not be read only as a text, of which others can't
+        # tell what it is
         local = reader.failure if isinstance(reader, CloudStorageReader) else None
-        rank = _rank(process_group, no_dist)
-        raise (local or _cause(exc, rank, _location(reader))) from exc
-    for key, loaded in state.items():
-        if isinstance(value := state_dict.get(key), Stateful):
-            value.load_state_dict(loaded)
-        elif key in state_dict:
-            state_dict[key] = loaded
+        cause = local or _cause(exc, _rank(process_group, no_dist), _location(reader))
+        if local is None and isinstance(cause, CheckpointReplacedError):
+            return cause
+        raise cause from exc
+    except CheckpointReplacedError as error:  # of metadata of this rank alone
+        if _has_others(process_group, no_dist):
+            raise
+        return error
+    return None
 
 
 def content_of(state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -31,6 +31,7 @@
         ├── DifferentCheckpointsError ranks save to, or load from, different places
         ├── IncompleteSaveError       a planned item was not written
         ├── CheckpointCorruptError    bytes missing, changed or damaged
+        ├── CheckpointReplacedError   overwritten or deleted while it was loaded
         ├── UntrustedPickleError      loading would run code that is not on the allow-list
         ├── MissingKeyError           also KeyError
         ├── ShapeMismatchError        also ValueError
@@ -62,6 +63,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointExistsError",
     "CheckpointNotFoundError",
+    "CheckpointReplacedError",
     "ClosedError",
     "CloudCheckpointError",
     "CommitUnknownError",
@@ -283,6 +285,13 @@ class IncompleteSaveError(CheckpointError):
 
 class CheckpointCorruptError(CheckpointError):
     """Bytes of the checkpoint are missing, were replaced, or do not match their checksum."""
+
+
+class CheckpointReplacedError(CheckpointError):
+    """A writer overwrote or deleted the checkpoint while it was loaded; nothing is damaged.
+
+    :func:`cloudckpt.load` begins anew with the newer one, and raises this after a few times.
+    """
 
 
 class UntrustedPickleError(CheckpointError):

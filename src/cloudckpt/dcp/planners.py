@@ -126,6 +126,7 @@ class EverythingPlanner(CloudLoadPlanner):
         is_coordinator: bool = False,
     ) -> None:
         assert metadata is not None
+        self.content = {}  # another try of a load may find another checkpoint
         paths = metadata.planner_data or {}
         for fqn, entry in metadata.state_dict_metadata.items():
             made: Any = None
