@@ -237,6 +237,25 @@ def test_wrong_locations_are_told_before_anything_is_read(place):
     assert "m.pt" not in place.names()
 
 
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "MODEL.SafeTensors", "a.gguf", "a.onnx", "a.npz", "a.h5"]
+)
+def test_a_file_is_not_named_like_one_of_another_format(name, place):
+    """Its readers would find a zip of torch.save."""
+    cloudckpt.save({"t": numbered(5)}, checkpoint_id=place.at("ck").uri, config=place.config)
+    before = place.names()
+    with pytest.raises(InvalidURIError, match="named like a file of"):
+        dcp_to_torch_save(place.at("ck").uri, place.at(name).uri, config=place.config)
+    assert place.names() == before
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.bin", "model", "v1.2", "a.safetensors.pt"])
+def test_other_names_are_files_of_torch_save(name, local):
+    cloudckpt.save({"t": numbered(5)}, checkpoint_id=local.at("ck").uri, config=local.config)
+    dcp_to_torch_save(local.at("ck").uri, local.at(name).uri, config=local.config)
+    assert_same(torch.load(io.BytesIO(local.read(name)))["t"], numbered(5))
+
+
 def test_a_folder_is_no_destination(local):
     cloudckpt.save({"t": numbered(5)}, checkpoint_id=local.at("ck").uri, config=local.config)
     os.mkdir(os.path.join(local.path, "folder"))

@@ -19,6 +19,7 @@ PUBLIC = {
     "__version__",
     "add_safe_metadata_globals",
     "async_save",
+    "exists",
     "install",
     "load",
     "save",

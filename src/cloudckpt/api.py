@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
+from cloudckpt.checkpoint.presence import is_committed
 from cloudckpt.config import Config
 from cloudckpt.dcp.planners import CloudLoadPlanner, CloudSavePlanner
 from cloudckpt.dcp.quiet import told_once
@@ -27,10 +28,12 @@ from cloudckpt.errors import (
     ProcessGroupError,
     RanksFailedError,
 )
+from cloudckpt.stores.registry import open_store
 from cloudckpt.transfer.restarts import Restarts
-from cloudckpt.uri import URILike
+from cloudckpt.transfer.retry import Retrier
+from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["content_of", "load", "save", "writer_for"]
+__all__ = ["content_of", "exists", "load", "save", "writer_for"]
 
 
 def save(
@@ -186,6 +189,27 @@ def _load_once(
     return None
 
 
+def exists(checkpoint_id: URILike, *, config: Config | None = None) -> bool:
+    """Whether there is a committed checkpoint at a location, by one or two small requests.
+
+    It is for scripts that resume if they can. Only the store's own word that there is none makes it
+    False: a script that takes an outage for it would start anew over a good checkpoint. Ranks that
+    ask by themselves may be told different things beside a writer; let one ask, and tell the rest.
+
+    Args:
+        checkpoint_id: ``s3://bucket/path`` or another location.
+        config: Options.
+
+    Raises:
+        InvalidURIError: If it is no location.
+        BucketNotFoundError: If there is no such bucket.
+        StoreError: If the store refuses or stays unreachable.
+    """
+    uri = CheckpointURI.parse(checkpoint_id)
+    config = config if config is not None else Config()
+    return is_committed(open_store(uri, config), uri, Retrier(config.retry))
+
+
 def content_of(state_dict: dict[str, Any]) -> dict[str, Any]:
     """The state dict with what its ``Stateful`` values return, which are asked one by one."""
     return {
@@ -277,13 +301,15 @@ def _cause(exc: CheckpointException | RuntimeError, rank: int, uri: str | None) 
     if isinstance(first, CloudCheckpointError) and len({type(e) for e in failures.values()}) == 1:
         return first
     texts = {rank: f"{type(error).__name__}: {error}" for rank, error in failures.items()}
-    listed = "; ".join(f"rank {rank}: {text}" for rank, text in list(texts.items())[:8])
-    more = f"; and {len(texts) - 8} more ranks" if len(texts) > 8 else ""
-    return RanksFailedError(
-        f"{len(texts)} ranks failed in step {exc.args[0]!r}: {listed}{more}",
-        failures=texts,
-        uri=uri,
-    )
+    step = f"failed in step {exc.args[0]!r}"
+    if len(texts) == 1:
+        [(rank, text)] = texts.items()
+        message = f"rank {rank} {step}: {text}"
+    else:
+        listed = "; ".join(f"rank {rank}: {text}" for rank, text in list(texts.items())[:8])
+        more = f"; and {len(texts) - 8} more" if len(texts) > 8 else ""
+        message = f"{len(texts)} ranks {step}: {listed}{more}"
+    return RanksFailedError(message, failures=texts, uri=uri)
 
 
 def _is_of_process_group(exc: RuntimeError) -> bool:

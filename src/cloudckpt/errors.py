@@ -36,7 +36,7 @@
         ├── MissingKeyError           also KeyError
         ├── ShapeMismatchError        also ValueError
         ├── UnsupportedTensorError    also TypeError
-        ├── RanksFailedError          several ranks failed for different reasons
+        ├── RanksFailedError          ranks failed for different reasons, or outside of cloudckpt
         ├── ProcessGroupError         a rank died, or the ranks lost each other
         └── AsyncSaveError            saving in the background
             ├── StagingError          the state can't be copied
@@ -303,7 +303,7 @@ class MissingKeyError(CheckpointError, KeyError):
 
 
 class ShapeMismatchError(CheckpointError, ValueError):
-    """The tensor in the checkpoint has another shape than the one to be loaded into."""
+    """A tensor has another shape than it is to be loaded into, or than a save has planned."""
 
 
 class UnsupportedTensorError(CheckpointError, TypeError):
@@ -315,7 +315,7 @@ class ProcessGroupError(CheckpointError):
 
 
 class RanksFailedError(CheckpointError):
-    """Several ranks failed, for different reasons; the message lists them.
+    """Ranks failed, for different reasons or outside of cloudckpt; the message lists them.
 
     Attributes:
         failures: The text of each failure by rank.

@@ -96,6 +96,8 @@ def test_a_planner_that_raises_on_one_rank_fails_the_save_on_all(kind, place, ra
     expected = RanksFailedError if kind == "an exception" else UnsupportedTensorError
     assert [type(error) for error in told] == [expected] * 3
     assert all("the dog ate it" in str(error) for error in told)
+    if kind == "an exception":
+        assert all(str(error).startswith("rank 2 failed in step 'write': Ari") for error in told)
     assert place.names() == []
     assert place.unfinished() == []
 
@@ -485,7 +487,8 @@ def test_a_load_planner_that_raises_on_one_rank_fails_the_load_on_all(where, loc
     ranks(2, _saved, local)
     told = ranks.errors(3, _load_clumsily, where, local)
     assert [type(error) for error in told] == [RanksFailedError] * 3
-    assert all("rank 2: ArithmeticError: the dog ate it" in str(error) for error in told)
+    expected = "rank 2 failed in step 'read': ArithmeticError: the dog ate it"
+    assert all(str(error).startswith(expected) for error in told)
     assert all(error.failures == {2: "ArithmeticError: the dog ate it"} for error in told)
 
 
@@ -494,6 +497,7 @@ def test_two_ranks_that_fail_differently_are_both_named(local, ranks):
     assert [type(error) for error in told] == [RanksFailedError] * 3
     assert told[0].failures.keys() == {0, 1}
     assert all("rank 0: " in str(error) and "rank 1: " in str(error) for error in told)
+    assert all(str(error).startswith("2 ranks failed in step 'write': ") for error in told)
 
 
 class Different(DefaultSavePlanner):

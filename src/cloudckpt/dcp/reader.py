@@ -19,6 +19,7 @@ from cloudckpt.checkpoint.manifest import Manifest, ManifestId
 from cloudckpt.checkpoint.metadata import load_metadata
 from cloudckpt.checkpoint.names import metadata_name
 from cloudckpt.checkpoint.places import Places
+from cloudckpt.checkpoint.presence import beneath
 from cloudckpt.config import Config
 from cloudckpt.dcp.loading import Load
 from cloudckpt.dcp.portable import portable_errors
@@ -135,9 +136,10 @@ class CloudStorageReader(StorageReader):
                 key, lambda data: load_metadata(data, uri, trust_pickle=self.trust_pickle)
             )
         except ObjectNotFoundError as error:
+            found = str(beneath(self._store(), self.uri)) if rank is None else ""
             raise CheckpointNotFoundError(
-                "there is no committed checkpoint here: it has no .metadata. Check the location; a "
-                "save that was interrupted leaves none",
+                "there is no committed checkpoint here: it has no .metadata. "
+                + (found or "Check the location; a save that was interrupted leaves none"),
                 uri=str(self.uri),
             ) from error
         if getattr(metadata, "storage_meta", None) is None:
