@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -14,26 +16,34 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from cloudckpt.checkpoint.presence import is_committed
 from cloudckpt.config import Config
+from cloudckpt.dcp.meeting import Meeting, Stance, one_error
 from cloudckpt.dcp.planners import CloudLoadPlanner, CloudSavePlanner
 from cloudckpt.dcp.quiet import told_once
 from cloudckpt.dcp.reader import CloudStorageReader
-from cloudckpt.dcp.refusal import RefusingReader, RefusingWriter
 from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.errors import (
     CheckpointReplacedError,
-    CloudCheckpointError,
     CommitUnknownError,
     ConfigError,
     InvalidURIError,
     ProcessGroupError,
-    RanksFailedError,
 )
 from cloudckpt.stores.registry import open_store
 from cloudckpt.transfer.restarts import Restarts
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["content_of", "exists", "load", "save", "writer_for"]
+__all__ = [
+    "ToLoad",
+    "ToSave",
+    "content_of",
+    "exists",
+    "load",
+    "load_prepared",
+    "save",
+    "save_prepared",
+    "writer_for",
+]
 
 
 def save(
@@ -72,28 +82,14 @@ def save(
         RanksFailedError: If they failed for different reasons, or outside of cloudckpt.
         ProcessGroupError: If a rank died or the ranks lost each other.
     """
-    writer: StorageWriter
-    try:
+
+    def prepare() -> ToSave:
         writer = writer_for(checkpoint_id, storage_writer, config)
-        state = content_of(state_dict)
-    except Exception as error:
-        if not _has_others(process_group, no_dist, use_collectives):
-            raise
-        writer, state = RefusingWriter(error), {}
-    try:
-        return cast(
-            Metadata,
-            state_dict_saver.save(
-                state,
-                storage_writer=writer,
-                planner=planner or CloudSavePlanner(),
-                process_group=process_group,
-                no_dist=no_dist,
-                use_collectives=use_collectives,
-            ),
-        )
-    except (CheckpointException, RuntimeError) as exc:
-        raise _settle(exc, writer, _rank(process_group, no_dist)) from exc
+        return ToSave(state_dict, writer, planner)
+
+    return save_prepared(
+        prepare, process_group=process_group, no_dist=no_dist, use_collectives=use_collectives
+    )
 
 
 def load(
@@ -133,16 +129,87 @@ def load(
         RanksFailedError: If ranks failed for different reasons, or outside of cloudckpt.
         ProcessGroupError: If a rank died or the ranks lost each other.
     """
-    reader: StorageReader
-    try:
+
+    def prepare() -> ToLoad:
         reader = _reader(checkpoint_id, storage_reader, config, trust_pickle)
-        state = content_of({key: state_dict[key] for key in sorted(state_dict)})
-    except Exception as error:
-        if not _has_others(process_group, no_dist):
-            raise
-        reader, state = RefusingReader(error), {}
-    restarts = Restarts()
-    while (replaced := _load_once(state, reader, planner, process_group, no_dist)) is not None:
+        return ToLoad(state_dict, reader, planner)
+
+    load_prepared(prepare, process_group=process_group, no_dist=no_dist)
+
+
+@dataclass(frozen=True)
+class ToSave:
+    """What a rank saves: its state dict, where to, and as planned by what."""
+
+    state_dict: dict[str, Any]
+    writer: StorageWriter
+    planner: SavePlanner | None = None
+
+
+@dataclass(frozen=True)
+class ToLoad:
+    """What a rank loads: into which state dict, where from, and as planned by what."""
+
+    state_dict: dict[str, Any]
+    reader: StorageReader
+    planner: LoadPlanner | None = None
+
+
+def save_prepared(
+    prepare: Callable[[], ToSave],
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> Metadata:
+    """Saves what ``prepare`` returns; if it raises on one rank, none begins.
+
+    Arguments, result and errors are those of :func:`save`.
+    """
+
+    def ready() -> ToSave:
+        made = prepare()
+        return replace(made, state_dict=content_of(made.state_dict))
+
+    meeting = Meeting.of(process_group, no_dist)
+    made = meeting.begin(ready, lambda one: _stance(one.writer if use_collectives else None))
+    writer = made.writer
+    try:
+        return cast(
+            Metadata,
+            state_dict_saver.save(
+                made.state_dict,
+                storage_writer=writer,
+                planner=made.planner or CloudSavePlanner(),
+                process_group=process_group,
+                no_dist=no_dist,
+                use_collectives=use_collectives,
+            ),
+        )
+    except (CheckpointException, RuntimeError) as exc:
+        raise _settle(exc, writer, _rank(process_group, no_dist)) from exc
+
+
+def load_prepared(
+    prepare: Callable[[], ToLoad],
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+) -> None:
+    """Loads into what ``prepare`` returns; if it raises on one rank, none begins.
+
+    Arguments and errors are those of :func:`load`.
+    """
+
+    def ready() -> tuple[ToLoad, dict[str, Any]]:
+        made = prepare()
+        return made, content_of({key: made.state_dict[key] for key in sorted(made.state_dict)})
+
+    meeting = Meeting.of(process_group, no_dist)
+    made, state = meeting.begin(ready, lambda both: _stance(both[0].reader))
+    reader, state_dict = made.reader, made.state_dict
+    is_alone, restarts = meeting.group is None, Restarts()
+    while replaced := _load_once(state, made, process_group, no_dist, is_alone=is_alone):
         restarts.wait(replaced)
         reader.reset()
     for key, loaded in state.items():
@@ -154,15 +221,17 @@ def load(
 
 def _load_once(
     state: dict[str, Any],
-    reader: StorageReader,
-    planner: LoadPlanner | None,
+    made: ToLoad,
     process_group: dist.ProcessGroup | None,
     no_dist: bool,
+    *,
+    is_alone: bool,
 ) -> CheckpointReplacedError | None:
     """One try. If a writer overtook it, and all ranks know that, it returns the error.
 
     A rank that began anew while the others have failed, or have ended, would wait for them.
     """
+    reader, planner = made.reader, made.planner
     if planner is None and isinstance(reader, CloudStorageReader):
         planner = CloudLoadPlanner(reader.checkpoint_id)
     try:
@@ -183,7 +252,7 @@ def _load_once(
             return cause
         raise cause from exc
     except CheckpointReplacedError as error:  # of metadata of this rank alone
-        if _has_others(process_group, no_dist):
+        if not is_alone:
             raise
         return error
     return None
@@ -277,7 +346,11 @@ def _settle(
     return _cause(exc, rank, _location(writer))
 
 
-def _location(storage: StorageWriter | StorageReader) -> str | None:
+def _stance(storage: StorageWriter | StorageReader | None) -> Stance:
+    return Stance(location=_location(storage) or "")
+
+
+def _location(storage: StorageWriter | StorageReader | None) -> str | None:
     if isinstance(storage, (CloudStorageWriter, CloudStorageReader)):
         return storage.checkpoint_id
     return None
@@ -293,23 +366,8 @@ def _cause(exc: CheckpointException | RuntimeError, rank: int, uri: str | None) 
             uri=uri,
             cause=exc,
         )
-    failures = {rank: error for rank, (error, _) in sorted(exc.failures.items())}
-    own = failures.get(rank)
-    if own is not None and not isinstance(own, Exception):
-        return own  # an interrupt of this process stays one
-    first = next(iter(failures.values()))
-    if isinstance(first, CloudCheckpointError) and len({type(e) for e in failures.values()}) == 1:
-        return first
-    texts = {rank: f"{type(error).__name__}: {error}" for rank, error in failures.items()}
-    step = f"failed in step {exc.args[0]!r}"
-    if len(texts) == 1:
-        [(rank, text)] = texts.items()
-        message = f"rank {rank} {step}: {text}"
-    else:
-        listed = "; ".join(f"rank {rank}: {text}" for rank, text in list(texts.items())[:8])
-        more = f"; and {len(texts) - 8} more" if len(texts) > 8 else ""
-        message = f"{len(texts)} ranks {step}: {listed}{more}"
-    return RanksFailedError(message, failures=texts, uri=uri)
+    failures = {rank: error for rank, (error, _) in exc.failures.items()}
+    return one_error(failures, rank, f"in step {exc.args[0]!r}", uri)
 
 
 def _is_of_process_group(exc: RuntimeError) -> bool:
@@ -322,15 +380,6 @@ def _is_of_process_group(exc: RuntimeError) -> bool:
     if traceback is None:
         return False
     return traceback.tb_frame.f_globals.get("__name__") == "torch.distributed.distributed_c10d"
-
-
-def _has_others(
-    process_group: dist.ProcessGroup | None, no_dist: bool, use_collectives: bool = True
-) -> bool:
-    """Whether other ranks wait for this one in torch's first step."""
-    if no_dist or not use_collectives or not (dist.is_available() and dist.is_initialized()):
-        return False
-    return dist.get_world_size(process_group) > 1
 
 
 def _rank(process_group: dist.ProcessGroup | None, no_dist: bool) -> int:

@@ -1,5 +1,6 @@
 """The saving processes of two ranks: when one dies or fails, all hear of it and go on together."""
 
+import functools
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ from cloudckpt import (
     StagingMemoryError,
 )
 from cloudckpt.background import arena as arenas
+from cloudckpt.background.process import SaveProcess
 from cloudckpt.background.saver import AsyncSaver
 from dcp.places import Place
 
@@ -148,15 +150,29 @@ def tells_all_of_the_death_of_the_rank_that_commits(saver: AsyncSaver, place: Pl
     _works(saver, 2, place)
 
 
-def _dies_before_the_other_has_begun(saver: AsyncSaver, place: Place, dying: int) -> None:
+def _until(file: Path) -> None:
+    assert eventually(file.exists, PATIENCE)
+
+
+def _dies_before_the_other_has_begun(
+    saver: AsyncSaver, place: Place, folder: Path, dying: int
+) -> None:
+    """The trainers have met, and the copy of one takes longer."""
+    dead, save = folder / "dead", SaveProcess.save
     if dist.get_rank() == dying:
         future = begin(saver, 1, place)
         assert eventually(lambda: saver._process._child.is_busy, PATIENCE)
         _kill(saver)
         assert isinstance(future.exception(SOON), SaveProcessError)
-    dist.barrier()
-    if dist.get_rank() != dying:
-        error = begin(saver, 1, place).exception(SOON)
+        dead.touch()
+    else:
+
+        def late(*arguments):
+            _until(dead)
+            return save(*arguments)
+
+        with mock.patch.object(saver._process, "save", functools.partial(late, saver._process)):
+            error = begin(saver, 1, place).exception(PATIENCE)
         assert isinstance(error, SaveProcessError), repr(error)
         assert "another rank died" in str(error)
     dist.barrier()
@@ -165,29 +181,36 @@ def _dies_before_the_other_has_begun(saver: AsyncSaver, place: Place, dying: int
     _works(saver, 2, place)
 
 
-def tells_a_rank_that_begins_after_a_death(saver: AsyncSaver, place: Place, _: Path):
-    _dies_before_the_other_has_begun(saver, place, dying=1)
+def tells_a_rank_that_begins_after_a_death(saver: AsyncSaver, place: Place, folder: Path):
+    _dies_before_the_other_has_begun(saver, place, folder, dying=1)
 
 
-def tells_a_rank_that_begins_after_the_death_of_the_first(saver: AsyncSaver, place: Place, _: Path):
-    _dies_before_the_other_has_begun(saver, place, dying=0)
+def tells_a_rank_that_begins_after_the_death_of_the_first(
+    saver: AsyncSaver, place: Place, folder: Path
+):
+    _dies_before_the_other_has_begun(saver, place, folder, dying=0)
 
 
 def tells_a_rank_that_waits_for_the_others_of_a_failed_start(
-    saver: AsyncSaver, place: Place, _: Path
+    saver: AsyncSaver, place: Place, folder: Path
 ):
+    busy = folder / "busy"
     if dist.get_rank() == 0:
         future = begin(saver, 1, place)
         assert eventually(lambda: saver._process._child.is_busy, PATIENCE)
-        dist.barrier()
+        busy.touch()
         error = future.exception(SOON)
         assert isinstance(error, SaveProcessError), repr(error)
     else:
-        dist.barrier()
-        _kill(saver)
         failure = SaveProcessError("no processes left")
-        with mock.patch.object(type(saver._process), "_current", side_effect=failure):
-            assert begin(saver, 1, place).exception(SOON) is failure
+
+        def fail():
+            _until(busy)
+            _kill(saver)
+            raise failure
+
+        with mock.patch.object(saver._process, "_current", fail):
+            assert begin(saver, 1, place).exception(PATIENCE) is failure
     dist.barrier()
     _works(saver, 2, place)
 

@@ -32,8 +32,7 @@ from cloudckpt import (
     StagingMemoryError,
 )
 from cloudckpt.background import arena as arenas
-from cloudckpt.background import executor
-from cloudckpt.background.job import FailingPlanner, PickledResult
+from cloudckpt.background.job import PickledResult, SaveJob
 from cloudckpt.background.saver import AsyncSaver
 from dcp.children import in_a_child
 from dcp.places import Place
@@ -165,27 +164,21 @@ def test_a_log_handler_that_raises_does_not_keep_a_failure_from_its_future(local
         logger.removeHandler(handler)
 
 
-def test_a_refused_save_that_other_ranks_still_hear_of_does_not_occupy_the_place(
-    local, gate, monkeypatch
-):
-    may_fail = threading.Event()
+def test_a_save_that_could_not_be_copied_does_not_occupy_its_place(local, monkeypatch):
+    """The other ranks still hear of it when the next one begins."""
+    may_fail, prepared = threading.Event(), SaveJob.prepared
 
-    class SlowToFail(FailingPlanner):
-        def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
-            assert may_fail.wait(PATIENCE)
-            super().set_up_planner(state_dict, storage_meta, is_coordinator)
+    def slow_to_fail(job):
+        assert job.failure is None or may_fail.wait(PATIENCE)
+        return prepared(job)
 
-    monkeypatch.setattr(executor, "FailingPlanner", SlowToFail)
+    monkeypatch.setattr(SaveJob, "prepared", slow_to_fail)
     with saver(when_busy="double_buffer") as one, ThreadPoolExecutor(1) as pool:
-        first = begin(one, 1, local, gate)
-        gate.wait()
-        with pytest.raises(SaveInProgressError, match="to this place"):
-            begin(one, 2, local)
-        gate.open()
-        first.result(PATIENCE)
+        second = one.save({"lock": Lock()}, local.writer()).written
         third = pool.submit(begin, one, 3, local)
         concurrent.futures.wait([third], 0.2)
         may_fail.set()
+        assert isinstance(second.exception(PATIENCE), StagingError)
         third.result(PATIENCE).result(PATIENCE)
     assert step_at(local) == 3
 

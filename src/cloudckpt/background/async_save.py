@@ -14,10 +14,11 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 from cloudckpt.api import writer_for
 from cloudckpt.background.job import SaveFuture
-from cloudckpt.background.saver import AsyncSaver
+from cloudckpt.background.saver import AsyncSaver, alike
 from cloudckpt.config import BackgroundOptions, Config
+from cloudckpt.dcp.meeting import Meeting
 from cloudckpt.dcp.writer import CloudStorageWriter
-from cloudckpt.uri import URILike
+from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["async_save", "close_async_savers"]
 
@@ -66,25 +67,29 @@ def async_save(
         torch's ``AsyncSaveResponse`` if the stager itself is asynchronous.
 
     Raises:
-        SaveInProgressError: If the save before does not end within ``patience``.
-        ConfigError: If the arguments do not fit together.
+        SaveInProgressError: If the save before does not end within ``patience`` on some rank.
+        ConfigError: If the arguments do not fit together, or the ranks were given different ones.
+        CloudCheckpointError: If a rank can't begin for another reason; on all ranks.
         SaveProcessError: If the saving process can't be started.
     """
-    if storage_writer is None or config is not None:
-        writer, elsewhere = writer_for(checkpoint_id, storage_writer, config), None
-    else:  # a save under way may use it: it is led elsewhere when that has ended
-        writer, elsewhere = storage_writer, checkpoint_id
-    options = writer.config.background if isinstance(writer, CloudStorageWriter) else None
-    saver = _saver_for(
-        process_group,
-        no_dist,
-        async_checkpointer_type,
-        options if options is not None else BackgroundOptions(),
-    )
+
+    def prepare() -> tuple[StorageWriter, BackgroundOptions]:
+        if storage_writer is None or config is not None:
+            writer = writer_for(checkpoint_id, storage_writer, config)
+        else:  # a save under way may use it: it is led elsewhere when that has ended
+            writer = storage_writer
+            if checkpoint_id is not None and isinstance(writer, CloudStorageWriter):
+                CheckpointURI.parse(checkpoint_id)
+        return writer, _options_of(writer)
+
+    # the saver of these ranks is found by the options, which a rank that fails here may not know
+    meeting = Meeting.of(process_group, no_dist)
+    writer, options = meeting.begin(prepare, lambda made: alike(async_checkpointer_type, made[1]))
+    saver = _saver_for(process_group, no_dist, async_checkpointer_type, options)
     pending = saver.save(
         state_dict,
         writer,
-        checkpoint_id=elsewhere,
+        checkpoint_id=checkpoint_id if writer is storage_writer else None,
         planner=planner,
         use_collectives=use_collectives,
         stager=async_stager,
@@ -92,6 +97,12 @@ def async_save(
     if pending.is_staged_in_background:
         return AsyncSaveResponse(pending.staged, pending.written)  # type: ignore[arg-type]
     return pending.written
+
+
+def _options_of(writer: StorageWriter) -> BackgroundOptions:
+    if isinstance(writer, CloudStorageWriter):
+        return writer.config.background
+    return BackgroundOptions()
 
 
 def close_async_savers() -> None:
@@ -121,8 +132,9 @@ def _saver_for(
     # by the objects themselves, which are kept alive: an address might be another object's later
     key = (os.getpid(), together, kind, options)
     with _lock:
-        if key not in _savers:
-            _savers[key] = AsyncSaver(
-                process_group=group, no_dist=no_dist, kind=kind, options=options
-            )
-        return _savers[key]
+        if (known := _savers.get(key)) is not None:
+            return known
+    # not with the lock held: it waits for the other ranks
+    made = AsyncSaver(process_group=group, no_dist=no_dist, kind=kind, options=options)
+    with _lock:
+        return _savers.setdefault(key, made)

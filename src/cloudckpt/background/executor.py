@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from cloudckpt import api
 from cloudckpt.background.groups import exists
-from cloudckpt.background.job import FailingPlanner, PickledResult, SaveJob
+from cloudckpt.background.job import PickledResult, SaveJob
 from cloudckpt.background.process import SaveProcess
 from cloudckpt.background.tracebacks import release_frames
 from cloudckpt.dcp.writer import CloudStorageWriter
@@ -93,19 +93,16 @@ class Executor:
                 "the process group was destroyed before this save was begun; wait for saves first",
                 uri=job.where,
             )
-        planner = job.planner if job.failure is None else FailingPlanner(job.failure)
         try:
-            metadata = api.save(
-                job.content,
-                storage_writer=job.writer,
-                planner=planner,
+            metadata = api.save_prepared(
+                job.prepared,
                 process_group=self._group,
                 no_dist=self._no_dist,
                 use_collectives=job.use_collectives,
             )
         finally:
-            if isinstance(planner, DefaultSavePlanner):
-                planner.state_dict = {}  # it would keep the copy until it plans the next save
+            if isinstance(job.planner, DefaultSavePlanner):
+                job.planner.state_dict = {}  # it would keep the copy until it plans the next save
         if isinstance(job.writer, CloudStorageWriter):
             job.written.transferred = job.writer.transferred
         return metadata

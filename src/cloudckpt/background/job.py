@@ -6,29 +6,25 @@ import pickle
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 
+from cloudckpt.api import ToSave
 from cloudckpt.background.stager import StagedState
-from cloudckpt.dcp.planners import CloudSavePlanner
-from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.errors import AsyncSaveError, ClosedError, CloudCheckpointError, StagingError
 from cloudckpt.events.event import Event
 from cloudckpt.events.timeline import Timeline
 from cloudckpt.transfer.stats import Transferred
-from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = [
-    "FailingPlanner",
     "PendingSave",
     "PickledResult",
     "SaveFuture",
     "SaveJob",
     "as_ours",
-    "location",
     "never_to_begin",
     "pass_on",
     "skipped",
@@ -137,6 +133,17 @@ class SaveJob:
             return self.staged.state_dict
         return self.state or {}
 
+    def prepared(self) -> ToSave:
+        """What to save.
+
+        Raises:
+            CloudCheckpointError: If this rank can't take part.
+        """
+        if self.failure is not None:
+            raise self.failure
+        self.writer.reset(None)
+        return ToSave(self.content, self.writer, self.planner)
+
     def listen(self, event: Event) -> None:
         """Notes what this save is doing."""
         if event.uri == self.where:
@@ -156,22 +163,6 @@ class SaveJob:
         self.state = self.copying = None
         if self.staged is not None:
             self.staged.release()
-
-
-class FailingPlanner(CloudSavePlanner):
-    """Takes part in a save in the place of a rank that can't, so that all ranks hear why."""
-
-    def __init__(self, failure: CloudCheckpointError) -> None:
-        super().__init__()
-        self._failure = failure
-
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        storage_meta: StorageMeta | None = None,
-        is_coordinator: bool = False,
-    ) -> NoReturn:
-        raise self._failure
 
 
 def as_ours(error: BaseException, where: str) -> CloudCheckpointError:
@@ -213,15 +204,6 @@ def skipped() -> PendingSave:
     written.skipped = True
     written.set_result(None)
     return PendingSave(staged, written)
-
-
-def location(writer: StorageWriter, checkpoint_id: URILike | None) -> str:
-    """Where a writer saves to, as events and errors name it."""
-    if not isinstance(writer, CloudStorageWriter):
-        return f"writer {id(writer)}"
-    return (
-        writer.checkpoint_id if checkpoint_id is None else str(CheckpointURI.parse(checkpoint_id))
-    )
 
 
 def pass_on(done: Future[Any], staged: Future[None]) -> None:

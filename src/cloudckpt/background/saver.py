@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from cloudckpt import api
-from cloudckpt.background.consent import Consent
 from cloudckpt.background.executor import Executor
 from cloudckpt.background.groups import give_back, open_group
 from cloudckpt.background.job import (
@@ -28,7 +27,6 @@ from cloudckpt.background.job import (
     SaveFuture,
     SaveJob,
     as_ours,
-    location,
     never_to_begin,
     pass_on,
     skipped,
@@ -38,12 +36,14 @@ from cloudckpt.background.process import SaveProcess
 from cloudckpt.background.stager import Stager
 from cloudckpt.background.tracebacks import release_frames
 from cloudckpt.config import BackgroundOptions
+from cloudckpt.dcp.meeting import Meeting, Stance
 from cloudckpt.dcp.planners import CloudSavePlanner
+from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.errors import ClosedError, ConfigError, SaveInProgressError
 from cloudckpt.events.event import Span, subscribe
-from cloudckpt.uri import URILike
+from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["AsyncSaver"]
+__all__ = ["AsyncSaver", "alike"]
 
 
 class AsyncSaver:
@@ -62,6 +62,7 @@ class AsyncSaver:
         kind: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
         stager: AsyncStager | None = None,
         options: BackgroundOptions | None = None,
+        tells_failures: bool = False,
     ) -> None:
         """
         Args:
@@ -70,43 +71,66 @@ class AsyncSaver:
             kind: Whether a thread of the trainer saves, or a process beside it.
             stager: A stager of the caller's, which is not closed here.
             options: See there.
+            tells_failures: Whether the failure of a save is raised by the next call of
+                :meth:`save`, on all ranks, besides being told by its future.
 
         Raises:
-            ConfigError: If this rank is not in the group, or this system has no I/O priorities.
+            ConfigError: If this rank is not in the group, this system has no I/O priorities, or
+                the ranks were given different kinds or policies.
             MissingDependencyError: If there is no psutil to set the I/O priority with.
             ProcessGroupError: If the ranks do not meet within ``start_timeout``.
-            SaveProcessError: If the saving process can't be started.
+            SaveProcessError: If a saving process can't be started.
         """
         self._options = options if options is not None else BackgroundOptions()
-        if kind == AsyncCheckpointerType.PROCESS:
-            check_io_priority(self._options.io_priority)
         self._no_dist = no_dist or not _has_ranks()
         self._knows_no_ranks = self._no_dist and not no_dist
+        self._tells_failures = tells_failures
         self._group = None if self._no_dist else self._new_group(process_group)
-        asked = self._group
-        if self._group is not None and kind != AsyncCheckpointerType.PROCESS:
-            asked = self._new_group(process_group)  # the thread that saves uses the other
-        self._consent = Consent(asked)
-        buffers = 2 if self._options.when_busy == "double_buffer" else 1
+        self._meeting = Meeting(self._group)
         self._stager = stager
         self._own_stager: Stager | None = None
-        if stager is None:
-            pin = {"auto": None, "on": True, "off": False}[self._options.pin_memory]
-            self._own_stager = Stager(
-                buffers=buffers, threads=self._options.stage_threads, pin_memory=pin
-            )
         self._process: SaveProcess | None = None
-        if kind == AsyncCheckpointerType.PROCESS:
-            self._process = SaveProcess(self._group, self._options)
+        self._pid = os.getpid()
+        try:
+            self._meeting.begin(lambda: self._check(kind), lambda _: alike(kind, self._options))
+            if self._group is not None and kind != AsyncCheckpointerType.PROCESS:
+                # the thread that saves has the other, and both may be in use at once
+                self._meeting = Meeting(self._new_group(process_group))
+            self._meeting.begin(lambda: self._make(kind))
+        except BaseException:
+            self._abandon()
+            raise
         self._executor = Executor(self._group, self._process, no_dist=self._no_dist)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cloudckpt-async")
         self._rank = 0 if self._group is None else dist.get_rank(self._group)
         self._number = 0
         self._under_way: list[_UnderWay] = []
+        self._untold: dict[int, tuple[str, SaveFuture]] = {}  # whose outcome nobody was told yet
         self._lock = threading.Lock()
         self._closed = False
         self._ended = threading.Event()  # all that closing does was done
-        self._pid = os.getpid()
+
+    def _check(self, kind: AsyncCheckpointerType) -> None:
+        if kind == AsyncCheckpointerType.PROCESS:
+            check_io_priority(self._options.io_priority)
+
+    def _make(self, kind: AsyncCheckpointerType) -> None:
+        if self._stager is None:
+            self._own_stager = Stager(
+                buffers=2 if self._options.when_busy == "double_buffer" else 1,
+                threads=self._options.stage_threads,
+                pin_memory={"auto": None, "on": True, "off": False}[self._options.pin_memory],
+            )
+        if kind == AsyncCheckpointerType.PROCESS:
+            self._process = SaveProcess(self._group, self._options)
+
+    def _abandon(self) -> None:
+        """Gives back what was made before the ranks found that they can't have a saver."""
+        if self._process is not None:
+            self._process.close(0)
+        if self._own_stager is not None:
+            self._own_stager.close()
+        self._give_back_groups()
 
     def _new_group(self, parent: dist.ProcessGroup | None) -> dist.ProcessGroup:
         options = self._options
@@ -119,62 +143,55 @@ class AsyncSaver:
     def save(
         self,
         state_dict: dict[str, Any],
-        writer: StorageWriter,
+        writer: StorageWriter | Callable[[], StorageWriter],
         *,
         checkpoint_id: URILike | None = None,
         planner: SavePlanner | None = None,
         use_collectives: bool = True,
         stager: AsyncStager | None = None,
-        veto: Callable[[], BaseException | None] | None = None,
     ) -> PendingSave:
-        """Stages a state dict and begins to save the copy.
+        """Stages a state dict and begins to save the copy; a collective call.
 
-        It returns when the copy is made, or begun if the stager is asynchronous. What goes wrong
-        from here on is told by the futures, on all ranks.
+        It returns when the copy is made, or begun if the stager is asynchronous. Before that the
+        ranks meet: if one can't begin, all raise why, and nothing is saved. What goes wrong from
+        then on is told by the futures, on all ranks.
 
         Args:
             state_dict: What to save; ``Stateful`` values are asked for theirs.
-            writer: Where to.
+            writer: Where to; or what makes it, which is called when it is this save's turn.
             checkpoint_id: Where to lead the writer, once no save before uses it any more.
             planner: As in torch.
             use_collectives: As in torch.
             stager: A stager of the caller's for this save alone.
-            veto: Asked when it is this save's turn: what it returns is raised instead of saving,
-                and told to all ranks by this call; so all must give it.
 
         Raises:
             AsyncSaveError: If the interpreter ends, or no thread can be started.
             ClosedError: If the saver was closed, or this process was forked from the saver's.
             ConfigError: If it was made before the process group of which this rank is one.
+            DifferentCheckpointsError: If the ranks mean different locations.
             SaveInProgressError: If the save before does not end within ``patience``, or one to the
-                same place is under way. Ranks that did not have to wait are told by their futures.
+                same place is under way, on some rank.
+            CloudCheckpointError: The failure of an earlier save, if this saver tells of failures;
+                or of ``writer``, on some rank.
         """
         if not self.belongs_here:
             raise ClosedError(
                 f"the saver belongs to process {self._pid}, from which this one was forked; make "
                 "a new one here"
             )
-        where = location(writer, checkpoint_id)
         with self._lock:
             if self._closed:
                 raise ClosedError("the saver was closed")
             self._under_way = [save for save in self._under_way if not save.written.done()]
-            busy = bool(self._under_way)
         if self._knows_no_ranks and _has_ranks():
             raise ConfigError(
                 "this saver was made before torch.distributed was initialized, and would save this "
                 "rank alone; make it later, or with no_dist=True"
             )
-        if self._options.when_busy == "skip" and self._consent.any(busy):
+        begun = self._begin(writer, checkpoint_id, together=use_collectives)
+        if begun is None:
             return skipped()
-        refused: BaseException | None = None
-        try:
-            self._take_turn(where, writer)
-        except BaseException as error:  # noqa: BLE001 - the other ranks must hear of it
-            refused = error
-        if veto is not None:
-            is_interrupt = refused is not None and not isinstance(refused, Exception)
-            self._consent.raise_alike(refused if is_interrupt else veto())
+        writer, where = begun
         self._number += 1
         written = SaveFuture()
         written.set_running_or_notify_cancel()
@@ -185,8 +202,6 @@ class AsyncSaver:
         staged.set_running_or_notify_cancel()  # whoever waits for one that was cancelled waits on
         raised: BaseException | None = None
         try:
-            if refused is not None:
-                raise refused
             if checkpoint_id is not None:
                 writer.reset(str(checkpoint_id))
             self._copy(state_dict, job, staged, stager)
@@ -209,7 +224,47 @@ class AsyncSaver:
             raised = told if raised is None else raised
         if raised is not None:
             raise raised
+        if self._tells_failures:
+            self._untold[job.number] = where, written
         return pending
+
+    def _begin(
+        self,
+        writer: StorageWriter | Callable[[], StorageWriter],
+        checkpoint_id: URILike | None,
+        *,
+        together: bool,
+    ) -> tuple[StorageWriter, str] | None:
+        """Takes this save's turn, and meets the other ranks; None if it is to be skipped."""
+        skips, stance = self._options.when_busy == "skip", Stance()
+        made: tuple[StorageWriter, str] | None = None
+        try:
+            made = writer, where = _led(writer, checkpoint_id)
+            if not skips:
+                self._take_turn(where, writer)
+            is_ours = isinstance(writer, CloudStorageWriter)
+            stance = Stance(
+                location=where if is_ours and together else "",
+                is_busy=skips and bool(self._under_way),
+            )
+        except BaseException as error:  # noqa: BLE001 - the other ranks must hear of it
+            stance = Stance(failure=error)
+        if stance.failure is None and (found := self._next_failure()) is not None:
+            stance = replace(stance, earlier=found[0], failure=found[1])
+        verdict = self._meeting.hold(stance)
+        for number in verdict.earlier:
+            self._untold.pop(number, None)  # also where it has not ended yet: all have heard of it
+        verdict.raise_alike()
+        return None if verdict.any_is_busy else made
+
+    def _next_failure(self) -> tuple[int, BaseException] | None:
+        """The number of the first save that has failed and was not told yet, and its failure."""
+        for number, (_, written) in list(self._untold.items()):
+            if written.done():
+                if (error := written.exception()) is not None:
+                    return number, error
+                del self._untold[number]
+        return None
 
     def _take_turn(self, where: str, writer: StorageWriter) -> None:
         """Waits for the saves under way, if that is the policy, whatever their outcome.
@@ -293,10 +348,28 @@ class AsyncSaver:
             if self._ended.is_set():
                 return
             self._ended.set()
-        if idle and not (self._executor.is_broken or self._consent.is_broken):
-            for group in {self._group, self._consent.group}:
+        if idle and not self._executor.is_broken:
+            self._give_back_groups()
+
+    def _give_back_groups(self) -> None:
+        if not self._meeting.is_broken:
+            for group in {self._group, self._meeting.group}:
                 if group is not None:
                     give_back(group)
+
+    def raise_untold(self) -> None:
+        """Raises the first failure that no call has raised yet, if this saver tells of them.
+
+        Raises:
+            CloudCheckpointError: The failure.
+            SaveInProgressError: If a save has not ended.
+        """
+        if (found := self._next_failure()) is not None:
+            raise found[1]
+        for where, _ in self._untold.values():
+            raise SaveInProgressError(
+                f"the save has not ended within {self._options.close_timeout:g} s", uri=where
+            )
 
     @property
     def belongs_here(self) -> bool:
@@ -323,3 +396,20 @@ class _UnderWay:
 
 def _has_ranks() -> bool:
     return dist.is_available() and dist.is_initialized()
+
+
+def alike(kind: AsyncCheckpointerType, options: BackgroundOptions) -> Stance:
+    """What ranks must have in common to have a saver together."""
+    return Stance(options=f"{kind.value} and when_busy={options.when_busy!r}")
+
+
+def _led(
+    writer: StorageWriter | Callable[[], StorageWriter], checkpoint_id: URILike | None
+) -> tuple[StorageWriter, str]:
+    """The writer, and where it saves to, as events and errors name it."""
+    made = writer if isinstance(writer, StorageWriter) else writer()
+    if not isinstance(made, CloudStorageWriter):
+        return made, f"writer {id(made)}"
+    if checkpoint_id is None:
+        return made, made.checkpoint_id
+    return made, str(CheckpointURI.parse(checkpoint_id))

@@ -19,7 +19,7 @@ from cloudckpt.checkpointer.config import CheckpointerConfig
 from cloudckpt.dcp.planners import CloudLoadPlanner, EverythingPlanner, PartialPlanner
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.dcp.writer import CloudStorageWriter
-from cloudckpt.errors import ClosedError, CloudCheckpointError, ConfigError, SaveInProgressError
+from cloudckpt.errors import ClosedError, CloudCheckpointError, ConfigError
 from cloudckpt.uri import URILike
 
 __all__ = [
@@ -93,29 +93,27 @@ class Checkpointer(ABC):
             CloudCheckpointError: As :func:`cloudckpt.load`.
         """
         self._check_open()
-        reader = CloudStorageReader(
-            uri, config=self._config.config, trust_pickle=self._config.trust_pickle
-        )
-        if state_dict is None:
+        everything: list[EverythingPlanner] = []
+
+        def prepare() -> api.ToLoad:
+            reader = CloudStorageReader(
+                uri, config=self._config.config, trust_pickle=self._config.trust_pickle
+            )
+            where = reader.checkpoint_id
+            if state_dict is not None:
+                if default_map_location is not None:
+                    raise ConfigError("default_map_location= is for loading without a state_dict")
+                planner = CloudLoadPlanner(where) if strict else PartialPlanner(where)
+                return api.ToLoad(state_dict, reader, planner)
             if strict:
                 raise ConfigError("strict=True needs a state_dict, whose keys are to be there")
-            everything = EverythingPlanner(reader.checkpoint_id, default_map_location)
-            self._load({}, reader, everything)
-            return everything.content
-        if default_map_location is not None:
-            raise ConfigError("default_map_location= is for loading without a state_dict")
-        planner = CloudLoadPlanner if strict else PartialPlanner
-        self._load(state_dict, reader, planner(reader.checkpoint_id))
-        return state_dict
+            everything.append(EverythingPlanner(where, default_map_location))
+            return api.ToLoad({}, reader, everything[0])
 
-    def _load(self, content: dict[str, Any], reader: CloudStorageReader, planner: Any) -> None:
-        api.load(
-            content,
-            storage_reader=reader,
-            planner=planner,
-            process_group=self._config.process_group,
-            no_dist=self._config.no_dist,
+        api.load_prepared(
+            prepare, process_group=self._config.process_group, no_dist=self._config.no_dist
         )
+        return everything[0].content if state_dict is None else state_dict
 
     def close(self) -> None:
         """Waits for what is under way, and gives back memory and processes."""
@@ -153,12 +151,13 @@ class SyncCheckpointer(Checkpointer):
     """Saves at once: when :meth:`save` returns, the checkpoint is committed."""
 
     def save(self, state_dict: dict[str, Any], uri: URILike, **kwargs: Any) -> None:
-        api.save(
-            state_dict,
-            storage_writer=self._writer(state_dict, uri),
-            planner=_planner_of(kwargs, self._planner),
-            process_group=self._config.process_group,
-            no_dist=self._config.no_dist,
+        def prepare() -> api.ToSave:
+            planner = _planner_of(kwargs, self._planner)
+            writer = self._writer(state_dict, uri)
+            return api.ToSave(state_dict, writer, planner)
+
+        api.save_prepared(
+            prepare, process_group=self._config.process_group, no_dist=self._config.no_dist
         )
 
 
@@ -177,29 +176,22 @@ class AsyncCheckpointer(Checkpointer):
             kind=config.kind,
             stager=config.stager,
             options=config.config.background,
+            tells_failures=True,
         )
-        self._untold: list[tuple[str, SaveFuture]] = []  # saves whose failure nobody was told yet
         self._ended = False
 
     def save(
         self, state_dict: dict[str, Any], uri: URILike, **kwargs: Any
     ) -> tuple[Future[None], SaveFuture]:
-        writer = self._writer(state_dict, uri)
-        planner = _planner_of(kwargs, self._planner)
-        # were a failure raised here, the other ranks would save without this one
-        pending = self._saver.save(state_dict, writer, planner=planner, veto=self._next_failure)
-        self._untold.append((writer.checkpoint_id, pending.written))
-        return pending.staged, pending.written
+        self._check_open()
 
-    def _next_failure(self) -> BaseException | None:
-        """The first failure that was not told yet."""
-        ended = [entry for entry in self._untold if entry[1].done()]
-        for entry in ended:
-            self._untold.remove(entry)
-            error = entry[1].exception()
-            if error is not None:
-                return error
-        return None
+        def prepare() -> CloudStorageWriter:
+            _planner_of(kwargs, self._planner)
+            return self._writer(state_dict, uri)
+
+        planner = kwargs.get("planner") or self._planner
+        pending = self._saver.save(state_dict, prepare, planner=planner)
+        return pending.staged, pending.written
 
     def close(self) -> None:
         """Waits for the saves under way, and raises the first failure that was not told yet.
@@ -217,14 +209,7 @@ class AsyncCheckpointer(Checkpointer):
             return
         self._saver.close()
         self._ended = True
-        failure = self._next_failure()
-        if failure is not None:
-            raise failure
-        if self._untold:
-            patience = self._config.config.background.close_timeout
-            raise SaveInProgressError(
-                f"the save has not ended within {patience:g} s", uri=self._untold[0][0]
-            )
+        self._saver.raise_untold()
 
 
 def make_sync_checkpointer(config: CheckpointerConfig | None = None) -> SyncCheckpointer:

@@ -1,0 +1,225 @@
+"""The meeting that all ranks hold before they save or load: all begin, or all raise alike.
+
+A rank may be unable to begin: its location is no URI, its ``state_dict()`` raises, an earlier save
+of its is still under way. torch's own steps tell the others of failures within them, and of nothing
+before. So the ranks meet first, in one reduction of four numbers; only if a rank objects, or two
+mean different locations, do they exchange what each has to say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from cloudckpt.dcp.portable import portable
+from cloudckpt.dcp.torch_private import device_for_collectives
+from cloudckpt.errors import (
+    CloudCheckpointError,
+    ConfigError,
+    DifferentCheckpointsError,
+    ProcessGroupError,
+    RanksFailedError,
+)
+
+__all__ = ["Meeting", "Stance", "Verdict", "one_error"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stance:
+    """What a rank says in a meeting.
+
+    Attributes:
+        failure: Why it can't begin.
+        earlier: The number of the earlier save that ``failure`` is of, if it is of one.
+        location: Where it saves to or loads from, which must be the same on all ranks; empty if
+            the ranks need not mean the same.
+        options: What else must be the same, as a text.
+        is_busy: Whether a save of its is under way.
+    """
+
+    failure: BaseException | None = None
+    earlier: int | None = None
+    location: str = ""
+    options: str = ""
+    is_busy: bool = False
+
+    @property
+    def digest(self) -> int:
+        """Of what must be the same, below 2**56: it and its negative fit into an int64."""
+        both = f"{self.location}\0{self.options}".encode()
+        return int.from_bytes(hashlib.sha256(both).digest()[:7], "big")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a meeting has found, the same on all ranks.
+
+    Attributes:
+        rank: This rank in the group.
+        any_is_busy: Whether some rank is busy.
+        stances: Those of all ranks, if one objects or two mean different locations; else none.
+    """
+
+    rank: int
+    any_is_busy: bool
+    stances: Sequence[Stance] = ()
+
+    @property
+    def earlier(self) -> set[int]:
+        """The numbers of earlier saves whose failure some rank has told in this meeting."""
+        return {one.earlier for one in self.stances if one.earlier is not None}
+
+    def raise_alike(self) -> None:
+        """Raises why this can't begin, the same on all ranks; returns if it can.
+
+        Raises:
+            ConfigError: If two ranks were given different options.
+            DifferentCheckpointsError: If they mean different locations.
+            CloudCheckpointError: The failure, if all that failed did so for the same reason.
+            RanksFailedError: If they did not, or outside of cloudckpt.
+        """
+        failures = {
+            rank: one.failure for rank, one in enumerate(self.stances) if one.failure is not None
+        }
+        if failures:
+            if len(self.stances) == 1:
+                raise failures[0]  # nobody else is to understand it
+            when = "in an earlier save" if self.earlier else "before it began"
+            raise one_error(failures, self.rank, when, self._location)
+        for rank, one in enumerate(self.stances):
+            first = self.stances[0]
+            if one.options != first.options:
+                raise ConfigError(
+                    f"rank 0 has the options {first.options}, and rank {rank} {one.options}: give "
+                    "the same on all ranks",
+                    uri=self._location,
+                )
+            if one.location != first.location:
+                raise DifferentCheckpointsError(
+                    f"rank 0 means {first.location}, and rank {rank} {one.location}: give the same "
+                    "checkpoint_id on all ranks, for example by a broadcast of it",
+                    uri=self._location,
+                )
+
+    @property
+    def _location(self) -> str | None:
+        return self.stances[0].location or None if self.stances else None
+
+
+def _no_objection(made: object) -> Stance:
+    return Stance()
+
+
+class Meeting:
+    """Lets the ranks of a group begin something alike.
+
+    Attributes:
+        group: The ranks; None if this process is alone.
+        is_broken: Whether a collective may still be under way on some rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.is_broken = False
+
+    @classmethod
+    def of(cls, process_group: dist.ProcessGroup | None, no_dist: bool) -> Meeting:
+        """The meeting of the ranks that torch would save with, given these two arguments."""
+        if no_dist or not (dist.is_available() and dist.is_initialized()):
+            return cls(None)
+        group = process_group if process_group is not None else dist.group.WORLD
+        return cls(group if dist.get_world_size(process_group) > 1 else None)
+
+    def hold(self, stance: Stance) -> Verdict:
+        """Exchanges what the ranks have to say; a collective call.
+
+        Raises:
+            ProcessGroupError: If the ranks lost each other.
+        """
+        if self.group is None:
+            return Verdict(0, stance.is_busy, [stance] if stance.failure is not None else [])
+        rank = dist.get_rank(self.group)
+        digest = stance.digest
+        # of the digests the highest and the lowest, in one reduction
+        asked = [int(stance.failure is not None), int(stance.is_busy), digest, -digest]
+        with self._exchange(stance.failure):
+            device = device_for_collectives(self.group)
+            seen = torch.tensor(asked, dtype=torch.int64, device=device)
+            dist.all_reduce(seen, dist.ReduceOp.MAX, group=self.group)
+            objected, busy, highest, lowest = seen.tolist()
+            if not objected and highest == -lowest:
+                return Verdict(rank, bool(busy))
+            found: list[Stance] = [stance] * dist.get_world_size(self.group)
+            told = replace(stance, failure=portable(stance.failure, stance.location or None))
+            dist.all_gather_object(found, told, group=self.group)
+        found[rank] = stance  # with its own traceback
+        return Verdict(rank, bool(busy), found)
+
+    def begin(self, prepare: Callable[[], T], stance: Callable[[T], Stance] = _no_objection) -> T:
+        """What ``prepare`` returns, if it does so on all ranks; a collective call.
+
+        Args:
+            prepare: Called here. What it raises is told to all ranks.
+            stance: What this rank says when it has returned.
+
+        Raises:
+            BaseException: What ``prepare`` has raised, if this process is alone.
+            CloudCheckpointError: See :meth:`Verdict.raise_alike` and :meth:`hold`.
+        """
+        try:
+            made = prepare()
+            own = stance(made)
+        except BaseException as error:
+            self.hold(Stance(failure=error)).raise_alike()
+            raise
+        self.hold(own).raise_alike()
+        return made
+
+    @contextlib.contextmanager
+    def _exchange(self, failure: BaseException | None) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, ValueError) as exc:  # plain ones of gloo; of a group that is gone
+            self.is_broken = True
+            if failure is not None:
+                raise failure from exc
+            raise ProcessGroupError(
+                "the ranks did not meet, and nothing was begun: look which one ended first and "
+                "why, and start them again",
+                cause=exc,
+            ) from exc
+        except BaseException:
+            self.is_broken = True
+            raise
+
+
+def one_error(
+    failures: Mapping[int, BaseException], rank: int, step: str, uri: str | None
+) -> BaseException:
+    """The error that a user can act on, made of those of several ranks.
+
+    Args:
+        failures: By rank.
+        rank: This one.
+        step: In which they failed, for the message.
+        uri: The checkpoint.
+    """
+    own = failures.get(rank)
+    if own is not None and not isinstance(own, Exception):
+        return own  # an interrupt of this process stays one
+    first = failures[min(failures)]
+    if isinstance(first, CloudCheckpointError) and len({type(e) for e in failures.values()}) == 1:
+        return first
+    texts = {rank: f"{type(error).__name__}: {error}" for rank, error in sorted(failures.items())}
+    count = "one rank" if len(texts) == 1 else f"{len(texts)} ranks"
+    listed = "; ".join(f"rank {rank}: {text}" for rank, text in list(texts.items())[:8])
+    more = f"; and {len(texts) - 8} more" if len(texts) > 8 else ""
+    return RanksFailedError(f"{count} failed {step}: {listed}{more}", failures=texts, uri=uri)
