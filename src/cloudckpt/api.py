@@ -248,7 +248,7 @@ def _load_once(
         # tell what it is
         local = reader.failure if isinstance(reader, CloudStorageReader) else None
         cause = local or _cause(exc, _rank(process_group, no_dist), _location(reader))
-        if local is None and isinstance(cause, CheckpointReplacedError):
+        if isinstance(cause, CheckpointReplacedError) and (local is None or is_alone):
             return cause
         raise cause from exc
     except CheckpointReplacedError as error:  # of metadata of this rank alone

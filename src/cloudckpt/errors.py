@@ -291,7 +291,14 @@ class CheckpointReplacedError(CheckpointError):
     """A writer overwrote or deleted the checkpoint while it was loaded; nothing is damaged.
 
     :func:`cloudckpt.load` begins anew with the newer one, and raises this after a few times.
+
+    Attributes:
+        times: How often that was noticed in this load; after more than once it was given up.
     """
+
+    def __init__(self, message: str, *, times: int = 1, **context: Any) -> None:
+        super().__init__(message, **context)
+        self.times = times
 
 
 class UntrustedPickleError(CheckpointError):

@@ -27,6 +27,7 @@ from cloudckpt.dcp.same_checkpoint import Source, check_sources
 from cloudckpt.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
+    CheckpointReplacedError,
     CloudCheckpointError,
     ObjectNotFoundError,
 )
@@ -115,14 +116,17 @@ class CloudStorageReader(StorageReader):
             CheckpointNotFoundError: If there is no committed checkpoint.
             UntrustedPickleError: If the metadata names code that is not on the allow-list.
             CheckpointCorruptError: If metadata or manifest are damaged.
-            CheckpointReplacedError: If it was replaced again and again meanwhile.
+            CheckpointReplacedError: If it was replaced meanwhile, again and again.
         """
         # torch asks for the metadata of one rank through a parameter named exactly `kwargs`
         rank = kwargs.get("rank")
         try:
-            metadata = begun_anew(lambda: self._read_metadata(rank))
+            if rank is None:
+                metadata = begun_anew(lambda: self._read_metadata(None))
+            else:  # that of all ranks may be there by now
+                metadata = self._read_metadata(rank)
         except CloudCheckpointError as error:
-            if self.failure is None:
+            if self.failure is None or isinstance(error, CheckpointReplacedError):
                 self.failure = error
             raise
         self.failure = None

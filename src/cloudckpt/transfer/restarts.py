@@ -62,13 +62,16 @@ class Restarts:
         """Returns, a moment later, if the load may begin anew.
 
         Raises:
-            CheckpointReplacedError: If it was overtaken too often.
+            CheckpointReplacedError: If it was overtaken too often, or a part of it was.
         """
+        if error.times > 1:
+            raise error
         self._overtaken += 1
         if self._overtaken >= _TRIES:
             raise CheckpointReplacedError(
                 f"it was replaced {self._overtaken} times while it was loaded: load a location "
                 "that nobody overwrites, or stop the writer",
+                times=self._overtaken,
                 uri=error.uri,
                 cause=error.cause,
             ) from error
