@@ -4,6 +4,7 @@
 
 import contextlib
 import io
+import itertools
 import os
 import pickle
 import resource
@@ -28,6 +29,7 @@ from cloudckpt import (
     CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
+    CheckpointReplacedError,
     ConfigError,
     InvalidURIError,
     MissingKeyError,
@@ -233,6 +235,25 @@ def test_wrong_locations_are_told_before_anything_is_read(place):
     with pytest.raises(CheckpointNotFoundError, match=r"\.metadata"):
         dcp_to_torch_save(place.at("nowhere").uri, place.at("m.pt").uri, config=place.config)
     assert "m.pt" not in place.names()
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "MODEL.SafeTensors", "a.gguf", "a.onnx", "a.npz", "a.h5"]
+)
+def test_a_file_is_not_named_like_one_of_another_format(name, place):
+    """Its readers would find a zip of torch.save."""
+    cloudckpt.save({"t": numbered(5)}, checkpoint_id=place.at("ck").uri, config=place.config)
+    before = place.names()
+    with pytest.raises(InvalidURIError, match="named like a file of"):
+        dcp_to_torch_save(place.at("ck").uri, place.at(name).uri, config=place.config)
+    assert place.names() == before
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.bin", "model", "v1.2", "a.safetensors.pt"])
+def test_other_names_are_files_of_torch_save(name, local):
+    cloudckpt.save({"t": numbered(5)}, checkpoint_id=local.at("ck").uri, config=local.config)
+    dcp_to_torch_save(local.at("ck").uri, local.at(name).uri, config=local.config)
+    assert_same(torch.load(io.BytesIO(local.read(name)))["t"], numbered(5))
 
 
 def test_a_folder_is_no_destination(local):
@@ -650,10 +671,11 @@ def test_an_unreadable_file_is_told_on_every_rank(kind, local, ranks):
 
 def _fail_late(uri, config) -> None:
     file, skeleton = uri.removeprefix("file://"), TorchFile.skeleton
+    times = itertools.count(1)
 
     def and_replace_the_file(self):
         found = skeleton(self)
-        os.utime(file, (1, 1))  # another version from here on
+        os.utime(file, (1, next(times)))  # another version from here on
         return found
 
     TorchFile.skeleton = and_replace_the_file
@@ -667,7 +689,7 @@ def test_a_reader_that_fails_in_the_middle_fails_every_rank_at_once(local, ranks
     put(local, "model.pt", bytes_of_file({"t": numbered(4, 5)}))
     began = time.monotonic()
     errors = ranks.errors(2, _fail_late, local.at("model.pt").uri, local.config)
-    assert [type(error) for error in errors] == [CheckpointCorruptError] * 2
+    assert [type(error) for error in errors] == [CheckpointReplacedError] * 2
     assert time.monotonic() - began < 30
 
 

@@ -5,7 +5,7 @@
 >>> cloudckpt.load(state_dict, checkpoint_id="s3://bucket/run/step-1000")  # doctest: +SKIP
 """
 
-from cloudckpt.api import load, save
+from cloudckpt.api import exists, load, save
 from cloudckpt.background.async_save import async_save, close_async_savers
 from cloudckpt.background.job import SaveFuture
 from cloudckpt.background.stager import Stager
@@ -59,6 +59,7 @@ __all__ = [
     "add_safe_metadata_globals",
     "async_save",
     "close_async_savers",
+    "exists",
     "install",
     "load",
     "make_async_checkpointer",

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
+from cloudckpt.checkpoint.presence import is_committed
 from cloudckpt.config import Config
 from cloudckpt.dcp.meeting import Meeting, Stance, one_error
 from cloudckpt.dcp.planners import CloudLoadPlanner, CloudSavePlanner
@@ -23,18 +24,23 @@ from cloudckpt.dcp.quiet import told_once
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.errors import (
+    CheckpointReplacedError,
     CommitUnknownError,
     ConfigError,
     InvalidURIError,
     ProcessGroupError,
 )
 from cloudckpt.stores.listings import forget_listings
-from cloudckpt.uri import URILike
+from cloudckpt.stores.registry import open_store
+from cloudckpt.transfer.restarts import Restarts
+from cloudckpt.transfer.retry import Retrier
+from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = [
     "ToLoad",
     "ToSave",
     "content_of",
+    "exists",
     "load",
     "load_prepared",
     "save",
@@ -105,7 +111,8 @@ def load(
     """Loads a checkpoint into a state dict, in place; as ``torch.distributed.checkpoint.load``.
 
     When it returns, every byte was verified. If it raises, it does so on every rank, and the
-    tensors of ``state_dict`` may hold a part of the new values.
+    tensors of ``state_dict`` may hold a part of the new values. If a writer replaces the checkpoint
+    meanwhile, all ranks begin anew with the newer one, a few times: what was loaded is of one save.
 
     Args:
         state_dict: What to load: its keys say what, its tensors say where to and how sharded.
@@ -122,6 +129,7 @@ def load(
         MissingKeyError: If the checkpoint lacks a key (with the default planner).
         ShapeMismatchError: If a shape differs (with the default planner).
         CheckpointCorruptError: If bytes are missing or damaged.
+        CheckpointReplacedError: If writers replaced it again and again meanwhile.
         UntrustedPickleError: If a pickle would run code that is not on the allow-list.
         RanksFailedError: If ranks failed for different reasons, or outside of cloudckpt.
         ProcessGroupError: If a rank died or the ranks lost each other.
@@ -205,7 +213,31 @@ def load_prepared(
 
     meeting = Meeting.of(process_group, no_dist)
     made, state = meeting.begin(ready, lambda both: _stance(both[0].reader))
-    reader, planner, state_dict = made.reader, made.planner, made.state_dict
+    reader, state_dict = made.reader, made.state_dict
+    is_alone, restarts = meeting.group is None, Restarts()
+    while replaced := _load_once(state, made, process_group, no_dist, is_alone=is_alone):
+        restarts.wait(replaced)
+        reader.reset()
+    for key, loaded in state.items():
+        if isinstance(value := state_dict.get(key), Stateful):
+            value.load_state_dict(loaded)
+        elif key in state_dict:
+            state_dict[key] = loaded
+
+
+def _load_once(
+    state: dict[str, Any],
+    made: ToLoad,
+    process_group: dist.ProcessGroup | None,
+    no_dist: bool,
+    *,
+    is_alone: bool,
+) -> CheckpointReplacedError | None:
+    """One try. If a writer overtook it, and all ranks know that, it returns the error.
+
+    A rank that began anew while the others have failed, or have ended, would wait for them.
+    """
+    reader, planner = made.reader, made.planner
     if planner is None and isinstance(reader, CloudStorageReader):
         planner = CloudLoadPlanner(reader.checkpoint_id)
     try:
@@ -218,15 +250,39 @@ def load_prepared(
                 no_dist=no_dist,
             )
     except (CheckpointException, RuntimeError) as exc:
-        # torch passes on why the metadata could not be read only as a text
+        # torch passes on why the metadata could not be read only as a text, of which others can't
+        # tell what it is
         local = reader.failure if isinstance(reader, CloudStorageReader) else None
-        rank = _rank(process_group, no_dist)
-        raise (local or _cause(exc, rank, _location(reader))) from exc
-    for key, loaded in state.items():
-        if isinstance(value := state_dict.get(key), Stateful):
-            value.load_state_dict(loaded)
-        elif key in state_dict:
-            state_dict[key] = loaded
+        cause = local or _cause(exc, _rank(process_group, no_dist), _location(reader))
+        if isinstance(cause, CheckpointReplacedError) and (local is None or is_alone):
+            return cause
+        raise cause from exc
+    except CheckpointReplacedError as error:  # of metadata of this rank alone
+        if not is_alone:
+            raise
+        return error
+    return None
+
+
+def exists(checkpoint_id: URILike, *, config: Config | None = None) -> bool:
+    """Whether there is a committed checkpoint at a location, by one or two small requests.
+
+    It is for scripts that resume if they can. Only the store's own word that there is none makes it
+    False: a script that takes an outage for it would start anew over a good checkpoint. Ranks that
+    ask by themselves may be told different things beside a writer; let one ask, and tell the rest.
+
+    Args:
+        checkpoint_id: ``s3://bucket/path`` or another location.
+        config: Options.
+
+    Raises:
+        InvalidURIError: If it is no location.
+        BucketNotFoundError: If there is no such bucket.
+        StoreError: If the store refuses or stays unreachable.
+    """
+    uri = CheckpointURI.parse(checkpoint_id)
+    config = config if config is not None else Config()
+    return is_committed(open_store(uri, config), uri, Retrier(config.retry))
 
 
 def _each_alone(meeting: Meeting, run: Callable[[], T]) -> T:

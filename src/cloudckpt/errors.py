@@ -31,11 +31,12 @@
         ├── DifferentCheckpointsError ranks save to, or load from, different places
         ├── IncompleteSaveError       a planned item was not written
         ├── CheckpointCorruptError    bytes missing, changed or damaged
+        ├── CheckpointReplacedError   overwritten or deleted while it was loaded
         ├── UntrustedPickleError      loading would run code that is not on the allow-list
         ├── MissingKeyError           also KeyError
         ├── ShapeMismatchError        also ValueError
         ├── UnsupportedTensorError    also TypeError
-        ├── RanksFailedError          several ranks failed for different reasons
+        ├── RanksFailedError          ranks failed for different reasons, or outside of cloudckpt
         ├── ProcessGroupError         a rank died, or the ranks lost each other
         └── AsyncSaveError            saving in the background
             ├── StagingError          the state can't be copied
@@ -62,6 +63,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointExistsError",
     "CheckpointNotFoundError",
+    "CheckpointReplacedError",
     "ClosedError",
     "CloudCheckpointError",
     "CommitUnknownError",
@@ -285,6 +287,20 @@ class CheckpointCorruptError(CheckpointError):
     """Bytes of the checkpoint are missing, were replaced, or do not match their checksum."""
 
 
+class CheckpointReplacedError(CheckpointError):
+    """A writer overwrote or deleted the checkpoint while it was loaded; nothing is damaged.
+
+    :func:`cloudckpt.load` begins anew with the newer one, and raises this after a few times.
+
+    Attributes:
+        times: How often that was noticed in this load; after more than once it was given up.
+    """
+
+    def __init__(self, message: str, *, times: int = 1, **context: Any) -> None:
+        super().__init__(message, **context)
+        self.times = times
+
+
 class UntrustedPickleError(CheckpointError):
     """The checkpoint holds a pickle that names code outside of the allow-list."""
 
@@ -294,7 +310,7 @@ class MissingKeyError(CheckpointError, KeyError):
 
 
 class ShapeMismatchError(CheckpointError, ValueError):
-    """The tensor in the checkpoint has another shape than the one to be loaded into."""
+    """A tensor has another shape than it is to be loaded into, or than a save has planned."""
 
 
 class UnsupportedTensorError(CheckpointError, TypeError):
@@ -306,7 +322,7 @@ class ProcessGroupError(CheckpointError):
 
 
 class RanksFailedError(CheckpointError):
-    """Several ranks failed, for different reasons; the message lists them.
+    """Ranks failed, for different reasons or outside of cloudckpt; the message lists them.
 
     Attributes:
         failures: The text of each failure by rank.

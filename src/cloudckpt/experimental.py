@@ -160,6 +160,7 @@ class CloudCheckpointReader(CheckpointReader):
         Raises:
             CheckpointNotFoundError: If there is no such file.
             CheckpointCorruptError: If it can't be read.
+            CheckpointReplacedError: If it was replaced while it was read.
             UntrustedPickleError: If its pickle would run code that is not on torch's allow-list.
             ShapeMismatchError: If a tensor of ``state_dict`` has another shape or type.
             UnsupportedTensorError: If it has another layout, such as sparse.

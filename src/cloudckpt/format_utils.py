@@ -6,6 +6,8 @@ As ``torch.distributed.checkpoint.format_utils``; locations may be ``s3://``, ``
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.distributed.checkpoint.metadata import Metadata
 
 from cloudckpt.api import save
@@ -17,6 +19,7 @@ from cloudckpt.dcp.planners import DynamicMetaLoadPlanner, EverythingPlanner
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.errors import CheckpointError, InvalidURIError
 from cloudckpt.events.event import Span
+from cloudckpt.transfer.restarts import begun_anew
 from cloudckpt.transfer.stats import Transferred
 from cloudckpt.uri import CheckpointURI, URILike
 
@@ -54,6 +57,7 @@ def dcp_to_torch_save(
     Raises:
         CheckpointNotFoundError: If there is no committed checkpoint.
         CheckpointCorruptError: If bytes of it are missing or damaged.
+        CheckpointReplacedError: If writers replaced it again and again meanwhile.
         UntrustedPickleError: If a pickle in it would run code that is not on the allow-list.
         CheckpointExistsError: If there is a file and ``overwrite`` is off.
         InvalidURIError: If a location can't be what it is given for.
@@ -66,7 +70,7 @@ def dcp_to_torch_save(
     check_destination(target, config)
     reader = CloudStorageReader(checkpoint, config=config, trust_pickle=trust_pickle)
     planner = EverythingPlanner(reader.checkpoint_id)
-    _read_all(reader, planner)
+    begun_anew(lambda: _read_all(reader, planner))
     return write_torch_file(planner.content, target, config)
 
 
@@ -95,6 +99,7 @@ def torch_save_to_dcp(
     Raises:
         CheckpointNotFoundError: If there is no such file.
         CheckpointCorruptError: If the file is truncated, damaged, or not one of ``torch.save``.
+        CheckpointReplacedError: If writers replaced it again and again meanwhile.
         CheckpointError: If it is in the legacy format, a TorchScript archive, or holds no dict.
         UntrustedPickleError: If its pickle would run code that is not on torch's allow-list.
         CheckpointExistsError: If there is a checkpoint and ``overwrite`` is off.
@@ -105,12 +110,7 @@ def torch_save_to_dcp(
     uri, target = CheckpointURI.parse(source), CheckpointURI.parse(checkpoint)
     if uri == target:
         raise InvalidURIError(f"{uri} is both the file and the checkpoint to be written")
-    with Span("load", str(uri), 0) as span:
-        file = TorchFile(uri, config, trust_pickle=trust_pickle)
-        try:
-            state = file.load()
-        finally:
-            span.bytes = file.transferred.bytes
+    state = begun_anew(lambda: _load_file(uri, config, trust_pickle))
     if not isinstance(state, dict):
         raise CheckpointError(
             f"the file holds a {type(state).__name__}, and only a dict can become a checkpoint: "
@@ -118,6 +118,15 @@ def torch_save_to_dcp(
             uri=str(uri),
         )
     return save(state, checkpoint_id=target, no_dist=True, config=config)
+
+
+def _load_file(uri: CheckpointURI, config: Config, trust_pickle: bool) -> Any:
+    with Span("load", str(uri), 0) as span:
+        file = TorchFile(uri, config, trust_pickle=trust_pickle)
+        try:
+            return file.load()
+        finally:
+            span.bytes = file.transferred.bytes
 
 
 def _read_all(reader: CloudStorageReader, planner: EverythingPlanner) -> None:

@@ -21,7 +21,34 @@ _FORMS = (
 )
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]*)://")
-_SWALLOWED_SLASH = re.compile(r"^(https|memory|file):/(?!/)")
+_SWALLOWED_SLASH = re.compile(r"^(https|memory|file):/(?!/)", re.IGNORECASE)
+_MEANT = {  # schemes of other tools, and what is to be written here
+    "gcs": "gs",
+    "s3a": "s3",
+    "s3n": "s3",
+    "wasb": "az",
+    "wasbs": "az",
+    "azure": "az",
+    "local": "file",
+}
+_SERVICES = {  # stores with the API of S3, and their endpoints
+    "b2": "https://s3.<region>.backblazeb2.com",
+    "ceph": "the URL of its gateway",
+    "cos": "https://cos.<region>.myqcloud.com",
+    "cosn": "https://cos.<region>.myqcloud.com",
+    "minio": "http://<host>:9000",
+    "obs": "https://obs.<region>.myhuaweicloud.com",
+    "oss": "https://s3.oss-<region>.aliyuncs.com",
+    "r2": "https://<account id>.r2.cloudflarestorage.com",
+}
+_MOUNTED = {  # file systems that are reached through a folder
+    "dbfs": "on Databricks that is /dbfs/path, or better a volume, /Volumes/path",
+    **dict.fromkeys(
+        ("hdfs", "webhdfs", "viewfs"), "mount it, by NFS or FUSE, and write the path of the folder"
+    ),
+    **dict.fromkeys(("nfs", "sftp", "ssh", "smb"), "mount it, and write the path of the folder"),
+}
+_FOREIGN = re.compile(rf"({'|'.join((*_MEANT, *_SERVICES, *_MOUNTED))}):/", re.IGNORECASE)
 _AZURE_SCHEMES = frozenset({"abfss", "abfs", "https"})
 _CONTAINER = r"[a-z0-9$][a-z0-9-]*"
 _AZURE_HOST = re.compile(  # of the public cloud, China, US Government, and accounts in DNS zones
@@ -93,8 +120,10 @@ class CheckpointURI:
                 f"{_shown(text)!r} lost a slash, as pathlib.Path and os.path do to a URI, and is a "
                 f'local folder; pass the string "{whole}" instead'
             )
+        if foreign := _FOREIGN.match(text):
+            raise InvalidURIError(_did_you_mean(foreign[1].lower(), text[foreign.end() :], text))
         if swallowed := _SWALLOWED_SLASH.match(text):
-            slashes = "///" if swallowed.group(1) == "file" else "//"
+            slashes = "///" if swallowed.group(1).lower() == "file" else "//"
             shown = _shown(text)
             raise InvalidURIError(
                 f"{shown!r} lost a slash, as pathlib.Path does to a URI; "
@@ -239,6 +268,37 @@ def unfolded(path: str) -> str | None:
         if found := _FOLDED.search(form):
             return f"{found.group(1)}//{found['rest'] or ''}"
     return None
+
+
+def _did_you_mean(scheme: str, rest: str, text: str) -> str:
+    """What to write instead of a location with a scheme of other tools."""
+    unknown, rest = f"unknown scheme {scheme!r} in {_shown(text)!r}", rest.lstrip("/")
+    if scheme in _MOUNTED:
+        return f"{unknown}: {_MOUNTED[scheme]}"
+    path = _without_secrets(rest)
+    if scheme in _SERVICES:
+        return (
+            f"{unknown}: did you mean 's3://{path}' with "
+            f"Config(s3=S3Options(endpoint_url={_SERVICES[scheme]!r})), or AWS_ENDPOINT_URL_S3?"
+        )
+    container, _, behind = rest.partition("@")
+    host, _, path_there = _without_secrets(behind).partition("/")
+    if (
+        _MEANT[scheme] == "az"
+        and re.fullmatch(_CONTAINER, container)
+        and _AZURE_HOST.fullmatch(host)
+    ):
+        host = host.replace(".blob.", ".dfs.", 1)
+        return f"{unknown}: did you mean 'abfss://{container}@{host}/{path_there}'?"
+    if _MEANT[scheme] == "az" and "@" in rest:
+        return f"{unknown}: write abfss://container@account.dfs.core.windows.net/path"
+    slashes = "///" if _MEANT[scheme] == "file" else "//"
+    return f"{unknown}: did you mean '{_MEANT[scheme]}:{slashes}{path}'?"
+
+
+def _without_secrets(rest: str) -> str:
+    """What stands behind the scheme, without user information and query."""
+    return _shown(f"://{rest}").removeprefix("://").removeprefix("***@").partition("?")[0]
 
 
 def _shown(text: str) -> str:

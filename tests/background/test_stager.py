@@ -1,11 +1,14 @@
 """The stager's memory: kept from save to save, locked while it is read, given back at the end."""
 
+import contextlib
 import gc
 import os
 import resource
 import signal
+import sys
 import threading
 import warnings
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
@@ -268,6 +271,70 @@ def test_a_forked_process_must_not_write_to_the_copy_of_its_parent(stager):
     held = staged.pop("t")
     assert "make another one" in _told_in_a_fork(stager)
     assert_same(held, numbered(10))
+
+
+def _blocks(process: int, file: os.stat_result) -> int | None:
+    """The size of an arena's file as a process has it open; None if it has not."""
+    for name in os.listdir(f"/proc/{process}/fd"):
+        found = os.stat(f"/proc/{process}/fd/{name}")
+        if os.path.samestat(found, file):
+            return found.st_blocks
+    return None
+
+
+@contextlib.contextmanager
+def _forked(action: Callable[[], None]) -> Iterator[int]:
+    """A child that was forked here, after ``action``; it sleeps."""
+    (done, tell), (wait, end) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(end)
+            action()
+            os.write(tell, b"done")
+            os.read(wait, 1)
+        finally:
+            os._exit(0)
+    try:
+        os.close(tell)
+        assert os.read(done, 4) == b"done"
+        yield child
+    finally:
+        for pipe in (done, wait, end):
+            os.close(pipe)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of another process's files")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_memory_is_given_back_though_a_forked_child_maps_it():
+    """The workers of a DataLoader live as long as an epoch, or as long as the training."""
+    stager = Stager()
+    staged, _ = stager.begin({"t": torch.ones(8 * MIB // 4)}, 0)
+    view, file = staged.state_dict["t"][:10], os.fstat(staged.arena.fd)
+    with _forked(lambda: None) as child:
+        staged.release()
+        stager.stage({"t": torch.ones(32 * MIB // 4)})  # in a new arena
+        assert _blocks(child, file) == 8 * MIB // 512
+        assert view.tolist() == [1] * 10  # somebody still has a part of the old one
+        del view
+        assert _blocks(child, file) == 0
+    stager.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of another process's files")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_that_drops_its_part_takes_nothing_from_its_parent():
+    held = [Stager().begin({"t": numbered(10_000)}, 0)[0]]
+    file = os.fstat(held[0].arena.fd)
+
+    def drop() -> None:
+        held.clear()
+        gc.collect()
+
+    with _forked(drop) as child:
+        assert _blocks(child, file) is None
+        assert_same(held[0].state_dict["t"], numbered(10_000))
 
 
 def test_two_buffers_hold_two_copies():

@@ -505,6 +505,8 @@ def test_without_overwrite_an_existing_checkpoint_stops_every_rank_before_any_da
     before = {name: place.read(name) for name in place.names()}
     told = ranks(3, _refused, place)
     assert all("Config(overwrite=True)" in text and place.uri in text for text in told)
+    assert all("Checkpoint already exists" in text for text in told)  # torch's words
+    assert all("Checkpoint already exists" in text for text in told)  # torch's words
     assert {name: place.read(name) for name in place.names()} == before
     assert place.unfinished() == []
     assert_same(load({"t": torch.zeros(100)}, place)["t"], numbered(100, first=7))

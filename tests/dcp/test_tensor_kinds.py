@@ -1,6 +1,7 @@
 """Every kind of value that torch's own checkpoints can hold comes back bit by bit."""
 
 import collections
+import functools
 import io
 import random
 import zipfile
@@ -20,7 +21,9 @@ from torch.distributed.checkpoint import (
 from torch.testing._internal.two_tensor import TwoTensor
 
 import cloudckpt
-from cloudckpt import UnsupportedTensorError, UntrustedPickleError
+from cloudckpt import ShapeMismatchError, UnsupportedTensorError, UntrustedPickleError
+from cloudckpt.dcp import loading
+from cloudckpt.transfer.download import download
 
 from .children import in_a_child
 from .values import assert_same, blank_like, numbered
@@ -258,6 +261,56 @@ def test_of_items_that_are_loaded_into_the_same_memory_the_last_one_counts(place
         room.zero_()
 
 
+OVERLAPPING = {
+    "transposed": lambda room: room.t(),
+    "every other row": lambda room: room[::2],
+    "some columns": lambda room: room[:, 1:7],
+    "a diagonal": lambda room: room.diagonal(),
+    "flat": lambda room: room.view(-1),
+}
+
+
+@pytest.mark.parametrize("size", [10, 400])
+@pytest.mark.parametrize("order", ["ab", "ba"])
+@pytest.mark.parametrize("view", OVERLAPPING)
+def test_of_views_that_share_elements_the_last_one_counts(view, order, size, local):
+    """Fetched at once, the bytes of one would be taken for damage of the other."""
+    make = OVERLAPPING[view]
+    saved = [numbered(size, size), make(numbered(size, size, first=10**6)).contiguous()]
+    room = torch.zeros(size, size)
+    targets = [room, make(room)]
+    if order == "ba":
+        saved.reverse()
+        targets.reverse()
+    cloudckpt.save(dict(zip("ab", saved, strict=True)), checkpoint_id=local.uri)
+    expected = torch.zeros(size, size)
+    for target, value in zip(
+        (expected, make(expected))[:: 1 if order == "ab" else -1], saved, strict=True
+    ):
+        target.copy_(value)
+    for _ in range(3):
+        cloudckpt.load(dict(zip("ab", targets, strict=True)), checkpoint_id=local.uri)
+        assert_same(room, expected)
+        room.zero_()
+
+
+def test_columns_of_a_matrix_are_loaded_at_once(local, monkeypatch):
+    rounds = []
+
+    def noted(*arguments):
+        rounds.append(len(arguments[1]))
+        download(*arguments)
+
+    monkeypatch.setattr(loading, "download", noted)
+    state = {str(start): numbered(100, 10, first=start) for start in range(0, 100, 10)}
+    cloudckpt.save(state, checkpoint_id=local.uri)
+    room = torch.zeros(100, 100)
+    targets = {str(start): room[:, start : start + 10] for start in range(0, 100, 10)}
+    cloudckpt.load(targets, checkpoint_id=local.uri)
+    assert_same(room, torch.cat(list(state.values()), 1))
+    assert len(rounds) == 1
+
+
 # ---- what is no tensor
 
 PLAIN = {
@@ -387,6 +440,10 @@ UNSUPPORTED = {
     "quantized": lambda: torch.quantize_per_tensor(numbered(3), 0.1, 0, torch.qint8),
     "sparse": lambda: numbered(3, 3).to_sparse(),
     "meta": lambda: torch.empty(3, device="meta"),
+    **{
+        name: functools.partial(torch.empty, 16, dtype=getattr(torch, name))
+        for name in ("int1", "int7", "uint1", "uint4", "bits1x8", "bits2x4", "bits8", "bits16")
+    },
 }
 
 
@@ -399,6 +456,45 @@ def test_what_has_no_plain_bytes_is_refused_by_name_and_nothing_stays(kind, plac
         cloudckpt.save(state, checkpoint_id=place.uri, config=place.config)
     assert place.names() == []
     assert place.unfinished() == []
+
+
+class Wrong(DefaultSavePlanner):
+    """Returns something else than it has planned."""
+
+    def __init__(self, instead) -> None:
+        super().__init__()
+        self.instead = instead
+
+    def resolve_data(self, write_item):
+        found = super().resolve_data(write_item)
+        return self.instead(found) if write_item.index.fqn == "odd" else found
+
+
+@pytest.mark.parametrize(
+    ("value", "instead", "error"),
+    [
+        (numbered(4, 6), lambda data: data[:2], ShapeMismatchError),
+        (numbered(4, 6), lambda data: data.t(), ShapeMismatchError),
+        (numbered(4, 6), lambda data: data.view(-1), ShapeMismatchError),
+        (numbered(4, 6), lambda data: data.view(torch.uint8), ShapeMismatchError),
+        (numbered(4, 6), lambda data: data[:, :, None], ShapeMismatchError),
+        (numbered(4, 6), lambda _: io.BytesIO(b"hello"), UnsupportedTensorError),
+        (numbered(4, 6), lambda _: None, UnsupportedTensorError),
+        ("text", lambda _: numbered(3), UnsupportedTensorError),
+    ],
+)
+def test_a_planner_that_returns_other_data_than_planned_is_told_the_item(
+    value, instead, error, place
+):
+    with pytest.raises(error, match="odd is planned") as caught:
+        cloudckpt.save(
+            {"before": numbered(3), "odd": value},
+            checkpoint_id=place.uri,
+            config=place.config,
+            planner=Wrong(instead),
+        )
+    assert caught.value.item == "odd"
+    assert place.names() == []
 
 
 def _without_memory(kind: str) -> torch.Tensor:

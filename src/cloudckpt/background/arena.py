@@ -57,6 +57,7 @@ class Arena:
                 "memory, or save fewer bytes per rank",
                 cause=exc,
             ) from exc
+        self._give_back_at_the_end(fd, os.getpid())
         self.size = size
         self.fd = fd
         self.pinned = pin
@@ -73,8 +74,13 @@ class Arena:
         """The arena of another process; the descriptor is taken over."""
         arena = cls.__new__(cls)
         arena._map = mmap.mmap(fd, size)
+        arena._give_back_at_the_end(fd, None)
         arena.size, arena.fd, arena.pinned = size, fd, False
         return arena
+
+    def _give_back_at_the_end(self, fd: int, owner: int | None) -> None:
+        """When the last tensor in it is gone, which may outlive this object."""
+        weakref.finalize(self._map, _give_back, fd, owner).atexit = False
 
     @property
     def address(self) -> int:
@@ -98,7 +104,6 @@ class Arena:
             return
         if self.pinned:
             _unpin(self.address)
-        os.close(self.fd)
         self.fd = -1
         del self._map  # unmapped with the last storage
 
@@ -121,6 +126,19 @@ class Memory:
         """A storage of ``size`` bytes, at least 1, from byte ``start`` on."""
         view = torch.frombuffer(self._owner, dtype=torch.uint8, count=size, offset=start)
         return view.untyped_storage()
+
+
+def _give_back(fd: int, owner: int | None) -> None:
+    """Closes the file; in the process that made it (``owner``), frees its pages first.
+
+    Children that were forked meanwhile, such as the workers of a DataLoader, have a mapping and
+    descriptors of their own, by which they would keep the pages as long as they live. They have no
+    use for them, and by now the saving process has none either. In such a child nothing is freed:
+    the memory is in use in the process that made it.
+    """
+    if os.getpid() == owner:
+        os.ftruncate(fd, 0)
+    os.close(fd)
 
 
 def _anonymous_file() -> int:

@@ -69,8 +69,8 @@ def begin(store: ObjectStore, key: str, *, overwrite: bool, retrier: Retrier) ->
         version = None
     if version is not None and not overwrite:
         raise CheckpointExistsError(
-            "there is a checkpoint already and overwrite is off; choose another location, or "
-            "allow it with Config(overwrite=True)",
+            "Checkpoint already exists and overwrite is off: choose another location, or allow it "
+            "with Config(overwrite=True)",
             uri=store.uri(key),
         )
     return Baseline(key, version)

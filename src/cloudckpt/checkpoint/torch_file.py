@@ -143,7 +143,7 @@ class TorchFile:
         them, one such tensor at a time.
 
         Raises:
-            CheckpointCorruptError: If the file was replaced or deleted meanwhile.
+            CheckpointReplacedError: If the file was replaced or deleted meanwhile.
         """
         wanted: list[Wanted] = []
         for place, target in pairs:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Mapping
+from pathlib import PurePosixPath
 from typing import IO, Any, cast
 
 import torch
@@ -29,23 +30,47 @@ from cloudckpt.uri import CheckpointURI
 
 __all__ = ["check_destination", "write_torch_file"]
 
+_OTHER_FORMATS = {
+    ".gguf": "GGUF",
+    ".h5": "HDF5",
+    ".hdf5": "HDF5",
+    ".json": "JSON",
+    ".keras": "Keras",
+    ".msgpack": "MessagePack",
+    ".npy": "NumPy",
+    ".npz": "NumPy",
+    ".onnx": "ONNX",
+    ".pte": "ExecuTorch",
+    ".safetensors": "safetensors",
+    ".tflite": "LiteRT",
+}
+"""Names under which other programs look for something that is no file of ``torch.save``."""
+
 
 def check_destination(uri: CheckpointURI, config: Config) -> tuple[ObjectStore, str]:
     """The store and the key of a file to be written.
 
     Raises:
-        InvalidURIError: If the location can't be that of a file.
+        InvalidURIError: If the location can't be that of a file, or is named like a file of another
+            format, whose readers would find something else in it.
         CheckpointExistsError: If there is something and ``overwrite`` is off. This looks once: it
             does not keep two writers apart.
     """
     store, key = object_at(uri, config)
+    suffix = PurePosixPath(key).suffix.lower()
+    if suffix in _OTHER_FORMATS:
+        raise InvalidURIError(
+            f"{uri} is named like a file of {_OTHER_FORMATS[suffix]}, and what is written here is "
+            f"one of torch.save: name it {PurePosixPath(key).stem}.pt, or write the other format "
+            "with its own library"
+        )
     if uri.scheme == "file" and os.path.isdir(key):
         raise InvalidURIError(f"{uri} is a folder: write for example {uri.join('model.pt')}")
     if not config.overwrite:
         with contextlib.suppress(ObjectNotFoundError):
             Retrier(config.retry).call(lambda: store.head(key))
             raise CheckpointExistsError(
-                "there is a file already and overwrite is off: delete it, or write another one",
+                "a file already exists here and overwrite is off: delete it, or write another one",
                 uri=str(uri),
             )
     return store, key

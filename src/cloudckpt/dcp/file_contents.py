@@ -66,9 +66,10 @@ class FileContents:
         """
         missing = [fqn for fqn in kinds if fqn not in self._entries]
         if missing:
+            count = "1 key is" if len(missing) == 1 else f"{len(missing)} keys are"
             raise MissingKeyError(
-                f"{len(missing)} keys are not in the file, the first: {missing[:5]}. It has "
-                f"{list(self._entries)[:5]}…; remove them from the state dict",
+                f"{count} not in the file, the first: {missing[:5]}. It has "
+                f"{list(self._entries)[:5]}…; remove what is missing from the state dict",
                 uri=self.uri,
                 item=missing[0],
             )

@@ -222,8 +222,7 @@ def one_error(
     if isinstance(first, CloudCheckpointError) and len({type(e) for e in failures.values()}) == 1:
         return first
     texts = {rank: f"{type(error).__name__}: {error}" for rank, error in sorted(failures.items())}
+    count = "one rank" if len(texts) == 1 else f"{len(texts)} ranks"
     listed = "; ".join(f"rank {rank}: {text}" for rank, text in list(texts.items())[:8])
-    more = f"; and {len(texts) - 8} more ranks" if len(texts) > 8 else ""
-    return RanksFailedError(
-        f"{len(texts)} ranks failed {step}: {listed}{more}", failures=texts, uri=uri
-    )
+    more = f"; and {len(texts) - 8} more" if len(texts) > 8 else ""
+    return RanksFailedError(f"{count} failed {step}: {listed}{more}", failures=texts, uri=uri)

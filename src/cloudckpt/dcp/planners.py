@@ -75,9 +75,10 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         if missing:
             near = difflib.get_close_matches(missing[0], stored, n=3)
             hint = f"; near {missing[0]!r} it has {near}" if near else ""
+            count = "1 key is" if len(missing) == 1 else f"{len(missing)} keys are"
             raise MissingKeyError(
-                f"{len(missing)} keys are not in the checkpoint, the first: {missing[:5]}{hint}. "
-                "Remove them from the state dict, or pass "
+                f"{count} not in the checkpoint, the first: {missing[:5]}{hint}. "
+                "Remove what is missing from the state dict, or pass "
                 "planner=DefaultLoadPlanner(allow_partial_load=True)",
                 uri=self._uri,
                 item=missing[0],
@@ -126,6 +127,7 @@ class EverythingPlanner(CloudLoadPlanner):
         is_coordinator: bool = False,
     ) -> None:
         assert metadata is not None
+        self.content = {}  # another try of a load may find another checkpoint
         paths = metadata.planner_data or {}
         for fqn, entry in metadata.state_dict_metadata.items():
             made: Any = None

@@ -19,6 +19,7 @@ from cloudckpt.checkpoint.manifest import Manifest, ManifestId
 from cloudckpt.checkpoint.metadata import load_metadata
 from cloudckpt.checkpoint.names import metadata_name
 from cloudckpt.checkpoint.places import Places
+from cloudckpt.checkpoint.presence import beneath
 from cloudckpt.config import Config
 from cloudckpt.dcp.loading import Load
 from cloudckpt.dcp.portable import portable_errors
@@ -26,12 +27,14 @@ from cloudckpt.dcp.same_checkpoint import Source, check_sources
 from cloudckpt.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
+    CheckpointReplacedError,
     CloudCheckpointError,
     ObjectNotFoundError,
 )
 from cloudckpt.events.event import Span
-from cloudckpt.stores.base import ObjectStore
+from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.stores.registry import open_store
+from cloudckpt.transfer.restarts import begun_anew, check_unchanged
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.stats import Transferred, TransferStats
 from cloudckpt.uri import CheckpointURI, URILike
@@ -103,6 +106,7 @@ class CloudStorageReader(StorageReader):
         self._load_id = str(uuid.uuid4())
         self._places = Places(self.uri, {}, None)
         self._manifest: Manifest | None = None
+        self._committed: ObjectInfo | None = None
         self._save_id: str | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -112,13 +116,17 @@ class CloudStorageReader(StorageReader):
             CheckpointNotFoundError: If there is no committed checkpoint.
             UntrustedPickleError: If the metadata names code that is not on the allow-list.
             CheckpointCorruptError: If metadata or manifest are damaged.
+            CheckpointReplacedError: If it was replaced meanwhile, again and again.
         """
         # torch asks for the metadata of one rank through a parameter named exactly `kwargs`
         rank = kwargs.get("rank")
         try:
-            metadata = self._read_metadata(rank)
+            if rank is None:
+                metadata = begun_anew(lambda: self._read_metadata(None))
+            else:  # that of all ranks may be there by now
+                metadata = self._read_metadata(rank)
         except CloudCheckpointError as error:
-            if self.failure is None:
+            if self.failure is None or isinstance(error, CheckpointReplacedError):
                 self.failure = error
             raise
         self.failure = None
@@ -128,13 +136,14 @@ class CloudStorageReader(StorageReader):
         key = self.uri.key(metadata_name(rank))
         uri = self._store().uri(key)
         try:
-            metadata = self._parsed(
+            metadata, self._committed = self._parsed(
                 key, lambda data: load_metadata(data, uri, trust_pickle=self.trust_pickle)
             )
         except ObjectNotFoundError as error:
+            found = str(beneath(self._store(), self.uri)) if rank is None else ""
             raise CheckpointNotFoundError(
-                "there is no committed checkpoint here: it has no .metadata. Check the location; a "
-                "save that was interrupted leaves none",
+                "there is no committed checkpoint here: it has no .metadata. "
+                + (found or "Check the location; a save that was interrupted leaves none"),
                 uri=str(self.uri),
             ) from error
         if getattr(metadata, "storage_meta", None) is None:
@@ -143,14 +152,18 @@ class CloudStorageReader(StorageReader):
         metadata.storage_meta.load_id = self._load_id
         self._save_id = metadata.storage_meta.save_id if rank is None else None
         identity = ManifestId.parse(metadata.storage_meta.save_id, uri)
-        self._manifest = self._read_manifest(identity) if identity is not None else None
+        try:
+            self._manifest = self._read_manifest(identity) if identity is not None else None
+        except CheckpointCorruptError as error:
+            self._check_unchanged(error)
+            raise
         return metadata
 
     def _read_manifest(self, identity: ManifestId) -> Manifest | None:
         key = self.uri.key(identity.name)
         uri = self._store().uri(key)
         try:
-            return self._parsed(key, lambda data: Manifest.from_json(data, identity, uri))
+            return self._parsed(key, lambda data: Manifest.from_json(data, identity, uri))[0]
         except ObjectNotFoundError as error:
             if not self.config.verify:
                 return None
@@ -159,14 +172,22 @@ class CloudStorageReader(StorageReader):
                 uri=uri,
             ) from error
 
-    def _parsed(self, key: str, parse: Callable[[bytearray], T]) -> T:
+    def _parsed(self, key: str, parse: Callable[[bytearray], T]) -> tuple[T, ObjectInfo]:
         """A whole object; fetched once more if it seems to be damaged."""
         store, retrier = self._store(), Retrier(self.config.retry)
+        data, info = retrier.call(lambda: store.get(key))
         try:
-            return parse(retrier.call(lambda: store.get(key))[0])
+            return parse(data), info
         except CheckpointCorruptError as error:
             logger.warning("fetched again: %s", error)
-            return parse(retrier.call(lambda: store.get(key))[0])
+            data, info = retrier.call(lambda: store.get(key))
+            return parse(data), info
+
+    def _check_unchanged(self, error: CheckpointCorruptError) -> None:
+        """Raises CheckpointReplacedError if the metadata that was read is no longer there."""
+        if self._committed is not None:
+            uri, retry = str(self.uri), self.config.retry
+            check_unchanged(self._store(), self._committed, uri, retry, error)
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -184,7 +205,8 @@ class CloudStorageReader(StorageReader):
         """Compares what the ranks load.
 
         Raises:
-            DifferentCheckpointsError: If they differ.
+            CheckpointReplacedError: If it was replaced while they read its metadata.
+            DifferentCheckpointsError: If they load from different locations.
         """
         check_sources(plans)
         return plans
@@ -193,6 +215,10 @@ class CloudStorageReader(StorageReader):
         """Fetches this rank's items; returns when all of them have arrived and are verified.
 
         If it raises, tensors of the state dict may hold a part of the new values.
+
+        Raises:
+            CheckpointReplacedError: If another save replaced the checkpoint meanwhile.
+            CheckpointCorruptError: If bytes are missing or damaged.
         """
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         stats = TransferStats(str(self.uri), rank)
@@ -208,6 +234,9 @@ class CloudStorageReader(StorageReader):
             with portable_errors(str(self.uri)), Span("load", str(self.uri), rank) as span:
                 try:
                     load.run(plan, self._places)
+                except CheckpointCorruptError as error:
+                    self._check_unchanged(error)
+                    raise
                 finally:
                     self.transferred = stats.snapshot()
                     span.bytes = self.transferred.bytes

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from cloudckpt.checkpoint.records import ItemRecord
-from cloudckpt.errors import DifferentCheckpointsError
+from cloudckpt.errors import CheckpointReplacedError, DifferentCheckpointsError
 
 __all__ = ["Source", "check_sources", "collect_written"]
 
@@ -59,7 +59,8 @@ def check_sources(plans: Sequence[LoadPlan]) -> None:
     """Compares what the ranks load.
 
     Raises:
-        DifferentCheckpointsError: If they differ.
+        CheckpointReplacedError: If ranks have read the metadata of different saves.
+        DifferentCheckpointsError: If they load from different locations.
     """
     first: Source | None = plans[0].storage_data if plans else None
     for rank, plan in enumerate(plans):
@@ -67,10 +68,12 @@ def check_sources(plans: Sequence[LoadPlan]) -> None:
         if first is None or source is None or source == first:
             continue
         if source.uri == first.uri:
-            reason = f"it was replaced while ranks 0 and {rank} read its metadata; load again"
-        else:
-            reason = (
-                f"rank 0 loads from here, and rank {rank} from {source.uri}: give the same "
-                "checkpoint_id on all ranks, for example by a broadcast of it"
+            raise CheckpointReplacedError(
+                f"it was replaced while ranks 0 and {rank} read its metadata; load it again",
+                uri=first.uri,
             )
-        raise DifferentCheckpointsError(reason, uri=first.uri)
+        raise DifferentCheckpointsError(
+            f"rank 0 loads from here, and rank {rank} from {source.uri}: give the same "
+            "checkpoint_id on all ranks, for example by a broadcast of it",
+            uri=first.uri,
+        )

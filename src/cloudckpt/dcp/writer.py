@@ -34,7 +34,12 @@ from cloudckpt.config import Config
 from cloudckpt.dcp.hooks import CommitHook, run_after
 from cloudckpt.dcp.portable import portable_errors
 from cloudckpt.dcp.same_checkpoint import collect_written
-from cloudckpt.errors import CheckpointExistsError, IncompleteSaveError
+from cloudckpt.errors import (
+    CheckpointExistsError,
+    IncompleteSaveError,
+    ShapeMismatchError,
+    UnsupportedTensorError,
+)
 from cloudckpt.events.event import Event, Span, emit
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectStore, random_suffix
@@ -142,9 +147,11 @@ class CloudStorageWriter(StorageWriter):
         """Notes what is there already, before anything is sent.
 
         Raises:
+            UnsupportedTensorError: If torch can't save the element type of a tensor.
             CheckpointExistsError: If there is a checkpoint and ``overwrite`` is off, or if one that
                 was saved with collectives would hide that of a save without them.
         """
+        _check_types(plan, str(self.uri))
         if not self._use_collectives:
             self._refuse_to_be_hidden()
         if self.commits:
@@ -298,12 +305,52 @@ class CloudStorageWriter(StorageWriter):
         return Retrier(self.config.retry)
 
 
+def _check_types(plan: SavePlan, uri: str) -> None:
+    """Refuses element types whose size torch's planner can't tell; it would fail without a name.
+
+    Those are integers of 1 to 7 bits, which ``torch.save`` can't write either, and bits.
+    """
+    types = {
+        item.tensor_data.properties.dtype: item.index.fqn
+        for item in plan.items
+        if item.tensor_data is not None
+    }
+    for dtype, fqn in types.items():
+        if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+            continue
+        try:
+            torch.iinfo(dtype)
+        except TypeError as exc:
+            raise UnsupportedTensorError(
+                f"{fqn} is of type {dtype}, which torch can't save: view it as torch.uint8",
+                uri=uri,
+                item=fqn,
+            ) from exc
+
+
 def _write(item: WriteItem, planner: SavePlanner, shard: ShardWriter) -> PendingItem:
-    data = planner.resolve_data(item)
+    data, fqn, is_bytes = (
+        planner.resolve_data(item),
+        item.index.fqn,
+        item.type == WriteItemType.BYTE_IO,
+    )
+    if not isinstance(data, io.BytesIO if is_bytes else torch.Tensor):
+        raise UnsupportedTensorError(
+            f"{fqn} is planned as {'bytes' if is_bytes else 'a tensor'}, and resolve_data of the "
+            f"planner has returned a {type(data).__name__}",
+            item=fqn,
+        )
     if isinstance(data, io.BytesIO):
         return shard.add_bytes(data.getvalue())  # shared with the stream, no copy
     tensor = settled(data).detach()
-    check_supported(tensor, item.index.fqn)
+    check_supported(tensor, fqn)
+    # another type than planned is converted by every reader: torch's cached plans don't heed types
+    if item.tensor_data is not None and tensor.shape != item.tensor_data.chunk.sizes:
+        raise ShapeMismatchError(
+            f"{fqn} is planned with shape {tuple(item.tensor_data.chunk.sizes)}, and resolve_data "
+            f"of the planner has returned one of shape {tuple(tensor.shape)}",
+            item=fqn,
+        )
     if travels_as_bytes(tensor):
         return shard.add_object(tensor)
     if type(tensor) is not torch.Tensor:

@@ -240,9 +240,7 @@ class LocalStore(ObjectStore):
 
     def _walk(self, prefix: str) -> Iterator[Path]:
         """The files in and beneath the folder that ``prefix`` leads to, in the order of keys."""
-        top = prefix if prefix.endswith("/") else os.path.dirname(prefix)
-        found = [os.path.join(folder, name) for folder, _, names in os.walk(top) for name in names]
-        return map(Path, sorted(found))
+        return _files(prefix if prefix.endswith("/") else os.path.dirname(prefix))
 
     @contextlib.contextmanager
     def _errors(self, key: str) -> Iterator[None]:
@@ -271,6 +269,22 @@ class LocalStore(ObjectStore):
 def _info(key: str, found: os.stat_result) -> ObjectInfo:
     version = f"{found.st_ino:x}-{found.st_mtime_ns:x}-{found.st_size:x}"
     return ObjectInfo(key, found.st_size, version)
+
+
+def _files(folder: str) -> Iterator[Path]:
+    """The files in and beneath a folder; a folder is looked into when its turn has come."""
+    try:
+        with os.scandir(folder) as entries:
+            # a key goes on behind the name of a folder with a slash
+            names = [f"{e.name}/" if e.is_dir(follow_symlinks=False) else e.name for e in entries]
+    except OSError:
+        return
+    for name in sorted(names):
+        path = os.path.join(folder, name)
+        if name.endswith("/"):
+            yield from _files(path)
+        elif not os.path.isdir(path):
+            yield Path(path)
 
 
 def _make_folder(folder: Path) -> None:

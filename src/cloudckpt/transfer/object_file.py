@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from cloudckpt.config import MIB, Config
-from cloudckpt.errors import PreconditionFailedError
+from cloudckpt.errors import CheckpointCorruptError, PreconditionFailedError
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, Progress
 from cloudckpt.transfer.download import Source, Wanted, download
 from cloudckpt.transfer.memory import bytes_of
+from cloudckpt.transfer.restarts import check_unchanged
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.stats import Transferred, TransferStats
 
@@ -67,14 +68,19 @@ class PinnedObject:
         """Delivers what is wanted, over parallel connections; see :func:`download`.
 
         Raises:
-            CheckpointCorruptError: If the object was replaced or deleted since it was opened.
+            CheckpointReplacedError: If the object was replaced or deleted since it was opened.
             StoreError: If the store refuses or stays unreachable.
         """
         config = self._config
         if request_size is not None and config.request_size is None:
             config = dataclasses.replace(config, request_size=request_size)
         # the download only reads, by the methods below
-        download(cast(ObjectStore, self), wanted, config, self._stats)
+        try:
+            download(cast(ObjectStore, self), wanted, config, self._stats)
+        except CheckpointCorruptError as error:
+            uri = self._store.uri(self.key)
+            check_unchanged(self._store, self.info, uri, config.retry, error)
+            raise
 
     def read(
         self, ranges: Sequence[tuple[int, memoryview]], *, request_size: int | None = None

@@ -1,0 +1,203 @@
+"""Asking whether there is a checkpoint, and being told which there are when there is none here."""
+
+import dataclasses
+import logging
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import cloudckpt
+from cloudckpt import (
+    AccessDeniedError,
+    BucketNotFoundError,
+    CheckpointNotFoundError,
+    ConnectionLostError,
+    InvalidURIError,
+    RetryPolicy,
+    ServerError,
+)
+from cloudckpt.checkpoint import presence
+from cloudckpt.format_utils import dcp_to_torch_save
+from cloudckpt.stores.registry import open_store
+from cloudckpt.testing.faulty import FaultyStore
+from cloudckpt.testing.servers import free_port
+from cloudckpt.uri import CheckpointURI
+
+from .places import Place
+
+
+def save(place: Place, **options) -> None:
+    cloudckpt.save({"t": torch.ones(3)}, checkpoint_id=place.uri, config=place.config, **options)
+
+
+def load(place: Place) -> None:
+    cloudckpt.load({"t": torch.zeros(3)}, checkpoint_id=place.uri, config=place.config)
+
+
+def exists(place: Place) -> bool:
+    return cloudckpt.exists(place.uri, config=place.config)
+
+
+# ---- exists
+
+
+def test_a_checkpoint_exists_when_it_is_committed(place):
+    assert not exists(place)
+    save(place)
+    assert exists(place)
+    assert not exists(place.at("beneath"))
+    run = place.uri.rpartition("/")[0]
+    assert not cloudckpt.exists(run, config=place.config)
+
+
+def test_data_without_metadata_is_no_checkpoint(local):
+    save(local)
+    os.remove(os.path.join(local.path, ".metadata"))
+    assert local.names() != []
+    assert not exists(local)
+
+
+def test_a_checkpoint_of_single_ranks_exists(place):
+    save(place, use_collectives=False)
+    assert "__0.metadata" in place.names()
+    assert exists(place)
+
+
+def test_a_checkpoint_of_torch_exists(local):
+    dcp.save({"t": torch.ones(3)}, checkpoint_id=local.path)
+    assert cloudckpt.exists(local.path)
+
+
+def test_asking_says_nothing_and_takes_two_requests(s3, caplog):
+    store = open_store(CheckpointURI.parse(s3.uri), s3.config)
+    requests, inner = [], store.exchange
+    store.exchange = lambda method, url, *args, **kw: (
+        requests.append((method, url)) or inner(method, url, *args, **kw)
+    )
+    try:
+        with caplog.at_level(logging.DEBUG, "cloudckpt"):
+            assert not exists(s3)
+            assert len(requests) <= 2
+            assert [r for r in caplog.records if r.levelno >= logging.INFO] == []
+        save(s3)
+        requests.clear()
+        assert exists(s3)
+        assert len(requests) == 1
+    finally:
+        del store.exchange
+
+
+def test_a_missing_bucket_is_not_a_missing_checkpoint(s3):
+    with pytest.raises(BucketNotFoundError):
+        cloudckpt.exists("s3://there-is-no-such-bucket/run", config=s3.config)
+
+
+def test_a_location_that_is_none_is_no_missing_checkpoint():
+    with pytest.raises(InvalidURIError):
+        cloudckpt.exists("gcs://bucket/run")
+
+
+@pytest.mark.parametrize("error", [AccessDeniedError, ServerError])
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_store_that_does_not_answer_says_nothing_of_a_checkpoint(error, call, local, monkeypatch):
+    uri = CheckpointURI.parse(local.uri)
+    store = FaultyStore(open_store(uri, local.config))
+    store.fail("get_range", error, calls=range(call, 20))
+    monkeypatch.setattr("cloudckpt.api.open_store", lambda *_: store)
+    with pytest.raises(error):
+        exists(local)
+
+
+def test_an_endpoint_that_is_down_is_no_missing_checkpoint(s3):
+    options = dataclasses.replace(s3.config.s3, endpoint_url=f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(ConnectionLostError):
+        exists(s3.having(s3=options, retry=RetryPolicy(attempts=1)))
+
+
+def _ask_alone(place: Place) -> bool | None:
+    return exists(place) if dist.get_rank() == 1 else None
+
+
+def test_one_rank_may_ask_alone(local, ranks):
+    save(local, no_dist=True)
+    assert ranks(2, _ask_alone, local) == [None, True]
+
+
+# ---- what is beneath
+
+
+def not_found(place: Place) -> str:
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        load(place)
+    assert caught.value.uri == place.uri
+    return str(caught.value)
+
+
+def test_a_run_without_checkpoints_is_told_so(place):
+    assert "interrupted leaves none" in not_found(place)
+
+
+def test_the_only_checkpoint_beneath_a_run_is_named(place):
+    save(place.at("step-1000"))
+    told = not_found(place)
+    assert f"One is beneath it: did you mean {place.uri}/step-1000?" in told
+
+
+def test_the_last_checkpoints_beneath_a_run_are_named(place):
+    for step in (5, 200, 1000, 30, 7, 9):
+        save(place.at(f"step-{step}"))
+    told = not_found(place)
+    assert f"6 are beneath it: did you mean {place.uri}/step-1000? Others are" in told
+    assert f"{place.uri}/step-200, {place.uri}/step-30, {place.uri}/step-9" in told
+    assert "step-7" not in told
+
+
+def test_checkpoints_further_beneath_and_of_single_ranks_are_found(place):
+    save(place.at("a/step-1"), use_collectives=False)
+    save(place.at("a/step-2"))
+    assert f"2 are beneath it: did you mean {place.uri}/a/step-2?" in not_found(place)
+
+
+def test_what_lies_beside_is_not_beneath(place):
+    save(place.at("step-10"))
+    assert "interrupted" in not_found(place.at("step-1"))
+
+
+def test_a_long_listing_is_not_read_to_its_end(local, monkeypatch):
+    monkeypatch.setattr(presence, "_MOST_KEYS", 7)
+    for step in range(10):
+        save(local.at(f"step-{step}"))
+    seen, inner = [], os.scandir
+    monkeypatch.setattr(os, "scandir", lambda folder: seen.append(str(folder)) or inner(folder))
+    assert "Some are beneath it: did you mean" in not_found(local)
+    assert len(seen) <= 4, seen  # of eleven folders
+
+
+def test_a_listing_that_is_refused_is_no_matter(local, monkeypatch):
+    save(local.at("step-1"))
+
+    def refuse(*_):
+        raise AccessDeniedError("no listing for you")
+        yield
+
+    store = open_store(CheckpointURI.parse(local.uri), local.config)
+    monkeypatch.setattr(type(store), "list", refuse)
+    assert "interrupted" in not_found(local)
+
+
+def _not_found(place: Place) -> str:
+    return not_found(place)
+
+
+def test_every_rank_is_told_what_is_beneath(local, ranks):
+    save(local.at("step-7"), no_dist=True)
+    assert all("did you mean" in told for told in ranks(2, _not_found, local))
+
+
+def test_a_conversion_names_them_too(local, tmp_path):
+    save(local.at("step-7"))
+    with pytest.raises(CheckpointNotFoundError, match="step-7"):
+        dcp_to_torch_save(local.uri, tmp_path / "model.pt")

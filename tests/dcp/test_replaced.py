@@ -1,0 +1,356 @@
+"""Loads beside writers of the same location are of one save, and call nothing damaged."""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+
+import cloudckpt
+from cloudckpt import (
+    CheckpointCorruptError,
+    CheckpointerConfig,
+    CheckpointNotFoundError,
+    CheckpointReplacedError,
+)
+from cloudckpt.checkpoint.torch_save import write_torch_file
+from cloudckpt.format_utils import (
+    BroadcastingTorchSaveReader,
+    DynamicMetaLoadPlanner,
+    dcp_to_torch_save,
+    torch_save_to_dcp,
+)
+from cloudckpt.stores.registry import open_store
+from cloudckpt.uri import CheckpointURI
+
+from .layouts import LAYOUTS, Layout, spread
+from .places import Place
+
+SIZE = 200_000  # of a tensor: some objects and requests
+TRIES = 5
+
+
+def state_of(step: int) -> dict:
+    """Every element is the step, so that a mix shows."""
+    return {
+        "large": torch.full((SIZE,), float(step)),
+        "small": torch.full((4, 6), step),
+        "nested": {"step": step, "list": [step, torch.full((3,), step)]},
+    }
+
+
+def step_of(state: dict) -> int:
+    found = {
+        *map(int, state["large"].aminmax()),
+        *map(int, state["small"].aminmax()),
+        *map(int, state["nested"]["list"][1].aminmax()),
+        state["nested"]["step"],
+        state["nested"]["list"][0],
+    }
+    assert len(found) == 1, f"a mix of steps: {found}"
+    return found.pop()
+
+
+def save(place: Place, step: int) -> None:
+    cloudckpt.save(state_of(step), checkpoint_id=place.uri, config=place.config, no_dist=True)
+
+
+def load(place: Place, **options) -> int:
+    state = state_of(-1)
+    cloudckpt.load(state, checkpoint_id=place.uri, config=place.config, **options)
+    return step_of(state)
+
+
+@contextlib.contextmanager
+def overtaken(
+    place: Place, verb: str, suffix: str, writer: Callable[[], None], times: int = 1
+) -> Iterator[list[str]]:
+    """Within, ``writer`` runs before the first requests of a kind; yields the keys of these."""
+    store = open_store(CheckpointURI.parse(place.uri), place.config)
+    inner, lock, seen, busy = getattr(store, verb), threading.RLock(), [], threading.Event()
+
+    @functools.wraps(inner)
+    def after_the_writer(key, *arguments, **options):
+        with lock:
+            if suffix in key and len(seen) < times and not busy.is_set():
+                seen.append(key)
+                busy.set()  # the writer makes such requests, too
+                writer()
+                busy.clear()
+        return inner(key, *arguments, **options)
+
+    setattr(store, verb, after_the_writer)
+    try:
+        yield seen
+    finally:
+        delattr(store, verb)
+
+
+REQUESTS = [("get", ".manifest."), ("get_range", ".distcp")]
+
+
+@pytest.mark.parametrize(("verb", "suffix"), REQUESTS)
+def test_a_load_that_was_overtaken_begins_anew(verb, suffix, place):
+    save(place, 1)
+    with overtaken(place, verb, suffix, lambda: save(place, 2)) as seen:
+        assert load(place, no_dist=True) == 2
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("after", [True, False])
+@pytest.mark.parametrize(("verb", "suffix"), REQUESTS)
+def test_a_load_of_what_one_rank_saved_by_itself_begins_anew(verb, suffix, after, local):
+    """Either by another of its kind, or by one of all ranks, which hides it."""
+
+    def save_alone(step: int, together: bool = False) -> None:
+        cloudckpt.save(
+            state_of(step),
+            checkpoint_id=local.uri,
+            config=local.config,
+            no_dist=True,
+            use_collectives=together,
+        )
+
+    save_alone(1)
+    with overtaken(local, verb, suffix, lambda: save_alone(2, after)):
+        assert load(local, no_dist=True) == 2
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize(("verb", "suffix"), REQUESTS)
+def test_a_load_that_is_always_overtaken_ends_by_name(verb, suffix, verify, local):
+    place = local.having(verify=verify)
+    save(place, 1)
+    steps = iter(range(2, 100))
+    with (
+        overtaken(place, verb, suffix, lambda: save(place, next(steps)), times=99) as seen,
+        pytest.raises(CheckpointReplacedError, match="replaced 5 times while") as caught,
+    ):
+        load(place, no_dist=True)
+    assert caught.value.uri == place.uri
+    assert TRIES <= len(seen) <= 2 * TRIES  # two objects are read at once
+
+
+@pytest.mark.parametrize(("verb", "suffix"), REQUESTS)
+def test_a_checkpoint_that_is_deleted_meanwhile_is_not_found(verb, suffix, place):
+    save(place, 1)
+    store = open_store(CheckpointURI.parse(place.uri), place.config)
+    key = CheckpointURI.parse(place.uri).key
+
+    def delete() -> None:
+        store.delete([key(name) for name in sorted(place.names())])
+
+    with (
+        overtaken(place, verb, suffix, delete),
+        pytest.raises(CheckpointNotFoundError),
+    ):
+        load(place, no_dist=True)
+
+
+def test_an_object_that_is_gone_without_another_save_is_damage(place):
+    save(place, 1)
+    uri = CheckpointURI.parse(place.uri)
+    open_store(uri, place.config).delete([uri.key(name) for name in place.data()])
+    with pytest.raises(CheckpointCorruptError, match="is gone"):
+        load(place, no_dist=True)
+
+
+def test_stock_load_is_told_by_name(local):
+    save(local, 1)
+    with (
+        overtaken(local, "get_range", ".distcp", lambda: save(local, 2)),
+        pytest.raises(CheckpointException) as caught,
+    ):
+        dcp.load(state_of(-1), storage_reader=local.reader(), no_dist=True)
+    [(error, _)] = caught.value.failures.values()
+    assert type(error) is CheckpointReplacedError
+
+
+def test_a_planner_of_the_user_plans_again(local):
+    save(local, 1)
+    for planner in (DefaultLoadPlanner(), DefaultLoadPlanner(allow_partial_load=True)):
+        with overtaken(local, "get_range", ".distcp", lambda: save(local, 2)):
+            assert load(local, no_dist=True, planner=planner) == 2
+
+
+def test_a_load_of_everything_has_nothing_of_the_save_that_was_replaced(local):
+    def save_with(key: str, step: int) -> None:
+        state = state_of(step) | {key: torch.full((7,), step), f"{key} too": step}
+        cloudckpt.save(state, checkpoint_id=local.uri, config=local.config, no_dist=True)
+
+    options = CheckpointerConfig(config=local.config, no_dist=True)
+    save_with("old", 1)
+    with (
+        cloudckpt.make_sync_checkpointer(options) as checkpointer,
+        overtaken(local, "get_range", ".distcp", lambda: save_with("new", 2)),
+    ):
+        state = checkpointer.load(local.uri)
+    assert step_of(state) == 2
+    assert state.keys() == {*state_of(2), "new", "new too"}
+
+
+def test_a_planner_of_torchs_that_makes_the_state_dict_loads_one_save(local):
+    save(local, 1)
+    planner = _EmptyStateDictLoadPlanner()
+    with overtaken(local, "get_range", ".distcp", lambda: save(local, 2)):
+        cloudckpt.load(
+            {}, checkpoint_id=local.uri, config=local.config, planner=planner, no_dist=True
+        )
+    assert step_of(planner.original_state_dict) == 2
+
+
+def test_a_conversion_begins_anew(place, tmp_path):
+    save(place, 1)
+    with overtaken(place, "get_range", ".distcp", lambda: save(place, 2)):
+        dcp_to_torch_save(place.uri, tmp_path / "model.pt", config=place.config)
+    assert step_of(torch.load(tmp_path / "model.pt")) == 2
+
+
+# ---- files of torch.save
+
+
+def write(file: Place, step: int) -> None:
+    write_torch_file(state_of(step), CheckpointURI.parse(file.uri), file.config)
+
+
+def test_a_file_that_is_replaced_while_it_is_converted_is_read_anew(place):
+    file, target = place.at("model.pt"), place.at("dcp")
+    write(file, 1)
+    # the first requests read its directory
+    steps = iter(range(2, 100))
+    with overtaken(file, "get_range", ".pt", lambda: write(file, next(steps)), times=2) as seen:
+        torch_save_to_dcp(file.uri, target.uri, config=file.config)
+    assert len(seen) == 2
+    assert load(target, no_dist=True) == 3
+
+
+def test_a_file_that_is_always_replaced_is_told_by_name(local):
+    file = local.at("model.pt")
+    write(file, 1)
+    steps = iter(range(2, 100))
+    with (
+        overtaken(file, "get_range", ".pt", lambda: write(file, next(steps)), times=99) as seen,
+        pytest.raises(CheckpointReplacedError, match="replaced 5 times while"),
+    ):
+        torch_save_to_dcp(file.uri, local.at("dcp").uri, config=file.config)
+    assert len(seen) == TRIES
+
+
+# ---- many ranks
+
+
+def _spread(step: int, *, blank: bool = False) -> dict:
+    state = state_of(step)
+    rows = Layout((dist.get_world_size(),), LAYOUTS["2 rows"].placements)
+    return {**state, **spread({"small": state["small"]}, rows, blank=blank)}
+
+
+def _load_spread(place: Place) -> int:
+    state = _spread(-1)
+    cloudckpt.load(state, checkpoint_id=place.uri, config=place.config)
+    return step_of({**state, "small": state["small"].full_tensor()})
+
+
+def _overtake_on(rank: int, place: Place, times: int = 1) -> int:
+    """Loads; on one of the ranks, writers overtake the load."""
+    if dist.get_rank() != rank:
+        return _load_spread(place)
+    steps = iter(range(2, 100))
+    with overtaken(place, "get_range", ".distcp", lambda: save(place, next(steps)), times) as seen:
+        found = _load_spread(place)
+    assert len(seen) == times
+    return found
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_ranks_begin_anew_when_one_was_overtaken(rank, place, ranks):
+    save(place, 1)
+    assert ranks(2, _overtake_on, rank, place) == [2, 2]
+
+
+def test_all_ranks_give_up_when_one_is_always_overtaken(local, ranks):
+    save(local, 1)
+    told = ranks.errors(3, _overtake_on, 1, local, 99)
+    assert [type(error) for error in told] == [CheckpointReplacedError] * 3
+    assert all("replaced 5 times while" in str(error) for error in told)
+
+
+def _load_file(file: Place) -> int:
+    state = _spread(-1)
+    reader = BroadcastingTorchSaveReader(file.uri, config=file.config)
+    cloudckpt.load(state, storage_reader=reader, planner=DynamicMetaLoadPlanner())
+    return step_of({**state, "small": state["small"].full_tensor()})
+
+
+def _load_replaced_file(file: Place, skip: int) -> int:
+    if dist.get_rank() != 0:
+        return _load_file(file)
+    requests = iter(range(100))
+
+    def replace() -> None:
+        if next(requests) == skip:
+            write(file, 2)
+
+    with overtaken(file, "get_range", ".pt", replace, times=99):
+        return _load_file(file)
+
+
+@pytest.mark.parametrize("skip", range(4))
+def test_a_file_that_is_replaced_while_it_is_broadcast_is_of_one_version(skip, local, ranks):
+    file = local.at("model.pt")
+    write(file, 1)
+    assert ranks(2, _load_replaced_file, file, skip) in ([1, 1], [2, 2])
+
+
+# ---- writers that never rest
+
+
+def _loads(place: Place, count: int) -> list[int]:
+    found = []
+    for _ in range(count):
+        with contextlib.suppress(CheckpointReplacedError):
+            found.append(_load_spread(place) if dist.is_initialized() else load(place))
+    return found
+
+
+@contextlib.contextmanager
+def writing(place: Place) -> Iterator[None]:
+    """Within, one save after another."""
+    done, failures = threading.Event(), []
+
+    def run() -> None:
+        step = 1
+        try:
+            while not done.is_set():
+                save(place, step := step + 1)
+        except BaseException as error:  # noqa: BLE001 - told below
+            failures.append(error)
+
+    save(place, 1)
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+    assert failures == []
+
+
+def test_loads_beside_a_writer_are_each_of_one_save(place):
+    with writing(place):
+        found = _loads(place, 15)
+    assert found == sorted(found)
+
+
+def test_loads_of_many_ranks_beside_a_writer_are_each_of_one_save(place, ranks):
+    with writing(place):
+        first, second = ranks(2, _loads, place, 10)
+    assert first == second == sorted(first)
