@@ -167,7 +167,18 @@ class InstallError(CloudCheckpointError):
 
 
 class StoreError(CloudCheckpointError):
-    """The object store refused, failed, or could not be reached."""
+    """The object store refused, failed, or could not be reached.
+
+    Attributes:
+        certain: Whether the request was certainly not carried out: the store itself said so, with
+            an error code of its own in its own format, or the request never left this machine. An
+            answer of a gateway, a lost connection and a store's own timeout or internal error are
+            not certain: such a request may have been carried out, or may yet be.
+    """
+
+    def __init__(self, message: str, *, certain: bool = False, **context: Any) -> None:
+        super().__init__(message, **context)
+        self.certain = certain
 
 
 class ObjectNotFoundError(StoreError, FileNotFoundError):
@@ -267,9 +278,10 @@ class CheckpointConflictError(CheckpointError):
 
 
 class CommitUnknownError(CheckpointError):
-    """The connection broke during the commit and the store could not be asked for its outcome.
+    """The store itself never said whether the commit took place, and it may take place yet.
 
-    Nothing is deleted in this state: the checkpoint may be committed.
+    A gateway answered in the store's place, or the connection broke, and the checkpoint was not
+    there when the store was asked. Nothing is deleted in this state: the request may still arrive.
     """
 
 

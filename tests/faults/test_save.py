@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter
+from urllib.parse import unquote
 
 import pytest
 
@@ -15,11 +16,22 @@ from cloudckpt import (
     ServerError,
     ThrottledError,
 )
+from cloudckpt.stores.registry import open_store
 from cloudckpt.testing.servers import free_port
-from cloudckpt.testing.wire_faults import CorruptUpload, Delay, Reset, Stall, Truncate
+from cloudckpt.testing.wire_faults import CorruptUpload, Delay, Reset, Respond, Stall, Truncate
+from cloudckpt.uri import CheckpointURI
 
 from .dialects import Endpoint
-from .refusals import BusyInBatch, Refusal, denied, internal_error, slow_down, too_many_requests
+from .refusals import (
+    GATEWAYS,
+    AnswerFirst,
+    BusyInBatch,
+    Refusal,
+    denied,
+    internal_error,
+    slow_down,
+    too_many_requests,
+)
 from .selection import everywhere, on
 from .states import ATTEMPTS, BIG, SHORT, SMALL, filled, impatient, load_step
 
@@ -357,6 +369,81 @@ class TestDoubtfulCommits:
             cloudckpt.save(filled(2, SMALL), checkpoint_id=uri, config=shaky)
         assert "look whether" in str(caught.value)
         assert load_step(uri, direct, SMALL) == 2
+
+    @everywhere()
+    @pytest.mark.parametrize("gateway", GATEWAYS)
+    def test_a_commit_that_a_gateway_refuses_and_then_forwards_has_its_data(
+        self, saved, store, proxy, shaky, direct, gateway
+    ):
+        """All tries are answered in the store's place, and reach it when the save has ended."""
+        uri, kept = saved(), []
+        fault = AnswerFirst(GATEWAYS[gateway], kept)
+        proxy.inject(fault, operation="PutObject", path="*/.metadata")
+        with pytest.raises(CommitUnknownError) as caught:
+            cloudckpt.save(filled(2, SMALL), checkpoint_id=uri, config=shaky)
+        assert caught.value.cause
+        assert load_step(uri, direct, SMALL) == 1
+        statuses = [hop.forward().status for hop in kept]
+        assert statuses[0] in (200, 201)
+        assert statuses[1:] == [412] * (len(kept) - 1)
+        assert load_step(uri, direct, SMALL) == 2
+
+    @everywhere(gateway=["envoy", "corporate proxy", "precondition"])
+    @pytest.mark.parametrize("gateway", GATEWAYS)
+    def test_a_first_checkpoint_that_a_gateway_refuses_and_then_forwards_has_its_data(
+        self, store, proxy, shaky, direct, gateway
+    ):
+        uri, kept = store.uri("run/first"), []
+        fault = AnswerFirst(GATEWAYS[gateway], kept)
+        proxy.inject(fault, operation="PutObject", path="*/.metadata")
+        with pytest.raises(CommitUnknownError):
+            cloudckpt.save(filled(1, SMALL), checkpoint_id=uri, config=shaky)
+        kept[0].forward()
+        assert load_step(uri, direct, SMALL) == 1
+
+    @everywhere(gateway=["envoy", "precondition"])
+    @pytest.mark.parametrize("gateway", GATEWAYS)
+    def test_a_commit_that_a_gateway_refuses_and_forwards_at_once_is_found_out(
+        self, saved, store, proxy, shaky, direct, gateway
+    ):
+        uri = saved()
+        fault = Respond(GATEWAYS[gateway], carry_out=True)
+        proxy.inject(fault, operation="PutObject", path="*/.metadata")
+        cloudckpt.save(filled(2, SMALL), checkpoint_id=uri, config=shaky)
+        assert load_step(uri, direct, SMALL) == 2
+        store.assert_tidy()
+
+    def test_an_async_save_keeps_the_data_of_a_commit_that_may_yet_arrive(
+        self, saved, store, proxy, shaky, direct
+    ):
+        uri, kept = saved(), []
+        fault = AnswerFirst(GATEWAYS["envoy"], kept)
+        proxy.inject(fault, operation="PutObject", path="*/.metadata")
+        future = cloudckpt.async_save(filled(2, SMALL), checkpoint_id=uri, config=shaky)
+        with pytest.raises(CommitUnknownError):
+            future.result(150)
+        kept[0].forward()
+        assert load_step(uri, direct, SMALL) == 2
+
+    @everywhere()
+    def test_a_commit_without_a_connection_leaves_no_trace(
+        self, dialect, saved, store, proxy, shaky, direct, monkeypatch
+    ):
+        """No try has reached anybody, which is as certain as an answer of the store."""
+        uri = saved()
+        before = store.objects()
+        http = open_store(CheckpointURI.parse(uri), shaky)._http
+        send = http.send
+
+        def refused(method, url, headers, body=(), progress=None):
+            if method in ("PUT", "POST") and ".metadata" in unquote(url):
+                url = url.replace(proxy.url, f"http://127.0.0.1:{free_port()}")
+            return send(method, url, headers, body, progress)
+
+        monkeypatch.setattr(http, "send", refused)
+        with pytest.raises(ConnectionLostError):
+            cloudckpt.save(filled(2, SMALL), checkpoint_id=uri, config=shaky)
+        assert store.objects() == before
 
     @everywhere()
     @pytest.mark.parametrize("fault", ["slow down", "too many requests"])

@@ -120,7 +120,10 @@ class AzureStore(RestStore):
             if if_version is None:
                 raise
             raise PreconditionFailedError(
-                "the object that was to be replaced is gone", uri=self.uri(key), cause=error
+                "the object that was to be replaced is gone",
+                uri=self.uri(key),
+                cause=error,
+                certain=error.certain,
             ) from error
 
     # uploads in parts
