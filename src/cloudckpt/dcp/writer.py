@@ -184,7 +184,7 @@ class CloudStorageWriter(StorageWriter):
 
         Raises:
             IncompleteSaveError: If an item of the plan was not written.
-            DifferentCheckpointsError: If a rank has written to another location.
+            DifferentCheckpointsError: If a rank has written to another location, or store.
             CheckpointConflictError: If another writer has committed since this save began.
             CommitUnknownError: If the store does not say whether the commit took place.
         """
@@ -205,6 +205,7 @@ class CloudStorageWriter(StorageWriter):
                 attempt=self._attempt,
                 metadata=metadata,
                 written=written,
+                own=self._written,
             )
         self._written = []
         if self.commit_hook is not None:
