@@ -30,6 +30,14 @@ from cloudckpt.uri import URILike
 
 __all__ = ["content_of", "load", "save", "writer_for"]
 
+_LOST = "the ranks lost each other: look which one ended first and why, and start them again"
+_WHAT_IS_COMMITTED = {
+    True: "this save is committed all the same, and its checkpoint is whole",
+    False: "this save is not committed, and will not be",
+    None: "whether this save is committed is not known: it was not when this rank looked, if it "
+    "could look, and it may still be; look for the checkpoint before you go on. Its data was kept",
+}
+
 
 def save(
     state_dict: dict[str, Any],
@@ -65,7 +73,8 @@ def save(
         CheckpointConflictError: If another writer committed first.
         CloudCheckpointError: The cause, if the ranks that failed did so for the same reason.
         RanksFailedError: If they failed for different reasons, or outside of cloudckpt.
-        ProcessGroupError: If a rank died or the ranks lost each other.
+        ProcessGroupError: If a rank died or the ranks lost each other; its ``committed`` says what
+            is known of the commit, and nothing is deleted that may be needed.
     """
     writer: StorageWriter
     try:
@@ -209,11 +218,13 @@ def _settle(
     """Cleans up after a failed save and returns its cause.
 
     What this rank has written is deleted only if there was certainly no commit: every rank's
-    failure says so, or this is the rank that commits and it has not begun to. After an interrupt
-    or a lost answer the checkpoint may be visible.
+    failure says so, or this is the rank that commits and it has not done so. After an interrupt or
+    an uncertain commit the checkpoint may be visible, or become so.
     """
+    committed = None
     if isinstance(writer, CloudStorageWriter):
-        certain = writer.commits and not writer.commit_begun
+        committed = writer.look_whether_committed() if _is_of_process_group(exc) else None
+        certain = writer.committed is False
         if isinstance(exc, CheckpointException):
             certain = certain or all(
                 isinstance(error, Exception) and not isinstance(error, CommitUnknownError)
@@ -221,6 +232,9 @@ def _settle(
             )
         if certain:
             writer.discard()
+    if _is_of_process_group(exc):
+        message = f"{_LOST}; {_WHAT_IS_COMMITTED[committed]}"
+        return ProcessGroupError(message, committed=committed, uri=_location(writer), cause=exc)
     return _cause(exc, rank, _location(writer))
 
 
@@ -235,11 +249,7 @@ def _cause(exc: CheckpointException | RuntimeError, rank: int, uri: str | None) 
     if isinstance(exc, RuntimeError):
         if not _is_of_process_group(exc):
             return exc
-        return ProcessGroupError(
-            "the ranks lost each other: look which one ended first and why, and start them again",
-            uri=uri,
-            cause=exc,
-        )
+        return ProcessGroupError(_LOST, uri=uri, cause=exc)
     failures = {rank: error for rank, (error, _) in sorted(exc.failures.items())}
     own = failures.get(rank)
     if own is not None and not isinstance(own, Exception):
@@ -257,10 +267,12 @@ def _cause(exc: CheckpointException | RuntimeError, rank: int, uri: str | None) 
     )
 
 
-def _is_of_process_group(exc: RuntimeError) -> bool:
+def _is_of_process_group(exc: BaseException) -> bool:
     """Whether a collective raised it; gloo raises plain RuntimeErrors."""
     if isinstance(exc, dist.DistError):
         return True
+    if not isinstance(exc, RuntimeError):
+        return False
     traceback = exc.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next

@@ -314,7 +314,16 @@ class UnsupportedTensorError(CheckpointError, TypeError):
 
 
 class ProcessGroupError(CheckpointError):
-    """The ranks can't reach each other any more: one died, or its connection did."""
+    """The ranks can't reach each other any more: one died, or its connection did.
+
+    Attributes:
+        committed: Whether the save that they were in is committed all the same; None if this rank
+            does not know, or there was no save.
+    """
+
+    def __init__(self, message: str, *, committed: bool | None = None, **context: Any) -> None:
+        super().__init__(message, **context)
+        self.committed = committed
 
 
 class RanksFailedError(CheckpointError):

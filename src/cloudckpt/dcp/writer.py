@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import time
 from collections.abc import Mapping
@@ -34,7 +35,12 @@ from cloudckpt.config import Config
 from cloudckpt.dcp.hooks import CommitHook, run_after
 from cloudckpt.dcp.portable import portable_errors
 from cloudckpt.dcp.same_checkpoint import collect_written
-from cloudckpt.errors import CheckpointExistsError, IncompleteSaveError
+from cloudckpt.errors import (
+    CheckpointExistsError,
+    CloudCheckpointError,
+    CommitUnknownError,
+    IncompleteSaveError,
+)
 from cloudckpt.events.event import Event, Span, emit
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectStore, random_suffix
@@ -50,6 +56,8 @@ from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["CloudStorageWriter"]
 
+logger = logging.getLogger("cloudckpt")
+
 
 class CloudStorageWriter(StorageWriter):
     """Writes a checkpoint to ``s3://``, ``file://`` or a local path.
@@ -64,7 +72,8 @@ class CloudStorageWriter(StorageWriter):
     Attributes:
         transferred: What this rank sent in the last save.
         commits: Whether this rank is one that commits.
-        commit_begun: Whether it has begun to, so that the save may be visible.
+        committed: Whether the save is committed, as far as this rank knows by itself; None while
+            it commits, after an uncertain commit, and where another rank commits.
     """
 
     def __init__(
@@ -98,7 +107,7 @@ class CloudStorageWriter(StorageWriter):
         self._baseline: Baseline | None = None
         self._written: list[str] = []
         self.commits = False
-        self.commit_begun = False
+        self.committed: bool | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"uri": self.uri, "config": self.config, "commit_hook": self.commit_hook}
@@ -136,6 +145,7 @@ class CloudStorageWriter(StorageWriter):
         self._rank = kwargs.get("rank") or 0
         self._use_collectives = kwargs.get("use_collectives", True)
         self.commits = is_coordinator or not self._use_collectives
+        self.committed = False if self.commits else None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Notes what is there already, before anything is sent.
@@ -195,18 +205,25 @@ class CloudStorageWriter(StorageWriter):
         if self.commit_hook is not None:
             with portable_errors(str(self.uri)):
                 self.commit_hook.before_commit(str(self.uri), metadata)
-        self.commit_begun = True
+        self.committed = None
         with Span("commit", str(self.uri), self._rank):
-            publish(
-                self._store(),
-                self.uri,
-                self.config,
-                baseline=self._baseline,
-                attempt=self._attempt,
-                metadata=metadata,
-                written=written,
-                own=self._written,
-            )
+            try:
+                publish(
+                    self._store(),
+                    self.uri,
+                    self.config,
+                    baseline=self._baseline,
+                    attempt=self._attempt,
+                    metadata=metadata,
+                    written=written,
+                    own=self._written,
+                )
+            except CommitUnknownError:
+                raise
+            except Exception:
+                self.committed = False
+                raise
+        self.committed = True
         self._written = []
         if self.commit_hook is not None:
             run_after(self.commit_hook, str(self.uri), metadata)
@@ -230,6 +247,23 @@ class CloudStorageWriter(StorageWriter):
             keys = [self.uri.key(name) for name in self._written]
             delete_quietly(self._store(), keys, self.config.retry)
         self._written = []
+
+    def look_whether_committed(self) -> bool | None:
+        """Whether this save is committed; None if that can't be found out, or may change yet.
+
+        For a rank that has lost the others. A commit object that names what this rank has written,
+        under names that no other attempt has drawn, is that of this save.
+        """
+        if self.committed is None and self._written:
+            store, key = self._store(), self._commit_key()
+            try:
+                held, _ = Retrier.for_cleanup(self.config.retry).call(lambda: store.get(key))
+            except CloudCheckpointError as error:
+                logger.warning("whether the save is committed could not be seen: %s", error)
+            else:
+                if any(name.encode() in held for name in self._written):
+                    self.committed = True
+        return self.committed
 
     def _send(self, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         store, config = self._store(), self.config
