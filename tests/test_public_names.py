@@ -70,6 +70,7 @@ PUBLIC = {
     "StorageFullError",
     "StoreError",
     "TLSError",
+    "TensorChangedError",
     "ThrottledError",
     "TransferCancelledError",
     "TransientStoreError",

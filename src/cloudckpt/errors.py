@@ -35,6 +35,7 @@
         ├── MissingKeyError           also KeyError
         ├── ShapeMismatchError        also ValueError
         ├── UnsupportedTensorError    also TypeError
+        ├── TensorChangedError        a tensor was written to while it was saved
         ├── RanksFailedError          several ranks failed for different reasons
         ├── ProcessGroupError         a rank died, or the ranks lost each other
         └── AsyncSaveError            saving in the background
@@ -89,6 +90,7 @@ __all__ = [
     "StorageFullError",
     "StoreError",
     "TLSError",
+    "TensorChangedError",
     "ThrottledError",
     "TransferCancelledError",
     "TransientStoreError",
@@ -311,6 +313,10 @@ class ShapeMismatchError(CheckpointError, ValueError):
 
 class UnsupportedTensorError(CheckpointError, TypeError):
     """A kind of tensor whose bytes can't be stored faithfully (quantized, sparse, meta)."""
+
+
+class TensorChangedError(CheckpointError):
+    """A tensor was written to while it was saved; what was sent does not match its checksum."""
 
 
 class ProcessGroupError(CheckpointError):

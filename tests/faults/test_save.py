@@ -18,7 +18,15 @@ from cloudckpt import (
 )
 from cloudckpt.stores.registry import open_store
 from cloudckpt.testing.servers import free_port
-from cloudckpt.testing.wire_faults import CorruptUpload, Delay, Reset, Respond, Stall, Truncate
+from cloudckpt.testing.wire_faults import (
+    Call,
+    CorruptUpload,
+    Delay,
+    Reset,
+    Respond,
+    Stall,
+    Truncate,
+)
 from cloudckpt.uri import CheckpointURI
 
 from .dialects import Endpoint
@@ -467,6 +475,27 @@ class TestDoubtfulCommits:
             cloudckpt.save(filled(2, SMALL), checkpoint_id=uri, config=shaky)
         assert store.objects() == before
         assert load_step(uri, direct, SMALL) == 1
+
+
+@on("s3", "google", "azure", "compose", nbytes=[BIG])
+@pytest.mark.parametrize("nbytes", [SMALL, BIG])
+def test_a_tensor_that_changes_on_its_way_up_fails_the_save_by_name(
+    store, proxy, endpoint, direct, nbytes
+):
+    """These stores verify no checksum: they take what no load would accept."""
+    uri, state = store.uri("run/changed"), filled(2, nbytes)
+    cloudckpt.save(filled(1, nbytes), checkpoint_id=uri, config=direct)
+    before = store.objects()
+    operation = "UploadPart" if nbytes == BIG else "PutObject"
+    change = Call(lambda _: state["weight"].add_(1), after=1000)
+    proxy.inject(change, operation=operation, path="*.distcp*", times=1)
+    one_by_one = impatient(endpoint, connections=1)  # no part arrives behind the clean-up
+    with pytest.raises(cloudckpt.TensorChangedError) as caught:
+        cloudckpt.save(state, checkpoint_id=uri, config=one_by_one)
+    assert caught.value.item == "weight"
+    assert store.objects() == before
+    assert store.uploads() == []
+    assert load_step(uri, direct, nbytes) == 1
 
 
 @everywhere()

@@ -339,7 +339,7 @@ def _write(item: WriteItem, planner: SavePlanner, shard: ShardWriter) -> Pending
         return shard.add_object(tensor)
     if type(tensor) is not torch.Tensor:
         tensor = tensor.as_subclass(torch.Tensor)
-    return shard.add_tensor(tensor)
+    return shard.add_tensor(tensor, item.index.fqn)
 
 
 def _expected_size(item: WriteItem) -> int:

@@ -36,6 +36,8 @@ class Capabilities:
         max_parts: Most parts of an upload.
         max_put_size: Most bytes of a single ``put``.
         checksum: Of what is sent: the one that the store verifies, if it verifies any.
+        verifies: Whether the checksum is sent along, and the store rejects what does not match it:
+            as its vendor documents it, or the user says.
     """
 
     conditional_writes: bool | None
@@ -44,6 +46,7 @@ class Capabilities:
     max_parts: int
     max_put_size: int
     checksum: ChecksumAlgorithm = CRC32C
+    verifies: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,7 @@ class S3Store(RestStore):
             max_part_size=_MAX_PART,
             max_parts=_MAX_PARTS,
             max_put_size=_MAX_PART,
+            verifies=self._checksums,
         )
         self._knows_quotes = aws  # in If-Match; others have to show it
         self._object_headers = object_headers(options)
