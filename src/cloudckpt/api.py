@@ -71,6 +71,8 @@ def save(
     Raises:
         CheckpointExistsError: If there is a checkpoint and ``overwrite`` is off.
         CheckpointConflictError: If another writer committed first.
+        CommitUnknownError: If the store itself did not say whether it carried out the commit;
+            nothing is deleted then.
         CloudCheckpointError: The cause, if the ranks that failed did so for the same reason.
         RanksFailedError: If they failed for different reasons, or outside of cloudckpt.
         ProcessGroupError: If a rank died or the ranks lost each other; its ``committed`` says what

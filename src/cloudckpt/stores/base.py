@@ -92,8 +92,9 @@ class Part:
 class ObjectStore(ABC):
     """One bucket. Safe to use from many threads; made anew in every process.
 
-    All methods raise :class:`~cloudckpt.errors.StoreError` or one of its children. Methods that
-    move payload take ``progress``, see :data:`Progress`.
+    All methods raise :class:`~cloudckpt.errors.StoreError` or one of its children, which is
+    ``certain`` only if the request was certainly not carried out: a commit depends on it. Methods
+    that move payload take ``progress``, see :data:`Progress`.
     """
 
     root: str
