@@ -13,7 +13,7 @@ from cloudckpt import CheckpointNotFoundError, CloudCheckpointError
 from cloudckpt.testing.hop import Fault, Hop
 from cloudckpt.testing.wire_faults import Call, Reset
 
-from .refusals import denied, internal_error, slow_down
+from .refusals import GATEWAYS, AnswerFirst, denied, internal_error, slow_down
 from .selection import everywhere
 from .states import BIG, filled, load_step, step_of
 
@@ -100,6 +100,20 @@ class TestFaults:
         assert statuses == [0, 0]
         assert [outcome["error"] for outcome in outcomes] == ["AccessDeniedError"] * 2
         assert store.objects() == set()
+
+    @everywhere()
+    def test_a_commit_that_a_gateway_refuses_and_then_forwards_has_the_data_of_all(
+        self, run, store, proxy, direct
+    ):
+        kept: list[Hop] = []
+        fault = AnswerFirst(GATEWAYS["envoy"], kept)
+        proxy.inject(fault, operation="PutObject", path="*/.metadata")
+        statuses, outcomes, uri = run()
+        assert statuses == [0, 0]
+        assert [outcome["error"] for outcome in outcomes] == ["CommitUnknownError"] * 2
+        kept[0].forward()
+        assert [step_of(state) for state in load_ranks(uri, direct)] == [1, 1]
+        store.assert_tidy()
 
 
 @dataclass(frozen=True)
