@@ -32,7 +32,7 @@ __all__ = ["content_of", "load", "save", "writer_for"]
 
 _LOST = "the ranks lost each other: look which one ended first and why, and start them again"
 _WHAT_IS_COMMITTED = {
-    True: "this save is committed all the same, and its checkpoint is whole",
+    True: "this save is committed all the same",
     False: "this save is not committed, and will not be",
     None: "whether this save is committed is not known: it was not when this rank looked, if it "
     "could look, and it may still be; look for the checkpoint before you go on. Its data was kept",
