@@ -5,8 +5,15 @@ import pickle
 
 import pytest
 
-from cloudckpt.errors import StoreError
+from cloudckpt.checksum import CRC32C
+from cloudckpt.config import Config, S3Options
+from cloudckpt.errors import ConnectionLostError, CredentialsError, StoreError
 from cloudckpt.stores import azure_errors, gcs_errors, s3_errors
+from cloudckpt.stores.s3 import S3Store
+from cloudckpt.stores.s3_access import BucketAccess
+from cloudckpt.testing.proxy import FaultyProxy
+from cloudckpt.testing.servers import free_port
+from cloudckpt.testing.wire_faults import Reset
 
 HTML = b"<html><head><title>Access Denied</title></head><body><h1>Denied</h1></body></html>"
 
@@ -104,3 +111,41 @@ def test_what_a_gateway_may_have_said_or_has_begun_is_not_certain(read, status, 
 
 def test_an_error_is_not_certain_unless_it_says_so():
     assert not StoreError("text").certain
+
+
+def put_to(url: str) -> StoreError:
+    """What an attempt to write an object there fails with."""
+    s3 = S3Options(endpoint_url=url, addressing_style="path")
+    store = S3Store("bucket", Config(s3=s3, connect_timeout=5.0, read_timeout=5.0))
+    try:
+        with pytest.raises(StoreError) as caught:
+            store.put("key", [memoryview(b"data")], checksum=CRC32C.of(b"data"))
+    finally:
+        store.close()
+    return caught.value
+
+
+def test_what_reached_nobody_is_certain():
+    error = put_to(f"http://127.0.0.1:{free_port()}")
+    assert isinstance(error, ConnectionLostError)
+    assert error.certain
+
+
+def test_what_could_not_be_signed_is_certain(s3_url, monkeypatch):
+    """Credentials that were there at first could not be renewed."""
+
+    def sign(*_):
+        raise CredentialsError("they have expired")
+
+    monkeypatch.setattr(BucketAccess, "sign", sign)
+    error = put_to(s3_url)
+    assert isinstance(error, CredentialsError)
+    assert error.certain
+
+
+def test_what_was_sent_and_not_answered_is_not_certain(s3_url):
+    with FaultyProxy(s3_url) as proxy:
+        proxy.inject(Reset("request"))
+        error = put_to(proxy.url)
+    assert isinstance(error, ConnectionLostError)
+    assert not error.certain
