@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import (
 from cloudckpt.checkpoint.commit import Baseline, Probe, commit, conditions_work
 from cloudckpt.checkpoint.manifest import ItemKey, Manifest, ManifestId
 from cloudckpt.checkpoint.metadata import dump_metadata
-from cloudckpt.checkpoint.presence import look_for
+from cloudckpt.checkpoint.same_store import look_for
 from cloudckpt.checkpoint.records import ItemRecord
 from cloudckpt.checkpoint.replaced import hidden, replaced
 from cloudckpt.checkpoint.torch_private import CURRENT_DCP_VERSION, StorageInfo

@@ -5,7 +5,7 @@ import uuid
 import pytest
 
 from cloudckpt.checkpoint.names import data_name
-from cloudckpt.checkpoint.presence import look_for
+from cloudckpt.checkpoint.same_store import look_for
 from cloudckpt.checkpoint.records import ObjectRecord
 from cloudckpt.config import RetryPolicy
 from cloudckpt.errors import (
