@@ -31,7 +31,7 @@ class CloudCkpt(StockDcp):
             return {"gcs": self._ours.GCSOptions(**endpoint, checksum="on")}
         if place.scheme == "az":
             return {"azure": self._ours.AzureOptions(**endpoint, checksum="on")}
-        return {"s3": self._ours.S3Options(**endpoint, addressing_style="path")}
+        return {"s3": self._ours.S3Options(**endpoint, addressing_style="path", checksum="on")}
 
     def async_save(self, state_dict: dict[str, Any], name: str) -> Any:
         """Starts a save with `cloudckpt.async_save`."""

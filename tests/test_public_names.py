@@ -72,6 +72,7 @@ PUBLIC = {
     "StorageFullError",
     "StoreError",
     "TLSError",
+    "TensorChangedError",
     "ThrottledError",
     "TransferCancelledError",
     "TransientStoreError",

@@ -50,6 +50,14 @@ __all__ = [
 
 T = TypeVar("T")
 
+_LOST = "the ranks lost each other: look which one ended first and why, and start them again"
+_WHAT_IS_COMMITTED = {
+    True: "this save is committed all the same",
+    False: "this save is not committed, and will not be",
+    None: "whether this save is committed is not known: it was not when this rank looked, if it "
+    "could look, and it may still be; look for the checkpoint before you go on. Its data was kept",
+}
+
 
 def save(
     state_dict: dict[str, Any],
@@ -83,9 +91,12 @@ def save(
     Raises:
         CheckpointExistsError: If there is a checkpoint and ``overwrite`` is off.
         CheckpointConflictError: If another writer committed first.
+        CommitUnknownError: If the store itself did not say whether it carried out the commit;
+            nothing is deleted then.
         CloudCheckpointError: The cause, if the ranks that failed did so for the same reason.
         RanksFailedError: If they failed for different reasons, or outside of cloudckpt.
-        ProcessGroupError: If a rank died or the ranks lost each other.
+        ProcessGroupError: If a rank died or the ranks lost each other; its ``committed`` says what
+            is known of the commit, and nothing is deleted that may be needed.
     """
 
     def prepare() -> ToSave:
@@ -296,12 +307,13 @@ def _each_alone(meeting: Meeting, run: Callable[[], T]) -> T:
     try:
         result = run()
     except Exception as error:
-        if meeting.group is None or (isinstance(error, RuntimeError) and _is_of_group(error)):
+        if meeting.group is None or _is_of_group(error):
             raise
         failure = error
         with contextlib.suppress(RuntimeError):  # told by the meeting, too
             dist.barrier(group=meeting.group)
-    meeting.hold(Stance(failure=failure)).raise_alike("in a save without collectives")
+    verdict = meeting.hold(Stance(failure=failure), has_begun=True)
+    verdict.raise_alike("in a save without collectives")
     return cast(T, result)
 
 
@@ -357,11 +369,13 @@ def _settle(
     """Cleans up after a failed save and returns its cause.
 
     What this rank has written is deleted only if there was certainly no commit: every rank's
-    failure says so, or this is the rank that commits and it has not begun to. After an interrupt
-    or a lost answer the checkpoint may be visible.
+    failure says so, or this is the rank that commits and it has not done so. After an interrupt or
+    an uncertain commit the checkpoint may be visible, or become so.
     """
+    committed = None
     if isinstance(writer, CloudStorageWriter):
-        certain = writer.commits and not writer.commit_begun
+        committed = writer.look_whether_committed() if _is_of_group(exc) else None
+        certain = writer.committed is False
         if isinstance(exc, CheckpointException):
             certain = certain or all(
                 isinstance(error, Exception) and not isinstance(error, CommitUnknownError)
@@ -369,6 +383,9 @@ def _settle(
             )
         if certain:
             writer.discard()
+    if _is_of_group(exc):
+        message = f"{_LOST}; {_WHAT_IS_COMMITTED[committed]}"
+        return ProcessGroupError(message, committed=committed, uri=_location(writer), cause=exc)
     return _cause(exc, rank, _location(writer))
 
 
@@ -387,19 +404,17 @@ def _cause(exc: CheckpointException | RuntimeError, rank: int, uri: str | None) 
     if isinstance(exc, RuntimeError):
         if not _is_of_group(exc):
             return exc
-        return ProcessGroupError(
-            "the ranks lost each other: look which one ended first and why, and start them again",
-            uri=uri,
-            cause=exc,
-        )
+        return ProcessGroupError(_LOST, uri=uri, cause=exc)
     failures = {rank: error for rank, (error, _) in exc.failures.items()}
     return one_error(failures, rank, f"in step {exc.args[0]!r}", uri)
 
 
-def _is_of_group(exc: RuntimeError) -> bool:
+def _is_of_group(exc: BaseException) -> bool:
     """Whether a collective raised it; gloo raises plain RuntimeErrors."""
     if isinstance(exc, dist.DistError):
         return True
+    if not isinstance(exc, RuntimeError):
+        return False
     traceback = exc.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next

@@ -36,6 +36,7 @@
         ├── MissingKeyError           also KeyError
         ├── ShapeMismatchError        also ValueError
         ├── UnsupportedTensorError    also TypeError
+        ├── TensorChangedError        a tensor was written to while it was saved
         ├── RanksFailedError          ranks failed for different reasons, or outside of cloudckpt
         ├── ProcessGroupError         a rank died, or the ranks lost each other
         └── AsyncSaveError            saving in the background
@@ -91,6 +92,7 @@ __all__ = [
     "StorageFullError",
     "StoreError",
     "TLSError",
+    "TensorChangedError",
     "ThrottledError",
     "TransferCancelledError",
     "TransientStoreError",
@@ -169,7 +171,18 @@ class InstallError(CloudCheckpointError):
 
 
 class StoreError(CloudCheckpointError):
-    """The object store refused, failed, or could not be reached."""
+    """The object store refused, failed, or could not be reached.
+
+    Attributes:
+        certain: Whether the request was certainly not carried out: the store itself said so, with
+            an error code of its own in its own format, or the request never left this machine. An
+            answer of a gateway, a lost connection and a store's own timeout or internal error are
+            not certain: such a request may have been carried out, or may yet be.
+    """
+
+    def __init__(self, message: str, *, certain: bool = False, **context: Any) -> None:
+        super().__init__(message, **context)
+        self.certain = certain
 
 
 class ObjectNotFoundError(StoreError, FileNotFoundError):
@@ -269,9 +282,10 @@ class CheckpointConflictError(CheckpointError):
 
 
 class CommitUnknownError(CheckpointError):
-    """The connection broke during the commit and the store could not be asked for its outcome.
+    """The store itself never said whether the commit took place, and it may take place yet.
 
-    Nothing is deleted in this state: the checkpoint may be committed.
+    A gateway answered in the store's place, or the connection broke, and the checkpoint was not
+    there when the store was asked. Nothing is deleted in this state: the request may still arrive.
     """
 
 
@@ -317,8 +331,21 @@ class UnsupportedTensorError(CheckpointError, TypeError):
     """A kind of tensor whose bytes can't be stored faithfully (quantized, sparse, meta)."""
 
 
+class TensorChangedError(CheckpointError):
+    """A tensor was written to while it was saved; what was sent does not match its checksum."""
+
+
 class ProcessGroupError(CheckpointError):
-    """The ranks can't reach each other any more: one died, or its connection did."""
+    """The ranks can't reach each other any more: one died, or its connection did.
+
+    Attributes:
+        committed: Whether the save that they were in is committed all the same; None if this rank
+            does not know, or there was no save.
+    """
+
+    def __init__(self, message: str, *, committed: bool | None = None, **context: Any) -> None:
+        super().__init__(message, **context)
+        self.committed = committed
 
 
 class RanksFailedError(CheckpointError):

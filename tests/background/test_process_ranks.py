@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from cloudckpt import (
     BackgroundOptions,
     CheckpointError,
+    CloudStorageWriter,
+    CommitHook,
     ProcessGroupError,
     RanksFailedError,
     SaveProcessError,
@@ -150,6 +152,31 @@ def tells_all_of_the_death_of_the_rank_that_commits(saver: AsyncSaver, place: Pl
     _works(saver, 2, place)
 
 
+class DiesCommitted(CommitHook):
+    """Ends its process when the checkpoint is committed, and nobody knows."""
+
+    def after_commit(self, uri, metadata):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def tells_the_others_that_a_rank_has_committed_before_it_died(
+    saver: AsyncSaver, place: Place, _: Path
+):
+    writer = CloudStorageWriter(place.uri, config=place.config, commit_hook=DiesCommitted())
+    error = saver.save(of_rank(1), writer).written.exception(SOON)
+    if dist.get_rank() == 0:
+        assert isinstance(error, SaveProcessError), repr(error)
+        assert "unless it had committed" in str(error), str(error)
+    else:
+        assert isinstance(error, ProcessGroupError), repr(error)
+        assert error.committed is True
+        assert "is committed all the same" in str(error), str(error)
+    dist.barrier()
+    assert step_at(place, ranks=2) == 1
+    dist.barrier()
+    _works(saver, 2, place)
+
+
 def _until(file: Path) -> None:
     assert eventually(file.exists, PATIENCE)
 
@@ -227,6 +254,7 @@ FAILURES = [
 ]
 DEATHS = [
     tells_all_of_the_death_of_the_rank_that_commits,
+    tells_the_others_that_a_rank_has_committed_before_it_died,
     tells_a_rank_that_begins_after_a_death,
     tells_a_rank_that_begins_after_the_death_of_the_first,
     tells_a_rank_that_waits_for_the_others_of_a_failed_start,

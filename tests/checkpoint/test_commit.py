@@ -1,6 +1,7 @@
 """One conditional write decides: ours, theirs, or unknown, and never a wrong answer."""
 
 import dataclasses
+import functools
 import logging
 import uuid
 
@@ -17,6 +18,8 @@ from cloudckpt.errors import (
     ConfigError,
     ConnectionLostError,
     InvalidRequestError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
     ServerError,
     StoreError,
     ThrottledError,
@@ -67,6 +70,11 @@ def held(store):
         return bytes(store.inner.get(KEY)[0])
     except StoreError:
         return None
+
+
+def in_its_words(error):
+    """The error of a store that says itself that it has not carried out the request."""
+    return functools.partial(error, certain=True)
 
 
 def begun(store, before):
@@ -203,11 +211,72 @@ def test_a_commit_behind_a_503_is_recognized_whatever_follows(
 @pytest.mark.parametrize("then", [ThrottledError, AccessDeniedError])
 def test_a_commit_that_was_turned_away_has_failed_for_certain(store, retrier, before, then):
     baseline = begun(store, before)
-    store.fail("put", ThrottledError, calls=[1])
-    store.fail("put", then, calls=[2, 3, 4])
+    store.fail("put", in_its_words(ThrottledError), calls=[1])
+    store.fail("put", in_its_words(then), calls=[2, 3, 4])
     with pytest.raises(then):
         finish(store, baseline, retrier)
     assert held(store) == before
+    assert store.calls["get"] == 0
+
+
+@BEFORE
+@pytest.mark.parametrize("conditional", [True, False])
+@pytest.mark.parametrize("error", [ThrottledError, AccessDeniedError, InvalidRequestError])
+def test_what_the_store_has_not_said_itself_is_unknown(store, retrier, before, conditional, error):
+    """That of a gateway, which may have the request carried out when nobody looks any more."""
+    baseline = begun(store, before)
+    store.fail("put", error)
+    with pytest.raises(CommitUnknownError, match="kept"):
+        finish(store, baseline, retrier, conditional=conditional)
+
+
+@BEFORE
+@pytest.mark.parametrize("then", [ThrottledError, AccessDeniedError])
+def test_one_uncertain_try_is_not_undone_by_certain_ones(store, retrier, before, then):
+    baseline = begun(store, before)
+    store.fail("put", ThrottledError, calls=[2])
+    store.fail("put", in_its_words(ThrottledError), calls=[1, 3])
+    store.fail("put", in_its_words(then), calls=[4])
+    with pytest.raises(CommitUnknownError):
+        finish(store, baseline, retrier)
+
+
+@BEFORE
+@pytest.mark.parametrize("conditional", [True, False])
+def test_a_conflict_that_a_gateway_tells_of_is_none_while_nothing_has_changed(
+    store, retrier, before, conditional
+):
+    baseline = begun(store, before)
+    store.fail("put", PreconditionFailedError)
+    with pytest.raises(CommitUnknownError):
+        finish(store, baseline, retrier, conditional=conditional)
+
+
+@BEFORE
+def test_a_conflict_that_a_gateway_tells_of_is_believed_if_another_writer_is_there(
+    store, retrier, before
+):
+    baseline = begun(store, before)
+    write(store, THEIRS)
+    store.fail("put", PreconditionFailedError)
+    with pytest.raises(CheckpointConflictError):
+        finish(store, baseline, retrier)
+
+
+@BEFORE
+def test_a_commit_that_a_gateway_calls_a_conflict_is_recognized(store, retrier, before):
+    baseline = begun(store, before)
+    store.fail("put", PreconditionFailedError, when="after")
+    finish(store, baseline, retrier)
+    assert held(store) == OURS
+
+
+def test_a_gateway_that_finds_nothing_is_no_proof_of_a_deletion(store, retrier):
+    baseline = begun(store, OLD)
+    store.fail("put", PreconditionFailedError)
+    store.fail("get", ObjectNotFoundError)
+    with pytest.raises(CommitUnknownError):
+        finish(store, baseline, retrier)
 
 
 @BEFORE
@@ -283,7 +352,7 @@ def test_a_commit_that_must_not_be_read_is_unknown(store, retrier):
 @pytest.mark.parametrize("error", [AccessDeniedError, InvalidRequestError])
 def test_a_refusal_is_certain(store, retrier, error):
     baseline = begun(store, OLD)
-    store.fail("put", error)
+    store.fail("put", in_its_words(error))
     with pytest.raises(error):
         finish(store, baseline, retrier)
     assert held(store) == OLD
@@ -301,7 +370,7 @@ def test_a_conflict_at_the_first_try_is_certain(store, retrier):
 def test_a_refusal_behind_a_lost_answer_is_not_certain(store, retrier):
     baseline = begun(store, OLD)
     store.fail("put", ConnectionLostError, calls=[1])
-    store.fail("put", AccessDeniedError, calls=[2])
+    store.fail("put", in_its_words(AccessDeniedError), calls=[2])
     with pytest.raises(CommitUnknownError):
         finish(store, baseline, retrier)
 

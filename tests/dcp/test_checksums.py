@@ -5,10 +5,17 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import cloudckpt
+from cloudckpt import TensorChangedError
 from cloudckpt.checksum import ALGORITHMS
 from cloudckpt.stores.local import LocalStore
+from cloudckpt.stores.registry import open_store
+from cloudckpt.transfer.packing import Packer
+from cloudckpt.uri import CheckpointURI
+
+from .places import Place
 
 
 @pytest.fixture(params=list(ALGORITHMS.values()), ids=list(ALGORITHMS))
@@ -49,3 +56,53 @@ def test_damage_is_found_by_either_algorithm(written):
     with pytest.raises(cloudckpt.CheckpointCorruptError, match="checksum, twice") as caught:
         loaded(place)
     assert caught.value.item == "weight"
+
+
+@pytest.mark.parametrize("zip_crc32", [False, True])
+def test_a_small_tensor_that_changes_after_its_copy_is_loaded_as_it_was_copied(
+    local, monkeypatch, zip_crc32
+):
+    """Its checksum is that of the copy, which is what was sent."""
+    place = local.having(zip_crc32=zip_crc32)
+    tensor, append = torch.arange(1000.0), Packer.append
+
+    def append_and_change(*arguments):
+        packed = append(*arguments)
+        tensor.add_(1)
+        return packed
+
+    with monkeypatch.context() as there:
+        there.setattr(Packer, "append", append_and_change)
+        cloudckpt.save({"small": tensor}, checkpoint_id=place.uri, config=place.config)
+    state = {"small": torch.zeros(1000)}
+    cloudckpt.load(state, checkpoint_id=place.uri, config=place.config)
+    assert torch.equal(state["small"], torch.arange(1000.0))
+
+
+def _change_while_saving(place: Place) -> None:
+    """On the last rank, the large tensor changes when the first bytes of it are on their way."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    state = {f"large {rank}": torch.zeros(400_000), f"small {rank}": torch.zeros(10)}
+    store = open_store(CheckpointURI.parse(place.uri), place.config)
+    put = store.put
+
+    def put_and_change(key, *arguments, **options):
+        info = put(key, *arguments, **options)
+        if f"/__{rank}_" in key:
+            state[f"large {rank}"][-1] += 1
+        return info
+
+    if rank == world - 1:
+        store.put = put_and_change
+    try:
+        cloudckpt.save(state, checkpoint_id=place.uri, config=place.config)
+    finally:
+        store.__dict__.pop("put", None)
+
+
+def test_a_tensor_that_changes_while_it_is_saved_is_named_on_all_ranks(place, ranks):
+    told = ranks.errors(2, _change_while_saving, place)
+    assert [type(error) for error in told] == [TensorChangedError] * 2
+    assert {error.item for error in told} == {"large 1"}
+    assert place.names() == []
+    assert place.unfinished() == []

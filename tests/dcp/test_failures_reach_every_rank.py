@@ -272,6 +272,26 @@ def test_data_of_a_checkpoint_that_may_be_committed_is_never_deleted(surprise, p
     assert_same(load({"t": torch.zeros(60, 10)}, place)["t"], numbered(60, 10, first=777))
 
 
+def _surprised_by_a_listing(place: Place) -> None:
+    """Rank 0 runs out of memory when it looks for what the new checkpoint hides."""
+    store = open_store(CheckpointURI.parse(place.uri), place.config)
+
+    def odd_list(prefix):
+        raise MemoryError("a surprise behind the commit")
+
+    try:
+        if dist.get_rank() == 0:
+            store.list = odd_list
+        save(_rows({"t": numbered(60, 10)}), place)
+    finally:
+        store.__dict__.pop("list", None)
+
+
+def test_a_surprise_behind_the_commit_undoes_nothing(place, ranks):
+    assert ranks.errors(2, _surprised_by_a_listing, place) == [None, None]
+    assert_same(load({"t": torch.zeros(60, 10)}, place)["t"], numbered(60, 10))
+
+
 class Interrupted(DefaultSavePlanner):
     def resolve_data(self, write_item):
         raise KeyboardInterrupt("enough")

@@ -37,6 +37,7 @@ def _outcome(action: Any) -> dict[str, Any]:
     names = [thread.name for thread in threading.enumerate()]
     return {
         "error": None if error is None else type(error).__name__,
+        "committed": getattr(error, "committed", None),
         "text": str(error),
         "seconds": time.monotonic() - began,
         "threads": [n for n in names if n.startswith("cloudckpt") and n != "cloudckpt-watch"],
@@ -92,12 +93,21 @@ def save_to_disk_until(uri: str, nbytes: int, fatal: int) -> None:
 
 
 def save_as_rank(
-    rank: int, rendezvous: str, uri: str, endpoint: list[str], step: int, nbytes: int
+    rank: int,
+    rendezvous: str,
+    uri: str,
+    endpoint: list[str],
+    step: int,
+    nbytes: int,
+    background: bool = False,
 ) -> dict[str, Any]:
     """One save of two ranks over gloo, each with an item of its own."""
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     config = _config(endpoint, {})
     state = {f"{name}.{rank}": value for name, value in filled(step, nbytes).items()}
+    if background:
+        written = cloudckpt.async_save(state, checkpoint_id=uri, config=config)
+        return _outcome(lambda: written.result(150))
     return _outcome(lambda: cloudckpt.save(state, checkpoint_id=uri, config=config))
 
 

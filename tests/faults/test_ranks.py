@@ -1,16 +1,19 @@
 """Two ranks over gloo: what befalls one is heard by both."""
 
 import os
+import queue
 import signal
 import threading
+from dataclasses import dataclass
 
 import pytest
 
 import cloudckpt
 from cloudckpt import CheckpointNotFoundError, CloudCheckpointError
+from cloudckpt.testing.hop import Fault, Hop
 from cloudckpt.testing.wire_faults import Call, Reset
 
-from .refusals import denied, internal_error, slow_down
+from .refusals import GATEWAYS, AnswerFirst, denied, internal_error, slow_down
 from .selection import everywhere
 from .states import BIG, filled, load_step, step_of
 
@@ -19,7 +22,7 @@ from .states import BIG, filled, load_step, step_of
 def run(store, endpoint, nursery, tmp_path):
     """Saves with two ranks; ``meanwhile`` gets the children. Returns statuses, outcomes, URI."""
 
-    def run(meanwhile=lambda ranks: None):
+    def run(meanwhile=lambda ranks: None, **options):
         uri = store.uri("run/ranks")
         arguments = {
             "rendezvous": str(tmp_path / "rendezvous"),
@@ -27,6 +30,7 @@ def run(store, endpoint, nursery, tmp_path):
             "endpoint": endpoint,
             "step": 1,
             "nbytes": BIG,
+            **options,
         }
         with (
             nursery.child("save_as_rank", rank=0, **arguments) as zero,
@@ -97,6 +101,104 @@ class TestFaults:
         assert [outcome["error"] for outcome in outcomes] == ["AccessDeniedError"] * 2
         assert store.objects() == set()
 
+    @everywhere()
+    def test_a_commit_that_a_gateway_refuses_and_then_forwards_has_the_data_of_all(
+        self, run, store, proxy, direct
+    ):
+        kept: list[Hop] = []
+        fault = AnswerFirst(GATEWAYS["envoy"], kept)
+        proxy.inject(fault, operation="PutObject", path="*/.metadata")
+        statuses, outcomes, uri = run()
+        assert statuses == [0, 0]
+        assert [outcome["error"] for outcome in outcomes] == ["CommitUnknownError"] * 2
+        kept[0].forward()
+        assert [step_of(state) for state in load_ranks(uri, direct)] == [1, 1]
+        store.assert_tidy()
+
+
+@dataclass(frozen=True)
+class KillAtCommit(Fault):
+    """Kills a rank when the commit arrives: before it is carried out, or when it was, unanswered.
+
+    What is not carried out never will be.
+    """
+
+    ranks: "queue.Queue[dict]"
+    victim: int
+    carried_out: bool
+
+    def inflict(self, hop: Hop) -> None:
+        hop.body()
+        answer = hop.forward() if self.carried_out else None
+        os.kill(self.ranks.get(timeout=30)[self.victim].pid, signal.SIGKILL)
+        if answer is None or self.victim == 0:
+            hop.reset()
+        else:
+            hop.send(answer)
+
+
+class TestCommitsOfRanksThatLostEachOther:
+    @pytest.fixture
+    def survive(self, run, proxy):
+        """Kills the victim at the commit; returns what came of the other rank, and the URI."""
+
+        def survive(victim: int, *, carried_out: bool, **options):
+            ranks: queue.Queue = queue.Queue()
+            fault = KillAtCommit(ranks, victim, carried_out)
+            proxy.inject(fault, operation="PutObject", path="*/.metadata", times=1)
+            statuses, outcomes, uri = run(ranks.put, **options)
+            assert statuses[victim] == -signal.SIGKILL
+            assert statuses[1 - victim] == 0, "the surviving rank must raise, not hang"
+            return outcomes[1 - victim], uri
+
+        return survive
+
+    @everywhere(background=[False])
+    @pytest.mark.parametrize("background", [False, True])
+    def test_a_rank_that_lost_the_one_that_committed_says_so(
+        self, survive, store, direct, background
+    ):
+        outcome, uri = survive(0, carried_out=True, background=background)
+        assert (outcome["error"], outcome["committed"]) == ("ProcessGroupError", True)
+        assert "is committed all the same" in outcome["text"]
+        assert [step_of(state) for state in load_ranks(uri, direct)] == [1, 1]
+        store.assert_tidy()
+
+    @pytest.mark.parametrize("background", [False, True])
+    def test_the_rank_that_committed_does_not_deny_it(self, survive, store, direct, background):
+        outcome, uri = survive(1, carried_out=True, background=background)
+        assert outcome["error"] in (None, "ProcessGroupError")  # it may not notice
+        assert outcome["committed"] is (True if outcome["error"] else None)
+        assert [step_of(state) for state in load_ranks(uri, direct)] == [1, 1]
+        store.assert_tidy()
+
+    @everywhere(background=[False])
+    @pytest.mark.parametrize("background", [False, True])
+    def test_a_rank_that_does_not_see_the_commit_does_not_know(
+        self, survive, store, direct, background
+    ):
+        outcome, uri = survive(0, carried_out=False, background=background)
+        assert (outcome["error"], outcome["committed"]) == ("ProcessGroupError", None)
+        assert "may still be" in outcome["text"]
+        assert any("/__1_" in key for key in store.objects()), "the commit may need them"
+        with pytest.raises(CheckpointNotFoundError):
+            load_step(uri, direct)
+
+    def test_a_rank_to_which_the_store_does_not_answer_does_not_know(self, survive, proxy):
+        # the first one belongs to the look at what is there when the save begins
+        proxy.inject(Reset("answer"), operation="GetObject", path="*/.metadata", skip=1)
+        outcome, _ = survive(0, carried_out=True)
+        assert (outcome["error"], outcome["committed"]) == ("ProcessGroupError", None)
+        assert "may still be" in outcome["text"]
+
+    def test_the_checkpoint_of_another_save_is_not_taken_for_this_one(
+        self, survive, run, store, direct
+    ):
+        cloudckpt.save(filled(7), checkpoint_id=store.uri("run/ranks"), config=direct)
+        outcome, _ = survive(0, carried_out=False)
+        assert (outcome["error"], outcome["committed"]) == ("ProcessGroupError", None)
+        assert load_step(store.uri("run/ranks"), direct) == 7
+
 
 class TestKilledRanks:
     @pytest.fixture
@@ -141,6 +243,11 @@ class TestKilledRanks:
         outcome, uri = survive(victim, "UploadPart")
         assert issubclass(getattr(cloudckpt, outcome["error"], Exception), CloudCheckpointError)
         assert uri in outcome["text"]
+
+    def test_a_surviving_coordinator_says_that_nothing_is_committed(self, survive):
+        outcome, _ = survive(1, "UploadPart")
+        assert (outcome["error"], outcome["committed"]) == ("ProcessGroupError", False)
+        assert "is not committed, and will not be" in outcome["text"]
 
     @everywhere()
     def test_a_surviving_coordinator_deletes_its_objects(self, survive, store):

@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter
+from urllib.parse import unquote
 
 import pytest
 
@@ -15,11 +16,30 @@ from cloudckpt import (
     ServerError,
     ThrottledError,
 )
+from cloudckpt.stores.registry import open_store
 from cloudckpt.testing.servers import free_port
-from cloudckpt.testing.wire_faults import CorruptUpload, Delay, Reset, Stall, Truncate
+from cloudckpt.testing.wire_faults import (
+    Call,
+    CorruptUpload,
+    Delay,
+    Reset,
+    Respond,
+    Stall,
+    Truncate,
+)
+from cloudckpt.uri import CheckpointURI
 
 from .dialects import Endpoint
-from .refusals import BusyInBatch, Refusal, denied, internal_error, slow_down, too_many_requests
+from .refusals import (
+    GATEWAYS,
+    AnswerFirst,
+    BusyInBatch,
+    Refusal,
+    denied,
+    internal_error,
+    slow_down,
+    too_many_requests,
+)
 from .selection import everywhere, on
 from .states import ATTEMPTS, BIG, SHORT, SMALL, filled, impatient, load_step
 
@@ -359,6 +379,81 @@ class TestDoubtfulCommits:
         assert load_step(uri, direct, SMALL) == 2
 
     @everywhere()
+    @pytest.mark.parametrize("gateway", GATEWAYS)
+    def test_a_commit_that_a_gateway_refuses_and_then_forwards_has_its_data(
+        self, saved, store, proxy, shaky, direct, gateway
+    ):
+        """All tries are answered in the store's place, and reach it when the save has ended."""
+        uri, kept = saved(), []
+        fault = AnswerFirst(GATEWAYS[gateway], kept)
+        proxy.inject(fault, operation="PutObject", path="*/.metadata")
+        with pytest.raises(CommitUnknownError) as caught:
+            cloudckpt.save(filled(2, SMALL), checkpoint_id=uri, config=shaky)
+        assert caught.value.cause
+        assert load_step(uri, direct, SMALL) == 1
+        statuses = [hop.forward().status for hop in kept]
+        assert statuses[0] in (200, 201)
+        assert statuses[1:] == [412] * (len(kept) - 1)
+        assert load_step(uri, direct, SMALL) == 2
+
+    @everywhere(gateway=["envoy", "corporate proxy", "precondition"])
+    @pytest.mark.parametrize("gateway", GATEWAYS)
+    def test_a_first_checkpoint_that_a_gateway_refuses_and_then_forwards_has_its_data(
+        self, store, proxy, shaky, direct, gateway
+    ):
+        uri, kept = store.uri("run/first"), []
+        fault = AnswerFirst(GATEWAYS[gateway], kept)
+        proxy.inject(fault, operation="PutObject", path="*/.metadata")
+        with pytest.raises(CommitUnknownError):
+            cloudckpt.save(filled(1, SMALL), checkpoint_id=uri, config=shaky)
+        kept[0].forward()
+        assert load_step(uri, direct, SMALL) == 1
+
+    @everywhere(gateway=["envoy", "precondition"])
+    @pytest.mark.parametrize("gateway", GATEWAYS)
+    def test_a_commit_that_a_gateway_refuses_and_forwards_at_once_is_found_out(
+        self, saved, store, proxy, shaky, direct, gateway
+    ):
+        uri = saved()
+        fault = Respond(GATEWAYS[gateway], carry_out=True)
+        proxy.inject(fault, operation="PutObject", path="*/.metadata")
+        cloudckpt.save(filled(2, SMALL), checkpoint_id=uri, config=shaky)
+        assert load_step(uri, direct, SMALL) == 2
+        store.assert_tidy()
+
+    def test_an_async_save_keeps_the_data_of_a_commit_that_may_yet_arrive(
+        self, saved, store, proxy, shaky, direct
+    ):
+        uri, kept = saved(), []
+        fault = AnswerFirst(GATEWAYS["envoy"], kept)
+        proxy.inject(fault, operation="PutObject", path="*/.metadata")
+        future = cloudckpt.async_save(filled(2, SMALL), checkpoint_id=uri, config=shaky)
+        with pytest.raises(CommitUnknownError):
+            future.result(150)
+        kept[0].forward()
+        assert load_step(uri, direct, SMALL) == 2
+
+    @everywhere()
+    def test_a_commit_without_a_connection_leaves_no_trace(
+        self, dialect, saved, store, proxy, shaky, direct, monkeypatch
+    ):
+        """No try has reached anybody, which is as certain as an answer of the store."""
+        uri = saved()
+        before = store.objects()
+        http = open_store(CheckpointURI.parse(uri), shaky)._http
+        send = http.send
+
+        def refused(method, url, headers, body=(), progress=None):
+            if method in ("PUT", "POST") and ".metadata" in unquote(url):
+                url = url.replace(proxy.url, f"http://127.0.0.1:{free_port()}")
+            return send(method, url, headers, body, progress)
+
+        monkeypatch.setattr(http, "send", refused)
+        with pytest.raises(ConnectionLostError):
+            cloudckpt.save(filled(2, SMALL), checkpoint_id=uri, config=shaky)
+        assert store.objects() == before
+
+    @everywhere()
     @pytest.mark.parametrize("fault", ["slow down", "too many requests"])
     def test_a_commit_that_was_turned_away_leaves_no_trace(
         self, saved, store, proxy, shaky, direct, fault
@@ -380,6 +475,27 @@ class TestDoubtfulCommits:
             cloudckpt.save(filled(2, SMALL), checkpoint_id=uri, config=shaky)
         assert store.objects() == before
         assert load_step(uri, direct, SMALL) == 1
+
+
+@on("s3", "google", "azure", "compose", nbytes=[BIG])
+@pytest.mark.parametrize("nbytes", [SMALL, BIG])
+def test_a_tensor_that_changes_on_its_way_up_fails_the_save_by_name(
+    store, proxy, endpoint, direct, nbytes
+):
+    """These stores verify no checksum: they take what no load would accept."""
+    uri, state = store.uri("run/changed"), filled(2, nbytes)
+    cloudckpt.save(filled(1, nbytes), checkpoint_id=uri, config=direct)
+    before = store.objects()
+    operation = "UploadPart" if nbytes == BIG else "PutObject"
+    change = Call(lambda _: state["weight"].add_(1), after=1000)
+    proxy.inject(change, operation=operation, path="*.distcp*", times=1)
+    one_by_one = impatient(endpoint, connections=1)  # no part arrives behind the clean-up
+    with pytest.raises(cloudckpt.TensorChangedError) as caught:
+        cloudckpt.save(state, checkpoint_id=uri, config=one_by_one)
+    assert caught.value.item == "weight"
+    assert store.objects() == before
+    assert store.uploads() == []
+    assert load_step(uri, direct, nbytes) == 1
 
 
 @everywhere()

@@ -116,6 +116,49 @@ def test_a_file_that_may_not_stay_is_not_called_missing(store, tmp_path, monkeyp
     assert key.read_bytes() == b"data"
 
 
+def test_a_link_that_was_made_though_it_is_called_taken_is_recognized(store, tmp_path, monkeypatch):
+    """NFS: the answer to the first request was lost, and the second one finds the link."""
+    link = os.link
+
+    def link_twice(source, target):
+        link(source, target)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", link_twice)
+    put(store, tmp_path / "object", b"data", if_absent=True)
+    assert (tmp_path / "object").read_bytes() == b"data"
+    assert files_below(tmp_path) == ["object"]
+
+
+@pytest.mark.parametrize("step", ["link", "replace"])
+@pytest.mark.parametrize(
+    ("number", "certain"),
+    [
+        (errno.EIO, False),
+        (errno.ESTALE, False),
+        (errno.ETIMEDOUT, False),
+        (errno.ENOENT, False),
+        (errno.ENOSPC, True),
+        (errno.EACCES, True),
+        (errno.EROFS, True),
+    ],
+)
+def test_a_step_that_may_have_been_taken_has_not_failed_for_certain(
+    store, tmp_path, monkeypatch, step, number, certain
+):
+    monkeypatch.setattr(os, step, fail_with(number))
+    with pytest.raises(StoreError) as caught:
+        put(store, tmp_path / "object", b"data", if_absent=step == "link")
+    assert caught.value.certain is certain
+
+
+def test_what_fails_before_a_file_appears_has_failed_for_certain(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "pwritev", fail_with(errno.EIO))
+    with pytest.raises(StoreError) as caught:
+        put(store, tmp_path / "object", b"data")
+    assert caught.value.certain
+
+
 def test_new_folders_are_on_the_disk_too(store, tmp_path, monkeypatch):
     synced = set()
     fsync = os.fsync

@@ -94,6 +94,7 @@ class Executor:
             raise ProcessGroupError(  # torch would save each rank alone, as if it were all
                 "the process group was destroyed before this save was begun; wait for saves first",
                 uri=job.where,
+                committed=False,
             )
         try:
             metadata = api.save_prepared(

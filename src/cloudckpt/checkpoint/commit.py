@@ -23,8 +23,6 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     PreconditionFailedError,
     StoreError,
-    ThrottledError,
-    TransientStoreError,
 )
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.transfer.retry import Retrier
@@ -137,67 +135,73 @@ def commit(
 ) -> None:
     """Makes the checkpoint visible, in a single request.
 
+    A try fails for certain only if the store itself says so (:class:`StoreError`). Of all others
+    nobody knows: a gateway may answer 503 and have the request carried out seconds later, when the
+    commit object was looked for and not found. If there was one such try, the checkpoint must be
+    there, or another writer's be proof that it can't appear any more; else its data is needed.
+
     Raises:
-        CheckpointConflictError: If the commit object is not what it was at the beginning. Nothing
-            of this save is visible.
-        CommitUnknownError: If it can't be found out whether the commit took place.
-        StoreError: If it certainly did not.
+        CheckpointConflictError: If another writer has committed. Nothing of this save is visible,
+            nor will be.
+        CommitUnknownError: If it can't be found out whether the commit took place, or will.
+        StoreError: If it certainly did not, and will not.
     """
     key, body = baseline.key, [memoryview(data)]
     checksum = store.capabilities.checksum.of(data)
     absent = conditional and baseline.version is None
     version = baseline.version if conditional else None
-    doubtful = turned_away = False
+    uncertain = False
 
     def put() -> None:
-        nonlocal doubtful, turned_away
+        nonlocal uncertain
         try:
             store.put(key, body, checksum=checksum, if_absent=absent, if_version=version)
-        except ThrottledError:
-            turned_away = True  # or carried out: a 503 may be that of a proxy
-            raise
-        except TransientStoreError:
-            doubtful = True  # the request may have been carried out, and its answer lost
+        except StoreError as error:
+            uncertain = uncertain or not error.certain
             raise
 
     try:
         retrier.call(put)
-    except PreconditionFailedError as error:
-        if (doubtful or turned_away) and _holds(store, key, data, retrier):
-            return
+    except StoreError as error:
+        overtaken = conditional and isinstance(error, PreconditionFailedError)
+        if uncertain:
+            held, found = _held(store, key, error, retrier)
+            if held == data:
+                return
+            if not overtaken or found == baseline.version:
+                raise _unknown(store, key, error) from error
+        if not overtaken:
+            raise
         raise CheckpointConflictError(
             "another writer has committed to this location since this save began; this save is "
             "discarded and theirs is kept",
             uri=store.uri(key),
             cause=error,
         ) from error
-    except StoreError as error:
-        if (doubtful or turned_away) and _holds(store, key, data, retrier):
-            return
-        if doubtful:
-            raise _unknown(store, key, error) from error
-        raise
 
 
-def _holds(store: ObjectStore, key: str, data: bytes, retrier: Retrier) -> bool:
-    """Whether the commit object is ours.
+def _held(
+    store: ObjectStore, key: str, failure: StoreError, retrier: Retrier
+) -> tuple[bytes | None, str | None]:
+    """What the commit object holds now, and its version; neither if there is none.
 
     Raises:
         CommitUnknownError: If the store does not answer.
     """
     try:
-        held, _ = retrier.call(lambda: store.get(key))
-    except ObjectNotFoundError:
-        return False
+        held, info = retrier.call(lambda: store.get(key))
     except StoreError as error:
-        raise _unknown(store, key, error) from error
-    return bytes(held) == data
+        if isinstance(error, ObjectNotFoundError) and error.certain:
+            return None, None
+        raise _unknown(store, key, failure) from error
+    return bytes(held), info.version
 
 
 def _unknown(store: ObjectStore, key: str, error: StoreError) -> CommitUnknownError:
     return CommitUnknownError(
-        "the store stopped answering during the commit, which may have taken place; look whether "
-        "this checkpoint is there before you go on. Its data was kept",
+        "the store itself did not say whether it carried out the commit, which may have taken "
+        "place or take place yet; look whether this checkpoint is there before you go on. Its data "
+        "was kept",
         uri=store.uri(key),
         cause=error,
     )

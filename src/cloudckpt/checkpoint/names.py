@@ -13,6 +13,7 @@ __all__ = [
     "is_metadata_of_a_rank",
     "manifest_name",
     "metadata_name",
+    "rank_of",
 ]
 
 METADATA = ".metadata"
@@ -34,6 +35,11 @@ def is_metadata_of_a_rank(name: str) -> bool:
 def data_name(rank: int, ordinal: int, attempt: str) -> str:
     """A shard object. ``attempt`` keeps two attempts from ever writing to the same key."""
     return f"__{rank}_{ordinal}.{attempt}.distcp"
+
+
+def rank_of(data_name: str) -> int:
+    """Who has written a shard object."""
+    return int(data_name.removeprefix("__").partition("_")[0])
 
 
 def manifest_name(attempt: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch.distributed.checkpoint.metadata import (
     Metadata,
@@ -16,6 +16,7 @@ from cloudckpt.checkpoint.manifest import ItemKey, Manifest, ManifestId
 from cloudckpt.checkpoint.metadata import dump_metadata
 from cloudckpt.checkpoint.records import ItemRecord
 from cloudckpt.checkpoint.replaced import hidden, replaced
+from cloudckpt.checkpoint.same_store import look_for
 from cloudckpt.checkpoint.torch_private import CURRENT_DCP_VERSION, StorageInfo
 from cloudckpt.config import Config
 from cloudckpt.errors import (
@@ -26,6 +27,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectStore
+from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.upload import delete_quietly
 from cloudckpt.uri import CheckpointURI
@@ -42,8 +44,9 @@ def publish(
     attempt: str,
     metadata: Metadata,
     written: Mapping[MetadataIndex, ItemRecord],
+    own: Collection[str],
 ) -> None:
-    """Commits a checkpoint whose data objects are all in the store.
+    """Commits a checkpoint, if all of its data objects are in the store.
 
     Args:
         store: The store of ``uri``.
@@ -53,14 +56,18 @@ def publish(
         attempt: The random name of this save.
         metadata: torch's metadata; the places of the items are filled in.
         written: Every item that some rank has written.
+        own: The names of the objects that this rank itself has written to ``store``; those of
+            others are looked for.
 
     Raises:
         IncompleteSaveError: If the metadata promises an item that nobody has written.
+        DifferentCheckpointsError: If another rank has written to another store.
         CheckpointConflictError: If another writer has committed since the save began.
         CommitUnknownError: If the store does not say whether the commit took place.
-        StoreError: If it did not take place.
+        StoreError: If it did not take place, and will not.
     """
-    names = sorted({record.object.name for record in written.values()})
+    objects = {record.object.name: record.object for record in written.values()}
+    names = sorted(objects)
     manifest_id: list[ManifestId] = []
 
     def discard() -> None:
@@ -80,7 +87,15 @@ def publish(
         manifest_id.append(identity)
         key, view = uri.key(identity.name), memoryview(content)
         checksum = store.capabilities.checksum.of(content)
-        retrier.call(lambda: store.put(key, [view], checksum=checksum))
+        others = [record for name, record in objects.items() if name not in own]
+        group = TaskGroup(config.connections, name="cloudckpt-commit", interrupt=store.interrupt)
+        look = Retrier(config.retry, group.cancellation)
+
+        def look_and_put() -> None:
+            look_for(store, uri, others, group, look)
+            retrier.call(lambda: store.put(key, [view], checksum=checksum))
+
+        group.run(look_and_put)
         probe = Probe(key, content)
         conditional = conditions_work(store, config.conditional_writes, probe, retrier)
         unneeded = replaced(store, baseline, retrier)

@@ -57,7 +57,7 @@ def hidden(
             if is_metadata_of_a_rank(name):
                 data, _ = retrier.call(lambda key=listed.key: store.get(key))  # type: ignore[misc]
                 names |= {name} | _objects_of(data, store.uri(listed.key))
-    except CloudCheckpointError as error:
+    except Exception as error:  # noqa: BLE001 - nothing that is wrong here may undo a commit
         logger.warning("an older checkpoint without collectives may be left behind: %s", error)
     return names
 

@@ -130,8 +130,8 @@ class ShardWriter:
         self._lanes: dict[bool, OpenObject] = {}
         self._packer: Packer | None = None
 
-    def add_tensor(self, tensor: torch.Tensor) -> PendingItem:
-        """Writes a strided tensor of any device and strides."""
+    def add_tensor(self, tensor: torch.Tensor, fqn: str) -> PendingItem:
+        """Writes a strided tensor of any device and strides; ``fqn`` is for messages."""
         shape, nbytes = tuple(tensor.shape), tensor.numel() * tensor.itemsize
         plain = is_plain(tensor)
         around = envelope(tensor.dtype, shape)
@@ -140,9 +140,13 @@ class ShardWriter:
         if plain and nbytes < PACKED_BELOW:
             raw = bytes_of(tensor)
             if self._zip_crc32:
+                raw = memoryview(bytes(raw))  # what is sent, should the tensor change meanwhile
                 around = envelope.__wrapped__(tensor.dtype, shape, zlib.crc32(raw))
-            target, offset = self._pack((around.head, raw, around.tail), length)
-            at, only = offset + len(around.head), self._checksum.of(raw)
+            target, offset, packed = self._pack((around.head, raw, around.tail), length)
+            # of the copy: the tensor may have changed since it was made
+            first = len(around.head)
+            only = self._checksum.of(packed[first : first + nbytes])
+            at = offset + first
             return PendingItem(target, offset, length, at, nbytes, dtype, shape, only)
         checksums = BlockChecksums(self._checksum, block_size_for(nbytes))
         target, offset = self._room_for(length, staged=not plain)
@@ -150,6 +154,7 @@ class ShardWriter:
         upload.write(Piece(memoryview(around.head)))
         crc32 = 0
         for piece in self._pieces(tensor, checksums, plain):
+            piece.item = fqn
             if self._zip_crc32:
                 if piece.ready is not None:
                     piece.ready()
@@ -165,7 +170,7 @@ class ShardWriter:
         """Writes bytes as they are."""
         length, view = len(data), memoryview(data)
         if length < PACKED_BELOW:
-            target, offset = self._pack((view,), length)
+            target, offset, _ = self._pack((view,), length)
             only = self._checksum.of(view)
             return PendingItem(target, offset, length, offset, length, None, (), only)
         checksums = BlockChecksums(self._checksum, block_size_for(length))
@@ -200,8 +205,10 @@ class ShardWriter:
             piece.checksums = checksums
             yield piece
 
-    def _pack(self, buffers: tuple[bytes | memoryview, ...], length: int) -> tuple[OpenObject, int]:
-        """Adds a small item to the staged lane; returns where it went."""
+    def _pack(
+        self, buffers: tuple[bytes | memoryview, ...], length: int
+    ) -> tuple[OpenObject, int, memoryview]:
+        """Adds a small item to the staged lane; returns where it went, and its copy."""
         lane = self._lanes.get(True)
         if lane is None or self._packer is None:
             lane, _ = self._room_for(length, staged=True)
@@ -210,7 +217,7 @@ class ShardWriter:
             self._packer.flush()
             lane, _ = self._room_for(lane.capacity, staged=True)
             self._packer = Packer(lane.upload, self._pool)
-        return lane, self._packer.append(buffers, length)
+        return lane, *self._packer.append(buffers, length)
 
     def _room_for(self, length: int, *, staged: bool) -> tuple[OpenObject, int]:
         """The object that the next item goes into, and an aligned position in it."""

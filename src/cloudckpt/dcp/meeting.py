@@ -141,8 +141,12 @@ class Meeting:
         group = process_group if process_group is not None else dist.group.WORLD
         return cls(group if dist.get_world_size(process_group) > 1 else None)
 
-    def hold(self, stance: Stance) -> Verdict:
+    def hold(self, stance: Stance, *, has_begun: bool = False) -> Verdict:
         """Exchanges what the ranks have to say; a collective call.
+
+        Args:
+            stance: What this rank says.
+            has_begun: Whether it is about how they fared, and not about beginning.
 
         Raises:
             ProcessGroupError: If the ranks lost each other.
@@ -153,7 +157,7 @@ class Meeting:
         digest = stance.digest
         # of the digests the highest and the lowest, in one reduction
         asked = [int(stance.failure is not None), int(stance.is_busy), digest, -digest]
-        with self._exchange(stance.failure):
+        with self._exchange(stance.failure, has_begun):
             device = device_for_collectives(self.group)
             seen = torch.tensor(asked, dtype=torch.int64, device=device)
             dist.all_reduce(seen, dist.ReduceOp.MAX, group=self.group)
@@ -187,16 +191,18 @@ class Meeting:
         return made
 
     @contextlib.contextmanager
-    def _exchange(self, failure: BaseException | None) -> Iterator[None]:
+    def _exchange(self, failure: BaseException | None, has_begun: bool) -> Iterator[None]:
         try:
             yield
         except (RuntimeError, ValueError) as exc:  # plain ones of gloo; of a group that is gone
             self.is_broken = True
             if failure is not None:
                 raise failure from exc
+            outcome = "" if has_begun else ", and nothing was begun"
             raise ProcessGroupError(
-                "the ranks did not meet, and nothing was begun: look which one ended first and "
-                "why, and start them again",
+                f"the ranks did not meet{outcome}: look which one ended first and why, and start "
+                "them again",
+                committed=None if has_begun else False,
                 cause=exc,
             ) from exc
         except BaseException:

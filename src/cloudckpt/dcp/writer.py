@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import time
 from collections.abc import Mapping
@@ -36,6 +37,8 @@ from cloudckpt.dcp.portable import portable_errors
 from cloudckpt.dcp.same_checkpoint import collect_written
 from cloudckpt.errors import (
     CheckpointExistsError,
+    CloudCheckpointError,
+    CommitUnknownError,
     IncompleteSaveError,
     ShapeMismatchError,
     UnsupportedTensorError,
@@ -56,6 +59,8 @@ from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["CloudStorageWriter"]
 
+logger = logging.getLogger("cloudckpt")
+
 
 class CloudStorageWriter(StorageWriter):
     """Writes a checkpoint to ``s3://``, ``file://`` or a local path.
@@ -70,7 +75,8 @@ class CloudStorageWriter(StorageWriter):
     Attributes:
         transferred: What this rank sent in the last save.
         commits: Whether this rank is one that commits.
-        commit_begun: Whether it has begun to, so that the save may be visible.
+        committed: Whether the save is committed, as far as this rank knows by itself; None while
+            it commits, after an uncertain commit, and where another rank commits.
     """
 
     def __init__(
@@ -104,7 +110,7 @@ class CloudStorageWriter(StorageWriter):
         self._baseline: Baseline | None = None
         self._written: list[str] = []
         self.commits = False
-        self.commit_begun = False
+        self.committed: bool | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"uri": self.uri, "config": self.config, "commit_hook": self.commit_hook}
@@ -142,6 +148,7 @@ class CloudStorageWriter(StorageWriter):
         self._rank = kwargs.get("rank") or 0
         self._use_collectives = kwargs.get("use_collectives", True)
         self.commits = is_coordinator or not self._use_collectives
+        self.committed = False if self.commits else None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Notes what is there already, before anything is sent.
@@ -192,7 +199,7 @@ class CloudStorageWriter(StorageWriter):
 
         Raises:
             IncompleteSaveError: If an item of the plan was not written.
-            DifferentCheckpointsError: If a rank has written to another location.
+            DifferentCheckpointsError: If a rank has written to another location, or store.
             CheckpointConflictError: If another writer has committed since this save began.
             CommitUnknownError: If the store does not say whether the commit took place.
         """
@@ -203,9 +210,9 @@ class CloudStorageWriter(StorageWriter):
         if self.commit_hook is not None:
             with portable_errors(str(self.uri)):
                 self.commit_hook.before_commit(str(self.uri), metadata)
-        self.commit_begun = True
-        try:
-            with Span("commit", str(self.uri), self._rank):
+        self.committed = None
+        with Span("commit", str(self.uri), self._rank):
+            try:
                 publish(
                     self._store(),
                     self.uri,
@@ -214,9 +221,16 @@ class CloudStorageWriter(StorageWriter):
                     attempt=self._attempt,
                     metadata=metadata,
                     written=written,
+                    own=self._written,
                 )
-        finally:
-            forget_listings()
+            except CommitUnknownError:
+                raise
+            except Exception:
+                self.committed = False
+                raise
+            finally:
+                forget_listings()
+        self.committed = True
         self._written = []
         if self.commit_hook is not None:
             run_after(self.commit_hook, str(self.uri), metadata)
@@ -240,6 +254,23 @@ class CloudStorageWriter(StorageWriter):
             keys = [self.uri.key(name) for name in self._written]
             delete_quietly(self._store(), keys, self.config.retry)
         self._written = []
+
+    def look_whether_committed(self) -> bool | None:
+        """Whether this save is committed; None if that can't be found out, or may change yet.
+
+        For a rank that has lost the others. A commit object that names what this rank has written,
+        under names that no other attempt has drawn, is that of this save.
+        """
+        if self.committed is None and self._written:
+            store, key = self._store(), self._commit_key()
+            try:
+                held, _ = Retrier.for_cleanup(self.config.retry).call(lambda: store.get(key))
+            except CloudCheckpointError as error:
+                logger.warning("whether the save is committed could not be seen: %s", error)
+            else:
+                if any(name.encode() in held for name in self._written):
+                    self.committed = True
+        return self.committed
 
     def _send(self, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         store, config = self._store(), self.config
@@ -355,7 +386,7 @@ def _write(item: WriteItem, planner: SavePlanner, shard: ShardWriter) -> Pending
         return shard.add_object(tensor)
     if type(tensor) is not torch.Tensor:
         tensor = tensor.as_subclass(torch.Tensor)
-    return shard.add_tensor(tensor)
+    return shard.add_tensor(tensor, item.index.fqn)
 
 
 def _expected_size(item: WriteItem) -> int:

@@ -61,6 +61,9 @@ class AzureStore(RestStore):
         """``host`` is the blob endpoint that the URI names, if any; ``root`` is for messages."""
         self._access = ContainerAccess(container, host, config, root or f"az://{container}")
         super().__init__(root or f"az://{container}", HttpClient(self._access.http_options))
+        options = config.azure
+        by_default = options.checksum == "auto" and self._access.is_azure
+        self._checksums = by_default or options.checksum == "on"
         self.capabilities = Capabilities(
             conditional_writes=True,
             min_part_size=1,
@@ -68,10 +71,8 @@ class AzureStore(RestStore):
             max_parts=MAX_BLOCKS,
             max_put_size=_MAX_PUT,
             checksum=CRC64NVME,
+            verifies=self._checksums,
         )
-        options = config.azure
-        by_default = options.checksum == "auto" and self._access.is_azure
-        self._checksums = by_default or options.checksum == "on"
         self._scope = _present({"x-ms-encryption-scope": options.encryption_scope})
         self._blob_headers = {**self._scope, **_blob_headers(options)}
         self._batches = True
@@ -120,7 +121,10 @@ class AzureStore(RestStore):
             if if_version is None:
                 raise
             raise PreconditionFailedError(
-                "the object that was to be replaced is gone", uri=self.uri(key), cause=error
+                "the object that was to be replaced is gone",
+                uri=self.uri(key),
+                cause=error,
+                certain=error.certain,
             ) from error
 
     # uploads in parts

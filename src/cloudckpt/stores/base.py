@@ -36,6 +36,8 @@ class Capabilities:
         max_parts: Most parts of an upload.
         max_put_size: Most bytes of a single ``put``.
         checksum: Of what is sent: the one that the store verifies, if it verifies any.
+        verifies: Whether the checksum is sent along, and the store rejects what does not match it:
+            as its vendor documents it, or the user says.
     """
 
     conditional_writes: bool | None
@@ -44,6 +46,7 @@ class Capabilities:
     max_parts: int
     max_put_size: int
     checksum: ChecksumAlgorithm = CRC32C
+    verifies: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +92,9 @@ class Part:
 class ObjectStore(ABC):
     """One bucket. Safe to use from many threads; made anew in every process.
 
-    All methods raise :class:`~cloudckpt.errors.StoreError` or one of its children. Methods that
-    move payload take ``progress``, see :data:`Progress`.
+    All methods raise :class:`~cloudckpt.errors.StoreError` or one of its children, which is
+    ``certain`` only if the request was certainly not carried out: a commit depends on it. Methods
+    that move payload take ``progress``, see :data:`Progress`.
     """
 
     root: str

@@ -56,6 +56,7 @@ class GCSStore(RestStore):
             max_part_size=_MAX_PART,
             max_parts=MAX_PARTS if self._composition else _MAX_MULTIPART_PARTS,
             max_put_size=_MAX_PART,
+            verifies=self._checksums,
         )
 
     def _dialect(self) -> Dialect:

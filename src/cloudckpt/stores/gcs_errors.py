@@ -18,6 +18,7 @@ from cloudckpt.errors import (
     ServerError,
     StorageFullError,
     StoreError,
+    ThrottledError,
 )
 from cloudckpt.stores.refusals import (
     CUT_SHORT,
@@ -30,6 +31,7 @@ from cloudckpt.stores.refusals import (
     TOO_SHORT,
     Meaning,
     by_status,
+    is_certain,
     refusal,
 )
 from cloudckpt.stores.xml_answers import error_fields
@@ -47,6 +49,7 @@ _NO_PROJECT: Meaning = (
     InvalidRequestError,
     "the bucket's requesters pay: name the project to bill in GCSOptions(user_project=…)",
 )
+_UNAVAILABLE: Meaning = (ThrottledError, "the store is unavailable for the moment")
 _KEEP = "forbids to replace or delete the object; nothing is lost"
 
 _BY_REASON: dict[str, Meaning] = {
@@ -68,6 +71,7 @@ _BY_REASON: dict[str, Meaning] = {
     "requestedRangeNotSatisfiable": TOO_SHORT,
     "requestTimeout": (ServerError, "the store gave up waiting for the request"),
     "retentionPolicyNotMet": (AccessDeniedError, f"the retention policy {_KEEP} until it is over"),
+    "serviceUnavailable": _UNAVAILABLE,
     "slowDown": SLOW_DOWN,
     "uploadBrokenConnection": CUT_SHORT,
     "usageLimits.rateLimitExceeded": SLOW_DOWN,
@@ -91,10 +95,14 @@ def from_answer(
     reason, message = _fields(body)
     details = " ".join(text for text in (reason, f"HTTP {status}") if text)
     cause = ": ".join(text for text in (details, message) if text)
-    return refusal(_meaning(status, reason, message), action, uri, cause, headers)
+    known = _known(status, reason, message)
+    meaning = known or _BY_STATUS.get(status) or by_status(status)
+    certain = is_certain(reason, status, known)
+    return refusal(meaning, action, uri, cause, headers, certain=certain)
 
 
-def _meaning(status: int, reason: str, message: str) -> Meaning:
+def _known(status: int, reason: str, message: str) -> Meaning | None:
+    """What the API references say of an error."""
     # what has no reason of its own is told by its message, worded so in the API references
     if status == 404 and "bucket does not exist" in message:
         return _NO_BUCKET
@@ -102,8 +110,9 @@ def _meaning(status: int, reason: str, message: str) -> Meaning:
         return DAMAGED
     if status == 400 and "requester pays" in message:
         return _NO_PROJECT
-    known = _BY_REASON.get(reason[:1].lower() + reason[1:])
-    return known or _BY_STATUS.get(status) or by_status(status)
+    if status == 503 and reason == "backendError":  # with 500, it is a failure inside
+        return _UNAVAILABLE
+    return _BY_REASON.get(reason[:1].lower() + reason[1:])
 
 
 def _fields(body: bytes) -> tuple[str, str]:
@@ -119,6 +128,7 @@ def _fields(body: bytes) -> tuple[str, str]:
     try:
         error = json.loads(body)["error"]
         first = (error.get("errors") or [{}])[0]
-        return str(first.get("reason", "")), str(error.get("message", ""))
+        reason = first.get("reason") or error.get("status") or ""
+        return str(reason), str(error.get("message", ""))
     except (ValueError, LookupError, TypeError, AttributeError):
         return "", ""

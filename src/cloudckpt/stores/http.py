@@ -286,7 +286,9 @@ class HttpClient:
                 lasting = lasting_failure(exc, urlsplit(url).netloc)
                 if lasting is not None:
                     raise lasting from exc
-                raise ConnectionLostError(f"{method} got no answer", cause=_plain(exc)) from exc
+                raise ConnectionLostError(
+                    f"{method} got no answer", cause=_plain(exc), certain=_never_connected(exc)
+                ) from exc
             connection: object = response.connection
             if not isinstance(connection, _Watched) or connection.raw_response is None:
                 raise TypeError("urllib3 did not use the connection class it was given")
@@ -326,6 +328,12 @@ def _proxy_url(proxy: str) -> urllib3.util.Url:
         "proxy that can be used; write it as http://host:port or https://host:port (SOCKS is not "
         "supported)"
     )
+
+
+def _never_connected(exc: BaseException) -> bool:
+    """Whether there was no connection that a request could have been sent on."""
+    inner = getattr(exc, "original_error", exc)  # of a proxy
+    return isinstance(inner, urllib3.exceptions.ConnectTimeoutError)  # refused, unresolved, late
 
 
 def _plain(exc: BaseException) -> str:

@@ -43,6 +43,9 @@ __all__ = ["LocalStore"]
 
 _UNFINISHED = ".cloudckpt-unfinished-"  # names of files that are not objects yet
 _LOCK_PATIENCE = 60.0  # seconds; a commit holds the lock for milliseconds
+# errors of a step that was certainly not taken
+_NOT_TAKEN = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.EXDEV}
+_NOT_TAKEN |= {errno.EMLINK, errno.ENOSPC, errno.EDQUOT}
 _MOST_BUFFERS = 512  # below IOV_MAX of every POSIX system in use
 
 
@@ -205,22 +208,14 @@ class LocalStore(ObjectStore):
             _sync(upload.id)
             try:
                 with _locked(Path(key).parent):
+                    if if_version is not None and self._version(key) != if_version:
+                        raise PreconditionFailedError(
+                            "the file was replaced", uri=self.uri(key), certain=True
+                        )
+                    self._appear(upload, if_absent=if_absent)
+                    is_there = True
                     if if_absent:
-                        try:
-                            os.link(upload.id, key)
-                        except FileExistsError as exc:
-                            raise PreconditionFailedError(
-                                "the file exists already", uri=self.uri(key)
-                            ) from exc
-                        is_there = True
                         os.unlink(upload.id)
-                    else:
-                        if if_version is not None and self._version(key) != if_version:
-                            raise PreconditionFailedError(
-                                "the file was replaced", uri=self.uri(key)
-                            )
-                        os.replace(upload.id, key)
-                        is_there = True
                 return _info(key, os.stat(key))
             except OSError as exc:
                 if not is_there:
@@ -231,6 +226,32 @@ class LocalStore(ObjectStore):
                     uri=self.uri(key),
                     cause=exc,
                 ) from exc
+
+    def _appear(self, upload: Upload, *, if_absent: bool) -> None:
+        """Takes the step that makes an object appear.
+
+        A network file system may take it and fail all the same, when its server's answer is lost.
+        """
+        key = upload.key
+        try:
+            if if_absent:
+                os.link(upload.id, key)
+            else:
+                os.replace(upload.id, key)
+        except FileExistsError as exc:
+            # NFS says so, too, of a link that it has made when it was asked for the first time
+            if not os.path.samefile(upload.id, key):
+                raise PreconditionFailedError(
+                    "the file exists already", uri=self.uri(key), certain=True
+                ) from exc
+        except OSError as exc:
+            if exc.errno in _NOT_TAKEN:
+                raise
+            raise InvalidRequestError(
+                "the file system does not say whether the file is in its place now",
+                uri=self.uri(key),
+                cause=exc,
+            ) from exc
 
     def _version(self, key: str) -> str | None:
         try:
@@ -249,10 +270,12 @@ class LocalStore(ObjectStore):
         except StoreError:
             raise
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as exc:
-            raise ObjectNotFoundError("there is no such file", uri=self.uri(key)) from exc
+            raise ObjectNotFoundError(
+                "there is no such file", uri=self.uri(key), certain=True
+            ) from exc
         except PermissionError as exc:
             raise AccessDeniedError(
-                "this user may not do that here", uri=self.uri(key), cause=exc
+                "this user may not do that here", uri=self.uri(key), cause=exc, certain=True
             ) from exc
         except OSError as exc:
             if exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -260,9 +283,10 @@ class LocalStore(ObjectStore):
                     "the disk or a quota is full; free space or choose another location",
                     uri=self.uri(key),
                     cause=exc,
+                    certain=True,
                 ) from exc
             raise InvalidRequestError(
-                "the file system refused", uri=self.uri(key), cause=exc
+                "the file system refused", uri=self.uri(key), cause=exc, certain=True
             ) from exc
 
 

@@ -64,9 +64,13 @@ class MemoryStore(ObjectStore):
         with self._bucket.lock:
             held = self._bucket.objects.get(key)
             if if_absent and held is not None:
-                raise PreconditionFailedError("the object exists already", uri=self.uri(key))
+                raise PreconditionFailedError(
+                    "the object exists already", uri=self.uri(key), certain=True
+                )
             if if_version is not None and (held is None or held[1] != if_version):
-                raise PreconditionFailedError("the object was replaced", uri=self.uri(key))
+                raise PreconditionFailedError(
+                    "the object was replaced", uri=self.uri(key), certain=True
+                )
             version = str(next(self._bucket.versions))
             self._bucket.objects[key] = (data, version)
         return ObjectInfo(key, len(data), version)
@@ -162,7 +166,9 @@ class MemoryStore(ObjectStore):
     def _held(self, key: str) -> tuple[bytes, str]:
         with self._bucket.lock:
             if key not in self._bucket.objects:
-                raise ObjectNotFoundError("there is no such object", uri=self.uri(key))
+                raise ObjectNotFoundError(
+                    "there is no such object", uri=self.uri(key), certain=True
+                )
             return self._bucket.objects[key]
 
     def _parts(self, upload: Upload) -> dict[int, bytes]:

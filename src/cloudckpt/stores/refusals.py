@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from cloudckpt.errors import (
@@ -29,6 +30,7 @@ __all__ = [
     "TOO_SHORT",
     "Meaning",
     "by_status",
+    "is_certain",
     "refusal",
 ]
 
@@ -43,6 +45,9 @@ NO_OBJECT: Meaning = (ObjectNotFoundError, "there is no such object")
 NO_UPLOAD: Meaning = (ObjectNotFoundError, "there is no such multipart upload any more")
 SLOW_DOWN: Meaning = (ThrottledError, "the store asks to slow down")
 TOO_SHORT: Meaning = (RangeNotSatisfiableError, "the object ends before the range does")
+
+_CODE = re.compile(r"[A-Za-z][\w.]*")
+_TIMEOUTS = {"requesttimeout", "operationtimedout"}  # in lower case
 
 _BY_STATUS: Mapping[int, Meaning] = {
     401: (CredentialsError, "the store does not accept these credentials"),
@@ -68,8 +73,32 @@ def by_status(status: int) -> Meaning:
     return InvalidRequestError, "the store rejects the request"
 
 
+def is_certain(code: str, status: int, known: Meaning | None) -> bool:
+    """Whether an answer is the store's own word that it has not carried out the request.
+
+    A gateway that answers in the store's place may carry the request out later: Envoy's 503 says
+    that its connection to the store broke, perhaps behind the request.
+
+    Args:
+        code: The error code, if the answer has one in the format of the vendor; else empty.
+        status: The HTTP status.
+        known: What the vendor documents about the code, if it does.
+    """
+    if not _CODE.fullmatch(code) or code.lower() in _TIMEOUTS:
+        return False
+    if known is not None and known[0] is not ServerError:
+        return True
+    return 300 <= status < 500
+
+
 def refusal(
-    meaning: Meaning, action: str, uri: str, cause: str | None, headers: Mapping[str, str]
+    meaning: Meaning,
+    action: str,
+    uri: str,
+    cause: str | None,
+    headers: Mapping[str, str],
+    *,
+    certain: bool,
 ) -> StoreError:
     """The error; it knows when the store wants to be asked again, if the answer says so.
 
@@ -79,9 +108,10 @@ def refusal(
         uri: On what.
         cause: The store's own words.
         headers: Of the answer, in any case.
+        certain: See :func:`is_certain`.
     """
     kind, text = meaning
-    error = kind(f"{action}: {text}", uri=uri, cause=cause)
+    error = kind(f"{action}: {text}", uri=uri, cause=cause, certain=certain)
     wait = next((value for name, value in headers.items() if name.lower() == "retry-after"), "")
     if isinstance(error, TransientStoreError) and wait.isascii() and wait.isdigit():
         error.retry_after = float(wait)

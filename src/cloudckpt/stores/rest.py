@@ -95,11 +95,17 @@ class RestStore(ObjectStore):
             key: What the request is about, for messages.
         """
         if not {".", ".."}.isdisjoint(key.split("/")):
-            raise InvalidRequestError("'.' and '..' can't be part of a key", uri=self.uri(key))
+            raise InvalidRequestError(
+                "'.' and '..' can't be part of a key", uri=self.uri(key), certain=True
+            )
         if body or method in ("PUT", "POST"):
             headers = {"Content-Length": str(nbytes(body)), **headers}
         try:
-            url, headers = self._authorized(method, url, headers)
+            try:
+                url, headers = self._authorized(method, url, headers)
+            except StoreError as error:
+                error.certain = True  # nothing was sent
+                raise
             with self._http.send(method, url, headers, body, progress) as reply:
                 if reply.status not in _SUCCESS:
                     answer = reply.read() if method != "HEAD" else b""

@@ -55,6 +55,7 @@ class S3Store(RestStore):
             max_part_size=_MAX_PART,
             max_parts=_MAX_PARTS,
             max_put_size=_MAX_PART,
+            verifies=self._checksums,
         )
         self._knows_quotes = aws  # in If-Match; others have to show it
         self._object_headers = object_headers(options)
@@ -85,12 +86,16 @@ class S3Store(RestStore):
         headers = {**self._object_headers, **self._checksum(checksum)}
         if if_absent:
             headers["If-None-Match"] = "*"
+        certain = True
         for tag in self._spellings(if_version):
             if tag is not None:
                 headers["If-Match"] = tag
             try:
                 info = self._put(key, headers, body, progress)
-            except PreconditionFailedError as error:
+            except StoreError as error:
+                error.certain = certain = certain and error.certain
+                if not isinstance(error, PreconditionFailedError):
+                    raise
                 refused = error
             else:
                 self._knows_quotes = self._knows_quotes or tag == if_version is not None
@@ -109,7 +114,10 @@ class S3Store(RestStore):
             if "If-Match" not in headers:
                 raise
             raise PreconditionFailedError(
-                "the object that was to be replaced is gone", uri=self.uri(key), cause=error
+                "the object that was to be replaced is gone",
+                uri=self.uri(key),
+                cause=error,
+                certain=error.certain,
             ) from error
 
     def _spellings(self, version: str | None) -> list[str | None]:

@@ -30,6 +30,7 @@ from cloudckpt.stores.refusals import (
     TOO_SHORT,
     Meaning,
     by_status,
+    is_certain,
     refusal,
 )
 from cloudckpt.stores.xml_answers import error_fields
@@ -104,12 +105,14 @@ def from_code(
 ) -> StoreError:
     """The error for an S3 error code, or where it is unknown or absent, for the HTTP status."""
     given = {name.lower(): value for name, value in (headers or {}).items()}
-    kind, meaning = _BY_CODE.get(code) or _BY_STATUS.get(status) or by_status(status)
+    known = _BY_CODE.get(code)
+    kind, meaning = known or _BY_STATUS.get(status) or by_status(status)
     if kind is WrongRegionError and (region := given.get("x-amz-bucket-region")):
         meaning += f"; set AWS_REGION={region}"
     details = [text for text in (code, f"HTTP {status}" if status else "", message) if text]
     cause = ": ".join((" ".join(details[:2]), *details[2:])) or None
-    return refusal((kind, meaning), action, uri, cause, given)
+    certain = is_certain(code, status, known)
+    return refusal((kind, meaning), action, uri, cause, given, certain=certain)
 
 
 def from_answer(

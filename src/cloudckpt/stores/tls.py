@@ -22,6 +22,7 @@ def lasting_failure(error: BaseException, host: str) -> TLSError | None:
             return TLSError(
                 f"the certificate of {host} is not trusted: {inner.verify_message}; {_TRUST}",
                 cause=inner,
+                certain=True,
             )
         if isinstance(inner, ssl.SSLError) and inner.reason == "WRONG_VERSION_NUMBER":
             return TLSError(

@@ -39,10 +39,15 @@ def key_text(root: Element, element: Element, name: str) -> str:
 
 
 def error_fields(body: bytes) -> Mapping[str, str]:
-    """The names and texts of an error's elements; none if it is no XML."""
+    """The names and texts of an error's elements; none if it is no error of an object store.
+
+    A gateway's page may be XML, too, and have elements of such names elsewhere.
+    """
     try:
         root = _parsed(body)
     except ElementTree.ParseError:
+        return {}
+    if root.tag.rpartition("}")[2] != "Error":
         return {}
     return {el.tag.rpartition("}")[2]: (el.text or "").strip() for el in root.iter()}
 

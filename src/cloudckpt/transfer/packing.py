@@ -36,11 +36,11 @@ class Packer:
         """Bytes of the object so far, those not flushed included."""
         return self._upload.position + self._stop - self._start
 
-    def append(self, buffers: Sequence[bytes | memoryview], nbytes: int) -> int:
+    def append(self, buffers: Sequence[bytes | memoryview], nbytes: int) -> tuple[int, memoryview]:
         """Copies ``buffers``, ``nbytes`` in total, to the next multiple of 64 of the object.
 
         Returns:
-            That position.
+            That position, and the copy, which is there until the next call.
         """
         slab, place = self._pool.reserve(nbytes)
         if slab is self._slab and place == self._stop:
@@ -51,7 +51,7 @@ class Packer:
                 self._upload.write(Piece(memoryview(_ZEROS)[:padding]))
             self._slab, self._start, self._stop = slab, place, place
         position = self.position
-        view = slab.view
+        view, start = slab.view, place
         for buffer in buffers:
             end = place + len(buffer)
             view[place:end] = buffer
@@ -59,7 +59,7 @@ class Packer:
         padding = -place % _ALIGNMENT
         view[place : place + padding] = _ZEROS[:padding]
         self._stop = place + padding
-        return position
+        return position, view[start : start + nbytes]
 
     def flush(self) -> None:
         """Writes what was packed to the object."""

@@ -37,6 +37,7 @@ class Piece:
         lease: The loan that ``view`` lies in, if it is not the user's memory.
         owner: What keeps ``view`` valid: the tensor whose memory it shows.
         ready: Waits until the bytes are there (a device copies them), if that takes waiting.
+        item: The item whose data it is, for messages.
     """
 
     view: memoryview
@@ -45,6 +46,7 @@ class Piece:
     lease: Lease | None = None
     owner: object = None
     ready: Callable[[], None] | None = None
+    item: str | None = None
 
     def split(self, count: int) -> tuple[Piece, Piece]:
         """The first ``count`` bytes, and the rest."""
@@ -62,9 +64,13 @@ class PartPlan:
     number: int
     pieces: list[Piece] = field(default_factory=list)
     size: int = 0
+    sums: list[int] = field(default_factory=list)
 
     def checksum(self, algorithm: ChecksumAlgorithm) -> int:
-        """That of the part; collects those of the items in it, which are of the same kind."""
+        """That of the part; collects those of the items in it, which are of the same kind.
+
+        To be asked for once; ``sums`` keeps those of the pieces.
+        """
         found: list[tuple[int, int]] = []
         for piece in self.pieces:
             if piece.ready is not None:
@@ -73,7 +79,19 @@ class PartPlan:
                 found.append((algorithm.of(piece.view), piece.view.nbytes))
             else:
                 found.append((piece.checksums.add(piece.start, piece.view), piece.view.nbytes))
+        self.sums = [checksum for checksum, _ in found]
         return algorithm.combine(found)
+
+    def changed(self, algorithm: ChecksumAlgorithm) -> Piece | None:
+        """A piece whose bytes are others than when their checksum was made, if there is one.
+
+        Only the user's memory is looked at: nobody else can write to what is on loan.
+        """
+        for piece, checksum in zip(self.pieces, self.sums, strict=True):
+            is_users = piece.lease is None and not piece.view.readonly
+            if is_users and algorithm.of(piece.view) != checksum:
+                return piece
+        return None
 
     def release(self) -> None:
         """Gives back what the pieces have on loan."""
@@ -81,6 +99,7 @@ class PartPlan:
             if piece.lease is not None:
                 piece.lease.release()
         self.pieces.clear()
+        self.sums.clear()
 
 
 class PartCutter:

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
+from typing import TypeVar
 
 from cloudckpt.config import RetryPolicy
-from cloudckpt.errors import CloudCheckpointError, ObjectNotFoundError, TransientStoreError
+from cloudckpt.errors import (
+    CloudCheckpointError,
+    ObjectNotFoundError,
+    TensorChangedError,
+    TransientStoreError,
+)
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, Part, Upload
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.parts import PartCutter, PartPlan, Piece
@@ -15,6 +22,7 @@ from cloudckpt.transfer.stats import TransferStats
 
 __all__ = ["ObjectUpload", "delete_quietly"]
 
+T = TypeVar("T")
 logger = logging.getLogger("cloudckpt")
 
 
@@ -133,11 +141,47 @@ class ObjectUpload:
         self._group.cancellation.check()
         self._stats.add_bytes(count)
 
+    def _deliver(self, part: PartPlan, send: Callable[[], T]) -> T:
+        """Sends a part, from memory that must be what it was when its checksum was made.
+
+        A store that verifies checksums rejects what has changed, and would do so at every try.
+        What others have taken is compared here: nobody could load it.
+
+        Raises:
+            TensorChangedError: If it has changed.
+        """
+
+        def attempt() -> T:
+            try:
+                return send()
+            except TransientStoreError as error:
+                self._refuse_changes(part, error)
+                raise
+
+        sent = self._retrier.call(attempt)
+        if not self._store.capabilities.verifies:
+            self._refuse_changes(part, None)
+        return sent
+
+    def _refuse_changes(self, part: PartPlan, error: TransientStoreError | None) -> None:
+        piece = part.changed(self.algorithm)
+        if piece is not None:
+            raise TensorChangedError(
+                f"{piece.item or 'a tensor'} changed while it was saved, so that its checksum does "
+                "not fit what was sent: let nobody write to it before the save has returned (also "
+                "no optimizer step, and no kernel that still runs), pass a copy of it, or use "
+                "async_save, which makes one first",
+                uri=self._store.uri(self.key),
+                item=piece.item,
+                cause=error,
+            ) from error
+
     def _put(self, part: PartPlan) -> None:
         checksum = part.checksum(self.algorithm)
         body = [piece.view for piece in part.pieces]
-        self.info = self._retrier.call(
-            lambda: self._store.put(self.key, body, checksum=checksum, progress=self._progress)
+        self.info = self._deliver(
+            part,
+            lambda: self._store.put(self.key, body, checksum=checksum, progress=self._progress),
         )
         self.checksum = checksum
         self._stats.add_requests(1)
@@ -148,10 +192,11 @@ class ObjectUpload:
         assert upload is not None  # created before the first part was submitted
         checksum = part.checksum(self.algorithm)
         body = [piece.view for piece in part.pieces]
-        sent = self._retrier.call(
+        sent = self._deliver(
+            part,
             lambda: self._store.put_part(
                 upload, part.number, body, checksum=checksum, progress=self._progress
-            )
+            ),
         )
         self._stats.add_requests(1)
         part.release()

@@ -1,0 +1,116 @@
+"""What other ranks have written is seen before it is promised, in few requests."""
+
+import uuid
+
+import pytest
+
+from cloudckpt.checkpoint.names import data_name
+from cloudckpt.checkpoint.records import ObjectRecord
+from cloudckpt.checkpoint.same_store import look_for
+from cloudckpt.config import RetryPolicy
+from cloudckpt.errors import (
+    AccessDeniedError,
+    ConnectionLostError,
+    DifferentCheckpointsError,
+    ServerError,
+)
+from cloudckpt.stores.memory import MemoryStore
+from cloudckpt.testing.faulty import FaultyStore
+from cloudckpt.transfer.group import TaskGroup
+from cloudckpt.transfer.retry import Retrier
+from cloudckpt.uri import CheckpointURI
+
+FEW, MANY = 20, 300
+
+
+@pytest.fixture
+def store():
+    return FaultyStore(MemoryStore(uuid.uuid4().hex))
+
+
+@pytest.fixture
+def uri(store):
+    return CheckpointURI.parse(f"{store.root}/run")
+
+
+@pytest.fixture
+def written(store, uri):
+    """Writes objects of a byte; returns what their ranks say of them."""
+
+    def written(count: int) -> list[ObjectRecord]:
+        records = [ObjectRecord(data_name(rank, 0, "0" * 16), 1, 0) for rank in range(count)]
+        for record in records:
+            store.inner.put(uri.key(record.name), [memoryview(b"1")], checksum=0)
+        return records
+
+    return written
+
+
+def look(store, uri, records, *, width=4):
+    group = TaskGroup(width)
+    retrier = Retrier(RetryPolicy(attempts=3, base=0.0, cap=0.0), group.cancellation)
+    group.run(lambda: look_for(store, uri, records, group, retrier))
+
+
+def test_nothing_is_asked_if_nobody_else_has_written(store, uri):
+    look(store, uri, [])
+    assert store.calls.total() == 0
+
+
+def test_few_objects_are_looked_at_one_by_one(store, uri, written):
+    look(store, uri, written(FEW))
+    assert dict(store.calls) == {"head": FEW}
+
+
+def test_many_objects_are_listed(store, uri, written):
+    look(store, uri, written(MANY))
+    assert dict(store.calls) == {"list": 1}
+
+
+def test_what_a_listing_lacks_is_looked_at_before_that_is_believed(store, uri, written):
+    records = written(MANY)
+    listing = list(store.inner.list(uri.key("__")))
+    store.list = lambda prefix: iter(listing[7:])
+    look(store, uri, records)
+    assert dict(store.calls) == {"head": 7}
+
+
+def test_a_listing_that_is_denied_is_done_without(store, uri, written):
+    store.fail("list", AccessDeniedError)
+    look(store, uri, written(MANY))
+    assert dict(store.calls) == {"list": 1, "head": MANY}
+
+
+def test_passing_faults_are_outlived(store, uri, written):
+    store.fail("list", ServerError, calls=[1])
+    look(store, uri, written(MANY))
+    store.fail("head", ConnectionLostError, calls=[1, 5])
+    look(store, uri, written(FEW))
+
+
+@pytest.mark.parametrize("verb", ["list", "head"])
+def test_a_store_that_does_not_answer_is_no_other_store(store, uri, written, verb):
+    store.fail(verb, ConnectionLostError)
+    with pytest.raises(ConnectionLostError):
+        look(store, uri, written(MANY if verb == "list" else FEW))
+
+
+@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("count", [FEW, MANY])
+def test_an_object_that_is_not_there_is_named_with_its_rank(store, uri, written, count, width):
+    records = written(count)
+    store.inner.delete([uri.key(records[13].name)])
+    with pytest.raises(DifferentCheckpointsError) as caught:
+        look(store, uri, records, width=width)
+    assert f"rank 13 has written {records[13].name}" in str(caught.value)
+    assert "is not there" in str(caught.value)
+    assert caught.value.uri == str(uri)
+
+
+@pytest.mark.parametrize("count", [FEW, MANY])
+def test_an_object_of_another_size_is_named_with_both(store, uri, written, count):
+    records = written(count)
+    store.inner.put(uri.key(records[13].name), [memoryview(b"123")], checksum=0)
+    with pytest.raises(DifferentCheckpointsError, match="of 1 bytes, which has 3 bytes") as caught:
+        look(store, uri, records)
+    assert "rank 13" in str(caught.value)

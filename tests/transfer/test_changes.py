@@ -1,0 +1,183 @@
+"""A tensor that changes while it is sent is noticed, whether the store verifies it or not."""
+
+import dataclasses
+import random
+import uuid
+
+import pytest
+
+from cloudckpt.checksum import CRC32C, BlockChecksums
+from cloudckpt.config import RetryPolicy
+from cloudckpt.errors import ConnectionLostError, ServerError, TensorChangedError
+from cloudckpt.stores.memory import MemoryStore
+from cloudckpt.testing.faulty import FaultyStore
+from cloudckpt.transfer.group import TaskGroup
+from cloudckpt.transfer.parts import Piece
+from cloudckpt.transfer.retry import Retrier
+from cloudckpt.transfer.stats import TransferStats
+from cloudckpt.transfer.upload import ObjectUpload
+
+PART, BLOCK, KEY = 1000, 256, "run/object"
+
+
+class Slow(MemoryStore):
+    """Calls functions of the test before and behind the moment at which it takes bytes."""
+
+    def __init__(self, *, verifies):
+        super().__init__(uuid.uuid4().hex)
+        self.capabilities = dataclasses.replace(self.capabilities, verifies=verifies)
+        self.before = self.behind = lambda body, number: None
+        self.tries = 0
+
+    def put(self, key, body, *, checksum, **others):
+        send = super().put
+        return self._take(body, 1, checksum, lambda: send(key, body, checksum=0))
+
+    def put_part(self, upload, number, body, *, checksum, **others):
+        send = super().put_part
+        return self._take(
+            body, number, checksum, lambda: send(upload, number, body, checksum=checksum)
+        )
+
+    def complete_upload(self, upload, parts):
+        data = b"".join(self._parts(upload)[part.number] for part in parts)
+        info = super().put(upload.key, [memoryview(data)], checksum=0)
+        self.abort_upload(upload)
+        return info
+
+    def _take(self, body, number, checksum, send):
+        self.tries += 1
+        self.before(body, number)
+        if self.capabilities.verifies and CRC32C.of(b"".join(body)) != checksum:
+            raise ServerError("PUT: the bytes arrived damaged")
+        sent = send()
+        self.behind(body, number)
+        return sent
+
+
+class Loan:
+    def retain(self):
+        pass
+
+    def release(self):
+        pass
+
+
+def send(store, pieces):
+    group = TaskGroup(4)
+    retrier = Retrier(RetryPolicy(attempts=5, base=0.0, cap=0.0), group.cancellation)
+    upload = ObjectUpload(store, KEY, PART, group, retrier, TransferStats())
+
+    def produce():
+        for piece in pieces:
+            upload.write(piece)
+        upload.close()
+
+    try:
+        group.run(produce)
+    except BaseException:
+        upload.abandon()
+        raise
+    return upload
+
+
+def pieces_of(data, item="weight"):
+    """An envelope of immutable bytes around a tensor's memory."""
+    checksums = BlockChecksums(CRC32C, BLOCK)
+    return [
+        Piece(memoryview(b"head" * 10)),
+        Piece(memoryview(data), checksums, item=item),
+        Piece(memoryview(b"tail" * 10)),
+    ]
+
+
+SIZES = pytest.mark.parametrize("size", [300, 3 * PART], ids=["whole", "parts"])
+
+
+def tensor(size):
+    return bytearray(random.Random(size).randbytes(size))
+
+
+def change(body, number):
+    """Changes all memory that is not immutable."""
+    for view in body:
+        if not view.readonly:
+            view[-1] ^= 255
+
+
+@SIZES
+@pytest.mark.parametrize("verifies", [False, True])
+def test_what_does_not_change_is_sent_once(size, verifies):
+    store, data = Slow(verifies=verifies), tensor(size)
+    send(store, pieces_of(data))
+    assert bytes(data) in bytes(store.get(KEY)[0])
+    assert store.tries == (1 if size < PART else 4)
+
+
+@SIZES
+@pytest.mark.parametrize("verifies", [False, True])
+def test_what_changes_before_it_is_sent_is_named_and_not_kept(size, verifies):
+    store, data = Slow(verifies=verifies), tensor(size)
+    store.before = change
+    with pytest.raises(TensorChangedError) as caught:
+        send(store, pieces_of(data))
+    assert caught.value.item == "weight"
+    assert caught.value.uri == store.uri(KEY)
+    assert "weight changed while it was saved" in str(caught.value)
+    assert list(store.list("")) == []
+    assert list(store.list_uploads("")) == []
+
+
+def test_what_changes_is_not_sent_again_and_again():
+    store, data = Slow(verifies=True), tensor(300)
+    store.before = change
+    with pytest.raises(TensorChangedError):
+        send(store, pieces_of(data))
+    assert store.tries == 1
+
+
+@SIZES
+def test_what_changes_when_a_verifying_store_has_it_is_no_matter(size):
+    store, data = Slow(verifies=True), tensor(size)
+    before = bytes(data)
+    store.behind = change
+    send(store, pieces_of(data))
+    assert before in bytes(store.get(KEY)[0])
+
+
+@pytest.mark.parametrize("part", [1, 2, 3, 4])
+def test_a_change_of_any_part_is_noticed(part):
+    store, data = Slow(verifies=False), tensor(3 * PART)
+    store.behind = lambda body, number: change(body, number) if number == part else None
+    with pytest.raises(TensorChangedError):
+        send(FaultyStore(store), pieces_of(data))
+
+
+def test_a_failure_of_the_network_while_nothing_changes_is_tried_again():
+    store, data = FaultyStore(Slow(verifies=False)), tensor(300)
+    store.fail("put", ConnectionLostError, calls=[1, 2])
+    send(store, pieces_of(data))
+    assert bytes(data) in bytes(store.inner.get(KEY)[0])
+
+
+def test_of_several_tensors_the_one_that_changed_is_named():
+    store = Slow(verifies=False)
+    memory = {name: tensor(100) for name in ("first", "second", "third")}
+    store.before = lambda body, number: change([memoryview(memory["second"])], number)
+    with pytest.raises(TensorChangedError) as caught:
+        send(store, [piece for name, data in memory.items() for piece in pieces_of(data, name)])
+    assert caught.value.item == "second"
+
+
+def test_memory_that_nobody_else_can_write_is_not_looked_at_again(monkeypatch):
+    """Slabs of copies are on loan, and envelopes are immutable."""
+    store, looked = Slow(verifies=False), []
+
+    def of(view, *before):
+        looked.append(view.nbytes)
+        return CRC32C.of(view, *before)
+
+    seen = dataclasses.replace(CRC32C, of=of)
+    store.capabilities = dataclasses.replace(store.capabilities, checksum=seen)
+    send(store, [Piece(memoryview(b"head")), Piece(memoryview(bytearray(100)), lease=Loan())])
+    assert looked == [4, 100]
