@@ -308,11 +308,20 @@ class CheckpointReplacedError(CheckpointError):
 
     Attributes:
         times: How often that was noticed in this load; after more than once it was given up.
+        saves: Which saves two ranks have read, if it was noticed by that.
     """
 
-    def __init__(self, message: str, *, times: int = 1, **context: Any) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        times: int = 1,
+        saves: tuple[str | None, str | None] | None = None,
+        **context: Any,
+    ) -> None:
         super().__init__(message, **context)
         self.times = times
+        self.saves = saves
 
 
 class UntrustedPickleError(CheckpointError):

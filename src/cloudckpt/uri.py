@@ -114,14 +114,14 @@ class CheckpointURI:
             raise InvalidURIError(f"the checkpoint location is empty; write {_FORMS}")
         if _CONTROL.search(text):
             raise InvalidURIError(f"{_shown(text)!r} holds a control character")
+        if foreign := _FOREIGN.match(text):
+            raise InvalidURIError(_did_you_mean(foreign[1].lower(), text[foreign.end() :], text))
         if (lost := unfolded(text)) is not None:
             whole = lost if cls.accepts(lost) else _shown(lost)  # a container@account is no secret
             raise InvalidURIError(
                 f"{_shown(text)!r} lost a slash, as pathlib.Path and os.path do to a URI, and is a "
                 f'local folder; pass the string "{whole}" instead'
             )
-        if foreign := _FOREIGN.match(text):
-            raise InvalidURIError(_did_you_mean(foreign[1].lower(), text[foreign.end() :], text))
         if swallowed := _SWALLOWED_SLASH.match(text):
             slashes = "///" if swallowed.group(1).lower() == "file" else "//"
             shown = _shown(text)

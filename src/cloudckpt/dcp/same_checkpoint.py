@@ -70,6 +70,7 @@ def check_sources(plans: Sequence[LoadPlan]) -> None:
         if source.uri == first.uri:
             raise CheckpointReplacedError(
                 f"it was replaced while ranks 0 and {rank} read its metadata; load it again",
+                saves=(first.save_id, source.save_id),
                 uri=first.uri,
             )
         raise DifferentCheckpointsError(

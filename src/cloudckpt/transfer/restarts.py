@@ -13,7 +13,12 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from cloudckpt.config import RetryPolicy
-from cloudckpt.errors import CheckpointReplacedError, CloudCheckpointError, ObjectNotFoundError
+from cloudckpt.errors import (
+    CheckpointReplacedError,
+    CloudCheckpointError,
+    DifferentCheckpointsError,
+    ObjectNotFoundError,
+)
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.transfer.retry import Retrier
 
@@ -57,15 +62,25 @@ class Restarts:
 
     def __init__(self) -> None:
         self._overtaken = 0
+        self._saves: tuple[str | None, str | None] | None = None
 
     def wait(self, error: CheckpointReplacedError) -> None:
         """Returns, a moment later, if the load may begin anew.
 
         Raises:
             CheckpointReplacedError: If it was overtaken too often, or a part of it was.
+            DifferentCheckpointsError: If two ranks read two saves that nobody replaces.
         """
         if error.times > 1:
             raise error
+        if error.saves is not None and error.saves == self._saves:
+            raise DifferentCheckpointsError(
+                "ranks read different saves under this location, again and again: they reach "
+                "different stores by it. Compare their endpoint_url (AWS_ENDPOINT_URL), account or "
+                "mount",
+                uri=error.uri,
+            ) from error
+        self._saves = error.saves
         self._overtaken += 1
         if self._overtaken >= _TRIES:
             raise CheckpointReplacedError(
