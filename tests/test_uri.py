@@ -1,5 +1,6 @@
 """Where a checkpoint lives: what is understood, what is refused, and what comes back."""
 
+import enum
 import os
 import pickle
 from pathlib import Path
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloudckpt import CheckpointURI, InvalidURIError
+from cloudckpt.uri import unfolded
 
 SEGMENT = st.text(
     st.characters(blacklist_characters="/?#@", blacklist_categories=("Cc", "Cs")), min_size=1
@@ -137,7 +139,7 @@ def test_what_was_parsed_is_parsed_again():
         ("S3:/bucket/run", '"S3://bucket/run"'),
         ("gcs://bucket/run", "did you mean 'gs://bucket/run'?"),
         ("GCS://bucket/run", "did you mean 'gs://bucket/run'?"),
-        (Path("gcs://bucket/run"), "did you mean 'gs://bucket/run'?"),
+        (Path("minio://bucket/run"), "did you mean 's3://bucket/run' with"),
         ("s3a://bucket/run", "did you mean 's3://bucket/run'?"),
         ("s3n://bucket/run", "did you mean 's3://bucket/run'?"),
         ("s3n://key:secret@bucket/run", "did you mean 's3://bucket/run'?"),
@@ -330,3 +332,76 @@ def test_it_is_a_value():
     assert pickle.loads(pickle.dumps(uri)) == uri
     with pytest.raises(AttributeError):
         uri.prefix = "other"
+
+
+class _Universal:
+    """As ``upath.UPath``: its text is a URI, and it has no path."""
+
+    def __str__(self):
+        return "s3://bucket/run"
+
+
+class _Caching(_Universal):
+    """As ``cloudpathlib.S3Path``: its path is that of a local copy."""
+
+    def __fspath__(self):
+        return "/tmp/cached/run"
+
+
+class _Named(str, enum.Enum):
+    RUN = "s3://bucket/run"
+
+
+@pytest.mark.parametrize("location", [_Universal(), _Caching(), _Named.RUN])
+def test_an_object_that_says_a_uri_is_taken_at_its_word(location):
+    assert CheckpointURI.parse(location) == CheckpointURI("s3", "bucket", "run")
+
+
+@pytest.mark.parametrize("location", [7, None, b"s3://bucket/run", ["s3://bucket/run"]])
+def test_what_says_no_uri_and_is_no_path_is_refused(location):
+    with pytest.raises(InvalidURIError, match="must be a string or a path"):
+        CheckpointURI.parse(location)
+
+
+@pytest.mark.parametrize(
+    ("uri", "given"),
+    [
+        ("s3://bucket/run", "./s3:/bucket/run"),
+        ("s3://bucket/run", Path("s3://bucket/run").absolute()),
+        ("s3://bucket/run", "/work/s3:/bucket/run"),
+        ("s3://bucket/run", "runs/s3://bucket/run"),
+        ("s3://bucket/run", "file:///work/s3:/bucket/run"),
+        ("s3://bucket/run", Path("/work/s3:/bucket/run").as_uri()),
+        ("s3://", Path("s3://")),
+        ("S3://bucket/run", Path("S3://bucket/run")),
+        ("gs://bucket/run", "~/gs:/bucket/run"),
+        ("az://container/run", "/work/az:/container/run"),
+        ("abfss://c@acc.dfs.core.windows.net/run", Path("abfss://c@acc.dfs.core.windows.net/run")),
+        ("https://acc.blob.core.windows.net/c/run", "/w/https:/acc.blob.core.windows.net/c/run"),
+        ("s3a://bucket/run", "/work/s3a:/bucket/run"),
+        ("gcs://bucket/run", Path("gcs://bucket/run")),
+    ],
+)
+def test_a_folded_uri_is_refused_in_every_place_of_a_path(uri, given):
+    with pytest.raises(InvalidURIError, match="lost a slash") as caught:
+        CheckpointURI.parse(given)
+    assert f'"{uri}"' in str(caught.value)
+
+
+def test_a_folded_uri_is_refused_without_its_credentials():
+    with pytest.raises(InvalidURIError) as caught:
+        CheckpointURI.parse("/work/s3:/key:hidden@bucket/run")
+    assert "hidden" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["/data/s3/run", "/data/s3:run", "/data/xs3:/run", "/c:/run"])
+def test_a_folder_that_only_resembles_a_scheme_is_a_folder(text):
+    assert CheckpointURI.parse(text).prefix == text
+
+
+@given(st.lists(SEGMENT, max_size=3), st.sampled_from(["s3", "gs", "az"]))
+def test_whatever_a_path_makes_of_a_uri_is_refused(segments, scheme):
+    uri = "/".join([f"{scheme}://bucket", *segments])
+    for folded in (Path(uri), Path(uri).absolute(), os.path.join("runs", uri)):
+        assert unfolded(str(folded)) is not None
+        assert not CheckpointURI.accepts(folded)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -28,6 +30,7 @@ from cloudckpt.errors import (
     InvalidURIError,
     ProcessGroupError,
 )
+from cloudckpt.stores.listings import forget_listings
 from cloudckpt.stores.registry import open_store
 from cloudckpt.transfer.restarts import Restarts
 from cloudckpt.transfer.retry import Retrier
@@ -44,6 +47,8 @@ __all__ = [
     "save_prepared",
     "writer_for",
 ]
+
+T = TypeVar("T")
 
 
 def save(
@@ -174,20 +179,21 @@ def save_prepared(
     meeting = Meeting.of(process_group, no_dist)
     made = meeting.begin(ready, lambda one: _stance(one.writer if use_collectives else None))
     writer = made.writer
+    save_it = functools.partial(
+        state_dict_saver.save,
+        made.state_dict,
+        storage_writer=writer,
+        planner=made.planner or CloudSavePlanner(),
+        process_group=process_group,
+        no_dist=no_dist,
+        use_collectives=use_collectives,
+    )
     try:
-        return cast(
-            Metadata,
-            state_dict_saver.save(
-                made.state_dict,
-                storage_writer=writer,
-                planner=made.planner or CloudSavePlanner(),
-                process_group=process_group,
-                no_dist=no_dist,
-                use_collectives=use_collectives,
-            ),
-        )
+        return cast(Metadata, save_it() if use_collectives else _each_alone(meeting, save_it))
     except (CheckpointException, RuntimeError) as exc:
         raise _settle(exc, writer, _rank(process_group, no_dist)) from exc
+    finally:
+        forget_listings()
 
 
 def load_prepared(
@@ -279,6 +285,26 @@ def exists(checkpoint_id: URILike, *, config: Config | None = None) -> bool:
     return is_committed(open_store(uri, config), uri, Retrier(config.retry))
 
 
+def _each_alone(meeting: Meeting, run: Callable[[], T]) -> T:
+    """Runs a step in which torch's ranks meet only in a barrier at its end; they raise alike.
+
+    A rank that fails before the barrier would leave the others there until its time limit, and
+    they would never hear of it. So it comes, too, and then all tell each other how they fared.
+    """
+    result: T | None = None
+    failure: Exception | None = None
+    try:
+        result = run()
+    except Exception as error:
+        if meeting.group is None or (isinstance(error, RuntimeError) and _is_of_group(error)):
+            raise
+        failure = error
+        with contextlib.suppress(RuntimeError):  # told by the meeting, too
+            dist.barrier(group=meeting.group)
+    meeting.hold(Stance(failure=failure)).raise_alike("in a save without collectives")
+    return cast(T, result)
+
+
 def content_of(state_dict: dict[str, Any]) -> dict[str, Any]:
     """The state dict with what its ``Stateful`` values return, which are asked one by one."""
     return {
@@ -359,7 +385,7 @@ def _location(storage: StorageWriter | StorageReader | None) -> str | None:
 def _cause(exc: CheckpointException | RuntimeError, rank: int, uri: str | None) -> BaseException:
     """The error that a user can act on; ``rank`` is that of this process."""
     if isinstance(exc, RuntimeError):
-        if not _is_of_process_group(exc):
+        if not _is_of_group(exc):
             return exc
         return ProcessGroupError(
             "the ranks lost each other: look which one ended first and why, and start them again",
@@ -370,7 +396,7 @@ def _cause(exc: CheckpointException | RuntimeError, rank: int, uri: str | None) 
     return one_error(failures, rank, f"in step {exc.args[0]!r}", uri)
 
 
-def _is_of_process_group(exc: RuntimeError) -> bool:
+def _is_of_group(exc: RuntimeError) -> bool:
     """Whether a collective raised it; gloo raises plain RuntimeErrors."""
     if isinstance(exc, dist.DistError):
         return True

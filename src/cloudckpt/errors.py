@@ -6,7 +6,7 @@
     ├── InvalidURIError               also ValueError
     ├── ConfigError                   also ValueError
     ├── MissingDependencyError        also ImportError
-    ├── InstallError                  torch's internals are not where install() expects them
+    ├── InstallError                  torch is not as install() expects it, or knows only files here
     ├── StoreError                    the object store refused, failed or could not be reached
     │   ├── ObjectNotFoundError       also FileNotFoundError
     │   ├── BucketNotFoundError       also FileNotFoundError
@@ -165,7 +165,7 @@ class MissingDependencyError(CloudCheckpointError, ImportError):
 
 
 class InstallError(CloudCheckpointError):
-    """``cloudckpt.install()`` does not fit the running torch."""
+    """``cloudckpt.install()`` does not fit the running torch, or a class of it knows only files."""
 
 
 class StoreError(CloudCheckpointError):

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 import weakref
+
+from cloudckpt.fork import ModuleLock
 
 __all__ = ["paused_gc"]
 
-_lock = threading.Lock()
+_lock = ModuleLock()
 _paused_here = False
 
 
@@ -51,7 +52,7 @@ def paused_gc() -> _Pause:
 def _after_fork() -> None:
     """A child has none of the threads that were in a block when its parent forked."""
     global _lock, _pauses, _paused_here
-    _lock = threading.Lock()
+    _lock = ModuleLock()
     _pauses = weakref.WeakSet()
     if _paused_here:
         gc.enable()

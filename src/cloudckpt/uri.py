@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from cloudckpt.errors import InvalidURIError
 
-__all__ = ["CLOUD_SCHEMES", "CheckpointURI", "URILike"]
+__all__ = ["CLOUD_SCHEMES", "CheckpointURI", "URILike", "text_of", "unfolded"]
 
 CLOUD_SCHEMES = frozenset({"s3", "gs", "az"})
 _SCHEMES = CLOUD_SCHEMES | {"file", "memory"}
@@ -21,7 +21,7 @@ _FORMS = (
 )
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]*)://")
-_SWALLOWED_SLASH = re.compile(r"^(s3|gs|az|abfss?|https|memory|file):/(?!/)", re.IGNORECASE)
+_SWALLOWED_SLASH = re.compile(r"^(https|memory|file):/(?!/)", re.IGNORECASE)
 _MEANT = {  # schemes of other tools, and what is to be written here
     "gcs": "gs",
     "s3a": "s3",
@@ -54,6 +54,13 @@ _CONTAINER = r"[a-z0-9$][a-z0-9-]*"
 _AZURE_HOST = re.compile(  # of the public cloud, China, US Government, and accounts in DNS zones
     r"([a-z0-9]{3,24}(?:\.z\d+)?)\.(?:blob|dfs)\."
     r"(core\.windows\.net|core\.chinacloudapi\.cn|core\.usgovcloudapi\.net|storage\.azure\.net)"
+)
+_FOLDED = re.compile(  # a folder named as the schemes of the three clouds, other tools' included
+    r"(?:^|/)((?:s3[an]?|gs|gcs|az|abfss?|wasbs?|adl):|https:(?=/+"
+    + _AZURE_HOST.pattern
+    + r"(?:/|$)))"
+    r"(?:/+(?P<rest>.*))?$",
+    re.IGNORECASE | re.DOTALL,
 )
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
@@ -97,16 +104,22 @@ class CheckpointURI:
         """
         if isinstance(location, CheckpointURI):
             return location
-        if not isinstance(location, (str, os.PathLike)):
+        text = text_of(location)
+        if text is None:
             raise InvalidURIError(
                 f"a checkpoint location must be a string or a path, "
                 f"not {type(location).__name__}; write {_FORMS}"
             )
-        text = os.fspath(location)
-        if not isinstance(text, str) or not text.strip():
+        if not text.strip():
             raise InvalidURIError(f"the checkpoint location is empty; write {_FORMS}")
         if _CONTROL.search(text):
             raise InvalidURIError(f"{_shown(text)!r} holds a control character")
+        if (lost := unfolded(text)) is not None:
+            whole = lost if cls.accepts(lost) else _shown(lost)  # a container@account is no secret
+            raise InvalidURIError(
+                f"{_shown(text)!r} lost a slash, as pathlib.Path and os.path do to a URI, and is a "
+                f'local folder; pass the string "{whole}" instead'
+            )
         if foreign := _FOREIGN.match(text):
             raise InvalidURIError(_did_you_mean(foreign[1].lower(), text[foreign.end() :], text))
         if swallowed := _SWALLOWED_SLASH.match(text):
@@ -224,6 +237,37 @@ class CheckpointURI:
         if self.account:
             return f"abfss://{self.bucket}@{self.account.replace('.blob.', '.dfs.', 1)}"
         return f"{self.scheme}://{self.bucket}"
+
+
+def text_of(location: object) -> str | None:
+    """What a location says; None if it is neither a string nor a path, and says no URI.
+
+    Path objects of other libraries are asked for their text first: what they give as a path may be
+    that of a local copy, which nobody would ever find again.
+    """
+    if isinstance(location, str):
+        return str.__str__(location)  # which is its name, of a member of an enum
+    said = str(location)
+    if _SCHEME.match(said):
+        return said
+    path = os.fspath(location) if isinstance(location, os.PathLike) else None
+    return path if isinstance(path, str) else None
+
+
+def unfolded(path: str) -> str | None:
+    """The URI that a local path was before ``pathlib`` or ``os.path`` folded it; else None.
+
+    ``s3:/bucket/run`` was ``s3://bucket/run``, and so was ``/home/me/s3:/bucket/run``. Nobody means
+    a folder of such a name, and what is saved there is lost with the machine.
+    """
+    if scheme := _SCHEME.match(path):
+        if scheme.group(1).lower() != "file":
+            return None
+        path = unquote(path[scheme.end() :])
+    for form in (path, os.path.abspath(path)):  # a relative one may be beneath such a folder
+        if found := _FOLDED.search(form):
+            return f"{found.group(1)}//{found['rest'] or ''}"
+    return None
 
 
 def _did_you_mean(scheme: str, rest: str, text: str) -> str:

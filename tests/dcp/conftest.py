@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+import cloudckpt
 from cloudckpt import Config, RetryPolicy, S3Options
 
 from .places import Place
@@ -58,3 +59,13 @@ def s3(places) -> Place:
 def place(request: pytest.FixtureRequest, places) -> Place:
     """Both, one after the other."""
     return places(request.param)
+
+
+@pytest.fixture
+def installed(s3_config, monkeypatch):
+    """Stock torch takes URIs; the options come from the environment."""
+    monkeypatch.setenv("CLOUDCKPT_S3_ENDPOINT_URL", s3_config.s3.endpoint_url)
+    monkeypatch.setenv("CLOUDCKPT_S3_ADDRESSING_STYLE", "path")
+    cloudckpt.install()
+    yield
+    cloudckpt.uninstall()

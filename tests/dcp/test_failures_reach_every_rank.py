@@ -360,6 +360,20 @@ def test_a_rank_that_fails_before_it_begins_is_told_to_all(
     assert all(reason in str(one) for one in told)
 
 
+def _fail_apart(kind: str, place: Place) -> None:
+    state = {"a": numbered(20), "b": numbered(20, first=dist.get_rank())}
+    save(state, place, planner=Failing(kind), use_collectives=False)
+
+
+@pytest.mark.parametrize("kind", ["an exception", "one of ours"])
+def test_a_rank_that_fails_in_a_save_without_collectives_is_told_to_all(kind, local, ranks):
+    """torch lets the others wait for it in a barrier."""
+    told = ranks.errors(3, _fail_apart, kind, local, deadline=60.0)
+    expected = RanksFailedError if kind == "an exception" else UnsupportedTensorError
+    assert [type(error) for error in told] == [expected] * 3
+    assert all("the dog ate it" in str(error) for error in told)
+
+
 class Everywhere:
     """All ways to begin a save or a load, of which the last rank takes a wrong turn."""
 

@@ -1,49 +1,73 @@
 """``install()``: stock torch takes our URIs, and everything else stays as it was."""
 
+import inspect
 import os
 import pathlib
+import sys
+import types
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import (
+    FileSystemReader,
     FileSystemWriter,
     _async_process_executor,
+    _experimental,  # noqa: F401 - which install would import
     _storage_utils,
+    staging,
     state_dict_loader,
     state_dict_saver,
 )
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
 from cloudckpt import InstallError
 
 from .places import Place
+from .torch_fsspec import FsspecReader, FsspecWriter
 from .values import assert_same, numbered
 
 _NAMES = [
     (_storage_utils, "_storage_setup"),
     (state_dict_saver, "_storage_setup"),
     (state_dict_loader, "_storage_setup"),
+    (state_dict_saver, "_ThreadBasedAsyncCheckpointExecutor"),
     (state_dict_saver, "_ProcessBasedAsyncCheckpointExecutor"),
+    (_async_process_executor._ProcessBasedAsyncCheckpointExecutor, "_execute_save_impl"),
+    (FileSystem, "create_stream"),
+    (FileSystem, "init_path"),
+    (FileSystemReader, "__init__"),
+    (FileSystemWriter, "__init__"),
+    (FsspecReader, "__init__"),
+    (FsspecWriter, "__init__"),
+    (staging._ReplicationStager, "__init__"),
+    (torch.serialization, "_open_file_like"),
 ]
-_ORIGINALS = [getattr(module, name) for module, name in _NAMES]
 _PATIENCE = 150.0  # seconds
 
 
-def _current() -> list:
-    return [getattr(module, name) for module, name in _NAMES]
+def _current() -> dict:
+    """Every function, class and method of torch's checkpoint code."""
+    owners = [
+        module
+        for name, module in sys.modules.items()
+        if name.startswith(("torch.distributed.checkpoint", "torch.serialization"))
+    ]
+    for module in list(owners):
+        owners += [value for value in vars(module).values() if inspect.isclass(value)]
+    kinds = (types.FunctionType, type, classmethod, staticmethod, property)
+    return {
+        (owner, name): id(value)
+        for owner in owners
+        for name, value in vars(owner).items()
+        if isinstance(value, kinds)
+    }
 
 
-@pytest.fixture
-def installed(s3_config, monkeypatch):
-    """Stock torch takes URIs; the options come from the environment."""
-    monkeypatch.setenv("CLOUDCKPT_S3_ENDPOINT_URL", s3_config.s3.endpoint_url)
-    monkeypatch.setenv("CLOUDCKPT_S3_ADDRESSING_STYLE", "path")
-    cloudckpt.install()
-    yield
-    cloudckpt.uninstall()
+_ORIGINALS = _current()
 
 
 def test_stock_save_and_load_take_an_s3_uri(installed, s3):
@@ -122,8 +146,7 @@ def test_locations_of_the_other_clouds_are_ours_too(location, installed):
 def test_a_location_that_is_no_store_of_ours_still_goes_to_torch(location, installed):
     asked = []
     with pytest.MonkeyPatch.context() as patch:
-        writer = dcp._fsspec_filesystem.FsspecWriter
-        patch.setattr(writer, "validate_checkpoint_id", lambda uri: asked.append(uri))
+        patch.setattr(FsspecWriter, "validate_checkpoint_id", lambda uri: asked.append(uri))
         with pytest.raises(RuntimeError, match="Cannot detect"):
             state_dict_saver._storage_setup(None, location)
     assert asked == [location]
@@ -152,7 +175,8 @@ def test_installing_twice_is_installing_once():
         once = _current()
         cloudckpt.install()
         assert _current() == once
-        assert all(new is not old for new, old in zip(once, _ORIGINALS, strict=True))
+        where = [(owner, name) for owner, name in _NAMES if name != "_execute_save_impl"]
+        assert all(once[pair] != _ORIGINALS[pair] for pair in where)
     finally:
         cloudckpt.uninstall()
     assert _current() == _ORIGINALS
@@ -171,9 +195,9 @@ def test_a_torch_without_a_private_name_is_refused_and_left_alone(module, name, 
     monkeypatch.delattr(module, name)
     with pytest.raises(InstallError, match=name):
         cloudckpt.install()
-    assert not hasattr(module, name)
-    others = [pair for pair in zip(_NAMES, _ORIGINALS, strict=True) if pair[0] != (module, name)]
-    assert all(getattr(*where) is original for where, original in others)
+    now = _current()
+    assert now.get((module, name)) is None
+    assert {**now, (module, name): _ORIGINALS[module, name]} == _ORIGINALS
 
 
 def test_a_torch_with_another_signature_is_refused_and_left_alone(monkeypatch):
@@ -181,9 +205,26 @@ def test_a_torch_with_another_signature_is_refused_and_left_alone(monkeypatch):
         raise AssertionError("not called")
 
     monkeypatch.setattr(_storage_utils, "_storage_setup", changed)
+    before = _current()
     with pytest.raises(InstallError, match="newer"):
         cloudckpt.install()
-    assert [getattr(module, name) for module, name in _NAMES[1:]] == _ORIGINALS[1:]
+    assert _current() == before
+
+
+def test_a_torch_whose_writer_takes_another_path_is_refused_and_left_alone(monkeypatch):
+    monkeypatch.setattr(FileSystemWriter, "__init__", lambda self, where, path: None)
+    before = _current()
+    with pytest.raises(InstallError, match="newer"):
+        cloudckpt.install()
+    assert _current() == before
+
+
+def test_a_torch_that_opens_something_else_is_refused_and_left_alone(monkeypatch):
+    monkeypatch.setattr(torch.serialization, "_open_file_like", lambda buffer, mode: None)
+    before = _current()
+    with pytest.raises(InstallError, match=r"torch\.load"):
+        cloudckpt.install()
+    assert _current() == before
 
 
 def test_after_a_refusal_installing_works_once_the_name_is_back():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from typing import Any
 
 import torch.distributed as dist
@@ -18,11 +17,12 @@ from cloudckpt.background.saver import AsyncSaver, alike
 from cloudckpt.config import BackgroundOptions, Config
 from cloudckpt.dcp.meeting import Meeting
 from cloudckpt.dcp.writer import CloudStorageWriter
+from cloudckpt.fork import ModuleLock
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["async_save", "close_async_savers"]
 
-_lock = threading.Lock()
+_lock = ModuleLock()
 _savers: dict[tuple[Any, ...], AsyncSaver] = {}
 _closing: list[AsyncSaver] = []
 

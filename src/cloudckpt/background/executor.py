@@ -18,6 +18,7 @@ from cloudckpt.background.tracebacks import release_frames
 from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.errors import ProcessGroupError, SaveInProgressError
 from cloudckpt.events.event import subscribe
+from cloudckpt.stores.listings import forget_listings
 
 __all__ = ["Executor"]
 
@@ -55,6 +56,7 @@ class Executor:
         told = job.failure
         unsubscribe = subscribe(job.listen, progress=False)
         result, error = self._carry_out(job, staged)
+        forget_listings()  # those of the trainer: a saving process has its own
         unsubscribe()
         job.end()
         if error is None:

@@ -8,7 +8,6 @@ wait for connections that nobody accepts (torch 2.13). The groups end with the d
 from __future__ import annotations
 
 import json
-import threading
 import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -17,6 +16,7 @@ import torch.distributed as dist
 
 from cloudckpt.dcp.torch_private import set_group_timeout
 from cloudckpt.errors import ConfigError, ProcessGroupError
+from cloudckpt.fork import ModuleLock
 
 __all__ = ["exists", "give_back", "open_group"]
 
@@ -34,7 +34,7 @@ class _Kept:
     opened: dict[tuple[int, ...], int] = field(default_factory=dict)
 
 
-_lock = threading.Lock()
+_lock = ModuleLock()
 _kept: weakref.WeakKeyDictionary[dist.ProcessGroup, _Kept] = weakref.WeakKeyDictionary()
 
 

@@ -8,6 +8,9 @@ import logging
 import os
 import socket
 import threading
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +23,7 @@ from cloudckpt.background.handoff import pack
 from cloudckpt.background.worker import Settings
 from cloudckpt.config import BackgroundOptions
 from cloudckpt.errors import CloudCheckpointError, ProcessGroupError, SaveProcessError
+from cloudckpt.stores.base import random_suffix
 
 __all__ = ["SaveProcess", "log_levels"]
 
@@ -238,6 +242,9 @@ def log_levels() -> dict[str, int]:
 
 _GENERATION = "cloudckpt/generation"
 _GIVEN_UP = "cloudckpt/given-up"
+_TOKEN = "cloudckpt/token"  # noqa: S105 - no secret
+_LOOPBACK = "127.0.0.1"
+_ADDRESS_TIMEOUT = 10.0  # seconds to reach an address
 
 
 class _InVainError(Exception):
@@ -254,29 +261,94 @@ def _unreachable(cause: Exception) -> SaveProcessError:
     )
 
 
+@dataclass(frozen=True)
+class _Offer:
+    """Where the first rank's trainer has its store.
+
+    Attributes:
+        machine: Its own, see :func:`_machine`.
+        addresses: By which other machines may reach it, the likeliest first.
+        port: Of the store.
+        token: What is found there: another machine may have something else at that address.
+    """
+
+    machine: str
+    addresses: Sequence[str]
+    port: int
+    token: str
+
+
 def _meeting_place(
     group: dist.ProcessGroup, options: BackgroundOptions
 ) -> tuple[TCPStore, tuple[str, int]]:
-    """A store in the first rank's trainer, and where the processes of all ranks reach it."""
-    hosts: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(hosts, socket.gethostname(), group=group)
-    host = "127.0.0.1" if len(set(hosts)) == 1 else _host_of_first(group)
-    first = dist.get_global_rank(group, 0)
+    """A store in the first rank's trainer, and where this rank and its processes reach it.
+
+    Raises:
+        SaveProcessError: If this rank reaches it by none of its addresses.
+    """
+    timeout = timedelta(seconds=options.start_timeout)
     found: list[Any] = [None]
     store: TCPStore | None = None
-    timeout = timedelta(seconds=options.start_timeout)
     if dist.get_rank(group) == 0:
-        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        store = TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        offer = _Offer(_machine(), _addresses(group), store.port, random_suffix())
+        store.set(_TOKEN, offer.token)
         store.set(_GENERATION, "0")
-        found = [(host, store.port)]
-    dist.broadcast_object_list(found, src=first, group=group)
-    address: tuple[str, int] = found[0]
-    if store is None:
-        store = TCPStore(*address, timeout=timeout)
-    return store, address
+        found = [offer]
+    dist.broadcast_object_list(found, src=dist.get_global_rank(group, 0), group=group)
+    offer = found[0]
+    if store is not None:
+        return store, (_LOOPBACK, offer.port)
+    here = [_LOOPBACK] if offer.machine == _machine() else []
+    for address in (*here, *offer.addresses):
+        if (reached := _reached(address, offer, timeout)) is not None:
+            return reached, (address, offer.port)
+    raise SaveProcessError(
+        f"the saving processes can't meet: port {offer.port} of the first rank's machine is "
+        f"reached by none of its addresses {list(offer.addresses)}. Set MASTER_ADDR to one that "
+        "all machines reach, and let them reach each other's ports"
+    )
 
 
-def _host_of_first(group: dist.ProcessGroup) -> str:
-    """A name of this machine that other machines know; only the first rank's is used."""
-    known = os.environ.get("MASTER_ADDR") if dist.get_global_rank(group, 0) == 0 else None
-    return known or socket.getfqdn()
+def _reached(address: str, offer: _Offer, timeout: timedelta) -> TCPStore | None:
+    """The store of an offer, if it is what this address leads to."""
+    patience = min(_ADDRESS_TIMEOUT, timeout.total_seconds())
+    found: list[TCPStore] = []
+
+    def reach() -> None:
+        with contextlib.suppress(OSError, RuntimeError, ValueError):  # also those of torch's stores
+            socket.create_connection((address, offer.port), patience).close()
+            store = TCPStore(address, offer.port, timeout=timedelta(seconds=patience))
+            if store.get(_TOKEN).decode() == offer.token:
+                store.set_timeout(timeout)
+                found.append(store)
+
+    # a server that is no store, and says nothing, would hold torch's client for good
+    thread = threading.Thread(target=reach, name="cloudckpt-meet", daemon=True)
+    thread.start()
+    thread.join(2 * patience)
+    return found[0] if found else None
+
+
+def _machine() -> str:
+    """The same for processes that reach each other by the loopback address.
+
+    Host names do not tell: those of containers are often equal.
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')}"
+    except OSError:  # not on Linux
+        return f"{socket.gethostname()} {uuid.getnode()}"
+
+
+def _addresses(group: dist.ProcessGroup) -> list[str]:
+    """What other machines may know this one by."""
+    known: list[str] = []
+    if master := os.environ.get("MASTER_ADDR"):
+        if dist.get_global_rank(group, 0) == 0:
+            known.append(master)
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+            way.connect((master, 9))  # sends nothing: the kernel chooses the address of the route
+            known.append(way.getsockname()[0])
+    return list(dict.fromkeys((*known, socket.getfqdn(), socket.gethostname())))

@@ -11,7 +11,6 @@ import io
 import pickle
 import struct
 import sys
-import threading
 import warnings
 import zlib
 from dataclasses import dataclass
@@ -19,6 +18,8 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+
+from cloudckpt.fork import ModuleLock
 
 __all__ = ["Envelope", "envelope", "has_stored_form"]
 
@@ -184,7 +185,7 @@ def has_stored_form(dtype: torch.dtype) -> bool:
     return True
 
 
-_one_at_a_time = threading.Lock()
+_one_at_a_time = ModuleLock()
 
 
 @lru_cache(maxsize=128)

@@ -22,6 +22,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.events.event import Span
 from cloudckpt.stores.base import ObjectStore
+from cloudckpt.stores.listings import forget_listings
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.stats import Transferred, TransferStats
 from cloudckpt.transfer.upload_stream import UploadStream, upload_stream
@@ -103,6 +104,7 @@ def write_torch_file(
             upload_stream(store, key, write, config, stats, expected=expected)
         finally:
             span.bytes = stats.snapshot().bytes
+            forget_listings()
     return stats.snapshot()
 
 

@@ -77,8 +77,11 @@ class Verdict:
         """The numbers of earlier saves whose failure some rank has told in this meeting."""
         return {one.earlier for one in self.stances if one.earlier is not None}
 
-    def raise_alike(self) -> None:
+    def raise_alike(self, when: str = "before it began") -> None:
         """Raises why this can't begin, the same on all ranks; returns if it can.
+
+        Args:
+            when: The failures happened, for the message.
 
         Raises:
             ConfigError: If two ranks were given different options.
@@ -92,7 +95,7 @@ class Verdict:
         if failures:
             if len(self.stances) == 1:
                 raise failures[0]  # nobody else is to understand it
-            when = "in an earlier save" if self.earlier else "before it began"
+            when = "in an earlier save" if self.earlier else when
             raise one_error(failures, self.rank, when, self._location)
         for rank, one in enumerate(self.stances):
             first = self.stances[0]

@@ -43,6 +43,7 @@ from cloudckpt.errors import (
 from cloudckpt.events.event import Event, Span, emit
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectStore, random_suffix
+from cloudckpt.stores.listings import forget_listings
 from cloudckpt.stores.registry import open_store
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.memory import settled
@@ -203,16 +204,19 @@ class CloudStorageWriter(StorageWriter):
             with portable_errors(str(self.uri)):
                 self.commit_hook.before_commit(str(self.uri), metadata)
         self.commit_begun = True
-        with Span("commit", str(self.uri), self._rank):
-            publish(
-                self._store(),
-                self.uri,
-                self.config,
-                baseline=self._baseline,
-                attempt=self._attempt,
-                metadata=metadata,
-                written=written,
-            )
+        try:
+            with Span("commit", str(self.uri), self._rank):
+                publish(
+                    self._store(),
+                    self.uri,
+                    self.config,
+                    baseline=self._baseline,
+                    attempt=self._attempt,
+                    metadata=metadata,
+                    written=written,
+                )
+        finally:
+            forget_listings()
         self._written = []
         if self.commit_hook is not None:
             run_after(self.commit_hook, str(self.uri), metadata)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from cloudckpt.events.telemetry import report_span
+from cloudckpt.fork import ModuleLock
 
 __all__ = ["Event", "Phase", "Span", "emit", "has_listeners", "relay", "subscribe"]
 
@@ -60,7 +60,7 @@ class _Subscription:
     progress: bool
 
 
-_lock = threading.Lock()  # the threads that save come and go as listeners
+_lock = ModuleLock()  # the threads that save come and go as listeners
 _subscriptions: tuple[_Subscription, ...] = ()
 _relay: Listener | None = None
 

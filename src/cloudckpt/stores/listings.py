@@ -1,0 +1,52 @@
+"""What other libraries in this process remember of what is in a store."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["forget_listings"]
+
+logger = logging.getLogger("cloudckpt")
+
+_PROTOCOLS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "wasb", "wasbs"})
+
+
+def forget_listings() -> None:
+    """Lets live fsspec file systems of the three clouds forget the listings that they have cached.
+
+    To be called after a commit and after deletions, in the process that may list. s3fs and its like
+    remember a folder's content for good, and see only what they have written themselves: a trainer
+    that looks for old checkpoints by them would never find one of ours, and keep all.
+
+    fsspec is not imported for it. File systems that were made with ``skip_instance_cache`` are
+    known to their makers only, and are not reached. What fails here is logged, and fails nothing.
+    """
+    module = sys.modules.get("fsspec.spec")
+    base = getattr(module, "AbstractFileSystem", None)
+    if base is None:
+        return
+    try:
+        live = list(_live(base))
+    except Exception as error:  # noqa: BLE001 - a cache of somebody else's must not fail a save
+        logger.debug("fsspec's file systems can't be looked at: %r", error)
+        return
+    for files in live:
+        try:
+            files.invalidate_cache()
+        except Exception as error:  # noqa: BLE001 - as above
+            logger.warning(
+                "the cached listings of %s may be out of date: %r", type(files).__name__, error
+            )
+
+
+def _live(base: Any) -> Iterator[Any]:
+    """The instances that the classes of the clouds, derived ones included, keep for reuse."""
+    for kind in base.__subclasses__():
+        protocol: Any = getattr(kind, "protocol", ())
+        names = {protocol} if isinstance(protocol, str) else set(protocol)
+        if names & _PROTOCOLS:
+            yield from list(vars(kind).get("_cache", {}).values())
+        yield from _live(kind)

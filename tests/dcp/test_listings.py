@@ -1,0 +1,215 @@
+"""Listings that other libraries have cached show what we have committed and deleted."""
+
+import os
+import sys
+
+import pytest
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from fsspec.spec import AbstractFileSystem
+from torch.distributed.checkpoint import FileSystemWriter, _async_process_executor
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import cloudckpt
+from cloudckpt.format_utils import dcp_to_torch_save
+from cloudckpt.stores.listings import forget_listings
+
+from .places import Place
+from .values import numbered
+
+_PATIENCE = 150.0  # seconds
+_PROCESS = AsyncCheckpointerType.PROCESS
+
+
+class Remembering(AbstractFileSystem):
+    """As s3fs: it lists a folder once, and then shows what it remembers."""
+
+    protocol = ("s3", "s3a")
+
+    def __init__(self, place: Place) -> None:
+        super().__init__()
+        self._place = place
+
+    def ls(self, path: str = "", detail: bool = False, **kwargs) -> list:
+        if path not in self.dircache:
+            self.dircache[path] = [{"name": name} for name in self._place.names()]
+        entries = self.dircache[path]
+        return entries if detail else [entry["name"] for entry in entries]
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        self.dircache.clear()
+        super().invalidate_cache(path)
+
+
+class Derived(Remembering):
+    """A class that others build on it."""
+
+
+class Elsewhere(Remembering):
+    protocol = "hdfs"
+
+
+class Broken(Remembering):
+    def invalidate_cache(self, path=None):
+        raise OSError("no such cache")
+
+
+@pytest.fixture(params=[Remembering, Derived])
+def listing(request, s3, tmp_path, monkeypatch):
+    """A file system of fsspec that has listed the empty place."""
+    monkeypatch.chdir(tmp_path)  # where a torch that takes a URI for a folder would save
+    made = request.param(s3)
+    assert made.ls() == []
+    yield made
+    request.param.clear_instance_cache()
+
+
+def _state() -> dict:
+    return {"t": numbered(10)}
+
+
+def _plain(place: Place) -> None:
+    cloudckpt.save(_state(), checkpoint_id=place.uri, config=place.config)
+
+
+def _stock(place: Place) -> None:
+    dcp.save(_state(), storage_writer=place.writer())
+
+
+def _behind_install(place: Place) -> None:
+    dcp.save(_state(), storage_writer=FileSystemWriter(place.uri))
+
+
+def _in_a_thread(place: Place) -> None:
+    cloudckpt.async_save(_state(), checkpoint_id=place.uri, config=place.config).result(_PATIENCE)
+
+
+def _in_a_stock_thread(place: Place) -> None:
+    dcp.async_save(_state(), checkpoint_id=place.uri).result(_PATIENCE)
+
+
+def _in_a_process(place: Place) -> None:
+    cloudckpt.async_save(
+        _state(),
+        checkpoint_id=place.uri,
+        config=place.config,
+        async_checkpointer_type=_PROCESS,
+    ).result(_PATIENCE)
+
+
+@pytest.fixture
+def _closed():
+    yield
+    cloudckpt.close_async_savers()
+
+
+@pytest.mark.usefixtures("_closed")
+@pytest.mark.parametrize(
+    "save",
+    [_plain, _stock, _behind_install, _in_a_thread, _in_a_stock_thread, _in_a_process],
+)
+def test_a_new_checkpoint_is_listed_and_a_replaced_one_is_not(save, listing, installed, s3):
+    save(s3)
+    first = listing.ls()
+    assert ".metadata" in first
+    save(s3)
+    second = listing.ls()
+    assert second == s3.names()
+    assert set(first) & set(second) == {".metadata"}
+
+
+def test_what_a_failed_save_has_deleted_is_not_listed(listing, s3):
+    class Looking(cloudckpt.CommitHook):
+        def before_commit(self, uri, metadata):
+            listing.invalidate_cache()
+            assert listing.ls() != []
+            raise ArithmeticError("not this one")
+
+    writer = cloudckpt.CloudStorageWriter(s3.uri, config=s3.config, commit_hook=Looking())
+    with pytest.raises(cloudckpt.RanksFailedError):
+        cloudckpt.save(_state(), storage_writer=writer)
+    assert listing.ls() == []
+
+
+def test_a_converted_file_is_listed(listing, s3, local):
+    _plain(local)
+    dcp_to_torch_save(local.uri, s3.at("model.pt").uri, config=s3.config)
+    assert listing.ls() == ["model.pt"]
+
+
+def _on_each_rank(place: Place) -> None:
+    listing = Remembering(place)
+    listing.ls()
+    dist.barrier()
+    cloudckpt.save(_state(), checkpoint_id=place.uri, config=place.config)
+    assert ".metadata" in listing.ls()
+
+
+def test_the_listing_of_each_rank_is_right(ranks, s3):
+    ranks(2, _on_each_rank, s3)
+
+
+def _with_torchs_daemon(place: Place) -> None:
+    """As torchtitan's ``keep_latest_k``, whose first rank lists by fsspec between the saves."""
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    listing = Remembering(place)
+    cloudckpt.install(place.config)
+    try:
+        for step in ("step-1", "step-2", "step-3"):
+            listing.ls()
+            dcp.async_save(
+                _state(), checkpoint_id=place.at(step).uri, async_checkpointer_type=_PROCESS
+            ).result(_PATIENCE)
+            assert f"{step}/.metadata" in listing.ls()
+    finally:
+        cloudckpt.uninstall()
+        del os.environ["MASTER_ADDR"]
+        _async_process_executor._CHECKPOINT_PROCESS = None  # which ends it
+
+
+def test_what_torchs_daemon_has_saved_is_listed(ranks, s3):
+    ranks(1, _with_torchs_daemon, s3)
+
+
+def test_what_s3fs_lists_is_right(s3):
+    s3fs = pytest.importorskip("s3fs")
+    files = s3fs.S3FileSystem(
+        endpoint_url=s3.config.s3.endpoint_url, config_kwargs={"s3": {"addressing_style": "path"}}
+    )
+    folder = s3.uri.removeprefix("s3://")
+    _plain(s3.at("step-1"))
+    assert [os.path.basename(name) for name in files.ls(folder)] == ["step-1"]
+    _plain(s3.at("step-2"))
+    assert [os.path.basename(name) for name in files.ls(folder)] == ["step-1", "step-2"]
+    old = files.ls(f"{folder}/step-1")
+    _plain(s3.at("step-1"))
+    assert set(old) & set(files.ls(f"{folder}/step-1")) == {f"{folder}/step-1/.metadata"}
+
+
+def test_listings_of_other_stores_are_kept(s3):
+    made = Elsewhere(s3)
+    made.ls()
+    forget_listings()
+    assert "" in made.dircache
+
+
+def test_a_cache_that_can_not_be_cleared_fails_nothing(listing, s3, caplog):
+    broken = Broken(s3)
+    try:
+        _plain(s3)
+    finally:
+        type(broken).clear_instance_cache()
+    assert ".metadata" in listing.ls()
+    assert "Broken" in caplog.text
+
+
+def test_fsspec_is_not_imported_for_it(monkeypatch, s3):
+    monkeypatch.delitem(sys.modules, "fsspec.spec")
+    forget_listings()
+    assert "fsspec.spec" not in sys.modules
+
+
+def test_an_fsspec_of_another_shape_fails_nothing(monkeypatch):
+    monkeypatch.setattr(Remembering, "_cache", None)
+    monkeypatch.setattr(Remembering, "protocol", 7)
+    forget_listings()
