@@ -139,7 +139,7 @@ def test_what_was_parsed_is_parsed_again():
         ("S3:/bucket/run", '"S3://bucket/run"'),
         ("gcs://bucket/run", "did you mean 'gs://bucket/run'?"),
         ("GCS://bucket/run", "did you mean 'gs://bucket/run'?"),
-        (Path("gcs://bucket/run"), "did you mean 'gs://bucket/run'?"),
+        (Path("minio://bucket/run"), "did you mean 's3://bucket/run' with"),
         ("s3a://bucket/run", "did you mean 's3://bucket/run'?"),
         ("s3n://bucket/run", "did you mean 's3://bucket/run'?"),
         ("s3n://key:secret@bucket/run", "did you mean 's3://bucket/run'?"),

@@ -10,7 +10,7 @@ import torch
 from cloudckpt.config import MIB, Config, RetryPolicy
 from cloudckpt.errors import (
     AccessDeniedError,
-    CheckpointCorruptError,
+    CheckpointReplacedError,
     ConnectionLostError,
     InvalidRequestError,
     ObjectNotFoundError,
@@ -256,10 +256,10 @@ def test_an_empty_object_is_an_empty_file(store):
 def test_a_replaced_object_is_noticed(store):
     file = opened(store, bytes(MIB))
     put(store, bytes([1]) * MIB)
-    with pytest.raises(CheckpointCorruptError, match="replaced"):
+    with pytest.raises(CheckpointReplacedError, match="replaced"):
         file.read(10)
-    assert isinstance(file.failure, CheckpointCorruptError)
-    with pytest.raises(CheckpointCorruptError):
+    assert isinstance(file.failure, CheckpointReplacedError)
+    with pytest.raises(CheckpointReplacedError):
         file.read(10)
 
 
@@ -276,7 +276,7 @@ def test_a_replaced_object_is_noticed_in_a_store_that_ignores_conditions():
     file.read(10)
     put(store, bytes([1]) * MIB)
     file.seek(900_000)
-    with pytest.raises(CheckpointCorruptError, match="replaced"):
+    with pytest.raises(CheckpointReplacedError, match="replaced"):
         file.read(10)
 
 
