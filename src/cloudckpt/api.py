@@ -24,7 +24,9 @@ from cloudckpt.dcp.quiet import told_once
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.errors import (
+    CheckpointError,
     CheckpointReplacedError,
+    CloudCheckpointError,
     CommitUnknownError,
     ConfigError,
     InvalidURIError,
@@ -200,7 +202,7 @@ def save_prepared(
         use_collectives=use_collectives,
     )
     try:
-        return cast(Metadata, save_it() if use_collectives else _each_alone(meeting, save_it))
+        return cast(Metadata, _each_alone(meeting, save_it, lambda: not use_collectives))
     except (CheckpointException, RuntimeError) as exc:
         raise _settle(exc, writer, _rank(process_group, no_dist)) from exc
     finally:
@@ -224,53 +226,58 @@ def load_prepared(
 
     meeting = Meeting.of(process_group, no_dist)
     made, state = meeting.begin(ready, lambda both: _stance(both[0].reader))
-    reader, state_dict = made.reader, made.state_dict
-    is_alone, restarts = meeting.group is None, Restarts()
-    while replaced := _load_once(state, made, process_group, no_dist, is_alone=is_alone):
-        restarts.wait(replaced)
-        reader.reset()
+    planner = made.planner
+    if planner is None and isinstance(made.reader, CloudStorageReader):
+        planner = CloudLoadPlanner(made.reader.checkpoint_id)
+    load_it = functools.partial(
+        state_dict_loader.load,
+        state,
+        storage_reader=made.reader,
+        planner=planner,
+        process_group=process_group,
+        no_dist=no_dist,
+    )
+    restarts, rank = Restarts(), _rank(process_group, no_dist)
+    while (failure := _failure_of(load_it, made.reader, meeting, rank)) is not None:
+        restarts.wait(failure)
+        made.reader.reset()
     for key, loaded in state.items():
-        if isinstance(value := state_dict.get(key), Stateful):
+        if isinstance(value := made.state_dict.get(key), Stateful):
             value.load_state_dict(loaded)
-        elif key in state_dict:
-            state_dict[key] = loaded
+        elif key in made.state_dict:
+            made.state_dict[key] = loaded
 
 
-def _load_once(
-    state: dict[str, Any],
-    made: ToLoad,
-    process_group: dist.ProcessGroup | None,
-    no_dist: bool,
-    *,
-    is_alone: bool,
+def _failure_of(
+    load_it: Callable[[], None], reader: StorageReader, meeting: Meeting, rank: int
 ) -> CheckpointReplacedError | None:
-    """One try. If a writer overtook it, and all ranks know that, it returns the error.
-
-    A rank that began anew while the others have failed, or have ended, would wait for them.
-    """
-    reader, planner = made.reader, made.planner
-    if planner is None and isinstance(reader, CloudStorageReader):
-        planner = CloudLoadPlanner(reader.checkpoint_id)
+    """Loads once. If a writer has overtaken it, all ranks return that; they raise all else."""
+    ours = reader if isinstance(reader, CloudStorageReader) else None
     try:
         with told_once():
-            state_dict_loader.load(
-                state,
-                storage_reader=reader,
-                planner=planner,
-                process_group=process_group,
-                no_dist=no_dist,
-            )
-    except (CheckpointException, RuntimeError) as exc:
-        # torch passes on why the metadata could not be read only as a text, of which others can't
-        # tell what it is
-        local = reader.failure if isinstance(reader, CloudStorageReader) else None
-        cause = local or _cause(exc, _rank(process_group, no_dist), _location(reader))
-        if isinstance(cause, CheckpointReplacedError) and (local is None or is_alone):
+            _each_alone(meeting, load_it, lambda: ours is not None and ours.reads_alone)
+    except CheckpointException as exc:
+        cause = _cause(exc, rank, _location(reader))
+        if ours is not None and isinstance(cause, Exception):
+            # of why metadata could not be read torch passes on the text, which names no error
+            cause = _told(meeting, ours.failure) or cause
+        if isinstance(cause, CheckpointReplacedError):
             return cause
         raise cause from exc
-    except CheckpointReplacedError as error:  # of metadata of this rank alone
-        if not is_alone:
-            raise
+    except RuntimeError as exc:
+        raise _cause(exc, rank, _location(reader)) from exc
+    except CheckpointReplacedError as error:
+        return error
+    return None
+
+
+def _told(meeting: Meeting, own: CloudCheckpointError | None) -> BaseException | None:
+    """The failure that the ranks have met by themselves, if any has; all have raised alike."""
+    if meeting.group is None:
+        return own
+    try:
+        meeting.hold(Stance(failure=own), has_begun=True).raise_alike("while they read metadata")
+    except CheckpointError as error:
         return error
     return None
 
@@ -296,24 +303,30 @@ def exists(checkpoint_id: URILike, *, config: Config | None = None) -> bool:
     return is_committed(open_store(uri, config), uri, Retrier(config.retry))
 
 
-def _each_alone(meeting: Meeting, run: Callable[[], T]) -> T:
-    """Runs a step in which torch's ranks meet only in a barrier at its end; they raise alike.
+def _each_alone(meeting: Meeting, run: Callable[[], T], applies: Callable[[], bool]) -> T:
+    """Runs a save or load of torch; without collectives, too, its ranks raise alike.
 
-    A rank that fails before the barrier would leave the others there until its time limit, and
-    they would never hear of it. So it comes, too, and then all tell each other how they fared.
+    They meet only in a barrier at its end then. A rank that fails before would leave the others
+    there until its time limit, and they would never hear of it. So it comes, too, and then all tell
+    each other how they fared.
+
+    Args:
+        meeting: Of the ranks.
+        run: What they do.
+        applies: Whether that was without collectives.
     """
     result: T | None = None
     failure: Exception | None = None
     try:
         result = run()
     except Exception as error:
-        if meeting.group is None or _is_of_group(error):
+        if meeting.group is None or not applies() or _is_of_group(error):
             raise
         failure = error
         with contextlib.suppress(RuntimeError):  # told by the meeting, too
             dist.barrier(group=meeting.group)
-    verdict = meeting.hold(Stance(failure=failure), has_begun=True)
-    verdict.raise_alike("in a save without collectives")
+    if meeting.group is not None and applies():
+        meeting.hold(Stance(failure=failure), has_begun=True).raise_alike("without collectives")
     return cast(T, result)
 
 

@@ -556,9 +556,20 @@ def _load_apart(place: Place) -> None:
 def test_a_checkpoint_of_fewer_ranks_without_collectives_says_whose_part_is_missing(place, ranks):
     ranks(2, _save_apart, place)
     told = ranks.errors(3, _load_apart, place)
-    assert isinstance(told[2], CheckpointNotFoundError)
-    assert all(isinstance(error, CloudCheckpointError) for error in told)
+    assert [type(error) for error in told] == [CheckpointNotFoundError] * 3
     assert all("there is no committed checkpoint" in str(error) for error in told)
+
+
+def _load_apart_clumsily(place: Place) -> None:
+    load({"t": torch.zeros(5)}, place, planner=Clumsy("commit_tensor"))
+
+
+def test_a_rank_that_fails_in_a_load_without_collectives_is_told_to_all(local, ranks):
+    """torch lets the others wait for it in a barrier."""
+    ranks(3, _save_apart, local)
+    told = ranks.errors(3, _load_apart_clumsily, local, deadline=60.0)
+    assert [type(error) for error in told] == [RanksFailedError] * 3
+    assert all("the dog ate it" in str(error) for error in told)
 
 
 def _damage(place: Place, name: str) -> None:

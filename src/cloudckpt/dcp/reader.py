@@ -55,6 +55,7 @@ class CloudStorageReader(StorageReader):
     Attributes:
         transferred: What this rank received in the last load.
         failure: Why the metadata could not be read, which torch only passes on as a text.
+        reads_alone: Whether the metadata is that of this rank alone.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class CloudStorageReader(StorageReader):
             self.uri = CheckpointURI.parse(checkpoint_id)
         self.transferred: Transferred | None = None
         self.failure: CloudCheckpointError | None = None
+        self.reads_alone = False
         self._load_id = str(uuid.uuid4())
         self._places = Places(self.uri, {}, None)
         self._manifest: Manifest | None = None
@@ -197,6 +199,8 @@ class CloudStorageReader(StorageReader):
                 "the metadata does not say where the items are", uri=str(self.uri)
             )
         self._places = Places(self.uri, metadata.storage_data, self._manifest)
+        # torch says so only to a parameter named exactly `kwargs`
+        self.reads_alone = not kwargs.get("use_collectives", True)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return dataclasses.replace(plan, storage_data=Source(str(self.uri), self._save_id))
