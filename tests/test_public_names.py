@@ -58,6 +58,7 @@ PUBLIC = {
     "InstallError",
     "InvalidRequestError",
     "InvalidURIError",
+    "KeyCollisionError",
     "MissingDependencyError",
     "MissingKeyError",
     "ObjectNotFoundError",

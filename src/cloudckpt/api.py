@@ -129,7 +129,8 @@ def load(
     reader: StorageReader
     try:
         reader = _reader(checkpoint_id, storage_reader, config, trust_pickle)
-        state = content_of({key: state_dict[key] for key in sorted(state_dict)})
+        # torch sorts the keys, which it could not do if there were integers beside strings
+        state = content_of({str(key): state_dict[key] for key in sorted(state_dict, key=str)})
     except Exception as error:
         if not _has_others(process_group, no_dist):
             raise
@@ -150,11 +151,11 @@ def load(
         local = reader.failure if isinstance(reader, CloudStorageReader) else None
         rank = _rank(process_group, no_dist)
         raise (local or _cause(exc, rank, _location(reader))) from exc
-    for key, loaded in state.items():
-        if isinstance(value := state_dict.get(key), Stateful):
-            value.load_state_dict(loaded)
-        elif key in state_dict:
-            state_dict[key] = loaded
+    for key in sorted(state_dict, key=str):
+        if isinstance(value := state_dict[key], Stateful):
+            value.load_state_dict(state[str(key)])
+        else:
+            state_dict[key] = state[str(key)]
 
 
 def content_of(state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -32,6 +32,7 @@
         ├── IncompleteSaveError       a planned item was not written
         ├── CheckpointCorruptError    bytes missing, changed or damaged
         ├── UntrustedPickleError      loading would run code that is not on the allow-list
+        ├── KeyCollisionError         also ValueError
         ├── MissingKeyError           also KeyError
         ├── ShapeMismatchError        also ValueError
         ├── UnsupportedTensorError    also TypeError
@@ -73,6 +74,7 @@ __all__ = [
     "InstallError",
     "InvalidRequestError",
     "InvalidURIError",
+    "KeyCollisionError",
     "MissingDependencyError",
     "MissingKeyError",
     "ObjectNotFoundError",
@@ -287,6 +289,10 @@ class CheckpointCorruptError(CheckpointError):
 
 class UntrustedPickleError(CheckpointError):
     """The checkpoint holds a pickle that names code outside of the allow-list."""
+
+
+class KeyCollisionError(CheckpointError, ValueError):
+    """Two entries of a state dict would have the same name, since names are made of strings."""
 
 
 class MissingKeyError(CheckpointError, KeyError):

@@ -16,6 +16,7 @@ from cloudckpt.checkpoint.manifest import ItemKey, Manifest, ManifestId
 from cloudckpt.checkpoint.metadata import dump_metadata
 from cloudckpt.checkpoint.records import ItemRecord
 from cloudckpt.checkpoint.replaced import hidden, replaced
+from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.torch_private import CURRENT_DCP_VERSION, StorageInfo
 from cloudckpt.config import Config
 from cloudckpt.errors import (
@@ -42,6 +43,7 @@ def publish(
     attempt: str,
     metadata: Metadata,
     written: Mapping[MetadataIndex, ItemRecord],
+    structure: Structure,
 ) -> None:
     """Commits a checkpoint whose data objects are all in the store.
 
@@ -53,6 +55,7 @@ def publish(
         attempt: The random name of this save.
         metadata: torch's metadata; the places of the items are filled in.
         written: Every item that some rank has written.
+        structure: How they were nested.
 
     Raises:
         IncompleteSaveError: If the metadata promises an item that nobody has written.
@@ -74,6 +77,7 @@ def publish(
             manifest = Manifest(
                 {_item_key(index): record for index, record in written.items()},
                 store.capabilities.checksum,
+                structure,
             )
             content = manifest.to_json()
         identity = manifest.identify(attempt, content)

@@ -101,7 +101,7 @@ class Checkpointer(ABC):
                 raise ConfigError("strict=True needs a state_dict, whose keys are to be there")
             everything = EverythingPlanner(reader.checkpoint_id, default_map_location)
             self._load({}, reader, everything)
-            return everything.content
+            return everything.content(reader.structure)
         if default_map_location is not None:
             raise ConfigError("default_map_location= is for loading without a state_dict")
         planner = CloudLoadPlanner if strict else PartialPlanner

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import (
     SavePlan,
@@ -30,10 +31,17 @@ from cloudckpt.checkpoint.shard import (
     check_supported,
     travels_as_bytes,
 )
+from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.config import Config
 from cloudckpt.dcp.hooks import CommitHook, run_after
+from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.dcp.portable import portable_errors
-from cloudckpt.dcp.same_checkpoint import collect_written
+from cloudckpt.dcp.same_checkpoint import (
+    collect_structure,
+    collect_written,
+    structure_result,
+)
+from cloudckpt.dcp.torch_private import state_dict_being_planned, traverse_state_dict
 from cloudckpt.errors import CheckpointExistsError, IncompleteSaveError
 from cloudckpt.events.event import Event, Span, emit
 from cloudckpt.gc_pause import paused_gc
@@ -97,6 +105,7 @@ class CloudStorageWriter(StorageWriter):
         self._use_collectives = True
         self._baseline: Baseline | None = None
         self._written: list[str] = []
+        self._structure = Structure()
         self.commits = False
         self.commit_begun = False
 
@@ -136,6 +145,7 @@ class CloudStorageWriter(StorageWriter):
         self._rank = kwargs.get("rank") or 0
         self._use_collectives = kwargs.get("use_collectives", True)
         self.commits = is_coordinator or not self._use_collectives
+        self._structure = self._seen_structure()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Notes what is there already, before anything is sent.
@@ -175,6 +185,8 @@ class CloudStorageWriter(StorageWriter):
         with portable_errors(str(self.uri)), Span("upload", str(self.uri), self._rank) as span:
             results = self._send(plan.items, planner) if plan.items else []
             span.bytes = self.transferred.bytes if self.transferred is not None else 0
+        if self._structure:
+            results.append(structure_result(self._structure, str(self.uri)))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -190,6 +202,7 @@ class CloudStorageWriter(StorageWriter):
         """
         if self._baseline is None:
             raise IncompleteSaveError("the save was not planned", uri=str(self.uri))
+        structure, results = collect_structure(results, str(self.uri))
         with portable_errors(str(self.uri)):
             written = collect_written(results, str(self.uri))
         if self.commit_hook is not None:
@@ -205,10 +218,32 @@ class CloudStorageWriter(StorageWriter):
                 attempt=self._attempt,
                 metadata=metadata,
                 written=written,
+                structure=structure,
             )
         self._written = []
         if self.commit_hook is not None:
             run_after(self.commit_hook, str(self.uri), metadata)
+
+    def _seen_structure(self) -> Structure:
+        """What flattening has lost of the state dict, as far as that can be seen.
+
+        Our planner notes it. torch's has dropped the state dict by now, so the one that torch's
+        saver holds is compared with the planner's paths: a planner of another kind, or one that
+        saves something else than it was given, leaves the structure to the strings in its paths.
+
+        Raises:
+            KeyCollisionError: If two entries of the state dict would have the same name.
+        """
+        state_dict, planner = state_dict_being_planned() or ({}, None)
+        if isinstance(planner, CloudSavePlanner):
+            return planner.structure
+        if not isinstance(planner, DefaultSavePlanner) or not planner.flatten_state_dict:
+            return Structure()
+        with paused_gc():
+            structure = Structure.of(state_dict, str(self.uri))
+            if structure and not _flattens(planner, state_dict):
+                return Structure()
+        return structure
 
     def _tell_plan(self) -> None:
         """Planning is torch's; what can be seen of it is the time until it asks for the data."""
@@ -292,6 +327,15 @@ class CloudStorageWriter(StorageWriter):
 
     def _retrier(self) -> Retrier:
         return Retrier(self.config.retry)
+
+
+def _flattens(planner: DefaultSavePlanner, state_dict: dict[str, Any]) -> bool:
+    """Whether the planner saves this state dict, and not what it has made of it."""
+    paths: list[Any] = []
+    traverse_state_dict(state_dict, lambda path, value: paths.append(path))
+    return len(paths) == len(planner.mappings) and all(
+        planner.mappings.get(".".join(map(str, path))) == path for path in paths
+    )
 
 
 def _write(item: WriteItem, planner: SavePlanner, shard: ShardWriter) -> PendingItem:
