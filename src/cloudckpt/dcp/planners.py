@@ -34,6 +34,7 @@ __all__ = [
     "CloudSavePlanner",
     "DynamicMetaLoadPlanner",
     "EverythingPlanner",
+    "KeepingKeysPlanner",
     "PartialPlanner",
 ]
 
@@ -83,13 +84,18 @@ class CloudSavePlanner(DefaultSavePlanner):
             return super().create_global_plan(all_plans)
 
 
-class _KeepingKeysPlanner(DefaultLoadPlanner):
+class KeepingKeysPlanner(DefaultLoadPlanner):
     """Puts values behind the keys that the state dict has.
 
     torch puts them behind the strings in its paths: beside an integer key, a string one appears
     with the new value, and the old one stays where it is looked for. An empty dict in a list it
     takes for a value that is missing in the checkpoint.
+
+    Attributes:
+        map_location: Where tensors go that stand in other values; None: where they were saved.
     """
+
+    map_location: str | torch.device | None = None
 
     def set_up_planner(
         self,
@@ -111,17 +117,22 @@ class _KeepingKeysPlanner(DefaultLoadPlanner):
             self.state_dict = flatten_sharded_tensors(self.state_dict)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.put(read_item, torch.load(value, map_location=self.map_location, weights_only=False))
+
+    def put(self, read_item: ReadItem, value: Any) -> None:
+        """Puts a value in its place."""
+        name = read_item.dest_index.fqn
         if not self.flatten_state_dict:
-            super().load_bytes(read_item, value)
+            self.state_dict[name] = value
             return
-        path, names = self.mappings[read_item.dest_index.fqn], self._names
+        path, names = self.mappings[name], self._names
         container: Any = self.original_state_dict
         for depth, element in enumerate(path[:-1]):
             container = container[names.name(path[:depth], element)]
-        container[names.name(path[:-1], path[-1])] = torch.load(value, weights_only=False)
+        container[names.name(path[:-1], path[-1])] = value
 
 
-class CloudLoadPlanner(_KeepingKeysPlanner):
+class CloudLoadPlanner(KeepingKeysPlanner):
     """Plans as torch does, and says which keys are missing or misshapen.
 
     Args:
@@ -191,7 +202,7 @@ class EverythingPlanner(CloudLoadPlanner):
 
     def __init__(self, uri: str, device: str | torch.device | None = None) -> None:
         super().__init__(uri)
-        self._device = device if device is not None else "cpu"  # whatever torch's default is
+        self.map_location = device if device is not None else "cpu"  # whatever torch's default is
         self.flatten_state_dict = self.flatten_sharded_tensors = False  # it is flat, and stays so
 
     def set_up_planner(
@@ -205,7 +216,7 @@ class EverythingPlanner(CloudLoadPlanner):
         for fqn, entry in metadata.state_dict_metadata.items():
             if isinstance(entry, TensorStorageMetadata):
                 flat[fqn] = torch.empty(
-                    entry.size, dtype=entry.properties.dtype, device=self._device
+                    entry.size, dtype=entry.properties.dtype, device=self.map_location
                 )
             else:
                 flat[fqn] = None
@@ -222,7 +233,7 @@ class EverythingPlanner(CloudLoadPlanner):
             return structure.nested(self.state_dict, self.metadata.planner_data or {}, self._uri)
 
 
-class DynamicMetaLoadPlanner(_KeepingKeysPlanner, TorchDynamicMetaLoadPlanner):
+class DynamicMetaLoadPlanner(KeepingKeysPlanner, TorchDynamicMetaLoadPlanner):
     """torch's planner for sources without metadata, which also takes values that are no tensors.
 
     What is to be loaded, and how it is sharded, is taken from the state dict alone.

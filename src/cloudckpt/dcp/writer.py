@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from cloudckpt.checkpoint.commit import Baseline, begin
+from cloudckpt.checkpoint.forewarning import forewarn
 from cloudckpt.checkpoint.names import METADATA, data_name, metadata_name
 from cloudckpt.checkpoint.publish import publish
 from cloudckpt.checkpoint.records import ObjectRecord
@@ -273,7 +274,7 @@ class CloudStorageWriter(StorageWriter):
         group = TaskGroup(config.connections, name="cloudckpt-save", interrupt=store.interrupt)
         retrier = Retrier(config.retry, group.cancellation, on_retry=stats.add_retry)
         pool = StagingPool(config.memory_budget, group.cancellation)
-        attempt = random_suffix()
+        attempt, where = random_suffix(), str(self.uri)
 
         def open_object(ordinal: int, staged: bool) -> OpenObject:
             budget = config.memory_budget if staged else None
@@ -298,7 +299,7 @@ class CloudStorageWriter(StorageWriter):
 
         def produce() -> None:
             for item in items:
-                pending.append((item, _write(item, planner, shard)))
+                pending.append((item, _write(item, planner, shard, where)))
             shard.close()
 
         try:
@@ -312,7 +313,6 @@ class CloudStorageWriter(StorageWriter):
             pool.close()
             self.transferred = stats.snapshot()
         objects: dict[str, ObjectRecord] = {}
-        where = str(self.uri)
         with paused_gc():
             return [
                 WriteResult(item.index, written.length, (where, written.record(objects)))
@@ -338,14 +338,21 @@ def _flattens(planner: DefaultSavePlanner, state_dict: dict[str, Any]) -> bool:
     )
 
 
-def _write(item: WriteItem, planner: SavePlanner, shard: ShardWriter) -> PendingItem:
+def _write(item: WriteItem, planner: SavePlanner, shard: ShardWriter, uri: str) -> PendingItem:
     data = planner.resolve_data(item)
     if isinstance(data, io.BytesIO):
-        return shard.add_bytes(data.getvalue())  # shared with the stream, no copy
+        content = data.getvalue()  # shared with the stream, no copy
+        if isinstance(planner, DefaultSavePlanner):
+            value = planner.lookup_object(item.index)
+            forewarn(content, item.index.fqn, type(value), uri)
+        return shard.add_bytes(content)
     tensor = settled(data).detach()
     check_supported(tensor, item.index.fqn)
     if travels_as_bytes(tensor):
-        return shard.add_object(tensor)
+        buffer = io.BytesIO()
+        torch.save(tensor, buffer)
+        forewarn(buffer.getvalue(), item.index.fqn, type(tensor), uri)
+        return shard.add_bytes(buffer.getvalue())
     if type(tensor) is not torch.Tensor:
         tensor = tensor.as_subclass(torch.Tensor)
     return shard.add_tensor(tensor)
