@@ -24,7 +24,7 @@ _ALIGNED = 128  # the flag of a dtype that was made with align=True
 
 def _expect(condition: object, what: str) -> None:
     if not condition:
-        raise pickle.UnpicklingError(f"{what} is not allowed")
+        raise pickle.UnpicklingError(f"{what}: numpy does not pickle plain values so")
 
 
 class StandIn:
@@ -230,6 +230,7 @@ def _structure(names: Any, fields: Any, size: Any, *, aligned: bool) -> Any:
         _expect(isinstance(field[0], Dtype) and type(field[1]) is int, "a field")
         kinds.append(field[0].value)
         offsets.append(field[1])
-        _expect(offsets[-1] >= 0 and not kinds[-1].hasobject, "a field of objects")
+        _expect(offsets[-1] >= 0, "a field before the first byte")
+        _expect(not kinds[-1].hasobject, "a field of objects")
     layout = {"names": list(names), "formats": kinds, "offsets": offsets, "itemsize": size}
     return _dtype(layout, aligned)

@@ -12,22 +12,16 @@ from __future__ import annotations
 import base64
 import logging
 import numbers
-from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
-import torch
+from cloudckpt.checkpoint.key_names import KeyNames, Path, collision, shown
+from cloudckpt.errors import CheckpointCorruptError
 
-from cloudckpt.errors import CheckpointCorruptError, KeyCollisionError
-
-__all__ = ["Key", "KeyNames", "Path", "Structure", "find_collision"]
+__all__ = ["Key", "Structure"]
 
 logger = logging.getLogger("cloudckpt")
-
-Path = tuple["str | int", ...]
-"""Where a value stands, as torch writes it: strings for keys of dicts, integers for lists."""
 
 Key = int | float | complex | bytes | str | None  # bool is an int
 """A key of a dict that can be restored."""
@@ -35,95 +29,6 @@ Key = int | float | complex | bytes | str | None  # bool is an int
 _DEEPEST = 1000  # torch flattens by recursion: Python's limit
 _HOLES = 1 << 20  # entries of lists that stand for nothing stored, such as empty dicts
 _told: set[tuple[Path, str]] = set()  # what this process has said already
-
-_TENSOR, _MAPPING, _LIST, _OTHER = range(4)
-_AS_DICTS = (dict, OrderedDict, Counter, Mapping, MappingProxyType)
-_EQUALITY = {kind.__eq__ for kind in _AS_DICTS}
-
-
-class KeyNames:
-    """One walk through a state dict, beside torch's: what stands behind the strings of its paths.
-
-    Attributes:
-        keys: By the path of a dict and the string in torch's paths: the keys that are no plain
-            strings.
-        empty: The paths of the empty dicts, with the place of each of the path's elements among
-            those beside it.
-        unequal: Dicts of classes that may be unequal to a dict with the same content.
-        collisions: Pairs of keys of one dict that have the same string.
-    """
-
-    def __init__(self, state_dict: Mapping[Any, Any]) -> None:
-        self.keys: dict[Path, dict[str, Any]] = {}
-        self.empty: dict[Path, tuple[int, ...]] = {}
-        self.unequal: dict[Path, type] = {}
-        self.collisions: list[tuple[Path, Any, Any]] = []
-        self._kinds: dict[type, int] = {}
-        self._waiting: list[tuple[Path, tuple[int, ...], Any]] = [((), (), state_dict)]
-        while self._waiting:
-            path, places, value = self._waiting.pop()
-            if isinstance(value, Mapping):
-                self._mapping(path, places, value)
-            else:
-                for index, entry in enumerate(value):
-                    if self.is_walked(entry):
-                        self._waiting.append(((*path, index), (*places, index), entry))
-
-    def name(self, path: Path, element: str | int) -> Any:
-        """The key, or the index, behind an element of a path."""
-        of_dict = self.keys.get(path)
-        return (
-            element
-            if of_dict is None or isinstance(element, int)
-            else of_dict.get(element, element)
-        )
-
-    def _mapping(self, path: Path, places: tuple[int, ...], value: Mapping[Any, Any]) -> None:
-        kinds = self._kinds
-        for place, (key, entry) in enumerate(value.items()):
-            plain = type(key) is str
-            if plain and kinds.get(type(entry), _MAPPING) in (_TENSOR, _OTHER):
-                continue
-            element = key if plain else str(key)
-            if not plain:
-                names = self.keys.setdefault(path, {})
-                if element in names or (element in value and key != element):
-                    self.collisions.append((path, key, names.get(element, element)))
-                names[element] = key
-            if self.is_walked(entry):
-                self._waiting.append(((*path, element), (*places, place), entry))
-        if path and not value:
-            self.empty[path] = places
-        if type(value).__eq__ not in _EQUALITY:
-            self.unequal[path] = type(value)
-
-    def _kind(self, value: Any) -> int:
-        kind = self._kinds.get(type(value))
-        if kind is None:
-            if isinstance(value, Mapping):
-                kind = _MAPPING
-            elif isinstance(value, list):
-                kind = _LIST
-            else:
-                kind = _TENSOR if isinstance(value, torch.Tensor) else _OTHER
-            self._kinds[type(value)] = kind
-        return kind
-
-    def is_walked(self, value: Any) -> bool:
-        """Whether torch looks into it: not into tuples, nor lists without tensors and dicts."""
-        kind = self._kind(value)
-        if kind != _LIST:
-            return kind == _MAPPING
-        lists = [value]
-        while lists:
-            entries = lists.pop()
-            of_kinds = {type(entry): entry for entry in entries}
-            kinds = {self._kind(entry) for entry in of_kinds.values()}
-            if _TENSOR in kinds or _MAPPING in kinds:
-                return True
-            if _LIST in kinds:
-                lists.extend(entry for entry in entries if isinstance(entry, list))
-        return False
 
 
 @dataclass(frozen=True)
@@ -155,7 +60,7 @@ class Structure:
         names = KeyNames(state_dict)
         if names.collisions:
             path, first, second = names.collisions[0]
-            raise _collision((*path, first), (*path, second), uri)
+            raise collision((*path, first), (*path, second), uri)
         keys: dict[Path, dict[str, Key]] = {}
         for path, of_dict in names.keys.items():
             for element, key in of_dict.items():
@@ -184,7 +89,7 @@ class Structure:
                         logger.warning(
                             "%s: ranks have different keys in %s, %r and %r: when it is loaded "
                             "without a state dict, the first will be there",
-                            uri, _shown(path), first, key,
+                            uri, shown(path), first, key,
                         )  # fmt: skip
             for path, places in part.empty.items():
                 empty.setdefault(path, places)
@@ -293,10 +198,10 @@ class _Tree:
             if child is None:
                 child = self._new(node, element)
             elif not isinstance(child, _Node):
-                raise ValueError(f"{_shown(path)} lies in what is no container")
+                raise ValueError(f"{shown(path)} lies in what is no container")
             node = child
         if path[-1] in node:
-            raise ValueError(f"{_shown(path)} is there twice")
+            raise ValueError(f"{shown(path)} is there twice")
         node[path[-1]] = _Value(value)
 
     def add_empty(self, path: Path, places: tuple[int, ...]) -> None:
@@ -322,11 +227,11 @@ class _Tree:
             made: Any
             if any(isinstance(name, int) for name in node):
                 if not all(isinstance(name, int) for name in node):
-                    raise ValueError(f"{_shown(node.path)} is a list and a dict")
+                    raise ValueError(f"{shown(node.path)} is a list and a dict")
                 length = max(node) + 1  # type: ignore[operator]
                 holes -= length - len(node)
                 if holes < 0:
-                    raise ValueError(f"{_shown(node.path)} has too few entries for its length")
+                    raise ValueError(f"{shown(node.path)} has too few entries for its length")
                 made = [None] * length
                 for index, entry in node.items():
                     made[index] = entry.value
@@ -334,7 +239,7 @@ class _Tree:
                 names = keys.get(node.path, {})
                 made = {names.get(name, name): node[name].value for name in node.ordered()}  # type: ignore[arg-type]
                 if len(made) != len(node):
-                    raise ValueError(f"{_shown(node.path)} has a key twice")
+                    raise ValueError(f"{shown(node.path)} has a key twice")
             if parent is None:
                 break
             parent[element] = _Value(made)
@@ -352,45 +257,10 @@ class _Value:
         self.value = value
 
 
-def find_collision(state_dict: Mapping[Any, Any], uri: str | None) -> KeyCollisionError | None:
-    """Which two values have the same name once torch has flattened a state dict."""
-    found: dict[str, tuple[Any, ...]] = {}
-    names = KeyNames(state_dict)
-    waiting: list[tuple[tuple[Any, ...], str, Any]] = [
-        ((key,), str(key), value) for key, value in state_dict.items()
-    ]
-    while waiting:
-        path, name, value = waiting.pop()
-        if names.is_walked(value):
-            entries = value.items() if isinstance(value, Mapping) else enumerate(value)
-            waiting.extend(((*path, key), f"{name}.{key}", entry) for key, entry in entries)
-        elif name in found:
-            return _collision(found[name], path, uri)
-        else:
-            found[name] = path
-    return None
-
-
-def _collision(
-    first: tuple[Any, ...], second: tuple[Any, ...], uri: str | None
-) -> KeyCollisionError:
-    one, other = sorted((_shown(first), _shown(second)))
-    return KeyCollisionError(
-        f"state_dict{one} and state_dict{other} would have the same name in the checkpoint, where "
-        "keys are strings joined by dots: rename one of them",
-        uri=uri,
-        item=".".join(map(str, first)),
-    )
-
-
-def _shown(path: tuple[Any, ...]) -> str:
-    return "".join(f"[{element!r}]" for element in path) or "the state dict"
-
-
 def _tell(path: Path, what: str, uri: str | None) -> None:
     if (path, what) not in _told:
         _told.add((path, what))
-        where = f"in state_dict{_shown(path)}" if path else "in the state dict"
+        where = f"in state_dict{shown(path)}" if path else "in the state dict"
         logger.warning(
             "%s: %s %s can't be restored when the checkpoint is loaded without a state dict; into "
             "a state dict that has it, it can", uri, what, where,
