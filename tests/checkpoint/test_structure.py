@@ -253,6 +253,7 @@ def test_what_is_no_structure_is_refused(document):
         ({"a": ("x",) * 2000, "b": ("b",)}, Structure()),
         ({"a": "a", "b": ("b",)}, Structure()),
         ({"a": 7, "b": ("b",)}, Structure()),
+        ([("a",), ("b",)], Structure()),
         ({"a": ("x", "1"), "b": ("x", "2")}, Structure({("x",): {"1": 3, "2": 3}})),
         ({"a": ("x", "1"), "b": ("b",)}, Structure(empty={("x", 10**12): (0, 0)})),
         ({"a": ("a",), "b": ("b",)}, Structure(empty={("x", 10**12): (0, 0)})),

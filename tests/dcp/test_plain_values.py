@@ -11,6 +11,7 @@ import pathlib
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
@@ -217,6 +218,25 @@ def test_arrays_that_are_refused_are_said_too(local, told, kind):
         everything(local)
     loaded = everything(local, trust_pickle=True)
     assert loaded["array"].dtype == numpy.dtype(kind)
+
+
+class Making(DefaultSavePlanner):
+    """Makes values when they are asked for."""
+
+    def lookup_object(self, index):
+        raise KeyError(index.fqn)
+
+    def resolve_data(self, write_item):
+        buffer = io.BytesIO()
+        torch.save(OfTheUser(), buffer)
+        return buffer
+
+
+def test_planners_that_make_their_values_themselves_go_on_working(local, told):
+    cloudckpt.save({"made": None}, checkpoint_id=local.uri, planner=Making())
+    (message,) = told()
+    assert "OfTheUser" in message
+    assert everything(local, trust_pickle=True) == {"made": OfTheUser()}
 
 
 class Wrapper(torch.Tensor):

@@ -78,6 +78,8 @@ class Structure:
     @classmethod
     def merged(cls, parts: Sequence[Structure], uri: str) -> Structure:
         """What all ranks say; where they contradict each other, the first counts, as in torch."""
+        if all(part == parts[0] for part in parts):  # as in most jobs
+            return parts[0] if parts else cls()
         keys: dict[Path, dict[str, Key]] = {}
         empty: dict[Path, tuple[int, ...]] = {}
         for part in parts:
@@ -142,6 +144,8 @@ class Structure:
             CheckpointCorruptError: If the paths contradict each other.
         """
         try:
+            if not isinstance(paths, Mapping):
+                raise ValueError("the paths are no dict")
             if not paths and not self:
                 return dict(values)
             tree = _Tree()

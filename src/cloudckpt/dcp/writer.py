@@ -343,8 +343,7 @@ def _write(item: WriteItem, planner: SavePlanner, shard: ShardWriter, uri: str) 
     if isinstance(data, io.BytesIO):
         content = data.getvalue()  # shared with the stream, no copy
         if isinstance(planner, DefaultSavePlanner):
-            value = planner.lookup_object(item.index)
-            forewarn(content, item.index.fqn, type(value), uri)
+            forewarn(content, item.index.fqn, _kind(planner, item), uri)
         return shard.add_bytes(content)
     tensor = settled(data).detach()
     check_supported(tensor, item.index.fqn)
@@ -356,6 +355,14 @@ def _write(item: WriteItem, planner: SavePlanner, shard: ShardWriter, uri: str) 
     if type(tensor) is not torch.Tensor:
         tensor = tensor.as_subclass(torch.Tensor)
     return shard.add_tensor(tensor)
+
+
+def _kind(planner: DefaultSavePlanner, item: WriteItem) -> type:
+    """The class of a value that is no tensor."""
+    try:
+        return type(planner.lookup_object(item.index))
+    except Exception:  # noqa: BLE001 - of a planner that makes its values in resolve_data
+        return object
 
 
 def _expected_size(item: WriteItem) -> int:
