@@ -87,7 +87,7 @@ class Structure:
                 known = keys.setdefault(path, {})
                 for element, key in of_dict.items():
                     first = known.setdefault(element, key)
-                    if first != key or type(first) is not type(key):
+                    if first != key:
                         logger.warning(
                             "%s: ranks have different keys in %s, %r and %r: when it is loaded "
                             "without a state dict, the first will be there",
