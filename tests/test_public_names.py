@@ -60,6 +60,7 @@ PUBLIC = {
     "InstallError",
     "InvalidRequestError",
     "InvalidURIError",
+    "KeyCollisionError",
     "MissingDependencyError",
     "MissingKeyError",
     "ObjectNotFoundError",

@@ -30,6 +30,7 @@ from cloudckpt.errors import (
     CommitUnknownError,
     ConfigError,
     InvalidURIError,
+    KeyCollisionError,
     ProcessGroupError,
 )
 from cloudckpt.stores.listings import forget_listings
@@ -222,7 +223,14 @@ def load_prepared(
 
     def ready() -> tuple[ToLoad, dict[str, Any]]:
         made = prepare()
-        return made, content_of({key: made.state_dict[key] for key in sorted(made.state_dict)})
+        # torch sorts the keys, which it could not do if there were integers beside strings
+        named = {str(key): value for key, value in made.state_dict.items()}
+        if len(named) < len(made.state_dict):
+            raise KeyCollisionError(
+                "two keys of the state dict have the same text, by which they are loaded",
+                uri=_location(made.reader),
+            )
+        return made, content_of({name: named[name] for name in sorted(named)})
 
     meeting = Meeting.of(process_group, no_dist)
     made, state = meeting.begin(ready, lambda both: _stance(both[0].reader))
@@ -241,11 +249,11 @@ def load_prepared(
     while (failure := _failure_of(load_it, made.reader, meeting, rank)) is not None:
         restarts.wait(failure)
         made.reader.reset()
-    for key, loaded in state.items():
-        if isinstance(value := made.state_dict.get(key), Stateful):
-            value.load_state_dict(loaded)
-        elif key in made.state_dict:
-            made.state_dict[key] = loaded
+    for key, value in list(made.state_dict.items()):
+        if isinstance(value, Stateful):
+            value.load_state_dict(state[str(key)])
+        else:
+            made.state_dict[key] = state[str(key)]
 
 
 def _failure_of(
@@ -258,9 +266,10 @@ def _failure_of(
             _each_alone(meeting, load_it, lambda: ours is not None and ours.reads_alone)
     except CheckpointException as exc:
         cause = _cause(exc, rank, _location(reader))
-        if ours is not None and isinstance(cause, Exception):
+        if ours is not None:
             # of why metadata could not be read torch passes on the text, which names no error
-            cause = _told(meeting, ours.failure) or cause
+            told = _told(meeting, ours.failure)
+            cause = told if told is not None and isinstance(cause, Exception) else cause
         if isinstance(cause, CheckpointReplacedError):
             return cause
         raise cause from exc

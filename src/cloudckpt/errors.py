@@ -33,6 +33,7 @@
         ├── CheckpointCorruptError    bytes missing, changed or damaged
         ├── CheckpointReplacedError   overwritten or deleted while it was loaded
         ├── UntrustedPickleError      loading would run code that is not on the allow-list
+        ├── KeyCollisionError         also ValueError
         ├── MissingKeyError           also KeyError
         ├── ShapeMismatchError        also ValueError
         ├── UnsupportedTensorError    also TypeError
@@ -76,6 +77,7 @@ __all__ = [
     "InstallError",
     "InvalidRequestError",
     "InvalidURIError",
+    "KeyCollisionError",
     "MissingDependencyError",
     "MissingKeyError",
     "ObjectNotFoundError",
@@ -326,6 +328,10 @@ class CheckpointReplacedError(CheckpointError):
 
 class UntrustedPickleError(CheckpointError):
     """The checkpoint holds a pickle that names code outside of the allow-list."""
+
+
+class KeyCollisionError(CheckpointError, ValueError):
+    """Two entries of a state dict would have the same name, since names are made of strings."""
 
 
 class MissingKeyError(CheckpointError, KeyError):

@@ -71,7 +71,7 @@ def dcp_to_torch_save(
     reader = CloudStorageReader(checkpoint, config=config, trust_pickle=trust_pickle)
     planner = EverythingPlanner(reader.checkpoint_id)
     begun_anew(lambda: _read_all(reader, planner))
-    return write_torch_file(planner.content, target, config)
+    return write_torch_file(planner.content(reader.structure), target, config)
 
 
 def torch_save_to_dcp(

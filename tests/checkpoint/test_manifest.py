@@ -1,6 +1,7 @@
 """The manifest: what was written comes back, and nothing else is believed."""
 
 import base64
+import dataclasses
 import json
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from cloudckpt.checkpoint.manifest import Manifest, ManifestId
 from cloudckpt.checkpoint.records import ItemRecord, ObjectRecord
+from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checksum import ALGORITHMS, CRC32C
 from cloudckpt.errors import CheckpointCorruptError
 
@@ -83,6 +85,26 @@ EXAMPLE = Manifest(
     },
     CRC32C,
 )
+
+
+def test_the_structure_comes_back_and_is_not_there_if_nothing_is_lost():
+    structure = Structure({("a", 0): {"1": 1}}, {("b",): (3,)})
+    manifest = dataclasses.replace(EXAMPLE, structure=structure)
+    data, identity = stored(manifest)
+    assert Manifest.from_json(data, identity, URI).structure == structure
+    assert "structure" not in json.loads(EXAMPLE.to_json())
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [7, [], "x", {}, {"keys": [], "empty": 0}, {"keys": [[["a"], [["1"]]]], "empty": []}],
+)
+def test_a_structure_that_makes_no_sense_is_damage(structure):
+    document = json.loads(EXAMPLE.to_json()) | {"structure": structure}
+    data = json.dumps(document).encode()
+    with pytest.raises(CheckpointCorruptError) as caught:
+        Manifest.from_json(data, EXAMPLE.identify(ATTEMPT, data), URI)
+    assert caught.value.uri == URI
 
 
 # damage

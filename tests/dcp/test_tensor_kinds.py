@@ -5,6 +5,7 @@ import functools
 import io
 import random
 import zipfile
+from argparse import Namespace
 from fractions import Fraction
 
 import numpy as np
@@ -365,22 +366,15 @@ def test_an_empty_state_dict_is_a_checkpoint(place):
     assert ".metadata" in place.names()
 
 
-@pytest.mark.parametrize(
-    "value",
-    [io.BytesIO(b"extra"), np.arange(3), np.float64(2.5)],
-    ids=["BytesIO", "array", "float64"],
-)
+@pytest.mark.parametrize("value", [Fraction(1, 3), Namespace(lr=0.5), range(3)], ids=repr)
 def test_a_value_of_another_class_needs_trust_to_be_loaded(value, local):
     cloudckpt.save({"v": value}, checkpoint_id=local.uri, config=local.config)
     with pytest.raises(UntrustedPickleError, match="trust_pickle=True"):
         cloudckpt.load({"v": None}, checkpoint_id=local.uri, config=local.config)
     loaded = {"v": None}
     cloudckpt.load(loaded, checkpoint_id=local.uri, config=local.config, trust_pickle=True)
-    if isinstance(value, io.BytesIO):
-        assert loaded["v"].getvalue() == b"extra"
-    else:
-        assert (loaded["v"] == value).all()
-        assert loaded["v"].dtype == value.dtype
+    assert type(loaded["v"]) is type(value)
+    assert repr(loaded["v"]) == repr(value)
 
 
 class OneStream(DefaultSavePlanner):
@@ -427,10 +421,12 @@ def test_a_planner_of_the_user_does_not_unpickle_without_trust_either(local):
 
 
 def test_the_refusal_of_a_pickle_names_the_class_to_allow(local):
-    cloudckpt.save({"v": np.arange(3)}, checkpoint_id=local.uri, config=local.config)
+    value = [np.arange(3), Fraction(1, 3)]
+    cloudckpt.save({"v": value}, checkpoint_id=local.uri, config=local.config)
     with pytest.raises(UntrustedPickleError) as caught:
         cloudckpt.load({"v": None}, checkpoint_id=local.uri, config=local.config)
-    assert "numpy._core.multiarray._reconstruct" in str(caught.value)
+    assert "fractions.Fraction" in str(caught.value)
+    assert "numpy" not in str(caught.value)
     assert "\x1b" not in str(caught.value)
 
 

@@ -1,13 +1,16 @@
 """Checkpoints of somebody who wants his code to run here."""
 
 import io
+import pathlib
 import pickle
 import struct
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -214,6 +217,32 @@ class TestItems:
         with pytest.raises((UntrustedPickleError, CheckpointCorruptError)):
             cloudckpt.load({"x": None}, checkpoint_id=uri, config=direct)
         assert not mark.exists()
+
+    @pytest.mark.parametrize("planner", [None, DefaultLoadPlanner], ids=["ours", "torch's"])
+    def test_code_in_an_array_does_not_run(self, plant, direct, mark, planner):
+        array = numpy.empty(1, object)
+        array[0] = Exploit(mark)
+        item = saved_bytes([pathlib.PurePath("a"), array])
+        uri = plant(metadata_of("x", BytesStorageMetadata(), len(item)), item)
+        options = {"planner": planner()} if planner else {}
+        with pytest.raises(UntrustedPickleError, match="trust_pickle=True"):
+            cloudckpt.load({"x": None}, checkpoint_id=uri, config=direct, **options)
+        assert not mark.exists()
+
+    @pytest.mark.parametrize("planner", [None, DefaultLoadPlanner], ids=["ours", "torch's"])
+    def test_an_array_that_reads_behind_its_memory_is_refused(self, plant, direct, planner):
+        class Field:
+            """A dtype of 8 bytes whose field lies a megabyte behind them."""
+
+            def __reduce__(self):
+                fields = {"a": (numpy.dtype("f8"), 1 << 20)}
+                return numpy.dtype, ("V8", False, True), (3, "|", None, ("a",), fields, 8, 1, 16)
+
+        item = saved_bytes([Field()])
+        uri = plant(metadata_of("x", BytesStorageMetadata(), len(item)), item)
+        options = {"planner": planner()} if planner else {}
+        with pytest.raises(UntrustedPickleError):
+            cloudckpt.load({"x": None}, checkpoint_id=uri, config=direct, **options)
 
     def test_a_bare_pickle_as_an_item_does_not_run(self, plant, direct, mark):
         data = pickle.dumps(Exploit(mark))

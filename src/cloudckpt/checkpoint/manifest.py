@@ -11,11 +11,12 @@ import json
 import re
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from cloudckpt.checkpoint.names import checked, manifest_name
 from cloudckpt.checkpoint.records import ItemRecord, ObjectRecord
+from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checksum import ALGORITHMS, CRC32C, ChecksumAlgorithm
 from cloudckpt.errors import CheckpointCorruptError
 from cloudckpt.gc_pause import paused_gc
@@ -73,10 +74,11 @@ class ManifestId:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All items of a checkpoint, and the algorithm of their checksums."""
+    """All items of a checkpoint, the algorithm of their checksums, and how they were nested."""
 
     items: Mapping[ItemKey, ItemRecord]
     checksum: ChecksumAlgorithm
+    structure: Structure = field(default_factory=Structure)
 
     def to_json(self) -> bytes:
         """The bytes that are stored."""
@@ -97,6 +99,8 @@ class Manifest:
             ],
             "items": rows,
         }
+        if self.structure:
+            document["structure"] = self.structure.to_json()
         return json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
 
     def identify(self, attempt: str, data: bytes) -> ManifestId:
@@ -125,7 +129,9 @@ class Manifest:
                 ]
                 find = objects.__getitem__
                 items = dict(_item(row, find, checksum) for row in document["items"])
-                return cls(items, checksum)
+                nested = document.get("structure")
+                structure = Structure() if nested is None else Structure.from_json(nested)
+                return cls(items, checksum, structure)
         except (ValueError, KeyError, TypeError, IndexError, struct.error) as exc:
             raise CheckpointCorruptError(
                 "the manifest can't be understood; was it written by a newer cloudckpt?",

@@ -10,19 +10,39 @@ from typing import Any
 
 import torch
 
-from cloudckpt.errors import CheckpointCorruptError, UntrustedPickleError
+from cloudckpt.checkpoint.plain_values import load_plain
+from cloudckpt.errors import CheckpointCorruptError, CheckpointError, UntrustedPickleError
 
-__all__ = ["TensorDescription", "check_trusted", "describe_tensor", "load_tensor", "refused"]
+__all__ = [
+    "TensorDescription",
+    "check_trusted",
+    "describe_tensor",
+    "load_item",
+    "load_tensor",
+    "refused",
+]
 
 
 def check_trusted(data: bytes | bytearray, item: str, uri: str) -> None:
-    """Whether ``torch.load`` of a non-tensor item would run only what torch allows.
+    """Whether ``torch.load`` of a non-tensor item would run only what is allowed.
 
     Raises:
         UntrustedPickleError: If its pickle names anything else.
+        CheckpointCorruptError: If it can't be read.
+    """
+    load_item(data, item, uri, map_location="cpu")
+
+
+def load_item(data: bytes | bytearray, item: str, uri: str, *, map_location: Any) -> Any:
+    """A value that was written by ``torch.save``.
+
+    Raises:
+        UntrustedPickleError: If it needs code that is not allowed.
+        CheckpointCorruptError: If it can't be read.
+        CheckpointError: If there is no such device as ``map_location``, or the item, names.
     """
     try:
-        torch.load(io.BytesIO(data), map_location="cpu", weights_only=True, mmap=False)
+        return load_plain(io.BytesIO(data), map_location)
     except pickle.UnpicklingError as exc:
         raise UntrustedPickleError(
             f"{item} can't be loaded without running code that is not on torch's allow-list: if "
@@ -33,6 +53,15 @@ def check_trusted(data: bytes | bytearray, item: str, uri: str) -> None:
             cause=refused(exc),
         ) from None
     except Exception as exc:
+        if map_location != "cpu":
+            check_trusted(data, item, uri)  # which fails, too, if it is the item that can't be read
+            raise CheckpointError(
+                f"{item} holds tensors of a device that is not here: load it without a state dict, "
+                'with default_map_location="cpu"',
+                uri=uri,
+                item=item,
+                cause=exc,
+            ) from exc
         raise CheckpointCorruptError(
             f"{item} can't be read", uri=uri, item=item, cause=exc
         ) from exc
@@ -46,7 +75,11 @@ def load_tensor(data: io.BytesIO, item: str, uri: str, *, trust: bool) -> torch.
         CheckpointCorruptError: If it can't be read, or is no tensor.
     """
     try:
-        loaded = torch.load(data, map_location="cpu", weights_only=not trust, mmap=False)
+        loaded = (
+            torch.load(data, map_location="cpu", weights_only=False, mmap=False)
+            if trust
+            else load_plain(data)
+        )
     except pickle.UnpicklingError as exc:
         raise UntrustedPickleError(
             f"{item} needs a class that is not on torch's allow-list: allow it by "

@@ -17,6 +17,7 @@ from cloudckpt.checkpoint.metadata import dump_metadata
 from cloudckpt.checkpoint.records import ItemRecord
 from cloudckpt.checkpoint.replaced import hidden, replaced
 from cloudckpt.checkpoint.same_store import look_for
+from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.torch_private import CURRENT_DCP_VERSION, StorageInfo
 from cloudckpt.config import Config
 from cloudckpt.errors import (
@@ -45,6 +46,7 @@ def publish(
     metadata: Metadata,
     written: Mapping[MetadataIndex, ItemRecord],
     own: Collection[str],
+    structure: Structure,
 ) -> None:
     """Commits a checkpoint, if all of its data objects are in the store.
 
@@ -58,6 +60,7 @@ def publish(
         written: Every item that some rank has written.
         own: The names of the objects that this rank itself has written to ``store``; those of
             others are looked for.
+        structure: How the items were nested.
 
     Raises:
         IncompleteSaveError: If the metadata promises an item that nobody has written.
@@ -81,6 +84,7 @@ def publish(
             manifest = Manifest(
                 {_item_key(index): record for index, record in written.items()},
                 store.capabilities.checksum,
+                structure,
             )
             content = manifest.to_json()
         identity = manifest.identify(attempt, content)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -177,12 +176,6 @@ class ShardWriter:
         target, offset = self._room_for(length, staged=False)
         target.upload.write(Piece(view, checksums, owner=data))
         return PendingItem(target, offset, length, offset, length, None, (), checksums)
-
-    def add_object(self, tensor: torch.Tensor) -> PendingItem:
-        """Writes a tensor subclass without storage of its own, as ``torch.save`` does."""
-        buffer = io.BytesIO()
-        torch.save(tensor, buffer)
-        return self.add_bytes(buffer.getvalue())
 
     def close(self) -> None:
         """Ends the last objects."""

@@ -10,6 +10,7 @@ from typing import IO, Any, cast
 import torch
 
 from cloudckpt.checkpoint.pickles import refused
+from cloudckpt.checkpoint.plain_values import load_plain
 from cloudckpt.checkpoint.skeletons import (
     NotPlainError,
     Place,
@@ -198,10 +199,12 @@ class TorchFile:
     def _load(self, map_location: Any) -> Any:
         self._file.seek(0)
         with self._errors():
+            if not self._trust_pickle:
+                return load_plain(cast(IO[bytes], self._file), map_location)
             return torch.load(
                 cast(IO[bytes], self._file),
                 map_location=map_location,
-                weights_only=not self._trust_pickle,
+                weights_only=False,
                 mmap=False,  # whatever torch.utils.serialization.config says: this is no path
             )
 

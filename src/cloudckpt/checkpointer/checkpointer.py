@@ -93,7 +93,7 @@ class Checkpointer(ABC):
             CloudCheckpointError: As :func:`cloudckpt.load`.
         """
         self._check_open()
-        everything: list[EverythingPlanner] = []
+        everything: list[tuple[CloudStorageReader, EverythingPlanner]] = []
 
         def prepare() -> api.ToLoad:
             reader = CloudStorageReader(
@@ -107,13 +107,16 @@ class Checkpointer(ABC):
                 return api.ToLoad(state_dict, reader, planner)
             if strict:
                 raise ConfigError("strict=True needs a state_dict, whose keys are to be there")
-            everything.append(EverythingPlanner(where, default_map_location))
-            return api.ToLoad({}, reader, everything[0])
+            everything.append((reader, EverythingPlanner(where, default_map_location)))
+            return api.ToLoad({}, *everything[0])
 
         api.load_prepared(
             prepare, process_group=self._config.process_group, no_dist=self._config.no_dist
         )
-        return everything[0].content if state_dict is None else state_dict
+        if state_dict is not None:
+            return state_dict
+        [(reader, planner)] = everything
+        return planner.content(reader.structure)
 
     def close(self) -> None:
         """Waits for what is under way, and gives back memory and processes."""

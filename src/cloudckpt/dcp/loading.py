@@ -10,10 +10,11 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from cloudckpt.checkpoint.pickles import check_trusted, load_tensor
+from cloudckpt.checkpoint.pickles import check_trusted, load_item, load_tensor
 from cloudckpt.checkpoint.places import ItemPlace, Places, StoredTensor
 from cloudckpt.checkpoint.shard import travels_as_bytes
 from cloudckpt.config import Config
+from cloudckpt.dcp.planners import KeepingKeysPlanner
 from cloudckpt.dcp.torch_private import ExtensionRegistry, StreamTransformExtension
 from cloudckpt.errors import (
     CheckpointCorruptError,
@@ -122,10 +123,16 @@ class Load:
 
         def finish() -> None:
             data = _untransformed(place, sink.data)
-            if isinstance(self._planner, DefaultLoadPlanner) and not self._trust_pickle:
+            planner, name = self._planner, place.whole.item
+            if not self._trust_pickle and isinstance(planner, DefaultLoadPlanner):
+                if type(planner).load_bytes is KeepingKeysPlanner.load_bytes:
+                    assert isinstance(planner, KeepingKeysPlanner)
+                    where = planner.map_location
+                    planner.put(item, load_item(data, name, self._uri, map_location=where))
+                    return
                 # it unpickles without restrictions, also for its subclasses: see first that it may
-                check_trusted(data, place.whole.item, self._uri)
-            self._planner.load_bytes(item, io.BytesIO(data))
+                check_trusted(data, name, self._uri)
+            planner.load_bytes(item, io.BytesIO(data))
 
         self._afterwards.append(finish)
 

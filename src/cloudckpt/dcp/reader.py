@@ -20,6 +20,7 @@ from cloudckpt.checkpoint.metadata import load_metadata
 from cloudckpt.checkpoint.names import metadata_name
 from cloudckpt.checkpoint.places import Places
 from cloudckpt.checkpoint.presence import beneath
+from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.config import Config
 from cloudckpt.dcp.loading import Load
 from cloudckpt.dcp.portable import portable_errors
@@ -92,6 +93,11 @@ class CloudStorageReader(StorageReader):
     def checkpoint_id(self) -> str:
         """The location, as a string."""
         return str(self.uri)
+
+    @property
+    def structure(self) -> Structure:
+        """How what was saved was nested, beyond what the metadata says; once that was read."""
+        return self._manifest.structure if self._manifest is not None else Structure()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -14,9 +14,10 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from cloudckpt.checkpoint.records import ItemRecord
+from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.errors import CheckpointReplacedError, DifferentCheckpointsError
 
-__all__ = ["Source", "check_sources", "collect_written"]
+__all__ = ["Source", "check_sources", "collect_structure", "collect_written", "structure_result"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,27 @@ def collect_written(
                 )
             written[result.index] = record
     return written
+
+
+def structure_result(structure: Structure, uri: str) -> WriteResult:
+    """What tells the rank that commits how this rank's values were nested."""
+    return WriteResult(MetadataIndex(""), 0, (uri, structure))
+
+
+def collect_structure(
+    results: Sequence[Iterable[WriteResult]], uri: str
+) -> tuple[Structure, list[list[WriteResult]]]:
+    """What the ranks say of how their values were nested, and their other results."""
+    found: list[Structure] = []
+    others: list[list[WriteResult]] = []
+    for of_rank in results:
+        others.append([])
+        for result in of_rank:
+            if isinstance(result.storage_data[1], Structure):
+                found.append(result.storage_data[1])
+            else:
+                others[-1].append(result)
+    return Structure.merged(found, uri), others
 
 
 def check_sources(plans: Sequence[LoadPlan]) -> None:

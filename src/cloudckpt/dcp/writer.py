@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import (
     SavePlan,
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from cloudckpt.checkpoint.commit import Baseline, begin
+from cloudckpt.checkpoint.forewarning import forewarn
 from cloudckpt.checkpoint.names import METADATA, data_name, metadata_name
 from cloudckpt.checkpoint.publish import publish
 from cloudckpt.checkpoint.records import ObjectRecord
@@ -31,10 +33,17 @@ from cloudckpt.checkpoint.shard import (
     check_supported,
     travels_as_bytes,
 )
+from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.config import Config
 from cloudckpt.dcp.hooks import CommitHook, run_after
+from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.dcp.portable import portable_errors
-from cloudckpt.dcp.same_checkpoint import collect_written
+from cloudckpt.dcp.same_checkpoint import (
+    collect_structure,
+    collect_written,
+    structure_result,
+)
+from cloudckpt.dcp.torch_private import state_dict_being_planned, traverse_state_dict
 from cloudckpt.errors import (
     CheckpointExistsError,
     CloudCheckpointError,
@@ -109,6 +118,7 @@ class CloudStorageWriter(StorageWriter):
         self._use_collectives = True
         self._baseline: Baseline | None = None
         self._written: list[str] = []
+        self._structure = Structure()
         self.commits = False
         self.committed: bool | None = None
 
@@ -149,6 +159,7 @@ class CloudStorageWriter(StorageWriter):
         self._use_collectives = kwargs.get("use_collectives", True)
         self.commits = is_coordinator or not self._use_collectives
         self.committed = False if self.commits else None
+        self._structure = self._seen_structure()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Notes what is there already, before anything is sent.
@@ -190,6 +201,8 @@ class CloudStorageWriter(StorageWriter):
         with portable_errors(str(self.uri)), Span("upload", str(self.uri), self._rank) as span:
             results = self._send(plan.items, planner) if plan.items else []
             span.bytes = self.transferred.bytes if self.transferred is not None else 0
+        if self._structure:
+            results.append(structure_result(self._structure, str(self.uri)))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -205,6 +218,7 @@ class CloudStorageWriter(StorageWriter):
         """
         if self._baseline is None:
             raise IncompleteSaveError("the save was not planned", uri=str(self.uri))
+        structure, results = collect_structure(results, str(self.uri))
         with portable_errors(str(self.uri)):
             written = collect_written(results, str(self.uri))
         if self.commit_hook is not None:
@@ -222,6 +236,7 @@ class CloudStorageWriter(StorageWriter):
                     metadata=metadata,
                     written=written,
                     own=self._written,
+                    structure=structure,
                 )
             except CommitUnknownError:
                 raise
@@ -234,6 +249,27 @@ class CloudStorageWriter(StorageWriter):
         self._written = []
         if self.commit_hook is not None:
             run_after(self.commit_hook, str(self.uri), metadata)
+
+    def _seen_structure(self) -> Structure:
+        """What flattening has lost of the state dict, as far as that can be seen.
+
+        Our planner notes it. torch's has dropped the state dict by now, so the one that torch's
+        saver holds is compared with the planner's paths: a planner of another kind, or one that
+        saves something else than it was given, leaves the structure to the strings in its paths.
+
+        Raises:
+            KeyCollisionError: If two entries of the state dict would have the same name.
+        """
+        state_dict, planner = state_dict_being_planned() or ({}, None)
+        if isinstance(planner, CloudSavePlanner):
+            return planner.structure
+        if not isinstance(planner, DefaultSavePlanner) or not planner.flatten_state_dict:
+            return Structure()
+        with paused_gc():
+            structure = Structure.of(state_dict, str(self.uri))
+            if structure and not _flattens(planner, state_dict):
+                return Structure()
+        return structure
 
     def _tell_plan(self) -> None:
         """Planning is torch's; what can be seen of it is the time until it asks for the data."""
@@ -280,7 +316,7 @@ class CloudStorageWriter(StorageWriter):
         group = TaskGroup(config.connections, name="cloudckpt-save", interrupt=store.interrupt)
         retrier = Retrier(config.retry, group.cancellation, on_retry=stats.add_retry)
         pool = StagingPool(config.memory_budget, group.cancellation)
-        attempt = random_suffix()
+        attempt, where = random_suffix(), str(self.uri)
 
         def open_object(ordinal: int, staged: bool) -> OpenObject:
             budget = config.memory_budget if staged else None
@@ -305,7 +341,7 @@ class CloudStorageWriter(StorageWriter):
 
         def produce() -> None:
             for item in items:
-                pending.append((item, _write(item, planner, shard)))
+                pending.append((item, _write(item, planner, shard, where)))
             shard.close()
 
         try:
@@ -319,7 +355,6 @@ class CloudStorageWriter(StorageWriter):
             pool.close()
             self.transferred = stats.snapshot()
         objects: dict[str, ObjectRecord] = {}
-        where = str(self.uri)
         with paused_gc():
             return [
                 WriteResult(item.index, written.length, (where, written.record(objects)))
@@ -359,7 +394,16 @@ def _check_types(plan: SavePlan, uri: str) -> None:
             ) from exc
 
 
-def _write(item: WriteItem, planner: SavePlanner, shard: ShardWriter) -> PendingItem:
+def _flattens(planner: DefaultSavePlanner, state_dict: dict[str, Any]) -> bool:
+    """Whether the planner saves this state dict, and not what it has made of it."""
+    paths: list[Any] = []
+    traverse_state_dict(state_dict, lambda path, value: paths.append(path))
+    return len(paths) == len(planner.mappings) and all(
+        planner.mappings.get(".".join(map(str, path))) == path for path in paths
+    )
+
+
+def _write(item: WriteItem, planner: SavePlanner, shard: ShardWriter, uri: str) -> PendingItem:
     data, fqn, is_bytes = (
         planner.resolve_data(item),
         item.index.fqn,
@@ -372,7 +416,10 @@ def _write(item: WriteItem, planner: SavePlanner, shard: ShardWriter) -> Pending
             item=fqn,
         )
     if isinstance(data, io.BytesIO):
-        return shard.add_bytes(data.getvalue())  # shared with the stream, no copy
+        content = data.getvalue()  # shared with the stream, no copy
+        if isinstance(planner, DefaultSavePlanner):
+            forewarn(content, fqn, _kind(planner, item), uri)
+        return shard.add_bytes(content)
     tensor = settled(data).detach()
     check_supported(tensor, fqn)
     # another type than planned is converted by every reader: torch's cached plans don't heed types
@@ -383,10 +430,21 @@ def _write(item: WriteItem, planner: SavePlanner, shard: ShardWriter) -> Pending
             item=fqn,
         )
     if travels_as_bytes(tensor):
-        return shard.add_object(tensor)
+        buffer = io.BytesIO()
+        torch.save(tensor, buffer)
+        forewarn(buffer.getvalue(), fqn, type(tensor), uri)
+        return shard.add_bytes(buffer.getvalue())
     if type(tensor) is not torch.Tensor:
         tensor = tensor.as_subclass(torch.Tensor)
-    return shard.add_tensor(tensor, item.index.fqn)
+    return shard.add_tensor(tensor, fqn)
+
+
+def _kind(planner: DefaultSavePlanner, item: WriteItem) -> type:
+    """The class of a value that is no tensor."""
+    try:
+        return type(planner.lookup_object(item.index))
+    except Exception:  # noqa: BLE001 - of a planner that makes its values in resolve_data
+        return object
 
 
 def _expected_size(item: WriteItem) -> int:

@@ -1,0 +1,327 @@
+"""What flattening loses of a state dict, so that all of a checkpoint can be loaded as it was saved.
+
+torch flattens nested dicts and lists into one dict. The paths that it keeps have strings in the
+place of all keys of dicts, and nothing of a dict that is empty: ``optimizer.state_dict()``, whose
+state is keyed by integers, would come back in a form that ``load_state_dict`` takes for that of an
+optimizer without state. A :class:`Structure` holds the difference, and nothing for state dicts
+whose keys are strings and whose dicts all hold something. It is stored in the manifest.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import numbers
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cloudckpt.checkpoint.key_names import KeyNames, Path, collision, shown
+from cloudckpt.errors import CheckpointCorruptError
+
+__all__ = ["Key", "Structure"]
+
+logger = logging.getLogger("cloudckpt")
+
+Key = int | float | complex | bytes | str | None  # bool is an int
+"""A key of a dict that can be restored."""
+
+_DEEPEST = 1000  # torch flattens by recursion: Python's limit
+_HOLES = 1 << 20  # entries of lists that stand for nothing stored, such as empty dicts
+_told: set[tuple[Path, str]] = set()  # what this process has said already
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The difference between a state dict and what torch's paths say of it.
+
+    Attributes:
+        keys: By the path of a dict and the string in torch's paths: the key that it stands for.
+        empty: The paths of empty dicts, with the place of each of the path's elements among those
+            beside it.
+    """
+
+    keys: Mapping[Path, Mapping[str, Key]] = field(default_factory=dict)
+    empty: Mapping[Path, tuple[int, ...]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.keys or self.empty)
+
+    @classmethod
+    def of(cls, state_dict: Mapping[Any, Any], uri: str | None = None) -> Structure:
+        """What flattening would lose.
+
+        What can't be restored is told once, by the logger ``cloudckpt``: it loads only into a state
+        dict that has it.
+
+        Raises:
+            KeyCollisionError: If two keys of one dict have the same string.
+        """
+        names = KeyNames(state_dict)
+        if names.collisions:
+            path, first, second = names.collisions[0]
+            raise collision((*path, first), (*path, second), uri)
+        keys: dict[Path, dict[str, Key]] = {}
+        for path, of_dict in names.keys.items():
+            for element, key in of_dict.items():
+                try:
+                    plain = _plain(key)
+                except ValueError:
+                    _tell(path, f"the key {key!r} ({type(key).__name__})", uri)
+                    continue
+                if plain != element:
+                    keys.setdefault(path, {})[element] = plain
+        for path, kind in names.unequal.items():
+            _tell(path, f"a dict of the class {kind.__name__}", uri)
+        return cls(keys, names.empty)
+
+    @classmethod
+    def merged(cls, parts: Sequence[Structure], uri: str) -> Structure:
+        """What all ranks say; where they contradict each other, the first counts, as in torch."""
+        if all(part == parts[0] for part in parts):  # as in most jobs
+            return parts[0] if parts else cls()
+        keys: dict[Path, dict[str, Key]] = {}
+        empty: dict[Path, tuple[int, ...]] = {}
+        for part in parts:
+            for path, of_dict in part.keys.items():
+                known = keys.setdefault(path, {})
+                for element, key in of_dict.items():
+                    first = known.setdefault(element, key)
+                    if first != key:
+                        logger.warning(
+                            "%s: ranks have different keys in %s, %r and %r: when it is loaded "
+                            "without a state dict, the first will be there",
+                            uri, shown(path), first, key,
+                        )  # fmt: skip
+            for path, places in part.empty.items():
+                empty.setdefault(path, places)
+        return cls(keys, empty)
+
+    def to_json(self) -> dict[str, Any]:
+        """What the manifest has of it."""
+        keys = [
+            [path, [[element, _encoded(key)] for element, key in of_dict.items()]]
+            for path, of_dict in self.keys.items()
+        ]
+        return {"keys": keys, "empty": [[path, places] for path, places in self.empty.items()]}
+
+    @classmethod
+    def from_json(cls, document: Any) -> Structure:
+        """Reads what :meth:`to_json` has made.
+
+        Raises:
+            ValueError: If it is anything else.
+        """
+        if not isinstance(document, dict) or document.keys() != {"keys", "empty"}:
+            raise ValueError("a structure has keys and empty dicts")
+        keys: dict[Path, dict[str, Key]] = {}
+        for row in _rows(document["keys"]):
+            of_dict = keys.setdefault(_path(row[0]), {})
+            for element, key in _rows(row[1]):
+                if not isinstance(element, str) or element in of_dict:
+                    raise ValueError("the name of a key is no string, or there twice")
+                of_dict[element] = _decoded(key)
+        empty: dict[Path, tuple[int, ...]] = {}
+        for path, places in ((_path(row[0]), row[1]) for row in _rows(document["empty"])):
+            if not isinstance(places, list) or len(places) != len(path) or not path:
+                raise ValueError("an empty dict has a place for each element of its path")
+            if not all(type(place) is int and place >= 0 for place in places):
+                raise ValueError("a place is no number, or negative")
+            empty[path] = tuple(places)
+        return cls(keys, empty)
+
+    def nested(
+        self, values: Mapping[str, Any], paths: Mapping[str, Any], uri: str
+    ) -> dict[Any, Any]:
+        """The state dict that was flattened.
+
+        Args:
+            values: What was loaded, by torch's flat names.
+            paths: Where it stood; what has no path stands in the dict itself.
+            uri: The checkpoint, for messages.
+
+        Raises:
+            CheckpointCorruptError: If the paths contradict each other.
+        """
+        try:
+            if not isinstance(paths, Mapping):
+                raise ValueError("the paths are no dict")
+            if not paths and not self:
+                return dict(values)
+            tree = _Tree()
+            for name, value in values.items():
+                tree.add(_path(paths.get(name, (name,))), value)
+            order = sorted(self.empty, key=lambda path: (len(path), self.empty[path]))
+            for path in order:
+                tree.add_empty(path, self.empty[path])
+            return tree.built(self.keys)
+        except ValueError as exc:
+            raise CheckpointCorruptError(
+                "where its values stood can't be understood; load it into a state dict",
+                uri=uri,
+                cause=exc,
+            ) from exc
+
+
+class _Node(dict["str | int", Any]):
+    """A container that is being built; ``late`` has the entries that hold nothing, by place."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+        self.late: dict[str | int, int] = {}
+
+    def ordered(self) -> Iterator[str | int]:
+        """Its elements in the order of the dict that was saved."""
+        waiting = sorted(self.late.items(), key=lambda item: item[1], reverse=True)
+        count = 0
+        for element in self:
+            if element in self.late:
+                continue
+            while waiting and waiting[-1][1] <= count:
+                yield waiting.pop()[0]
+                count += 1
+            yield element
+            count += 1
+        yield from (element for element, _ in reversed(waiting))
+
+
+class _Tree:
+    """Nested containers, built without recursion: paths come from the store."""
+
+    def __init__(self) -> None:
+        self._root = _Node(())
+        self._nodes: list[tuple[_Node | None, str | int, _Node]] = [(None, "", self._root)]
+
+    def add(self, path: Path, value: Any) -> None:
+        if not path:
+            raise ValueError("a value has an empty path")
+        node = self._root
+        for element in path[:-1]:
+            child = node.get(element)
+            if child is None:
+                child = self._new(node, element)
+            elif not isinstance(child, _Node):
+                raise ValueError(f"{shown(path)} lies in what is no container")
+            node = child
+        if path[-1] in node:
+            raise ValueError(f"{shown(path)} is there twice")
+        node[path[-1]] = _Value(value)
+
+    def add_empty(self, path: Path, places: tuple[int, ...]) -> None:
+        """An empty dict; nothing, if another rank had something else there."""
+        node = self._root
+        for element, place in zip(path, places, strict=True):
+            child = node.get(element)
+            if child is None:
+                child = self._new(node, element)
+                node.late[element] = place
+            elif not isinstance(child, _Node):
+                return
+            node = child
+
+    def _new(self, parent: _Node, element: str | int) -> _Node:
+        node = parent[element] = _Node((*parent.path, element))
+        self._nodes.append((parent, element, node))
+        return node
+
+    def built(self, keys: Mapping[Path, Mapping[str, Key]]) -> dict[Any, Any]:
+        holes = _HOLES
+        for parent, element, node in reversed(self._nodes):  # those inside others first
+            made: Any
+            if any(isinstance(name, int) for name in node):
+                if not all(isinstance(name, int) for name in node):
+                    raise ValueError(f"{shown(node.path)} is a list and a dict")
+                length = max(node) + 1  # type: ignore[operator]
+                holes -= length - len(node)
+                if holes < 0:
+                    raise ValueError(f"{shown(node.path)} has too few entries for its length")
+                made = [None] * length
+                for index, entry in node.items():
+                    made[index] = entry.value
+            else:
+                names = keys.get(node.path, {})
+                made = {names.get(name, name): node[name].value for name in node.ordered()}  # type: ignore[arg-type]
+                if len(made) != len(node):
+                    raise ValueError(f"{shown(node.path)} has a key twice")
+            if parent is None:
+                break
+            parent[element] = _Value(made)
+        if not isinstance(made, dict):
+            raise ValueError("it is a list")
+        return made
+
+
+class _Value:
+    """A value in a tree: what is loaded may be a dict itself."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _tell(path: Path, what: str, uri: str | None) -> None:
+    if (path, what) not in _told:
+        _told.add((path, what))
+        where = f"in state_dict{shown(path)}" if path else "in the state dict"
+        logger.warning(
+            "%s: %s %s can't be restored when the checkpoint is loaded without a state dict; into "
+            "a state dict that has it, it can", uri, what, where,
+        )  # fmt: skip
+
+
+def _plain(key: Any) -> Key:
+    """A key of a plain type that is equal to ``key`` and found in its place.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if key is None or type(key) in (bool, int, bytes):
+        return key  # type: ignore[no-any-return]
+    for kind in (str, bool, int, float, complex, bytes):
+        if isinstance(key, numbers.Integral if kind is int else kind):
+            plain: Key = str.__str__(key) if kind is str else kind(key)  # type: ignore[arg-type]
+            if plain == key and hash(plain) == hash(key):
+                return plain
+            break
+    raise ValueError(f"{type(key).__name__} is no plain type")
+
+
+def _encoded(key: Key) -> Any:
+    if isinstance(key, (float, complex)):
+        return [type(key).__name__, repr(key)]
+    return ["bytes", base64.b64encode(key).decode("ascii")] if isinstance(key, bytes) else key
+
+
+def _decoded(value: Any) -> Key:
+    if value is None or type(value) in (bool, int, str):
+        return value  # type: ignore[no-any-return]
+    kind, text = value if isinstance(value, list) and len(value) == 2 else (None, None)
+    if not isinstance(text, str):
+        raise ValueError("a key is of no known type")
+    if kind == "bytes":
+        return base64.b64decode(text, validate=True)
+    if kind == "float":
+        return float(text)
+    if kind == "complex":
+        return complex(text)
+    raise ValueError("a key is of no known type")
+
+
+def _rows(value: Any) -> list[list[Any]]:
+    if not isinstance(value, list):
+        raise ValueError("rows are no list")
+    if not all(isinstance(row, list) and len(row) == 2 for row in value):
+        raise ValueError("a row is no pair")
+    return value
+
+
+def _path(value: Any) -> Path:
+    if not isinstance(value, (list, tuple)) or len(value) > _DEEPEST:
+        raise ValueError("a path is no list, or too long")
+    if not all(
+        type(element) is str or (type(element) is int and element >= 0) for element in value
+    ):
+        raise ValueError("an element of a path is neither a string nor an index")
+    return tuple(value)

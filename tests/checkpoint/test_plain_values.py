@@ -1,0 +1,484 @@
+"""Values beyond those that torch allows: they come back as they were, and nothing else gets in."""
+
+import argparse
+import collections
+import datetime
+import fractions
+import io
+import os
+import pathlib
+import pickle
+import resource
+import sys
+import threading
+import zipfile
+
+import pytest
+import torch
+
+from cloudckpt.checkpoint.numpy_values import Dtype
+from cloudckpt.checkpoint.pickles import check_trusted, load_item
+from cloudckpt.checkpoint.plain_values import load_plain
+from cloudckpt.errors import CheckpointCorruptError, CheckpointError, UntrustedPickleError
+
+numpy = pytest.importorskip("numpy")
+
+URI = "s3://bucket/run"
+
+
+def saved(value):
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def containing(data):
+    """A file of ``torch.save`` with this ``data.pkl``."""
+    source, target = zipfile.ZipFile(io.BytesIO(saved(0))), io.BytesIO()
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as archive:
+        for name in source.namelist():
+            archive.writestr(name, data if name.endswith("data.pkl") else source.read(name))
+    return target.getvalue()
+
+
+def loaded(data):
+    return load_plain(io.BytesIO(data))
+
+
+def assert_same(found, expected):
+    """Equal and of the same types, also within arrays."""
+    assert type(found) is type(expected)
+    if isinstance(expected, numpy.ndarray):
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+        assert found.flags.f_contiguous == expected.flags.f_contiguous
+        assert found.flags.writeable
+        assert_same(found.tolist(), expected.tolist())
+    elif isinstance(expected, io.BytesIO):
+        assert (found.getvalue(), found.tell()) == (expected.getvalue(), expected.tell())
+    elif isinstance(expected, torch.Tensor):
+        assert torch.equal(found, expected)
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+    elif isinstance(expected, dict):
+        assert_same(list(found), list(expected))
+        assert_same(list(found.values()), list(expected.values()))
+    else:
+        assert found == expected or (found != found and expected != expected)  # NaT
+
+
+CODES = ["b1", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8", "c16"]
+CODES += ["longdouble", "clongdouble", "S5", "U5", "V5"]
+CODES += ["M8[ns]", "M8[25s]", "M8[D]", "m8[us]", "m8", "M8"]
+STRUCTURES = [
+    [("name", "U3"), ("value", ">f8")],
+    [("inner", [("a", "i4"), ("b", "M8[s]")]), ("many", "f4", (2, 3))],
+    {"names": ["a", "b"], "formats": ["i1", "f8"], "offsets": [3, 8], "itemsize": 32},
+    numpy.dtype([("a", "i1"), ("b", "f8")], align=True),
+]
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+@pytest.mark.parametrize("code", CODES)
+def test_arrays_and_scalars_of_all_types_come_back(code, order):
+    kind = numpy.dtype(code).newbyteorder(order)
+    for shape in [(), (3,), (2, 3), (0, 2)]:
+        array = numpy.arange(6).astype("u1").astype("S5" if code == "V5" else "i8")
+        array = array[: int(numpy.prod(shape))].astype(kind).reshape(shape)
+        assert_same(loaded(saved(array)), array)
+        assert_same(loaded(saved([numpy.asfortranarray(array)])), [numpy.asfortranarray(array)])
+        if array.size:
+            assert_same(loaded(saved(array.flat[0])), array.flat[0])
+    assert_same(loaded(saved({"dtype": kind})), {"dtype": kind})
+
+
+@pytest.mark.parametrize("code", STRUCTURES, ids=str)
+def test_structured_arrays_come_back(code):
+    array = numpy.zeros(3, code)
+    array[array.dtype.names[-1]][1:] = 7
+    assert_same(loaded(saved((array,))), (array,))
+    assert_same(loaded(saved(array[1])), array[1])
+    assert_same(loaded(saved(array.dtype)), array.dtype)
+
+
+def test_arrays_of_plain_objects_come_back():
+    inner = numpy.array([numpy.arange(3), None, {"a": [numpy.float32(2)]}], dtype=object)
+    for array in (
+        inner,
+        numpy.array([["a", 1], [None, (2,)]], dtype=object),
+        numpy.asfortranarray(numpy.array([["a", 1], [None, (2,)]], dtype=object)),
+        numpy.array(None, dtype=object),
+    ):
+        found = loaded(saved(array))
+        assert (found.shape, found.dtype) == (array.shape, array.dtype)
+        assert_same(found.tolist(), array.tolist())
+
+
+UTC = datetime.timezone.utc
+VALUES = [
+    pathlib.Path("/a/b"),
+    pathlib.Path(),
+    pathlib.PurePosixPath("a"),
+    pathlib.PureWindowsPath("c:/x/y"),
+    datetime.datetime(2024, 2, 29, 23, 59, 59, 999999),
+    datetime.datetime(2024, 2, 29, tzinfo=datetime.timezone(datetime.timedelta(hours=-3), "X")),
+    datetime.datetime(2024, 10, 27, 2, 30, fold=1, tzinfo=UTC),
+    datetime.date(1, 1, 1),
+    datetime.time(1, 2, 3, 4),
+    datetime.time(1, tzinfo=UTC),
+    datetime.timedelta(-3, 4, 5),
+    UTC,
+    io.BytesIO(b"abc"),
+    io.BytesIO(),
+    b"",
+    b"abc",
+    frozenset({1, "a"}),
+    frozenset(),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_values_of_the_standard_library_come_back(value):
+    assert_same(loaded(saved(value)), value)
+    item = load_item(saved({"x": [value]}), "item", URI, map_location=None)
+    assert_same(item, {"x": [value]})
+
+
+def test_a_position_in_bytes_comes_back():
+    value = io.BytesIO(b"abc")
+    value.seek(2)
+    assert_same(loaded(saved(value)), value)
+
+
+def test_values_come_back_from_everywhere_in_others():
+    array, kind = numpy.arange(3), numpy.dtype("f4")
+    value = {
+        "twice": [array, array],
+        "tuple": (1, (array, [array])),
+        "key": ({kind: array, pathlib.PurePath("a"): 1},),
+        "set": {numpy.int64(3), pathlib.PurePath("a")},
+        "ordered": collections.OrderedDict(a=array),
+        "class": [datetime.date, numpy.ndarray],
+        "tensor": torch.arange(3),
+    }
+    found = loaded(saved(value))
+    assert_same(found, value)
+    assert found["twice"][0] is found["twice"][1]
+
+
+def test_what_holds_itself_comes_back():
+    value = [numpy.arange(2)]
+    value.append(value)
+    found = loaded(saved(value))
+    assert found[1] is found
+    assert_same(found[0], value[0])
+
+
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+def test_paths_of_all_versions_of_python_come_back(module):
+    data = containing(b"\x80\x02c" + module.encode() + b"\nPosixPath\nX\x01\x00\x00\x00a\x85R.")
+    assert load_item(data, "item", URI, map_location=None) == pathlib.PosixPath("a")
+
+
+@pytest.mark.parametrize("module", ["numpy.core.multiarray", "numpy._core.multiarray"])
+def test_arrays_of_all_versions_of_numpy_come_back(module):
+    here = type(numpy.arange(3).__reduce__()[0]).__module__  # only to be sure that there is one
+    assert here
+    data = saved(numpy.arange(3))
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        pickled = archive.read("archive/data.pkl")
+    for name in (b"numpy.core.multiarray", b"numpy._core.multiarray"):
+        pickled = pickled.replace(b"c" + name + b"\n", b"c" + module.encode() + b"\n")
+    assert_same(loaded(containing(pickled)), numpy.arange(3))
+
+
+def test_the_lists_of_torch_are_as_they_were():
+    before = torch.serialization.get_safe_globals()
+    loaded(saved(numpy.arange(3)))
+    assert torch.serialization.get_safe_globals() == before
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(io.BytesIO(saved(numpy.arange(3))), weights_only=True)
+
+
+def test_other_threads_see_nothing_of_it():
+    """torch's own lists are of the whole process."""
+    data, wrong = saved(numpy.arange(3)), []
+
+    def load():
+        for _ in range(100):
+            try:
+                torch.load(io.BytesIO(data), weights_only=True)
+                wrong.append("allowed")
+            except pickle.UnpicklingError:
+                pass
+
+    def ours():
+        for _ in range(100):
+            try:
+                assert_same(loaded(data), numpy.arange(3))
+            except Exception as exc:  # noqa: BLE001 - a thread would lose it
+                wrong.append(exc)
+
+    threads = [threading.Thread(target=target) for target in (load, ours, ours)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_what_the_user_allows_is_allowed_beside_it():
+    data = saved([numpy.arange(3), argparse.Namespace(a=1)])
+    with pytest.raises(pickle.UnpicklingError, match="argparse"):
+        loaded(data)
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        assert_same(loaded(data)[0], numpy.arange(3))
+
+
+def test_numpy_allowed_by_the_user_goes_its_own_way():
+    titled = numpy.zeros(2, {"names": ["a"], "formats": ["i4"], "titles": ["A"]})
+    with pytest.raises(pickle.UnpicklingError, match="title"):
+        loaded(saved(titled))
+    reconstruct = titled.__reduce__()[0]
+    allowed = [reconstruct, numpy.ndarray, numpy.dtype, type(titled.dtype), type(numpy.dtype("i4"))]
+    with torch.serialization.safe_globals(allowed):
+        assert loaded(saved(titled)).dtype == titled.dtype
+
+
+def test_without_numpy_the_rest_is_there(monkeypatch):
+    data = saved(numpy.arange(3))
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    assert loaded(saved(pathlib.PurePath("a"))) == pathlib.PurePath("a")
+    with pytest.raises(UntrustedPickleError, match="numpy"):
+        check_trusted(data, "item", URI)
+
+
+def test_a_torch_that_unpickles_otherwise_refuses(monkeypatch):
+    monkeypatch.delattr(torch.serialization, "_open_zipfile_reader")
+    monkeypatch.setattr(
+        torch,
+        "load",
+        lambda *args, **kwargs: (_ for _ in ()).throw(pickle.UnpicklingError("GLOBAL numpy.x")),
+    )
+    with pytest.raises(UntrustedPickleError, match=r"numpy\.x is not allowed"):
+        check_trusted(saved(0), "item", URI)
+
+
+def test_tensors_of_a_device_that_is_not_here_are_no_damage(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+        data = saved((torch.ones(2),))
+    if torch.cuda.is_available():
+        pytest.skip("the device is here")
+    with pytest.raises(CheckpointError, match="device") as caught:
+        load_item(data, "item", URI, map_location=None)
+    assert not isinstance(caught.value, CheckpointCorruptError)
+    assert torch.equal(load_item(data, "item", URI, map_location="cpu")[0], torch.ones(2))
+
+
+# ---- what does not get in
+
+
+class Call:
+    def __init__(self, function, *arguments, state=None):
+        self.call = (function, arguments, state) if state is not None else (function, arguments)
+
+    def __reduce__(self):
+        return self.call
+
+
+class New:
+    def __init__(self, kind, *arguments, state=None):
+        self.kind, self.arguments, self.state = kind, arguments, state
+
+
+def new(kind, *arguments, state=None):
+    """A pickle of what ``kind.__new__`` makes."""
+    head = f"c{kind.__module__}\n{kind.__qualname__}\n".encode()
+    body = pickle.dumps(arguments, 2)[2:-1]
+    tail = b"" if state is None else pickle.dumps(state, 2)[2:-1] + b"b"
+    return containing(b"\x80\x02" + head + body + b"\x81" + tail + b".")
+
+
+RECONSTRUCT = numpy.arange(1).__reduce__()[0]
+SCALAR = numpy.float64(1).__reduce__()[0]
+GOOD = (numpy.ndarray, (0,), b"b")
+F8 = numpy.dtype("f8")
+
+
+def array_state(*, version=1, shape=(1,), dtype=F8, fortran=False, content=b"12345678"):
+    return version, shape, dtype, fortran, content
+
+
+def dtype_state(*, order="<", sub=None, names=None, fields=None, size=-1, align=-1, flags=0):
+    return 3, order, sub, names, fields, size, align, flags
+
+
+def dtype(code, state=None, *more):
+    return Call(numpy.dtype, code, False, True, state=None if state is None else (*state, *more))
+
+
+HUGE = {
+    "a call of the class": Call(numpy.ndarray, (1 << 40,)),
+    "a call with objects": Call(numpy.ndarray, (1 << 31,), numpy.dtype("O")),
+    "a shape without bytes": Call(RECONSTRUCT, *GOOD, state=array_state(shape=(1 << 40,))),
+    "a shape of objects": Call(
+        RECONSTRUCT, *GOOD, state=array_state(shape=(1 << 31,), dtype=numpy.dtype("O"), content=[])
+    ),
+    "an array to begin with": Call(RECONSTRUCT, numpy.ndarray, (1 << 40,), b"b"),
+    "a wide item": dtype("V999999999999"),
+    "an inner array": dtype("V8", dtype_state(order="|", sub=(F8, (1 << 40,)), size=8, align=1)),
+    "bytes": Call(bytes, 1 << 40),
+    "a scalar": Call(SCALAR, numpy.dtype("S1"), b"x" * 9),
+}
+STRANGE = {
+    "another class of arrays": Call(RECONSTRUCT, numpy.matrix, (0,), b"b"),
+    "another class": Call(RECONSTRUCT, dict, (0,), b"b"),
+    "another type to begin with": Call(RECONSTRUCT, numpy.ndarray, (0,), b"O"),
+    "a negative size": Call(RECONSTRUCT, *GOOD, state=array_state(shape=(-1, -1))),
+    "a size that is none": Call(RECONSTRUCT, *GOOD, state=array_state(shape=("1",))),
+    "a shape that is none": Call(RECONSTRUCT, *GOOD, state=array_state(shape=1)),
+    "too few bytes": Call(RECONSTRUCT, *GOOD, state=array_state(content=b"1234567")),
+    "too many bytes": Call(RECONSTRUCT, *GOOD, state=array_state(content=b"123456789")),
+    "text for bytes": Call(RECONSTRUCT, *GOOD, state=array_state(content="12345678")),
+    "a list for bytes": Call(RECONSTRUCT, *GOOD, state=array_state(content=[1.0])),
+    "bytes for objects": Call(
+        RECONSTRUCT, *GOOD, state=array_state(dtype=numpy.dtype("O"), content=b"12345678")
+    ),
+    "a dtype that is none": Call(RECONSTRUCT, *GOOD, state=array_state(dtype="f8")),
+    "a short state": Call(RECONSTRUCT, *GOOD, state=(1,)),
+    "a state that is none": Call(RECONSTRUCT, *GOOD, state={"a": 1}),
+    "another version": Call(RECONSTRUCT, *GOOD, state=array_state(version=7)),
+    "a dtype by another name": dtype("float64"),
+    "a dtype with commas": dtype("i4,O"),
+    "a dtype of a dict": dtype({"names": ["a"], "formats": ["O"]}),
+    "a dtype of a class": dtype(object),
+    "other flags": dtype("f8", dtype_state(flags=63)),
+    "objects without flags": dtype("O8", dtype_state(order="|", flags=0)),
+    "another size": dtype("S8", dtype_state(order="|", size=800, align=1)),
+    "another size of a structure": dtype(
+        "V8", dtype_state(order="|", names=("a",), fields={"a": (F8, 0)}, size=800, align=1)
+    ),
+    "a field outside": dtype(
+        "V8", dtype_state(order="|", names=("a",), fields={"a": (F8, 800)}, size=8, align=1)
+    ),
+    "a field before": dtype(
+        "V8", dtype_state(order="|", names=("a",), fields={"a": (F8, -8)}, size=8, align=1)
+    ),
+    "a field of objects": dtype(
+        "V8",
+        dtype_state(
+            order="|", names=("a",), fields={"a": (numpy.dtype("O"), 0)}, size=8, align=1, flags=63
+        ),
+    ),
+    "fields of a number": dtype("f8", dtype_state(names=("a",), fields={"a": (F8, 0)})),
+    "an inner array of a number": dtype("f8", dtype_state(sub=(F8, (1,)))),
+    "an alignment": dtype("S8", dtype_state(order="|", size=8, align=3)),
+    "an order": dtype("f8", dtype_state(order="x")),
+    "a unit": dtype("M8", (4, "<", None, None, None, -1, -1, 0), ({}, (b"x", 1, 1, 1))),
+    "a divided unit": dtype("M8", (4, "<", None, None, None, -1, -1, 0), ({}, (b"s", 1, 0, 1))),
+    "no unit": dtype("M8", dtype_state()),
+    "an object as a scalar": Call(SCALAR, numpy.dtype("O"), [1]),
+    "a scalar without bytes": Call(SCALAR, F8),
+    "a scalar of a list": Call(SCALAR, F8, [1] * 8),
+    "a set of a dict": Call(frozenset, {"a": 1}, 2),
+    "a path of no texts": Call(pathlib.PurePosixPath, 1),
+    "a time of a list": Call(datetime.datetime, [2024]),
+    "another callable of numpy": Call(numpy.fromfile, "/etc/passwd", "u1"),
+    "another callable of a path": Call(pathlib.Path.home),
+    "another callable of a time": Call(datetime.datetime.now),
+    "a path with a state": Call(pathlib.PurePosixPath, "a", state=(None, {"_str": "b"})),
+    "a time with a state": Call(datetime.date, b"\x07\xe8\x02\x1d", state={"a": 1}),
+}
+
+
+@pytest.mark.parametrize("what", [*HUGE, *STRANGE])
+def test_what_no_such_value_is_pickled_as_is_refused(what):
+    data = saved([{**HUGE, **STRANGE}[what]])
+    with pytest.raises((UntrustedPickleError, CheckpointCorruptError)) as caught:
+        check_trusted(data, "item", URI)
+    assert caught.value.item == "item"
+
+
+@pytest.mark.parametrize("what", HUGE)
+def test_a_few_bytes_do_not_become_a_lot_of_memory(what):
+    data = saved([HUGE[what]])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises((UntrustedPickleError, CheckpointCorruptError)):
+        check_trusted(data, "item", URI)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        new(numpy.ndarray, (1 << 20,)),
+        new(numpy.dtype, "i4,O"),
+        new(pathlib.PurePosixPath, "a"),
+        new(datetime.date, 2024, 1, 1),
+        new(frozenset),
+        new(bytes, 1 << 40),
+    ],
+)
+def test_what_is_made_in_another_way_than_by_a_call_is_refused(data):
+    with pytest.raises((UntrustedPickleError, CheckpointCorruptError)):
+        check_trusted(data, "item", URI)
+
+
+def pickled(value):
+    with zipfile.ZipFile(io.BytesIO(saved(value))) as archive:
+        return archive.read("archive/data.pkl")[2:-1]
+
+
+def test_a_dtype_does_not_change_when_it_is_in_use():
+    """An array would read what lies behind its memory."""
+    made = pickled(numpy.dtype("V8"))
+    head, build = made[: made.rindex(b"(")], made[made.rindex(b"(") :]
+    assert build.endswith(b"b")
+    check_trusted(containing(b"\x80\x02" + head + build + b"."), "item", URI)
+    again = b"\x80\x02" + head + build + build + b"."
+    with pytest.raises(UntrustedPickleError, match="second state"):
+        check_trusted(containing(again), "item", URI)
+    used = Dtype("V8")
+    assert used.value == numpy.dtype("V8")
+    with pytest.raises(pickle.UnpicklingError, match="second state"):
+        used.__setstate__((3, "|", None, None, None, 8, 1, 0))
+
+
+@pytest.mark.parametrize(
+    "name", ["array", "dtype", ".array", ".dtype", "", ".", "numpy.array", "numpy.Array"]
+)
+def test_no_name_leads_to_what_stands_for_arrays(name):
+    module, _, last = name.rpartition(".")
+    data = containing(f"\x80\x02c{module}\n{last}\n.".encode("latin1"))
+    with pytest.raises((UntrustedPickleError, CheckpointCorruptError)):
+        check_trusted(data, "item", URI)
+
+
+def test_code_beside_an_array_does_not_run(tmp_path):
+    marker = tmp_path / "ran"
+    value = [numpy.arange(3), Call(os.system, f"touch '{marker}'"), pathlib.PurePath("a")]
+    with pytest.raises(UntrustedPickleError, match="system"):
+        check_trusted(saved(value), "item", URI)
+    assert not marker.exists()
+
+
+def test_code_in_an_array_of_objects_does_not_run(tmp_path):
+    marker = tmp_path / "ran"
+    array = numpy.empty(1, object)
+    array[0] = Call(os.system, f"touch '{marker}'")
+    with pytest.raises(UntrustedPickleError, match="system"):
+        check_trusted(saved(array), "item", URI)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [fractions.Fraction(1, 2), argparse.Namespace(a=1), range(3)],
+    ids=repr,
+)
+def test_other_values_are_refused_by_name(value):
+    with pytest.raises(UntrustedPickleError, match=r"is not allowed") as caught:
+        check_trusted(saved([value]), "item", URI)
+    assert type(value).__name__ in str(caught.value)

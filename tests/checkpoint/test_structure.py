@@ -1,0 +1,265 @@
+"""What flattening loses, and what is believed of it."""
+
+import collections
+import enum
+import json
+import logging
+import types
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+from cloudckpt.checkpoint.structure import Structure
+from cloudckpt.errors import CheckpointCorruptError, KeyCollisionError
+
+URI = "s3://bucket/run"
+TENSOR = torch.ones(1)
+
+
+def through_the_store(state):
+    """The state as it is loaded: torch's flat names and paths, and what was noted beside them."""
+    flat, paths = flatten_state_dict(state)
+    structure = Structure.from_json(as_stored(Structure.of(state)))
+    return structure.nested(flat, paths, URI)
+
+
+def as_stored(structure):
+    return json.loads(json.dumps(structure.to_json()))
+
+
+def shown(value):
+    """Types and the order of keys are seen in it; tensors are all one."""
+    return repr(value)
+
+
+KEYS = st.one_of(
+    st.text(max_size=3),
+    st.integers(),
+    st.booleans(),
+    st.none(),
+    st.floats(allow_nan=False),
+    st.binary(max_size=3),
+    st.complex_numbers(allow_nan=False, max_magnitude=9),
+)
+LEAVES = st.sampled_from([TENSOR, None, 0, False, "", b"x", (), [], (TENSOR, [TENSOR]), ({1: {}},)])
+
+
+def containers(children):
+    dicts = st.lists(st.tuples(KEYS, children), max_size=4).map(
+        # keys that read alike are refused
+        lambda rows: dict({str(k): (k, v) for k, v in rows}.values())
+    )
+    return dicts | st.lists(children, max_size=3)
+
+
+STATES = st.dictionaries(
+    st.text(max_size=3), st.recursive(LEAVES, containers, max_leaves=12), max_size=4
+)
+
+
+def has_collision(state):
+    try:
+        flatten_state_dict(state)
+    except ValueError:
+        return True
+    return False
+
+
+@settings(deadline=None, max_examples=300)
+@given(STATES.filter(lambda state: not has_collision(state)))
+def test_a_state_comes_back_as_it_was(state):
+    assert shown(through_the_store(state)) == shown(state)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        {"a": TENSOR},
+        {"a": {"b": [TENSOR, {"c": 1}], "d": [], "e": (TENSOR,)}, "f": None},
+        collections.OrderedDict(a=collections.OrderedDict(b=TENSOR)),
+        {"0": {"1": TENSOR}},
+    ],
+)
+def test_of_ordinary_states_nothing_is_noted(state):
+    assert not Structure.of(state)
+
+
+def test_a_key_that_equals_a_plain_one_comes_back_as_that():
+    numpy = pytest.importorskip("numpy")
+
+    class Step(enum.IntEnum):
+        WARM = 7
+
+    class Name(str):
+        __slots__ = ()
+
+    state = {"a": {Step.WARM: 1, numpy.int64(3): 2, numpy.float64(0.5): 3, Name("n"): 4}}
+    assert through_the_store(state) == {"a": {7: 1, 3: 2, 0.5: 3, "n": 4}} == state
+
+
+@pytest.mark.parametrize("key", [(1, 2), frozenset(), torch.float32, float("nan"), 1.5j, object])
+def test_a_key_that_cannot_be_restored_is_told_once_by_its_name(key, caplog):
+    state = {"told": {str(id(key)): {key: TENSOR}}}
+    with caplog.at_level(logging.WARNING, logger="cloudckpt"):
+        structure = Structure.of(state, URI)
+        Structure.of(state, URI)
+    if key == 1.5j:
+        assert structure
+        assert caplog.messages == []
+        return
+    assert not structure
+    (message,) = caplog.messages
+    assert URI in message
+    assert f"{key!r}" in message
+    assert f"['told']['{id(key)}']" in message
+    assert "without a state dict" in message
+
+
+class Peculiar(collections.UserDict):
+    __hash__ = None
+
+    def __eq__(self, other):
+        return self is other
+
+
+def test_a_dict_of_a_class_that_no_plain_dict_equals_is_told(caplog):
+    with caplog.at_level(logging.WARNING, logger="cloudckpt"):
+        Structure.of({"told": {"mapping": Peculiar(a=1)}}, URI)
+        Structure.of({"fine": types.MappingProxyType({"a": collections.ChainMap({"b": 1})})}, URI)
+        Structure.of({"fine": collections.Counter(a=collections.defaultdict(dict, b=1))}, URI)
+    (message,) = caplog.messages
+    assert "Peculiar" in message
+    assert "['told']['mapping']" in message
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {1: 1, "1": 2},
+        {"a": {1: {"x": 1}, "1": {"y": 2}}},
+        {"a": {1: {}, "1": 2}},
+        {"a": [{None: {}, "None": {}}]},
+        {"a": {b"x": 1, "b'x'": 2}},
+        {"a": {"1": {}, 1: TENSOR}},
+    ],
+)
+def test_keys_of_one_dict_that_read_alike_are_refused(state):
+    with pytest.raises(KeyCollisionError, match="same name") as caught:
+        Structure.of(state, URI)
+    assert isinstance(caught.value, ValueError)
+    assert caught.value.uri == URI
+
+
+def test_a_deep_state_is_no_deeper_for_us_than_for_torch():
+    state = value = {}
+    for depth in range(400):
+        value[depth] = {}
+        value = value[depth]
+    value["end"] = TENSOR
+    back = through_the_store(state)
+    for depth in range(400):
+        assert list(back) == [depth]
+        back = back[depth]
+    assert back["end"] is TENSOR
+
+
+def test_what_several_ranks_have_is_all_there():
+    parts = [Structure.of({"a": {0: {}, 1: TENSOR}}), Structure.of({"a": {2: {}}, "b": {}})]
+    merged = Structure.merged(parts, URI)
+    assert merged.nested({"a.1": 1}, {"a.1": ("a", "1")}, URI) == {
+        "a": {0: {}, 1: 1, 2: {}},
+        "b": {},
+    }
+
+
+def test_what_is_empty_on_one_rank_only_is_what_the_other_has():
+    merged = Structure.merged([Structure.of({"a": {}, "b": {}}), Structure.of({"a": 1})], URI)
+    flat, paths = {"a": 1, "b.c": 2}, {"a": ("a",), "b.c": ("b", "c")}
+    assert merged.nested(flat, paths, URI) == {"a": 1, "b": {"c": 2}}
+
+
+def test_ranks_that_contradict_each_other_are_told(caplog):
+    parts = [Structure(keys={("a",): {"1": 1}}), Structure(keys={("a",): {"1": 2}})]
+    with caplog.at_level(logging.WARNING, logger="cloudckpt"):
+        merged = Structure.merged(parts, URI)
+    assert "['a']" in caplog.text
+    assert merged.keys == parts[0].keys
+
+
+# what is believed
+
+GOOD = {"keys": [[["a"], [["1", 1]]]], "empty": [[["b"], [0]]]}
+
+
+def test_the_example_of_these_tests_is_right():
+    assert Structure.from_json(GOOD) == Structure({("a",): {"1": 1}}, {("b",): (0,)})
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        [],
+        "x",
+        {},
+        {"keys": []},
+        {**GOOD, "more": 1},
+        {**GOOD, "keys": {}},
+        {**GOOD, "keys": [1]},
+        {**GOOD, "keys": [[["a"]]]},
+        {**GOOD, "keys": [["a", []]]},
+        {**GOOD, "keys": [[[-1], []]]},
+        {**GOOD, "keys": [[[True], []]]},
+        {**GOOD, "keys": [[[1.0], []]]},
+        {**GOOD, "keys": [[["a"] * 1001, []]]},
+        {**GOOD, "keys": [[["a"], [[1, 1]]]]},
+        {**GOOD, "keys": [[["a"], [["1", 1], ["1", 2]]]]},
+        {**GOOD, "keys": [[["a"], [["1", 1.5]]]]},
+        {**GOOD, "keys": [[["a"], [["1", {}]]]]},
+        {**GOOD, "keys": [[["a"], [["1", ["float", "x"]]]]]},
+        {**GOOD, "keys": [[["a"], [["1", ["float", 1]]]]]},
+        {**GOOD, "keys": [[["a"], [["1", ["tuple", "()"]]]]]},
+        {**GOOD, "keys": [[["a"], [["1", ["bytes", "?"]]]]]},
+        {**GOOD, "keys": [[["a"], [["1", ["bytes"]]]]]},
+        {**GOOD, "empty": [[[], []]]},
+        {**GOOD, "empty": [[["b"], []]]},
+        {**GOOD, "empty": [[["b"], [-1]]]},
+        {**GOOD, "empty": [[["b"], [True]]]},
+        {**GOOD, "empty": [[["b"], 0]]},
+        {**GOOD, "empty": 7},
+    ],
+    ids=str,
+)
+def test_what_is_no_structure_is_refused(document):
+    with pytest.raises(ValueError):  # noqa: PT011 - the manifest tells it as damage
+        Structure.from_json(document)
+
+
+@pytest.mark.parametrize(
+    ("paths", "structure"),
+    [
+        ({"a": ("a",), "b": ("a", "b")}, Structure()),
+        ({"b": ("a",), "a": ("a", "b")}, Structure()),
+        ({"a": ("a",), "b": ("a",)}, Structure()),
+        ({"a": ("x", 0), "b": ("x", "y")}, Structure()),
+        ({"a": (0,), "b": (1,)}, Structure()),
+        ({"a": (), "b": ("b",)}, Structure()),
+        ({"a": ("x", -1), "b": ("b",)}, Structure()),
+        ({"a": ("x", 10**12), "b": ("b",)}, Structure()),
+        ({"a": ("x", 10**6), "b": ("y", 10**6)}, Structure()),
+        ({"a": ("x",) * 2000, "b": ("b",)}, Structure()),
+        ({"a": "a", "b": ("b",)}, Structure()),
+        ({"a": 7, "b": ("b",)}, Structure()),
+        ([("a",), ("b",)], Structure()),
+        ({"a": ("x", "1"), "b": ("x", "2")}, Structure({("x",): {"1": 3, "2": 3}})),
+        ({"a": ("x", "1"), "b": ("b",)}, Structure(empty={("x", 10**12): (0, 0)})),
+        ({"a": ("a",), "b": ("b",)}, Structure(empty={("x", 10**12): (0, 0)})),
+    ],
+)
+def test_paths_that_make_no_sense_are_told_as_damage(paths, structure):
+    with pytest.raises(CheckpointCorruptError) as caught:
+        structure.nested({"a": 1, "b": 2}, paths, URI)
+    assert caught.value.uri == URI

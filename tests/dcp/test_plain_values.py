@@ -1,0 +1,286 @@
+"""Values that are no tensors: which load by default, and what a save says of the others."""
+
+import argparse
+import copy
+import dataclasses
+import datetime
+import io
+import logging
+import pathlib
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import cloudckpt
+from cloudckpt import (
+    CheckpointerConfig,
+    UntrustedPickleError,
+    make_async_checkpointer,
+    make_sync_checkpointer,
+)
+from cloudckpt.checkpoint import forewarning
+from cloudckpt.format_utils import dcp_to_torch_save, torch_save_to_dcp
+
+from .places import Place
+
+numpy = pytest.importorskip("numpy")
+PATIENCE = 150.0
+
+
+@dataclasses.dataclass
+class OfTheUser:
+    value: int = 7
+
+
+def state():
+    return {
+        "array": numpy.arange(6, dtype="i2").reshape(2, 3),
+        "scalar": numpy.float64(0.5),
+        "when": {"it began": datetime.datetime(2024, 1, 1, tzinfo=datetime.timezone.utc)},
+        "path": pathlib.Path("/data/x"),
+        "buffer": io.BytesIO(b"content"),
+        "in others": (numpy.ones(2), [pathlib.PurePath("a"), {"b": numpy.int8(3)}], frozenset({1})),
+        "objects": numpy.array([None, "a", 1], dtype=object),
+        "nothing": b"",
+        "tensor": torch.arange(3),
+        "random": numpy.random.default_rng(7).bit_generator.state,
+        "old random": numpy.random.RandomState(7).get_state(),
+    }
+
+
+def shown(value):
+    """All there is to see of a state, as text."""
+    if isinstance(value, dict):
+        return {key: shown(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, [shown(entry) for entry in value]
+    if isinstance(value, io.BytesIO):
+        return "BytesIO", value.getvalue(), value.tell()
+    if isinstance(value, numpy.ndarray):
+        return type(value).__name__, value.dtype, value.tolist()
+    return type(value).__name__, repr(value)
+
+
+def everything(place: Place, **options):
+    config = CheckpointerConfig(config=place.config, **options)
+    with make_sync_checkpointer(config) as checkpointer:
+        return checkpointer.load(place.uri)
+
+
+def save(content, place: Place) -> None:
+    cloudckpt.save(content, checkpoint_id=place.uri, config=place.config)
+
+
+@pytest.fixture
+def told(caplog, monkeypatch):
+    """What was said of items, by a process that has said nothing before."""
+    monkeypatch.setattr(forewarning, "_told", set())
+    caplog.set_level(logging.WARNING, logger="cloudckpt")
+
+    def messages():
+        return [entry.getMessage() for entry in caplog.records if entry.name == "cloudckpt"]
+
+    return messages
+
+
+def test_they_come_back_without_trust(place, told):
+    save(state(), place)
+    assert shown(everything(place)) == shown(state())
+    assert told() == []
+
+
+def test_they_come_back_in_place(place):
+    save(state(), place)
+    target = copy.deepcopy(state())
+    target["array"][:] = 0
+    target["when"]["it began"] = target["path"] = target["buffer"] = None
+    cloudckpt.load(target, checkpoint_id=place.uri, config=place.config)
+    assert shown(target) == shown(state())
+
+
+def test_they_come_back_through_stock_calls(place):
+    dcp.save(state(), storage_writer=place.writer())
+    target = dict.fromkeys(state())
+    target["when"], target["tensor"] = {"it began": None}, torch.zeros(3, dtype=torch.int64)
+    target["random"] = state()["random"]
+    dcp.load(target, storage_reader=place.reader())
+    assert shown(target) == shown(state())
+
+
+@pytest.mark.parametrize("kind", [AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS])
+def test_they_come_back_from_saves_in_the_background(local, kind):
+    config = CheckpointerConfig(config=local.config, kind=kind)
+    with make_async_checkpointer(config) as checkpointer:
+        checkpointer.save(state(), local.uri)[1].result(PATIENCE)
+    assert shown(everything(local)) == shown(state())
+
+
+def test_they_come_back_from_files_of_torch(place):
+    save(state(), place.at("ck"))
+    dcp_to_torch_save(place.at("ck").uri, place.at("model.pt").uri, config=place.config)
+    torch_save_to_dcp(place.at("model.pt").uri, place.at("again").uri, config=place.config)
+    assert shown(everything(place.at("again"))) == shown(state())
+
+
+def test_they_come_back_from_checkpoints_of_stock_torch(local, tmp_path):
+    dcp.save(state(), checkpoint_id=tmp_path)
+    assert shown(everything(Place(tmp_path.as_uri(), local.config))) == shown(state())
+
+
+def test_torchs_experimental_checkpointers_read_them(local):
+    from torch.distributed.checkpoint._experimental import RankInfo
+
+    from cloudckpt.experimental import CloudCheckpointReader, CloudCheckpointWriter
+
+    rank = RankInfo(global_rank=0, global_world_size=1)
+    CloudCheckpointWriter(rank_info=rank, options=local.config).write(local.uri, state())
+    reader = CloudCheckpointReader(rank, options=local.config)
+    assert shown(reader.read(local.uri)[0]) == shown(state())
+    part, missing = reader.read(local.uri, {"array": None, "tensor": torch.zeros(3).long()})
+    assert missing == []
+    assert shown(part) == shown({key: state()[key] for key in ("array", "tensor")})
+
+
+# ---- what a save says
+
+
+@pytest.mark.parametrize(
+    "how", ["save", "stock", "thread"], ids=["our save", "torch's save", "in the background"]
+)
+def test_what_will_not_load_is_said_when_it_is_saved(local, told, how):
+    content = {
+        "options": argparse.Namespace(lr=0.1),
+        "model": {"own": [OfTheUser()], "tensor": torch.ones(2)},
+        "step": 3,
+    }
+    if how == "save":
+        save(content, local)
+    elif how == "stock":
+        dcp.save(content, storage_writer=local.writer())
+    else:
+        with make_async_checkpointer(CheckpointerConfig(config=local.config)) as checkpointer:
+            checkpointer.save(content, local.uri)[1].result(PATIENCE)
+    first, second = sorted(told())
+    assert "model.own (list)" in first
+    assert "OfTheUser" in first
+    assert "options (Namespace)" in second
+    assert "argparse.Namespace" in second
+    for message in (first, second):
+        assert local.uri in message
+        assert "trust_pickle=True" in message
+        assert "add_safe_globals" in message
+    with pytest.raises(UntrustedPickleError):
+        everything(local)
+    assert everything(local, trust_pickle=True) == {**content, "model": everything_of(content)}
+
+
+class everything_of(dict):  # noqa: N801 - it compares as what it is made from
+    def __init__(self, content):
+        super().__init__(content["model"])
+
+    def __eq__(self, other):
+        return self["own"] == other["own"] and torch.equal(self["tensor"], other["tensor"])
+
+    __hash__ = None
+
+
+def test_it_is_said_once_for_each_item_and_class(local, told):
+    for step in range(3):
+        save({"options": argparse.Namespace(step=step)}, local)
+    assert len(told()) == 1
+    save({"options": OfTheUser(), "others": OfTheUser()}, local)
+    assert len(told()) == 3
+
+
+def test_nothing_is_said_of_what_the_user_allows(local, told):
+    with torch.serialization.safe_globals([OfTheUser]):
+        save({"own": OfTheUser()}, local)
+        assert everything(local) == {"own": OfTheUser()}
+    assert told() == []
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"names": ["a"], "formats": ["i4"], "titles": ["A"]},
+        [("a", "O")],
+    ],
+    ids=["titles", "objects"],
+)
+def test_arrays_that_are_refused_are_said_too(local, told, kind):
+    save({"array": numpy.zeros(2, kind)}, local)
+    (message,) = told()
+    assert "array (ndarray)" in message
+    with pytest.raises(UntrustedPickleError):
+        everything(local)
+    loaded = everything(local, trust_pickle=True)
+    assert loaded["array"].dtype == numpy.dtype(kind)
+
+
+class Making(DefaultSavePlanner):
+    """Makes values when they are asked for."""
+
+    def lookup_object(self, index):
+        raise KeyError(index.fqn)
+
+    def resolve_data(self, write_item):
+        buffer = io.BytesIO()
+        torch.save(OfTheUser(), buffer)
+        return buffer
+
+
+def test_planners_that_make_their_values_themselves_go_on_working(local, told):
+    cloudckpt.save({"made": None}, checkpoint_id=local.uri, planner=Making())
+    (message,) = told()
+    assert "OfTheUser" in message
+    assert everything(local, trust_pickle=True) == {"made": OfTheUser()}
+
+
+class Wrapper(torch.Tensor):
+    """A tensor without storage of its own, unknown to torch."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.size(), dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, size, stride):
+        return Wrapper(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].inner)
+        inner = [value.inner if isinstance(value, cls) else value for value in args]
+        return function(*inner, **(kwargs or {}))
+
+    def __reduce_ex__(self, protocol):
+        return Wrapper, (self.inner,)
+
+
+def test_tensors_of_an_unknown_class_are_said_too(local, told):
+    save({"wrapped": Wrapper(torch.ones(2))}, local)
+    (message,) = told()
+    assert "wrapped (Wrapper)" in message
+
+
+def test_of_plain_values_nothing_is_looked_at(local, monkeypatch):
+    looked = []
+    monkeypatch.setattr(forewarning, "_refused", lambda data: looked.append(data) or "")
+    plain = {
+        "numbers": {str(n): n for n in range(300)},
+        "texts": {"lines": "\n" * 9, "bytes": b"\n" * 9, "none": None, "yes": True, "z": 1j},
+        "lists": [{"lr": 0.5, "eps": 1e-8}],
+    }
+    save(plain, local)
+    assert looked == []
+    assert everything(local) == plain

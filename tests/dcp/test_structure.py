@@ -1,0 +1,406 @@
+"""What is loaded without a state dict equals what was saved, whichever way it was saved."""
+
+import copy
+import io
+import logging
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint import FileSystemReader, format_utils
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import cloudckpt
+from cloudckpt import (
+    CheckpointerConfig,
+    KeyCollisionError,
+    make_async_checkpointer,
+    make_sync_checkpointer,
+)
+from cloudckpt.format_utils import dcp_to_torch_save, torch_save_to_dcp
+
+from .places import Place
+from .values import assert_same, numbered
+
+PATIENCE = 150.0
+
+
+def trained():
+    """A model and its optimizer, which has moments."""
+    torch.manual_seed(7)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def state():
+    return {
+        "first": {},
+        "optimizer": trained()[1].state_dict(),
+        "kinds": {
+            1: numbered(2),
+            0.5: 1,
+            False: {},
+            None: None,
+            b"\xff": b"x",
+            -3: {"": {}},
+            "s": 1,
+        },
+        "tuple": (numbered(3), {"a": (), 1: [numbered(1)]}),
+        "lists": [{}, [], [[{}]], numbered(2), (), [{}, None], None, {}],
+        "empty": ([], (), {}),
+        "none": None,
+        "last": {"a": {"b": {}}, "c": [{}]},
+    }
+
+
+def loaded(place: Place, **options):
+    config = CheckpointerConfig(config=place.config, **options)
+    with make_sync_checkpointer(config) as checkpointer:
+        return checkpointer.load(place.uri)
+
+
+def by_checkpointer(content, place):
+    with make_sync_checkpointer(CheckpointerConfig(config=place.config)) as checkpointer:
+        checkpointer.save(content, place.uri)
+
+
+def by_async_checkpointer(content, place, kind=AsyncCheckpointerType.THREAD):
+    config = CheckpointerConfig(config=place.config, kind=kind)
+    with make_async_checkpointer(config) as checkpointer:
+        checkpointer.save(content, place.uri)[1].result(PATIENCE)
+
+
+def by_process_of_checkpointer(content, place):
+    by_async_checkpointer(content, place, AsyncCheckpointerType.PROCESS)
+
+
+def by_save(content, place):
+    cloudckpt.save(content, checkpoint_id=place.uri, config=place.config)
+
+
+def by_save_with_torchs_planner(content, place):
+    planner = DefaultSavePlanner()
+    cloudckpt.save(content, checkpoint_id=place.uri, config=place.config, planner=planner)
+
+
+def by_stock(content, place):
+    dcp.save(content, storage_writer=place.writer())
+
+
+def by_stock_with_cached_plans(content, place):
+    planner = DefaultSavePlanner(enable_plan_caching=True)
+    for _ in range(2):
+        dcp.save(content, storage_writer=place.writer(), planner=planner)
+
+
+@pytest.mark.parametrize(
+    "save",
+    [
+        by_checkpointer,
+        by_async_checkpointer,
+        by_process_of_checkpointer,
+        by_save,
+        by_save_with_torchs_planner,
+        by_stock,
+        by_stock_with_cached_plans,
+    ],
+    ids=lambda save: save.__name__,
+)
+def test_everything_comes_back_as_it_was_saved(save, place):
+    save(state(), place)
+    assert_same(loaded(place), state())
+
+
+@pytest.mark.parametrize("kind", [AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS])
+def test_asynchronous_saves_of_stock_torch_keep_the_structure(ranks, local, kind):
+    ranks(1, _save_in_the_background, local, kind)
+    assert_same(loaded(local), state())
+
+
+def _save_in_the_background(place: Place, kind) -> None:
+    writer = place.writer()
+    dcp.async_save(state(), storage_writer=writer, async_checkpointer_type=kind).result(PATIENCE)
+
+
+def test_an_installed_cloudckpt_keeps_the_structure(s3, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3.config.s3.endpoint_url)
+    monkeypatch.setenv("CLOUDCKPT_S3_ADDRESSING_STYLE", "path")
+    cloudckpt.install()
+    try:
+        dcp.save(state(), checkpoint_id=s3.uri)
+    finally:
+        cloudckpt.uninstall()
+    assert_same(loaded(s3), state())
+
+
+def test_moments_of_an_optimizer_are_there_again(local):
+    model, optimizer = trained()
+    by_save({"optimizer": optimizer.state_dict()}, local)
+    fresh = torch.optim.Adam(model.parameters(), lr=0.5)
+    fresh.load_state_dict(loaded(local)["optimizer"])
+    assert_same(fresh.state_dict(), optimizer.state_dict())
+    assert all(fresh.state[p]["exp_avg"].abs().sum() > 0 for p in model[1].parameters())
+
+
+class Trainer:
+    """A Stateful whose state has integer keys."""
+
+    def __init__(self, content) -> None:
+        self.content = content
+
+    def state_dict(self):
+        return self.content
+
+    def load_state_dict(self, content) -> None:
+        self.content = content
+
+
+def test_what_stateful_objects_return_comes_back(local):
+    by_save({"trainer": Trainer({1: {}, 2: numbered(2)})}, local)
+    assert_same(loaded(local), {"trainer": {1: {}, 2: numbered(2)}})
+    trainer = Trainer({1: {}, 2: torch.zeros(2)})
+    cloudckpt.load({"trainer": trainer}, checkpoint_id=local.uri)
+    assert_same(trainer.content, {1: {}, 2: numbered(2)})
+
+
+# ---- conversion
+
+
+def test_a_converted_checkpoint_has_the_structure(place):
+    by_save(state(), place.at("ck"))
+    dcp_to_torch_save(place.at("ck").uri, place.at("model.pt").uri, config=place.config)
+    assert_same(torch.load(io.BytesIO(place.read("model.pt"))), state())
+    torch_save_to_dcp(place.at("model.pt").uri, place.at("again").uri, config=place.config)
+    assert_same(loaded(place.at("again")), state())
+
+
+# ---- into a state dict
+
+
+def test_values_are_loaded_behind_the_keys_that_the_state_dict_has(local):
+    saved = {1: 5, "a": {2: {True: "new", (1, 2): [1]}, "t": numbered(2)}, None: {}}
+    by_save(saved, local)
+    target = {1: 0, "a": {2: {True: "old", (1, 2): []}, "t": torch.zeros(2)}, None: {}}
+    tensor = target["a"]["t"]
+    cloudckpt.load(target, checkpoint_id=local.uri, config=local.config)
+    assert_same(target, saved)
+    assert target["a"]["t"] is tensor
+
+
+def test_a_whole_state_is_loaded_in_place(place):
+    by_save(state(), place)
+    target = state()
+    target["optimizer"]["state"][0]["exp_avg"].zero_()
+    target["optimizer"]["param_groups"][0]["lr"] = None
+    target["kinds"][None] = "old"
+    cloudckpt.load(target, checkpoint_id=place.uri, config=place.config)
+    assert_same(target, state())
+
+
+# ---- stock torch
+
+
+def test_stock_torch_reads_it_as_before(local, tmp_path):
+    by_save(state(), local)
+    dcp.save(state(), checkpoint_id=tmp_path / "stock")
+    ours, stock = FileSystemReader(local.path), FileSystemReader(tmp_path / "stock")
+    assert ours.read_metadata().planner_data == stock.read_metadata().planner_data
+    flat = {"x": {"y": numbered(3)}, "step": 3}
+    by_save(flat, local)
+    target = {"x": {"y": torch.zeros(3)}, "step": 0}
+    dcp.load(target, checkpoint_id=local.path)
+    assert_same(target, flat)
+
+
+def test_torchs_own_conversion_reads_it_as_before(local, tmp_path):
+    content = {"optimizer": trained()[1].state_dict(), "empty": {}}
+    by_save(content, local)
+    dcp.save(content, checkpoint_id=tmp_path / "stock")
+    for source, name in ((local.path, "ours.pt"), (tmp_path / "stock", "theirs.pt")):
+        format_utils.dcp_to_torch_save(source, tmp_path / name)
+    assert_same(torch.load(tmp_path / "ours.pt"), torch.load(tmp_path / "theirs.pt"))
+
+
+def test_checkpoints_of_stock_torch_have_the_structure_of_its_paths(tmp_path, local):
+    content = {"a": {1: numbered(2)}, "empty": {}, "l": [{}, 1, {}], "m": [{}, numbered(1)]}
+    dcp.save(content, checkpoint_id=tmp_path)
+    place = Place(tmp_path.as_uri(), local.config)
+    assert_same(loaded(place), {"a": {"1": numbered(2)}, "l": [None, 1], "m": [None, numbered(1)]})
+
+
+def test_a_checkpoint_without_its_manifest_has_the_structure_of_its_paths(local):
+    by_save({"a": {1: numbered(2)}}, local)
+    (manifest,) = [name for name in local.names() if "manifest" in name]
+    os.remove(f"{local.path}/{manifest}")
+    assert_same(loaded(local.having(verify=False)), {"a": {"1": numbered(2)}})
+
+
+# ---- other planners
+
+
+class Renaming(DefaultSavePlanner):
+    def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
+        renamed = {f"new_{key}": value for key, value in state_dict.items()}
+        super().set_up_planner(renamed, storage_meta, is_coordinator)
+
+
+def test_a_planner_that_saves_something_else_gets_no_note_of_what_it_was_given(local):
+    content = {"a": {1: numbered(2)}, "empty": {}}
+    dcp.save(content, storage_writer=local.writer(), planner=Renaming())
+    assert_same(loaded(local), {"new_a": {"1": numbered(2)}})
+
+
+def test_a_planner_that_does_not_flatten_keeps_everything(local):
+    content = {"a": {1: numbered(2), "e": {}}, "t": numbered(3)}
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    dcp.save(content, storage_writer=local.writer(), planner=planner)
+    assert_same(loaded(local), content)
+
+
+# ---- what can't be
+
+
+COLLISIONS = [
+    ({"a": {1: numbered(1), "1": numbered(2)}}, r"\['a'\]\['1'\] and .*\['a'\]\[1\]"),
+    ({"a.b": numbered(1), "a": {"b": numbered(2)}}, r"\['a'\]\['b'\] and .*\['a.b'\]"),
+    ({"a": {1: {"x": 1}, "1": {"y": 2}}}, r"\['a'\]\['1'\] and .*\['a'\]\[1\]"),
+    ({"a": [numbered(1)], "a.0": 1}, r"\['a'\]\[0\] and .*\['a.0'\]"),
+]
+
+
+@pytest.mark.parametrize(("content", "named"), COLLISIONS)
+def test_two_values_of_one_name_are_refused(local, content, named):
+    by_save({"step": 1}, local)
+    for save in (by_save, by_checkpointer, by_async_checkpointer):
+        with pytest.raises(KeyCollisionError, match=named) as caught:
+            save(content, local)
+        assert isinstance(caught.value, ValueError)
+        assert caught.value.uri == local.uri
+    assert_same(loaded(local), {"step": 1})
+
+
+def test_stock_torch_with_our_writer_saves_no_two_values_of_one_name(local):
+    for content, _ in COLLISIONS:
+        with pytest.raises(dcp.CheckpointException):
+            by_stock(content, local)
+    assert ".metadata" not in local.names()
+
+
+def _collide(place: Place, on: int) -> None:
+    content = {"a": {1: 1, "1" if dist.get_rank() == on else "2": 2}}
+    cloudckpt.save(content, checkpoint_id=place.uri, config=place.config)
+
+
+@pytest.mark.parametrize("on", [0, 1])
+def test_every_rank_hears_of_two_values_of_one_name(ranks, s3, on):
+    errors = ranks.errors(2, _collide, s3, on)
+    assert [type(error) for error in errors] == [KeyCollisionError] * 2
+    assert all("['a'][1]" in str(error) for error in errors)
+
+
+def test_a_key_that_cannot_be_restored_is_told_when_it_is_saved(local, caplog):
+    content = {"told here": {(1, 2): numbered(2)}}
+    with caplog.at_level(logging.WARNING, logger="cloudckpt"):
+        by_save(content, local)
+        by_stock(content, local)
+    (message,) = caplog.messages
+    assert "(1, 2)" in message
+    assert "['told here']" in message
+    target = {"told here": {(1, 2): torch.zeros(2)}}
+    cloudckpt.load(target, checkpoint_id=local.uri)
+    assert_same(target, content)
+
+
+# ---- many ranks
+
+
+def _state_of_rank(rank: int) -> dict:
+    return {
+        "both": {0: numbered(2), "empty": {}},
+        "parts": {rank: {}, 10 + rank: {"t": numbered(3, first=rank)}},
+        f"only {rank}": [{}, numbered(2)],
+    }
+
+
+def _save_parts(place: Place, save) -> None:
+    save(_state_of_rank(dist.get_rank()), place)
+
+
+def _load_everything(place: Place) -> dict:
+    return loaded(place)
+
+
+@pytest.mark.parametrize(
+    "save", [by_save, by_stock, by_checkpointer, by_process_of_checkpointer], ids=str
+)
+def test_what_each_rank_saved_is_in_the_whole(ranks, s3, save):
+    ranks(2, _save_parts, s3, save)
+    expected = {
+        "both": {0: numbered(2), "empty": {}},
+        "parts": {
+            0: {},
+            1: {},
+            10: {"t": numbered(3)},
+            11: {"t": numbered(3, first=1)},
+        },
+        "only 0": [{}, numbered(2)],
+        "only 1": [{}, numbered(2)],
+    }
+    for found in (loaded(s3), *ranks(2, _load_everything, s3)):
+        found["parts"] = dict(sorted(found["parts"].items()))
+        assert_same(dict(sorted(found.items())), dict(sorted(expected.items())))
+
+
+# ---- any state
+
+
+KEYS = st.text("ab.", max_size=2) | st.integers(0, 3) | st.booleans() | st.none() | st.just(b"b")
+LEAVES = st.sampled_from(
+    [torch.arange(3.0), torch.tensor(2), None, 1, "", b"x", (), [], (torch.ones(1), [{1: {}}])]
+)
+NESTED = st.recursive(
+    LEAVES,
+    lambda inner: st.dictionaries(KEYS, inner, max_size=4) | st.lists(inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@settings(
+    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(content=st.dictionaries(KEYS, NESTED, max_size=4))
+@pytest.mark.parametrize("save", [by_save, by_stock], ids=lambda save: save.__name__)
+def test_any_state_comes_back_or_is_refused(local, save, content):
+    if has_collision(content):
+        with pytest.raises((KeyCollisionError, dcp.CheckpointException)):
+            save(content, local)
+    else:
+        save(content, local)
+        assert_same(loaded(local), content)
+        target = copy.deepcopy(content)
+        cloudckpt.load(target, checkpoint_id=local.uri)
+        assert_same(target, content)
+
+
+def has_collision(content) -> bool:
+    names = [name for name, _ in leaves(content)]
+    return len(set(names)) < len(names)
+
+
+def leaves(value, name=""):
+    """The names of all that a dict or a list may hold, containers too."""
+    entries = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, entry in entries:
+        yield f"{name}.{key}", entry
+        if isinstance(entry, (dict, list)):
+            yield from leaves(entry, f"{name}.{key}")
