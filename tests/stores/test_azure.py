@@ -242,13 +242,11 @@ def test_tags_need_another_permission(open_azure, server):
     assert query_of(call(open_azure(tags={"a": "b"}), server, "put"))["sp"] == "rwdlt"
 
 
-@pytest.mark.parametrize(
-    "written", ["sv=1&sig=a%2Bb%3D", "?sv=1&sig=a%2Bb%3D", "sv=1&sig=a%2Bb%3D\n"]
-)
+@pytest.mark.parametrize("written", ["sv=1&sig=a%2Bb%3D", "?sv=1&sig=a%2Bb%3D"])
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_shared_access_signature_is_used_as_it_is(open_azure, server, monkeypatch, written, verb):
     monkeypatch.delenv("AZURE_STORAGE_KEY")
-    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", written.format("sv=1&sig=a%2Bb%3D"))
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", written)
     assert call(open_azure(), server, verb).target.endswith("sv=1&sig=a%2Bb%3D")
 
 

@@ -861,7 +861,6 @@ def test_a_key_that_could_not_be_deleted_for_now_is_transient(store, server):
 @pytest.mark.parametrize(
     "answer",
     [
-        {"status": 200, "headers": {"ETag": '"tag"'}, "body": b"another length"},
         {
             "status": 206,
             "headers": {"ETag": '"tag"', "Content-Range": "bytes 0-1/2"},
@@ -877,6 +876,21 @@ def test_a_key_that_could_not_be_deleted_for_now_is_transient(store, server):
 def test_another_range_than_the_one_asked_for_is_refused(store, server, answer):
     server.answer(**answer)
     with pytest.raises(InvalidRequestError):
+        get_range(store)
+
+
+def test_a_store_that_ignores_a_range_is_asked_again(store, server):
+    whole = {"status": 200, "headers": {"ETag": '"tag"'}, "body": b"another length"}
+    server.answer(**whole)
+    server.answer(**whole)
+    server.answer(**VERBS["get_range"][1])
+    retrier = Retrier(RetryPolicy(attempts=3, base=0.0, cap=0.0))
+    assert retrier.call(lambda: get_range(store)) == b"data"
+
+
+def test_a_store_that_always_ignores_ranges_is_named(store, server):
+    server.answer(status=200, headers={"ETag": '"tag"'}, body=b"another length")
+    with pytest.raises(ServerError, match="ignored the Range header"):
         get_range(store)
 
 

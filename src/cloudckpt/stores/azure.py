@@ -42,7 +42,7 @@ from cloudckpt.stores.base import (
     random_suffix,
 )
 from cloudckpt.stores.http import HttpClient, Reply
-from cloudckpt.stores.rest import RestStore, encode_key, encode_query
+from cloudckpt.stores.rest import Pages, RestStore, encode_key, encode_query
 from cloudckpt.stores.xml_answers import text, unqualified
 
 __all__ = ["AzureStore"]
@@ -60,7 +60,8 @@ class AzureStore(RestStore):
     def __init__(self, container: str, config: Config, host: str = "", root: str = "") -> None:
         """``host`` is the blob endpoint that the URI names, if any; ``root`` is for messages."""
         self._access = ContainerAccess(container, host, config, root or f"az://{container}")
-        super().__init__(root or f"az://{container}", HttpClient(self._access.http_options))
+        http = HttpClient(self._access.http_options)
+        super().__init__(root or f"az://{container}", http, self._access.credentials)
         self.capabilities = Capabilities(
             conditional_writes=True,
             min_part_size=1,
@@ -229,7 +230,7 @@ class AzureStore(RestStore):
             **({"prefix": prefix} if prefix else {}),
             **query,
         }
-        marker = ""
+        marker, pages = "", Pages(self.uri(prefix))
         while True:
             more = {"marker": marker} if marker else {}
             url = f"{self._access.url}?{encode_query({**query, **more})}"
@@ -243,6 +244,7 @@ class AzureStore(RestStore):
             marker = page.findtext("NextMarker") or ""
             if not marker:
                 return
+            pages.next(marker)
 
     def delete(self, keys: Iterable[str]) -> None:
         wanted = list(dict.fromkeys(keys))

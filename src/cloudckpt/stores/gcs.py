@@ -40,7 +40,7 @@ class GCSStore(RestStore):
         options = config.gcs
         self._properties = Properties.of(options)
         self._access = BucketAccess(config, root)
-        super().__init__(root, HttpClient(self._access.http_options))
+        super().__init__(root, HttpClient(self._access.http_options), self._access.credentials)
         endpoint, is_google = self._access.endpoint, self._access.is_google
         self._checksums = is_google if options.checksum == "auto" else options.checksum == "on"
         self._objects = JsonObjects(self, endpoint, bucket, checksums=self._checksums)

@@ -19,7 +19,7 @@ from cloudckpt.errors import ConnectionLostError, ObjectNotFoundError, ServerErr
 from cloudckpt.stores.base import Body, ObjectInfo, Progress, nbytes, random_suffix
 from cloudckpt.stores.gcs_properties import Properties
 from cloudckpt.stores.http import Reply
-from cloudckpt.stores.rest import RestStore, encode_query
+from cloudckpt.stores.rest import Pages, RestStore, encode_query
 
 __all__ = ["JsonObjects", "Stored", "generation", "parse_crc32c"]
 
@@ -125,6 +125,7 @@ class JsonObjects:
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """The objects whose key begins with ``prefix``, page by page."""
         query = {"prefix": prefix, "fields": "items(name,size,generation),nextPageToken"}
+        pages = Pages(self._store.uri(prefix))
         while True:
             url = _with(f"{self._endpoint}{self._path}", query)
             with self._store.exchange("GET", url, {}, key=prefix) as reply:
@@ -134,6 +135,7 @@ class JsonObjects:
             if not (token := page.get("nextPageToken")):
                 return
             query["pageToken"] = str(token)
+            pages.next(query["pageToken"])
 
     def compose(
         self, key: str, sources: Sequence[tuple[str, str]], properties: Properties

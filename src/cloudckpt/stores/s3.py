@@ -25,7 +25,7 @@ from cloudckpt.stores.base import (
     nbytes,
 )
 from cloudckpt.stores.http import HttpClient
-from cloudckpt.stores.rest import RestStore, encode_key, encode_query
+from cloudckpt.stores.rest import Pages, RestStore, encode_key, encode_query
 from cloudckpt.stores.s3_access import BucketAccess, object_headers
 from cloudckpt.stores.s3_errors import from_answer, from_code
 from cloudckpt.stores.xml_answers import key_text, text, unqualified
@@ -46,7 +46,7 @@ class S3Store(RestStore):
     def __init__(self, bucket: str, config: Config) -> None:
         root = f"s3://{bucket}"
         self._access = BucketAccess(bucket, config, root)
-        super().__init__(root, HttpClient(self._access.http_options))
+        super().__init__(root, HttpClient(self._access.http_options), self._access.credentials)
         options, aws = config.s3, self._access.is_aws
         self._checksums = aws if options.checksum == "auto" else options.checksum == "on"
         self.capabilities = Capabilities(
@@ -143,6 +143,7 @@ class S3Store(RestStore):
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         query = {"list-type": "2", "encoding-type": "url", "prefix": prefix}
+        pages = Pages(self.uri(prefix))
         while True:
             url = f"{self._access.bucket_url}?{encode_query(query)}"
             with self.exchange("GET", url, {}, key=prefix) as reply:
@@ -153,6 +154,7 @@ class S3Store(RestStore):
             if text(page, "IsTruncated") != "true":
                 return
             query["continuation-token"] = text(page, "NextContinuationToken")
+            pages.next(query["continuation-token"])
 
     def delete(self, keys: Iterable[str]) -> None:
         wanted = list(dict.fromkeys(keys))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from cloudckpt.checksum import CRC32C, to_base64
 from cloudckpt.errors import ConnectionLostError, ObjectNotFoundError, ServerError
 from cloudckpt.stores.base import Body, ObjectInfo, Part, Progress, Upload, nbytes
-from cloudckpt.stores.rest import RestStore, encode_query
+from cloudckpt.stores.rest import Pages, RestStore, encode_query
 from cloudckpt.stores.xml_answers import key_text, text, unqualified
 
 __all__ = ["Completion", "Dialect", "XmlMultipart"]
@@ -116,6 +116,7 @@ class XmlMultipart:
     def open_uploads(self, prefix: str) -> Iterator[Upload]:
         """The uploads under a prefix, page by page."""
         query = {"uploads": "", "encoding-type": "url", "prefix": prefix}
+        pages = Pages(self._store.uri(prefix))
         while True:
             url = f"{self._bucket_url}?{encode_query(query)}"
             with self._store.exchange("GET", url, {}, key=prefix) as reply:
@@ -126,3 +127,4 @@ class XmlMultipart:
                 return
             query["key-marker"] = key_text(page, page, "NextKeyMarker")
             query["upload-id-marker"] = text(page, "NextUploadIdMarker")
+            pages.next(query["key-marker"], query["upload-id-marker"])
