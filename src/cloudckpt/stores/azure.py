@@ -116,13 +116,14 @@ class AzureStore(RestStore):
         try:
             url = self.object_url(key)
             with self.exchange("PUT", url, headers, body, progress, key=key) as reply:
-                return ObjectInfo(key, nbytes(body), self._version(reply, key))
+                made = self._made(reply, key, nbytes(body))
         except ObjectNotFoundError as error:
             if if_version is None:
                 raise
             raise PreconditionFailedError(
                 "the object that was to be replaced is gone", uri=self.uri(key), cause=error
             ) from error
+        return made or self._looked_up(key, nbytes(body))
 
     # uploads in parts
 
@@ -157,10 +158,11 @@ class AzureStore(RestStore):
         checksum = self._checksum(CRC64NVME.of(body[0]))
         headers = {"Content-Type": "application/xml", **self._blob_headers, **checksum}
         url = self.object_url(upload.key, {"comp": "blocklist"})
+        size = sum(part.size for part in parts)
         with self.exchange("PUT", url, headers, body, key=upload.key) as reply:
-            version = self._version(reply, upload.key)
+            made = self._made(reply, upload.key, size)
         self._begun.pop(upload.id, None)
-        return ObjectInfo(upload.key, sum(part.size for part in parts), version)
+        return made or self._looked_up(upload.key, size)
 
     def abort_upload(self, upload: Upload) -> None:
         """Discards the blocks of a blob that was never completed, unless others have some there.

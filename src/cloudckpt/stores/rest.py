@@ -13,6 +13,7 @@ from cloudckpt.errors import (
     ConnectionLostError,
     CredentialsError,
     InvalidRequestError,
+    ObjectNotFoundError,
     RangeNotSatisfiableError,
     ServerError,
     StoreError,
@@ -108,6 +109,33 @@ class RestStore(ObjectStore):
         if tag := reply.headers.get("ETag"):
             return tag
         raise ConnectionLostError("the answer has no ETag", uri=self.uri(key))
+
+    def _made(self, reply: Reply, key: str, size: int) -> ObjectInfo | None:
+        """The object that a request has written, if the answer names its version."""
+        tag = reply.headers.get("ETag")
+        return ObjectInfo(key, size, tag) if tag else None
+
+    def _looked_up(self, key: str, size: int) -> ObjectInfo:
+        """The object that the store says to have written, without naming its version.
+
+        Raises:
+            ServerError: If there is none, another one, or none to be seen: the request may have
+                been carried out all the same.
+        """
+        problem = "it is not there"
+        try:
+            found = self.head(key)
+            if found.size == size:
+                return found
+            problem = f"it has {found.size} bytes"
+        except ObjectNotFoundError:
+            pass
+        except StoreError as error:
+            problem = f"it can't be looked at: {error}"
+        raise ServerError(
+            f"the store says that an object of {size} bytes is written, but {problem}",
+            uri=self.uri(key),
+        )
 
     @contextlib.contextmanager
     def exchange(

@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from cloudckpt.checksum import to_base64
 from cloudckpt.config import Config
-from cloudckpt.errors import ObjectNotFoundError, PreconditionFailedError, StoreError
+from cloudckpt.errors import (
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    ServerError,
+    StoreError,
+)
 from cloudckpt.stores.base import (
     Body,
     Capabilities,
@@ -38,6 +44,9 @@ _MIN_PART = 5 * 1024**2
 _MAX_PART = 5 * 1024**3
 _MAX_PARTS = 10_000
 _KEYS_PER_DELETE = 1000
+
+_MD5 = re.compile(r"[0-9a-f]{32}")
+_MULTIPART = re.compile(r'"?[0-9a-f]{32}-[0-9]+"?')
 
 
 class S3Store(RestStore):
@@ -104,13 +113,14 @@ class S3Store(RestStore):
             with self.exchange(
                 "PUT", self.object_url(key), headers, body, progress, key=key
             ) as reply:
-                return ObjectInfo(key, nbytes(body), self._version(reply, key))
+                made = self._made(reply, key, nbytes(body))
         except ObjectNotFoundError as error:
             if "If-Match" not in headers:
                 raise
             raise PreconditionFailedError(
                 "the object that was to be replaced is gone", uri=self.uri(key), cause=error
             ) from error
+        return made or self._looked_up(key, nbytes(body))
 
     def _spellings(self, version: str | None) -> list[str | None]:
         """How to write an ETag in If-Match: Ceph RGW 16 knows its own only without the quotes."""
@@ -133,7 +143,14 @@ class S3Store(RestStore):
         return self._multipart.put_part(upload, number, body, checksum, progress)
 
     def complete_upload(self, upload: Upload, parts: Sequence[Part]) -> ObjectInfo:
-        return self._multipart.complete(upload, parts).info
+        tag = self._multipart.complete(upload, parts).tag
+        size = sum(part.size for part in parts)
+        if tag:
+            return ObjectInfo(upload.key, size, tag)
+        made = self._looked_up(upload.key, size)  # Ceph RGW 16 does not name it at first
+        if not _may_be_of(made.version, parts):
+            raise ServerError("the completion has no result", uri=self.uri(upload.key))
+        return made
 
     def abort_upload(self, upload: Upload) -> None:
         self._multipart.abort(upload)
@@ -204,3 +221,16 @@ class S3Store(RestStore):
 
     def _checksum(self, crc32c: int) -> dict[str, str]:
         return {"x-amz-checksum-crc32c": to_base64(crc32c)} if self._checksums else {}
+
+
+def _may_be_of(tag: str, parts: Sequence[Part]) -> bool:
+    """Whether an ETag can be that of an object made of these parts.
+
+    S3 makes it of the MD5 of each part and their number. Of other forms, as where the store
+    encrypts, nothing can be said.
+    """
+    tags = [part.tag.strip('"') for part in parts]
+    if not _MULTIPART.fullmatch(tag) or not all(map(_MD5.fullmatch, tags)):
+        return True
+    whole = hashlib.md5(b"".join(map(bytes.fromhex, tags)), usedforsecurity=False).hexdigest()
+    return tag.strip('"') == f"{whole}-{len(parts)}"
