@@ -260,9 +260,7 @@ class AzureStore(RestStore):
             except (AccessDeniedError, CredentialsError, InvalidRequestError):
                 self._batches = False  # not for these credentials, or not known to this store
             else:
-                for answer in answers:
-                    self._check_deletion(answer, keys)
-                return
+                keys = [key for answer in answers for key in self._refused(answer, keys)]
         for key in keys:
             self._delete(key)
 
@@ -291,13 +289,21 @@ class AzureStore(RestStore):
             content_type = reply.headers.get("Content-Type", "")
             return parse(content_type, reply.read_all(), len(keys), self.uri(keys[0]))
 
-    def _check_deletion(self, answer: SubAnswer, keys: Sequence[str]) -> None:
+    def _refused(self, answer: SubAnswer, keys: Sequence[str]) -> Sequence[str]:
+        """The keys whose deletion was refused for the credentials, which may be others by now.
+
+        Raises:
+            StoreError: If it was refused for another reason.
+        """
         if answer.status < 300:
-            return
+            return []
         key = keys[answer.number or 0] if (answer.number or 0) < len(keys) else ""
         error = self.failure(answer.status, answer.headers, answer.body, "DELETE", self.uri(key))
+        if isinstance(error, CredentialsError):
+            return keys if answer.number is None else [key]
         if not isinstance(error, ObjectNotFoundError):
             raise error
+        return []
 
     # what the requests are made of
 
