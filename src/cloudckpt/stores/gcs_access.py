@@ -303,12 +303,13 @@ _NO_ANSWER = (
 def _reason(exc: Exception) -> str:
     """What a token endpoint says of its refusal; the rest of its answer may hold secrets."""
     if not isinstance(exc, google.auth.exceptions.GoogleAuthError):
-        return reason(exc)
+        # others may quote what they can't read, such as a private key
+        return reason(exc) if isinstance(exc, OSError) else type(exc).__name__
     first = masked(str(exc.args[0])) if exc.args else ""  # whole: what is cut is not recognized
     texts = [first.partition("\n")[0][:_LONGEST_REASON]] if first else []
     answer = exc.args[1] if len(exc.args) > 1 else None
     if isinstance(answer, Exception):
-        texts.append(str(answer))
+        texts.append(_reason(answer))
     if isinstance(answer, str):
         with contextlib.suppress(ValueError):
             answer = json.loads(answer)

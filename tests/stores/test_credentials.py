@@ -1,0 +1,538 @@
+"""Credentials: never shown, named when they can't be right, looked for anew when refused."""
+
+import base64
+import json
+import logging
+import pickle
+import sys
+import traceback
+import urllib.parse
+import uuid
+
+import pytest
+import torch
+
+import cloudckpt
+from cloudckpt import AzureOptions, Config, GCSOptions, RetryPolicy, S3Options
+from cloudckpt.errors import (
+    CloudCheckpointError,
+    ConfigError,
+    CredentialsError,
+    InvalidRequestError,
+    StoreError,
+)
+from cloudckpt.stores.azure import AzureStore
+from cloudckpt.stores.credentials import check_credential, conceal, masked, raise_alone
+from cloudckpt.stores.gcs import GCSStore
+from cloudckpt.stores.http import HttpClient, HttpOptions
+from cloudckpt.stores.s3 import S3Store
+
+SECRET = "S3cr3t+Value/of=this-Test"
+KEY = base64.b64encode(b"SECRETKEYOFTHISTEST" * 2).decode()
+ONE_TRY = RetryPolicy(attempts=1, base=0.0, cap=0.0)
+
+
+@pytest.fixture(autouse=True)
+def _no_other_credentials(monkeypatch, tmp_path):
+    for name in ("AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCOUNT", "REQUESTS_CA_BUNDLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path / "gcloud"))
+    monkeypatch.setenv("NO_GCE_CHECK", "true")
+
+
+# never shown
+
+
+def texts_of(error, caplog):
+    """All that can be read of an error, of what is beneath it, and in the log."""
+    texts = [record.getMessage() for record in caplog.records if not record.name.startswith("boto")]
+    seen, waiting = set(), [error]
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        texts += [str(one), repr(one), repr(one.args), repr(vars(one))]
+        texts += traceback.format_exception(one)
+        waiting += [one.__cause__, one.__context__]
+        if isinstance(one, cloudckpt.RanksFailedError):
+            texts.append(repr(one.failures))
+    for copy in (pickle.dumps(error), pickle.dumps(pickle.loads(pickle.dumps(error)))):
+        texts.append(copy.decode("latin-1"))
+    return texts
+
+
+def spellings(secret):
+    """A secret as it may stand in a text."""
+    forms = {secret, secret.strip(), repr(secret)[1:-1], ascii(secret)[1:-1]}
+    forms |= {line.strip() for line in secret.splitlines()}
+    forms |= {urllib.parse.quote(form) for form in set(forms)}
+    forms |= {urllib.parse.quote(form, safe="") for form in set(forms)}
+    return {form for form in forms if len(form) > 7}
+
+
+def assert_hidden(texts, *secrets):
+    for secret in secrets:
+        for form in spellings(secret):
+            for text in texts:
+                assert form not in text, f"{form!r} in {text!r}"
+
+
+def attempt(root, config, caplog):
+    """Saves and loads, which fail; returns the texts of both failures."""
+    texts = []
+    state = {"w": torch.arange(8.0)}
+    for function in (cloudckpt.save, cloudckpt.load):
+        with caplog.at_level(logging.DEBUG), pytest.raises(CloudCheckpointError) as caught:
+            function(state, checkpoint_id=f"{root}/run", config=config)
+        texts += texts_of(caught.value, caplog)
+    return texts
+
+
+def echo(request):
+    """What a server that is too talkative says: all that it was sent, in its message."""
+    sent = json.dumps([request.target, *request.headers.items()])
+    for one, other in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;")):
+        sent = sent.replace(one, other)
+    return sent
+
+
+def refusing(code, status=403):
+    def respond(request):
+        body = f"<Error><Code>{code}</Code><Message>{echo(request)}</Message></Error>"
+        answer = {"status": status, "headers": {"x-ms-error-code": code}, "body": body.encode()}
+        return request_server.Answer(**answer)
+
+    request_server = refusing.server
+    return respond
+
+
+@pytest.fixture
+def echoing(server):
+    """A server that refuses everything and repeats what it was sent."""
+    refusing.server = server
+
+    def with_code(code, status=403):
+        server.respond(refusing(code, status))
+        return server
+
+    return with_code
+
+
+WEIRD = {
+    "plain": SECRET,
+    "line break behind": f"{SECRET}\n",
+    "space behind": f"{SECRET} ",
+    "space before": f" {SECRET}",
+    "a header injected": f"{SECRET}\r\nX-Injected: {SECRET}",
+    "folded": f"{SECRET}\n {SECRET}",
+    "not latin-1": f"{SECRET}\u2028{SECRET}",
+    "latin-1": f"{SECRET}\xe9",
+    "quotes": f"{SECRET}'\"{SECRET}",
+    "encoded line break": f"{SECRET}%0a{SECRET}",
+    "a control character": f"{SECRET}\x7f",
+}
+weird = pytest.mark.parametrize("kind", WEIRD)
+
+
+@weird
+@pytest.mark.parametrize(
+    "variable", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"]
+)
+def test_no_credential_of_aws_is_shown(echoing, monkeypatch, caplog, variable, kind):
+    server = echoing("InvalidAccessKeyId" if kind == "plain" else "AccessDenied")
+    monkeypatch.setenv(variable, WEIRD[kind])
+    options = S3Options(endpoint_url=server.url, addressing_style="path")
+    texts = attempt("s3://bucket", Config(s3=options, retry=ONE_TRY), caplog)
+    assert_hidden(texts, WEIRD[kind])
+    for request in server.requests:
+        signature = request.headers["Authorization"].rpartition("Signature=")[2]
+        assert_hidden(texts, signature)
+
+
+@weird
+@pytest.mark.parametrize(
+    "field", ["aws_access_key_id", "aws_secret_access_key", "aws_session_token"]
+)
+def test_no_credential_of_a_profile_is_shown(echoing, monkeypatch, caplog, tmp_path, field, kind):
+    server = echoing("InvalidAccessKeyId")
+    values = {"aws_access_key_id": "AKIDTHISTEST", "aws_secret_access_key": "another-s3cr3t"}
+    values[field] = WEIRD[kind].replace("\n", "\n  ")
+    lines = "".join(f"{name} = {value}\n" for name, value in values.items())
+    (tmp_path / "credentials").write_text(f"[default]\n{lines}", newline="")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    options = S3Options(endpoint_url=server.url, addressing_style="path")
+    texts = attempt("s3://bucket", Config(s3=options, retry=ONE_TRY), caplog)
+    assert_hidden(texts, WEIRD[kind], "another-s3cr3t")
+
+
+@weird
+@pytest.mark.parametrize(
+    ("variable", "form"),
+    [
+        ("AZURE_STORAGE_SAS_TOKEN", "sv=1&se=2030-01-01&sig={}"),
+        ("AZURE_STORAGE_KEY", "{}"),
+        ("AZURE_STORAGE_CONNECTION_STRING", "AccountName=account;AccountKey={}"),
+        (
+            "AZURE_STORAGE_CONNECTION_STRING",
+            "AccountName=account;SharedAccessSignature=sv=1&sig={}",
+        ),
+        ("AZURE_STORAGE_CONNECTION_STRING", "AccountName={};{}"),
+    ],
+)
+def test_no_credential_of_azure_is_shown(echoing, monkeypatch, caplog, variable, form, kind):
+    server = echoing("AuthenticationFailed")
+    secret = WEIRD[kind]
+    if form.endswith("{}") and "ey" in variable + form:
+        secret = secret.replace(SECRET, KEY)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "account")
+    monkeypatch.setenv(variable, form.replace("{}", secret))
+    options = AzureOptions(endpoint_url=server.url)
+    texts = attempt("az://container", Config(azure=options, retry=ONE_TRY), caplog)
+    assert_hidden(texts, secret)
+    for request in server.requests:
+        query = urllib.parse.parse_qs(urllib.parse.urlsplit(request.target).query)
+        assert_hidden(texts, *query.get("sig", []))
+
+
+@pytest.fixture
+def google_files(tmp_path, monkeypatch, tls_files, stub_server):
+    """Writes credentials of Google, whose tokens come from a server; returns that server."""
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", tls_files[0])
+    with stub_server() as server:
+
+        def write(token=SECRET, subject="subject-token-of-this-test", **more):
+            grant = {"access_token": token, "expires_in": 3600, "token_type": "Bearer"}
+            server.respond(lambda request: server.Answer(body=json.dumps(grant).encode()))
+            (tmp_path / "subject").write_text(subject)
+            info = {
+                "type": "external_account",
+                "audience": "//iam.googleapis.com/projects/1/locations/global/"
+                "workloadIdentityPools/p/providers/q",
+                "subject_token_type": "urn:ietf:params:oauth:token-type:jwt",
+                "token_url": f"{server.url}/sts",
+                "credential_source": {"file": str(tmp_path / "subject")},
+                **more,
+            }
+            (tmp_path / "account.json").write_text(json.dumps(info))
+            monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "account.json"))
+            return server
+
+        yield write
+
+
+@weird
+def test_no_token_of_google_is_shown(tls_server, google_files, caplog, kind):
+    refusing.server = tls_server
+    tls_server.respond(refusing("AccessDenied"))
+    google_files(WEIRD[kind])
+    options = GCSOptions(endpoint_url=tls_server.url)
+    texts = attempt("gs://bucket", Config(gcs=options, retry=ONE_TRY), caplog)
+    assert_hidden(texts, WEIRD[kind], "subject-token-of-this-test")
+
+
+@weird
+def test_what_a_token_endpoint_repeats_is_not_shown(tls_server, google_files, caplog, kind):
+    refusing.server = tls_server
+    tls_server.respond(refusing("AccessDenied"))
+    server = google_files(subject=WEIRD[kind])
+    told = {"error": "invalid_grant", "error_description": f"subject_token={SECRET}"}
+    server.respond(lambda request: server.Answer(400, body=json.dumps(told).encode()))
+    options = GCSOptions(endpoint_url=tls_server.url)
+    texts = attempt("gs://bucket", Config(gcs=options, retry=ONE_TRY), caplog)
+    assert_hidden(texts, WEIRD[kind])
+
+
+@weird
+def test_no_private_key_of_a_service_account_is_shown(tls_server, google_files, caplog, kind):
+    google_files(
+        type="service_account",
+        client_email="job@project.iam.gserviceaccount.com",
+        private_key_id="1",
+        token_uri="http://127.0.0.1:9/token",
+        private_key=f"-----BEGIN PRIVATE KEY-----\n{WEIRD[kind]}\n-----END PRIVATE KEY-----",
+    )
+    options = GCSOptions(endpoint_url=tls_server.url)
+    texts = attempt("gs://bucket", Config(gcs=options, retry=ONE_TRY), caplog)
+    assert_hidden(texts, WEIRD[kind])
+    assert tls_server.requests == []
+
+
+def test_a_header_that_googles_library_refuses_is_not_quoted(tls_server, google_files, caplog):
+    """Its exception has the value of the header in its text."""
+    google_files(
+        credential_source={
+            "url": "http://127.0.0.1:9/subject",
+            "headers": {"Authorization": f"{SECRET}\n{SECRET}" + "x" * 400},
+        }
+    )
+    options = GCSOptions(endpoint_url=tls_server.url)
+    config = Config(gcs=options, retry=RetryPolicy(attempts=3, base=0.0, cap=0.0))
+    texts = attempt("gs://bucket", config, caplog)
+    assert_hidden(texts, SECRET)
+
+
+CONFIGS = {
+    "s3://bucket": lambda url: Config(
+        s3=S3Options(endpoint_url=url, addressing_style="path"), retry=ONE_TRY
+    ),
+    "gs://bucket": lambda url: Config(gcs=GCSOptions(endpoint_url=url), retry=ONE_TRY),
+    "az://container": lambda url: Config(azure=AzureOptions(endpoint_url=url), retry=ONE_TRY),
+}
+in_all_dialects = pytest.mark.parametrize("root", CONFIGS)
+
+
+def new_host():
+    """One that no store of another test was opened for."""
+    return f"{uuid.uuid4().hex}.example"
+
+
+@pytest.fixture
+def azure_key(monkeypatch):
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "account")
+    monkeypatch.setenv("AZURE_STORAGE_KEY", KEY)
+
+
+@in_all_dialects
+@pytest.mark.parametrize(
+    "proxy",
+    [
+        "http://user:{}@127.0.0.1:9",
+        "http://user:{}@:nonsense",
+        "http://user:{}@[broken",
+        "socks5://user:{}@127.0.0.1:9",
+        "user:{}@127.0.0.1:9",
+        "https://user:{}@127.0.0.1:9",
+    ],
+)
+@pytest.mark.parametrize("password", ["S3cr3tOfTheProxy", "S3cr3t%20Of%E2%80%A8Proxy", "pw1"])
+def test_no_password_of_a_proxy_is_shown(
+    azure_key, tls_files, google_files, monkeypatch, caplog, root, proxy, password
+):
+    google_files()
+    scheme = "https" if root.startswith("gs") else "http"
+    for name in ("HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, proxy.format(password))
+    texts = attempt(root, CONFIGS[root](f"{scheme}://{new_host()}"), caplog)
+    assert_hidden(texts, password, urllib.parse.unquote(password))
+    assert not any(f"{password}@" in text for text in texts)
+
+
+@in_all_dialects
+def test_a_proxy_is_given_any_password_as_it_is(
+    azure_key, server, google_files, monkeypatch, caplog, root
+):
+    proxy = server.url.replace("//", "//user:p%C3%A4ss%E2%80%A8@")
+    monkeypatch.setenv("HTTP_PROXY", proxy)
+    server.respond(lambda request: server.Answer(status=404))
+    attempt(root, CONFIGS[root](f"http://{new_host()}"), caplog)
+    expected = base64.b64encode("user:päss\u2028".encode()).decode()
+    assert server.requests[0].headers["Proxy-Authorization"] == f"Basic {expected}"
+
+
+@pytest.mark.parametrize("options", [S3Options, GCSOptions, AzureOptions])
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"https://user:{SECRET}@host",
+        f"https://host/?sig={SECRET}",
+        f"https://host/#{SECRET}",
+        f"ftp://user:{SECRET}@host",
+        f"user:{SECRET}@host",
+        f"https://user:{SECRET}@host\n",
+    ],
+)
+def test_no_endpoint_holds_a_credential(options, url):
+    with pytest.raises(ConfigError) as caught:
+        options(endpoint_url=url)
+    assert_hidden([str(caught.value), repr(caught.value)], SECRET)
+
+
+@pytest.mark.parametrize(
+    ("variable", "root"),
+    [
+        ("AWS_ENDPOINT_URL", "s3://bucket"),
+        ("AWS_ENDPOINT_URL_S3", "s3://bucket"),
+        ("STORAGE_EMULATOR_HOST", "gs://bucket"),
+        ("CLOUDCKPT_AZURE_ENDPOINT_URL", "az://container"),
+    ],
+)
+@pytest.mark.parametrize("user", [f"user:{SECRET}@", ""])
+def test_an_endpoint_of_the_environment_that_can_not_be_used_is_named(
+    azure_key, monkeypatch, caplog, variable, root, user
+):
+    monkeypatch.setenv(variable, f"http://{user}127.0.0.1:9{'' if user else ' '}")
+    with pytest.raises(ConfigError, match=r"endpoint|STORAGE_EMULATOR_HOST|AWS_ENDPOINT") as caught:
+        cloudckpt.save({"w": torch.ones(2)}, checkpoint_id=f"{root}/run")
+    assert_hidden(texts_of(caught.value, caplog), SECRET)
+
+
+def test_an_endpoint_of_a_profile_is_not_shown(monkeypatch, caplog, tmp_path):
+    (tmp_path / "config").write_text(f"[default]\nendpoint_url = http://user:{SECRET}@bad host\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    texts = attempt("s3://bucket", Config(retry=ONE_TRY), caplog)
+    assert_hidden(texts, SECRET)
+
+
+@pytest.mark.parametrize("what", ["token", "endpoint"])
+def test_what_a_failing_credential_process_says_is_not_shown(monkeypatch, caplog, tmp_path, what):
+    script = tmp_path / "process.py"
+    script.write_text(f"import sys; sys.exit('aws_secret_access_key={SECRET}')")
+    (tmp_path / "config").write_text(f"[default]\ncredential_process = {sys.executable} {script}\n")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    texts = attempt("s3://bucket", Config(retry=ONE_TRY), caplog)
+    assert_hidden(texts, SECRET)
+
+
+def test_a_container_token_that_is_no_header_is_not_shown(monkeypatch, caplog):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", "http://127.0.0.1:9/credentials")
+    monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN", f"{SECRET}\n")
+    texts = attempt("s3://bucket", Config(retry=ONE_TRY), caplog)
+    assert_hidden(texts, SECRET)
+
+
+@in_all_dialects
+def test_no_store_shows_what_it_holds(azure_key, google_files, tls_server, caplog, root):
+    google_files()
+    config = CONFIGS[root](tls_server.url)
+    kinds = {"s3://bucket": S3Store, "gs://bucket": GCSStore, "az://container": AzureStore}
+    store = kinds[root](root.rpartition("/")[2], config)
+    texts = [repr(store), repr(vars(store)), repr(store._access), repr(vars(store._access))]
+    texts += [repr(store._credentials), repr(vars(store._credentials)), repr(config)]
+    texts += [repr(store._credentials.current)]
+    writer = cloudckpt.CloudStorageWriter(f"{root}/run", config=config)
+    texts.append(pickle.dumps(writer).decode("latin-1"))  # as it goes to the saving process
+    store.close()
+    assert_hidden(texts, KEY, SECRET)
+
+
+@pytest.mark.parametrize("value", [SECRET + "\nX: y", SECRET + "\u2028", f"{SECRET}\r\n {SECRET}"])
+def test_a_header_that_can_not_be_sent_is_named_without_its_value(server, value):
+    options = HttpOptions(
+        connections=1, connect_timeout=5, read_timeout=5, stall_timeout=5, proxy=None
+    )
+    client = HttpClient(options)
+    with (
+        pytest.raises(InvalidRequestError, match="x-token") as caught,
+        client.send("GET", server.url, {"x-token": value}),
+    ):
+        pass
+    client.close()
+    assert_hidden([repr(caught.value), repr(caught.value.__context__)], SECRET)
+    assert server.requests == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"Invalid header value b'{SECRET}\\n'",
+        f"reserved character(s), or return character(s) in header value: '{SECRET}'",
+        f"GET https://host/key?sv=1&sig={SECRET}&se=2 failed",
+        f"http://user:{SECRET}@proxy:3128",
+        f"AWS4-HMAC-SHA256 Credential=AKID/x, SignedHeaders=host, Signature={SECRET}",
+        f"Authorization: Bearer {SECRET}",
+        f"X-Amz-Security-Token={SECRET}",
+        f'{{"access_token": "{SECRET}"}}',
+        f"AccountKey={SECRET};EndpointSuffix=x",
+        f"-----BEGIN RSA PRIVATE KEY-----\n{SECRET}\n",
+        f"the token was {SECRET}",
+        f"the token was {urllib.parse.quote(SECRET, safe='')}",
+    ],
+)
+def test_a_text_of_others_is_masked(text):
+    assert_hidden([masked(text, [SECRET])], SECRET)
+    if "was" not in text:
+        assert_hidden([masked(text)], SECRET)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "HTTP 403: serviceAccount:job@project.iam.gserviceaccount.com has no storage.objects.get",
+        "NewConnectionError: [Errno 111] Connection refused",
+        "the certificate of host is not trusted: Basic Constraints of CA cert not marked critical",
+        "gs://bucket/user@example.com/run/.metadata",
+        "SignatureDoesNotMatch HTTP 403: the secret key does not fit the access key",
+    ],
+)
+def test_a_text_without_credentials_stays_as_it_is(text):
+    assert masked(text) == text
+
+
+def test_an_error_above_one_that_quotes_a_credential_stands_alone():
+    try:
+        try:
+            raise ValueError(f"sig={SECRET}")
+        except ValueError as exc:
+            raise StoreError(f"no sig={SECRET}", cause=exc) from exc
+    except StoreError as error:
+        conceal(error, [SECRET])
+        caught = error
+    assert (caught.__cause__, caught.__context__) == (None, None)
+    assert_hidden([str(caught), repr(caught), caught.cause], SECRET)
+
+
+def test_an_error_raised_alone_leads_nowhere():
+    def fail():
+        try:
+            raise ValueError(SECRET)
+        except ValueError:
+            raise_alone(StoreError("without it"))
+
+    with pytest.raises(StoreError) as caught:
+        fail()
+    assert (caught.value.__cause__, caught.value.__context__) == (None, None)
+
+
+# named
+
+
+@pytest.mark.parametrize(("value", "where"), [(f"{SECRET}\n", "ends in"), (f" {SECRET}", "begins")])
+@pytest.mark.parametrize(
+    ("variable", "root"),
+    [
+        ("AWS_ACCESS_KEY_ID", "s3://bucket"),
+        ("AWS_SECRET_ACCESS_KEY", "s3://bucket"),
+        ("AWS_SESSION_TOKEN", "s3://bucket"),
+        ("AZURE_STORAGE_KEY", "az://container"),
+        ("AZURE_STORAGE_SAS_TOKEN", "az://container"),
+        ("AZURE_STORAGE_CONNECTION_STRING", "az://container"),
+    ],
+)
+def test_white_space_around_a_credential_is_named(
+    monkeypatch, server, variable, root, value, where
+):
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "account")
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(CredentialsError, match=rf"{variable} {where}.*white space") as caught:
+        cloudckpt.save(
+            {"w": torch.ones(2)}, checkpoint_id=f"{root}/run", config=CONFIGS[root](server.url)
+        )
+    assert "remove it" in str(caught.value)
+    assert server.requests == []
+
+
+def test_white_space_within_a_connection_string_is_named(monkeypatch, server):
+    text = f"AccountName=account;AccountKey={KEY} ;EndpointSuffix=core.windows.net"
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", text)
+    with pytest.raises(
+        CredentialsError, match="AccountKey in AZURE_STORAGE_CONNECTION_STRING ends"
+    ):
+        AzureStore("container", Config(azure=AzureOptions(endpoint_url=server.url)))
+
+
+@pytest.mark.parametrize("value", ["", SECRET, "AKIA0123456789", KEY, "with spaces inside"])
+def test_a_usual_credential_is_no_problem(value):
+    check_credential(value, "it")
+
+
+def test_a_secret_key_that_does_not_travel_may_have_any_letters():
+    check_credential("größer", "it", header=False)
+    with pytest.raises(CredentialsError, match="not ASCII"):
+        check_credential("größer", "it")
