@@ -3,29 +3,36 @@
 import base64
 import json
 import logging
+import os
 import pickle
 import sys
+import threading
 import traceback
 import urllib.parse
+import urllib.request
 import uuid
 
+import boto3
 import pytest
 import torch
 
 import cloudckpt
 from cloudckpt import AzureOptions, Config, GCSOptions, RetryPolicy, S3Options
+from cloudckpt.checksum import CRC32C
 from cloudckpt.errors import (
     CloudCheckpointError,
     ConfigError,
+    ConnectionLostError,
     CredentialsError,
     InvalidRequestError,
     StoreError,
 )
 from cloudckpt.stores.azure import AzureStore
-from cloudckpt.stores.credentials import check_credential, conceal, masked, raise_alone
+from cloudckpt.stores.credentials import Credentials, check_credential, conceal, masked, raise_alone
 from cloudckpt.stores.gcs import GCSStore
 from cloudckpt.stores.http import HttpClient, HttpOptions
 from cloudckpt.stores.s3 import S3Store
+from cloudckpt.testing.servers import moto_server
 
 SECRET = "S3cr3t+Value/of=this-Test"
 KEY = base64.b64encode(b"SECRETKEYOFTHISTEST" * 2).decode()
@@ -536,3 +543,240 @@ def test_a_secret_key_that_does_not_travel_may_have_any_letters():
     check_credential("größer", "it", header=False)
     with pytest.raises(CredentialsError, match="not ASCII"):
         check_credential("größer", "it")
+
+
+# looked for anew
+
+
+@pytest.fixture(scope="module")
+def guarded():
+    """A moto that checks signatures and policies; returns its URL and makes keys."""
+    with moto_server() as url:
+        given = {"endpoint_url": url, "region_name": "us-east-1"}
+        keys = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing"}
+        iam = boto3.client("iam", **given, **keys)
+        boto3.client("s3", **given, **keys).create_bucket(Bucket="bucket")
+        policy = {"Effect": "Allow", "Action": "*", "Resource": "*"}
+        document = json.dumps({"Version": "2012-10-17", "Statement": [policy]})
+        for user in ("job", "admin"):
+            iam.create_user(UserName=user)
+            iam.put_user_policy(UserName=user, PolicyName="all", PolicyDocument=document)
+        root = iam.create_access_key(UserName="admin")["AccessKey"]
+        start = urllib.request.Request(
+            f"{url}/moto-api/reset-auth", b"0", {"Content-Type": "text/plain"}, method="POST"
+        )
+        urllib.request.urlopen(start).close()
+        admin = boto3.client(
+            "iam",
+            aws_access_key_id=root["AccessKeyId"],
+            aws_secret_access_key=root["SecretAccessKey"],
+            **given,
+        )
+
+        def new_key():
+            for old in admin.list_access_keys(UserName="job")["AccessKeyMetadata"]:
+                admin.delete_access_key(UserName="job", AccessKeyId=old["AccessKeyId"])
+            return admin.create_access_key(UserName="job")["AccessKey"]
+
+        yield url, new_key
+
+
+def set_aws(monkeypatch, key):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", key["AccessKeyId"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", key["SecretAccessKey"])
+
+
+def write_profile(path, key):
+    path.write_text(
+        f"[default]\naws_access_key_id = {key['AccessKeyId']}\n"
+        f"aws_secret_access_key = {key['SecretAccessKey']}\n"
+    )
+
+
+@pytest.mark.parametrize("place", ["environment", "file"])
+def test_a_key_that_was_rotated_is_read_again_by_a_store_that_is_kept(
+    guarded, monkeypatch, tmp_path, place
+):
+    url, new_key = guarded
+    config = Config(s3=S3Options(endpoint_url=url, addressing_style="path"), retry=ONE_TRY)
+    key = new_key()
+    for step in range(3):
+        if place == "environment":
+            set_aws(monkeypatch, key)
+        else:
+            for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+                monkeypatch.delenv(name, raising=False)
+            monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+            write_profile(tmp_path / "credentials", key)
+        state = {"w": torch.full((64,), float(step))}
+        cloudckpt.save(state, checkpoint_id=f"s3://bucket/{place}", config=config)
+        loaded = {"w": torch.zeros(64)}
+        cloudckpt.load(loaded, checkpoint_id=f"s3://bucket/{place}", config=config)
+        assert torch.equal(loaded["w"], state["w"])
+        gone, key = key, new_key()
+    set_aws(monkeypatch, gone)  # which the server does not know any more
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+    with pytest.raises(CredentialsError, match="does not know this access key"):
+        cloudckpt.save(state, checkpoint_id=f"s3://bucket/{place}", config=config)
+
+
+def key_of(request):
+    return request.headers["Authorization"].partition("Credential=")[2].partition("/")[0]
+
+
+def letting_in(server, *keys, **answer):
+    """Answers those who know one of the keys, and refuses all others."""
+    error = b"<Error><Code>InvalidAccessKeyId</Code><Message>unknown</Message></Error>"
+
+    def respond(request):
+        if key_of(request) in keys:
+            return server.Answer(**answer)
+        return server.Answer(403, body=b"" if request.method == "HEAD" else error)
+
+    server.respond(respond)
+
+
+@pytest.fixture
+def open_s3(server):
+    opened = []
+
+    def open_one():
+        options = S3Options(endpoint_url=server.url, addressing_style="path")
+        opened.append(S3Store("bucket", Config(s3=options)))
+        return opened[-1]
+
+    yield open_one
+    for store in opened:
+        store.close()
+
+
+def test_many_threads_that_are_refused_at_once_look_once(open_s3, server, monkeypatch):
+    store = open_s3()
+    looks = []
+    look = store._credentials._look
+    store._credentials._look = lambda: looks.append(None) or look()
+    letting_in(server, "AKIDNEW", headers={"ETag": '"tag"'}, body=b"data")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDNEW")
+    everybody = threading.Barrier(8)
+    versions = []
+
+    def ask():
+        everybody.wait(30)
+        versions.append(store.get("run/object")[1].version)
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert versions == ['"tag"'] * 8
+    assert len(looks) == 1
+
+
+def test_a_body_is_sent_again_with_the_new_key(open_s3, server, monkeypatch):
+    store = open_s3()
+    letting_in(server, "AKIDNEW", headers={"ETag": '"tag"'})
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDNEW")
+    body = [memoryview(b"some "), memoryview(b"data")]
+    store.put("run/object", body, checksum=CRC32C.of(b"some data"), if_absent=True)
+    assert [key_of(request) for request in server.requests] == ["testing", "AKIDNEW"]
+    assert [request.body for request in server.requests] == [b"some data"] * 2
+    assert server.requests[1].headers["If-None-Match"] == "*"
+
+
+def test_the_same_key_is_refused_once(open_s3, server):
+    store = open_s3()
+    letting_in(server, "AKIDNEW")
+    with pytest.raises(CredentialsError):
+        store.get("run/object")
+    assert len(server.requests) == 1
+
+
+def test_a_new_key_that_is_refused_too_is_told(open_s3, server, monkeypatch):
+    store = open_s3()
+    letting_in(server, "AKIDOTHER")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDNEW")
+    with pytest.raises(CredentialsError):
+        store.get("run/object")
+    assert len(server.requests) == 2
+
+
+def test_a_failure_within_the_answer_is_not_asked_again(open_s3, server):
+    store = open_s3()
+    server.respond(lambda request: server.Answer(headers={"ETag": '"tag"'}))
+    with (
+        pytest.raises(CredentialsError, match="of the caller"),
+        store.exchange("GET", store.object_url("run/object"), {}, key="run/object"),
+    ):
+        raise CredentialsError("of the caller")
+    assert len(server.requests) == 1
+
+
+def test_an_empty_object_is_looked_at_with_the_new_key(open_s3, server, monkeypatch):
+    store = open_s3()
+
+    def respond(request):
+        if key_of(request) != "AKIDNEW":
+            error = b"<Error><Code>ExpiredToken</Code></Error>"
+            return server.Answer(403, body=b"" if request.method == "HEAD" else error)
+        if "Range" in request.headers:
+            return server.Answer(416, body=b"<Error><Code>InvalidRange</Code></Error>")
+        return server.Answer(headers={"ETag": '"tag"'}, size=0)
+
+    server.respond(respond)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDNEW")
+    assert store.head("run/object").size == 0
+
+
+def test_credentials_that_can_not_be_fetched_are_looked_for_by_the_next_request(
+    tls_server, google_files
+):
+    tokens = google_files()
+    tokens.respond(lambda request: tokens.Answer(400, body=b'{"error": "invalid_grant"}'))
+    store = GCSStore("bucket", Config(gcs=GCSOptions(endpoint_url=tls_server.url)))
+    with pytest.raises(CredentialsError):
+        store.head("run/object")
+    google_files(token="another-token")  # the file is written anew
+    body = b'{"size": "9", "generation": "1"}'
+    tls_server.respond(lambda request: tls_server.Answer(body=body))
+    assert store.head("run/object").size == 9
+    store.close()
+    assert [request.headers["Authorization"] for request in tls_server.requests] == [
+        "Bearer another-token"
+    ]
+
+
+def test_a_signature_that_was_replaced_is_read_again(server, monkeypatch):
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "account")
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", "sv=1&sig=old")
+    store = AzureStore("container", Config(azure=AzureOptions(endpoint_url=server.url)))
+
+    def respond(request):
+        if request.target.endswith("sig=new"):
+            return server.Answer(headers={"ETag": '"0x1"'}, size=9)
+        return server.Answer(403, headers={"x-ms-error-code": "AuthenticationFailed"})
+
+    server.respond(respond)
+    with pytest.raises(CredentialsError):
+        store.head("run/object")
+    assert len(server.requests) == 1
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", "sv=1&sig=new")
+    assert store.head("run/object").size == 9
+    store.close()
+
+
+def test_a_look_that_fails_leaves_what_the_store_said():
+    class Key:
+        def secrets(self):
+            return ("one",)
+
+    found = iter([Key()])
+
+    def look():
+        try:
+            return next(found)
+        except StopIteration:
+            raise ConnectionLostError("no answer") from None
+
+    credentials = Credentials(look)
+    assert not credentials.renew(credentials.current, ["one"])
