@@ -36,6 +36,8 @@ _CALLS_PER_BATCH = 100  # https://cloud.google.com/storage/docs/batch
 _NO_GENERATION = str(2**63 - 1)  # generations are times: no object has the last one
 _RESOURCE = "name,size,generation,crc32c"
 
+_Answer = tuple[int, Mapping[str, str], bytes]  # status, headers and body of a call of a batch
+
 
 @dataclass(frozen=True, slots=True)
 class Stored:
@@ -210,9 +212,11 @@ class JsonObjects:
     def _delete_all(self, keys: Sequence[str]) -> None:
         if self._batches:
             try:
-                keys = self._batch(keys)
+                answers = self._batch(keys)
             except (InvalidRequestError, ObjectNotFoundError):
                 self._batches = False  # this store has none; Google's storage-testbench says 501
+            else:
+                keys = self._refused(keys, answers)
         for key in keys:
             self._delete(key)
 
@@ -223,8 +227,8 @@ class JsonObjects:
         ):
             pass
 
-    def _batch(self, keys: Sequence[str]) -> Sequence[str]:
-        """Removes objects at once; returns those whose deletion was refused for the credentials."""
+    def _batch(self, keys: Sequence[str]) -> Sequence[_Answer]:
+        """The answers to deletions that are sent in one request, in the order of the keys."""
         boundary = f"cloudckpt-{random_suffix()}"
         calls = [
             f"--{boundary}\r\nContent-Type: application/http\r\n"
@@ -242,12 +246,20 @@ class JsonObjects:
                 f"{len(keys)} calls were batched, but {len(answers)} answered",
                 uri=self._store.uri(keys[0]),
             )
+        return answers
+
+    def _refused(self, keys: Sequence[str], answers: Sequence[_Answer]) -> Sequence[str]:
+        """The keys whose deletion was refused for the credentials, which may be others by now.
+
+        Raises:
+            StoreError: If one was refused for another reason.
+        """
         refused = []
         for key, (status, fields, answer) in zip(keys, answers, strict=True):
             if status >= 300:
                 error = self._store.failure(status, fields, answer, "delete", self._store.uri(key))
                 if isinstance(error, CredentialsError):
-                    refused.append(key)  # which are looked for anew when it is asked for alone
+                    refused.append(key)
                 elif not isinstance(error, ObjectNotFoundError):
                     raise error
         return refused
@@ -335,11 +347,11 @@ def _of_payload(progress: Progress | None, before: int, size: int) -> Progress |
 _CALL = re.compile(rb"^HTTP/\d(?:\.\d)? (\d{3})[^\r\n]*\r?\n", re.MULTILINE)
 
 
-def _batch_answers(body: bytes) -> list[tuple[int, Mapping[str, str], bytes]]:
+def _batch_answers(body: bytes) -> list[_Answer]:
     """Status, headers and body of each call, in their order."""
     begins = list(_CALL.finditer(body))
     ends = [match.start() for match in begins[1:]] + [len(body)]
-    answers: list[tuple[int, Mapping[str, str], bytes]] = []
+    answers: list[_Answer] = []
     for match, end in zip(begins, ends, strict=True):
         head, _, content = body[match.end() : end].replace(b"\r\n", b"\n").partition(b"\n\n")
         fields = (line.partition(":") for line in head.decode("latin-1").split("\n"))
