@@ -11,7 +11,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Generic, NoReturn, Protocol, TypeVar
 from urllib.parse import quote
 
@@ -25,6 +25,8 @@ __all__ = [
     "masked",
     "raise_alone",
     "reason",
+    "take_over",
+    "variables",
 ]
 
 
@@ -217,3 +219,18 @@ def raise_alone(error: BaseException) -> NoReturn:
         raise error
     finally:
         error.__context__ = None
+
+
+_PREFIXES = ("AWS_", "AZURE_", "GOOGLE_")
+
+
+def variables() -> dict[str, str]:
+    """The environment variables in which the clouds' own tools look for credentials."""
+    return {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES)}
+
+
+def take_over(given: Mapping[str, str]) -> None:
+    """Makes these variables what another process has, whose environment may have changed."""
+    for name in variables().keys() - given.keys():
+        del os.environ[name]
+    os.environ.update(given)
