@@ -73,8 +73,8 @@ def spellings(secret):
     """A secret as it may stand in a text."""
     forms = {secret, secret.strip(), repr(secret)[1:-1], ascii(secret)[1:-1]}
     forms |= {line.strip() for line in secret.splitlines()}
-    forms |= {urllib.parse.quote(form) for form in set(forms)}
-    forms |= {urllib.parse.quote(form, safe="") for form in set(forms)}
+    for safe in ("/", ""):
+        forms |= {urllib.parse.quote(form, safe, errors="surrogatepass") for form in set(forms)}
     return {form for form in forms if len(form) > 7}
 
 
@@ -138,6 +138,7 @@ WEIRD = {
     "quotes": f"{SECRET}'\"{SECRET}",
     "encoded line break": f"{SECRET}%0a{SECRET}",
     "a control character": f"{SECRET}\x7f",
+    "no text": f"{SECRET}\udcff",
 }
 weird = pytest.mark.parametrize("kind", WEIRD)
 
@@ -166,7 +167,8 @@ def test_no_credential_of_a_profile_is_shown(echoing, monkeypatch, caplog, tmp_p
     values = {"aws_access_key_id": "AKIDTHISTEST", "aws_secret_access_key": "another-s3cr3t"}
     values[field] = WEIRD[kind].replace("\n", "\n  ")
     lines = "".join(f"{name} = {value}\n" for name, value in values.items())
-    (tmp_path / "credentials").write_text(f"[default]\n{lines}", newline="")
+    text = f"[default]\n{lines}".encode(errors="surrogateescape")
+    (tmp_path / "credentials").write_bytes(text)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
@@ -213,7 +215,7 @@ def google_files(tmp_path, monkeypatch, tls_files, stub_server):
         def write(token=SECRET, subject="subject-token-of-this-test", **more):
             grant = {"access_token": token, "expires_in": 3600, "token_type": "Bearer"}
             server.respond(lambda request: server.Answer(body=json.dumps(grant).encode()))
-            (tmp_path / "subject").write_text(subject)
+            (tmp_path / "subject").write_bytes(subject.encode(errors="surrogateescape"))
             info = {
                 "type": "external_account",
                 "audience": "//iam.googleapis.com/projects/1/locations/global/"
@@ -383,16 +385,51 @@ def test_an_endpoint_of_a_profile_is_not_shown(monkeypatch, caplog, tmp_path):
     assert_hidden(texts, SECRET)
 
 
-@pytest.mark.parametrize("what", ["token", "endpoint"])
-def test_what_a_failing_credential_process_says_is_not_shown(monkeypatch, caplog, tmp_path, what):
+@pytest.mark.parametrize(
+    "program",
+    [
+        f"import sys; sys.exit('aws_secret_access_key={SECRET}')",
+        f'print(\'{{"SecretAccessKey": "{SECRET}"\')',
+        f'print(\'{{"Version": 1, "SecretAccessKey": "{SECRET}"}}\')',
+    ],
+)
+def test_what_a_failing_credential_process_says_is_not_shown(
+    monkeypatch, caplog, tmp_path, program
+):
     script = tmp_path / "process.py"
-    script.write_text(f"import sys; sys.exit('aws_secret_access_key={SECRET}')")
+    script.write_text(program)
     (tmp_path / "config").write_text(f"[default]\ncredential_process = {sys.executable} {script}\n")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     texts = attempt("s3://bucket", Config(retry=ONE_TRY), caplog)
     assert_hidden(texts, SECRET)
+
+
+@pytest.mark.parametrize("missing", ["credential_process", "web identity"])
+def test_a_source_of_credentials_that_is_not_there_is_named(monkeypatch, tmp_path, missing):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    if missing == "web identity":
+        monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/job")
+        monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / "nothing here"))
+    else:
+        (tmp_path / "config").write_text(f"[default]\ncredential_process = {tmp_path}/nothing\n")
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    config = Config(retry=ONE_TRY)
+    with pytest.raises(CredentialsError, match="nothing"):
+        cloudckpt.save({"w": torch.ones(2)}, checkpoint_id="s3://bucket/run", config=config)
+
+
+def test_what_a_store_says_of_one_of_many_objects_is_masked(server):
+    options = S3Options(endpoint_url=server.url, addressing_style="path")
+    store = S3Store("bucket", Config(s3=options))
+    error = f"<Error><Key>a</Key><Code>AccessDenied</Code><Message>sig={SECRET}</Message></Error>"
+    server.answer(body=f"<DeleteResult>{error}</DeleteResult>".encode())
+    with pytest.raises(StoreError) as caught:
+        store.delete(["a", "b"])
+    store.close()
+    assert_hidden([str(caught.value)], SECRET)
 
 
 def test_a_container_token_that_is_no_header_is_not_shown(monkeypatch, caplog):

@@ -13,9 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Generic, NoReturn, Protocol, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
-from cloudckpt.errors import CloudCheckpointError, CredentialsError, StoreError
+from cloudckpt.errors import CloudCheckpointError, CredentialsError
 
 __all__ = [
     "Credentials",
@@ -88,7 +88,7 @@ class Credentials(Generic[S]):
                 found = self._look()
                 if found.secrets() == tuple(secrets):
                     return False
-            except StoreError:
+            except CloudCheckpointError:
                 return False  # what the store said tells more
             finally:
                 self._looked_at = time.monotonic()
@@ -114,7 +114,7 @@ def check_credential(value: str, name: str, uri: str | None = None, *, header: b
         problem = "begins with white space: remove it"
     elif value != value.rstrip():
         problem = "ends in white space: remove it"
-    elif re.search(r"[\x00-\x1f\x7f]", value):
+    elif re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", value):
         problem = "holds a line break or another control character: copy it anew"
     elif header and not value.isascii():
         problem = "holds characters that are not ASCII: copy it anew"
@@ -123,7 +123,7 @@ def check_credential(value: str, name: str, uri: str | None = None, *, header: b
 
 
 _MASK = "***"
-_SHORTEST = 8  # characters; what is shorter is a word of an emulator, not a secret
+_SHORTEST = 6  # characters; what is shorter is a word of an emulator, not a secret
 
 _PATTERNS = (
     # http.client and requests quote a header that they refuse
@@ -174,9 +174,11 @@ def _proxy_users() -> Iterator[str]:
 
 
 def _forms(value: str) -> Iterator[str]:
-    """How a secret may be written in a message."""
-    for one in (value, value.strip()):
-        for form in (one, repr(one)[1:-1], ascii(one)[1:-1], quote(one), quote(one, safe="")):
+    """How a secret, or the secret part of it, may be written in a message."""
+    parts = re.findall(r"\b(?:sig|AccountKey)=([^&;\s]+)", value)
+    for one in (value, value.strip(), *parts, *map(unquote, parts)):
+        quoted = (quote(one, safe, errors="surrogatepass") for safe in ("/", ""))
+        for form in (one, repr(one)[1:-1], ascii(one)[1:-1], *quoted):
             if len(form) >= _SHORTEST:
                 yield form
 

@@ -17,6 +17,7 @@ from cloudckpt.errors import (
     ThrottledError,
     TransientStoreError,
 )
+from cloudckpt.stores.credentials import masked
 
 __all__ = [
     "CUT_SHORT",
@@ -81,7 +82,7 @@ def refusal(
         headers: Of the answer, in any case.
     """
     kind, text = meaning
-    error = kind(f"{action}: {text}", uri=uri, cause=cause)
+    error = kind(f"{action}: {text}", uri=uri, cause=masked(cause) if cause else None)
     wait = next((value for name, value in headers.items() if name.lower() == "retry-after"), "")
     if isinstance(error, TransientStoreError) and wait.isascii() and wait.isdigit():
         error.retry_after = float(wait)

@@ -110,6 +110,10 @@ class RestStore(ObjectStore):
             return tag
         raise ConnectionLostError("the answer has no ETag", uri=self.uri(key))
 
+    def _refusals(self) -> tuple[type[StoreError], ...]:
+        """What other credentials may mend, if there are any."""
+        return (CredentialsError,)
+
     def _made(self, reply: Reply, key: str, size: int) -> ObjectInfo | None:
         """The object that a request has written, if the answer names its version."""
         tag = reply.headers.get("ETag")
@@ -183,7 +187,7 @@ class RestStore(ObjectStore):
                 used, reply = self._credentials.source(), None
                 try:
                     reply = stack.enter_context(attempt())
-                except CredentialsError:
+                except self._refusals():
                     if not secrets or not self._credentials.renew(used, secrets):
                         raise
                 if reply is None:

@@ -24,7 +24,6 @@ from cloudckpt.errors import (
 from cloudckpt.stores.credentials import (
     Credentials,
     check_credential,
-    masked,
     raise_alone,
     reason,
 )
@@ -115,7 +114,7 @@ class _Keys:
         self._latest: tuple[str, ...] = ()
         if options.anonymous:
             return
-        with _translated("find credentials for", uri):
+        with _translated(_FIND, uri):
             self._found = _session(options).get_credentials()
         if self._found is None:
             raise CredentialsError(
@@ -133,7 +132,7 @@ class _Keys:
         """Access key, secret key and session token, which may be empty; renews them if due."""
         if self._found is None:
             return ()
-        with _translated("find credentials for", self._uri):
+        with _translated(_FIND, self._uri):
             frozen = self._found.get_frozen_credentials()  # refreshes them when they are due
         found = (frozen.access_key, frozen.secret_key, frozen.token or "")
         for value, (variable, entry) in zip(found, _NAMES, strict=True):
@@ -232,6 +231,7 @@ def object_headers(options: S3Options) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if value is not None}
 
 
+_FIND = "find credentials for"
 _CREDENTIAL_ERRORS = (
     botocore.exceptions.NoCredentialsError,
     botocore.exceptions.PartialCredentialsError,
@@ -255,19 +255,20 @@ def _translated(action: str, uri: str) -> Iterator[None]:
             from_code(
                 str(error.get("Code", "")),
                 int(meta.get("HTTPStatusCode", 0)),
-                masked(str(error.get("Message", ""))),
+                str(error.get("Message", "")),
                 action,
                 uri,
                 meta.get("HTTPHeaders", {}),
             )
         )
-    except (botocore.exceptions.BotoCoreError, ValueError) as exc:
+    except (botocore.exceptions.BotoCoreError, ValueError, OSError) as exc:
         raise_alone(_meaning(exc, action, uri))
 
 
 def _meaning(exc: Exception, action: str, uri: str) -> CloudCheckpointError:
     cause = reason(exc)
-    if isinstance(exc, _CREDENTIAL_ERRORS):
+    other = isinstance(exc, (ValueError, OSError))  # of a file, a token, a URL that can't be read
+    if isinstance(exc, _CREDENTIAL_ERRORS) or (other and action == _FIND):
         return CredentialsError(
             "the AWS credentials can't be used; check AWS_PROFILE, the AWS_* variables and ~/.aws, "
             "or sign in again",
@@ -279,6 +280,6 @@ def _meaning(exc: Exception, action: str, uri: str) -> CloudCheckpointError:
         return ConnectionLostError(
             f"could not {action} the object: no answer from the endpoint", uri=uri, cause=cause
         )
-    if isinstance(exc, ValueError):  # of an endpoint, a profile, a token that boto3 can't read
+    if other:
         return ConfigError("boto3 rejects its settings", uri=uri, cause=cause)
     return InvalidRequestError(f"boto3 can't {action} the object", uri=uri, cause=cause)
