@@ -562,6 +562,21 @@ def test_white_space_around_a_credential_is_named(
     assert server.requests == []
 
 
+@pytest.mark.parametrize(
+    ("variable", "root"),
+    [("GOOGLE_APPLICATION_CREDENTIALS", "gs://bucket"), ("AZURE_CLIENT_SECRET", "az://container")],
+)
+def test_white_space_around_what_leads_to_a_token_is_named(
+    monkeypatch, tls_server, google_files, variable, root
+):
+    google_files()
+    value = os.environ.get(variable, SECRET)
+    monkeypatch.setenv(variable, f"{value}\n")
+    config = CONFIGS[root](tls_server.url)
+    with pytest.raises(CredentialsError, match=f"{variable} ends in white space"):
+        cloudckpt.save({"w": torch.ones(2)}, checkpoint_id=f"{root}/run", config=config)
+
+
 def test_white_space_within_a_connection_string_is_named(monkeypatch, server):
     text = f"AccountName=account;AccountKey={KEY} ;EndpointSuffix=core.windows.net"
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", text)

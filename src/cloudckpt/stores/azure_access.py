@@ -331,6 +331,8 @@ class _Identity:
         self._note = note
 
     def __call__(self) -> tuple[str, float, float]:
+        name = "AZURE_CLIENT_SECRET"
+        check_credential(os.environ.get(name, ""), name, header=False)
         try:
             if self._credential is None:
                 self._credential = DefaultAzureCredential()

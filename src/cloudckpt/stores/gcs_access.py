@@ -234,6 +234,8 @@ def _credentials(
 
 
 def _default(uri: str) -> google.auth.credentials.Credentials:
+    name = "GOOGLE_APPLICATION_CREDENTIALS"
+    check_credential(os.environ.get(name, ""), name, uri, header=False)
     try:
         found, _ = google.auth.default()
     except google.auth.exceptions.DefaultCredentialsError as exc:

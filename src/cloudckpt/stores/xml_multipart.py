@@ -88,9 +88,10 @@ class XmlMultipart:
             root = unqualified(answer, uri)
             if root.tag == "Error":  # 200 is sent before the work is done: look into the body
                 raise self._store.failure(200, reply.headers, answer, "POST", uri)
-            if root.tag != "CompleteMultipartUploadResult":
+            tag = text(root, "ETag")
+            if not tag and root.tag != "CompleteMultipartUploadResult":
                 raise ServerError("the completion has no result", uri=uri)
-            return Completion(text(root, "ETag"), dict(reply.headers))
+            return Completion(tag, dict(reply.headers))
 
     def _completion(self, parts: Sequence[Part]) -> bytes:
         root = ElementTree.Element("CompleteMultipartUpload")
