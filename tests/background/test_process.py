@@ -1,5 +1,6 @@
 """The saving process of one trainer: used again and again, and replaced when it dies."""
 
+import dataclasses
 import logging
 import os
 import signal
@@ -24,6 +25,7 @@ from cloudckpt import (
     BackgroundOptions,
     CheckpointConflictError,
     CloudStorageWriter,
+    CredentialsError,
     SaveProcessError,
     StagingError,
     StagingMemoryError,
@@ -163,6 +165,22 @@ def test_what_the_process_logs_reaches_the_trainers_logging(one, local, caplog):
     records = [record for record in caplog.records if record.name == "background.far"]
     assert "saving weight" in [record.getMessage() for record in records]
     assert any("ValueError: deep" in (record.exc_text or "") for record in records)
+
+
+def test_the_process_learns_of_credentials_that_the_trainer_has_been_given(
+    one, s3_config, bucket, monkeypatch
+):
+    config = dataclasses.replace(s3_config, connections=5)  # no store is open yet that has these
+
+    def save():
+        writer = CloudStorageWriter(f"s3://{bucket}/run", config=config)
+        return one.save(filled(1, SMALL), writer).written.result(PATIENCE)
+
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "with white space behind ")
+    with pytest.raises(CredentialsError, match="AWS_SESSION_TOKEN ends in white space"):
+        save()
+    monkeypatch.delenv("AWS_SESSION_TOKEN")
+    assert isinstance(save(), Metadata)
 
 
 def test_the_process_yields_the_cpu(one, local):

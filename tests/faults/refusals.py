@@ -195,6 +195,17 @@ class BusyInBatch(Fault):
         hop.send(replace(answer, body=body))
 
 
+@dataclass(frozen=True)
+class NoTag(Fault):
+    """Carries the request out, and names no ETag in the answer: neither in its head nor body."""
+
+    def inflict(self, hop: Hop) -> None:
+        answer = hop.forward()
+        headers = tuple(field for field in answer.headers if field[0].lower() != "etag")
+        body = re.sub(rb"<ETag>.*?</ETag>", b"<ETag></ETag>", answer.body)
+        hop.send(replace(answer, headers=headers, body=body))
+
+
 def slow_down(retry_after: int | None = None) -> Refusal:
     """Too much at once: 503."""
     return Refusal("slow down", retry_after)

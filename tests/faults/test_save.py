@@ -34,6 +34,7 @@ from .refusals import (
     GATEWAYS,
     AnswerFirst,
     BusyInBatch,
+    NoTag,
     Refusal,
     denied,
     internal_error,
@@ -508,3 +509,22 @@ def test_what_was_damaged_on_its_way_up_is_not_loaded(store, proxy, shaky, direc
     assert rule.injected
     with pytest.raises(cloudckpt.CheckpointCorruptError):
         load_step(uri, direct, SMALL)
+
+
+class TestSilentSuccess:
+    """Ceph RGW 16 answers the first completion of an upload without the ETag of the object."""
+
+    @on("s3", "azure", operation=["CompleteMultipartUpload", "PutObject"])
+    @pytest.mark.parametrize("operation", ["CompleteMultipartUpload", "PutObject"])
+    def test_a_success_without_an_etag_is_one(
+        self, store, proxy, endpoint, direct, caplog, operation
+    ):
+        once = impatient(endpoint, retry=RetryPolicy(attempts=1))
+        proxy.inject(NoTag(), operation=operation, times=None)
+        uri = store.uri("run/silent")
+        with caplog.at_level(logging.WARNING, "cloudckpt"):
+            for step in (1, 2):
+                cloudckpt.save(filled(step), checkpoint_id=uri, config=once)
+        assert load_step(uri, direct) == 2
+        assert [record for record in caplog.records if record.name == "cloudckpt"] == []
+        assert store.uploads() == []

@@ -291,6 +291,46 @@ def test_an_emulator_that_names_no_version_is_asked_for_it(store, server):
     assert store.get("run/object")[1].version == VERSION
 
 
+def test_what_was_replaced_before_its_version_was_asked_for_is_not_taken_for_it(store, server):
+    server.answer(status=206, headers={"Content-Range": "bytes 0-3/4"}, body=b"data")
+    server.answer(body=resource(size=9))
+    with pytest.raises(ConnectionLostError, match="replaced"):
+        store.get_range("run/object", 0, [memoryview(bytearray(4))])
+    server.answer(body=b"DATA")
+    server.answer(body=resource())
+    with pytest.raises(ConnectionLostError, match="replaced"):
+        store.get("run/object")
+
+
+def test_a_generation_that_an_answer_leaves_out_is_asked_for(store, server):
+    server.answer(body=b"{}")
+    server.answer(body=resource())
+    assert put(store).version == VERSION
+    assert [request.method for request in server.requests] == ["POST", "GET"]
+
+
+@pytest.mark.parametrize("status", [404, 405, 501])
+def test_a_store_without_batches_deletes_one_by_one(open_gcs, server, status):
+    store = open_gcs()
+    missing = error_json(404, "notFound", "No such object: bucket/run/b")
+    answers = {"a": {"status": 204}, "b": {"status": 404, "body": missing}}
+
+    def respond(request):
+        if request.method == "POST":
+            return server.Answer(status)
+        return server.Answer(**answers[request.target[-1]])
+
+    server.respond(respond)
+    store.delete(["run/a", "run/b"])
+    store.delete(["run/b"])
+    assert [(r.method, r.target.rpartition("/")[2]) for r in server.requests] == [
+        ("POST", "v1"),
+        ("DELETE", "run%2Fa"),
+        ("DELETE", "run%2Fb"),
+        ("DELETE", "run%2Fb"),
+    ]
+
+
 def test_object_options_are_sent_with_every_new_object(open_gcs, server):
     store = open_gcs(
         kms_key_name="projects/p/locations/l/keyRings/r/cryptoKeys/k",
@@ -427,6 +467,13 @@ def test_objects_are_listed_page_by_page(store, server):
     first, second = (query_of(request) for request in server.requests)
     assert (first["prefix"], first.get("pageToken")) == ("run/", None)
     assert second["pageToken"] == "t/+="
+
+
+def test_a_listing_that_leads_back_is_ended(store, server):
+    server.respond(lambda request: server.Answer(body=b'{"nextPageToken": "token"}'))
+    with pytest.raises(ServerError, match="does not end"):
+        list(store.list("run/"))
+    assert len(server.requests) == 2
 
 
 def test_a_hundred_objects_are_deleted_in_one_request(store, server):

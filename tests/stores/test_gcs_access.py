@@ -231,9 +231,17 @@ def test_a_refusal_is_told_without_the_rest_of_the_answer(open_with, answer):
 def test_a_token_that_the_store_rejects_is_replaced(open_with, secure):
     store = open_with(FakeCredentials())
     secure.answer(status=401, body=error_json(401, "authError", "Invalid Credentials"))
-    with pytest.raises(CredentialsError):
+    call(store, secure, "head")
+    assert [bearer(request) for request in secure.requests] == ["Bearer token-1", "Bearer token-2"]
+
+
+def test_a_token_that_the_store_goes_on_to_reject_is_told_after_one_other(open_with, secure):
+    store = open_with(FakeCredentials())
+    refused = error_json(401, "authError", "Invalid Credentials")
+    secure.respond(lambda request: secure.Answer(status=401, body=refused))
+    with pytest.raises(CredentialsError, match="does not accept"):
         store.head("run/object")
-    assert bearer(call(store, secure, "head")) == "Bearer token-2"
+    assert len(secure.requests) == 2
 
 
 def test_the_project_of_the_option_wins_over_that_of_the_credentials(open_with, secure):

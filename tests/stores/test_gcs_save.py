@@ -1,16 +1,20 @@
 """Checkpoints in Google's store, from the front door to the bucket."""
 
+import dataclasses
+import json
+
 import pytest
 import torch
 
 import cloudckpt
 from cloudckpt import Config, GCSOptions, RetryPolicy
-from cloudckpt.errors import CheckpointConflictError
+from cloudckpt.errors import CheckpointConflictError, InvalidRequestError
 from cloudckpt.stores.gcs import GCSStore
 from dcp.layouts import LAYOUTS, check_local_parts, full_state, spread
 from dcp.ranks import Ranks
 from dcp.values import assert_same, blank_like, numbered
 from stubs.gcs import GcsStub
+from stubs.gcs_answers import RefusalError
 
 URI = "gs://bucket/run/step-1"
 PART = 5 * 1024**2
@@ -115,3 +119,87 @@ def _save_and_load_in_other_layouts(config):
 
 def test_two_ranks_load_in_another_layout(config, ranks):
     assert ranks(2, _save_and_load_in_other_layouts, config) == [None, None]
+
+
+NOT_THERE = RefusalError(501, "notImplemented", "Not implemented", "NotImplemented")
+
+
+class Sparse(GcsStub):
+    """The stub as Google's storage-testbench: no batches, no XML multipart uploads, and no sizes.
+
+    Attributes:
+        leaves_out: What metadata do not tell.
+        ignores: How many ranges are yet to be ignored.
+    """
+
+    leaves_out = ("size",)
+    ignores = 0
+
+    def answer(self, call):
+        path, query = call.request.path, call.request.query
+        if path.startswith("/batch/") or "uploads" in query:
+            self.state.injected(call.request)
+            return RefusalError(
+                501, "notImplemented", "Not implemented", "NotImplemented"
+            ).as_json()
+        if "range" in call.request.headers and self.ignores > 0:
+            self.ignores -= 1
+            call.request.headers.pop("range")
+        answer = super().answer(call)
+        if answer.status == 200 and query.get("alt") != "media" and path.startswith("/"):
+            resource = json.loads(answer.body)
+            for one in (resource, *resource.get("items", ())):
+                for name in self.leaves_out:
+                    one.pop(name, None)
+            answer = dataclasses.replace(answer, body=json.dumps(resource).encode())
+        return answer
+
+
+@pytest.fixture
+def sparse():
+    with Sparse("bucket") as running:
+        yield running
+
+
+def sparse_config(sparse, strategy, attempts=1):
+    options = GCSOptions(endpoint_url=sparse.url, upload_strategy=strategy)
+    retry = RetryPolicy(attempts=attempts, base=0.0, cap=0.0)
+    return Config(connections=4, part_size=PART, retry=retry, gcs=options)
+
+
+@pytest.mark.parametrize("left_out", [("size",), ("size", "crc32c")])
+def test_a_store_without_batches_and_sizes_is_saved_to_and_replaced(sparse, left_out):
+    sparse.leaves_out = left_out
+    config = sparse_config(sparse, "compose")
+    save(state_of(3), config)
+    save(state_of(4), config)
+    assert_same(loaded(config), state_of(4))
+    assert len(sparse.state.keys("bucket")) == 4  # what was replaced, and all parts, are deleted
+    batches = [r for r in sparse.state.requests if r.path.startswith("/batch/")]
+    assert len(batches) == 1  # it is not asked for what it does not have again
+
+
+def test_a_store_without_multipart_uploads_names_the_option_that_does_without(sparse):
+    with pytest.raises(InvalidRequestError, match='upload_strategy="compose"'):
+        save(state_of(3), sparse_config(sparse, "multipart"))
+    assert sparse.state.keys("bucket") == []
+
+
+def test_sizes_that_are_left_out_are_looked_up(sparse):
+    store = GCSStore("bucket", sparse_config(sparse, "compose"))
+    for size in (0, 5):
+        data = b"x" * size
+        checksum = store.capabilities.checksum.of(data)
+        info = store.put(f"object-{size}", [memoryview(data)], checksum=checksum)
+        assert (info.size, store.head(f"object-{size}").size) == (size, size)
+    assert {info.key: info.size for info in store.list("object")} == {"object-0": 0, "object-5": 5}
+    store.close()
+
+
+def test_ranges_that_are_ignored_now_and_then_are_asked_for_again(sparse):
+    sparse.leaves_out = ()
+    config = sparse_config(sparse, "compose", attempts=3)
+    save(state_of(3), config)
+    sparse.ignores = 2
+    assert_same(loaded(config), state_of(3))
+    assert sparse.ignores == 0

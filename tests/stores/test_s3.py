@@ -10,6 +10,7 @@ import datetime
 import email.utils
 import hashlib
 import hmac
+import itertools
 import json
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -861,7 +862,6 @@ def test_a_key_that_could_not_be_deleted_for_now_is_transient(store, server):
 @pytest.mark.parametrize(
     "answer",
     [
-        {"status": 200, "headers": {"ETag": '"tag"'}, "body": b"another length"},
         {
             "status": 206,
             "headers": {"ETag": '"tag"', "Content-Range": "bytes 0-1/2"},
@@ -877,6 +877,102 @@ def test_a_key_that_could_not_be_deleted_for_now_is_transient(store, server):
 def test_another_range_than_the_one_asked_for_is_refused(store, server, answer):
     server.answer(**answer)
     with pytest.raises(InvalidRequestError):
+        get_range(store)
+
+
+@pytest.mark.parametrize("token", ["", "<NextContinuationToken/>"])
+def test_a_listing_that_goes_on_nowhere_is_ended(store, server, token):
+    page = f"<ListBucketResult><IsTruncated>true</IsTruncated>{token}</ListBucketResult>"
+    server.respond(lambda request: server.Answer(body=page.encode()))
+    with pytest.raises(ServerError, match="leads nowhere"):
+        list(store.list("run/"))
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("tokens", ["a", "abc"])
+def test_a_listing_that_leads_back_is_ended(store, server, tokens):
+    again = itertools.cycle(tokens)
+
+    def respond(request):
+        more = {"IsTruncated": "true", "NextContinuationToken": next(again)}
+        return server.Answer(body=xml_of("ListBucketResult", **more))
+
+    server.respond(respond)
+    with pytest.raises(ServerError, match="does not end"):
+        list(store.list("run/"))
+    assert len(server.requests) == len(tokens) + 1
+
+
+@pytest.mark.parametrize("marks", [{}, {"NextKeyMarker": "a", "NextUploadIdMarker": "b"}])
+def test_open_uploads_that_do_not_end_are_ended(store, server, marks):
+    body = xml_of("ListMultipartUploadsResult", IsTruncated="true", **marks)
+    server.respond(lambda request: server.Answer(body=body))
+    with pytest.raises(ServerError, match="does not end"):
+        list(store.list_uploads("run/"))
+    assert len(server.requests) == (2 if marks else 1)
+
+
+# answers that leave something out
+
+TAGS = [hashlib.md5(text, usedforsecurity=False).hexdigest() for text in (b"one", b"two")]
+PARTS = [Part(number, 4, f'"{tag}"', CRC) for number, tag in enumerate(TAGS, 1)]
+WHOLE = hashlib.md5(b"".join(map(bytes.fromhex, TAGS)), usedforsecurity=False).hexdigest()
+SILENT = [
+    xml_of("CompleteMultipartUploadResult", Key="run/object", ETag=""),
+    xml_of("CompleteMultipartUploadResult", Key="run/object"),
+    b"",
+    b"  \n",
+]
+
+
+@pytest.mark.parametrize("answer", SILENT)
+@pytest.mark.parametrize("tag", [f'"{WHOLE}-2"', '"of an encrypted object"', f'"{WHOLE}"'])
+def test_a_completion_that_names_no_etag_is_looked_up(store, server, caplog, answer, tag):
+    server.answer(body=answer)
+    server.answer(headers={"ETag": tag}, size=8)
+    info = store.complete_upload(UPLOAD, PARTS)
+    assert (info.size, info.version) == (8, tag)
+    assert [request.method for request in server.requests] == ["POST", "HEAD"]
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {"headers": {"ETag": '"tag"'}, "size": 7},  # another one
+        {"headers": {"ETag": f'"{WHOLE[::-1]}-2"'}, "size": 8},  # of other parts
+        {"status": 404},
+        {"status": 403},
+        {"status": 503},
+    ],
+)
+def test_a_completion_without_its_object_is_tried_again(store, server, found):
+    server.answer(body=SILENT[0])
+    server.respond(lambda request: server.Answer(**found))
+    with pytest.raises(ServerError) as caught:
+        store.complete_upload(UPLOAD, PARTS)
+    assert caught.value.uri == "s3://bucket/run/object"
+
+
+def test_a_written_object_that_is_not_named_is_looked_up(store, server):
+    server.answer(status=200)
+    server.answer(headers={"ETag": '"tag"'}, size=4)
+    assert put(store, if_absent=True).version == '"tag"'
+    assert [request.method for request in server.requests] == ["PUT", "HEAD"]
+
+
+def test_a_store_that_ignores_a_range_is_asked_again(store, server):
+    whole = {"status": 200, "headers": {"ETag": '"tag"'}, "body": b"another length"}
+    server.answer(**whole)
+    server.answer(**whole)
+    server.answer(**VERBS["get_range"][1])
+    retrier = Retrier(RetryPolicy(attempts=3, base=0.0, cap=0.0))
+    assert retrier.call(lambda: get_range(store)) == b"data"
+
+
+def test_a_store_that_always_ignores_ranges_is_named(store, server):
+    server.answer(status=200, headers={"ETag": '"tag"'}, body=b"another length")
+    with pytest.raises(ServerError, match="ignored the Range header"):
         get_range(store)
 
 

@@ -22,6 +22,7 @@ from cloudckpt.background.channel import send_descriptor, set_timeout
 from cloudckpt.background.worker import Job, Outcome, Settings, main
 from cloudckpt.errors import CloudCheckpointError, SaveProcessError
 from cloudckpt.events.event import emit
+from cloudckpt.stores.credentials import variables
 
 __all__ = ["Child"]
 
@@ -127,6 +128,7 @@ class Child:
             is_new=is_new,
             kept=frozenset(self._arenas[known] for known in self._arenas if known.fd >= 0),
             failure=failure,
+            variables=variables(),
         )
         self.is_busy = True
         try:

@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -32,6 +32,7 @@ from cloudckpt.dcp.torch_private import set_group_timeout
 from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.errors import CloudCheckpointError, ProcessGroupError, SaveProcessError
 from cloudckpt.events.event import relay
+from cloudckpt.stores.credentials import take_over
 
 __all__ = ["Job", "Outcome", "Settings", "main"]
 
@@ -82,6 +83,7 @@ class Job:
         is_new: Whether that is so.
         kept: The arenas that the trainer still has.
         failure: Why this rank can't take part.
+        variables: Where the trainer's environment has credentials now.
     """
 
     number: int
@@ -91,6 +93,7 @@ class Job:
     is_new: bool = False
     kept: frozenset[int] = frozenset()
     failure: CloudCheckpointError | None = None
+    variables: dict[str, str] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True)
@@ -190,6 +193,7 @@ def _serve(
             return
         for number in arenas.keys() - job.kept:
             arenas.pop(number).close()
+        take_over(job.variables)
         outcome = _carry_out(job, arenas, settings, sender)
         if outcome.error is not None:
             release_frames(outcome.error)

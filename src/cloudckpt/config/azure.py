@@ -8,12 +8,12 @@ from cloudckpt.config.options import (
     Pairs,
     Switch,
     as_pairs,
+    check_endpoint,
     check_switch,
     check_types,
     option,
     parse_flag,
     parse_pairs,
-    require,
 )
 
 __all__ = ["AzureOptions"]
@@ -65,7 +65,4 @@ class AzureOptions:
         check_types(self)
         check_switch("checksum", self.checksum)
         object.__setattr__(self, "tags", as_pairs("tags", self.tags))
-        require(
-            self.endpoint_url is None or self.endpoint_url.startswith(("http://", "https://")),
-            f"endpoint_url={self.endpoint_url!r} must begin with http:// or https://",
-        )
+        check_endpoint(self.endpoint_url)

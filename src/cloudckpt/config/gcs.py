@@ -9,6 +9,7 @@ from cloudckpt.config.options import (
     Pairs,
     Switch,
     as_pairs,
+    check_endpoint,
     check_switch,
     check_types,
     option,
@@ -100,7 +101,4 @@ class GCSOptions:
             self.upload_strategy in ("multipart", "compose"),
             f"upload_strategy={self.upload_strategy!r}: write 'multipart' or 'compose'",
         )
-        require(
-            self.endpoint_url is None or self.endpoint_url.startswith(("http://", "https://")),
-            f"endpoint_url={self.endpoint_url!r} must begin with http:// or https://",
-        )
+        check_endpoint(self.endpoint_url)

@@ -15,6 +15,7 @@ __all__ = [
     "Pairs",
     "Switch",
     "as_pairs",
+    "check_endpoint",
     "check_switch",
     "check_types",
     "documented_options",
@@ -87,6 +88,26 @@ def require(ok: bool, message: str) -> None:
     """Raises ConfigError with ``message`` unless ``ok``."""
     if not ok:
         raise ConfigError(message)
+
+
+def check_endpoint(url: str | None, name: str = "endpoint_url") -> None:
+    """Whether an endpoint is a plain URL; what may hold a password or signature is not shown.
+
+    Raises:
+        ConfigError: If it is none.
+    """
+    if url is None:
+        return
+    require(url == url.strip(), f"{name} begins with or ends in white space: remove it")
+    require(
+        not re.search(r"[@?#\s\x00-\x1f]", url),
+        f"{name} must be a plain URL, http://host:port or https://host:port: credentials and "
+        "queries do not belong into it",
+    )
+    require(
+        url.startswith(("http://", "https://")),
+        f"{name}={url!r} must begin with http:// or https://",
+    )
 
 
 def check_types(options: Any) -> None:

@@ -9,6 +9,7 @@ from cloudckpt.config.options import (
     Pairs,
     Switch,
     as_pairs,
+    check_endpoint,
     check_switch,
     check_types,
     option,
@@ -99,7 +100,4 @@ class S3Options:
             not (self.kms_key_id or self.bucket_key) or self.sse in ("aws:kms", "aws:kms:dsse"),
             "kms_key_id and bucket_key need sse='aws:kms'",
         )
-        require(
-            self.endpoint_url is None or self.endpoint_url.startswith(("http://", "https://")),
-            f"endpoint_url={self.endpoint_url!r} must begin with http:// or https://",
-        )
+        check_endpoint(self.endpoint_url)

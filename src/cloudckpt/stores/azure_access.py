@@ -16,16 +16,24 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from urllib.parse import SplitResult, quote, urlsplit
+from urllib.parse import SplitResult, quote, unquote, urlsplit
 from urllib.request import getproxies_environment, proxy_bypass
 
 from cloudckpt.config import Config
+from cloudckpt.config.options import check_endpoint
 from cloudckpt.errors import (
     ConfigError,
     ConnectionLostError,
     CredentialsError,
     MissingDependencyError,
     StoreError,
+)
+from cloudckpt.stores.credentials import (
+    Credentials,
+    check_credential,
+    masked,
+    raise_alone,
+    reason,
 )
 from cloudckpt.stores.http import HttpOptions
 
@@ -64,6 +72,7 @@ _PAUSE = 30.0  # seconds between tries to renew what is still valid
 _ACCOUNT = ("AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_ACCOUNT_NAME")
 _KEY = ("AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCOUNT_KEY")
 _SAS = ("AZURE_STORAGE_SAS_TOKEN",)
+_CONNECTION = "AZURE_STORAGE_CONNECTION_STRING"
 
 
 class ContainerAccess:
@@ -73,40 +82,41 @@ class ContainerAccess:
         url: The URL of the container.
         is_azure: Whether the endpoint is Azure's own, in any of its clouds.
         http_options: How to connect to it.
+        credentials: What authorizes requests.
     """
 
     def __init__(self, container: str, host: str, config: Config, uri: str) -> None:
-        given = _from_environment(container, uri)
-        place = _locate(host, config, given, uri)
+        place = _locate(host, config, _from_environment(container, uri), uri)
         self.url = f"{place.endpoint}/{quote(container)}"
         parts = urlsplit(place.endpoint)
         self.is_azure = _is_azure(parts.hostname)
         self.http_options = _http_options(parts, config)
-        self._sas: Callable[[], str] | None = None
-        self._token: Callable[[], str] | None = None
-        if config.azure.anonymous:
-            return
-        fits = given.account in ("", place.account)
-        if fits and given.key:
-            permissions = ContainerSasPermissions(
-                read=True, write=True, delete=True, list=True, tag=bool(config.azure.tags)
-            )
-            sign = _Signing(place, container, given.key, permissions)
-            self._sas = _Renewed(sign, uri).get
-        elif fits and given.sas:
-            self._sas = lambda: given.sas
-        if self._sas is not None:
-            logging.getLogger("urllib3.connectionpool").addFilter(_hide_signature)
-            return
-        if parts.scheme != "https":
-            raise CredentialsError(
-                "no key and no shared access signature was found for this endpoint "
-                f"({', '.join((*_KEY, *_SAS))}, AZURE_STORAGE_CONNECTION_STRING), and tokens are "
-                "sent by https only",
-                uri=uri,
-            )
-        note = "" if fits else f" (AZURE_STORAGE_* is of another account, {given.account!r})"
-        self._token = _Renewed(_Identity(note), uri).get
+        permissions = ContainerSasPermissions(
+            read=True, write=True, delete=True, list=True, tag=bool(config.azure.tags)
+        )
+
+        def look() -> _Source:
+            if config.azure.anonymous:
+                return _Source()
+            given = _from_environment(container, uri)
+            fits = given.account in ("", place.account)
+            if fits and given.key:
+                sign = _Signing(place, container, given.key, permissions)
+                return _Source(sas=_Renewed(sign, uri).get, given=given.key)
+            if fits and given.sas:
+                return _Source(sas=lambda: given.sas, given=given.sas)
+            if parts.scheme != "https":
+                raise CredentialsError(
+                    "no key and no shared access signature was found for this endpoint "
+                    f"({', '.join((*_KEY, *_SAS))}, AZURE_STORAGE_CONNECTION_STRING), and tokens "
+                    "are sent by https only",
+                    uri=uri,
+                )
+            note = "" if fits else f" (AZURE_STORAGE_* is of another account, {given.account!r})"
+            return _Source(token=_Renewed(_Identity(note), uri).get)
+
+        self.credentials = Credentials(look)
+        logging.getLogger("urllib3.connectionpool").addFilter(_hide_signature)
 
     def authorize(self, url: str, headers: Mapping[str, str]) -> tuple[str, dict[str, str]]:
         """The URL and headers with which a request may be sent.
@@ -115,11 +125,32 @@ class ContainerAccess:
             CredentialsError: If there are no credentials, or they can't be renewed.
         """
         headers = {**headers, "x-ms-date": email.utils.formatdate(usegmt=True)}
-        if self._sas is not None:
-            return f"{url}{'&' if '?' in url else '?'}{self._sas()}", headers
-        if self._token is not None:
-            headers["Authorization"] = f"Bearer {self._token()}"
+        source = self.credentials.current
+        if source.sas is not None:
+            return f"{url}{'&' if '?' in url else '?'}{source.sas()}", headers
+        if source.token is not None:
+            headers["Authorization"] = f"Bearer {source.token()}"
         return url, headers
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class _Source:
+    """A signature for URLs, or a token for headers, or neither.
+
+    Attributes:
+        sas: Gives the signature.
+        token: Gives the token.
+        given: The key or signature that the environment holds, if it does.
+    """
+
+    sas: Callable[[], str] | None = None
+    token: Callable[[], str] | None = None
+    given: str = ""
+
+    def secrets(self) -> tuple[str, ...]:
+        if self.token is not None:
+            return (self.token(),)
+        return (self.given,) if self.given else ()
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -141,25 +172,41 @@ class _Place:
 
 
 def _from_environment(container: str, uri: str) -> _Given:
-    text = os.environ.get("AZURE_STORAGE_CONNECTION_STRING", "").strip()
-    if not text:
-        return _Given(account=_first(_ACCOUNT), key=_first(_KEY), sas=_first(_SAS).lstrip("?"))
+    text = os.environ.get(_CONNECTION, "")
+    if not text.strip():
+        sas, key = _secret(_SAS, uri).removeprefix("?"), _secret(_KEY, uri)
+        return _Given(account=_first(_ACCOUNT), key=key, sas=sas)
+    check_credential(text, _CONNECTION, uri, header=False)
     try:
         with ContainerClient.from_connection_string(text, container) as client:
             url, _, sas = client.url.partition("?")
             key = getattr(client.credential, "account_key", None) or ""
             account = client.account_name or _account_of(url.rpartition("/")[0])
     except ValueError:
-        raise ConfigError(
+        problem = ConfigError(  # without the text of the cause, which might quote a key
             "AZURE_STORAGE_CONNECTION_STRING can't be parsed; copy it anew from 'Access keys' of "
             "the storage account",
             uri=uri,
-        ) from None  # whose text might quote a key
-    return _Given(endpoint=url.rpartition("/")[0], account=account, key=key, sas=sas)
+        )
+        raise_alone(problem)
+    check_credential(key, f"AccountKey in {_CONNECTION}", uri)
+    check_credential(unquote(sas), f"SharedAccessSignature in {_CONNECTION}", uri)
+    endpoint = url.rpartition("/")[0]
+    check_endpoint(endpoint, f"BlobEndpoint in {_CONNECTION}")
+    return _Given(endpoint=endpoint, account=account, key=key, sas=sas)
 
 
 def _first(variables: tuple[str, ...]) -> str:
     return next((text for name in variables if (text := os.environ.get(name, "").strip())), "")
+
+
+def _secret(variables: tuple[str, ...], uri: str) -> str:
+    """The first of them that is set; it has no white space around it."""
+    for name in variables:
+        if (text := os.environ.get(name, "")).strip():
+            check_credential(text, name, uri)
+            return text
+    return ""
 
 
 def _locate(host: str, config: Config, given: _Given, uri: str) -> _Place:
@@ -170,12 +217,6 @@ def _locate(host: str, config: Config, given: _Given, uri: str) -> _Place:
     if options.endpoint_url is not None:
         endpoint = options.endpoint_url.rstrip("/")
         parts = urlsplit(endpoint)
-        if "@" in parts.netloc or "?" in endpoint or "#" in endpoint:
-            raise ConfigError(
-                "the endpoint of Azure must be a plain URL: credentials do not belong into it, "
-                "they are read from AZURE_STORAGE_*",
-                uri=uri,
-            )
         named = None if _is_azure(parts.hostname) else options.account or given.account
         return _Place(endpoint, named or _account_of(endpoint))
     if given.endpoint and options.account in (None, given.account):
@@ -274,10 +315,11 @@ class _Signing:
                 protocol="https" if self._place.endpoint.startswith("https:") else "https,http",
             )
         except (ValueError, AzureError):
-            raise CredentialsError(
+            problem = CredentialsError(  # without the text of the cause, which might quote it
                 "the key of the storage account is not valid base64; copy it anew from 'Access "
                 "keys' of the account"
-            ) from None  # whose text might quote it
+            )
+            raise_alone(problem)
         return sas, now + _SAS_LIFE / 2, now + _SAS_LIFE
 
 
@@ -289,25 +331,32 @@ class _Identity:
         self._note = note
 
     def __call__(self) -> tuple[str, float, float]:
+        name = "AZURE_CLIENT_SECRET"
+        check_credential(os.environ.get(name, ""), name, header=False)
         try:
             if self._credential is None:
                 self._credential = DefaultAzureCredential()
             token = self._credential.get_token(_SCOPE)
-        except ValueError as exc:
-            raise CredentialsError("azure-identity rejects its settings", cause=exc) from exc
-        except ClientAuthenticationError as exc:
-            raise CredentialsError(
+        except (ValueError, AzureError) as exc:
+            raise_alone(self._meaning(exc))
+        check_credential(token.token, "the access token of Microsoft Entra ID")
+        ends = float(token.expires_on)
+        return token.token, max(ends - _TOKEN_MARGIN, time.time() + _PAUSE), ends
+
+    def _meaning(self, exc: Exception) -> StoreError:
+        cause = reason(exc)
+        if isinstance(exc, ClientAuthenticationError):
+            return CredentialsError(
                 f"no Azure credentials were found{self._note}: neither "
                 "AZURE_STORAGE_CONNECTION_STRING, nor an account key "
                 f"({', '.join(_KEY)}) or shared access signature ({', '.join(_SAS)}), nor by "
                 "azure-identity (AZURE_CLIENT_ID and its companions, workload identity, managed "
                 "identity, 'az login')",
-                cause=exc,
-            ) from exc
-        except AzureError as exc:
-            raise ConnectionLostError("no token came from Microsoft Entra ID", cause=exc) from exc
-        ends = float(token.expires_on)
-        return token.token, max(ends - _TOKEN_MARGIN, time.time() + _PAUSE), ends
+                cause=cause,
+            )
+        if isinstance(exc, AzureError):
+            return ConnectionLostError("no token came from Microsoft Entra ID", cause=cause)
+        return CredentialsError("azure-identity rejects its settings", cause=cause)
 
 
 def _http_options(endpoint: SplitResult, config: Config) -> HttpOptions:
@@ -329,7 +378,6 @@ def _hide_signature(record: logging.LogRecord) -> bool:
     """Cuts signatures out of the URLs that urllib3 writes into its debug log."""
     if isinstance(record.args, tuple):
         record.args = tuple(
-            re.sub(r"\bsig=[^&\s]*", "sig=***", value) if isinstance(value, str) else value
-            for value in record.args
+            masked(value) if isinstance(value, str) else value for value in record.args
         )
     return True

@@ -1,7 +1,8 @@
 """The seam between cloudckpt and an object store.
 
-A store makes exactly one attempt at what it is told and maps the vendor's errors to
-:mod:`cloudckpt.errors`; retries, parallelism and clean-up are the caller's. Buffers go in and out
+A store makes exactly one attempt at what it is told (and one more if its credentials were replaced,
+see :mod:`cloudckpt.stores.credentials`) and maps the vendor's errors to :mod:`cloudckpt.errors`;
+retries, parallelism and clean-up are the caller's. Buffers go in and out
 without a copy: an upload is a sequence of memoryviews that are sent one after the other, a download
 fills memoryviews of the caller.
 """

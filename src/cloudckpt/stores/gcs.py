@@ -13,7 +13,13 @@ from urllib.parse import quote
 
 from cloudckpt.checksum import CRC32C, to_base64
 from cloudckpt.config import Config
-from cloudckpt.errors import ObjectNotFoundError, PreconditionFailedError, StoreError
+from cloudckpt.errors import (
+    ConnectionLostError,
+    InvalidRequestError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    StoreError,
+)
 from cloudckpt.stores.base import Body, Capabilities, ObjectInfo, Part, Progress, Upload
 from cloudckpt.stores.gcs_access import BucketAccess
 from cloudckpt.stores.gcs_compose import MAX_PARTS, Composition, is_temporary
@@ -40,7 +46,7 @@ class GCSStore(RestStore):
         options = config.gcs
         self._properties = Properties.of(options)
         self._access = BucketAccess(config, root)
-        super().__init__(root, HttpClient(self._access.http_options))
+        super().__init__(root, HttpClient(self._access.http_options), self._access.credentials)
         endpoint, is_google = self._access.endpoint, self._access.is_google
         self._checksums = is_google if options.checksum == "auto" else options.checksum == "on"
         self._objects = JsonObjects(self, endpoint, bucket, checksums=self._checksums)
@@ -89,7 +95,16 @@ class GCSStore(RestStore):
         )
 
     def create_upload(self, key: str, part_size: int) -> Upload:
-        return self._uploads.create(key, part_size)
+        try:
+            return self._uploads.create(key, part_size)
+        except (InvalidRequestError, ObjectNotFoundError) as error:
+            if self._composition is None and not self._access.is_google:
+                error.message += (
+                    "; if this store has no multipart uploads of the XML API, set "
+                    'GCSOptions(upload_strategy="compose") or '
+                    "CLOUDCKPT_GCS_UPLOAD_STRATEGY=compose"
+                )
+            raise
 
     def put_part(
         self,
@@ -131,7 +146,12 @@ class GCSStore(RestStore):
 
     def get(self, key: str) -> tuple[bytearray, ObjectInfo]:
         data, info = super().get(key)
-        return data, self._with_version(info)
+        if info.version:
+            return data, info
+        found = self._objects.stat(key)  # an emulator left it out: is it that of these bytes?
+        if found.info.size != len(data) or found.crc32c not in (None, CRC32C.of(data)):
+            raise _replaced(self.uri(key))
+        return data, found.info
 
     def get_range(
         self,
@@ -143,13 +163,14 @@ class GCSStore(RestStore):
         progress: Progress | None = None,
     ) -> ObjectInfo:
         info = super().get_range(key, start, into, if_version=if_version, progress=progress)
-        info = self._with_version(info)
+        if not info.version:  # an emulator left it out
+            found = self.head(key)
+            if if_version is None and found.size != info.size:
+                raise _replaced(self.uri(key))
+            info = found
         if if_version is not None and info.version != if_version:
             raise PreconditionFailedError("the object was replaced", uri=self.uri(key))
         return info
-
-    def _with_version(self, info: ObjectInfo) -> ObjectInfo:
-        return info if info.version else self.head(info.key)  # an emulator left it out
 
     def head(self, key: str) -> ObjectInfo:
         return self._objects.stat(key).info
@@ -187,3 +208,9 @@ class GCSStore(RestStore):
 
     def _version(self, reply: Reply, key: str) -> str:
         return reply.headers.get("x-goog-generation", "")
+
+
+def _replaced(uri: str) -> ConnectionLostError:
+    return ConnectionLostError(
+        "the object was replaced while it was read: it is read anew", uri=uri
+    )

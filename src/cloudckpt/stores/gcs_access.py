@@ -13,11 +13,20 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from cloudckpt.config import Config, GCSOptions
+from cloudckpt.config.options import check_endpoint
 from cloudckpt.errors import (
     ConfigError,
     ConnectionLostError,
     CredentialsError,
     MissingDependencyError,
+    StoreError,
+)
+from cloudckpt.stores.credentials import (
+    Credentials,
+    check_credential,
+    masked,
+    raise_alone,
+    reason,
 )
 from cloudckpt.stores.http import HttpOptions
 
@@ -49,6 +58,7 @@ class BucketAccess:
         endpoint: The URL that paths are appended to.
         is_google: Whether it is Google's own.
         http_options: How to connect to it.
+        credentials: What authorizes requests.
     """
 
     def __init__(self, config: Config, uri: str) -> None:
@@ -66,15 +76,21 @@ class BucketAccess:
             or requests.utils.DEFAULT_CA_BUNDLE_PATH,
         )
         self._payer = config.gcs.user_project
-        self._token: _Token | None = None
-        if is_trusted and not config.gcs.anonymous:
-            timeout = (config.connect_timeout, config.read_timeout)
-            request = functools.partial(Request(), timeout=timeout)
-            self._token = _Token(_credentials(config.gcs, request, uri), request)
-        elif config.gcs.credentials_file or config.gcs.impersonate:
+        is_wanted = is_trusted and not config.gcs.anonymous
+        if not is_wanted and (config.gcs.credentials_file or config.gcs.impersonate):
             raise ConfigError(
                 f"credentials are only sent over https, but the endpoint is {self.endpoint}"
             )
+        timeout = (config.connect_timeout, config.read_timeout)
+        rejected: list[str] = []
+
+        def look() -> _Token | _NoToken:
+            if not is_wanted:
+                return _NoToken()
+            request = functools.partial(Request(), timeout=timeout)
+            return _Token(_credentials(config.gcs, request, uri), request, rejected)
+
+        self.credentials = Credentials(look)
 
     def headers(self) -> Mapping[str, str]:
         """What authorizes a request, and says who pays for it.
@@ -83,15 +99,27 @@ class BucketAccess:
             CredentialsError: If the credentials can't be refreshed.
             ConnectionLostError: If they can't be for the moment.
         """
-        headers = self._token.headers() if self._token is not None else {}
+        headers = self.credentials.current.headers()
         if self._payer is not None:
             headers["x-goog-user-project"] = self._payer
         return headers
 
     def reject(self) -> None:
         """Says that the store did not accept the token: the next request fetches another one."""
-        if self._token is not None:
-            self._token.reject()
+        self.credentials.current.reject()
+
+
+class _NoToken:
+    """What authorizes requests that need nothing."""
+
+    def headers(self) -> dict[str, str]:
+        return {}
+
+    def secrets(self) -> tuple[str, ...]:
+        return ()
+
+    def reject(self) -> None:
+        pass
 
 
 class _Token:
@@ -102,26 +130,37 @@ class _Token:
     """
 
     def __init__(
-        self, credentials: google.auth.credentials.Credentials, request: Callable[..., Any]
+        self,
+        credentials: google.auth.credentials.Credentials,
+        request: Callable[..., Any],
+        rejected: list[str],
     ) -> None:
+        """``rejected`` are the tokens that the store does not accept, all of its life."""
         self._credentials = credentials
         self._request = request
         self._renewing = threading.Lock()
-        self._rejected: str | None = None
+        self._rejected = rejected
         self._reported: str | None = None  # the token of which was said that it can't be renewed
 
     def headers(self) -> dict[str, str]:
         if self._state() is not _State.FRESH:
             self._renew()
+        check_credential(self._credentials.token or "", "the access token of Google")
         headers: dict[str, str] = {}
         self._credentials.apply(headers)
         return headers
 
+    def secrets(self) -> tuple[str, ...]:
+        if self._state() is _State.INVALID:
+            self._renew()
+        return (str(self._credentials.token),)
+
     def reject(self) -> None:
-        self._rejected = self._credentials.token
+        if self._credentials.token is not None:
+            self._rejected[:] = [self._credentials.token]
 
     def _state(self) -> google.auth.credentials.TokenState:
-        if self._rejected is not None and self._rejected == self._credentials.token:
+        if self._credentials.token in self._rejected:
             return _State.INVALID
         state: google.auth.credentials.TokenState = self._credentials.token_state
         return state
@@ -137,7 +176,6 @@ class _Token:
                 return
             with _translated():
                 self._credentials.refresh(self._request)
-            self._rejected = None
         except (ConnectionLostError, CredentialsError) as error:
             if self._state() is _State.INVALID:
                 raise
@@ -163,6 +201,7 @@ def _endpoint(options: GCSOptions) -> tuple[str, bool]:
         return url, url.startswith("https://")
     if emulator := os.environ.get("STORAGE_EMULATOR_HOST"):
         url = emulator if "://" in emulator else f"http://{emulator}"
+        check_endpoint(url, "STORAGE_EMULATOR_HOST")
         return url.rstrip("/"), False
     return f"https://storage.{_universe()}", True
 
@@ -195,17 +234,21 @@ def _credentials(
 
 
 def _default(uri: str) -> google.auth.credentials.Credentials:
+    name = "GOOGLE_APPLICATION_CREDENTIALS"
+    check_credential(os.environ.get(name, ""), name, uri, header=False)
     try:
         found, _ = google.auth.default()
     except google.auth.exceptions.DefaultCredentialsError as exc:
-        raise CredentialsError(
-            "no Google credentials were found: neither in the file that "
-            "GOOGLE_APPLICATION_CREDENTIALS names, nor in gcloud's "
-            "application_default_credentials.json, nor at the metadata server of Google's "
-            "machines; run `gcloud auth application-default login`, or name a file",
-            uri=uri,
-            cause=_reason(exc),
-        ) from None
+        raise_alone(
+            CredentialsError(
+                "no Google credentials were found: neither in the file that "
+                "GOOGLE_APPLICATION_CREDENTIALS names, nor in gcloud's "
+                "application_default_credentials.json, nor at the metadata server of Google's "
+                "machines; run `gcloud auth application-default login`, or name a file",
+                uri=uri,
+                cause=_reason(exc),
+            )
+        )
     return found
 
 
@@ -224,16 +267,17 @@ def _translated(uri: str | None = None) -> Iterator[None]:
     try:
         yield
     except (google.auth.exceptions.GoogleAuthError, ValueError, OSError) as exc:
-        if _is_passing(exc):
-            raise ConnectionLostError(
-                "the access token could not be fetched for the moment", uri=uri, cause=_reason(exc)
-            ) from None
-        raise CredentialsError(
+        error: StoreError = CredentialsError(
             "the Google credentials can't be used: they are expired, revoked, incomplete, or may "
             "not act as the service account; sign in again, or check its roles",
             uri=uri,
             cause=_reason(exc),
-        ) from None
+        )
+        if _is_passing(exc):
+            error = ConnectionLostError(
+                "the access token could not be fetched for the moment", uri=uri, cause=_reason(exc)
+            )
+        raise_alone(error)
 
 
 def _is_passing(exc: Exception) -> bool:
@@ -241,6 +285,8 @@ def _is_passing(exc: Exception) -> bool:
     if getattr(exc, "retryable", False):
         return True
     first = exc.args[0] if exc.args else None
+    if isinstance(first, ValueError):  # a header or URL that requests does not send
+        return False
     inner = first if isinstance(first, google.auth.exceptions.GoogleAuthError) else exc
     if not isinstance(inner, _NO_ANSWER):
         return False
@@ -259,11 +305,13 @@ _NO_ANSWER = (
 def _reason(exc: Exception) -> str:
     """What a token endpoint says of its refusal; the rest of its answer may hold secrets."""
     if not isinstance(exc, google.auth.exceptions.GoogleAuthError):
-        return f"{type(exc).__name__}: {exc}"
-    texts = [str(exc.args[0]).partition("\n")[0][:_LONGEST_REASON]] if exc.args else []
+        # others may quote what they can't read, such as a private key
+        return reason(exc) if isinstance(exc, OSError) else type(exc).__name__
+    first = masked(str(exc.args[0])) if exc.args else ""  # whole: what is cut is not recognized
+    texts = [first.partition("\n")[0][:_LONGEST_REASON]] if first else []
     answer = exc.args[1] if len(exc.args) > 1 else None
     if isinstance(answer, Exception):
-        texts.append(str(answer))
+        texts.append(_reason(answer))
     if isinstance(answer, str):
         with contextlib.suppress(ValueError):
             answer = json.loads(answer)
@@ -273,4 +321,4 @@ def _reason(exc: Exception) -> str:
             error.get("message") if isinstance(error, Mapping) else answer.get("error_description")
         )
         texts += [str(told)] if told else []
-    return f"{type(exc).__name__}: {': '.join(texts)}"
+    return masked(f"{type(exc).__name__}: {': '.join(texts)}")

@@ -7,9 +7,11 @@ memoryviews, and a watch that ends a connection which no longer makes progress.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import errno
 import http.client
+import re
 import socket
 import ssl
 import threading
@@ -17,14 +19,15 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote_to_bytes, urlsplit
 
 import urllib3
 import urllib3.connection
 import urllib3.exceptions
 
-from cloudckpt.errors import ConfigError, ConnectionLostError
+from cloudckpt.errors import ConfigError, ConnectionLostError, InvalidRequestError
 from cloudckpt.stores.base import Body, Progress
+from cloudckpt.stores.credentials import masked, raise_alone
 from cloudckpt.stores.steps import STEP, StoppedError, steps
 from cloudckpt.stores.tls import lasting_failure
 from cloudckpt.stores.watch import Watch, break_connection
@@ -36,6 +39,7 @@ LONGEST_ANSWER = 15 * 60.0
 minutes to complete an upload, and sends white space meanwhile:
 https://docs.aws.amazon.com/AmazonS3/latest/API/API_CompleteMultipartUpload.html"""
 
+_UNFIT = re.compile(r"[^\t\x20-\x7e\xa0-\xff]")  # in the value of a header
 _PIECE = 64 * 1024
 _MOST_ERROR_BYTES = 64 * 1024
 _MOST_CONTROL_BYTES = 16 * 1024 * 1024  # a page of 1,000 keys of 1 KiB has some 2 MiB
@@ -244,8 +248,10 @@ class HttpClient:
             manager = urllib3.PoolManager(**settings)
         else:
             proxy = _proxy_url(options.proxy)
-            user = proxy.auth
-            headers = urllib3.make_headers(proxy_basic_auth=unquote(user)) if user else None
+            headers = None
+            if proxy.auth:
+                user = base64.b64encode(unquote_to_bytes(proxy.auth)).decode("ascii")
+                headers = {"proxy-authorization": f"Basic {user}"}
             manager = urllib3.ProxyManager(proxy.url, proxy_headers=headers, **settings)
         manager.pool_classes_by_scheme = _pool_classes(options, self._watch, self._busy)
         return manager
@@ -266,7 +272,15 @@ class HttpClient:
         Raises:
             ConnectionLostError: If no answer came.
             TLSError: If none will come.
+            InvalidRequestError: If HTTP does not allow what is to be sent.
         """
+        for name, value in headers.items():
+            if _UNFIT.search(value):  # http.client would quote it
+                raise InvalidRequestError(
+                    f"the header {name} can't be sent: it holds a line break, or another character "
+                    "that headers don't have",
+                    certain=True,
+                )
         try:
             try:
                 response = self._manager.urlopen(
@@ -282,8 +296,12 @@ class HttpClient:
                 )
             except StoppedError as stopped:
                 raise stopped.error from None
+            except (urllib3.exceptions.LocationValueError, http.client.InvalidURL):
+                raise_alone(
+                    InvalidRequestError(f"{method} can't be sent: its URL is none", certain=True)
+                )
             except (urllib3.exceptions.HTTPError, OSError, http.client.HTTPException) as exc:
-                lasting = lasting_failure(exc, urlsplit(url).netloc)
+                lasting = lasting_failure(exc, urlsplit(url).netloc.rpartition("@")[2])
                 if lasting is not None:
                     raise lasting from exc
                 raise ConnectionLostError(
@@ -341,4 +359,4 @@ def _plain(exc: BaseException) -> str:
     reason = getattr(exc, "reason", None)
     inner = reason if isinstance(reason, BaseException) else exc
     text = str(inner).rpartition(">: ")[2] or str(inner)
-    return f"{type(inner).__name__}: {text}"
+    return f"{type(inner).__name__}: {masked(text)}"

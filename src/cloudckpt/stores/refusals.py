@@ -18,6 +18,7 @@ from cloudckpt.errors import (
     ThrottledError,
     TransientStoreError,
 )
+from cloudckpt.stores.credentials import masked
 
 __all__ = [
     "CUT_SHORT",
@@ -111,7 +112,8 @@ def refusal(
         certain: See :func:`is_certain`.
     """
     kind, text = meaning
-    error = kind(f"{action}: {text}", uri=uri, cause=cause, certain=certain)
+    words = masked(cause) if cause else None
+    error = kind(f"{action}: {text}", uri=uri, cause=words, certain=certain)
     wait = next((value for name, value in headers.items() if name.lower() == "retry-after"), "")
     if isinstance(error, TransientStoreError) and wait.isascii() and wait.isdigit():
         error.retry_after = float(wait)

@@ -7,43 +7,48 @@ import threading
 from collections.abc import Callable
 
 from cloudckpt.config import Config
+from cloudckpt.errors import CloudCheckpointError
 from cloudckpt.stores.base import ObjectStore
+from cloudckpt.stores.credentials import conceal
 from cloudckpt.uri import CheckpointURI
 
 __all__ = ["open_store"]
 
 
-def _memory(uri: CheckpointURI, config: Config) -> ObjectStore:
+_Opener = Callable[[CheckpointURI, Config], ObjectStore]
+
+
+def _memory() -> _Opener:
     from cloudckpt.stores.memory import MemoryStore
 
-    return MemoryStore(uri.bucket)
+    return lambda uri, config: MemoryStore(uri.bucket)
 
 
-def _local(uri: CheckpointURI, config: Config) -> ObjectStore:
+def _local() -> _Opener:
     from cloudckpt.stores.local import LocalStore
 
-    return LocalStore()
+    return lambda uri, config: LocalStore()
 
 
-def _s3(uri: CheckpointURI, config: Config) -> ObjectStore:
+def _s3() -> _Opener:
     from cloudckpt.stores.s3 import S3Store
 
-    return S3Store(uri.bucket, config)
+    return lambda uri, config: S3Store(uri.bucket, config)
 
 
-def _gs(uri: CheckpointURI, config: Config) -> ObjectStore:
+def _gs() -> _Opener:
     from cloudckpt.stores.gcs import GCSStore
 
-    return GCSStore(uri.bucket, config)
+    return lambda uri, config: GCSStore(uri.bucket, config)
 
 
-def _azure(uri: CheckpointURI, config: Config) -> ObjectStore:
+def _azure() -> _Opener:
     from cloudckpt.stores.azure import AzureStore
 
-    return AzureStore(uri.bucket, config, uri.account, uri.root)
+    return lambda uri, config: AzureStore(uri.bucket, config, uri.account, uri.root)
 
 
-_OPENERS: dict[str, Callable[[CheckpointURI, Config], ObjectStore]] = {
+_OPENERS: dict[str, Callable[[], _Opener]] = {
     "memory": _memory,
     "file": _local,
     "s3": _s3,
@@ -51,27 +56,47 @@ _OPENERS: dict[str, Callable[[CheckpointURI, Config], ObjectStore]] = {
     "gs": _gs,
 }
 
-_lock = threading.Lock()
-_open: dict[tuple[int, str, Config], ObjectStore] = {}
+
+class _Place:
+    """Where a store will be; whoever wants it while it is made waits for that, and nobody else."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.store: ObjectStore | None = None
+
+
+_places: dict[tuple[int, str, Config], _Place] = {}
+_lock = threading.RLock()
+"""Of the table, and of the import of a store's packages: what a fork waits for. Both are short, and
+a child that was forked amid an import would wait for it for ever."""
 
 
 def open_store(uri: CheckpointURI, config: Config) -> ObjectStore:
     """The store of ``uri``'s bucket; the same object for the same bucket, options and process.
 
     Connections, credentials and endpoint look-ups are thus shared by all saves and loads of a
-    process, while a forked child opens its own.
+    process, while a forked child opens its own, even if its parent was just opening one. Making a
+    store may take minutes where credentials come from a service; other buckets do not wait.
+
+    Raises:
+        StoreError: If there are no credentials for it, or none that can be used.
+        ConfigError: If it can't be reached with these options.
+        MissingDependencyError: If its packages are not installed.
     """
     key = (os.getpid(), uri.root, config)
     with _lock:
-        if key not in _open:
-            _open[key] = _OPENERS[uri.scheme](uri, config)
-        return _open[key]
+        place = _places.setdefault(key, _Place())
+        opener = _OPENERS[uri.scheme]()
+    with place.lock:
+        if place.store is None:
+            try:
+                place.store = opener(uri, config)
+            except CloudCheckpointError as error:
+                conceal(error)
+                raise
+        return place.store
 
 
-def _after_fork() -> None:
-    """A child must not inherit a lock that another thread of its parent held."""
-    global _lock
-    _lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(
+    before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
+)

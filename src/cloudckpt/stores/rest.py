@@ -5,20 +5,25 @@ from __future__ import annotations
 import contextlib
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 from urllib.parse import quote, urlencode
 
 from cloudckpt.errors import (
     CloudCheckpointError,
     ConnectionLostError,
+    CredentialsError,
     InvalidRequestError,
+    ObjectNotFoundError,
     RangeNotSatisfiableError,
+    ServerError,
     StoreError,
     TransientStoreError,
 )
 from cloudckpt.stores.base import Body, ObjectInfo, ObjectStore, Progress, nbytes
+from cloudckpt.stores.credentials import Credentials, conceal
 from cloudckpt.stores.http import HttpClient, Reply
 
-__all__ = ["RestStore", "encode_key", "encode_query"]
+__all__ = ["Pages", "RestStore", "encode_key", "encode_query"]
 
 _SUCCESS = frozenset({200, 201, 202, 204, 206})
 
@@ -36,12 +41,44 @@ def encode_query(query: Mapping[str, str]) -> str:
     )
 
 
-class RestStore(ObjectStore):
-    """A store whose objects are read with GET, HEAD and Range."""
+class Pages:
+    """Where the pages of a listing go on.
 
-    def __init__(self, root: str, http: HttpClient) -> None:
+    A store that says that there is more without saying where, or that leads back to a page that was
+    there, would be asked without an end.
+    """
+
+    def __init__(self, uri: str) -> None:
+        self._uri = uri
+        self._seen: set[tuple[str, ...]] = set()
+
+    def next(self, *marks: str) -> None:
+        """Notes where the next page begins.
+
+        Raises:
+            ServerError: If that is nowhere, or where a page began before.
+        """
+        if not any(marks) or marks in self._seen:
+            where = "back to a page that was there" if any(marks) else "nowhere"
+            raise ServerError(
+                f"the listing does not end: its page leads {where}, although it says that more "
+                "follows",
+                uri=self._uri,
+            )
+        self._seen.add(marks)
+
+
+class RestStore(ObjectStore):
+    """A store whose objects are read with GET, HEAD and Range.
+
+    A request that is refused for its credentials is sent a second time if the environment, files
+    and services that they come from have others by now: the one exception to "one attempt".
+    """
+
+    def __init__(self, root: str, http: HttpClient, credentials: Credentials[Any]) -> None:
         self.root = root
         self._http = http
+        self._credentials = credentials
 
     @abstractmethod
     def _authorized(
@@ -73,6 +110,37 @@ class RestStore(ObjectStore):
             return tag
         raise ConnectionLostError("the answer has no ETag", uri=self.uri(key))
 
+    def _refusals(self) -> tuple[type[StoreError], ...]:
+        """What other credentials may mend, if there are any."""
+        return (CredentialsError,)
+
+    def _made(self, reply: Reply, key: str, size: int) -> ObjectInfo | None:
+        """The object that a request has written, if the answer names its version."""
+        tag = reply.headers.get("ETag")
+        return ObjectInfo(key, size, tag) if tag else None
+
+    def _looked_up(self, key: str, size: int) -> ObjectInfo:
+        """The object that the store says to have written, without naming its version.
+
+        Raises:
+            ServerError: If there is none, another one, or none to be seen: the request may have
+                been carried out all the same.
+        """
+        problem = "it is not there"
+        try:
+            found = self.head(key)
+            if found.size == size:
+                return found
+            problem = f"it has {found.size} bytes"
+        except ObjectNotFoundError:
+            pass
+        except StoreError as error:
+            problem = f"it can't be looked at: {error}"
+        raise ServerError(
+            f"the store says that an object of {size} bytes is written, but {problem}",
+            uri=self.uri(key),
+        )
+
     @contextlib.contextmanager
     def exchange(
         self,
@@ -100,20 +168,43 @@ class RestStore(ObjectStore):
             )
         if body or method in ("PUT", "POST"):
             headers = {"Content-Length": str(nbytes(body)), **headers}
-        try:
+        secrets: list[str] = []
+
+        @contextlib.contextmanager
+        def attempt() -> Iterator[Reply]:
             try:
-                url, headers = self._authorized(method, url, headers)
+                target, fields = self._authorized(method, url, headers)
+                secrets[:] = self._credentials.current.secrets()
             except StoreError as error:
                 error.certain = True  # nothing was sent
+                if isinstance(error, CredentialsError):
+                    self._credentials.fail()
                 raise
-            with self._http.send(method, url, headers, body, progress) as reply:
+            with self._http.send(method, target, fields, body, progress) as reply:
                 if reply.status not in _SUCCESS:
                     answer = reply.read() if method != "HEAD" else b""
                     raise self.failure(reply.status, reply.headers, answer, method, self.uri(key))
                 yield reply
+
+        was_certain = True  # of the first try
+        try:
+            with contextlib.ExitStack() as stack:
+                used, reply = self._credentials.source(), None
+                try:
+                    reply = stack.enter_context(attempt())
+                except self._refusals() as refused:
+                    was_certain = refused.certain
+                    if not secrets or not self._credentials.renew(used, secrets):
+                        raise
+                if reply is None:
+                    reply = stack.enter_context(attempt())
+                yield reply
         except CloudCheckpointError as error:
             if error.uri is None:
                 error.uri = self.uri(key)
+            if isinstance(error, StoreError):
+                error.certain = error.certain and was_certain
+            conceal(error, secrets)
             raise
 
     def get(self, key: str) -> tuple[bytearray, ObjectInfo]:
@@ -150,13 +241,19 @@ class RestStore(ObjectStore):
 
     def head(self, key: str) -> ObjectInfo:
         try:
-            with self.exchange("HEAD", self.object_url(key), {}, key=key) as reply:
-                return ObjectInfo(key, reply.length or 0, self._version(reply, key))
+            return self._head(key)
         except TransientStoreError:
             raise
         except StoreError:
             # the answer to HEAD has no body: ask again in a way that tells the reason
-            return self.get_range(key, 0, [memoryview(bytearray(1))])
+            try:
+                return self.get_range(key, 0, [memoryview(bytearray(1))])
+            except RangeNotSatisfiableError:  # none that lasts, but an empty object
+                return self._head(key)
+
+    def _head(self, key: str) -> ObjectInfo:
+        with self.exchange("HEAD", self.object_url(key), {}, key=key) as reply:
+            return ObjectInfo(key, reply.length or 0, self._version(reply, key))
 
     def interrupt(self, threads: Collection[int]) -> None:
         self._http.interrupt(threads)
@@ -167,9 +264,13 @@ class RestStore(ObjectStore):
 
 def _check_range(reply: Reply, start: int, size: int, uri: str) -> int:
     """Whether the answer is the range that was asked for; returns the object's size."""
-    if reply.status == 200:  # a store that ignores Range
+    if reply.status == 200:  # a store that ignores Range, if only now and then
         if start != 0 or reply.length != size:
-            raise InvalidRequestError("the store ignored the Range header", uri=uri)
+            raise ServerError(
+                f"the store ignored the Range header: {reply.length} bytes were offered for "
+                f"{start}-{start + size - 1}",
+                uri=uri,
+            )
         return size
     unit, _, span = reply.headers.get("Content-Range", "").partition(" ")
     extent, _, total = span.partition("/")

@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from cloudckpt.checksum import to_base64
 from cloudckpt.config import Config
-from cloudckpt.errors import ObjectNotFoundError, PreconditionFailedError, StoreError
+from cloudckpt.errors import (
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    ServerError,
+    StoreError,
+)
 from cloudckpt.stores.base import (
     Body,
     Capabilities,
@@ -25,7 +31,7 @@ from cloudckpt.stores.base import (
     nbytes,
 )
 from cloudckpt.stores.http import HttpClient
-from cloudckpt.stores.rest import RestStore, encode_key, encode_query
+from cloudckpt.stores.rest import Pages, RestStore, encode_key, encode_query
 from cloudckpt.stores.s3_access import BucketAccess, object_headers
 from cloudckpt.stores.s3_errors import from_answer, from_code
 from cloudckpt.stores.xml_answers import key_text, text, unqualified
@@ -39,6 +45,9 @@ _MAX_PART = 5 * 1024**3
 _MAX_PARTS = 10_000
 _KEYS_PER_DELETE = 1000
 
+_MD5 = re.compile(r"[0-9a-f]{32}")
+_MULTIPART = re.compile(r'"?[0-9a-f]{32}-[0-9]+"?')
+
 
 class S3Store(RestStore):
     """One bucket of S3 or of a store with its API (MinIO, Ceph RGW, R2, moto)."""
@@ -46,7 +55,7 @@ class S3Store(RestStore):
     def __init__(self, bucket: str, config: Config) -> None:
         root = f"s3://{bucket}"
         self._access = BucketAccess(bucket, config, root)
-        super().__init__(root, HttpClient(self._access.http_options))
+        super().__init__(root, HttpClient(self._access.http_options), self._access.credentials)
         options, aws = config.s3, self._access.is_aws
         self._checksums = aws if options.checksum == "auto" else options.checksum == "on"
         self.capabilities = Capabilities(
@@ -109,7 +118,7 @@ class S3Store(RestStore):
             with self.exchange(
                 "PUT", self.object_url(key), headers, body, progress, key=key
             ) as reply:
-                return ObjectInfo(key, nbytes(body), self._version(reply, key))
+                made = self._made(reply, key, nbytes(body))
         except ObjectNotFoundError as error:
             if "If-Match" not in headers:
                 raise
@@ -119,6 +128,7 @@ class S3Store(RestStore):
                 cause=error,
                 certain=error.certain,
             ) from error
+        return made or self._looked_up(key, nbytes(body))
 
     def _spellings(self, version: str | None) -> list[str | None]:
         """How to write an ETag in If-Match: Ceph RGW 16 knows its own only without the quotes."""
@@ -141,7 +151,14 @@ class S3Store(RestStore):
         return self._multipart.put_part(upload, number, body, checksum, progress)
 
     def complete_upload(self, upload: Upload, parts: Sequence[Part]) -> ObjectInfo:
-        return self._multipart.complete(upload, parts).info
+        tag = self._multipart.complete(upload, parts).tag
+        size = sum(part.size for part in parts)
+        if tag:
+            return ObjectInfo(upload.key, size, tag)
+        made = self._looked_up(upload.key, size)  # Ceph RGW 16 does not name it at first
+        if not _may_be_of(made.version, parts):
+            raise ServerError("the completion has no result", uri=self.uri(upload.key))
+        return made
 
     def abort_upload(self, upload: Upload) -> None:
         self._multipart.abort(upload)
@@ -151,6 +168,7 @@ class S3Store(RestStore):
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         query = {"list-type": "2", "encoding-type": "url", "prefix": prefix}
+        pages = Pages(self.uri(prefix))
         while True:
             url = f"{self._access.bucket_url}?{encode_query(query)}"
             with self.exchange("GET", url, {}, key=prefix) as reply:
@@ -161,6 +179,7 @@ class S3Store(RestStore):
             if text(page, "IsTruncated") != "true":
                 return
             query["continuation-token"] = text(page, "NextContinuationToken")
+            pages.next(query["continuation-token"])
 
     def delete(self, keys: Iterable[str]) -> None:
         wanted = list(dict.fromkeys(keys))
@@ -210,3 +229,16 @@ class S3Store(RestStore):
 
     def _checksum(self, crc32c: int) -> dict[str, str]:
         return {"x-amz-checksum-crc32c": to_base64(crc32c)} if self._checksums else {}
+
+
+def _may_be_of(tag: str, parts: Sequence[Part]) -> bool:
+    """Whether an ETag can be that of an object made of these parts.
+
+    S3 makes it of the MD5 of each part and their number. Of other forms, as where the store
+    encrypts, nothing can be said.
+    """
+    tags = [part.tag.strip('"') for part in parts]
+    if not _MULTIPART.fullmatch(tag) or not all(map(_MD5.fullmatch, tags)):
+        return True
+    whole = hashlib.md5(b"".join(map(bytes.fromhex, tags)), usedforsecurity=False).hexdigest()
+    return tag.strip('"') == f"{whole}-{len(parts)}"

@@ -6,17 +6,26 @@ import contextlib
 import io
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 import urllib3
 
 from cloudckpt.config import Config, S3Options
+from cloudckpt.config.options import check_endpoint
 from cloudckpt.errors import (
+    CloudCheckpointError,
+    ConfigError,
     ConnectionLostError,
     CredentialsError,
     InvalidRequestError,
     MissingDependencyError,
+)
+from cloudckpt.stores.credentials import (
+    Credentials,
+    check_credential,
+    raise_alone,
+    reason,
 )
 from cloudckpt.stores.http import HttpOptions
 from cloudckpt.stores.s3_errors import from_code
@@ -29,6 +38,7 @@ try:
     from botocore.auth import S3SigV4Auth
     from botocore.awsrequest import AWSRequest, AWSResponse
     from botocore.config import Config as BotoConfig
+    from botocore.credentials import ReadOnlyCredentials
     from botocore.httpsession import get_cert_path
     from botocore.utils import get_environ_proxies
 except ImportError as exc:
@@ -45,26 +55,24 @@ class BucketAccess:
     Attributes:
         base: The URL that keys are appended to, ending in a slash.
         bucket_url: The URL of the bucket, for a query to be appended.
+        credentials: What requests are signed with.
         is_aws: Whether the endpoint is Amazon's own.
         http_options: How to connect to it.
     """
 
     def __init__(self, bucket: str, config: Config, uri: str) -> None:
+        for variable in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
+            check_endpoint(os.environ.get(variable) or None, variable)
+        self.credentials = Credentials(lambda: _Keys(config.s3, uri))
         with _translated("reach", uri):
-            core = botocore.session.Session(profile=config.s3.profile)
-            session = boto3.session.Session(botocore_session=core, region_name=config.s3.region)
+            session = _session(config.s3)
+            core = session._session
             client: Any = session.client(
-                "s3", endpoint_url=config.s3.endpoint_url, config=_boto_config(config.s3)
+                "s3",
+                endpoint_url=config.s3.endpoint_url,
+                config=_boto_config(config.s3),
+                **_NO_CREDENTIALS,
             )
-            self._credentials = None if config.s3.anonymous else session.get_credentials()
-            if self._credentials is None and not config.s3.anonymous:
-                raise CredentialsError(
-                    "no AWS credentials were found: neither in the environment "
-                    "(AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_WEB_IDENTITY_TOKEN_FILE), nor "
-                    "in a profile of ~/.aws/config and ~/.aws/credentials (AWS_PROFILE), nor from "
-                    "the container's or instance's role",
-                    uri=uri,
-                )
             self.base, self._region = _resolve(client, bucket)
             client.close()
         # path style: http://host/bucket; virtual style: https://bucket.host/
@@ -80,14 +88,68 @@ class BucketAccess:
         Raises:
             CredentialsError: If the credentials can't be refreshed.
         """
-        if self._credentials is None:
+        secrets = self.credentials.current.fetch()
+        if not secrets:
             return dict(headers)
         request = AWSRequest(method, url, headers=dict(headers))
         request.context["client_config"] = _UNSIGNED_PAYLOAD
-        with _translated("sign a request for", url.partition("?")[0]):
-            frozen = self._credentials.get_frozen_credentials()  # refreshes them when they are due
-        S3SigV4Auth(frozen, "s3", self._region).add_auth(request)
+        access_key, secret_key, token = secrets
+        keys = ReadOnlyCredentials(access_key, secret_key, token or None)
+        S3SigV4Auth(keys, "s3", self._region).add_auth(request)
         return dict(request.headers.items())
+
+
+def _session(options: S3Options) -> Any:
+    """boto3, as it finds the environment and its files now."""
+    core = botocore.session.Session(profile=options.profile)
+    return boto3.session.Session(botocore_session=core, region_name=options.region)
+
+
+class _Keys:
+    """The credentials that boto3 finds; none if the options want none."""
+
+    def __init__(self, options: S3Options, uri: str) -> None:
+        self._uri = uri
+        self._found: Any = None
+        self._latest: tuple[str, ...] = ()
+        if options.anonymous:
+            return
+        with _translated(_FIND, uri):
+            self._found = _session(options).get_credentials()
+        if self._found is None:
+            raise CredentialsError(
+                "no AWS credentials were found: neither in the environment "
+                "(AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_WEB_IDENTITY_TOKEN_FILE), nor "
+                "in a profile of ~/.aws/config and ~/.aws/credentials (AWS_PROFILE), nor from "
+                "the container's or instance's role",
+                uri=uri,
+            )
+
+    def secrets(self) -> tuple[str, ...]:
+        return self._latest or self.fetch()
+
+    def fetch(self) -> tuple[str, ...]:
+        """Access key, secret key and session token, which may be empty; renews them if due."""
+        if self._found is None:
+            return ()
+        with _translated(_FIND, self._uri):
+            frozen = self._found.get_frozen_credentials()  # refreshes them when they are due
+        found = (frozen.access_key, frozen.secret_key, frozen.token or "")
+        for value, (variable, entry) in zip(found, _NAMES, strict=True):
+            source = self._found.method
+            name = variable if source == "env" else f"{entry} (which boto3 found by {source!r})"
+            check_credential(value, name, self._uri, header=value is not frozen.secret_key)
+        self._latest = found
+        return found
+
+
+_NAMES = (
+    ("AWS_ACCESS_KEY_ID", "aws_access_key_id"),
+    ("AWS_SECRET_ACCESS_KEY", "aws_secret_access_key"),
+    ("AWS_SESSION_TOKEN", "aws_session_token"),
+)
+# of the client that only tells endpoint and region: it would look for some and log what it finds
+_NO_CREDENTIALS = {"aws_access_key_id": "none", "aws_secret_access_key": "none"}
 
 
 def _suffixes(core: botocore.session.Session) -> tuple[str, ...]:
@@ -169,6 +231,7 @@ def object_headers(options: S3Options) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if value is not None}
 
 
+_FIND = "find credentials for"
 _CREDENTIAL_ERRORS = (
     botocore.exceptions.NoCredentialsError,
     botocore.exceptions.PartialCredentialsError,
@@ -182,35 +245,41 @@ _CREDENTIAL_ERRORS = (
 
 @contextlib.contextmanager
 def _translated(action: str, uri: str) -> Iterator[None]:
-    """Raises boto3's errors as cloudckpt's."""
+    """Raises boto3's errors as cloudckpt's, without the credentials that they may quote."""
     try:
         yield
     except botocore.exceptions.ClientError as exc:
         answer: Mapping[str, Any] = exc.response
         error, meta = answer.get("Error", {}), answer.get("ResponseMetadata", {})
-        raise from_code(
-            str(error.get("Code", "")),
-            int(meta.get("HTTPStatusCode", 0)),
-            str(error.get("Message", "")),
-            action,
-            uri,
-            meta.get("HTTPHeaders", {}),
-        ) from exc
-    except botocore.exceptions.BotoCoreError as exc:
-        _raise(exc, action, uri)
+        raise_alone(
+            from_code(
+                str(error.get("Code", "")),
+                int(meta.get("HTTPStatusCode", 0)),
+                str(error.get("Message", "")),
+                action,
+                uri,
+                meta.get("HTTPHeaders", {}),
+            )
+        )
+    except (botocore.exceptions.BotoCoreError, ValueError, OSError) as exc:
+        raise_alone(_meaning(exc, action, uri))
 
 
-def _raise(exc: Exception, action: str, uri: str) -> NoReturn:
-    if isinstance(exc, _CREDENTIAL_ERRORS):
-        raise CredentialsError(
+def _meaning(exc: Exception, action: str, uri: str) -> CloudCheckpointError:
+    cause = reason(exc)
+    other = isinstance(exc, (ValueError, OSError))  # of a file, a token, a URL that can't be read
+    if isinstance(exc, _CREDENTIAL_ERRORS) or (other and action == _FIND):
+        return CredentialsError(
             "the AWS credentials can't be used; check AWS_PROFILE, the AWS_* variables and ~/.aws, "
             "or sign in again",
             uri=uri,
-            cause=exc,
-        ) from exc
+            cause=cause,
+        )
     lost = (botocore.exceptions.HTTPClientError, botocore.exceptions.ConnectionError)
     if isinstance(exc, lost):
-        raise ConnectionLostError(
-            f"could not {action} the object: no answer from the endpoint", uri=uri, cause=exc
-        ) from exc
-    raise InvalidRequestError(f"boto3 can't {action} the object", uri=uri, cause=exc) from exc
+        return ConnectionLostError(
+            f"could not {action} the object: no answer from the endpoint", uri=uri, cause=cause
+        )
+    if other:
+        return ConfigError("boto3 rejects its settings", uri=uri, cause=cause)
+    return InvalidRequestError(f"boto3 can't {action} the object", uri=uri, cause=cause)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from cloudckpt.checksum import CRC32C, to_base64
 from cloudckpt.errors import ConnectionLostError, ObjectNotFoundError, ServerError
-from cloudckpt.stores.base import Body, ObjectInfo, Part, Progress, Upload, nbytes
-from cloudckpt.stores.rest import RestStore, encode_query
+from cloudckpt.stores.base import Body, Part, Progress, Upload, nbytes
+from cloudckpt.stores.rest import Pages, RestStore, encode_query
 from cloudckpt.stores.xml_answers import key_text, text, unqualified
 
 __all__ = ["Completion", "Dialect", "XmlMultipart"]
@@ -39,9 +39,9 @@ class Dialect:
 
 @dataclass(frozen=True)
 class Completion:
-    """A completed upload: the object, as its ETag names it, and the headers of the answer."""
+    """The answer to a completion: the object's ETag, empty if it was not told, and the headers."""
 
-    info: ObjectInfo
+    tag: str
     headers: Mapping[str, str]
 
 
@@ -83,14 +83,15 @@ class XmlMultipart:
         uri = self._store.uri(upload.key)
         with self._store.exchange("POST", url, headers, body, key=upload.key) as reply:
             answer = reply.read_all()
+            if not answer.strip():
+                return Completion("", dict(reply.headers))
             root = unqualified(answer, uri)
             if root.tag == "Error":  # 200 is sent before the work is done: look into the body
                 raise self._store.failure(200, reply.headers, answer, "POST", uri)
             tag = text(root, "ETag")
-            if not tag:
+            if not tag and root.tag != "CompleteMultipartUploadResult":
                 raise ServerError("the completion has no result", uri=uri)
-            info = ObjectInfo(upload.key, sum(part.size for part in parts), tag)
-            return Completion(info, dict(reply.headers))
+            return Completion(tag, dict(reply.headers))
 
     def _completion(self, parts: Sequence[Part]) -> bytes:
         root = ElementTree.Element("CompleteMultipartUpload")
@@ -116,6 +117,7 @@ class XmlMultipart:
     def open_uploads(self, prefix: str) -> Iterator[Upload]:
         """The uploads under a prefix, page by page."""
         query = {"uploads": "", "encoding-type": "url", "prefix": prefix}
+        pages = Pages(self._store.uri(prefix))
         while True:
             url = f"{self._bucket_url}?{encode_query(query)}"
             with self._store.exchange("GET", url, {}, key=prefix) as reply:
@@ -126,3 +128,4 @@ class XmlMultipart:
                 return
             query["key-marker"] = key_text(page, page, "NextKeyMarker")
             query["upload-id-marker"] = text(page, "NextUploadIdMarker")
+            pages.next(query["key-marker"], query["upload-id-marker"])

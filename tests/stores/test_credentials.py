@@ -1,0 +1,834 @@
+"""Credentials: never shown, named when they can't be right, looked for anew when refused."""
+
+import base64
+import json
+import logging
+import os
+import pickle
+import sys
+import threading
+import traceback
+import urllib.parse
+import urllib.request
+import uuid
+
+import boto3
+import pytest
+import torch
+
+import cloudckpt
+from cloudckpt import AzureOptions, Config, GCSOptions, RetryPolicy, S3Options
+from cloudckpt.checksum import CRC32C
+from cloudckpt.errors import (
+    CloudCheckpointError,
+    ConfigError,
+    ConnectionLostError,
+    CredentialsError,
+    InvalidRequestError,
+    StoreError,
+)
+from cloudckpt.stores.azure import AzureStore
+from cloudckpt.stores.credentials import Credentials, check_credential, conceal, masked, raise_alone
+from cloudckpt.stores.gcs import GCSStore
+from cloudckpt.stores.http import HttpClient, HttpOptions
+from cloudckpt.stores.s3 import S3Store
+from cloudckpt.testing.servers import moto_server
+
+SECRET = "S3cr3t+Value/of=this-Test"
+KEY = base64.b64encode(b"SECRETKEYOFTHISTEST" * 2).decode()
+ONE_TRY = RetryPolicy(attempts=1, base=0.0, cap=0.0)
+
+
+@pytest.fixture(autouse=True)
+def _no_other_credentials(monkeypatch, tmp_path):
+    for name in ("AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCOUNT", "REQUESTS_CA_BUNDLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path / "gcloud"))
+    monkeypatch.setenv("NO_GCE_CHECK", "true")
+
+
+# never shown
+
+
+def texts_of(error, caplog):
+    """All that can be read of an error, of what is beneath it, and in the log."""
+    texts = [record.getMessage() for record in caplog.records if not record.name.startswith("boto")]
+    seen, waiting = set(), [error]
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        texts += [str(one), repr(one), repr(one.args), repr(vars(one))]
+        texts += traceback.format_exception(one)
+        waiting += [one.__cause__, one.__context__]
+        if isinstance(one, cloudckpt.RanksFailedError):
+            texts.append(repr(one.failures))
+    for copy in (pickle.dumps(error), pickle.dumps(pickle.loads(pickle.dumps(error)))):
+        texts.append(copy.decode("latin-1"))
+    return texts
+
+
+def spellings(secret):
+    """A secret as it may stand in a text."""
+    forms = {secret, secret.strip(), repr(secret)[1:-1], ascii(secret)[1:-1]}
+    forms |= {line.strip() for line in secret.splitlines()}
+    for safe in ("/", ""):
+        forms |= {urllib.parse.quote(form, safe, errors="surrogatepass") for form in set(forms)}
+    return {form for form in forms if len(form) > 7}
+
+
+def assert_hidden(texts, *secrets):
+    for secret in secrets:
+        for form in spellings(secret):
+            for text in texts:
+                assert form not in text, f"{form!r} in {text!r}"
+
+
+def attempt(root, config, caplog):
+    """Saves and loads, which fail; returns the texts of both failures."""
+    texts = []
+    state = {"w": torch.arange(8.0)}
+    for function in (cloudckpt.save, cloudckpt.load):
+        with caplog.at_level(logging.DEBUG), pytest.raises(CloudCheckpointError) as caught:
+            function(state, checkpoint_id=f"{root}/run", config=config)
+        texts += texts_of(caught.value, caplog)
+    return texts
+
+
+def echo(request):
+    """What a server that is too talkative says: all that it was sent, in its message."""
+    sent = json.dumps([request.target, *request.headers.items()])
+    for one, other in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;")):
+        sent = sent.replace(one, other)
+    return sent
+
+
+def refusing(code, status=403):
+    def respond(request):
+        body = f"<Error><Code>{code}</Code><Message>{echo(request)}</Message></Error>"
+        answer = {"status": status, "headers": {"x-ms-error-code": code}, "body": body.encode()}
+        return request_server.Answer(**answer)
+
+    request_server = refusing.server
+    return respond
+
+
+@pytest.fixture
+def echoing(server):
+    """A server that refuses everything and repeats what it was sent."""
+    refusing.server = server
+
+    def with_code(code, status=403):
+        server.respond(refusing(code, status))
+        return server
+
+    return with_code
+
+
+WEIRD = {
+    "plain": SECRET,
+    "line break behind": f"{SECRET}\n",
+    "space behind": f"{SECRET} ",
+    "space before": f" {SECRET}",
+    "a header injected": f"{SECRET}\r\nX-Injected: {SECRET}",
+    "folded": f"{SECRET}\n {SECRET}",
+    "not latin-1": f"{SECRET}\u2028{SECRET}",
+    "latin-1": f"{SECRET}\xe9",
+    "quotes": f"{SECRET}'\"{SECRET}",
+    "encoded line break": f"{SECRET}%0a{SECRET}",
+    "a control character": f"{SECRET}\x7f",
+    "no text": f"{SECRET}\udcff",
+}
+weird = pytest.mark.parametrize("kind", WEIRD)
+
+
+@weird
+@pytest.mark.parametrize(
+    "variable", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"]
+)
+def test_no_credential_of_aws_is_shown(echoing, monkeypatch, caplog, variable, kind):
+    server = echoing("InvalidAccessKeyId" if kind == "plain" else "AccessDenied")
+    monkeypatch.setenv(variable, WEIRD[kind])
+    options = S3Options(endpoint_url=server.url, addressing_style="path")
+    texts = attempt("s3://bucket", Config(s3=options, retry=ONE_TRY), caplog)
+    assert_hidden(texts, WEIRD[kind])
+    for request in server.requests:
+        signature = request.headers["Authorization"].rpartition("Signature=")[2]
+        assert_hidden(texts, signature)
+
+
+@weird
+@pytest.mark.parametrize(
+    "field", ["aws_access_key_id", "aws_secret_access_key", "aws_session_token"]
+)
+def test_no_credential_of_a_profile_is_shown(echoing, monkeypatch, caplog, tmp_path, field, kind):
+    server = echoing("InvalidAccessKeyId")
+    values = {"aws_access_key_id": "AKIDTHISTEST", "aws_secret_access_key": "another-s3cr3t"}
+    values[field] = WEIRD[kind].replace("\n", "\n  ")
+    lines = "".join(f"{name} = {value}\n" for name, value in values.items())
+    text = f"[default]\n{lines}".encode(errors="surrogateescape")
+    (tmp_path / "credentials").write_bytes(text)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    options = S3Options(endpoint_url=server.url, addressing_style="path")
+    texts = attempt("s3://bucket", Config(s3=options, retry=ONE_TRY), caplog)
+    assert_hidden(texts, WEIRD[kind], "another-s3cr3t")
+
+
+@weird
+@pytest.mark.parametrize(
+    ("variable", "form"),
+    [
+        ("AZURE_STORAGE_SAS_TOKEN", "sv=1&se=2030-01-01&sig={}"),
+        ("AZURE_STORAGE_KEY", "{}"),
+        ("AZURE_STORAGE_CONNECTION_STRING", "AccountName=account;AccountKey={}"),
+        (
+            "AZURE_STORAGE_CONNECTION_STRING",
+            "AccountName=account;SharedAccessSignature=sv=1&sig={}",
+        ),
+        ("AZURE_STORAGE_CONNECTION_STRING", "AccountName={};{}"),
+    ],
+)
+def test_no_credential_of_azure_is_shown(echoing, monkeypatch, caplog, variable, form, kind):
+    server = echoing("AuthenticationFailed")
+    secret = WEIRD[kind]
+    if form.endswith("{}") and "ey" in variable + form:
+        secret = secret.replace(SECRET, KEY)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "account")
+    monkeypatch.setenv(variable, form.replace("{}", secret))
+    options = AzureOptions(endpoint_url=server.url)
+    texts = attempt("az://container", Config(azure=options, retry=ONE_TRY), caplog)
+    assert_hidden(texts, secret)
+    for request in server.requests:
+        query = urllib.parse.parse_qs(urllib.parse.urlsplit(request.target).query)
+        assert_hidden(texts, *query.get("sig", []))
+
+
+@pytest.fixture
+def google_files(tmp_path, monkeypatch, tls_files, stub_server):
+    """Writes credentials of Google, whose tokens come from a server; returns that server."""
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", tls_files[0])
+    with stub_server() as server:
+
+        def write(token=SECRET, subject="subject-token-of-this-test", **more):
+            grant = {"access_token": token, "expires_in": 3600, "token_type": "Bearer"}
+            server.respond(lambda request: server.Answer(body=json.dumps(grant).encode()))
+            (tmp_path / "subject").write_bytes(subject.encode(errors="surrogateescape"))
+            info = {
+                "type": "external_account",
+                "audience": "//iam.googleapis.com/projects/1/locations/global/"
+                "workloadIdentityPools/p/providers/q",
+                "subject_token_type": "urn:ietf:params:oauth:token-type:jwt",
+                "token_url": f"{server.url}/sts",
+                "credential_source": {"file": str(tmp_path / "subject")},
+                **more,
+            }
+            (tmp_path / "account.json").write_text(json.dumps(info))
+            monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "account.json"))
+            return server
+
+        yield write
+
+
+@weird
+def test_no_token_of_google_is_shown(tls_server, google_files, caplog, kind):
+    refusing.server = tls_server
+    tls_server.respond(refusing("AccessDenied"))
+    google_files(WEIRD[kind])
+    options = GCSOptions(endpoint_url=tls_server.url)
+    texts = attempt("gs://bucket", Config(gcs=options, retry=ONE_TRY), caplog)
+    assert_hidden(texts, WEIRD[kind], "subject-token-of-this-test")
+
+
+@weird
+def test_what_a_token_endpoint_repeats_is_not_shown(tls_server, google_files, caplog, kind):
+    refusing.server = tls_server
+    tls_server.respond(refusing("AccessDenied"))
+    server = google_files(subject=WEIRD[kind])
+    told = {"error": "invalid_grant", "error_description": f"subject_token={SECRET}"}
+    server.respond(lambda request: server.Answer(400, body=json.dumps(told).encode()))
+    options = GCSOptions(endpoint_url=tls_server.url)
+    texts = attempt("gs://bucket", Config(gcs=options, retry=ONE_TRY), caplog)
+    assert_hidden(texts, WEIRD[kind])
+
+
+@weird
+def test_no_private_key_of_a_service_account_is_shown(tls_server, google_files, caplog, kind):
+    google_files(
+        type="service_account",
+        client_email="job@project.iam.gserviceaccount.com",
+        private_key_id="1",
+        token_uri="http://127.0.0.1:9/token",
+        private_key=f"-----BEGIN PRIVATE KEY-----\n{WEIRD[kind]}\n-----END PRIVATE KEY-----",
+    )
+    options = GCSOptions(endpoint_url=tls_server.url)
+    texts = attempt("gs://bucket", Config(gcs=options, retry=ONE_TRY), caplog)
+    assert_hidden(texts, WEIRD[kind])
+    assert tls_server.requests == []
+
+
+def test_a_header_that_googles_library_refuses_is_not_quoted(tls_server, google_files, caplog):
+    """Its exception has the value of the header in its text."""
+    google_files(
+        credential_source={
+            "url": "http://127.0.0.1:9/subject",
+            "headers": {"Authorization": f"{SECRET}\n{SECRET}" + "x" * 400},
+        }
+    )
+    options = GCSOptions(endpoint_url=tls_server.url)
+    config = Config(gcs=options, retry=RetryPolicy(attempts=3, base=0.0, cap=0.0))
+    texts = attempt("gs://bucket", config, caplog)
+    assert_hidden(texts, SECRET)
+
+
+CONFIGS = {
+    "s3://bucket": lambda url: Config(
+        s3=S3Options(endpoint_url=url, addressing_style="path"), retry=ONE_TRY
+    ),
+    "gs://bucket": lambda url: Config(gcs=GCSOptions(endpoint_url=url), retry=ONE_TRY),
+    "az://container": lambda url: Config(azure=AzureOptions(endpoint_url=url), retry=ONE_TRY),
+}
+in_all_dialects = pytest.mark.parametrize("root", CONFIGS)
+
+
+def new_host():
+    """One that no store of another test was opened for."""
+    return f"{uuid.uuid4().hex}.example"
+
+
+@pytest.fixture
+def azure_key(monkeypatch):
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "account")
+    monkeypatch.setenv("AZURE_STORAGE_KEY", KEY)
+
+
+@in_all_dialects
+@pytest.mark.parametrize(
+    "proxy",
+    [
+        "http://user:{}@127.0.0.1:9",
+        "http://user:{}@:nonsense",
+        "http://user:{}@[broken",
+        "socks5://user:{}@127.0.0.1:9",
+        "user:{}@127.0.0.1:9",
+        "https://user:{}@127.0.0.1:9",
+    ],
+)
+@pytest.mark.parametrize("password", ["S3cr3tOfTheProxy", "S3cr3t%20Of%E2%80%A8Proxy", "pw1"])
+def test_no_password_of_a_proxy_is_shown(
+    azure_key, tls_files, google_files, monkeypatch, caplog, root, proxy, password
+):
+    google_files()
+    scheme = "https" if root.startswith("gs") else "http"
+    for name in ("HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, proxy.format(password))
+    texts = attempt(root, CONFIGS[root](f"{scheme}://{new_host()}"), caplog)
+    assert_hidden(texts, password, urllib.parse.unquote(password))
+    assert not any(f"{password}@" in text for text in texts)
+
+
+@in_all_dialects
+def test_a_proxy_is_given_any_password_as_it_is(
+    azure_key, server, google_files, monkeypatch, caplog, root
+):
+    proxy = server.url.replace("//", "//user:p%C3%A4ss%E2%80%A8@")
+    monkeypatch.setenv("HTTP_PROXY", proxy)
+    server.respond(lambda request: server.Answer(status=404))
+    attempt(root, CONFIGS[root](f"http://{new_host()}"), caplog)
+    expected = base64.b64encode("user:päss\u2028".encode()).decode()
+    assert server.requests[0].headers["Proxy-Authorization"] == f"Basic {expected}"
+
+
+@pytest.mark.parametrize("options", [S3Options, GCSOptions, AzureOptions])
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"https://user:{SECRET}@host",
+        f"https://host/?sig={SECRET}",
+        f"https://host/#{SECRET}",
+        f"ftp://user:{SECRET}@host",
+        f"user:{SECRET}@host",
+        f"https://user:{SECRET}@host\n",
+    ],
+)
+def test_no_endpoint_holds_a_credential(options, url):
+    with pytest.raises(ConfigError) as caught:
+        options(endpoint_url=url)
+    assert_hidden([str(caught.value), repr(caught.value)], SECRET)
+
+
+@pytest.mark.parametrize(
+    ("variable", "root"),
+    [
+        ("AWS_ENDPOINT_URL", "s3://bucket"),
+        ("AWS_ENDPOINT_URL_S3", "s3://bucket"),
+        ("STORAGE_EMULATOR_HOST", "gs://bucket"),
+        ("CLOUDCKPT_AZURE_ENDPOINT_URL", "az://container"),
+    ],
+)
+@pytest.mark.parametrize("user", [f"user:{SECRET}@", ""])
+def test_an_endpoint_of_the_environment_that_can_not_be_used_is_named(
+    azure_key, monkeypatch, caplog, variable, root, user
+):
+    monkeypatch.setenv(variable, f"http://{user}127.0.0.1:9{'' if user else ' '}")
+    with pytest.raises(ConfigError, match=r"endpoint|STORAGE_EMULATOR_HOST|AWS_ENDPOINT") as caught:
+        cloudckpt.save({"w": torch.ones(2)}, checkpoint_id=f"{root}/run")
+    assert_hidden(texts_of(caught.value, caplog), SECRET)
+
+
+def test_an_endpoint_of_a_profile_is_not_shown(monkeypatch, caplog, tmp_path):
+    (tmp_path / "config").write_text(f"[default]\nendpoint_url = http://user:{SECRET}@bad host\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    texts = attempt("s3://bucket", Config(retry=ONE_TRY), caplog)
+    assert_hidden(texts, SECRET)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        f"import sys; sys.exit('aws_secret_access_key={SECRET}')",
+        f'print(\'{{"SecretAccessKey": "{SECRET}"\')',
+        f'print(\'{{"Version": 1, "SecretAccessKey": "{SECRET}"}}\')',
+    ],
+)
+def test_what_a_failing_credential_process_says_is_not_shown(
+    monkeypatch, caplog, tmp_path, program
+):
+    script = tmp_path / "process.py"
+    script.write_text(program)
+    (tmp_path / "config").write_text(f"[default]\ncredential_process = {sys.executable} {script}\n")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    texts = attempt("s3://bucket", Config(retry=ONE_TRY), caplog)
+    assert_hidden(texts, SECRET)
+
+
+@pytest.mark.parametrize("missing", ["credential_process", "web identity"])
+def test_a_source_of_credentials_that_is_not_there_is_named(monkeypatch, tmp_path, missing):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    if missing == "web identity":
+        monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/job")
+        monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / "nothing here"))
+    else:
+        (tmp_path / "config").write_text(f"[default]\ncredential_process = {tmp_path}/nothing\n")
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    config = Config(retry=ONE_TRY)
+    with pytest.raises(CredentialsError, match="nothing"):
+        cloudckpt.save({"w": torch.ones(2)}, checkpoint_id="s3://bucket/run", config=config)
+
+
+def test_what_a_store_says_of_one_of_many_objects_is_masked(server):
+    options = S3Options(endpoint_url=server.url, addressing_style="path")
+    store = S3Store("bucket", Config(s3=options))
+    error = f"<Error><Key>a</Key><Code>AccessDenied</Code><Message>sig={SECRET}</Message></Error>"
+    server.answer(body=f"<DeleteResult>{error}</DeleteResult>".encode())
+    with pytest.raises(StoreError) as caught:
+        store.delete(["a", "b"])
+    store.close()
+    assert_hidden([str(caught.value)], SECRET)
+
+
+def test_a_container_token_that_is_no_header_is_not_shown(monkeypatch, caplog):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", "http://127.0.0.1:9/credentials")
+    monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN", f"{SECRET}\n")
+    texts = attempt("s3://bucket", Config(retry=ONE_TRY), caplog)
+    assert_hidden(texts, SECRET)
+
+
+@in_all_dialects
+def test_no_store_shows_what_it_holds(azure_key, google_files, tls_server, caplog, root):
+    google_files()
+    config = CONFIGS[root](tls_server.url)
+    kinds = {"s3://bucket": S3Store, "gs://bucket": GCSStore, "az://container": AzureStore}
+    store = kinds[root](root.rpartition("/")[2], config)
+    texts = [repr(store), repr(vars(store)), repr(store._access), repr(vars(store._access))]
+    texts += [repr(store._credentials), repr(vars(store._credentials)), repr(config)]
+    texts += [repr(store._credentials.current)]
+    writer = cloudckpt.CloudStorageWriter(f"{root}/run", config=config)
+    texts.append(pickle.dumps(writer).decode("latin-1"))  # as it goes to the saving process
+    store.close()
+    assert_hidden(texts, KEY, SECRET)
+
+
+@pytest.mark.parametrize("value", [SECRET + "\nX: y", SECRET + "\u2028", f"{SECRET}\r\n {SECRET}"])
+def test_a_header_that_can_not_be_sent_is_named_without_its_value(server, value):
+    options = HttpOptions(
+        connections=1, connect_timeout=5, read_timeout=5, stall_timeout=5, proxy=None
+    )
+    client = HttpClient(options)
+    with (
+        pytest.raises(InvalidRequestError, match="x-token") as caught,
+        client.send("GET", server.url, {"x-token": value}),
+    ):
+        pass
+    client.close()
+    assert_hidden([repr(caught.value), repr(caught.value.__context__)], SECRET)
+    assert server.requests == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"Invalid header value b'{SECRET}\\n'",
+        f"reserved character(s), or return character(s) in header value: '{SECRET}'",
+        f"GET https://host/key?sv=1&sig={SECRET}&se=2 failed",
+        f"http://user:{SECRET}@proxy:3128",
+        f"AWS4-HMAC-SHA256 Credential=AKID/x, SignedHeaders=host, Signature={SECRET}",
+        f"Authorization: Bearer {SECRET}",
+        f"X-Amz-Security-Token={SECRET}",
+        f'{{"access_token": "{SECRET}"}}',
+        f"AccountKey={SECRET};EndpointSuffix=x",
+        f"-----BEGIN RSA PRIVATE KEY-----\n{SECRET}\n",
+        f"the token was {SECRET}",
+        f"the token was {urllib.parse.quote(SECRET, safe='')}",
+    ],
+)
+def test_a_text_of_others_is_masked(text):
+    assert_hidden([masked(text, [SECRET])], SECRET)
+    if "was" not in text:
+        assert_hidden([masked(text)], SECRET)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "HTTP 403: serviceAccount:job@project.iam.gserviceaccount.com has no storage.objects.get",
+        "NewConnectionError: [Errno 111] Connection refused",
+        "the certificate of host is not trusted: Basic Constraints of CA cert not marked critical",
+        "gs://bucket/user@example.com/run/.metadata",
+        "SignatureDoesNotMatch HTTP 403: the secret key does not fit the access key",
+    ],
+)
+def test_a_text_without_credentials_stays_as_it_is(text):
+    assert masked(text) == text
+
+
+def test_an_error_above_one_that_quotes_a_credential_stands_alone():
+    try:
+        try:
+            raise ValueError(f"sig={SECRET}")
+        except ValueError as exc:
+            raise StoreError(f"no sig={SECRET}", cause=exc) from exc
+    except StoreError as error:
+        conceal(error, [SECRET])
+        caught = error
+    assert (caught.__cause__, caught.__context__) == (None, None)
+    assert_hidden([str(caught), repr(caught), caught.cause], SECRET)
+
+
+def test_an_error_raised_alone_leads_nowhere():
+    def fail():
+        try:
+            raise ValueError(SECRET)
+        except ValueError:
+            raise_alone(StoreError("without it"))
+
+    with pytest.raises(StoreError) as caught:
+        fail()
+    assert (caught.value.__cause__, caught.value.__context__) == (None, None)
+
+
+# named
+
+
+@pytest.mark.parametrize(("value", "where"), [(f"{SECRET}\n", "ends in"), (f" {SECRET}", "begins")])
+@pytest.mark.parametrize(
+    ("variable", "root"),
+    [
+        ("AWS_ACCESS_KEY_ID", "s3://bucket"),
+        ("AWS_SECRET_ACCESS_KEY", "s3://bucket"),
+        ("AWS_SESSION_TOKEN", "s3://bucket"),
+        ("AZURE_STORAGE_KEY", "az://container"),
+        ("AZURE_STORAGE_SAS_TOKEN", "az://container"),
+        ("AZURE_STORAGE_CONNECTION_STRING", "az://container"),
+    ],
+)
+def test_white_space_around_a_credential_is_named(
+    monkeypatch, server, variable, root, value, where
+):
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "account")
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(CredentialsError, match=rf"{variable} {where}.*white space") as caught:
+        cloudckpt.save(
+            {"w": torch.ones(2)}, checkpoint_id=f"{root}/run", config=CONFIGS[root](server.url)
+        )
+    assert "remove it" in str(caught.value)
+    assert server.requests == []
+
+
+@pytest.mark.parametrize(
+    ("variable", "root"),
+    [("GOOGLE_APPLICATION_CREDENTIALS", "gs://bucket"), ("AZURE_CLIENT_SECRET", "az://container")],
+)
+def test_white_space_around_what_leads_to_a_token_is_named(
+    monkeypatch, tls_server, google_files, variable, root
+):
+    google_files()
+    value = os.environ.get(variable, SECRET)
+    monkeypatch.setenv(variable, f"{value}\n")
+    config = CONFIGS[root](tls_server.url)
+    with pytest.raises(CredentialsError, match=f"{variable} ends in white space"):
+        cloudckpt.save({"w": torch.ones(2)}, checkpoint_id=f"{root}/run", config=config)
+
+
+def test_white_space_within_a_connection_string_is_named(monkeypatch, server):
+    text = f"AccountName=account;AccountKey={KEY} ;EndpointSuffix=core.windows.net"
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", text)
+    with pytest.raises(
+        CredentialsError, match="AccountKey in AZURE_STORAGE_CONNECTION_STRING ends"
+    ):
+        AzureStore("container", Config(azure=AzureOptions(endpoint_url=server.url)))
+
+
+@pytest.mark.parametrize("value", ["", SECRET, "AKIA0123456789", KEY, "with spaces inside"])
+def test_a_usual_credential_is_no_problem(value):
+    check_credential(value, "it")
+
+
+def test_a_secret_key_that_does_not_travel_may_have_any_letters():
+    check_credential("größer", "it", header=False)
+    with pytest.raises(CredentialsError, match="not ASCII"):
+        check_credential("größer", "it")
+
+
+# looked for anew
+
+
+@pytest.fixture(scope="module")
+def guarded():
+    """A moto that checks signatures and policies; returns its URL and makes keys."""
+    with moto_server() as url:
+        given = {"endpoint_url": url, "region_name": "us-east-1"}
+        keys = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing"}
+        iam = boto3.client("iam", **given, **keys)
+        boto3.client("s3", **given, **keys).create_bucket(Bucket="bucket")
+        policy = {"Effect": "Allow", "Action": "*", "Resource": "*"}
+        document = json.dumps({"Version": "2012-10-17", "Statement": [policy]})
+        for user in ("job", "admin"):
+            iam.create_user(UserName=user)
+            iam.put_user_policy(UserName=user, PolicyName="all", PolicyDocument=document)
+        root = iam.create_access_key(UserName="admin")["AccessKey"]
+        start = urllib.request.Request(
+            f"{url}/moto-api/reset-auth", b"0", {"Content-Type": "text/plain"}, method="POST"
+        )
+        urllib.request.urlopen(start).close()
+        admin = boto3.client(
+            "iam",
+            aws_access_key_id=root["AccessKeyId"],
+            aws_secret_access_key=root["SecretAccessKey"],
+            **given,
+        )
+
+        def new_key():
+            for old in admin.list_access_keys(UserName="job")["AccessKeyMetadata"]:
+                admin.delete_access_key(UserName="job", AccessKeyId=old["AccessKeyId"])
+            return admin.create_access_key(UserName="job")["AccessKey"]
+
+        yield url, new_key
+
+
+def set_aws(monkeypatch, key):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", key["AccessKeyId"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", key["SecretAccessKey"])
+
+
+def write_profile(path, key):
+    path.write_text(
+        f"[default]\naws_access_key_id = {key['AccessKeyId']}\n"
+        f"aws_secret_access_key = {key['SecretAccessKey']}\n"
+    )
+
+
+@pytest.mark.parametrize("place", ["environment", "file"])
+def test_a_key_that_was_rotated_is_read_again_by_a_store_that_is_kept(
+    guarded, monkeypatch, tmp_path, place
+):
+    url, new_key = guarded
+    config = Config(s3=S3Options(endpoint_url=url, addressing_style="path"), retry=ONE_TRY)
+    key = new_key()
+    for step in range(3):
+        if place == "environment":
+            set_aws(monkeypatch, key)
+        else:
+            for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+                monkeypatch.delenv(name, raising=False)
+            monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+            write_profile(tmp_path / "credentials", key)
+        state = {"w": torch.full((64,), float(step))}
+        cloudckpt.save(state, checkpoint_id=f"s3://bucket/{place}", config=config)
+        loaded = {"w": torch.zeros(64)}
+        cloudckpt.load(loaded, checkpoint_id=f"s3://bucket/{place}", config=config)
+        assert torch.equal(loaded["w"], state["w"])
+        gone, key = key, new_key()
+    set_aws(monkeypatch, gone)  # which the server does not know any more
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+    with pytest.raises(CredentialsError, match="does not know this access key"):
+        cloudckpt.save(state, checkpoint_id=f"s3://bucket/{place}", config=config)
+
+
+def key_of(request):
+    return request.headers["Authorization"].partition("Credential=")[2].partition("/")[0]
+
+
+def letting_in(server, *keys, **answer):
+    """Answers those who know one of the keys, and refuses all others."""
+    error = b"<Error><Code>InvalidAccessKeyId</Code><Message>unknown</Message></Error>"
+
+    def respond(request):
+        if key_of(request) in keys:
+            return server.Answer(**answer)
+        return server.Answer(403, body=b"" if request.method == "HEAD" else error)
+
+    server.respond(respond)
+
+
+@pytest.fixture
+def open_s3(server):
+    opened = []
+
+    def open_one():
+        options = S3Options(endpoint_url=server.url, addressing_style="path")
+        opened.append(S3Store("bucket", Config(s3=options)))
+        return opened[-1]
+
+    yield open_one
+    for store in opened:
+        store.close()
+
+
+def test_many_threads_that_are_refused_at_once_look_once(open_s3, server, monkeypatch):
+    store = open_s3()
+    looks = []
+    look = store._credentials._look
+    store._credentials._look = lambda: looks.append(None) or look()
+    letting_in(server, "AKIDNEW", headers={"ETag": '"tag"'}, body=b"data")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDNEW")
+    everybody = threading.Barrier(8)
+    versions = []
+
+    def ask():
+        everybody.wait(30)
+        versions.append(store.get("run/object")[1].version)
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert versions == ['"tag"'] * 8
+    assert len(looks) == 1
+
+
+def test_a_body_is_sent_again_with_the_new_key(open_s3, server, monkeypatch):
+    store = open_s3()
+    letting_in(server, "AKIDNEW", headers={"ETag": '"tag"'})
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDNEW")
+    body = [memoryview(b"some "), memoryview(b"data")]
+    store.put("run/object", body, checksum=CRC32C.of(b"some data"), if_absent=True)
+    assert [key_of(request) for request in server.requests] == ["testing", "AKIDNEW"]
+    assert [request.body for request in server.requests] == [b"some data"] * 2
+    assert server.requests[1].headers["If-None-Match"] == "*"
+
+
+def test_the_same_key_is_refused_once(open_s3, server):
+    store = open_s3()
+    letting_in(server, "AKIDNEW")
+    with pytest.raises(CredentialsError):
+        store.get("run/object")
+    assert len(server.requests) == 1
+
+
+def test_a_new_key_that_is_refused_too_is_told(open_s3, server, monkeypatch):
+    store = open_s3()
+    letting_in(server, "AKIDOTHER")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDNEW")
+    with pytest.raises(CredentialsError):
+        store.get("run/object")
+    assert len(server.requests) == 2
+
+
+def test_a_failure_within_the_answer_is_not_asked_again(open_s3, server):
+    store = open_s3()
+    server.respond(lambda request: server.Answer(headers={"ETag": '"tag"'}))
+    with (
+        pytest.raises(CredentialsError, match="of the caller"),
+        store.exchange("GET", store.object_url("run/object"), {}, key="run/object"),
+    ):
+        raise CredentialsError("of the caller")
+    assert len(server.requests) == 1
+
+
+def test_an_empty_object_is_looked_at_with_the_new_key(open_s3, server, monkeypatch):
+    store = open_s3()
+
+    def respond(request):
+        if key_of(request) != "AKIDNEW":
+            error = b"<Error><Code>ExpiredToken</Code></Error>"
+            return server.Answer(403, body=b"" if request.method == "HEAD" else error)
+        if "Range" in request.headers:
+            return server.Answer(416, body=b"<Error><Code>InvalidRange</Code></Error>")
+        return server.Answer(headers={"ETag": '"tag"'}, size=0)
+
+    server.respond(respond)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDNEW")
+    assert store.head("run/object").size == 0
+
+
+def test_credentials_that_can_not_be_fetched_are_looked_for_by_the_next_request(
+    tls_server, google_files
+):
+    tokens = google_files()
+    tokens.respond(lambda request: tokens.Answer(400, body=b'{"error": "invalid_grant"}'))
+    store = GCSStore("bucket", Config(gcs=GCSOptions(endpoint_url=tls_server.url)))
+    with pytest.raises(CredentialsError):
+        store.head("run/object")
+    google_files(token="another-token")  # the file is written anew
+    body = b'{"size": "9", "generation": "1"}'
+    tls_server.respond(lambda request: tls_server.Answer(body=body))
+    assert store.head("run/object").size == 9
+    store.close()
+    assert [request.headers["Authorization"] for request in tls_server.requests] == [
+        "Bearer another-token"
+    ]
+
+
+def test_a_signature_that_was_replaced_is_read_again(server, monkeypatch):
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "account")
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", "sv=1&sig=old")
+    store = AzureStore("container", Config(azure=AzureOptions(endpoint_url=server.url)))
+
+    def respond(request):
+        if request.target.endswith("sig=new"):
+            return server.Answer(headers={"ETag": '"0x1"'}, size=9)
+        return server.Answer(403, headers={"x-ms-error-code": "AuthenticationFailed"})
+
+    server.respond(respond)
+    with pytest.raises(CredentialsError):
+        store.head("run/object")
+    assert len(server.requests) == 1
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", "sv=1&sig=new")
+    assert store.head("run/object").size == 9
+    store.close()
+
+
+def test_a_look_that_fails_leaves_what_the_store_said():
+    class Key:
+        def secrets(self):
+            return ("one",)
+
+    found = iter([Key()])
+
+    def look():
+        try:
+            return next(found)
+        except StopIteration:
+            raise ConnectionLostError("no answer") from None
+
+    credentials = Credentials(look)
+    assert not credentials.renew(credentials.current, ["one"])
