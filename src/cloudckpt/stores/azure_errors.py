@@ -18,7 +18,14 @@ from cloudckpt.errors import (
     ServerError,
     StoreError,
 )
-from cloudckpt.stores.refusals import DAMAGED, SLOW_DOWN, Meaning, by_status, refusal
+from cloudckpt.stores.refusals import (
+    DAMAGED,
+    SLOW_DOWN,
+    Meaning,
+    by_status,
+    from_elsewhere,
+    refusal,
+)
 from cloudckpt.stores.xml_answers import error_fields
 
 __all__ = ["from_answer"]
@@ -160,6 +167,8 @@ def from_answer(
     given = {name.lower(): value for name, value in headers.items()}
     fields = error_fields(body)
     code = given.get("x-ms-error-code") or fields.get("Code", "")
+    if error := from_elsewhere(status, code, body, action, uri):
+        return error
     meaning = _BY_CODE.get(code) or _BY_STATUS.get(status) or by_status(status)
     words = [" ".join(text.split()) for text in (fields.get("Message", ""), _detail(fields))]
     cause = ": ".join((f"{code} HTTP {status}".strip(), *filter(None, words)))

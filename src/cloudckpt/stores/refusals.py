@@ -29,6 +29,7 @@ __all__ = [
     "TOO_SHORT",
     "Meaning",
     "by_status",
+    "from_elsewhere",
     "refusal",
 ]
 
@@ -66,6 +67,32 @@ def by_status(status: int) -> Meaning:
     if status >= 500 or status == 200:  # an error in the body of a success
         return ServerError, "the store failed inside"
     return InvalidRequestError, "the store rejects the request"
+
+
+def from_elsewhere(
+    status: int, code: str, body: bytes, action: str, uri: str
+) -> ServerError | None:
+    """The error for a 404 that some gateway has answered in the store's place; else None.
+
+    The page of a proxy or of a captive portal says nothing about objects; taken for the store's
+    word, it would make a training job begin anew over its checkpoints. A store that answers
+    without any body can't be told from those.
+
+    Args:
+        status: The HTTP status.
+        code: The error code of the store, if there is one in the body or the headers.
+        body: The body, if stores of this kind answer with none but their own.
+        action: What was tried.
+        uri: On what.
+    """
+    if status != 404 or code or not body.strip():
+        return None
+    return ServerError(
+        f"{action}: something between this machine and the store has answered in its place; check "
+        "the endpoint and the proxy",
+        uri=uri,
+        cause=f"HTTP {status} without an error code of the store",
+    )
 
 
 def refusal(
