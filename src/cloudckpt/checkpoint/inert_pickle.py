@@ -11,6 +11,7 @@ no memory: all of it stays proportional to the pickle.
 
 from __future__ import annotations
 
+import io
 import pickletools
 import struct
 from collections.abc import Callable, Mapping
@@ -107,6 +108,8 @@ def describe(
     try:
         return _run(data, end, names, makers)
     except _RefusedError as refused:
+        if not _is_pickle(data):
+            raise _damaged(uri, refused) from None
         named = ", ".join(map(str, list(names.values())[:8]))
         raise UntrustedPickleError(
             f"the checkpoint's metadata {refused}, as no writer of checkpoints does"
@@ -115,9 +118,24 @@ def describe(
             uri=uri,
         ) from None
     except (IndexError, ValueError, struct.error) as exc:
-        raise CheckpointCorruptError(
-            "the metadata can't be read: it is damaged or no checkpoint's", uri=uri, cause=exc
-        ) from exc
+        raise _damaged(uri, exc) from exc
+
+
+def _damaged(uri: str, cause: Exception) -> CheckpointCorruptError:
+    return CheckpointCorruptError(
+        "the metadata can't be read: it is damaged or no checkpoint's", uri=uri, cause=str(cause)
+    )
+
+
+def _is_pickle(data: bytes | bytearray) -> bool:
+    """Whether the data are opcodes up to the last, or as far as it is worth a look."""
+    try:
+        for _, _, position in pickletools.genops(io.BytesIO(data)):
+            if (position or 0) > _WORTH_A_LOOK:
+                break
+    except Exception:  # noqa: BLE001 - it decodes whatever is there
+        return False
+    return True
 
 
 class _RefusedError(Exception):
@@ -129,6 +147,7 @@ _I32 = struct.Struct("<i").unpack_from
 _U64 = struct.Struct("<Q").unpack_from
 _F64 = struct.Struct(">d").unpack_from
 _NEWEST_PROTOCOL = 5
+_WORTH_A_LOOK = 1 << 16
 
 # what follows EMPTY_TUPLE where an instance begins: NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK
 _INSTANCE = b"\x81\x94}\x94("
