@@ -119,6 +119,18 @@ def test_the_assembled_metadata_is_good():
     assert pickle.loads(metadata()) == HONEST
 
 
+def test_the_member_of_an_enum_may_be_written_by_its_name():
+    """As some versions of Python 3.11 do."""
+    member = named("__builtin__", "getattr") + named(DCP, "_MEM_FORMAT_ENCODING")
+    data = properties(member + text("TORCH_CHANNELS_LAST") + b"\x86R")
+    found = load_metadata(
+        metadata(state_dict_metadata=dictionary(text("w"), tensor(properties=data))), URI
+    )
+    assert found.state_dict_metadata["w"].properties == TensorProperties(
+        torch.float32, memory_format=torch.channels_last
+    )
+
+
 # live classes
 
 CLASSES = (
