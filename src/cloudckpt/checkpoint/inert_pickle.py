@@ -185,14 +185,14 @@ def _run(
         elif op == 0x4D:  # BININT2
             stack.append(data[at] | data[at + 1] << 8)
             at += 2
-        elif op == 0x94:  # MEMOIZE
-            memo.append(stack[-1])
         elif op == 0x29:  # EMPTY_TUPLE
             if data.startswith(_INSTANCE, at):
                 at += 5
-                instance, fields = Called(stack.pop(), (), "new"), Dict()
-                memo += (instance, fields)
-                stack += (instance, fields)
+                instance, fields = Called(stack[-1], (), "new"), Dict()
+                memo.append(instance)
+                memo.append(fields)
+                stack[-1] = instance
+                stack.append(fields)
                 below.append(stack)
                 stack = []
             else:
@@ -200,7 +200,11 @@ def _run(
         elif op == 0x75:  # SETITEMS
             items = stack
             stack = below.pop()
-            _set_items(stack[-1], items)
+            target = stack[-1]
+            if type(target) is Dict and not target.pairs and not len(items) & 1:
+                target.pairs = items
+            else:
+                _set_items(target, items)
         elif op == 0x62:  # BUILD
             state = stack.pop()
             target = stack[-1]
@@ -219,14 +223,17 @@ def _run(
             if data.startswith(_ARGUMENT, at):
                 at += 5
                 arguments = (value,)
-                made = _call(stack.pop(), arguments)
-                memo += (value, arguments, made)
-                stack.append(made)
+                stack[-1] = made = _call(stack[-1], arguments)
+                memo.append(value)
+                memo.append(arguments)
+                memo.append(made)
             else:
                 stack.append(value)
         elif op == 0x4A:  # BININT
             stack.append(_I32(data, at)[0])
             at += 4
+        elif op == 0x94:  # MEMOIZE
+            memo.append(stack[-1])
         elif op == 0x8C:  # SHORT_BINUNICODE
             start, at = at + 1, at + 1 + data[at]
             stack.append(str(data[start:at], "utf-8", "surrogatepass"))

@@ -24,6 +24,8 @@ from cloudckpt.checkpoint.torch_private import OldTensorProperties, StorageInfo
 
 __all__ = ["build"]
 
+_new = object.__new__
+
 _SHARED = 8
 """How many entries a byte of the pickle may stand for, where containers occur several times."""
 
@@ -135,9 +137,15 @@ class _MetadataBuilding(Building):
         pairs = described.pairs
         self.spend(len(pairs) + 1)
         places = {}
+        is_place: Any = None  # a function whose calls make places; mostly there is one
         for key, entry in zip(pairs[::2], pairs[1::2], strict=True):
             index = self._index(key) if _is_a(_INDEX, key) else self.value(key)
-            places[index] = self._place(entry) if self._is_place(entry) else self.value(entry)
+            if type(entry) is not Called or entry.function is not is_place:
+                if not self._is_place(entry):
+                    places[index] = self.value(entry)
+                    continue
+                is_place = entry.function
+            places[index] = self._place(entry)
         if len(places) != len(pairs) // 2:
             raise DescriptionError("storage_data has an item twice")
         return places
@@ -155,7 +163,7 @@ class _MetadataBuilding(Building):
         if type(path) is not str or type(offset) is not int or type(length) is not int:
             raise DescriptionError("an item's place has fields of wrong types")
         if not (0 <= offset < _END and 0 <= length < _END - offset):
-            raise DescriptionError(f"an item's place in {path!r} is out of range")
+            raise DescriptionError(f"an item's place in {path[:200]!r} is out of range")
         if transforms is None:
             return StorageInfo(path, offset, length)
         transforms = self.value(transforms)
@@ -169,8 +177,13 @@ class _MetadataBuilding(Building):
         if type(fqn) is not str or not (offset is None or type(offset) is torch.Size):
             raise DescriptionError("an item's index has fields of wrong types")
         if hint is not None and (type(hint) is not int or not 0 <= hint < _END):
-            raise DescriptionError(f"the index of {fqn} is out of range")
-        return MetadataIndex(fqn, offset, hint)
+            raise DescriptionError(f"the index of {fqn[:200]} is out of range")
+        index = _new(MetadataIndex)
+        fields = vars(index)  # its constructor sets each, past its being frozen, four times as long
+        fields["fqn"], fields["index"] = fqn, hint
+        if offset is not None:
+            fields["offset"] = offset
+        return index
 
     def _tensor(self, called: Called) -> TensorStorageMetadata:
         described, size, chunks = _values(called, ["properties", "size", "chunks"])
@@ -268,7 +281,7 @@ def _values(called: Called, names: list[str], *more: str) -> list[Any]:
     values = [fields.pop(name, None) for name in (*names, *more)]
     if fields:
         raise DescriptionError(
-            f"there are fields that this version does not know ({', '.join(fields)}): was it "
+            f"there are fields that this version does not know ({', '.join(fields)[:200]}): was it "
             "written by a newer torch?"
         )
     return values
