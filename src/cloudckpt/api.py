@@ -24,9 +24,7 @@ from cloudckpt.dcp.quiet import told_once
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.errors import (
-    CheckpointError,
     CheckpointReplacedError,
-    CloudCheckpointError,
     CommitUnknownError,
     ConfigError,
     InvalidURIError,
@@ -266,27 +264,12 @@ def _failure_of(
             _each_alone(meeting, load_it, lambda: ours is not None and ours.reads_alone)
     except CheckpointException as exc:
         cause = _cause(exc, rank, _location(reader))
-        if ours is not None:
-            # of why metadata could not be read torch passes on the text, which names no error
-            told = _told(meeting, ours.failure)
-            cause = told if told is not None and isinstance(cause, Exception) else cause
         if isinstance(cause, CheckpointReplacedError):
             return cause
         raise cause from exc
     except RuntimeError as exc:
         raise _cause(exc, rank, _location(reader)) from exc
     except CheckpointReplacedError as error:
-        return error
-    return None
-
-
-def _told(meeting: Meeting, own: CloudCheckpointError | None) -> BaseException | None:
-    """The failure that the ranks have met by themselves, if any has; all have raised alike."""
-    if meeting.group is None:
-        return own
-    try:
-        meeting.hold(Stance(failure=own), has_begun=True).raise_alike("while they read metadata")
-    except CheckpointError as error:
         return error
     return None
 

@@ -209,6 +209,65 @@ def test_the_rows_of_these_tests_are_right():
         document([row(shape=None)]),
         document([row(offsets=7)]),
         document([row(fqn=["w"])]),
+        document([row(fqn=None)]),
+        document([row(fqn=7)]),
+        document([row(shape=["a", 25])]),
+        document([row(shape=[3.0, 25])]),
+        document([row(shape=[True, 75])]),
+        document([row(shape=[-3, -25])]),
+        document([row(shape=[1 << 70, 25])]),
+        document([row(shape={"3": 25})]),
+        document([row(shape="ab")]),
+        document([row(offsets=[0, "a"])]),
+        document([row(offsets=[0.5, 0])]),
+        document([row(offsets=[0, -1])]),
+        document([row(offsets=[0, 1 << 63])]),
+        document([row(offsets=[None])]),
+        document([row(offsets={})]),
+        document([row(offset=0.0)]),
+        document([row(offset=False)]),
+        document([row(object=True)]),
+        document([row(length=1e3)]),
+        document([row(raw_length=float("nan"))]),
+        document([row(raw_length=float("inf"))]),
+        document([row(raw_length=1 << 70)]),
+        document([row(block_size=1 << 70)]),
+        document([row(block_size=128.0)]),
+        document([row(dtype="float33")]),
+        document([row(dtype="nn")]),
+        document([row(dtype="Tensor")]),
+        document([row(dtype="")]),
+        document([row(dtype=7)]),
+        document([row(dtype=["float32"])]),
+        document([row(checksums=7)]),
+        document([row(checksums=None)]),
+        document([row(checksums="ünïcode")]),
+        document([row(), row()]),
+        document(["abcdefghijk"]),
+        document([dict.fromkeys("abcdefghijk")]),
+        document({"a": row()}),
+        document(objects=[["a", True, "TQAAAA=="]]),
+        document(objects=[["a", -1, "TQAAAA=="]]),
+        document(objects=[["a", 1.5, "TQAAAA=="]]),
+        document(objects=[["a", 1 << 63, "TQAAAA=="]]),
+        document(objects=[["a\ud800", 1, "TQAAAA=="]]),
+        document(objects=[["a", 1, 7]]),
+        document(objects=["abc"]),
+        document(objects=[7]),
+        document(checksum=["crc32c"]),
+        document(checksum={}),
+        document(version=0),
+        document(version=-1),
+        document(version=1.0),
+        document(version=True),
+        document(version="1"),
+        document(version=None),
+        document(format="another"),
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"format": "cloudckpt", "version": ' + b"9" * 5000 + b"}",
+        json.dumps(document([row()])).encode().replace(b"640", b"9" * 5000),
+        json.dumps(document([row()])).encode().replace(b"640", b"NaN"),
     ],
 )
 def test_a_manifest_that_makes_no_sense_is_refused(content):
@@ -218,6 +277,45 @@ def test_a_manifest_that_makes_no_sense_is_refused(content):
     with pytest.raises(CheckpointCorruptError) as caught:
         Manifest.from_json(data, identity, URI)
     assert caught.value.uri in (URI, "s3://bucket/run")
+
+
+def read(content):
+    data = json.dumps(content).encode()
+    return Manifest.from_json(data, ManifestId(ATTEMPT, len(data), CRC32C.of(data)), URI)
+
+
+@pytest.mark.parametrize("version", [2, 3, 1 << 70])
+def test_a_manifest_of_a_newer_version_says_so(version):
+    with pytest.raises(CheckpointCorruptError, match="newer cloudckpt"):
+        read(document([row()], version=version))
+    with pytest.raises(CheckpointCorruptError, match="newer cloudckpt"):
+        read({"format": "cloudckpt", "version": version, "columns": {}})
+
+
+def test_what_a_manifest_holds_besides_is_of_no_consequence():
+    assert read(document([row()], structure={"w": [1, None]})) == read(document([row()]))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=6,
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.data())
+def test_any_value_anywhere_in_a_manifest_is_right_or_told_as_damage(data):
+    content = document([row()])
+    place = data.draw(st.sampled_from([content, content["items"][0], content["objects"]]))
+    keys = list(place) if isinstance(place, dict) else range(len(place))
+    place[data.draw(st.sampled_from(keys))] = data.draw(JSON)
+    try:
+        found = read(content)
+    except CheckpointCorruptError:
+        return
+    for item in found.items.values():
+        assert all(type(dim) is int and dim >= 0 for dim in item.shape)
 
 
 # its id

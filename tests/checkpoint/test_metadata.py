@@ -6,6 +6,7 @@ import io
 import os
 import pathlib
 import pickle
+import pickletools
 import struct
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 import cloudckpt
 from cloudckpt.checkpoint import metadata as module
 from cloudckpt.checkpoint.metadata import dump_metadata, load_metadata
-from cloudckpt.checkpoint.torch_private import StorageInfo
+from cloudckpt.checkpoint.torch_private import OldTensorProperties, StorageInfo
 from cloudckpt.errors import CheckpointCorruptError, UntrustedPickleError
 
 URI = "s3://bucket/run/.metadata"
@@ -116,6 +117,91 @@ def test_what_torch_writes_is_read(tmp_path):
     assert found.state_dict_metadata == expected.state_dict_metadata
     assert found.storage_data == expected.storage_data
     assert found.planner_data == expected.planner_data
+
+
+def shapes(tmp_path):
+    """Metadata of many shapes, as torch and its planners leave it."""
+    state = {
+        "model": {"w": torch.randn(4, 5), "half": torch.randn(3).half(), "none": torch.zeros(0)},
+        "scalar": torch.tensor(1.0),
+        "optimizer": collections.OrderedDict(step=3, betas=(0.9, 0.99), names=["a", {"b": 1}]),
+    }
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    yield pickle.loads((tmp_path / ".metadata").read_bytes())
+    yield example()
+    old = OldTensorProperties(torch.float32, memory_format=torch.preserve_format)
+    size = torch.Size([2])
+    yield example(state_dict_metadata={"w": TensorStorageMetadata(old, size, [])})
+    sparse = TensorProperties(torch.float32, layout=torch.sparse_coo, pin_memory=True)
+    yield example(state_dict_metadata={"w": TensorStorageMetadata(sparse, size, [])})
+    info = StorageInfo("__0_0.distcp", 1 << 40, 1 << 33, ["zstd", "other"])
+    yield example(storage_data={MetadataIndex("w", size, 3): info, MetadataIndex("step"): info})
+    yield example(storage_data=None, storage_meta=None, version="1.0.0", planner_data=None)
+    yield example(storage_meta=StorageMeta(pathlib.PurePosixPath("/a"), None, "load", ["m"]))
+    shared = ["shared", ("a", 1)]
+    yield example(
+        planner_data={
+            "plain": [None, True, False, 0, -1, 255, 256, 65536, -(1 << 31), 1 << 62, 1 << 200],
+            "more": (
+                1.5,
+                float("inf"),
+                "",
+                "x" * 300,
+                b"",
+                b"bytes",
+                b"\xff" * 300,
+                bytearray(b"b"),
+            ),
+            "sets": [set(), {1, 2}, frozenset(), frozenset({"a"}), ()],
+            "nested": {1: {"a": {2: [{"b": ()}]}}, ("t", 1): 2, None: 3, False: 4, 1.5: 5, b"k": 6},
+            "shared": [shared, shared, {"again": shared}],
+            "ordered": collections.OrderedDict(a=1, b=collections.OrderedDict()),
+            "complex": 1 + 2j,
+            "kinds": [torch.float8_e4m3fn, torch.int8, torch.sparse_csr, torch.Size([1, 2])],
+            "halves of pairs": "\ud800",
+            "many": list(range(3000)),
+        }
+    )
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("pickler", [pickle.dumps, pickle._dumps], ids=["C", "Python"])
+def test_metadata_of_all_shapes_and_protocols_is_what_pickle_makes_of_it(
+    tmp_path, protocol, pickler
+):
+    for written in shapes(tmp_path):
+        data = pickler(written, protocol)
+        found, expected = load_metadata(data, URI), pickle.loads(data)
+        assert found == expected
+        assert repr(found) == repr(expected)
+        assert load_metadata(pickletools.optimize(data), URI) == expected
+
+
+def test_what_other_libraries_keep_on_the_metadata_stays():
+    written = example()
+    written.mcore_data = {"a": [1, 2]}
+    found = load_metadata(pickle.dumps(written), URI)
+    assert found.mcore_data == {"a": [1, 2]}
+
+
+@dataclass
+class _StorageInfo:
+    """As OLMo-core, NeMo and others have it: torch's fields under a name of their own."""
+
+    relative_path: str
+    offset: int
+    length: int
+
+
+def test_places_of_another_library_with_the_fields_of_torch_are_read():
+    places = {MetadataIndex("step"): _StorageInfo("__0_0.distcp", 1024, 10)}
+    found = load_metadata(pickle.dumps(example(storage_data=places)), URI)
+    assert found.storage_data == {MetadataIndex("step"): StorageInfo("__0_0.distcp", 1024, 10)}
+
+
+def test_only_as_places_are_classes_of_another_library_read():
+    with pytest.raises(UntrustedPickleError, match="_StorageInfo"):
+        load_metadata(pickle.dumps(example(planner_data=_StorageInfo("a", 1, 2))), URI)
 
 
 # damage

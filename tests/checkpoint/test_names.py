@@ -45,6 +45,7 @@ def test_a_name_beneath_the_checkpoint_is_accepted(name):
         "a\x00b",
         "a\nb",
         "a\x7fb",
+        "a\ud800b",
     ],
 )
 def test_a_name_that_leads_elsewhere_is_refused(name):

@@ -15,9 +15,11 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
 from cloudckpt import (
+    AccessDeniedError,
     BucketNotFoundError,
     CheckpointConflictError,
     CheckpointCorruptError,
+    CheckpointError,
     CheckpointNotFoundError,
     CheckpointReplacedError,
     CloudCheckpointError,
@@ -32,6 +34,7 @@ from cloudckpt import (
     UnsupportedTensorError,
 )
 from cloudckpt.background import saver
+from cloudckpt.stores.local import LocalStore
 from cloudckpt.stores.registry import open_store
 from cloudckpt.uri import CheckpointURI
 
@@ -570,6 +573,85 @@ def test_a_rank_that_fails_in_a_load_without_collectives_is_told_to_all(local, r
     told = ranks.errors(3, _load_apart_clumsily, local, deadline=60.0)
     assert [type(error) for error in told] == [RanksFailedError] * 3
     assert all("the dog ate it" in str(error) for error in told)
+
+
+UNREADABLE = [
+    MemoryError("no room"),
+    RecursionError("too deep"),
+    ValueError("Invalid endpoint: nonsense"),
+    OSError("the disk is on fire"),
+    KeyError("metadata"),
+    AccessDeniedError("not you", uri="file:///x"),
+]
+
+
+def _fail_to_read(monkeypatch, error: Exception, name: str) -> None:
+    """Makes reads of a metadata object fail with an error that is not the store's answer."""
+    get = LocalStore.get
+
+    def failing(store, key):
+        if key.endswith(f"/{name}"):
+            raise error
+        return get(store, key)
+
+    monkeypatch.setattr(LocalStore, "get", failing)
+
+
+@pytest.mark.parametrize("error", UNREADABLE, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("name", [".metadata", "__0.metadata"])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_metadata_that_can_not_be_read_is_not_told_as_not_there(
+    error, name, is_there, local, monkeypatch
+):
+    """Else a training script begins anew over a checkpoint that is good."""
+    if is_there:
+        save({"t": numbered(5)}, local, use_collectives=name == ".metadata")
+    _fail_to_read(monkeypatch, error, name)
+    with pytest.raises(CloudCheckpointError) as caught:
+        load({"t": torch.zeros(5)}, local)
+    assert str(error) in str(caught.value)
+    assert not isinstance(caught.value, (CheckpointNotFoundError, FileNotFoundError))
+    assert not isinstance(caught.value, (CheckpointCorruptError, RanksFailedError))
+    if isinstance(error, CloudCheckpointError):
+        assert type(caught.value) is type(error)
+
+
+def test_a_reader_that_is_used_again_remembers_no_failure(local, monkeypatch):
+    save({"t": numbered(5)}, local)
+    reader = local.reader()
+    with monkeypatch.context() as patched:
+        _fail_to_read(patched, MemoryError(), ".metadata")
+        with pytest.raises(CheckpointError, match="MemoryError"):
+            reader.read_metadata()
+    assert reader.read_metadata().state_dict_metadata.keys() == {"t"}
+    assert reader.failure is None
+    with pytest.raises(CheckpointNotFoundError):
+        reader.read_metadata(rank=0)
+
+
+def test_the_older_metadata_of_a_rank_is_not_loaded_because_the_newer_is_damaged(local):
+    """torch's loader turns to it after any error, and would load another checkpoint silently."""
+    save({"t": numbered(5)}, local, use_collectives=False)
+    with open(f"{local.path}/.metadata", "wb") as file:
+        file.write(b"damaged")
+    with pytest.raises(CheckpointCorruptError):
+        load({"t": torch.zeros(5)}, local)
+
+
+def _load_where_the_last_can_not_read(place: Place, error: Exception) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        if _is_last():
+            _fail_to_read(patched, error, ".metadata")
+        _load_from(place)
+
+
+@pytest.mark.parametrize("error", UNREADABLE, ids=lambda error: type(error).__name__)
+def test_metadata_that_one_rank_can_not_read_is_told_to_all_as_what_it_is(error, local, ranks):
+    ranks(2, _saved, local)
+    told = ranks.errors(2, _load_where_the_last_can_not_read, local, error)
+    expected = type(error) if isinstance(error, CloudCheckpointError) else CheckpointError
+    assert [type(error) for error in told] == [expected] * 2
+    assert all(type(error).__name__ in str(one) or str(error) in str(one) for one in told)
 
 
 def _damage(place: Place, name: str) -> None:

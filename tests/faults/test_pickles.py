@@ -187,6 +187,48 @@ class TestMetadata:
         cloudckpt.load(state, checkpoint_id=uri, config=direct)
         assert torch.equal(state["w"], torch.ones(4))
 
+    @pytest.mark.parametrize(
+        "names", [[".metadata"], ["__0.metadata"], ["deeper/.metadata", "deeper/__0_0.distcp"]]
+    )
+    def test_a_save_over_it_deletes_nothing_but_data(self, plant, store, direct, names):
+        """Else the metadata that is replaced could name its successor as data of its own."""
+        metadata = metadata_of("w", tensor_entry(), 10)
+        metadata.storage_data = {
+            MetadataIndex("w", torch.Size([n])): StorageInfo(name, 0, 10)
+            for n, name in enumerate(names)
+        }
+        uri = plant(metadata, b"x")
+        others = [f"{store.key_of(uri)}/{name}" for name in names if name != ".metadata"]
+        for key in others:
+            store.put(key, b"precious")
+        cloudckpt.save({"w": torch.ones(4)}, checkpoint_id=uri, config=direct)
+        assert [store.get(key) for key in others] == [b"precious"] * len(others)
+        state = {"w": torch.zeros(4)}
+        cloudckpt.load(state, checkpoint_id=uri, config=direct)
+        assert torch.equal(state["w"], torch.ones(4))
+
+    @pytest.mark.parametrize(
+        "content",
+        [
+            b"",
+            b"garbage",
+            b"N" + b"\x85" * 300_000 + b".",
+            b"]" * 300_000 + b"a" * 299_999 + b".",
+            b"\x80\x02Nr\xff\xff\xff\x7f0N.",
+            b"\x80\x04\x8e\xff\xff\xff\xff\xff\xff\xff\x7f",
+            pickle.dumps(Metadata({}, None, [1, 2], StorageMeta())),
+            pickle.dumps(Metadata({}, None, {1: 2}, None)),
+            pickle.dumps(dcp.metadata._MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST)[:-1] + b"}b.",
+        ],
+        ids=range(9),
+    )
+    def test_a_save_over_it_goes_on(self, plant, direct, content):
+        uri = plant(content, b"x")
+        cloudckpt.save({"w": torch.ones(4)}, checkpoint_id=uri, config=direct)
+        state = {"w": torch.zeros(4)}
+        cloudckpt.load(state, checkpoint_id=uri, config=direct)
+        assert torch.equal(state["w"], torch.ones(4))
+
 
 class TestItems:
     def test_code_in_an_item_does_not_run(self, store, direct, mark):

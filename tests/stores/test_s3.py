@@ -799,6 +799,17 @@ def test_the_right_region_is_named(store, server, verb):
 
 
 @pytest.mark.parametrize(
+    "page", [b"<html><body>Not Found</body></html>", b"<!DOCTYPE html><p>sign in", b"404 no page"]
+)
+def test_the_page_of_a_gateway_does_not_say_that_there_is_no_object(store, server, page):
+    """A training job would begin anew over its checkpoints."""
+    server.respond(lambda request: server.Answer(404, body=page))
+    for look in (store.get, store.head):
+        with pytest.raises(ServerError, match="answered in its place"):
+            look("run/.metadata")
+
+
+@pytest.mark.parametrize(
     ("status", "code", "expected"),
     [
         (404, "NoSuchKey", ObjectNotFoundError),

@@ -10,9 +10,11 @@ import base64
 import json
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
+
+import torch
 
 from cloudckpt.checkpoint.names import checked, manifest_name
 from cloudckpt.checkpoint.records import ItemRecord, ObjectRecord
@@ -25,6 +27,8 @@ __all__ = ["ItemKey", "Manifest", "ManifestId"]
 
 _FORMAT = "cloudckpt"
 _VERSION = 1
+_END = 1 << 63
+_DTYPES = {name for name, found in vars(torch).items() if isinstance(found, torch.dtype)}
 
 ItemKey = tuple[str, "tuple[int, ...] | None"]
 """Fully qualified name, and the offsets of the chunk in the whole tensor (None if no tensor)."""
@@ -60,8 +64,8 @@ class ManifestId:
         match = re.fullmatch(pattern, save_id)
         if match is None:
             raise CheckpointCorruptError(
-                f"the checkpoint's format is not version {_VERSION} ({save_id!r}); a newer "
-                "cloudckpt may be able to read it",
+                f"the checkpoint's format is not version {_VERSION} ({save_id[:80]!r}): unless it "
+                "is damaged, it was written by a newer cloudckpt, which can read it",
                 uri=uri,
             )
         return cls(match[1], int(match[2]), int(match[3], 16))
@@ -112,7 +116,8 @@ class Manifest:
         """Reads a manifest.
 
         Raises:
-            CheckpointCorruptError: If it is damaged, or not the one that the metadata names.
+            CheckpointCorruptError: If it is damaged, not the one that the metadata names, or
+                written by a newer cloudckpt.
         """
         if len(data) != expected.size or CRC32C.of(data) != expected.crc32c:
             raise CheckpointCorruptError(
@@ -121,23 +126,52 @@ class Manifest:
             )
         try:
             with paused_gc():
-                document = json.loads(bytes(data))
-                checksum = ALGORITHMS[document["checksum"]]
-                objects = [
-                    ObjectRecord(checked(name, uri), size, *checksum.unpack(_to_bytes(packed)))
-                    for name, size, packed in document["objects"]
-                ]
-                find = objects.__getitem__
-                items = dict(_item(row, find, checksum) for row in document["items"])
-                nested = document.get("structure")
-                structure = Structure() if nested is None else Structure.from_json(nested)
-                return cls(items, checksum, structure)
-        except (ValueError, KeyError, TypeError, IndexError, struct.error) as exc:
+                document = json.loads(bytes(data), parse_constant=_no_number)
+                return _manifest(document, uri)
+        except _NewerError as newer:
+            raise CheckpointCorruptError(str(newer), uri=uri) from None
+        except (*_SENSELESS, RecursionError) as exc:
             raise CheckpointCorruptError(
-                "the manifest can't be understood; was it written by a newer cloudckpt?",
-                uri=uri,
-                cause=exc,
+                "the manifest makes no sense: it is not as cloudckpt writes it", uri=uri, cause=exc
             ) from exc
+
+
+_SENSELESS = (ValueError, KeyError, TypeError, IndexError, struct.error)
+
+
+class _NewerError(Exception):
+    pass
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number of a manifest")
+
+
+def _manifest(document: Any, uri: str) -> Manifest:
+    """Fields of the document that are not known are of no consequence: a version may add some."""
+    if document["format"] != _FORMAT or type(document["version"]) is not int:
+        raise ValueError("the document is no manifest")
+    if document["version"] > _VERSION:
+        raise _NewerError(
+            f"the manifest is of version {document['version']}: it was written by a newer "
+            f"cloudckpt than this, which reads version {_VERSION}; upgrade to load it"
+        )
+    if document["version"] != _VERSION:
+        raise ValueError(f"there is no version {document['version']}")
+    checksum = ALGORITHMS[document["checksum"]]
+    objects = []
+    for name, size, packed in document["objects"]:
+        if type(size) is not int or not 0 <= size < _END:
+            raise ValueError(f"the size of {name!r} is out of range")
+        (found,) = checksum.unpack(_to_bytes(packed))
+        objects.append(ObjectRecord(checked(name, uri), size, found))
+    rows = document["items"]
+    items = dict(_item(row, objects, checksum) for row in rows)
+    if len(items) != len(rows):
+        raise ValueError("an item is there twice")
+    nested = document.get("structure")
+    structure = Structure() if nested is None else Structure.from_json(nested)
+    return Manifest(items, checksum, structure)
 
 
 def _to_text(packed: bytes) -> str:
@@ -149,28 +183,43 @@ def _to_bytes(text: str) -> bytes:
 
 
 def _item(
-    row: list[Any], find: Callable[[int], ObjectRecord], checksum: ChecksumAlgorithm
+    row: list[Any], objects: list[ObjectRecord], checksum: ChecksumAlgorithm
 ) -> tuple[ItemKey, ItemRecord]:
     fqn, offsets, where, offset, length, raw_offset, raw_length, dtype, shape, block, packed = row
-    numbers = (where, offset, length, raw_offset, raw_length, block)
-    if not all(isinstance(number, int) and number >= 0 for number in numbers):
-        raise ValueError(f"{fqn} has a number that is none, or is negative")
-    if block == 0:
-        raise ValueError(f"{fqn} has blocks of no size")
+    if type(fqn) is not str:
+        raise ValueError("an item has no name")
+    if not (
+        type(where) is type(offset) is type(length) is int
+        and type(raw_offset) is type(raw_length) is type(block) is int
+    ):
+        raise ValueError(f"{fqn} has a number that is none")
+    if where < 0 or block < 1 or block >= _END:
+        raise ValueError(f"{fqn} has a number out of range")
+    if dtype is not None and dtype not in _DTYPES:
+        raise ValueError(f"{fqn} has elements of a type that this torch does not know: {dtype!r}")
     item = ItemRecord(
-        object=find(where),
+        object=objects[where],
         offset=offset,
         length=length,
         raw_offset=raw_offset,
         raw_length=raw_length,
         dtype=dtype,
-        shape=tuple(shape),
+        shape=_dims(shape, fqn),
         block_size=block,
         checksums=_to_bytes(packed),
     )
-    inside = offset <= raw_offset and raw_offset + raw_length <= offset + length
-    if not inside or offset + length > item.object.size:
+    raw_end, end = raw_offset + raw_length, offset + length
+    if not (0 <= offset <= raw_offset <= raw_end <= end <= item.object.size):
         raise ValueError(f"{fqn} lies outside of its object")
     if len(item.checksums) != checksum.nbytes * -(-raw_length // block):
         raise ValueError(f"{fqn} has a wrong number of checksums")
-    return (fqn, None if offsets is None else tuple(offsets)), item
+    return (fqn, None if offsets is None else _dims(offsets, fqn)), item
+
+
+def _dims(dims: Any, fqn: str) -> tuple[int, ...]:
+    if type(dims) is not list:
+        raise ValueError(f"{fqn} has a shape or offsets that are none")
+    for dim in dims:
+        if type(dim) is not int or not 0 <= dim < _END:
+            raise ValueError(f"{fqn} has a shape or offsets out of range")
+    return tuple(dims)

@@ -19,7 +19,7 @@ __all__ = [
 METADATA = ".metadata"
 """The object whose presence makes a checkpoint; torch's name for it."""
 
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_UNUSABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # control characters, halves of pairs
 
 
 def metadata_name(rank: int | None) -> str:
@@ -56,10 +56,12 @@ def checked(name: object, uri: str) -> str:
         CheckpointCorruptError: If it does not.
     """
     if not isinstance(name, str):
-        raise CheckpointCorruptError(f"the metadata names an object {name!r}", uri=uri)
-    parts = name.split("/")
-    if not name or _CONTROL.search(name) or "" in parts or "." in parts or ".." in parts:
         raise CheckpointCorruptError(
-            f"the metadata names an object outside of the checkpoint: {name!r}", uri=uri
+            f"the metadata names an object by a {type(name).__name__}", uri=uri
+        )
+    parts = name.split("/")
+    if not name or _UNUSABLE.search(name) or "" in parts or "." in parts or ".." in parts:
+        raise CheckpointCorruptError(
+            f"the metadata names an object outside of the checkpoint: {name[:200]!r}", uri=uri
         )
     return name

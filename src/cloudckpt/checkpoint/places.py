@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -143,7 +144,7 @@ class Places:
 
     def _dtype(self, record: ItemRecord, index: MetadataIndex) -> torch.dtype:
         dtype = getattr(torch, record.dtype or "", None)
-        size = torch.Size(record.shape).numel()
+        size = math.prod(record.shape)
         if not isinstance(dtype, torch.dtype) or size * dtype.itemsize != record.raw_length:
             raise self._corrupt(
                 f"the manifest describes {index.fqn} wrongly, or this torch does not know the "

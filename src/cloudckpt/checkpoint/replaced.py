@@ -63,16 +63,26 @@ def hidden(
 
 
 def _objects_of(metadata: bytes | bytearray, uri: str) -> set[str]:
-    """The names of the data objects and of the manifest; none if the metadata can't be trusted."""
+    """The names of the data objects and of the manifest; none if the metadata can't be trusted.
+
+    What it names may be anything beneath the prefix, also the commit object that is there by now or
+    another checkpoint: only what can be data of this one counts.
+    """
     try:
         old = load_metadata(metadata, uri)
+        places = old.storage_data if isinstance(old.storage_data, dict) else {}
         names = {
             checked(entry.relative_path, uri)
-            for entry in (old.storage_data or {}).values()
+            for entry in places.values()
             if isinstance(entry, StorageInfo)
         }
         identity = ManifestId.parse(getattr(old.storage_meta, "save_id", None), uri)
-    except CloudCheckpointError as error:
+    except (CloudCheckpointError, MemoryError) as error:
         logger.warning("the objects of a replaced checkpoint are left behind: %s", error)
         return set()
-    return names | ({identity.name} if identity is not None else set())
+    data = {name for name in names if "/" not in name and not name.endswith(METADATA)}
+    if data != names:
+        logger.warning(
+            "%s: the replaced metadata names what is no data of it, which is left as it is", uri
+        )
+    return data | ({identity.name} if identity is not None else set())

@@ -8,10 +8,13 @@ from types import FunctionType, SimpleNamespace
 from typing import IO, Any
 
 import torch
+from torch.distributed._shard.sharded_tensor.metadata import (
+    TensorProperties as OldTensorProperties,
+)
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 
-__all__ = ["CURRENT_DCP_VERSION", "StorageInfo", "load_restricted"]
+__all__ = ["CURRENT_DCP_VERSION", "OldTensorProperties", "StorageInfo", "load_restricted"]
 
 
 def load_restricted(file: IO[bytes], map_location: Any, allowed: Mapping[str, Any]) -> Any:

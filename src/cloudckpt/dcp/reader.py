@@ -7,7 +7,7 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -27,8 +27,8 @@ from cloudckpt.dcp.portable import portable_errors
 from cloudckpt.dcp.same_checkpoint import Source, check_sources
 from cloudckpt.errors import (
     CheckpointCorruptError,
+    CheckpointError,
     CheckpointNotFoundError,
-    CheckpointReplacedError,
     CloudCheckpointError,
     ObjectNotFoundError,
 )
@@ -55,7 +55,7 @@ class CloudStorageReader(StorageReader):
 
     Attributes:
         transferred: What this rank received in the last load.
-        failure: Why the metadata could not be read, which torch only passes on as a text.
+        failure: Why the metadata could not be read.
         reads_alone: Whether the metadata is that of this rank alone.
     """
 
@@ -121,22 +121,31 @@ class CloudStorageReader(StorageReader):
         """Reads the commit object and the manifest it names.
 
         Raises:
-            CheckpointNotFoundError: If there is no committed checkpoint.
+            CheckpointNotFoundError: If the store says that there is no committed checkpoint.
             UntrustedPickleError: If the metadata names code that is not on the allow-list.
             CheckpointCorruptError: If metadata or manifest are damaged.
             CheckpointReplacedError: If it was replaced meanwhile, again and again.
         """
         # torch asks for the metadata of one rank through a parameter named exactly `kwargs`
         rank = kwargs.get("rank")
+        earlier = None if rank is None else self.failure  # that of the metadata of all ranks
+        if earlier is not None and not isinstance(earlier, CheckpointNotFoundError):
+            return _UnreadableMetadata(earlier)  # what the rank has may be of an older save
         try:
             if rank is None:
                 metadata = begun_anew(lambda: self._read_metadata(None))
             else:  # that of all ranks may be there by now
                 metadata = self._read_metadata(rank)
-        except CloudCheckpointError as error:
-            if self.failure is None or isinstance(error, CheckpointReplacedError):
-                self.failure = error
-            raise
+        except Exception as error:
+            failure = _named(error, str(self.uri))
+            if earlier is not None and isinstance(failure, CheckpointNotFoundError):
+                failure = earlier
+            self.failure = failure
+            if earlier is not None:
+                return _UnreadableMetadata(failure)
+            if failure is error:
+                raise
+            raise failure from error
         self.failure = None
         return metadata
 
@@ -200,6 +209,8 @@ class CloudStorageReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
+        if isinstance(metadata, _UnreadableMetadata):
+            raise metadata.failure
         if not isinstance(metadata.storage_data, dict):
             raise CheckpointCorruptError(
                 "the metadata does not say where the items are", uri=str(self.uri)
@@ -258,3 +269,30 @@ class CloudStorageReader(StorageReader):
 
     def _store(self) -> ObjectStore:
         return open_store(self.uri, self.config)
+
+
+class _UnreadableMetadata(Metadata):
+    """Stands for metadata that could not be read, and says why wherever it is used.
+
+    torch passes on an error of ``read_metadata`` only as a text, and goes on to ask for the
+    metadata of the rank, as if the store had said that there is no other. An error of the steps
+    behind that reaches every rank as it is.
+    """
+
+    def __init__(self, failure: CloudCheckpointError) -> None:
+        self.failure = failure
+
+    @property
+    def state_dict_metadata(self) -> NoReturn:  # type: ignore[override]
+        raise self.failure
+
+
+def _named(error: Exception, uri: str) -> CloudCheckpointError:
+    if isinstance(error, CloudCheckpointError):
+        return error
+    return CheckpointError(
+        "the metadata could not be read, for a reason that says nothing about whether there is a "
+        "checkpoint",
+        uri=uri,
+        cause=error,
+    )

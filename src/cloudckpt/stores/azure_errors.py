@@ -23,6 +23,7 @@ from cloudckpt.stores.refusals import (
     SLOW_DOWN,
     Meaning,
     by_status,
+    from_elsewhere,
     is_certain,
     refusal,
 )
@@ -167,6 +168,8 @@ def from_answer(
     given = {name.lower(): value for name, value in headers.items()}
     fields = error_fields(body)
     code = given.get("x-ms-error-code") or fields.get("Code", "")
+    if error := from_elsewhere(status, code, body, action, uri):
+        return error
     known = _BY_CODE.get(code)
     meaning = known or _BY_STATUS.get(status) or by_status(status)
     words = [" ".join(text.split()) for text in (fields.get("Message", ""), _detail(fields))]

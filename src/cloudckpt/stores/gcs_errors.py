@@ -31,6 +31,7 @@ from cloudckpt.stores.refusals import (
     TOO_SHORT,
     Meaning,
     by_status,
+    from_elsewhere,
     is_certain,
     refusal,
 )
@@ -93,6 +94,9 @@ def from_answer(
 ) -> StoreError:
     """The error for an answer that is no success, of either API."""
     reason, message = _fields(body)
+    page = body if body.lstrip()[:1] == b"<" else b""  # reads are refused with plain texts
+    if error := from_elsewhere(status, reason, page, action, uri):
+        return error
     details = " ".join(text for text in (reason, f"HTTP {status}") if text)
     cause = ": ".join(text for text in (details, message) if text)
     known = _known(status, reason, message)

@@ -32,6 +32,7 @@ __all__ = [
     "Meaning",
     "by_status",
     "is_certain",
+    "from_elsewhere",
     "refusal",
 ]
 
@@ -90,6 +91,32 @@ def is_certain(code: str, status: int, known: Meaning | None) -> bool:
     if known is not None and known[0] is not ServerError:
         return True
     return 300 <= status < 500
+
+
+def from_elsewhere(
+    status: int, code: str, body: bytes, action: str, uri: str
+) -> ServerError | None:
+    """The error for a 404 that some gateway has answered in the store's place; else None.
+
+    The page of a proxy or of a captive portal says nothing about objects; taken for the store's
+    word, it would make a training job begin anew over its checkpoints. A store that answers
+    without any body can't be told from those.
+
+    Args:
+        status: The HTTP status.
+        code: The error code of the store, if there is one in the body or the headers.
+        body: The body, if stores of this kind answer with none but their own.
+        action: What was tried.
+        uri: On what.
+    """
+    if status != 404 or code or not body.strip():
+        return None
+    return ServerError(
+        f"{action}: something between this machine and the store has answered in its place; check "
+        "the endpoint and the proxy",
+        uri=uri,
+        cause=f"HTTP {status} without an error code of the store",
+    )
 
 
 def refusal(

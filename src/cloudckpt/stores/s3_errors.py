@@ -30,6 +30,7 @@ from cloudckpt.stores.refusals import (
     TOO_SHORT,
     Meaning,
     by_status,
+    from_elsewhere,
     is_certain,
     refusal,
 )
@@ -120,6 +121,8 @@ def from_answer(
 ) -> StoreError:
     """The error for an answer that is no success."""
     fields = error_fields(body)
+    if error := from_elsewhere(status, fields.get("Code", ""), body, action, uri):
+        return error
     return from_code(
         fields.get("Code", ""), status, fields.get("Message", ""), action, uri, headers
     )

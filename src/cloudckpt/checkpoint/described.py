@@ -1,0 +1,284 @@
+"""Builds plain values, and instances of classes that the user allows, from what a pickle describes.
+
+Only constructors that are named are called, and nothing is set on an object that was there before.
+What occurs several times is built once.
+"""
+
+from __future__ import annotations
+
+import enum
+import pathlib
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from cloudckpt.checkpoint.inert_pickle import NO_STATE, Called, Dict, Global, Set
+from cloudckpt.errors import UntrustedPickleError
+
+__all__ = ["Building", "DescriptionError", "Name", "home"]
+
+Name = tuple[str, str]
+"""The module and the qualified name of a class or function."""
+
+_DEPTH = 64
+"""How deep containers may be nested: what torch and planners write has less than ten levels."""
+
+_SCALARS = frozenset((type(None), bool, int, float, str, bytes, bytearray, torch.Size))
+_GETATTR = ("builtins", "getattr")
+_HOMES = {"pathlib._local": "pathlib", "__builtin__": "builtins"}
+
+
+class DescriptionError(Exception):
+    """What is described makes no sense; the text says why."""
+
+
+def home(module: str, name: str) -> Name:
+    """What a class is called in all versions of Python: 3.13 has its paths in another module."""
+    return _HOMES.get(module, module), name
+
+
+def _path(kind: type[pathlib.PurePath]) -> Callable[..., pathlib.PurePath]:
+    def path(*parts: Any) -> pathlib.PurePath:
+        if not all(type(part) is str for part in parts):
+            raise ValueError("parts that are no strings")
+        return kind(*parts)
+
+    return path
+
+
+def _bytes(text: str = "", encoding: str = "latin1") -> bytes:
+    """Protocols below 3 write bytes as the text that has them in Latin-1."""
+    if type(text) is not str or encoding != "latin1":
+        raise ValueError("no bytes")
+    return text.encode("latin1")
+
+
+def _bytearray(content: Any = b"", encoding: str = "latin1") -> bytearray:
+    return bytearray(content if type(content) is bytes else _bytes(content, encoding))
+
+
+def _layout(name: Any) -> torch.layout:
+    found = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(found, torch.layout):
+        raise ValueError(f"{name!r} is no layout")
+    return found
+
+
+def _listed(kind: type[set[Any] | frozenset[Any]]) -> Callable[..., Any]:
+    def listed(entries: Any = ()) -> set[Any] | frozenset[Any]:
+        if type(entries) not in (list, tuple):
+            raise ValueError("a set of what is no list")
+        return kind(entries)
+
+    return listed
+
+
+_CALLS: Mapping[Name, Callable[..., Any]] = {
+    ("_codecs", "encode"): _bytes,
+    ("builtins", "bytearray"): _bytearray,
+    ("builtins", "bytes"): lambda: b"",
+    ("builtins", "complex"): lambda real, imaginary: complex(float(real), float(imaginary)),
+    ("builtins", "frozenset"): _listed(frozenset),
+    ("builtins", "set"): _listed(set),
+    ("collections", "OrderedDict"): OrderedDict,
+    ("pathlib", "Path"): _path(pathlib.Path),
+    ("pathlib", "PosixPath"): _path(pathlib.Path),
+    ("pathlib", "PurePosixPath"): _path(pathlib.PurePosixPath),
+    ("pathlib", "PureWindowsPath"): _path(pathlib.PureWindowsPath),
+    ("pathlib", "WindowsPath"): _path(pathlib.PureWindowsPath),
+    ("torch.serialization", "_get_layout"): _layout,
+}
+
+
+class Building:
+    """One walk over a description, which must be kept as long as this.
+
+    Args:
+        uri: What to name in errors.
+        allowed: The classes of the user.
+        entries: How many there may be in the result, as counted by whoever walks through it:
+            containers that share others could have more of them than can ever be visited.
+    """
+
+    def __init__(self, uri: str, allowed: Mapping[Name, Callable[..., Any]], entries: int) -> None:
+        self._uri = uri
+        self.allowed = allowed
+        self._left = entries
+        self._depth = 0
+        # by identity: what it has become and how many entries it has, or None while it is built
+        self._built: dict[int, tuple[Any, int] | None] = {}
+
+    def value(self, thing: Any) -> Any:
+        """Whatever it is, built.
+
+        Raises:
+            UntrustedPickleError: If it is of a class that is neither known here nor allowed.
+            DescriptionError: If it makes no sense.
+        """
+        kind = type(thing)
+        if kind in _SCALARS:
+            return thing
+        if kind is Global:
+            return self._constant(home(*thing.key))
+        if id(thing) in self._built:
+            earlier = self._built[id(thing)]
+            if earlier is None:
+                raise DescriptionError("it contains itself")
+            self.spend(earlier[1])
+            return earlier[0]
+        if self._depth == _DEPTH:
+            raise DescriptionError(f"it is nested more than {_DEPTH} levels deep")
+        before = self._left
+        self._built[id(thing)] = None
+        self._depth += 1
+        built = self._called(thing) if kind is Called else self._container(thing)
+        self._depth -= 1
+        self._built[id(thing)] = built, before - self._left
+        return built
+
+    def instance(self, name: Name, called: Called) -> Any:
+        """An instance of a class that a subclass knows.
+
+        Raises:
+            UntrustedPickleError: If it knows none of this name.
+        """
+        raise self.untrusted(name)
+
+    def spend(self, entries: int) -> None:
+        """Counts entries, also those that are shared."""
+        self._left -= entries
+        if self._left < 0:
+            raise DescriptionError("it repeats itself beyond measure")
+
+    def untrusted(self, name: Name) -> UntrustedPickleError:
+        """The error for a class or function that is not known."""
+        return UntrustedPickleError(
+            f"the checkpoint's metadata names {'.'.join(name)}, which is not on the allow-list: if "
+            "you trust whoever can write to this location, pass trust_pickle=True, or allow the "
+            "class by cloudckpt.add_safe_metadata_globals([...])",
+            uri=self._uri,
+        )
+
+    def name(self, function: Any) -> Name:
+        """What a called function is called.
+
+        Inner classes (before protocol 4) and members of enums (by Python 3.11.0) are written as
+        calls of ``getattr``.
+        """
+        if type(function) is Global:
+            return home(*function.key)
+        if type(function) is Called and type(function.function) is Global:
+            outer, inner = (*function.arguments, None, None)[:2]
+            if (
+                home(*function.function.key) == _GETATTR
+                and type(outer) is Global
+                and type(inner) is str
+            ):
+                module, name = home(*outer.key)
+                return module, f"{name}.{inner}"
+        while type(function) is Called:
+            function = function.function
+        if type(function) is Global:
+            raise self.untrusted(home(*function.key))
+        raise DescriptionError("it calls what is no function")
+
+    def _constant(self, name: Name) -> Any:
+        """An element type of torch, a class of the user, or a member of an enum of the user."""
+        if name in self.allowed:
+            return self.allowed[name]
+        module, qualified = name
+        if module == "torch" and isinstance(found := vars(torch).get(qualified), torch.dtype):
+            return found
+        outer, _, member = qualified.rpartition(".")
+        if isinstance(cls := self.allowed.get((module, outer)), enum.EnumMeta):
+            return cls[member]
+        raise self.untrusted(name)
+
+    def _container(self, thing: Any) -> Any:
+        if type(thing) is Dict:
+            return self._fill({}, thing)
+        if type(thing) is Set:
+            return (frozenset if thing.is_frozen else set)(self._entries(thing.entries))
+        return type(thing)(self._entries(thing))  # a list or a tuple
+
+    def _entries(self, things: Any) -> list[Any]:
+        self.spend(len(things) + 1)
+        return [self.value(thing) for thing in things]
+
+    def _fill(self, target: Any, described: Dict) -> Any:
+        pairs = described.pairs
+        self.spend(len(pairs) + 1)
+        for key, value in zip(pairs[::2], pairs[1::2], strict=True):
+            target[self.value(key)] = self.value(value)
+        return target
+
+    def _called(self, called: Called) -> Any:
+        name = self.name(called.function)
+        if name == _GETATTR:
+            if called.state is not NO_STATE or called.contents is not None:
+                raise DescriptionError("it changes what was there before")
+            return self._constant(self.name(called))
+        if name in self.allowed:
+            return self._of_the_user(self.allowed[name], called)
+        if called.form == "new":
+            return self.instance(name, called)
+        if called.form == "call" and name in _CALLS:
+            return self._plain(name, called)
+        raise self.untrusted(name)
+
+    def _plain(self, name: Name, called: Called) -> Any:
+        self.spend(1)
+        try:
+            built = _CALLS[name](*self._entries(called.arguments))
+        except (TypeError, ValueError) as exc:
+            raise DescriptionError(f"{'.'.join(name)} of {exc}") from exc
+        contents, state = called.contents, called.state
+        if type(built) is OrderedDict:
+            if type(contents) is Dict:
+                self._fill(built, contents)
+                contents = None
+            if type(state) is Dict:  # such as _metadata of a state dict
+                vars(built).update(self.value(state))
+                state = NO_STATE
+        if contents is not None or state is not NO_STATE:
+            raise DescriptionError(f"{'.'.join(name)} with contents or a state")
+        return built
+
+    def _of_the_user(self, cls: Any, called: Called) -> Any:
+        """As pickle would make it, of values that are built by now."""
+        arguments, keywords = called.arguments, Dict()
+        if called.form == "new_ex":
+            arguments, keywords = called.arguments
+        positional = self._entries(arguments)
+        if called.form == "call":
+            built = cls(*positional)
+        else:
+            built = cls.__new__(cls, *positional, **self._fill({}, keywords))
+        contents = called.contents
+        if type(contents) is Dict:
+            self._fill(built, contents)
+        elif contents is not None:
+            built.extend(self._entries(contents))
+        if called.state is not NO_STATE:
+            if isinstance(built, (type, enum.Enum, types.ModuleType, types.FunctionType)):
+                raise DescriptionError(f"it changes {built}, which was there before")
+            _restore(built, self.value(called.state))
+        return built
+
+
+def _restore(built: Any, state: Any) -> None:
+    """As pickle does it."""
+    if hasattr(built, "__setstate__"):
+        built.__setstate__(state)
+        return
+    fields, slots = state if type(state) is tuple and len(state) == 2 else (state, None)
+    for name in (*(fields or ()), *(slots or ())):
+        if type(name) is not str or name.startswith("__"):
+            raise DescriptionError(f"it sets {name!r} of a {type(built).__name__}")
+    if fields:
+        vars(built).update(fields)
+    for name, value in (slots or {}).items():
+        setattr(built, name, value)

@@ -1,0 +1,564 @@
+"""``.metadata`` of a stranger: whatever it says, nothing in this process changes, and it ends."""
+
+import enum
+import pathlib
+import pickle
+import struct
+import sys
+import tracemalloc
+from collections import OrderedDict
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+import cloudckpt
+from cloudckpt.checkpoint import metadata as module
+from cloudckpt.checkpoint.metadata import dump_metadata, load_metadata
+from cloudckpt.checkpoint.torch_private import StorageInfo
+from cloudckpt.errors import CheckpointCorruptError, UntrustedPickleError
+
+URI = "s3://bucket/run/.metadata"
+REFUSED = (UntrustedPickleError, CheckpointCorruptError)
+DCP = "torch.distributed.checkpoint.metadata"
+
+
+def text(value):
+    encoded = value.encode()
+    return b"X" + struct.pack("<I", len(encoded)) + encoded
+
+
+def named(module_name, name):
+    return text(module_name) + text(name) + b"\x93"
+
+
+def number(value):
+    return b"J" + struct.pack("<i", value)
+
+
+def dictionary(*pairs):
+    return b"}(" + b"".join(pairs) + b"u"
+
+
+def instance(module_name, name, *pairs):
+    return named(module_name, name) + b")\x81" + dictionary(*pairs) + b"b"
+
+
+def size(*dims):
+    return named("torch", "Size") + b"(" + b"".join(map(number, dims)) + b"t\x85R"
+
+
+def index(fqn=None, offset=None):
+    fields = (text("fqn"), fqn or text("w"), text("offset"), offset or size(0))
+    return instance(DCP, "MetadataIndex", *fields)
+
+
+def place(**changes):
+    fields = {"relative_path": text("f"), "offset": number(0), "length": number(9), **changes}
+    pairs = [part for name, value in fields.items() for part in (text(name), value)]
+    return instance("torch.distributed.checkpoint.filesystem", "_StorageInfo", *pairs)
+
+
+def properties(encoding=None, dtype=None):
+    encoding = encoding or named(DCP, "_MEM_FORMAT_ENCODING") + b"K\0\x85R"
+    layout = named("torch.serialization", "_get_layout") + text("torch.strided") + b"\x85R"
+    state = b"(" + (dtype or named("torch", "float32")) + layout + b"\x89" + encoding + b"\x89t"
+    return named(DCP, "TensorProperties") + b")\x81" + state + b"b"
+
+
+def chunk(offsets=None, sizes=None):
+    fields = (text("offsets"), offsets or size(0), text("sizes"), sizes or size(4))
+    return instance(DCP, "ChunkStorageMetadata", *fields)
+
+
+def tensor(**changes):
+    fields = {"properties": properties(), "size": size(4), "chunks": b"](" + chunk() + b"e"}
+    pairs = [part for name, value in {**fields, **changes}.items() for part in (text(name), value)]
+    return instance(DCP, "TensorStorageMetadata", *pairs)
+
+
+def metadata(**changes):
+    """The pickle of a whole Metadata, assembled by hand, with other opcodes in some places."""
+    fields = {
+        "state_dict_metadata": dictionary(text("w"), tensor()),
+        "planner_data": b"N",
+        "storage_data": dictionary(index(), place()),
+        "storage_meta": b"N",
+        "version": b"N",
+        **changes,
+    }
+    pairs = [part for name, value in fields.items() for part in (text(name), value)]
+    return b"\x80\x05" + instance(DCP, "Metadata", *pairs) + b"."
+
+
+HONEST = Metadata(
+    {
+        "w": TensorStorageMetadata(
+            TensorProperties(torch.float32),
+            torch.Size([4]),
+            [ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))],
+        )
+    },
+    storage_data={MetadataIndex("w", torch.Size([0])): StorageInfo("f", 0, 9)},
+)
+
+
+def test_the_assembled_metadata_is_good():
+    assert load_metadata(metadata(), URI) == HONEST
+    assert pickle.loads(metadata()) == HONEST
+
+
+def test_the_member_of_an_enum_may_be_written_by_its_name():
+    """As some versions of Python 3.11 do."""
+    member = named("__builtin__", "getattr") + named(DCP, "_MEM_FORMAT_ENCODING")
+    data = properties(member + text("TORCH_CHANNELS_LAST") + b"\x86R")
+    found = load_metadata(
+        metadata(state_dict_metadata=dictionary(text("w"), tensor(properties=data))), URI
+    )
+    assert found.state_dict_metadata["w"].properties == TensorProperties(
+        torch.float32, memory_format=torch.channels_last
+    )
+
+
+# live classes
+
+CLASSES = (
+    *(Metadata, MetadataIndex, TensorStorageMetadata, BytesStorageMetadata, StorageMeta),
+    *(ChunkStorageMetadata, TensorProperties, StorageInfo, _MEM_FORMAT_ENCODING),
+    *(OrderedDict, pathlib.Path, pathlib.PurePosixPath, torch.Size, torch.dtype, enum.Enum),
+)
+
+
+def picture():
+    """Everything that a pickle could change about the classes it may name."""
+    members = {member: dict(vars(member)) for member in _MEM_FORMAT_ENCODING}
+    names = {cls: (cls.__name__, cls.__qualname__, cls.__bases__, cls.__mro__) for cls in CLASSES}
+    return {cls: dict(vars(cls)) for cls in CLASSES}, names, members
+
+
+CHANGES = {
+    "a member of an enum": named(DCP, "_MEM_FORMAT_ENCODING")
+    + b"K\0\x85R"
+    + dictionary(text("_name_"), text("poisoned"), text("poison"), b"K\1")
+    + b"b",
+    "a member of an enum, by name": named("builtins", "getattr")
+    + b"("
+    + named(DCP, "_MEM_FORMAT_ENCODING")
+    + text("TORCH_CHANNELS_LAST")
+    + b"tR"
+    + dictionary(text("_value_"), b"K\0")
+    + b"b",
+    "the bases of a class": named(DCP, "Metadata")
+    + b"N"
+    + dictionary(text("__bases__"), named(DCP, "StorageMeta") + b"\x85")
+    + b"\x86b",
+    **{
+        f"{field} of a class": named(DCP, kind)
+        + b"N"
+        + dictionary(text(field), text("poisoned"))
+        + b"\x86b"
+        for kind in ("Metadata", "MetadataIndex", "ChunkStorageMetadata")
+        for field in ("__name__", "__qualname__", "__module__", "poison")
+    },
+    "a method of a class": named("pathlib", "Path")
+    + b"N"
+    + dictionary(text("exists"), named("torch", "Size"))
+    + b"\x86b",
+    "a method of a class, as a dict": named("pathlib", "Path")
+    + dictionary(text("exists"), b"N")
+    + b"b",
+    "an element type": named("torch", "float32") + b"N" + dictionary(text("a"), b"N") + b"\x86b",
+    "a layout": named("torch.serialization", "_get_layout")
+    + text("torch.strided")
+    + b"\x85R"
+    + dictionary(text("a"), b"N")
+    + b"b",
+    "a size": size(4) + dictionary(text("a"), b"N") + b"b",
+    "the items of a class": named(DCP, "Metadata") + text("a") + b"Ns",
+    "the entries of a class": named("collections", "OrderedDict") + b"Na",
+}
+
+
+@pytest.mark.parametrize("where", ["planner_data", "state_dict_metadata", "version", "encoding"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_nothing_that_was_there_before_is_changed(name, where):
+    before = picture()
+    if where == "encoding":
+        entry = tensor(properties=properties(encoding=CHANGES[name]))
+        data = metadata(state_dict_metadata=dictionary(text("w"), entry))
+    else:
+        data = metadata(**{where: CHANGES[name]})
+    with pytest.raises(REFUSED) as caught:
+        load_metadata(data, URI)
+    assert picture() == before
+    assert caught.value.uri == URI
+    assert load_metadata(dump_metadata(HONEST), URI) == HONEST
+    assert pathlib.Path("/").exists()
+
+
+class Setting(enum.Enum):
+    ONE = 1
+
+
+class OfTheUser:
+    shared = "as it was"
+
+    def __init__(self, value=0):
+        self.value = value
+
+
+@pytest.fixture
+def allowed(monkeypatch):
+    monkeypatch.setattr(module, "_SAFE", set(module._SAFE))
+    cloudckpt.add_safe_metadata_globals([Setting, OfTheUser])
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        named(__name__, "OfTheUser"),
+        named(__name__, "Setting"),
+        named(__name__, "Setting") + b"K\1\x85R",
+        named("builtins", "getattr") + named(__name__, "Setting") + text("ONE") + b"\x86R",
+    ],
+)
+@pytest.mark.parametrize("state", [b"N%b\x86", b"%b"])
+def test_to_allow_a_class_does_not_allow_to_change_it(allowed, target, state):
+    before = dict(vars(OfTheUser)), dict(vars(Setting)), dict(vars(Setting.ONE))
+    change = state % dictionary(text("shared"), text("changed"), text("_value_"), b"K\5")
+    with pytest.raises(REFUSED):
+        load_metadata(metadata(planner_data=target + change + b"b"), URI)
+    assert (dict(vars(OfTheUser)), dict(vars(Setting)), dict(vars(Setting.ONE))) == before
+
+
+def test_an_instance_of_an_allowed_class_is_not_given_another_class(allowed):
+    made = named(__name__, "OfTheUser") + b")\x81N"
+    change = dictionary(text("__class__"), named(__name__, "Setting"))
+    with pytest.raises(REFUSED):
+        load_metadata(metadata(planner_data=made + change + b"\x86b"), URI)
+
+
+# size and depth
+
+
+def nested(begin, end, depth):
+    return begin * depth + b"N" + end * depth
+
+
+DEEP = 200_000
+DEEP_VALUES = {
+    "tuples": b"N" + b"\x85" * DEEP,
+    "lists": nested(b"]", b"a", DEEP),
+    "dicts": nested(b"}N", b"s", DEEP),
+    "lists by marks": nested(b"](", b"e", DEEP),
+    "frozensets": nested(b"(", b"\x91", DEEP),
+    "calls": named("collections", "OrderedDict") + b")R" * DEEP,
+    "instances": named(DCP, "Metadata") + b")\x81" * DEEP,
+    "states": (named(DCP, "StorageMeta") + b")\x81") * 100_000 + b"N" + b"b" * 100_000,
+    "tuples through the memo": b"N\x94"
+    + b"".join(b"j" + struct.pack("<I", n) + b"\x85\x94" for n in range(100_000))
+    + b"t",
+}
+
+
+@pytest.mark.parametrize("name", DEEP_VALUES)
+@pytest.mark.parametrize("where", ["planner_data", "version", "state_dict_metadata", "a key"])
+def test_depth_is_refused_and_crashes_nothing(name, where):
+    value = DEEP_VALUES[name]
+    if name == "tuples through the memo":
+        value = b"(" + value
+    if where == "a key":
+        data = metadata(storage_data=dictionary(value, place()))
+    else:
+        data = metadata(**{where: value})
+    with pytest.raises(REFUSED) as caught:
+        load_metadata(data, URI)
+    assert len(str(caught.value)) < 2000
+
+
+def test_a_class_of_an_instance_may_be_no_instance_without_end():
+    chain = named("builtins", "getattr") + (b")R" * DEEP)
+    with pytest.raises(REFUSED):
+        load_metadata(metadata(planner_data=chain + dictionary() + b"b"), URI)
+
+
+SELF_CONTAINING = {
+    "list": b"]\x94j\0\0\0\0a",
+    "dict": b"}\x94K\1j\0\0\0\0s",
+    "list in a tuple": b"]\x94j\0\0\0\0\x85a",
+    "instance": named(DCP, "StorageMeta")
+    + b")\x81\x94"
+    + dictionary(text("a"), b"j\0\0\0\0")
+    + b"b",
+    "OrderedDict": named("collections", "OrderedDict") + b")R\x94K\1j\0\0\0\0s",
+    "set": b"\x8f\x94(j\0\0\0\0\x90",
+}
+
+
+@pytest.mark.parametrize("name", SELF_CONTAINING)
+def test_what_contains_itself_is_refused(name):
+    data = metadata(planner_data=SELF_CONTAINING[name])
+    with pytest.raises(REFUSED):
+        load_metadata(data, URI)
+
+
+def test_metadata_that_contains_itself_is_refused():
+    fields = dictionary(text("state_dict_metadata"), b"}", text("planner_data"), b"j\0\0\0\0")
+    with pytest.raises(CheckpointCorruptError, match="contains itself"):
+        load_metadata(b"\x80\x05" + named(DCP, "Metadata") + b")\x81\x94" + fields + b"b.", URI)
+
+
+LAUGHS = {
+    "lists": (
+        b"]\x94",
+        lambda n: b"]\x94(j%b" % struct.pack("<I", n) * 1 + b"j%be" % struct.pack("<I", n),
+    ),
+    "tuples": (b")\x94", lambda n: b"j%b" % struct.pack("<I", n) * 2 + b"\x86\x94"),
+}
+
+
+@pytest.mark.parametrize("name", LAUGHS)
+@pytest.mark.parametrize("where", ["planner_data", "a key"])
+def test_sharing_that_unfolds_without_end_is_refused(name, where):
+    first, more = LAUGHS[name]
+    value = first + b"".join(more(n) for n in range(60))
+    laughs = b"(" + value + b"t"
+    if where == "a key":
+        data = metadata(planner_data=dictionary(laughs, b"N"))
+    else:
+        data = metadata(planner_data=laughs)
+    with pytest.raises(CheckpointCorruptError):
+        load_metadata(data, URI)
+
+
+def test_tensors_that_share_their_chunks_do_not_make_more_of_them_than_can_be_visited():
+    chunks = b"](" + chunk() + b"\x94" + b"j\0\0\0\0" * 10_000 + b"e\x94"
+    first = text("w") + tensor(chunks=chunks)
+    others = b"".join(text(f"w{n}") + tensor(chunks=b"j\1\0\0\0") for n in range(110))
+    with pytest.raises(CheckpointCorruptError, match="beyond measure"):
+        load_metadata(metadata(state_dict_metadata=dictionary(first, others)), URI)
+
+
+HUGE = {
+    "a place in the memo": b"Nr\xff\xff\xff\x7f",
+    "a place in the memo, in eleven bytes": b"\x80\x02Nr\xff\xff\xff\x7f0N.",
+    "a place that was left out": b"Nq\1",
+    "a place that is taken": b"Nq\0q\0",
+    "an int": b"\x8b\xff\xff\xff\x7f",
+    "a text": b"X\xff\xff\xff\xff",
+    "a long text": b"\x8d\xff\xff\xff\xff\xff\xff\xff\x7f",
+    "bytes": b"B\xff\xff\xff\xff",
+    "long bytes": b"\x8e\xff\xff\xff\xff\xff\xff\xff\x7f",
+    "a bytearray": b"\x96\xff\xff\xff\xff\xff\xff\xff\xff",
+    "a frame": b"\x95\xff\xff\xff\xff\xff\xff\xff\x7f",
+    "a place that is not there": b"j\xff\xff\xff\xff",
+}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_numbers_in_a_pickle_reserve_no_memory(name):
+    for data in (HUGE[name] + b".", metadata(planner_data=HUGE[name])):
+        tracemalloc.start()
+        try:
+            with pytest.raises(REFUSED):
+                load_metadata(data, URI)
+            assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        finally:
+            tracemalloc.stop()
+
+
+# opcodes
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("PERSID", b"Pid\n"),
+        ("BINPERSID", b"K\1Q"),
+        ("EXT1", b"\x82\1"),
+        ("EXT2", b"\x83\1\0"),
+        ("EXT4", b"\x84\1\0\0\0"),
+        ("INST", b"(ios\nsystem\n"),
+        ("OBJ", b"(" + named("os", "system") + b"o"),
+        ("POP", b"NN0"),
+        ("POP_MARK", b"N(1"),
+        ("DUP", b"N2"),
+        ("NEXT_BUFFER", b"\x97"),
+        ("READONLY_BUFFER", b"N\x98"),
+        ("LONG4", b"\x8b\1\0\0\0\1"),
+        ("INT", b"I1\n"),
+        ("STRING", b"S'a'\n"),
+        ("PUT", b"Np0\n"),
+    ],
+)
+def test_opcodes_of_no_writer_of_checkpoints_are_refused_by_name(name, code):
+    with pytest.raises(UntrustedPickleError, match=rf"opcode {name}\b.*trust_pickle=True"):
+        load_metadata(metadata(planner_data=code), URI)
+
+
+@pytest.mark.parametrize("value", [b"\0", b"\xff", b"\x99", b"?", b"<"])
+def test_what_is_no_opcode_is_damage(value):
+    with pytest.raises(CheckpointCorruptError):
+        load_metadata(metadata(planner_data=value), URI)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        b"u",
+        b"e",
+        b"t",
+        b"b",
+        b"R",
+        b"\x81",
+        b"\x93",
+        b"\x92",
+        b"a",
+        b"s",
+        b"(N",
+        b"N",
+        b"N)",
+        b"h\7",
+        b"}(Nu",
+        b"NNs",
+        b"]NNNs",
+        b"}Na",
+        b"NN\x86R",
+        b"NN\x81",
+        b"N)\x81",
+        b"N)R",
+        b"]\x85\x91",
+        b"(]\x91",
+        b"(}\x91",
+        b"\x8f(]\x90",
+        b"}]Ns",
+        b"K\1K\2\x93",
+        b"cos\n",
+        b"c\xff\n\xff\n",
+        b"X\1\0\0\0\xff",
+        b"\x8a\xff",
+        b"G\0",
+    ],
+)
+def test_opcodes_that_make_no_sense_are_told_by_name(code):
+    for data in (metadata(planner_data=code + b"N"), b"\x80\x04" + code + b".", b"\x80\x04" + code):
+        with pytest.raises(REFUSED):
+            load_metadata(data, URI)
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_every_beginning_of_metadata_is_told_as_damage(protocol):
+    data = pickle.dumps(HONEST, protocol)
+    for end in range(len(data)):
+        with pytest.raises(CheckpointCorruptError):
+            load_metadata(data[:end], URI)
+
+
+@settings(deadline=None, max_examples=500)
+@given(st.data())
+def test_flipped_bits_of_metadata_without_a_checksum_are_told_by_name_or_harmless(data):
+    damaged = bytearray(pickle.dumps(HONEST, data.draw(st.integers(2, 5))))
+    before = picture()
+    for _ in range(data.draw(st.integers(1, 3))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    try:
+        found = load_metadata(bytes(damaged), URI)
+    except REFUSED:
+        found = HONEST
+    assert isinstance(found, Metadata)
+    assert picture() == before
+
+
+@settings(deadline=None, max_examples=500)
+@given(
+    st.lists(st.sampled_from([bytes([code]) for code in range(256)]) | st.just(b"N"), max_size=40)
+)
+def test_any_opcodes_are_told_by_name(codes):
+    with pytest.raises(REFUSED):
+        load_metadata(b"\x80\x04" + b"".join(codes) + b".", URI)
+
+
+# fields
+
+
+BIG = b"\x8a\x09" + (1 << 64).to_bytes(9, "little")
+FIELDS = {
+    "an item that is a text": {"state_dict_metadata": dictionary(text("w"), text("x"))},
+    "an item that is None": {"state_dict_metadata": dictionary(text("w"), b"N")},
+    "an item that is a place": {"state_dict_metadata": dictionary(text("w"), place())},
+    "an item without a name": {"state_dict_metadata": dictionary(b"K\1", tensor())},
+    "no items": {"state_dict_metadata": b"N"},
+    "items in a list": {"state_dict_metadata": b"]"},
+    "a storage_meta that is none": {"storage_meta": b"}"},
+    "a version that is none": {"version": b"K\1"},
+    "a save_id that is none": {
+        "storage_meta": instance(DCP, "StorageMeta", text("save_id"), b"K\1")
+    },
+    "a place without a name": {"storage_data": dictionary(index(), place(relative_path=b"K\1"))},
+    "a place before the file": {"storage_data": dictionary(index(), place(offset=number(-1)))},
+    "a place of less than nothing": {"storage_data": dictionary(index(), place(length=number(-1)))},
+    "a place too far": {"storage_data": dictionary(index(), place(offset=BIG))},
+    "a place that is true": {"storage_data": dictionary(index(), place(offset=b"\x88"))},
+    "a place that is a float": {
+        "storage_data": dictionary(index(), place(length=b"G" + struct.pack(">d", 1.0)))
+    },
+    "a place with transforms that are none": {
+        "storage_data": dictionary(index(), place(transform_descriptors=b"K\1\x85"))
+    },
+    "a place with a field of tomorrow": {"storage_data": dictionary(index(), place(codec=b"N"))},
+    "an index without a name": {"storage_data": dictionary(index(fqn=b"N"), place())},
+    "an index at no offset": {"storage_data": dictionary(index(offset=b"K\1"), place())},
+    "an item twice": {"storage_data": dictionary(index(), place(), index(), place())},
+    "a key that is a list": {"planner_data": dictionary(b"]", b"N")},
+    **{
+        f"a tensor with {what}": {"state_dict_metadata": dictionary(text("w"), tensor(**fields))}
+        for what, fields in {
+            "a size of its own": {"size": b"K\4"},
+            "a size below nothing": {"size": size(-1)},
+            "a size too large": {"size": named("torch", "Size") + BIG + b"\x85\x85R"},
+            "a size beyond all memory": {"size": size(1 << 30, 1 << 30, 1 << 30)},
+            "a size of floats": {"size": named("torch", "Size") + b"G" + bytes(8) + b"\x85\x85R"},
+            "a size that is true": {"size": named("torch", "Size") + b"\x88\x85\x85R"},
+            "no chunks": {"chunks": b"N"},
+            "chunks that are none": {"chunks": b"](K\1e"},
+            "a chunk of another rank": {"chunks": b"](" + chunk(size(0, 0), size(4, 4)) + b"e"},
+            "a chunk of two ranks": {"chunks": b"](" + chunk(size(0), size(4, 4)) + b"e"},
+            "a chunk of no size": {"chunks": b"](" + chunk(sizes=b"N") + b"e"},
+            "no properties": {"properties": b"N"},
+            "no element type": {"properties": properties(dtype=b"N")},
+            "a class as element type": {"properties": properties(dtype=text("float32"))},
+            "no memory format": {"properties": properties(encoding=b"K\0")},
+            "a memory format of tomorrow": {
+                "properties": properties(named(DCP, "_MEM_FORMAT_ENCODING") + b"K\7\x85R")
+            },
+        }.items()
+    },
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_fields_that_make_no_sense_are_corrupt(name):
+    with pytest.raises(CheckpointCorruptError) as caught:
+        load_metadata(metadata(**FIELDS[name]), URI)
+    assert caught.value.uri == URI
+
+
+def test_the_recursion_limit_does_not_matter():
+    """Callers that are deep in calls of their own read the same."""
+    data = dump_metadata(HONEST)
+
+    def down(levels):
+        return down(levels - 1) if levels else load_metadata(data, URI)
+
+    assert down(sys.getrecursionlimit() - 300) == HONEST
