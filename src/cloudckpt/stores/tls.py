@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from cloudckpt.errors import TLSError
 
-__all__ = ["lasting_failure"]
+__all__ = ["causes", "lasting_failure"]
 
 _TRUST = (
     "if the endpoint has an authority of its own, name the file with its certificates in "
@@ -17,7 +17,7 @@ _TRUST = (
 
 def lasting_failure(error: BaseException, host: str) -> TLSError | None:
     """The error to raise if ``error`` came of such a failure; None if it may pass by itself."""
-    for inner in _chain(error):
+    for inner in causes(error):
         if isinstance(inner, ssl.SSLCertVerificationError):
             return TLSError(
                 f"the certificate of {host} is not trusted: {inner.verify_message}; {_TRUST}",
@@ -32,7 +32,7 @@ def lasting_failure(error: BaseException, host: str) -> TLSError | None:
     return None
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def causes(error: BaseException | None) -> Iterator[BaseException]:
     """An error of urllib3 and what it came of."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
