@@ -10,6 +10,7 @@ import pytest
 from botocore.config import Config as BotoConfig
 
 import cloudckpt
+from authority import Authority
 from cloudckpt import ConnectionLostError, TLSError
 from cloudckpt.stores import s3_access
 from cloudckpt.testing.proxy import FaultyProxy
@@ -38,7 +39,7 @@ def open_road(s3_url, authority, monkeypatch):
             elif road == "client certificate":
                 tls.verify_mode = ssl.CERT_REQUIRED
                 tls.load_verify_locations(authority.bundle)
-                show(authority.issue(host="client"))
+                show(authority.issue(host="client"), monkeypatch)
             elif road.endswith("proxy"):
                 context = authority.server() if road == "https proxy" else None
                 forward = stack.enter_context(forward_proxy(context))
@@ -46,12 +47,13 @@ def open_road(s3_url, authority, monkeypatch):
             monkeypatch.setenv("AWS_CA_BUNDLE", authority.bundle)
             return stack.enter_context(FaultyProxy(s3_url, tls=tls)), forward
 
-        def show(certificate: str) -> None:
-            usual = s3_access._boto_config
-            shown = BotoConfig(client_cert=certificate)
-            monkeypatch.setattr(s3_access, "_boto_config", lambda given: usual(given).merge(shown))
-
         yield open_road
+
+
+def show(certificate: str, monkeypatch) -> None:
+    """boto3 takes a client's certificate in its Config alone, which is made by us."""
+    usual, shown = s3_access._boto_config, BotoConfig(client_cert=certificate)
+    monkeypatch.setattr(s3_access, "_boto_config", lambda given: usual(given).merge(shown))
 
 
 @pytest.fixture
@@ -127,8 +129,50 @@ def test_a_certificate_that_does_not_hold_is_refused_before_anything_is_sent(
     open_road, authority, uri, road, wrong, why
 ):
     end, _ = open_road(road, authority.issue(**wrong))
-    with pytest.raises(TLSError, match=why):
+    named = f"certificate of {end.url.removeprefix('https://')} is not trusted.*({why})"
+    with pytest.raises(TLSError, match=named):
         save(1, uri, end)
-    with pytest.raises(TLSError, match=why):
+    with pytest.raises(TLSError, match=named):
         load(uri, end)
     assert end.requests() == []
+
+
+def test_a_proxy_with_a_certificate_of_an_unknown_authority_is_refused(
+    open_road, uri, tmp_path, monkeypatch
+):
+    stranger = Authority(tmp_path)
+    end, _ = open_road()
+    with forward_proxy(stranger.server()) as forward:
+        monkeypatch.setenv("HTTPS_PROXY", forward.url)
+        with pytest.raises(TLSError, match=r"certificate of the proxy before .* is not trusted"):
+            save(1, uri, end)
+    assert end.requests() == []
+
+
+@pytest.mark.parametrize("shown", ["none", "a stranger's"])
+@pytest.mark.parametrize("version", ["TLSv1_2", "TLSv1_3"])
+def test_a_server_that_wants_another_client_certificate_ends_a_save_at_once(
+    s3_url, authority, uri, tmp_path, monkeypatch, shown, version
+):
+    tls = authority.server()
+    tls.minimum_version = tls.maximum_version = ssl.TLSVersion[version]
+    tls.verify_mode = ssl.CERT_REQUIRED
+    tls.load_verify_locations(authority.bundle)
+    monkeypatch.setenv("AWS_CA_BUNDLE", authority.bundle)
+    if shown != "none":
+        show(Authority(tmp_path).issue(), monkeypatch)
+    with FaultyProxy(s3_url, tls=tls) as end, pytest.raises(TLSError, match="of the client"):
+        save(1, uri, end)
+
+
+@pytest.mark.parametrize("variable", ["AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE"])
+def test_an_authority_of_ones_own_is_trusted_if_it_is_named(
+    s3_url, authority, uri, monkeypatch, variable
+):
+    with FaultyProxy(s3_url, tls=authority.server()) as end:
+        with pytest.raises(TLSError, match=variable):
+            save(1, uri, end)
+        monkeypatch.setenv(variable, authority.bundle)
+        again = {"read_timeout": 29.0}  # another store, which looks at the variables anew
+        save(1, uri, end, **again)
+        assert load(uri, end, **again) == 1
