@@ -20,6 +20,7 @@ import cloudckpt
 from cloudckpt import InstallError
 
 from .places import Place
+from .stock import FsspecWriter
 from .values import assert_same, numbered
 
 _NAMES = [
@@ -122,8 +123,7 @@ def test_locations_of_the_other_clouds_are_ours_too(location, installed):
 def test_a_location_that_is_no_store_of_ours_still_goes_to_torch(location, installed):
     asked = []
     with pytest.MonkeyPatch.context() as patch:
-        writer = dcp._fsspec_filesystem.FsspecWriter
-        patch.setattr(writer, "validate_checkpoint_id", lambda uri: asked.append(uri))
+        patch.setattr(FsspecWriter, "validate_checkpoint_id", lambda uri: asked.append(uri))
         with pytest.raises(RuntimeError, match="Cannot detect"):
             state_dict_saver._storage_setup(None, location)
     assert asked == [location]

@@ -11,14 +11,14 @@ import io
 import pickle
 import struct
 import sys
-import threading
-import warnings
 import zlib
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
+
+from cloudckpt.checkpoint.pickles import unwarned
 
 __all__ = ["Envelope", "envelope", "has_stored_form"]
 
@@ -184,16 +184,10 @@ def has_stored_form(dtype: torch.dtype) -> bool:
     return True
 
 
-_one_at_a_time = threading.Lock()
-
-
 @lru_cache(maxsize=128)
 def _description(dtype: torch.dtype) -> tuple[Any, tuple[Any, ...], type[Any] | None]:
     """``(rebuild function, its arguments behind the strides, typed storage class or None)``."""
-    # two threads at once would leave each other's filters behind
-    with _one_at_a_time, warnings.catch_warnings():
-        # TypedStorage is deprecated, and still what torch.save uses
-        warnings.simplefilter("ignore")
+    with unwarned():  # TypedStorage is deprecated, and still what torch.save uses
         function, arguments = torch.empty(1, dtype=dtype, device="cpu").__reduce_ex__(2)  # type: ignore[no-untyped-call]
         storage, _, _, _, *rest = arguments
         if isinstance(storage, torch.UntypedStorage):

@@ -166,7 +166,7 @@ def load_metadata(data: bytes | bytearray, uri: str, *, trust_pickle: bool = Fal
         )
         with paused_gc():
             metadata = unpickler.load()
-    except UntrustedPickleError:
+    except (UntrustedPickleError, Warning):  # warnings that the user has turned into errors
         raise
     except Exception as exc:  # a damaged pickle may raise anything
         raise CheckpointCorruptError(

@@ -5,14 +5,46 @@ from __future__ import annotations
 import io
 import pickle
 import re
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from cloudckpt.errors import CheckpointCorruptError, UntrustedPickleError
 
-__all__ = ["TensorDescription", "check_trusted", "describe_tensor", "load_tensor", "refused"]
+__all__ = [
+    "TensorDescription",
+    "check_trusted",
+    "describe_tensor",
+    "load_tensor",
+    "refused",
+    "unwarned",
+    "whatever_it_warns",
+]
+
+_Loaded = TypeVar("_Loaded")
+_one_at_a_time = threading.Lock()
+
+
+@contextmanager
+def unwarned() -> Iterator[None]:
+    """Nothing warns meanwhile; for one thread at a time, as they would mix up their filters."""
+    with _one_at_a_time, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def whatever_it_warns(load: Callable[[], _Loaded]) -> _Loaded:
+    """What ``load`` returns, also where warnings are errors: one of torch's is no damage."""
+    try:
+        return load()
+    except Warning:
+        with unwarned():
+            return load()
 
 
 def check_trusted(data: bytes | bytearray, item: str, uri: str) -> None:
@@ -22,7 +54,9 @@ def check_trusted(data: bytes | bytearray, item: str, uri: str) -> None:
         UntrustedPickleError: If its pickle names anything else.
     """
     try:
-        torch.load(io.BytesIO(data), map_location="cpu", weights_only=True, mmap=False)
+        whatever_it_warns(
+            lambda: torch.load(io.BytesIO(data), map_location="cpu", weights_only=True, mmap=False)
+        )
     except pickle.UnpicklingError as exc:
         raise UntrustedPickleError(
             f"{item} can't be loaded without running code that is not on torch's allow-list: if "
@@ -45,8 +79,14 @@ def load_tensor(data: io.BytesIO, item: str, uri: str, *, trust: bool) -> torch.
         UntrustedPickleError: If it needs code that torch does not allow.
         CheckpointCorruptError: If it can't be read, or is no tensor.
     """
+    start = data.tell()
+
+    def load() -> Any:
+        data.seek(start)
+        return torch.load(data, map_location="cpu", weights_only=not trust, mmap=False)
+
     try:
-        loaded = torch.load(data, map_location="cpu", weights_only=not trust, mmap=False)
+        loaded = whatever_it_warns(load)
     except pickle.UnpicklingError as exc:
         raise UntrustedPickleError(
             f"{item} needs a class that is not on torch's allow-list: allow it by "

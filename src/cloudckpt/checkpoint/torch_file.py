@@ -9,7 +9,7 @@ from typing import IO, Any, cast
 
 import torch
 
-from cloudckpt.checkpoint.pickles import refused
+from cloudckpt.checkpoint.pickles import refused, whatever_it_warns
 from cloudckpt.checkpoint.skeletons import (
     NotPlainError,
     Place,
@@ -196,14 +196,17 @@ class TorchFile:
             ) from error
 
     def _load(self, map_location: Any) -> Any:
-        self._file.seek(0)
-        with self._errors():
+        def load() -> Any:
+            self._file.seek(0)
             return torch.load(
                 cast(IO[bytes], self._file),
                 map_location=map_location,
                 weights_only=not self._trust_pickle,
                 mmap=False,  # whatever torch.utils.serialization.config says: this is no path
             )
+
+        with self._errors():
+            return whatever_it_warns(load)
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
@@ -212,7 +215,7 @@ class TorchFile:
         except Exception as exc:
             if self._file.failure is not None:
                 raise self._file.failure from None
-            if isinstance(exc, (CloudCheckpointError, *_OUT_OF_MEMORY)):
+            if isinstance(exc, (CloudCheckpointError, Warning, *_OUT_OF_MEMORY)):
                 raise
             if isinstance(exc, pickle.UnpicklingError) and not self._trust_pickle:
                 raise UntrustedPickleError(
