@@ -11,16 +11,18 @@ import io
 import pickle
 import struct
 import sys
+import threading
+import warnings
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from cloudckpt.checkpoint.pickles import unwarned
-
-__all__ = ["Envelope", "envelope", "has_stored_form"]
+__all__ = ["Envelope", "envelope", "has_stored_form", "unwarned"]
 
 _ROOT = "archive/"
 _ALIGNMENT = 64
@@ -182,6 +184,18 @@ def has_stored_form(dtype: torch.dtype) -> bool:
     except (KeyError, RuntimeError, TypeError, AttributeError):
         return False
     return True
+
+
+_one_at_a_time = threading.Lock()
+
+
+@contextmanager
+def unwarned() -> Iterator[None]:
+    """Nothing warns meanwhile."""
+    # two threads at once would leave each other's filters behind
+    with _one_at_a_time, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 @lru_cache(maxsize=128)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import io
 import pickle
 import re
-import threading
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
+from cloudckpt.checkpoint.envelope import unwarned
 from cloudckpt.errors import CheckpointCorruptError, UntrustedPickleError
 
 __all__ = [
@@ -22,20 +20,10 @@ __all__ = [
     "describe_tensor",
     "load_tensor",
     "refused",
-    "unwarned",
     "whatever_it_warns",
 ]
 
 _Loaded = TypeVar("_Loaded")
-_one_at_a_time = threading.Lock()
-
-
-@contextmanager
-def unwarned() -> Iterator[None]:
-    """Nothing warns meanwhile; for one thread at a time, as they would mix up their filters."""
-    with _one_at_a_time, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def whatever_it_warns(load: Callable[[], _Loaded]) -> _Loaded:
