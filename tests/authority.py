@@ -25,7 +25,7 @@ class Authority:
         certificate = (
             self._certificate(self._name, self._key, 0)
             .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-            .add_extension(_usage(key_cert_sign=True, crl_sign=True), critical=True)
+            .add_extension(usage(key_cert_sign=True, crl_sign=True), critical=True)
             .sign(self._key, hashes.SHA256())
         )
         self.bundle = str(self._folder / "authority.pem")
@@ -39,7 +39,7 @@ class Authority:
             self._certificate(_named("a test's"), key, 10 if expired else 0)
             .add_extension(x509.SubjectAlternativeName([_general_name(host)]), critical=False)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(_usage(digital_signature=True), critical=True)
+            .add_extension(usage(digital_signature=True), critical=True)
             .add_extension(issuer, critical=False)
             .sign(self._key, hashes.SHA256())
         )
@@ -85,7 +85,7 @@ def _general_name(host: str) -> x509.GeneralName:
         return x509.DNSName(host)
 
 
-def _usage(**used: bool) -> x509.KeyUsage:
+def usage(**used: bool) -> x509.KeyUsage:
     """Python 3.13 wants to be told what a key is for."""
     kinds = (
         "digital_signature", "content_commitment", "key_encipherment", "data_encipherment",

@@ -16,6 +16,7 @@ from cloudckpt.checkpoint.skeletons import (
     new_storage,
     replace_tensors,
 )
+from cloudckpt.checkpoint.torch_private import sparse_tensors_unchecked
 from cloudckpt.checkpoint.zip_directory import storage_sizes
 from cloudckpt.config import Config
 from cloudckpt.errors import (
@@ -89,7 +90,8 @@ class TorchFile:
             UntrustedPickleError: If it needs code that is not on torch's allow-list.
             CheckpointCorruptError: If it can't be read.
         """
-        return self._load("meta")
+        with sparse_tensors_unchecked():
+            return self._load("meta")
 
     def load(self, map_location: Any = "cpu") -> Any:
         """What was saved.
