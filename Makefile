@@ -1,8 +1,18 @@
 # Two commands do all the set-up on a fresh machine: `make demo` and `make test`.
 PYTHON ?= python3
+# pinned: the version in constraints.txt; newest: the newest that pip finds, in a folder of its own
+TORCH ?= pinned
+ifeq ($(TORCH),pinned)
 VENV := .venv
+CONSTRAINTS := constraints.txt
+else ifeq ($(TORCH),newest)
+VENV := .venv-newest
+CONSTRAINTS := $(VENV)/constraints.txt
+else
+$(error TORCH=$(TORCH): it is pinned or newest)
+endif
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 
 COMPOSE := docker compose --file integration/compose.yaml
 
@@ -40,11 +50,21 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 # torch comes first and by its exact version, so that the pinned build is the one that is taken
-$(VENV)/.torch: constraints.txt
+.venv/.torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
 	$(PIP) "$$(grep '^torch==' constraints.txt)"
 	@touch $@
+
+# at each run, since a newer one may have come
+.venv-newest/.torch: constraints.txt FORCE
+	$(PYTHON) -m venv $(VENV)
+	grep -v '^torch==' constraints.txt > $(CONSTRAINTS)
+	$(PIP) --upgrade pip
+	$(PIP) --upgrade torch
+	@touch $@
+
+FORCE:
 
 $(VENV)/.%: $(VENV)/.torch pyproject.toml
 	$(PIP) --editable ".[$*]"
@@ -55,4 +75,4 @@ integration/node_modules/.stamp: integration/package.json integration/package-lo
 	@touch $@
 
 clean:
-	rm -rf $(VENV) integration/node_modules
+	rm -rf .venv .venv-newest integration/node_modules

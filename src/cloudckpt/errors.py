@@ -204,7 +204,7 @@ class CredentialsError(StoreError):
 
 
 class TLSError(StoreError):
-    """The server's certificate is not trusted, or the server does not speak TLS."""
+    """The server (or a proxy) and this side do not trust each other, or find no common TLS."""
 
 
 class WrongRegionError(StoreError):

@@ -477,3 +477,13 @@ def test_the_trailer_is_what_the_format_says():
     magic, size, _ = struct.unpack("<20sQI", data[-TRAILER:])
     assert magic == b"cloudckpt-metadata\0\1"
     assert size == len(data) - TRAILER
+
+
+def test_a_warning_that_is_turned_into_an_error_is_no_damage(monkeypatch):
+    def warn(unpickler):
+        raise FutureWarning("a class has moved")
+
+    data = dump_metadata(example())
+    monkeypatch.setattr(module._AllowListUnpickler, "load", warn)
+    with pytest.raises(FutureWarning, match="has moved"):
+        load_metadata(data, "s3://bucket/run")

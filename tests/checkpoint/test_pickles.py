@@ -322,3 +322,24 @@ def test_items_are_read_whatever_torch_is_told_about_files():
     with torch.utils.serialization.config.patch("load.mmap", True):
         check_trusted(saved({"step": 1}), "item", URI)
         load_tensor(io.BytesIO(saved(torch.ones(2))), "item", URI, trust=False)
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_a_warning_that_is_turned_into_an_error_is_no_damage(monkeypatch, good):
+    usual = torch.load
+
+    def warn(*arguments, **options):
+        warnings.warn("torch does this otherwise soon", FutureWarning, stacklevel=2)
+        return usual(*arguments, **options)
+
+    data = saved(torch.ones(3)) if good else b"damaged"
+    monkeypatch.setattr(torch, "load", warn)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if good:
+            check_trusted(data, "item", "s3://bucket/run")
+            loaded = load_tensor(io.BytesIO(data), "item", "s3://bucket/run", trust=False)
+            assert torch.equal(loaded, torch.ones(3))
+        else:
+            with pytest.raises((CheckpointCorruptError, UntrustedPickleError)):
+                check_trusted(data, "item", "s3://bucket/run")

@@ -137,7 +137,7 @@ def test_a_damaged_pickle_is_corrupt_wherever_it_is_loaded_to(map_location, uri)
         opened(uri).load(map_location)
 
 
-@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
+@pytest.mark.parametrize("error", [UserWarning, MemoryError, torch.OutOfMemoryError])
 def test_a_lack_of_memory_is_no_damage(error, uri, monkeypatch):
     torch.save(STATE, uri.prefix)
     file = opened(uri)

@@ -27,7 +27,7 @@ import cloudckpt
 from cloudckpt import InstallError
 
 from .places import Place
-from .torch_fsspec import FsspecReader, FsspecWriter
+from .stock import FsspecReader, FsspecWriter
 from .values import assert_same, numbered
 
 _NAMES = [

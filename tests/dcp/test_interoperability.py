@@ -9,7 +9,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint._extension import ZStandard
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -18,6 +17,7 @@ from cloudckpt import CheckpointCorruptError, UntrustedPickleError
 
 from .layouts import LAYOUTS, check_local_parts, full_state, spread
 from .places import Place
+from .stock import FsspecReader, FsspecWriter
 from .values import assert_same, blank_like, numbered
 
 WRITERS = {

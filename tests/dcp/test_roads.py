@@ -45,7 +45,7 @@ from cloudckpt import (
     InvalidURIError,
 )
 
-from .torch_fsspec import FsspecReader, FsspecWriter
+from .stock import FsspecReader, FsspecWriter
 from .values import assert_same, numbered
 
 _PATIENCE = 150.0  # seconds

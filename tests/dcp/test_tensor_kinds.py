@@ -52,6 +52,7 @@ DTYPES = [
     torch.complex32,
     torch.complex64,
     torch.complex128,
+    *([torch.bcomplex32] if hasattr(torch, "bcomplex32") else []),  # torch 2.15
 ]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import cloudckpt
+from authority import Authority
 from cloudckpt import Config
 from cloudckpt.testing.proxy import FaultyProxy
 
@@ -24,6 +25,7 @@ _counter = itertools.count(1)
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "elsewhere(**parameters): those for others than S3")
+    config.addinivalue_line("markers", "everywhere: in all dialects, see selection")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -36,10 +38,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def _places(s3_url) -> Iterator[Callable[[str], Place]]:
+def _places(s3_url, authority) -> Iterator[Callable[[str], Place]]:
     """Servers that are started when the first test asks for them."""
     with contextlib.ExitStack() as stack:
-        openers = {"s3": lambda: s3_place(s3_url), "google": google_place, "azure": azure_place}
+        openers = {
+            "s3": lambda: s3_place(s3_url),
+            "s3+tls": lambda: s3_place(s3_url, authority.server()),
+            "google": google_place,
+            "azure": azure_place,
+        }
         opened: dict[str, Place] = {}
 
         def place(name: str) -> Place:
@@ -50,10 +57,18 @@ def _places(s3_url) -> Iterator[Callable[[str], Place]]:
         yield place
 
 
+@pytest.fixture(scope="session")
+def authority(tmp_path_factory) -> Authority:
+    """Signs the certificates of servers."""
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
 @pytest.fixture
-def dialect(request, monkeypatch) -> str:
+def dialect(request, monkeypatch, authority) -> str:
     """The dialect of this test, see ``selection``."""
     name = getattr(request, "param", "s3")
+    if name == "s3+tls":
+        monkeypatch.setenv("AWS_CA_BUNDLE", authority.bundle)
     if name == "azure" and WITHOUT_AZURITE:
         pytest.skip("CLOUDCKPT_TEST_WITHOUT_AZURITE is set")
     for variable, value in CREDENTIALS.get(name, {}).items():

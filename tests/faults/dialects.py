@@ -1,5 +1,7 @@
 """The dialects that the suite speaks: S3, Google's with both of its ways to upload, and Azure's.
 
+``s3+tls`` is S3 with TLS between us and the proxy that breaks things.
+
 Operations and troubles are called the same in all of them, see ``cloudckpt.testing.naming`` and
 ``refusals``; so most tests don't know which they run in.
 """
@@ -27,7 +29,7 @@ class Endpoint(NamedTuple):
 def vendor_options(endpoint: Endpoint) -> dict[str, Any]:
     """The options of a Config that lead to an endpoint."""
     dialect, url = endpoint
-    if dialect == "s3":
+    if dialect in ("s3", "s3+tls"):
         return {"s3": S3Options(endpoint_url=url, addressing_style="path")}
     if dialect == "azure":
         return {"azure": AzureOptions(endpoint_url=f"{url}/{AZURITE.account}")}

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import ssl
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -182,17 +183,19 @@ class Place:
 
 
 @contextlib.contextmanager
-def _place(url: str, bucket: Bucket, naming: Naming) -> Iterator[Place]:
-    with FaultyProxy(url, naming=naming) as proxy:
+def _place(
+    url: str, bucket: Bucket, naming: Naming, tls: ssl.SSLContext | None = None
+) -> Iterator[Place]:
+    with FaultyProxy(url, naming=naming, tls=tls) as proxy:
         yield Place(url, bucket, proxy)
 
 
 @contextlib.contextmanager
-def s3_place(url: str) -> Iterator[Place]:
-    """In a moto server that is there already."""
+def s3_place(url: str, tls: ssl.SSLContext | None = None) -> Iterator[Place]:
+    """In a moto server that is there already; the way through the proxy speaks TLS if wanted."""
     with contextlib.closing(boto_client(url)) as client:
         client.create_bucket(Bucket=BUCKET)
-        with _place(url, S3Bucket(client, BUCKET), s3_naming) as place:
+        with _place(url, S3Bucket(client, BUCKET), s3_naming, tls) as place:
             yield place
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from authority import usage
+
 pytest.register_assert_rewrite("cloudckpt.testing.contract")
 
 CHUNK = 1 << 20
@@ -262,6 +264,8 @@ def tls_files(tmp_path_factory):
         .not_valid_after(today + datetime.timedelta(days=1))
         .add_extension(address, critical=False)
         .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .add_extension(usage(digital_signature=True, key_cert_sign=True), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .sign(key, hashes.SHA256())
     )
     pem = serialization.Encoding.PEM

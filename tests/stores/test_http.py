@@ -3,7 +3,9 @@
 Runs against the scripted stub of ``conftest.py``.
 """
 
+import contextlib
 import random
+import socket
 import ssl
 import threading
 import tracemalloc
@@ -581,6 +583,30 @@ def test_the_password_of_a_proxy_is_in_no_message():
         pass
     client.close()
     assert "SECRET" not in str(caught.value)
+
+
+def test_a_proxy_that_drips_its_answer_is_given_up():
+    over = threading.Event()
+
+    def drip(listener):
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            while not over.wait(0.05):
+                connection.sendall(b"H")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=drip, args=[listener])
+        thread.start()
+        proxy = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        client = HttpClient(options(proxy=proxy, connect_timeout=0.2))
+        with (
+            pytest.raises(ConnectionLostError, match="connect_timeout"),
+            client.send("GET", "https://bucket.example/key", {}),
+        ):
+            pass
+        client.close()
+        over.set()
+        thread.join(10)
 
 
 def test_large_bodies_travel_by_tls(tls_server, tls_files):

@@ -1,10 +1,13 @@
 """A step that takes too long is ended, and said to be late however its end shows."""
 
+import logging
 import socket
+import threading
+import time
 
 import pytest
 
-from cloudckpt.stores.watch import Watch
+from cloudckpt.stores.watch import SLOWEST, Counter, Watch
 
 
 @pytest.fixture
@@ -58,3 +61,85 @@ def test_the_step_after_a_late_one_is_not_late(watch, sock):
         wait_for_the_end(watch, sock)
     with watch.step(sock, "too slow", 30.0):
         assert sock.recv(1) == b""
+
+
+class Unbreakable(socket.socket):
+    """A connection that the watch knows nothing to do with."""
+
+    def getsockopt(self, *arguments):
+        raise TypeError("not a socket")
+
+
+def test_a_connection_that_can_not_be_watched_ends_and_the_others_stay_watched(watch, sock, caplog):
+    ours, theirs = socket.socketpair()
+    odd = Unbreakable(fileno=ours.detach())
+    with odd, theirs, caplog.at_level(logging.ERROR, logger="cloudckpt"):
+        with pytest.raises(TimeoutError), watch.step(odd, counter=Counter.RECEIVED):
+            assert odd.recv(1) == b""
+        with pytest.raises(TimeoutError, match="too slow"):
+            wait_for_the_end(watch, sock)
+    assert "not a socket" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_watch_whose_thread_is_gone_gets_another_one(watch, sock, monkeypatch):
+    def end(*_):
+        raise SystemExit
+
+    monkeypatch.setattr(watch, "_look_at", end)
+    before = {*threading.enumerate()}
+    with watch.step(sock, limit=30.0):
+        for thread in {*threading.enumerate()} - before:
+            thread.join(30)
+    monkeypatch.undo()
+    with pytest.raises(TimeoutError, match="too slow"):
+        wait_for_the_end(watch, sock)
+
+
+def test_a_step_after_the_end_of_the_watch_is_watched(watch, sock):
+    watch.close()
+    with pytest.raises(TimeoutError, match="too slow"):
+        wait_for_the_end(watch, sock)
+
+
+@pytest.fixture
+def link():
+    """Both ends of a TCP connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    with ours, theirs:
+        yield ours, theirs
+
+
+def move(ours, theirs, counter, size, pause, times):
+    """Sends pieces with a pause behind each, on the side of the step or towards it."""
+    sender = ours if counter is Counter.ACKNOWLEDGED else theirs
+    for _ in range(times):
+        sender.sendall(bytes(size))
+        time.sleep(pause)
+
+
+@pytest.mark.parametrize("counter", Counter)
+def test_bytes_that_move_put_the_end_off(link, counter):
+    watch = Watch(1.0)
+    with watch.step(link[0], "too slow", counter=counter):
+        move(*link, counter, 2 * SLOWEST, 0.1, 20)
+    watch.close()
+
+
+@pytest.mark.parametrize("counter", Counter)
+def test_a_few_bytes_do_not(link, counter):
+    watch = Watch(0.5)
+    late = watch.step(link[0], "too slow", counter=counter)
+    with pytest.raises(TimeoutError, match="too slow"), late:
+        move(*link, counter, 1, 0.1, 300)
+    watch.close()
+
+
+def test_bytes_of_the_other_direction_do_not(link):
+    watch = Watch(0.5)
+    late = watch.step(link[0], "too slow", counter=Counter.ACKNOWLEDGED)
+    with pytest.raises(TimeoutError, match="too slow"), late:
+        move(*link, Counter.RECEIVED, SLOWEST, 0.1, 300)
+    watch.close()

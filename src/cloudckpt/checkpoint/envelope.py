@@ -13,6 +13,8 @@ import struct
 import sys
 import warnings
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -21,7 +23,7 @@ import torch
 
 from cloudckpt.fork import ModuleLock
 
-__all__ = ["Envelope", "envelope", "has_stored_form"]
+__all__ = ["Envelope", "envelope", "has_stored_form", "unwarned"]
 
 _ROOT = "archive/"
 _ALIGNMENT = 64
@@ -188,13 +190,19 @@ def has_stored_form(dtype: torch.dtype) -> bool:
 _one_at_a_time = ModuleLock()
 
 
+@contextmanager
+def unwarned() -> Iterator[None]:
+    """Nothing warns meanwhile."""
+    # two threads at once would leave each other's filters behind
+    with _one_at_a_time, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 @lru_cache(maxsize=128)
 def _description(dtype: torch.dtype) -> tuple[Any, tuple[Any, ...], type[Any] | None]:
     """``(rebuild function, its arguments behind the strides, typed storage class or None)``."""
-    # two threads at once would leave each other's filters behind
-    with _one_at_a_time, warnings.catch_warnings():
-        # TypedStorage is deprecated, and still what torch.save uses
-        warnings.simplefilter("ignore")
+    with unwarned():  # TypedStorage is deprecated, and still what torch.save uses
         function, arguments = torch.empty(1, dtype=dtype, device="cpu").__reduce_ex__(2)  # type: ignore[no-untyped-call]
         storage, _, _, _, *rest = arguments
         if isinstance(storage, torch.UntypedStorage):

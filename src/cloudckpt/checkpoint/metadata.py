@@ -100,7 +100,7 @@ def load_metadata(data: bytes | bytearray, uri: str, *, trust_pickle: bool = Fal
                 with _safe_lock:
                     allowed = {_name(cls): cls for cls in _SAFE}
                 metadata = build(data, body.nbytes, uri, allowed)
-    except (CloudCheckpointError, MemoryError):
+    except (CloudCheckpointError, MemoryError, Warning):
         raise
     except Exception as exc:  # classes of the user, and where all are trusted, may raise anything
         raise CheckpointCorruptError(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import pickle
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from cloudckpt.checkpoint.envelope import unwarned
 from cloudckpt.checkpoint.plain_values import load_plain
 from cloudckpt.errors import CheckpointCorruptError, CheckpointError, UntrustedPickleError
 
@@ -20,7 +22,19 @@ __all__ = [
     "load_item",
     "load_tensor",
     "refused",
+    "whatever_it_warns",
 ]
+
+_Loaded = TypeVar("_Loaded")
+
+
+def whatever_it_warns(load: Callable[[], _Loaded]) -> _Loaded:
+    """What ``load`` returns, also where warnings are errors: one of torch's is no damage."""
+    try:
+        return load()
+    except Warning:
+        with unwarned():
+            return load()
 
 
 def check_trusted(data: bytes | bytearray, item: str, uri: str) -> None:
@@ -42,7 +56,7 @@ def load_item(data: bytes | bytearray, item: str, uri: str, *, map_location: Any
         CheckpointError: If there is no such device as ``map_location``, or the item, names.
     """
     try:
-        return load_plain(io.BytesIO(data), map_location)
+        return whatever_it_warns(lambda: load_plain(io.BytesIO(data), map_location))
     except pickle.UnpicklingError as exc:
         raise UntrustedPickleError(
             f"{item} can't be loaded without running code that is not on torch's allow-list: if "
@@ -74,12 +88,16 @@ def load_tensor(data: io.BytesIO, item: str, uri: str, *, trust: bool) -> torch.
         UntrustedPickleError: If it needs code that torch does not allow.
         CheckpointCorruptError: If it can't be read, or is no tensor.
     """
+    start = data.tell()
+
+    def load() -> Any:
+        data.seek(start)
+        if not trust:
+            return load_plain(data)
+        return torch.load(data, map_location="cpu", weights_only=False, mmap=False)
+
     try:
-        loaded = (
-            torch.load(data, map_location="cpu", weights_only=False, mmap=False)
-            if trust
-            else load_plain(data)
-        )
+        loaded = whatever_it_warns(load)
     except pickle.UnpicklingError as exc:
         raise UntrustedPickleError(
             f"{item} needs a class that is not on torch's allow-list: allow it by "

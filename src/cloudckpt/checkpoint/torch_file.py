@@ -9,7 +9,7 @@ from typing import IO, Any, cast
 
 import torch
 
-from cloudckpt.checkpoint.pickles import refused
+from cloudckpt.checkpoint.pickles import refused, whatever_it_warns
 from cloudckpt.checkpoint.plain_values import load_plain
 from cloudckpt.checkpoint.skeletons import (
     NotPlainError,
@@ -17,6 +17,7 @@ from cloudckpt.checkpoint.skeletons import (
     new_storage,
     replace_tensors,
 )
+from cloudckpt.checkpoint.torch_private import sparse_tensors_unchecked
 from cloudckpt.checkpoint.zip_directory import storage_sizes
 from cloudckpt.config import Config
 from cloudckpt.errors import (
@@ -90,7 +91,8 @@ class TorchFile:
             UntrustedPickleError: If it needs code that is not on torch's allow-list.
             CheckpointCorruptError: If it can't be read.
         """
-        return self._load("meta")
+        with sparse_tensors_unchecked():
+            return self._load("meta")
 
     def load(self, map_location: Any = "cpu") -> Any:
         """What was saved.
@@ -197,8 +199,8 @@ class TorchFile:
             ) from error
 
     def _load(self, map_location: Any) -> Any:
-        self._file.seek(0)
-        with self._errors():
+        def load() -> Any:
+            self._file.seek(0)
             if not self._trust_pickle:
                 return load_plain(cast(IO[bytes], self._file), map_location)
             return torch.load(
@@ -208,6 +210,9 @@ class TorchFile:
                 mmap=False,  # whatever torch.utils.serialization.config says: this is no path
             )
 
+        with self._errors():
+            return whatever_it_warns(load)
+
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
         try:
@@ -215,7 +220,7 @@ class TorchFile:
         except Exception as exc:
             if self._file.failure is not None:
                 raise self._file.failure from None
-            if isinstance(exc, (CloudCheckpointError, *_OUT_OF_MEMORY)):
+            if isinstance(exc, (CloudCheckpointError, Warning, *_OUT_OF_MEMORY)):
                 raise
             if isinstance(exc, pickle.UnpicklingError) and not self._trust_pickle:
                 raise UntrustedPickleError(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import FunctionType, SimpleNamespace
 from typing import IO, Any
 
@@ -14,7 +15,13 @@ from torch.distributed._shard.sharded_tensor.metadata import (
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 
-__all__ = ["CURRENT_DCP_VERSION", "OldTensorProperties", "StorageInfo", "load_restricted"]
+__all__ = [
+    "CURRENT_DCP_VERSION",
+    "OldTensorProperties",
+    "StorageInfo",
+    "load_restricted",
+    "sparse_tensors_unchecked",
+]
 
 
 def load_restricted(file: IO[bytes], map_location: Any, allowed: Mapping[str, Any]) -> Any:
@@ -47,3 +54,27 @@ def load_restricted(file: IO[bytes], map_location: Any, allowed: Mapping[str, An
     restricted = type("Unpickler", (home.Unpickler,), {"load": FunctionType(code, look)})
     with open_zip(file) as archive:
         return load(archive, map_location, SimpleNamespace(Unpickler=restricted), encoding="utf-8")
+
+
+class _Unlisted(list[Any]):
+    def append(self, _: Any, /) -> None:
+        """Nothing is kept."""
+
+
+@contextlib.contextmanager
+def sparse_tensors_unchecked() -> Iterator[None]:
+    """Keeps ``torch.load`` from looking at the indices of sparse tensors, for the ``meta`` device.
+
+    From torch 2.14 on it does so at its end if ``weights_only``; on that device they have none.
+    """
+    local: Any = getattr(torch.serialization, "_serialization_tls", None)
+    name = "sparse_tensors_to_validate"
+    if not hasattr(local, name):
+        yield
+        return
+    usual = getattr(local, name)
+    setattr(local, name, _Unlisted())
+    try:
+        yield
+    finally:
+        setattr(local, name, usual)

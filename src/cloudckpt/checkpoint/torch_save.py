@@ -113,7 +113,7 @@ def _dump(value: Any, stream: UploadStream, uri: str) -> None:
         torch.save(value, cast(IO[bytes], stream))
     except Exception as exc:
         if stream.failure is not None or isinstance(
-            exc, (CloudCheckpointError, MemoryError, torch.OutOfMemoryError)
+            exc, (CloudCheckpointError, Warning, MemoryError, torch.OutOfMemoryError)
         ):
             raise
         raise CheckpointError(

@@ -118,7 +118,7 @@ class Config:
         60.0,
         "CLOUDCKPT_STALL_TIMEOUT",
         float,
-        "seconds that 4 MiB may take before the connection counts as stalled",
+        "seconds with less than 4 KiB/s before the connection counts as stalled",
     )
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     s3: S3Options = field(default_factory=S3Options)

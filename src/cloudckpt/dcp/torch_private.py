@@ -20,7 +20,11 @@ from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as c
 from torch.distributed.distributed_c10d import (
     _get_object_coll_device as device_for_collectives,
 )
-from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
+
+try:
+    from torch.distributed import set_timeout as set_group_timeout  # type: ignore[attr-defined, unused-ignore]
+except ImportError:  # before torch 2.14
+    from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
 
 __all__ = [
     "ExtensionRegistry",

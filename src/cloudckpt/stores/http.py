@@ -29,8 +29,8 @@ from cloudckpt.errors import ConfigError, ConnectionLostError, InvalidRequestErr
 from cloudckpt.stores.base import Body, Progress
 from cloudckpt.stores.credentials import masked, raise_alone
 from cloudckpt.stores.steps import STEP, StoppedError, steps
-from cloudckpt.stores.tls import lasting_failure
-from cloudckpt.stores.watch import Watch, break_connection
+from cloudckpt.stores.tls import causes, lasting_failure
+from cloudckpt.stores.watch import Connection, Counter, LateError, Watch, break_connection
 
 __all__ = ["LONGEST_ANSWER", "HttpClient", "HttpOptions", "Reply"]
 
@@ -40,6 +40,7 @@ minutes to complete an upload, and sends white space meanwhile:
 https://docs.aws.amazon.com/AmazonS3/latest/API/API_CompleteMultipartUpload.html"""
 
 _UNFIT = re.compile(r"[^\t\x20-\x7e\xa0-\xff]")  # in the value of a header
+_CONNECTING = 4  # times connect_timeout: TCP, TLS with a proxy, its answer, TLS with the store
 _PIECE = 64 * 1024
 _MOST_ERROR_BYTES = 64 * 1024
 _MOST_CONTROL_BYTES = 16 * 1024 * 1024  # a page of 1,000 keys of 1 KiB has some 2 MiB
@@ -59,30 +60,39 @@ class HttpOptions:
     verify_tls: bool = True
 
 
-class _Watched(http.client.HTTPConnection):
-    """Sits between urllib3's connection and the standard library's.
-
-    It keeps the standard library's response, whose ``readinto`` receives into the caller's memory
-    (urllib3's own copies), and gives each send the time of a step.
-    """
+class _Ours(http.client.HTTPConnection):
+    """What our two layers of a connection, with urllib3's between them, know of each other."""
 
     sock: socket.socket | None
     # set by the classes that _pool_classes makes:
-    step_timeout: float  # seconds
     answer_timeout: float  # seconds
-    busy: dict[int, socket.socket]  # by the thread that uses it
+    connect_limit: float  # seconds
+    busy: dict[int, Connection]  # by the thread that uses it
     watch: Watch
+    connecting: bool = False
     raw_response: http.client.HTTPResponse | None = None
     raw_sock: socket.socket | None = None
 
+
+class _Watched(_Ours):
+    """Sits between urllib3's connection and the standard library's.
+
+    It keeps the standard library's response, whose ``readinto`` receives into the caller's memory
+    (urllib3's own copies). Its socket has no timeout: the watch ends what takes too long.
+    """
+
     def send(self, data: Any) -> None:
+        if self.connecting:  # to a proxy
+            super().send(data)
+            return
         if self.sock is None and self.auto_open:
             self.connect()
         if self.sock is not None:
-            self.sock.settimeout(self.step_timeout)
+            self.sock.settimeout(None)
             self.busy[threading.get_ident()] = self.sock
         try:
-            super().send(data)
+            with self.watch.step(self.sock, counter=Counter.ACKNOWLEDGED):
+                super().send(data)
         except ssl.SSLEOFError as exc:
             # A server may refuse a large body before it has come. urllib3 then reads the answer,
             # if it knows this error: without TLS it would be this one.
@@ -90,10 +100,27 @@ class _Watched(http.client.HTTPConnection):
 
     def getresponse(self) -> http.client.HTTPResponse:
         self.raw_sock = self.sock  # dropped below if it is to close
-        late = "the head of the answer did not arrive in time"
-        with self.watch.step(self.raw_sock, late, self.answer_timeout):
+        if self.sock is not None:
+            self.sock.settimeout(None)  # urllib3 has set another one
+        late = f"no answer began within {self.answer_timeout:g} s (read_timeout)"
+        # the end of a body may still be on its way: that time is not the server's
+        with self.watch.step(self.raw_sock, late, self.answer_timeout, Counter.ACKNOWLEDGED):
             self.raw_response = super().getresponse()
         return self.raw_response
+
+
+class _Connecting(_Ours):
+    """Sits before urllib3's connection, to which a proxy may say one byte after the other."""
+
+    def connect(self) -> None:
+        late = f"no connection was made within {self.connect_limit:g} s (4 times connect_timeout)"
+        self.busy[threading.get_ident()] = self
+        self.connecting = True
+        try:
+            with self.watch.step(self, late, self.connect_limit):
+                super().connect()
+        finally:
+            self.connecting = False
 
 
 class Reply:
@@ -186,7 +213,7 @@ class Reply:
         """The same, but every piece is progress, however small: it may be white space."""
         end = time.monotonic() + LONGEST_ANSWER
         while len(data) < limit:
-            with self._watch.step(self._sock, "stalled: nothing arrived in time"):
+            with self._watch.step(self._sock, counter=Counter.RECEIVED):
                 piece = self._raw.read1(limit - len(data))
             if not piece:
                 return
@@ -195,8 +222,7 @@ class Reply:
             data += piece
 
     def _step(self, view: memoryview) -> int:
-        late = f"stalled: {view.nbytes} bytes did not arrive in time"
-        with self._watch.step(self._sock, late):
+        with self._watch.step(self._sock, counter=Counter.RECEIVED):
             return self._raw.readinto(view)
 
     def close(self) -> None:
@@ -211,17 +237,17 @@ class Reply:
 
 
 def _pool_classes(
-    options: HttpOptions, watch: Watch, busy: dict[int, socket.socket]
+    options: HttpOptions, watch: Watch, busy: dict[int, Connection]
 ) -> dict[str, type[urllib3.HTTPConnectionPool]]:
     """urllib3's pools, of connections that are watched."""
     shared = {
-        "step_timeout": options.stall_timeout,
         "answer_timeout": options.read_timeout,
+        "connect_limit": _CONNECTING * options.connect_timeout,
         "busy": busy,
         "watch": watch,
     }
-    plain = type("Plain", (urllib3.connection.HTTPConnection, _Watched), shared)
-    secure = type("Secure", (urllib3.connection.HTTPSConnection, _Watched), shared)
+    plain = type("Plain", (_Connecting, urllib3.connection.HTTPConnection, _Watched), shared)
+    secure = type("Secure", (_Connecting, urllib3.connection.HTTPSConnection, _Watched), shared)
     return {
         "http": type("PlainPool", (urllib3.HTTPConnectionPool,), {"ConnectionCls": plain}),
         "https": type("SecurePool", (urllib3.HTTPSConnectionPool,), {"ConnectionCls": secure}),
@@ -233,7 +259,7 @@ class HttpClient:
 
     def __init__(self, options: HttpOptions) -> None:
         self._watch = Watch(options.stall_timeout)
-        self._busy: dict[int, socket.socket] = {}
+        self._busy: dict[int, Connection] = {}
         self._timeout = urllib3.Timeout(connect=options.connect_timeout, read=options.read_timeout)
         self._manager = self._new_manager(options)
 
@@ -308,7 +334,7 @@ class HttpClient:
                     f"{method} got no answer", cause=_plain(exc), certain=_never_connected(exc)
                 ) from exc
             connection: object = response.connection
-            if not isinstance(connection, _Watched) or connection.raw_response is None:
+            if not isinstance(connection, _Ours) or connection.raw_response is None:
                 raise TypeError("urllib3 did not use the connection class it was given")
             reply = Reply(response, connection.raw_response, connection.raw_sock, self._watch)
             try:
@@ -321,8 +347,8 @@ class HttpClient:
     def interrupt(self, threads: Collection[int]) -> None:
         """Breaks the connections that these threads are using."""
         for thread in threads:
-            if (sock := self._busy.get(thread)) is not None:
-                break_connection(sock)
+            if (connection := self._busy.get(thread)) is not None:
+                break_connection(connection)
 
     def close(self) -> None:
         """Closes the idle connections and ends the watch."""
@@ -356,6 +382,9 @@ def _never_connected(exc: BaseException) -> bool:
 
 def _plain(exc: BaseException) -> str:
     """The innermost reason, without urllib3's wrapping and object addresses."""
+    for inner in causes(exc):
+        if isinstance(inner, LateError):  # urllib3 says no more than that it timed out
+            return str(inner)
     reason = getattr(exc, "reason", None)
     inner = reason if isinstance(reason, BaseException) else exc
     text = str(inner).rpartition(">: ")[2] or str(inner)

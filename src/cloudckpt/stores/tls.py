@@ -1,13 +1,15 @@
-"""Failures of TLS that will come again: a certificate that is not trusted, a server without TLS."""
+"""Failures of TLS that will come again, such as a certificate that is not trusted."""
 
 from __future__ import annotations
 
 import ssl
 from collections.abc import Iterator
 
+import urllib3
+
 from cloudckpt.errors import TLSError
 
-__all__ = ["lasting_failure"]
+__all__ = ["causes", "lasting_failure"]
 
 _TRUST = (
     "if the endpoint has an authority of its own, name the file with its certificates in "
@@ -15,28 +17,64 @@ _TRUST = (
 )
 
 
+_NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")  # the latter since OpenSSL 3.2
+_NOTHING_IN_COMMON = (
+    "NO_PROTOCOLS_AVAILABLE",
+    "SSLV3_ALERT_HANDSHAKE_FAILURE",
+    "TLSV1_ALERT_INSUFFICIENT_SECURITY",
+    "TLSV1_ALERT_PROTOCOL_VERSION",
+    "UNSUPPORTED_PROTOCOL",
+)
+_CLIENT = (
+    "SSLV3_ALERT_BAD_CERTIFICATE",
+    "SSLV3_ALERT_CERTIFICATE_EXPIRED",
+    "SSLV3_ALERT_CERTIFICATE_REVOKED",
+    "SSLV3_ALERT_CERTIFICATE_UNKNOWN",
+    "SSLV3_ALERT_UNSUPPORTED_CERTIFICATE",
+    "TLSV13_ALERT_CERTIFICATE_REQUIRED",
+    "TLSV1_ALERT_ACCESS_DENIED",
+    "TLSV1_ALERT_UNKNOWN_CA",
+)
+
+
 def lasting_failure(error: BaseException, host: str) -> TLSError | None:
     """The error to raise if ``error`` came of such a failure; None if it may pass by itself."""
-    for inner in _chain(error):
+    chain = list(causes(error))
+    if any(isinstance(inner, urllib3.exceptions.ProxyError) for inner in chain):
+        host = f"the proxy before {host}"
+    for inner in chain:
         if isinstance(inner, ssl.SSLCertVerificationError):
             return TLSError(
                 f"the certificate of {host} is not trusted: {inner.verify_message}; {_TRUST}",
                 cause=inner,
                 certain=True,
             )
-        if isinstance(inner, ssl.SSLError) and inner.reason == "WRONG_VERSION_NUMBER":
+        reason = inner.reason if isinstance(inner, ssl.SSLError) else None
+        if reason in _NO_TLS:
             return TLSError(
                 f"{host} does not speak TLS; if that is as it should be, begin the endpoint's URL "
-                "with http://",
+                "(or the proxy's) with http://",
+                cause=inner,
+            )
+        if reason in _NOTHING_IN_COMMON:
+            return TLSError(
+                f"{host} refuses this side's way to speak TLS: it wants another version or cipher, "
+                "or a certificate of the client",
+                cause=inner,
+            )
+        if reason in _CLIENT:
+            return TLSError(
+                f"{host} wants a certificate of the client, and got none that it accepts",
                 cause=inner,
             )
     return None
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def causes(error: BaseException | None) -> Iterator[BaseException]:
     """An error of urllib3 and what it came of."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
-        error = error.__cause__ or error.__context__
+        wrapped = (arg for arg in error.args if isinstance(arg, BaseException))
+        error = error.__cause__ or next(wrapped, None) or error.__context__

@@ -3,73 +3,178 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import http.client
+import logging
 import socket
+import struct
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-__all__ = ["Watch", "break_connection"]
+from urllib3.util.ssltransport import SSLTransport
+
+__all__ = ["SLOWEST", "Connection", "Counter", "LateError", "Watch", "break_connection"]
+
+logger = logging.getLogger("cloudckpt")
+
+Connection = socket.socket | SSLTransport | http.client.HTTPConnection
+"""What bytes pass through: a socket, with TLS or without; TLS inside the TLS of a proxy, which is
+no socket; or the one that an HTTP connection has at the moment."""
+
+SLOWEST = 4096
+"""Bytes a second below which a connection counts as stalled. At this pace a part of 16 MiB takes
+more than an hour; a line of ISDN carries twice as much. It is more than what a peer makes that
+drips some ten bytes a second, each of which TLS turns into 30, and TLS inside TLS into 60."""
+
+_TCP_INFO: int | None = getattr(socket, "TCP_INFO", None) if sys.platform == "linux" else None
 
 
-def break_connection(sock: socket.socket) -> None:
+class LateError(TimeoutError):
+    """A step was ended by the watch."""
+
+
+class Counter(enum.Enum):
+    """What the kernel counts for each connection; its place in Linux's ``struct tcp_info``."""
+
+    ACKNOWLEDGED = 120
+    """Bytes that the peer has got."""
+    RECEIVED = 128
+    """Bytes that have come from it."""
+
+
+def break_connection(connection: Connection) -> None:
     """Ends a connection that another thread may be reading from or writing to."""
-    with contextlib.suppress(OSError):
-        # not SSLSocket.shutdown, which would drop its state under the reader
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)
+    sock = _beneath(connection)
+    if sock is not None:
+        with contextlib.suppress(OSError):
+            # not SSLSocket.shutdown, which would drop its state under the reader
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+
+def _beneath(connection: Connection) -> socket.socket | None:
+    """The kernel's socket; None if there is none yet, or no longer."""
+    found: Connection | None = connection
+    if isinstance(found, http.client.HTTPConnection):
+        found = found.sock
+    while isinstance(found, SSLTransport):
+        found = found.socket
+    return found
+
+
+def _count(connection: Connection, counter: Counter) -> int | None:
+    """What the kernel has counted; None where it does not tell."""
+    sock = _beneath(connection)
+    if sock is None or _TCP_INFO is None:
+        return None
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, counter.value + 8)
+    except OSError:  # not TCP, or closed
+        return None
+    if len(info) < counter.value + 8:  # Linux before 4.1
+        return None
+    count: int = struct.unpack_from("=Q", info, counter.value)[0]
+    return count
+
+
+@dataclass(eq=False)
+class _Step:
+    connection: Connection
+    limit: float
+    counter: Counter | None
+    deadline: float
+    counted: int | None = None
+    expired: bool = False
+
+    def look(self, now: float) -> None:
+        """Puts the deadline off if enough has moved; breaks the connection if it has passed."""
+        count = _count(self.connection, self.counter) if self.counter is not None else None
+        if count is not None:
+            if self.counted is None:
+                self.counted = count
+            elif count - self.counted >= SLOWEST * self.limit:
+                self.counted, self.deadline = count, now + self.limit
+        if now > self.deadline:
+            self.expired = True
+            break_connection(self.connection)
 
 
 class Watch:
-    """Ends connections whose current step takes too long.
+    """Ends connections whose current step takes too long without moving bytes.
 
-    A socket's timeout only limits the wait for the *next* bytes: a peer that drips one byte a
-    second would hold a transfer forever. One thread looks at all transfers once a second.
+    A socket's timeout does not tell a stall from a slow link. That of a receiving call limits the
+    wait for the *next* bytes: a peer that drips one byte a second would hold a transfer forever.
+    That of a sending call limits the whole of it: 4 MiB at 60 KB/s take more than a minute. So the
+    sockets have none, and one thread looks at all transfers once a second. It asks the kernel, not
+    the transfer, how many bytes have moved: the transfer is in the middle of a call for megabytes.
+
+    A step whose bytes are counted ends when fewer than :data:`SLOWEST` bytes a second have moved
+    for ``limit`` seconds. Where the kernel does not count (elsewhere than on Linux), and in a step
+    whose bytes are no progress, the whole step has ``limit`` seconds.
     """
 
     def __init__(self, limit: float) -> None:
+        self.stalled = (
+            f"stalled: fewer than {SLOWEST:,} bytes a second moved for {limit:g} s; if the link is "
+            "that slow or pauses that long, raise stall_timeout, or lower connections so that each "
+            "of them gets more of it"
+        )
         self._limit = limit
-        self._steps: dict[int, tuple[float, socket.socket]] = {}
-        self._expired: set[int] = set()
+        self._steps: set[_Step] = set()
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._thread: threading.Thread | None = None
         self._closed = False
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the thread, once no step is under way."""
         with self._lock:
             self._closed = True
             self._wake.notify()
 
     @contextlib.contextmanager
     def step(
-        self, sock: socket.socket | None, late: str, limit: float | None = None
+        self,
+        connection: Connection | None,
+        late: str | None = None,
+        limit: float | None = None,
+        counter: Counter | None = None,
     ) -> Iterator[None]:
-        """Ends the connection if the block takes longer than ``limit`` seconds, or the usual time.
+        """Ends the connection if the block makes no progress for ``limit`` seconds.
+
+        Args:
+            connection: Which; None if it is not to be watched.
+            late: The message of the error; that of a stall by default.
+            limit: Seconds; those of a stall by default.
+            counter: What counts as progress; by default nothing but the block's end.
 
         Raises:
-            TimeoutError: With the message ``late``, if it did; whatever the block made of the end.
+            LateError: If it was ended; whatever the block made of that.
         """
-        if sock is None:
+        if connection is None:
             yield
             return
-        self._begin(sock, time.monotonic() + (self._limit if limit is None else limit))
+        limit = self._limit if limit is None else limit
+        step = _Step(connection, limit, counter, time.monotonic() + limit)
+        self._begin(step)
         try:
             yield
         except (OSError, http.client.HTTPException) as exc:
-            if self._end(sock):
-                raise
-            raise TimeoutError(late) from exc
-        except BaseException:
-            self._end(sock)
+            if not self._end(step):
+                raise LateError(late or self.stalled) from exc
             raise
-        if not self._end(sock):
-            raise TimeoutError(late)
+        except BaseException:
+            self._end(step)
+            raise
+        if not self._end(step):
+            raise LateError(late or self.stalled)
 
-    def _begin(self, sock: socket.socket, deadline: float) -> None:
+    def _begin(self, step: _Step) -> None:
         with self._lock:
-            self._steps[id(sock)] = (deadline, sock)
-            if self._thread is None:
+            self._steps.add(step)
+            if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(
                     target=self._look, name="cloudckpt-watch", daemon=True
                 )
@@ -77,25 +182,34 @@ class Watch:
             elif len(self._steps) == 1:
                 self._wake.notify()
 
-    def _end(self, sock: socket.socket) -> bool:
+    def _end(self, step: _Step) -> bool:
         """Whether the step ended in time."""
         with self._lock:
-            self._steps.pop(id(sock), None)
-            late = id(sock) in self._expired
-            self._expired.discard(id(sock))
-        return not late
+            self._steps.discard(step)
+        return not step.expired
 
     def _look(self) -> None:
         while True:
             with self._lock:
                 while not self._steps and not self._closed:
                     self._wake.wait()
-                if self._closed:
+                if not self._steps:
+                    self._thread = None  # a later step gets another one
                     return
+                shortest = min(step.limit for step in self._steps)
                 now = time.monotonic()
-                late = [key for key, (deadline, _) in self._steps.items() if now > deadline]
-                for key in late:
-                    _, sock = self._steps.pop(key)
-                    self._expired.add(key)
-                    break_connection(sock)
-            time.sleep(min(1.0, self._limit / 4))
+                for step in [*self._steps]:
+                    self._look_at(step, now)
+            time.sleep(min(1.0, shortest / 4))
+
+    def _look_at(self, step: _Step, now: float) -> None:
+        """One connection, whose failure must not leave the others without a watch."""
+        try:
+            step.look(now)
+        except Exception:
+            logger.exception("a connection can't be watched any longer and is given up")
+            step.expired = True
+            with contextlib.suppress(Exception):
+                break_connection(step.connection)
+        if step.expired:
+            self._steps.discard(step)

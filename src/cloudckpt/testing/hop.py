@@ -7,6 +7,7 @@ import fcntl
 import http.client
 import select
 import socket
+import ssl
 import struct
 import termios
 import threading
@@ -22,6 +23,8 @@ __all__ = ["Answer", "Exchange", "Fault", "Hop"]
 _NOT_FORWARDED = {"connection", "content-length", "expect", "keep-alive", "transfer-encoding"}
 _UPSTREAM_TIMEOUT = 120.0
 _LEFT: int = getattr(select, "POLLRDHUP", 0)  # Linux: the peer has sent its FIN
+_LITTLE = 16 * 1024  # bytes in a buffer that is to fill soon
+_BEAT = 0.05  # seconds between two pieces of what moves slowly
 _PATIENCE = 2.0  # seconds that a client which does not read can delay a reset
 
 
@@ -94,6 +97,13 @@ class Hop:
         self.take(self._length)
         return bytes(self._received)
 
+    def take_slowly(self, rate: float) -> None:
+        """Reads the request's body at ``rate`` bytes a second, and buffers little beyond."""
+        self._client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _LITTLE)
+        piece = max(1, round(rate * _BEAT))
+        while len(self._received) < self._length and not self._closing.wait(_BEAT):
+            self.take(len(self._received) + piece)
+
     def forward(self, request: Request | None = None, body: bytes | None = None) -> Answer:
         """Has the server carry out the request, or another one in its place."""
         request = self.request if request is None else request
@@ -122,10 +132,15 @@ class Hop:
         self._exchange.answered = answer.status
         self._write(self.head(answer) + self.payload(answer)[:stop])
 
-    def drip(self, data: bytes, interval: float) -> None:
-        """Sends the client one byte every ``interval`` seconds."""
-        for position in range(len(data)):
-            self._write(data[position : position + 1])
+    def send_slowly(self, answer: Answer, rate: float) -> None:
+        """Answers the client, with the body at ``rate`` bytes a second."""
+        self.send(answer, stop=0)
+        self.drip(self.payload(answer), _BEAT, max(1, round(rate * _BEAT)))
+
+    def drip(self, data: bytes, interval: float, size: int = 1) -> None:
+        """Sends the client ``size`` bytes every ``interval`` seconds."""
+        for position in range(0, len(data), size):
+            self._write(data[position : position + size])
             if self._closing.wait(interval):
                 return
 
@@ -162,12 +177,16 @@ class Hop:
         """Sends to the client; gives up if it leaves, which a blocking send may never notice."""
         view, poll = memoryview(data), select.poll()
         poll.register(self._client, select.POLLOUT | _LEFT)
-        while view.nbytes:
-            [(_, event)] = poll.poll()
-            if event & ~select.POLLOUT:
-                raise ConnectionError("the client left in the middle of its answer")
-            with contextlib.suppress(BlockingIOError):
-                view = view[self._client.send(view, socket.MSG_DONTWAIT) :]
+        self._client.setblocking(False)
+        try:
+            while view.nbytes:
+                [(_, event)] = poll.poll()
+                if event & ~select.POLLOUT:
+                    raise ConnectionError("the client left in the middle of its answer")
+                with contextlib.suppress(BlockingIOError, ssl.SSLWantWriteError):
+                    view = view[self._client.send(view) :]
+        finally:
+            self._client.setblocking(True)
 
     def hang_up(self) -> None:
         """Ends the connection in an orderly way (FIN)."""

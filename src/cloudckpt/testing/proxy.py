@@ -15,8 +15,9 @@ It stands between a client and an emulator, and does to chosen requests what a f
 Operations are called by S3's names in every dialect; an emulator of Google's or Azure's store needs
 ``naming=google_naming`` or ``azure_naming``, see :mod:`cloudckpt.testing.naming`.
 
-The proxy speaks HTTP/1.1 without TLS, on loopback, in threads of this process. Whole bodies pass
-through its memory. A request whose body breaks off is never forwarded, as no store would accept it.
+The proxy speaks HTTP/1.1 on loopback, in threads of this process; with TLS if it is given a context
+with a certificate for 127.0.0.1, and without to the emulator. Whole bodies pass through its memory.
+A request whose body breaks off is never forwarded, as no store would accept it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import http.client
 import itertools
 import random
 import socket
+import ssl
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -84,12 +86,20 @@ class FaultyProxy:
         url: The endpoint to give to the client.
     """
 
-    def __init__(self, upstream: str, *, seed: int = 0, naming: Naming = s3_naming) -> None:
+    def __init__(
+        self,
+        upstream: str,
+        *,
+        seed: int = 0,
+        naming: Naming = s3_naming,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         """
         Args:
             upstream: ``http://host:port`` of the server.
             seed: What the draws of ``probability`` start from.
             naming: How the server's requests are named.
+            tls: Of the server's side; None to speak plain HTTP.
 
         Raises:
             ValueError: If ``upstream`` is no plain HTTP endpoint.
@@ -100,6 +110,7 @@ class FaultyProxy:
         self._upstream = (parts.hostname, parts.port or 80)
         self._seed = seed
         self._naming = naming
+        self._tls = tls
         self._numbers = itertools.count(1)
         self._rules: list[Rule] = []
         self._log: list[Exchange] = []
@@ -110,7 +121,8 @@ class FaultyProxy:
         self._closing = threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
         self._listener.settimeout(0.1)
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        scheme = "http" if tls is None else "https"
+        self.url = f"{scheme}://127.0.0.1:{self._listener.getsockname()[1]}"
         self._start(self._accept, "faulty-proxy")
 
     def inject(
@@ -176,7 +188,8 @@ class FaultyProxy:
             clients, threads = list(self._clients), list(self._threads)
         for client in clients:
             with contextlib.suppress(OSError):
-                client.shutdown(socket.SHUT_RDWR)
+                # not SSLSocket.shutdown, which would drop its state under the reader
+                socket.socket.shutdown(client, socket.SHUT_RDWR)
         for thread in threads:
             thread.join(10)
         self._listener.close()
@@ -203,6 +216,10 @@ class FaultyProxy:
             with contextlib.suppress(TimeoutError):
                 client, _ = self._listener.accept()
                 client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if self._tls is not None:  # the handshake comes with the first byte that is read
+                    client = self._tls.wrap_socket(
+                        client, server_side=True, do_handshake_on_connect=False
+                    )
                 with self._changed:
                     self._clients.add(client)
                     self._start(self._serve, "faulty-proxy-connection", client)

@@ -25,6 +25,7 @@ __all__ = [
     "Stall",
     "StripHeaders",
     "StripQuery",
+    "Throttle",
     "Truncate",
     "internal_error",
     "s3_error",
@@ -106,6 +107,21 @@ class Drip(Fault):
             hop.drip(hop.payload(answer), self.interval)
         else:
             hop.drip(hop.head(answer) + hop.payload(answer), self.interval)
+
+
+@dataclass(frozen=True)
+class Throttle(Fault):
+    """Lets the bodies of the request and of the answer pass at an even pace: a slow link.
+
+    Attributes:
+        rate: Bytes a second.
+    """
+
+    rate: float
+
+    def inflict(self, hop: Hop) -> None:
+        hop.take_slowly(self.rate)
+        hop.send_slowly(hop.forward(), self.rate)
 
 
 @dataclass(frozen=True)

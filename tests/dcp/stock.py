@@ -1,8 +1,8 @@
-"""torch's classes for fsspec, which torch 2.15 has moved."""
+"""What of stock torch has moved since torch 2.13."""
 
 try:
     from torch.distributed.checkpoint.fsspec_filesystem import FsspecReader, FsspecWriter
-except ImportError:
+except ImportError:  # before torch 2.15
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 __all__ = ["FsspecReader", "FsspecWriter"]

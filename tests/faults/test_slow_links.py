@@ -1,0 +1,51 @@
+"""A link that is slow carries its checkpoint; one that hardly moves is given up."""
+
+import pytest
+
+import cloudckpt
+from cloudckpt import ConnectionLostError, RetryPolicy
+from cloudckpt.testing.wire_faults import Drip, Throttle
+
+from .selection import on
+from .states import SHORT, filled, impatient, load_step
+
+SIZE = 1024 * 1024  # more than lies in the buffers on the way
+RATE = 300_000  # bytes a second: all takes three times as long as silence may
+ONCE = RetryPolicy(attempts=1)
+
+
+@pytest.fixture
+def hurried(endpoint):
+    return impatient(endpoint, **SHORT, retry=ONCE)
+
+
+@on("s3", "s3+tls")
+class TestSlowLinks:
+    @pytest.mark.timeout(150)
+    def test_a_save_takes_the_time_it_needs(self, store, proxy, hurried, direct):
+        uri = store.uri("run")
+        proxy.inject(Throttle(RATE))
+        cloudckpt.save(filled(1, SIZE), checkpoint_id=uri, config=hurried)
+        assert load_step(uri, direct, SIZE) == 1
+
+    @pytest.mark.timeout(150)
+    def test_a_load_takes_the_time_it_needs(self, store, proxy, hurried, direct):
+        uri = store.uri("run")
+        cloudckpt.save(filled(1, SIZE), checkpoint_id=uri, config=direct)
+        proxy.inject(Throttle(RATE))
+        assert load_step(uri, hurried, SIZE) == 1
+
+    @pytest.mark.timeout(150)
+    @pytest.mark.parametrize("fault", [Throttle(500), Drip(0.1)], ids=["trickle", "bytes"])
+    def test_a_load_that_hardly_moves_is_given_up(self, store, proxy, hurried, direct, fault):
+        uri = store.uri("run")
+        cloudckpt.save(filled(1, SIZE), checkpoint_id=uri, config=direct)
+        proxy.inject(fault, operation="GetObject", path="*.distcp")
+        with pytest.raises(ConnectionLostError, match="stall_timeout, or lower connections"):
+            load_step(uri, hurried, SIZE)
+
+    @pytest.mark.timeout(150)
+    def test_a_save_that_hardly_moves_is_given_up(self, store, proxy, hurried):
+        proxy.inject(Throttle(500), operation="PutObject", path="*.distcp")
+        with pytest.raises(ConnectionLostError, match="_timeout"):
+            cloudckpt.save(filled(1, SIZE), checkpoint_id=store.uri("run"), config=hurried)
