@@ -341,7 +341,9 @@ def _load_everything(place: Place) -> dict:
 
 
 @pytest.mark.parametrize(
-    "save", [by_save, by_stock, by_checkpointer, by_process_of_checkpointer], ids=str
+    "save",
+    [by_save, by_stock, by_checkpointer, by_process_of_checkpointer],
+    ids=lambda save: save.__name__,
 )
 def test_what_each_rank_saved_is_in_the_whole(ranks, s3, save):
     ranks(2, _save_parts, s3, save)
