@@ -14,6 +14,9 @@ endif
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 
+# a worker has up to ten processes, most of which wait
+WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((n < 2 ? 2 : n > 4 ? 4 : n)))
+
 COMPOSE := docker compose --file integration/compose.yaml
 
 .PHONY: demo test integration integration-docker check bench format clean
@@ -22,7 +25,7 @@ demo: $(VENV)/.demo
 	$(BIN)/cloudckpt demo
 
 test: $(VENV)/.test integration/node_modules/.stamp
-	$(BIN)/python -m pytest --cov -n 2 --dist loadfile --max-worker-restart 1
+	$(BIN)/python -m pytest --cov -n $(WORKERS) --dist loadfile --max-worker-restart 1
 
 integration: $(VENV)/.integration integration/node_modules/.stamp
 	$(BIN)/python -m pytest integration

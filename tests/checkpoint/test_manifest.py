@@ -293,7 +293,7 @@ def test_a_manifest_of_a_newer_version_says_so(version):
 
 
 def test_what_a_manifest_holds_besides_is_of_no_consequence():
-    assert read(document([row()], structure={"w": [1, None]})) == read(document([row()]))
+    assert read(document([row()], owners={"w": [1, None]})) == read(document([row()]))
 
 
 JSON = st.recursive(
