@@ -281,3 +281,16 @@ def test_every_option_is_documented_and_has_a_variable_of_its_own():
 @pytest.mark.parametrize(("cls", "name", "variable", "default", "meaning"), DOCUMENTED)
 def test_the_documented_default_is_the_one_that_is_used(cls, name, variable, default, meaning):
     assert getattr(cls(), name) == default
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("nonsense", "", "127.0.0.1:9000", "ftp://host", "http://", " http://host"),
+        *("http://ho st", "http://[::1", "https://host:port", "http://host:99999"),
+    ],
+)
+@pytest.mark.parametrize("options", [S3Options, GCSOptions, AzureOptions])
+def test_an_endpoint_that_can_not_be_one_is_refused_by_its_name(options, url):
+    with pytest.raises(ConfigError, match="endpoint_url"):
+        options(endpoint_url=url)

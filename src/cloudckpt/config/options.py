@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import Field, field, fields
 from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
 from cloudckpt.errors import ConfigError
 
@@ -108,6 +109,12 @@ def check_endpoint(url: str | None, name: str = "endpoint_url") -> None:
         url.startswith(("http://", "https://")),
         f"{name}={url!r} must begin with http:// or https://",
     )
+    try:
+        parts = urlsplit(url)
+        names_host = bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:  # of brackets, or a port that is no number
+        names_host = False
+    require(names_host, f"{name}={url!r} names no host and port: write http://host:port")
 
 
 def check_types(options: Any) -> None:
