@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -49,6 +49,7 @@ __all__ = [
     "writer_for",
 ]
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 _LOST = "the ranks lost each other: look which one ended first and why, and start them again"
@@ -102,10 +103,14 @@ def save(
 
     def prepare() -> ToSave:
         writer = writer_for(checkpoint_id, storage_writer, config)
-        return ToSave(state_dict, writer, planner)
+        return ToSave(writer, planner)
 
     return save_prepared(
-        prepare, process_group=process_group, no_dist=no_dist, use_collectives=use_collectives
+        state_dict,
+        prepare,
+        process_group=process_group,
+        no_dist=no_dist,
+        use_collectives=use_collectives,
     )
 
 
@@ -149,51 +154,48 @@ def load(
 
     def prepare() -> ToLoad:
         reader = _reader(checkpoint_id, storage_reader, config, trust_pickle)
-        return ToLoad(state_dict, reader, planner)
+        return ToLoad(reader, planner)
 
-    load_prepared(prepare, process_group=process_group, no_dist=no_dist)
+    load_prepared(state_dict, prepare, process_group=process_group, no_dist=no_dist)
 
 
 @dataclass(frozen=True)
 class ToSave:
-    """What a rank saves: its state dict, where to, and as planned by what."""
+    """Where a rank saves to, and as planned by what."""
 
-    state_dict: dict[str, Any]
     writer: StorageWriter
     planner: SavePlanner | None = None
 
 
 @dataclass(frozen=True)
 class ToLoad:
-    """What a rank loads: into which state dict, where from, and as planned by what."""
+    """Where a rank loads from, and as planned by what."""
 
-    state_dict: dict[str, Any]
     reader: StorageReader
     planner: LoadPlanner | None = None
 
 
 def save_prepared(
+    state_dict: dict[str, Any],
     prepare: Callable[[], ToSave],
     *,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     use_collectives: bool = True,
 ) -> Metadata:
-    """Saves what ``prepare`` returns; if it raises on one rank, none begins.
+    """Saves to what ``prepare`` returns; if it raises on one rank, none begins.
 
     Arguments, result and errors are those of :func:`save`.
     """
-
-    def ready() -> ToSave:
-        made = prepare()
-        return replace(made, state_dict=content_of(made.state_dict))
-
     meeting = Meeting.of(process_group, no_dist)
-    made = meeting.begin(ready, lambda one: _stance(one.writer if use_collectives else None))
+    made, state = meeting.begin(
+        lambda: _both(prepare, lambda: content_of(state_dict)),
+        lambda both: _stance(both[0].writer if use_collectives else None),
+    )
     writer = made.writer
     save_it = functools.partial(
         state_dict_saver.save,
-        made.state_dict,
+        state,
         storage_writer=writer,
         planner=made.planner or CloudSavePlanner(),
         process_group=process_group,
@@ -209,29 +211,30 @@ def save_prepared(
 
 
 def load_prepared(
+    state_dict: dict[str, Any],
     prepare: Callable[[], ToLoad],
     *,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
 ) -> None:
-    """Loads into what ``prepare`` returns; if it raises on one rank, none begins.
+    """Loads from what ``prepare`` returns; if it raises on one rank, none begins.
 
     Arguments and errors are those of :func:`load`.
     """
 
-    def ready() -> tuple[ToLoad, dict[str, Any]]:
-        made = prepare()
+    def content() -> dict[str, Any]:
         # torch sorts the keys, which it could not do if there were integers beside strings
-        named = {str(key): value for key, value in made.state_dict.items()}
-        if len(named) < len(made.state_dict):
+        named = {str(key): value for key, value in state_dict.items()}
+        if len(named) < len(state_dict):
             raise KeyCollisionError(
-                "two keys of the state dict have the same text, by which they are loaded",
-                uri=_location(made.reader),
+                "two keys of the state dict have the same text, by which they are loaded"
             )
-        return made, content_of({name: named[name] for name in sorted(named)})
+        return content_of({name: named[name] for name in sorted(named)})
 
     meeting = Meeting.of(process_group, no_dist)
-    made, state = meeting.begin(ready, lambda both: _stance(both[0].reader))
+    made, state = meeting.begin(
+        lambda: _both(prepare, content), lambda both: _stance(both[0].reader)
+    )
     planner = made.planner
     if planner is None and isinstance(made.reader, CloudStorageReader):
         planner = CloudLoadPlanner(made.reader.checkpoint_id)
@@ -247,11 +250,26 @@ def load_prepared(
     while (failure := _failure_of(load_it, made.reader, meeting, rank)) is not None:
         restarts.wait(failure)
         made.reader.reset()
-    for key, value in list(made.state_dict.items()):
+    for key, value in list(state_dict.items()):
         if isinstance(value, Stateful):
             value.load_state_dict(state[str(key)])
         else:
-            made.state_dict[key] = state[str(key)]
+            state_dict[key] = state[str(key)]
+
+
+def _both(prepare: Callable[[], T], content: Callable[[], S]) -> tuple[T, S]:
+    """What both return; the second is called even if the first raises.
+
+    ``state_dict()`` of a sharded model may be a collective call, in which the other ranks would
+    wait for one that has gone to tell them of its bad location.
+    """
+    try:
+        made = prepare()
+    except Exception:
+        with contextlib.suppress(Exception):
+            content()
+        raise
+    return made, content()
 
 
 def _failure_of(

@@ -397,6 +397,31 @@ def test_a_rank_that_fails_in_a_save_without_collectives_is_told_to_all(kind, lo
     assert all("the dog ate it" in str(error) for error in told)
 
 
+class Sharded:
+    """A Stateful whose state_dict() asks all ranks, as that of an FSDP module may."""
+
+    def state_dict(self):
+        seen = torch.tensor([dist.get_rank()])
+        dist.all_reduce(seen)
+        return {"t": numbered(int(seen))}
+
+    def load_state_dict(self, state):
+        raise NotImplementedError
+
+
+def _begin_with_collectives(action, place: Place) -> None:
+    uri = "ftp://nowhere" if _is_last() else place.uri
+    action({"model": Sharded()}, checkpoint_id=uri, config=place.config)
+
+
+@pytest.mark.parametrize("action", [cloudckpt.save, cloudckpt.load, cloudckpt.async_save])
+def test_a_bad_location_of_one_rank_is_told_although_state_dict_asks_all_ranks(
+    action, local, ranks
+):
+    told = ranks.errors(3, _begin_with_collectives, action, local, deadline=60.0)
+    assert [type(error) for error in told] == [InvalidURIError] * 3
+
+
 class Everywhere:
     """All ways to begin a save or a load, of which the last rank takes a wrong turn."""
 

@@ -98,6 +98,7 @@ class Executor:
             )
         try:
             metadata = api.save_prepared(
+                job.content,
                 job.prepared,
                 process_group=self._group,
                 no_dist=self._no_dist,

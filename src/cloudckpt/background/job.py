@@ -134,7 +134,7 @@ class SaveJob:
         return self.state or {}
 
     def prepared(self) -> ToSave:
-        """What to save.
+        """Where to save.
 
         Raises:
             CloudCheckpointError: If this rank can't take part.
@@ -142,7 +142,7 @@ class SaveJob:
         if self.failure is not None:
             raise self.failure
         self.writer.reset(None)
-        return ToSave(self.content, self.writer, self.planner)
+        return ToSave(self.writer, self.planner)
 
     def listen(self, event: Event) -> None:
         """Notes what this save is doing."""

@@ -104,14 +104,17 @@ class Checkpointer(ABC):
                 if default_map_location is not None:
                     raise ConfigError("default_map_location= is for loading without a state_dict")
                 planner = CloudLoadPlanner(where) if strict else PartialPlanner(where)
-                return api.ToLoad(state_dict, reader, planner)
+                return api.ToLoad(reader, planner)
             if strict:
                 raise ConfigError("strict=True needs a state_dict, whose keys are to be there")
             everything.append((reader, EverythingPlanner(where, default_map_location)))
-            return api.ToLoad({}, *everything[0])
+            return api.ToLoad(*everything[0])
 
         api.load_prepared(
-            prepare, process_group=self._config.process_group, no_dist=self._config.no_dist
+            {} if state_dict is None else state_dict,
+            prepare,
+            process_group=self._config.process_group,
+            no_dist=self._config.no_dist,
         )
         if state_dict is not None:
             return state_dict
@@ -157,10 +160,13 @@ class SyncCheckpointer(Checkpointer):
         def prepare() -> api.ToSave:
             planner = _planner_of(kwargs, self._planner)
             writer = self._writer(state_dict, uri)
-            return api.ToSave(state_dict, writer, planner)
+            return api.ToSave(writer, planner)
 
         api.save_prepared(
-            prepare, process_group=self._config.process_group, no_dist=self._config.no_dist
+            state_dict,
+            prepare,
+            process_group=self._config.process_group,
+            no_dist=self._config.no_dist,
         )
 
 
