@@ -444,6 +444,11 @@ class Everywhere:
     def async_save(self) -> None:
         cloudckpt.async_save({"t": numbered(5)}, checkpoint_id=self.uri, **self.options)
 
+    def async_save_leads_its_writer_elsewhere(self) -> None:
+        cloudckpt.async_save(
+            {"t": numbered(5)}, checkpoint_id=self.uri, storage_writer=self.place.writer()
+        )
+
     def async_save_in_a_process(self) -> None:
         cloudckpt.async_save(
             {"t": numbered(5)},

@@ -18,7 +18,7 @@ from cloudckpt.config import BackgroundOptions, Config
 from cloudckpt.dcp.meeting import Meeting
 from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.fork import ModuleLock
-from cloudckpt.uri import CheckpointURI, URILike
+from cloudckpt.uri import URILike
 
 __all__ = ["async_save", "close_async_savers"]
 
@@ -78,8 +78,6 @@ def async_save(
             writer = writer_for(checkpoint_id, storage_writer, config)
         else:  # a save under way may use it: it is led elsewhere when that has ended
             writer = storage_writer
-            if checkpoint_id is not None and isinstance(writer, CloudStorageWriter):
-                CheckpointURI.parse(checkpoint_id)
         return writer, _options_of(writer)
 
     # the saver of these ranks is found by the options, which a rank that fails here may not know

@@ -10,7 +10,6 @@ import dataclasses
 import io
 import pickle
 import struct
-import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -24,6 +23,7 @@ from cloudckpt.checkpoint.described import Name, home
 from cloudckpt.checkpoint.metadata_fields import build
 from cloudckpt.checksum import CRC32C
 from cloudckpt.errors import CheckpointCorruptError, CloudCheckpointError
+from cloudckpt.fork import ModuleLock
 from cloudckpt.gc_pause import paused_gc
 
 __all__ = ["add_safe_metadata_globals", "dump_metadata", "load_metadata"]
@@ -32,7 +32,7 @@ _MAGIC = b"cloudckpt-metadata\0\1"
 _TRAILER = struct.Struct(f"<{len(_MAGIC)}sQI")
 
 _SAFE: set[type[Any]] = set()
-_safe_lock = threading.Lock()
+_safe_lock = ModuleLock()
 
 
 def add_safe_metadata_globals(classes: Iterable[type[Any]]) -> None:
