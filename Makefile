@@ -17,6 +17,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # a worker has up to ten processes, most of which wait
 WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((n < 2 ? 2 : n > 4 ? 4 : n)))
 
+# all workers order sets alike, as their lists of tests have to be the same
+HASHSEED ?= $(shell date +%s)
+
 COMPOSE := docker compose --file integration/compose.yaml
 
 .PHONY: demo test integration integration-docker check bench format clean
@@ -25,7 +28,7 @@ demo: $(VENV)/.demo
 	$(BIN)/cloudckpt demo
 
 test: $(VENV)/.test integration/node_modules/.stamp
-	$(BIN)/python -m pytest --cov -n $(WORKERS) --dist loadfile --max-worker-restart 1
+	PYTHONHASHSEED=$(HASHSEED) $(BIN)/python -m pytest --cov -n $(WORKERS) --dist loadfile --max-worker-restart 1
 
 integration: $(VENV)/.integration integration/node_modules/.stamp
 	$(BIN)/python -m pytest integration
