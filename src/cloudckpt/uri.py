@@ -63,6 +63,7 @@ _FOLDED = re.compile(  # a folder named as the schemes of the three clouds, othe
     re.IGNORECASE | re.DOTALL,
 )
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_HALVES = re.compile(r"[\ud800-\udfff]")
 
 URILike = Union[str, "os.PathLike[str]", "CheckpointURI"]
 
@@ -178,7 +179,10 @@ class CheckpointURI:
                 "put it into AZURE_STORAGE_SAS_TOKEN"
             )
         if scheme == "https":  # a URL, which is encoded; the others are taken as they are
-            rest = unquote(path)
+            try:
+                rest = unquote(path, errors="strict")
+            except UnicodeDecodeError:
+                raise InvalidURIError(f"{_shown(text)!r} is no encoded UTF-8") from None
             if _CONTROL.search(rest):
                 raise InvalidURIError(f"{_shown(text)!r} holds a control character")
         else:
@@ -199,6 +203,11 @@ class CheckpointURI:
             )
         if "?" in rest or "#" in rest:
             raise InvalidURIError(f"{shown!r}: a checkpoint URI has no query and no fragment")
+        if _HALVES.search(rest):
+            raise InvalidURIError(
+                f"{shown!r} holds half of a surrogate pair, as names of files that are not UTF-8 "
+                "do; no object store has such a name"
+            )
         prefix = prefix.removesuffix("/")
         segments = prefix.split("/") if prefix else []
         if "" in segments:

@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
+import torch
 
 pytest.importorskip("azure.storage.blob")
 pytest.importorskip("azure.identity")
@@ -28,7 +29,8 @@ pytest.importorskip("azure.identity")
 from azure.core.credentials import AccessToken
 from azure.core.exceptions import ClientAuthenticationError, ServiceRequestError
 
-from cloudckpt import AzureOptions, CheckpointURI, Config
+import cloudckpt
+from cloudckpt import AzureOptions, CheckpointURI, CloudStorageWriter, Config
 from cloudckpt.checksum import CRC64NVME
 from cloudckpt.errors import (
     AccessDeniedError,
@@ -37,6 +39,7 @@ from cloudckpt.errors import (
     ConnectionLostError,
     CredentialsError,
     InvalidRequestError,
+    InvalidURIError,
     MissingDependencyError,
     ObjectNotFoundError,
     PreconditionFailedError,
@@ -46,7 +49,7 @@ from cloudckpt.errors import (
     ThrottledError,
     TransientStoreError,
 )
-from cloudckpt.stores import azure_access
+from cloudckpt.stores import azure_access, azure_names
 from cloudckpt.stores.azure import AzureStore
 from cloudckpt.stores.base import Part, Upload
 from cloudckpt.stores.registry import open_store
@@ -638,6 +641,154 @@ def test_any_key_arrives_as_it_is(store, server, verb, key):
         lines = request.body.decode("ascii").splitlines()
         target = next(line.split(" ")[1] for line in lines if line.startswith("DELETE "))
     assert unquote(urlsplit(target).path) == f"/container/{key}"
+
+
+# Azure's "Naming and referencing containers, blobs, and metadata": no segment should end in a dot
+# and no name in a slash or backslash; there are at most 1,024 characters (as UTF-16 has them) and
+# 254 segments; control characters are not allowed. Azure drops such dots, whatever it answers.
+UNFIT = {
+    "dot at the end": "run/object.",
+    "dots at the end": "run/object..",
+    "dot before a slash": "run./object",
+    "three dots": "run/.../object",
+    "space and dot": "run/object .",
+    "slash at the end": "run/object/",
+    "dot and slash": "run/object./",
+    "backslash": "run\\object",
+    "backslash at the end": "run/object\\",
+    "characters": "x" * 1025,
+    "characters of UTF-16": "x" * 1023 + "\U0001f525",
+    "segments": "/".join("x" * 255),
+    "control character": "run/a\x01b",
+    "newline": "run/a\nb",
+    "delete": "run/a\x7fb",
+    "control character behind ASCII": "run/a\x81b",
+    "half of a pair": "run/a\ud83db",
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize("key", UNFIT.values(), ids=UNFIT)
+@pytest.mark.parametrize(
+    "verb",
+    {
+        "put": lambda store, key: put(store, key),
+        "create_upload": lambda store, key: store.create_upload(key, 1024),
+        "put_part": lambda store, key: put_part(store, dataclasses.replace(UPLOAD, key=key)),
+        "get": lambda store, key: store.get(key),
+        "get_range": lambda store, key: get_range(store, key),
+        "head": lambda store, key: store.head(key),
+        "delete": lambda store, key: store.delete([key]),
+        "delete many": lambda store, key: store.delete(["run/a", key, "run/b"]),
+        "delete very many": lambda store, key: store.delete([*map(str, range(300)), key]),
+    }.items(),
+    ids=lambda verb: verb[0],
+)
+def test_a_name_that_azure_changes_or_refuses_is_refused_before_anything_is_sent(
+    store, server, verb, key
+):
+    with pytest.raises(InvalidRequestError, match="name") as caught:
+        verb[1](store, key)
+    assert caught.value.certain
+    str(caught.value).encode()  # it can be printed
+    assert server.requests == []
+    assert list(store._begun) == []
+
+
+def test_a_name_that_is_refused_does_not_end_batches(store, server):
+    with pytest.raises(InvalidRequestError):
+        store.delete(["run/a.", "run/b"])
+    assert call(store, server, "delete many").method == "POST"
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "x" * 1024,
+        "x" * 1022 + "\U0001f525",
+        "/".join("x" * 254),
+        ".hidden/..a/b.c",
+        "run /a",
+        "a//b",
+        "a%2F%5C%2E",
+        "\ufffe",
+    ],
+)
+def test_a_name_that_azure_takes_is_sent(store, server, key):
+    server.answer(**CREATED)
+    put(store, key)
+    assert unquote(urlsplit(server.requests[0].target).path) == f"/container/{key}"
+
+
+def save(location, config):
+    cloudckpt.save({"a": torch.zeros(3)}, checkpoint_id=location, config=config, no_dist=True)
+
+
+LOCATIONS = {
+    "dot at the end": "az://container/run/step-1.",
+    "dot before a slash": "az://container/run./step-1",
+    "backslash": "az://container/run\\step-1",
+    "encoded backslash": "https://account.blob.core.windows.net/container/run%5Cstep-1",
+    "encoded dot": "https://account.blob.core.windows.net/container/run%2E",
+    "control character behind ASCII": "az://container/run\x85",
+    "characters": "az://container/" + "x" * 1025,
+    "segments": "az://container/" + "/".join("x" * 255),
+    "container of large letters": "az://Container/run",
+    "container with an underscore": "az://my_container/run",
+    "container with two hyphens": "az://my--container/run",
+    "container that ends in a hyphen": "az://container-/run",
+    "container with a dot": "az://my.container/run",
+    "long container": f"az://{'x' * 64}/run",
+}
+
+
+@pytest.mark.parametrize("location", LOCATIONS.values(), ids=LOCATIONS)
+@pytest.mark.parametrize(
+    "use",
+    {
+        "save": save,
+        "async_save": lambda location, config: cloudckpt.async_save(
+            {"a": torch.zeros(3)}, checkpoint_id=location, config=config, no_dist=True
+        ),
+        "load": lambda location, config: cloudckpt.load(
+            {"a": torch.zeros(3)}, checkpoint_id=location, config=config, no_dist=True
+        ),
+        "exists": lambda location, config: cloudckpt.exists(location, config=config),
+    }.items(),
+    ids=lambda use: use[0],
+)
+def test_a_location_that_azure_changes_or_refuses_is_refused_at_once(server, use, location):
+    config = Config(azure=AzureOptions(endpoint_url=server.url))
+    with pytest.raises(InvalidURIError):
+        use[1](location, config)
+    assert server.requests == []
+
+
+@pytest.mark.parametrize("prefix", ["x" * 961, "/".join("x" * 254)])
+def test_a_location_that_has_no_room_for_the_objects_beneath_is_refused_at_once(server, prefix):
+    """The longest name, the manifest's or that of a high rank, would come last."""
+    with pytest.raises(InvalidURIError, match=r"960|253"):
+        save(f"az://container/{prefix}", Config(azure=AzureOptions(endpoint_url=server.url)))
+    assert server.requests == []
+
+
+@pytest.mark.parametrize("location", ["az://container/" + "x" * 960, "az://c/run", "az://a-b-9/x"])
+def test_a_location_with_room_is_taken(location):
+    assert str(CloudStorageWriter(location).uri) == location
+    longest = f"/__{10**6}_{10**4}.{'0' * 16}.distcp"
+    azure_names.check_blob("x" * 960 + longest, location)
+
+
+def test_another_location_of_a_writer_is_checked_too():
+    with pytest.raises(InvalidURIError, match="dot"):
+        CloudStorageWriter("az://container/run").reset("az://container/run.")
+
+
+@pytest.mark.parametrize("prefix", ["run.", "run/", "run\\"])
+def test_a_prefix_may_end_anywhere(store, server, prefix):
+    server.answer(body=page())
+    assert list(store.list(prefix)) == []
+    assert query_of(server.requests[0])["prefix"] == prefix
 
 
 def test_a_container_has_one_store_for_each_account(monkeypatch):

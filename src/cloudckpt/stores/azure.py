@@ -31,6 +31,7 @@ from cloudckpt.stores.azure_access import API_VERSION, ContainerAccess
 from cloudckpt.stores.azure_batch import SubAnswer, compose, parse
 from cloudckpt.stores.azure_blocks import MAX_BLOCKS, block_id, upload_of
 from cloudckpt.stores.azure_errors import from_answer
+from cloudckpt.stores.azure_names import check_blob
 from cloudckpt.stores.base import (
     Body,
     Capabilities,
@@ -137,6 +138,7 @@ class AzureStore(RestStore):
 
     def create_upload(self, key: str, part_size: int) -> Upload:
         """Azure learns of an upload by its first block; until then it is known here only."""
+        check_blob(key, self.uri(key))
         upload = Upload(key, random_suffix(), part_size)
         self._begun[upload.id] = upload
         return upload
@@ -262,6 +264,8 @@ class AzureStore(RestStore):
 
     def delete(self, keys: Iterable[str]) -> None:
         wanted = list(dict.fromkeys(keys))
+        for key in wanted:
+            check_blob(key, self.uri(key))
         for start in range(0, len(wanted), _BLOBS_PER_BATCH):
             self._delete_all(wanted[start : start + _BLOBS_PER_BATCH])
 
@@ -320,6 +324,7 @@ class AzureStore(RestStore):
     # what the requests are made of
 
     def object_url(self, key: str, query: Mapping[str, str] | None = None) -> str:
+        check_blob(key, self.uri(key))
         url = f"{self._access.url}/{encode_key(key)}"
         return f"{url}?{encode_query(query)}" if query else url
 
