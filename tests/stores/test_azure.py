@@ -47,6 +47,7 @@ from cloudckpt.errors import (
     ServerError,
     StoreError,
     ThrottledError,
+    TLSError,
     TransientStoreError,
 )
 from cloudckpt.stores import azure_access, azure_names
@@ -1153,8 +1154,8 @@ def test_blobs_of_a_batch_that_are_gone_are_no_error(store, server):
 @pytest.mark.parametrize(
     ("status", "code", "expected"),
     [
-        (403, "AuthorizationPermissionMismatch", AccessDeniedError),
         (409, "BlobImmutableDueToPolicy", AccessDeniedError),
+        (409, "BlobImmutableDueToLegalHold", AccessDeniedError),
         (404, "ContainerNotFound", BucketNotFoundError),
         (503, "ServerBusy", ThrottledError),
         (412, "LeaseIdMissing", InvalidRequestError),
@@ -1167,12 +1168,59 @@ def test_a_blob_that_could_not_be_deleted_is_named(store, server, status, code, 
     assert caught.value.uri == "az://container/run/b"
 
 
+# what a batch may refuse although single requests are allowed: a signature without the permissions
+# that a batch asks for, conditions of roles on single blobs, features that an account lacks
+REFUSED_IN_BATCHES = [
+    (403, "AuthorizationPermissionMismatch", AccessDeniedError),
+    (403, "AuthorizationFailure", AccessDeniedError),
+    (403, "AuthorizationResourceTypeMismatch", AccessDeniedError),
+    (400, "InvalidHeaderValue", InvalidRequestError),
+    (400, "UnsupportedHeader", InvalidRequestError),
+    (409, "FeatureNotYetSupportedForHierarchicalNamespaceAccounts", InvalidRequestError),
+    (409, "BlobOperationNotSupported", InvalidRequestError),
+    (501, "NotImplemented", InvalidRequestError),
+]
+
+
+@pytest.mark.parametrize(("status", "code", "expected"), REFUSED_IN_BATCHES)
+def test_blobs_that_a_batch_refuses_are_deleted_one_by_one(store, server, status, code, expected):
+    server.answer(**batch_answer((202, ""), (status, code), (404, "BlobNotFound"), (status, code)))
+    server.respond(lambda request: server.Answer(202))
+    store.delete(["run/a", "run/b", "run/c", "run/d"])
+    assert [(r.method, urlsplit(r.target).path) for r in server.requests[1:]] == [
+        ("DELETE", "/container/run/b"),
+        ("DELETE", "/container/run/d"),
+    ]
+
+
+@pytest.mark.parametrize(("status", "code", "expected"), REFUSED_IN_BATCHES)
+def test_a_batch_that_is_refused_within_its_answer_is_done_one_by_one(
+    store, server, status, code, expected
+):
+    answer = batch_answer((status, code))
+    server.answer(**{**answer, "body": answer["body"].replace(b"Content-ID: 0\r\n", b"")})
+    server.respond(lambda request: server.Answer(202))
+    store.delete(["run/a", "run/b"])
+    assert [request.method for request in server.requests] == ["POST", "DELETE", "DELETE"]
+
+
+@pytest.mark.parametrize(("status", "code", "expected"), REFUSED_IN_BATCHES)
+def test_a_blob_that_is_refused_alone_too_is_named(store, server, status, code, expected):
+    server.answer(**batch_answer((202, ""), (status, code)))
+    server.respond(lambda request: server.Answer(status, body=error_xml(code, "said again")))
+    with pytest.raises(expected, match="said again") as caught:
+        store.delete(["run/a", "run/b"])
+    assert caught.value.uri == "az://container/run/b"
+
+
 @pytest.mark.parametrize(
     ("status", "code"),
     [
         (403, "AuthorizationFailure"),
         (400, "InvalidQueryParameterValue"),
         (405, "UnsupportedHttpVerb"),
+        (409, "FeatureNotYetSupportedForHierarchicalNamespaceAccounts"),
+        (409, "BlobApiNotYetSupportedForHierarchicalNamespaceAccounts"),
     ],
 )
 def test_a_store_that_knows_no_batches_is_asked_one_by_one(store, server, status, code):
@@ -1241,6 +1289,38 @@ ANSWERS = [
     (409, "BlobUsesCustomerSpecifiedEncryption", InvalidRequestError),
     (409, "BlobOperationNotSupported", InvalidRequestError),
     (409, "SomethingNew", InvalidRequestError),
+    (403, "UnauthorizedBlobOverwrite", AccessDeniedError),
+    (403, "KeyVaultEncryptionKeyNotFound", AccessDeniedError),
+    (403, "KeyVaultVaultNotFound", AccessDeniedError),
+    (403, "KeyVaultAccessTokenCannotBeAcquired", AccessDeniedError),
+    (403, "KeyVaultSomethingNew", AccessDeniedError),
+    (404, "KeyVaultSomethingNew", AccessDeniedError),  # the blob is there all the same
+    (503, "KeyVaultSomethingNew", ThrottledError),
+    (429, "KeyVaultSomethingNew", ThrottledError),
+    (500, "KeyVaultSomethingNew", ServerError),
+    (400, "InvalidBlobTier", InvalidRequestError),
+    (409, "BlobTierInadequateForContentLength", InvalidRequestError),
+    (409, "ContentLengthLargerThanTierLimit", InvalidRequestError),
+    (409, "BlobAccessTierNotSupportedForAccountType", InvalidRequestError),
+    (409, "FeatureNotYetSupportedForHierarchicalNamespaceAccounts", InvalidRequestError),
+    (400, "BlobApiNotYetSupportedForHierarchicalNamespaceAccounts", InvalidRequestError),
+    (409, "ResourceTypeMismatch", InvalidRequestError),
+    (409, "PathConflict", InvalidRequestError),
+    (409, "DirectoryIsNotEmpty", InvalidRequestError),
+    (409, "PathAlreadyExists", PreconditionFailedError),
+    (409, "ResourceAlreadyExists", PreconditionFailedError),
+    (409, "FilesystemBeingDeleted", ServerError),
+    (400, "PathIsTooDeep", InvalidRequestError),
+    (400, "OutOfRangeInput", InvalidRequestError),
+    (400, "InvalidResourceName", InvalidRequestError),
+    (403, "RequestForbiddenByContainerEncryptionPolicy", AccessDeniedError),
+    (400, "AccountRequiresHttps", InvalidRequestError),
+    (400, "TlsVersionNotPermitted", TLSError),
+    (409, "PublicAccessNotPermitted", AccessDeniedError),
+    (412, "LeaseNotPresentWithBlobOperation", InvalidRequestError),
+    (409, "LeaseAlreadyPresent", InvalidRequestError),
+    (409, "ContainerImmutabilityPolicyLocked", AccessDeniedError),
+    (409, "BlockCountExceedsLimit", InvalidRequestError),
     (409, "", InvalidRequestError),
     (409, "ContainerBeingDeleted", ServerError),
     (416, "InvalidRange", RangeNotSatisfiableError),
@@ -1284,6 +1364,55 @@ def test_a_missing_role_is_named(store, server):
     server.answer(status=403, headers={"x-ms-error-code": "AuthorizationPermissionMismatch"})
     with pytest.raises(AccessDeniedError, match="Storage Blob Data Contributor"):
         put(store)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "words"),
+    [
+        (403, "UnauthorizedBlobOverwrite", "may create blobs, but not replace"),
+        (403, "KeyVaultEncryptionKeyNotFound", "the key .* is gone, disabled or expired"),
+        (403, "KeyVaultVaultNotFound", "the key vault .* is gone"),
+        (403, "KeyVaultAccessTokenCannotBeAcquired", "managed identity"),
+        (403, "KeyVaultSomethingNew", "key vault"),
+        (409, "BlobAccessTierNotSupportedForAccountType", "access_tier"),
+        (400, "InvalidBlobTier", "access_tier"),
+        (409, "FeatureNotYetSupportedForHierarchicalNamespaceAccounts", "leave tags empty"),
+        (409, "PathConflict", "directory"),
+        (400, "PathIsTooDeep", "60 segments"),
+        (403, "RequestForbiddenByContainerEncryptionPolicy", "encryption_scope"),
+        (400, "AccountRequiresHttps", "https"),
+        (413, "RequestBodyTooLarge", "part_size"),
+        (400, "UnsupportedRestVersion", "2021-12-02"),
+    ],
+)
+def test_a_refusal_says_what_to_do(store, server, status, code, words):
+    server.answer(status=status, headers={"x-ms-error-code": code})
+    with pytest.raises(StoreError, match=words):
+        put(store)
+
+
+@pytest.mark.parametrize("code", ["AuthorizationPermissionMismatch", "SomethingNew"])
+def test_the_meaning_of_a_known_code_is_not_that_of_its_status(store, server, code):
+    server.answer(status=403, headers={"x-ms-error-code": code})
+    with pytest.raises(AccessDeniedError, match="Storage Blob Data Contributor"):
+        put(store)
+    server.answer(status=403, headers={"x-ms-error-code": "KeyVaultVaultNotFound"})
+    with pytest.raises(AccessDeniedError) as caught:
+        put(store)
+    assert "Contributor" not in str(caught.value)
+
+
+def test_a_header_or_parameter_that_azure_refuses_is_named_but_not_its_value(store, server):
+    """As in "Status and error codes": the name, and what it was, stand in the body."""
+    details = {"HeaderName": "x-ms-version", "HeaderValue": "SECRET", "Reason": "SECRET"}
+    server.answer(status=400, body=error_xml("InvalidHeaderValue", **details))
+    with pytest.raises(InvalidRequestError, match="x-ms-version") as caught:
+        put(store)
+    details = {"QueryParameterName": "comp", "QueryParameterValue": "SECRET"}
+    server.answer(status=400, body=error_xml("InvalidQueryParameterValue", **details))
+    with pytest.raises(InvalidRequestError, match="comp") as other:
+        put(store)
+    assert "SECRET" not in f"{caught.value} {other.value}"
 
 
 def test_a_file_of_the_data_lake_api_is_suspected(store, server):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from urllib.parse import quote, unquote, urlencode, urlsplit
@@ -30,7 +31,7 @@ from cloudckpt.errors import (
 from cloudckpt.stores.azure_access import API_VERSION, ContainerAccess
 from cloudckpt.stores.azure_batch import SubAnswer, compose, parse
 from cloudckpt.stores.azure_blocks import MAX_BLOCKS, block_id, upload_of
-from cloudckpt.stores.azure_errors import from_answer
+from cloudckpt.stores.azure_errors import code_of, from_answer
 from cloudckpt.stores.azure_names import check_blob
 from cloudckpt.stores.base import (
     Body,
@@ -53,6 +54,9 @@ _MAX_PUT = 5000 * 1024**2
 _MAX_BLOCK = 4000 * 1024**2
 _BLOBS_PER_BATCH = 256
 _BLOBS_PER_PAGE = "1000"
+
+_REFUSALS = (AccessDeniedError, CredentialsError, InvalidRequestError)
+_OF_THE_BLOB = re.compile("Immutab|LegalHold|Lease")  # codes of what no other request may do either
 
 
 class AzureStore(RestStore):
@@ -273,7 +277,7 @@ class AzureStore(RestStore):
         if self._batches and len(keys) > 1:
             try:
                 answers = self._batch(keys)
-            except (AccessDeniedError, CredentialsError, InvalidRequestError):
+            except _REFUSALS:
                 self._batches = False  # not for these credentials, or not known to this store
             else:
                 keys = [key for answer in answers for key in self._refused(answer, keys)]
@@ -306,20 +310,24 @@ class AzureStore(RestStore):
             return parse(content_type, reply.read_all(), len(keys), self.uri(keys[0]))
 
     def _refused(self, answer: SubAnswer, keys: Sequence[str]) -> Sequence[str]:
-        """The keys whose deletion was refused for the credentials, which may be others by now.
+        """The keys whose deletion was refused, and may be granted to a request of its own.
+
+        The credentials may be others by now; they, or the account, may not do in a batch what they
+        do alone.
 
         Raises:
-            StoreError: If it was refused for another reason.
+            StoreError: If it was refused for what the blob is, or failed.
         """
         if answer.status < 300:
             return []
         key = keys[answer.number or 0] if (answer.number or 0) < len(keys) else ""
         error = self.failure(answer.status, answer.headers, answer.body, "DELETE", self.uri(key))
-        if isinstance(error, CredentialsError):
-            return keys if answer.number is None else [key]
-        if not isinstance(error, ObjectNotFoundError):
+        if isinstance(error, ObjectNotFoundError):
+            return []
+        code = code_of(answer.headers, answer.body)
+        if not isinstance(error, _REFUSALS) or _OF_THE_BLOB.search(code):
             raise error
-        return []
+        return keys if answer.number is None else [key]
 
     # what the requests are made of
 
