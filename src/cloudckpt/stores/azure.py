@@ -182,6 +182,20 @@ class AzureStore(RestStore):
         self._begun.pop(upload.id, None)
         return made or self._looked_up(upload.key, size)
 
+    def holds(
+        self, key: str, *, size: int, checksum: int, parts: Sequence[Part] = ()
+    ) -> ObjectInfo | None:
+        """As everywhere; a blob of blocks is known by their identifiers, and not read for it."""
+        if not parts:
+            return super().holds(key, size=size, checksum=checksum)
+        try:
+            blocks, version = self._blocks(key, "committed")
+        except ObjectNotFoundError:
+            return None
+        if sorted(blocks) != sorted((part.tag, str(part.size)) for part in parts):
+            return None
+        return ObjectInfo(key, size, version) if version else self._looked_up(key, size)
+
     def abort_upload(self, upload: Upload) -> None:
         """Discards the blocks of a blob that was never completed, unless others have some there.
 
@@ -213,14 +227,20 @@ class AzureStore(RestStore):
 
     def _uploads_of(self, key: str) -> list[str]:
         """The uploads that have sent blocks of a blob."""
-        url = self.object_url(key, {"comp": "blocklist", "blocklisttype": "uncommitted"})
         try:
-            with self.exchange("GET", url, {}, key=key) as reply:
-                page = unqualified(reply.read_all(), self.uri(key))
+            blocks, _ = self._blocks(key, "uncommitted")
         except ObjectNotFoundError:
             return []  # completed or discarded since the listing
-        blocks = (text(block, "Name") for block in page.iterfind("UncommittedBlocks/Block"))
-        return sorted({upload_of(block) for block in blocks})
+        return sorted({upload_of(name) for name, _ in blocks})
+
+    def _blocks(self, key: str, kind: str) -> tuple[Sequence[tuple[str, str]], str]:
+        """Names and sizes of a blob's blocks of one kind, and its version, if it has one."""
+        url = self.object_url(key, {"comp": "blocklist", "blocklisttype": kind})
+        with self.exchange("GET", url, {}, key=key) as reply:
+            page = unqualified(reply.read_all(), self.uri(key))
+            version = reply.headers.get("ETag", "")
+        found = page.iterfind(f"{kind.capitalize()}Blocks/Block")
+        return [(text(block, "Name"), text(block, "Size")) for block in found], version
 
     def _check_open(self, upload: Upload) -> None:
         """Lets no late part bring back what was discarded."""
