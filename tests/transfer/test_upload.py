@@ -29,7 +29,7 @@ from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.parts import Piece
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.stats import TransferStats
-from cloudckpt.transfer.upload import ObjectUpload, delete_quietly
+from cloudckpt.transfer.upload import ObjectUpload, delete_quietly, put_new
 
 PART = 1000
 KEY = "run/object"
@@ -297,6 +297,20 @@ def test_an_object_with_a_random_key_replaces_none(store, size):
     store.fail(verb, ConnectionLostError, calls=[store.calls[verb] + 1], when="after")
     upload, _ = send(store, pieces_of(data, 700), create_only=True)  # met its own first try
     assert upload.info == store.inner.head(KEY)
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_small_object_whose_answer_was_lost_is_looked_for(store, refusal, when):
+    store.fail("put", ConnectionLostError, calls=[1], when=when)
+    store.fail("put", refusal, calls=[2])
+    data = memoryview(some_bytes(700))
+    retrier = Retrier(AT_ONCE)
+    if when == "after":
+        assert put_new(store, KEY, data, retrier, create_only=True) == store.inner.head(KEY)
+    else:
+        with pytest.raises(refusal):
+            put_new(store, KEY, data, retrier, create_only=True)
 
 
 def test_an_upload_that_is_gone_at_the_first_try_is_no_success(store):
