@@ -56,7 +56,7 @@ _BLOBS_PER_BATCH = 256
 _BLOBS_PER_PAGE = "1000"
 
 _REFUSALS = (AccessDeniedError, CredentialsError, InvalidRequestError)
-_OF_THE_BLOB = re.compile("Immutab|LegalHold|Lease")  # codes of what no other request may do either
+_OF_THE_BLOB = re.compile("Immutab|LegalHold|Lease")  # codes of what a request alone is refused too
 
 
 class AzureStore(RestStore):
