@@ -29,19 +29,21 @@ from cloudckpt.stores.refusals import (
 )
 from cloudckpt.stores.xml_answers import error_fields
 
-__all__ = ["from_answer"]
+__all__ = ["REFUSED", "from_answer", "token_refused"]
 
 _ROLE = (
     "access denied; the identity needs the role 'Storage Blob Data Contributor' on the container "
     "or the account ('Storage Blob Data Reader' to load only), a shared access signature the "
     "permissions rwdl, and t if tags are set"
 )
-_REFUSED: Meaning = (
+REFUSED: Meaning = (
     CredentialsError,
     "Azure does not accept the credentials: the key belongs to another account or was replaced, "
     "the shared access signature is malformed or has expired, or this machine's clock is wrong by "
     "minutes",
 )
+"""Of a key or a shared access signature; see :func:`token_refused` for tokens."""
+
 _IMMUTABLE: Meaning = (
     AccessDeniedError,
     "an immutability policy or a legal hold forbids that this blob is replaced or deleted",
@@ -81,8 +83,8 @@ _BY_CODE: dict[str, Meaning] = {
     "ConditionNotMet": _NOT_AS_EXPECTED,
     "TargetConditionNotMet": _NOT_AS_EXPECTED,
     "InvalidRange": _TOO_SHORT,
-    "AuthenticationFailed": _REFUSED,
-    "InvalidAuthenticationInfo": _REFUSED,
+    "AuthenticationFailed": REFUSED,
+    "InvalidAuthenticationInfo": REFUSED,
     "NoAuthenticationInformation": (CredentialsError, "the request arrived without credentials"),
     "KeyBasedAuthenticationNotPermitted": (
         CredentialsError,
@@ -152,7 +154,7 @@ _BY_CODE: dict[str, Meaning] = {
 }
 
 _BY_STATUS: dict[int, Meaning] = {
-    401: _REFUSED,
+    401: REFUSED,
     403: (AccessDeniedError, _ROLE),
     404: _NO_BLOB,
     409: (InvalidRequestError, "the state of the blob or container forbids this"),
@@ -161,10 +163,31 @@ _BY_STATUS: dict[int, Meaning] = {
 }
 
 
+def token_refused(tenant: str) -> Meaning:
+    """What it means that a token was refused, where the account is of a tenant; empty: unknown."""
+    named = f", {tenant}" if tenant else ""
+    return (
+        CredentialsError,
+        "Azure does not accept the access token of this identity: it was revoked, or it is not of "
+        f"the tenant that the account trusts{named} (sign in to that, with AZURE_TENANT_ID or 'az "
+        "login --tenant'; a managed identity is of the tenant of its subscription), or of another "
+        "cloud (AZURE_AUTHORITY_HOST); the identity needs the role 'Storage Blob Data Contributor'",
+    )
+
+
 def from_answer(
-    status: int, headers: Mapping[str, str], body: bytes, action: str, uri: str
+    status: int,
+    headers: Mapping[str, str],
+    body: bytes,
+    action: str,
+    uri: str,
+    *,
+    refused: Meaning = REFUSED,
 ) -> StoreError:
-    """The error for an answer that is no success: by its code, else by its HTTP status."""
+    """The error for an answer that is no success: by its code, else by its HTTP status.
+
+    ``refused`` is what it means that the credentials were not accepted.
+    """
     given = {name.lower(): value for name, value in headers.items()}
     fields = error_fields(body)
     code = given.get("x-ms-error-code") or fields.get("Code", "")
@@ -172,6 +195,8 @@ def from_answer(
         return error
     known = _BY_CODE.get(code)
     meaning = known or _BY_STATUS.get(status) or by_status(status)
+    if meaning is REFUSED:
+        meaning = refused
     words = [" ".join(text.split()) for text in (fields.get("Message", ""), _detail(fields))]
     cause = ": ".join((f"{code} HTTP {status}".strip(), *filter(None, words)))
     certain = is_certain(code, status, known)
