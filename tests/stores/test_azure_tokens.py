@@ -326,7 +326,7 @@ def test_a_machine_without_an_identity_has_no_credentials(store, metadata):
     )
     with pytest.raises(CredentialsError, match="no Azure credentials were found") as caught:
         store.head("run/object")
-    assert "Identity not found" in str(caught.value)
+    assert "ManagedIdentityCredential" in str(caught.value)
 
 
 def test_credentials_that_entra_id_refuses_are_not_called_absent(store, entra):
@@ -487,4 +487,14 @@ def test_a_service_principal_of_another_tenant_is_told_the_accounts_one(store, s
     storage.respond(lambda request: refused(storage, challenge_of(OTHER_TENANT)))
     with pytest.raises(CredentialsError, match=f"{OTHER_TENANT}.*AZURE_TENANT_ID"):
         store.head("run/object")
-    assert len(storage.requests) == 1
+    assert {urlsplit(request.target).path.split("/")[1] for request in entra.requests} == {TENANT}
+
+
+def test_a_tenant_that_is_known_by_its_domain_gets_a_fresh_token(
+    store, storage, entra, monkeypatch
+):
+    """azure-identity takes the number that the account names for another tenant."""
+    monkeypatch.setenv("AZURE_TENANT_ID", "ours.onmicrosoft.com")
+    storage.answer(refused(storage, challenge_of(TENANT)))
+    assert store.head("run/object").size == 9
+    assert bearers(storage) == ["Bearer TOKEN1", "Bearer TOKEN2"]

@@ -35,7 +35,7 @@ from cloudckpt.stores.refusals import refusal
 from cloudckpt.stores.tls import lasting_failure
 
 try:
-    from azure.core.credentials import TokenRequestOptions
+    from azure.core.credentials import AccessTokenInfo, TokenRequestOptions
     from azure.core.exceptions import AzureError, ClientAuthenticationError
     from azure.core.pipeline.transport import RequestsTransport
     from azure.identity import AzureAuthorityHosts, DefaultAzureCredential
@@ -164,8 +164,7 @@ class Tokens:
                     user_agent=f"cloudckpt/{__version__}",
                     process_timeout=_CLI_TIMEOUT,
                 )
-            options: TokenRequestOptions = {"tenant_id": self._tenant} if self._tenant else {}
-            found = self._credential.get_token_info(_SCOPE, options=options)
+            found = self._ask(self._credential)
         except Exception as exc:  # noqa: BLE001 - a source of the chain raises whatever it meets
             self._credential = None  # MSAL repeats the last refusal, for up to a minute, unasked
             raise_alone(self._meaning(exc))
@@ -173,6 +172,17 @@ class Tokens:
         now, ends = time.time(), float(found.expires_on)
         due = float(found.refresh_on) if found.refresh_on else ends - _MARGIN
         return _Held(found.token, min(max(due, now + _PAUSE), ends), ends)
+
+    def _ask(self, credential: DefaultAzureCredential) -> AccessTokenInfo:
+        if self._tenant:
+            options: TokenRequestOptions = {"tenant_id": self._tenant}
+            try:
+                return credential.get_token_info(_SCOPE, options=options)
+            except ClientAuthenticationError:
+                if self._wire.failures or self._wire.was_refused:
+                    raise
+                # azure-identity did not ask: an identity is of one tenant, which may have two names
+        return credential.get_token_info(_SCOPE, options={})
 
     def _meaning(self, exc: Exception) -> StoreError:
         cause = reason(exc)
