@@ -11,7 +11,9 @@
 import json
 import os
 import ssl
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import parse_qs, urlsplit
 
 import certifi
@@ -303,18 +305,38 @@ def test_off_azure_a_metadata_service_that_is_none_means_no_credentials(store, e
     assert elsewhere.requests[0].target.startswith("http://169.254.169.254/metadata/identity/")
 
 
+@pytest.mark.parametrize("known_by", ["tag", "setting"])
 @pytest.mark.parametrize("answer", [{"mute": True}, {"status": 404}], ids=["silent", "updated"])
 def test_on_azure_a_metadata_service_that_is_none_is_asked_again(
-    store, storage, elsewhere, tmp_path, answer
+    store, storage, elsewhere, tmp_path, monkeypatch, answer, known_by
 ):
     """The asset tag is that of all of Azure's machines, by which cloud-init knows them."""
-    (tmp_path / "chassis").write_text("7783-7084-3265-9085-8269-3286-77\n")
+    if known_by == "tag":
+        (tmp_path / "chassis").write_text("7783-7084-3265-9085-8269-3286-77\n")
+    else:
+        monkeypatch.setenv("AZURE_TOKEN_CREDENTIALS", "ManagedIdentityCredential")
     elsewhere.respond(lambda request: elsewhere.Answer(**answer))
     with pytest.raises(TransientStoreError, match=r"169\.254\.169\.254"):
         store.head("run/object")
     elsewhere.respond(lambda request: metadata_token(elsewhere, "TOKEN"))
     store.head("run/object")
     assert bearers(storage) == ["Bearer TOKEN"]
+
+
+def test_a_failure_that_many_threads_waited_for_tells_all_of_them_when_to_come_back(
+    store, metadata
+):
+    everybody = threading.Barrier(4)
+    metadata.respond(lambda request: metadata.Answer(429, {"Retry-After": "5"}))
+
+    def ask(_):
+        everybody.wait(10)
+        with pytest.raises(ThrottledError) as caught:
+            store.head("run/object")
+        return caught.value.retry_after
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(ask, range(4))) == [5.0] * 4
 
 
 # what no waiting mends

@@ -19,7 +19,7 @@ from cloudckpt.errors import (
     CredentialsError,
     MissingDependencyError,
 )
-from cloudckpt.stores.azure_errors import REFUSED, token_refused
+from cloudckpt.stores.azure_errors import token_refused
 from cloudckpt.stores.azure_signing import SharedKey
 from cloudckpt.stores.azure_tokens import Tokens, tenant_asked_for
 from cloudckpt.stores.credentials import Credentials, check_credential, masked, raise_alone
@@ -124,13 +124,13 @@ class ContainerAccess:
             headers["Authorization"] = f"Bearer {source.token()}"
         return url, headers
 
-    def refused(self, headers: Mapping[str, str]) -> Meaning:
-        """What it means that Azure does not accept these credentials, given what it answered.
+    def refused(self, headers: Mapping[str, str]) -> Meaning | None:
+        """What it means if the answer with these headers refuses the token; None if there is none.
 
         If it asks for a token of another tenant, the next look for credentials gets one of it.
         """
         if self.credentials.current.token is None:
-            return REFUSED
+            return None
         self._tenant = tenant_asked_for(headers) or self._tenant
         return token_refused(self._tenant)
 

@@ -29,21 +29,19 @@ from cloudckpt.stores.refusals import (
 )
 from cloudckpt.stores.xml_answers import error_fields
 
-__all__ = ["REFUSED", "from_answer", "token_refused"]
+__all__ = ["from_answer", "token_refused"]
 
 _ROLE = (
     "access denied; the identity needs the role 'Storage Blob Data Contributor' on the container "
     "or the account ('Storage Blob Data Reader' to load only), a shared access signature the "
     "permissions rwdl, and t if tags are set"
 )
-REFUSED: Meaning = (
+_REFUSED: Meaning = (
     CredentialsError,
     "Azure does not accept the credentials: the key belongs to another account or was replaced, "
     "the shared access signature is malformed or has expired, or this machine's clock is wrong by "
     "minutes",
 )
-"""Of a key or a shared access signature; see :func:`token_refused` for tokens."""
-
 _IMMUTABLE: Meaning = (
     AccessDeniedError,
     "an immutability policy or a legal hold forbids that this blob is replaced or deleted",
@@ -83,8 +81,8 @@ _BY_CODE: dict[str, Meaning] = {
     "ConditionNotMet": _NOT_AS_EXPECTED,
     "TargetConditionNotMet": _NOT_AS_EXPECTED,
     "InvalidRange": _TOO_SHORT,
-    "AuthenticationFailed": REFUSED,
-    "InvalidAuthenticationInfo": REFUSED,
+    "AuthenticationFailed": _REFUSED,
+    "InvalidAuthenticationInfo": _REFUSED,
     "NoAuthenticationInformation": (CredentialsError, "the request arrived without credentials"),
     "KeyBasedAuthenticationNotPermitted": (
         CredentialsError,
@@ -154,7 +152,7 @@ _BY_CODE: dict[str, Meaning] = {
 }
 
 _BY_STATUS: dict[int, Meaning] = {
-    401: REFUSED,
+    401: _REFUSED,
     403: (AccessDeniedError, _ROLE),
     404: _NO_BLOB,
     409: (InvalidRequestError, "the state of the blob or container forbids this"),
@@ -182,11 +180,12 @@ def from_answer(
     action: str,
     uri: str,
     *,
-    refused: Meaning = REFUSED,
+    refused: Meaning | None = None,
 ) -> StoreError:
     """The error for an answer that is no success: by its code, else by its HTTP status.
 
-    ``refused`` is what it means that the credentials were not accepted.
+    ``refused`` is what it means that the credentials were not accepted, if they are no key or
+    shared access signature.
     """
     given = {name.lower(): value for name, value in headers.items()}
     fields = error_fields(body)
@@ -195,7 +194,7 @@ def from_answer(
         return error
     known = _BY_CODE.get(code)
     meaning = known or _BY_STATUS.get(status) or by_status(status)
-    if meaning is REFUSED:
+    if meaning is _REFUSED and refused is not None:
         meaning = refused
     words = [" ".join(text.split()) for text in (fields.get("Message", ""), _detail(fields))]
     cause = ": ".join((f"{code} HTTP {status}".strip(), *filter(None, words)))

@@ -198,7 +198,7 @@ class Tokens:
             )
         if isinstance(exc, ClientAuthenticationError):
             return CredentialsError(
-                f"no Azure credentials were found{self._note}: neither "
+                f"no Azure credentials were found that give a token{self._note}: neither "
                 "AZURE_STORAGE_CONNECTION_STRING, nor an account key (AZURE_STORAGE_KEY, "
                 "AZURE_STORAGE_ACCOUNT_KEY) or shared access signature (AZURE_STORAGE_SAS_TOKEN), "
                 "nor by azure-identity (AZURE_CLIENT_ID and its companions, workload identity, "
@@ -207,7 +207,7 @@ class Tokens:
             )
         if isinstance(exc, AzureError):
             return ConnectionLostError("no token came from Microsoft Entra ID", cause=cause)
-        return CredentialsError("azure-identity rejects its settings", cause=cause)
+        return CredentialsError("azure-identity can't use its settings or files", cause=cause)
 
 
 class _Wire(RequestsTransport):  # type: ignore[misc]  # azure-core loads it late, without a type
