@@ -22,7 +22,8 @@ import pytest
 pytest.importorskip("azure.storage.blob")
 pytest.importorskip("azure.identity")
 
-from cloudckpt import AzureOptions, Config
+import cloudckpt
+from cloudckpt import AzureOptions, Config, RetryPolicy
 from cloudckpt.errors import (
     ConnectionLostError,
     CredentialsError,
@@ -198,7 +199,7 @@ def test_requests_for_tokens_say_whose_they_are(store, request, source):
         (429, ThrottledError),
         (503, ThrottledError),
         (410, ThrottledError),  # "IMDS is going through updates", for up to 70 seconds
-        (404, ServerError),  # "IMDS endpoint is updating"
+        (404, ThrottledError),  # "IMDS endpoint is updating"
         (500, ServerError),
         (504, ServerError),
     ],
@@ -218,6 +219,23 @@ def test_a_metadata_service_that_fails_is_asked_again(
     assert storage.requests == []
     store.head("run/object")  # at once: nothing remembers the refusal
     assert bearers(storage) == ["Bearer TOKEN2"]
+
+
+def test_a_job_waits_for_the_first_token(storage, metadata):
+    """Whatever is in its way on a machine that has just been started."""
+    metadata.answer(mute=True)
+    metadata.answer(status=404)
+    for status in (410, 503, 500):
+        metadata.answer(json_error(metadata, status, "unavailable"))
+    metadata.respond(lambda request: metadata_token(metadata, "TOKEN"))
+    storage.respond(lambda request: storage.Answer(404, {"x-ms-error-code": "BlobNotFound"}))
+    config = Config(
+        azure=AzureOptions(endpoint_url=storage.url, account="account"),
+        retry=RetryPolicy(base=0.001, cap=0.01),
+    )
+    assert not cloudckpt.exists("az://container/run", config=config)
+    assert len(metadata.requests) == 6
+    assert set(bearers(storage)) == {"Bearer TOKEN"}
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])

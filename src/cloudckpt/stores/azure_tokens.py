@@ -56,7 +56,7 @@ _PAUSE = 30.0  # seconds between tries to renew what is still valid
 _LONGEST_WAIT = 120.0  # seconds for a token that another thread is fetching
 _CLI_TIMEOUT = 60  # seconds; on a busy machine `az` takes many of them to start
 
-_SLOW_DOWN = frozenset({410, 429, 503})  # 410: the metadata service is updated, for 70 s
+_SLOW_DOWN = frozenset({404, 410, 429, 503})  # the first two: it is updated, for up to 70 s
 
 _METADATA_HOST = "169.254.169.254"
 _METADATA_PATH = "/metadata/identity/"
@@ -256,7 +256,7 @@ class _Wire(RequestsTransport):  # type: ignore[misc]  # azure-core loads it lat
 
 def _is_passing(url: str, host: str, status: int) -> bool:
     """Whether an answer is one to come back after."""
-    if status == 404:  # of the metadata service: it is updated. Other clouds have none of this name
+    if status == 404:  # only of a metadata service; those of other clouds have none of this name
         is_metadata = urlsplit(url).path.startswith(_METADATA_PATH)
         return is_metadata and (host != _METADATA_HOST or _is_machine_of_azure())
     return status in _SLOW_DOWN or status == 408 or status >= 500
