@@ -110,6 +110,96 @@ def test_a_connection_that_breaks_anywhere_is_survived(stub, config, number, car
     assert not stub.state.uploads
 
 
+# a bucket that everybody may read, whose data is cached for an hour
+
+
+@pytest.fixture
+def public(stub):
+    stub.state.public = True
+    return stub.state
+
+
+def written_without_cache_control(state):
+    """Makes the objects those of a writer that leaves the cache alone."""
+    for name, stored in state.objects.items():
+        attributes = dataclasses.replace(stored.attributes, cache_control=None)
+        state.objects[name] = dataclasses.replace(stored, attributes=attributes)
+
+
+def is_commit(request):
+    return request.query.get("name", "").endswith("/.metadata")
+
+
+@pytest.mark.parametrize("written_by", ["us", "others"])
+def test_a_cached_checkpoint_does_not_come_back(public, config, written_by):
+    for first in (3, 4, 5):
+        save(state_of(first), config)
+        if written_by == "others":
+            written_without_cache_control(public)
+        for _ in range(2):
+            assert_same(loaded(config), state_of(first))
+    assert len(public.keys("bucket")) == 4
+
+
+def test_nothing_that_is_written_may_be_cached(public, config):
+    save(state_of(3), config)
+    loaded(config)
+    found = {stored.attributes.cache_control for stored in public.objects.values()}
+    assert found == {"no-store"}
+
+
+@pytest.mark.parametrize("written_by", ["us", "others"])
+@pytest.mark.parametrize("second", ["carried out", "not carried out"])
+def test_a_commit_whose_answer_was_lost_is_not_looked_for_in_a_cache(
+    public, config, written_by, second
+):
+    save(state_of(3), config)
+    if written_by == "others":
+        written_without_cache_control(public)
+    loaded(config)
+    public.inject(is_commit, None, carry_out=True)
+    if second == "not carried out":
+        public.inject(is_commit, 503)
+    save(state_of(4), config)
+    assert_same(loaded(config), state_of(4))
+    assert len(public.keys("bucket")) == 4
+
+
+def test_a_commit_whose_answer_was_lost_and_that_others_have_replaced_is_a_conflict(
+    public, config, monkeypatch
+):
+    save(state_of(3), config)
+    written_without_cache_control(public)
+    loaded(config)
+    public.inject(is_commit, None)
+    put, others = GCSStore.put, []
+
+    def put_late(self, key, *arguments, **named):
+        try:
+            return put(self, key, *arguments, **named)
+        finally:
+            if key.endswith("/.metadata") and not others:
+                others.append(key)
+                save(state_of(7), config)
+
+    monkeypatch.setattr(GCSStore, "put", put_late)
+    with pytest.raises(CheckpointConflictError):
+        save(state_of(4), config)
+    assert_same(loaded(config), state_of(7))
+    assert len(public.keys("bucket")) == 4
+
+
+@pytest.mark.parametrize(("of_bucket", "wanted"), [("NEARLINE", None), ("STANDARD", "COLDLINE")])
+def test_a_checkpoint_has_the_storage_class_that_is_wanted(stub, config, of_bucket, wanted):
+    stub.state.storage_class = of_bucket
+    options = dataclasses.replace(config.gcs, storage_class=wanted)
+    config = dataclasses.replace(config, gcs=options)
+    save(state_of(3), config)
+    assert_same(loaded(config), state_of(3))
+    found = {stored.attributes.storage_class for stored in stub.state.objects.values()}
+    assert found == {wanted or of_bucket}
+
+
 def _save_and_load_in_other_layouts(config):
     cloudckpt.save(spread(full_state(), LAYOUTS["2 rows"]), checkpoint_id=URI, config=config)
     state = spread(full_state(), LAYOUTS["2 columns"], blank=True)

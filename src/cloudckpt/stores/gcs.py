@@ -24,7 +24,7 @@ from cloudckpt.stores.base import Body, Capabilities, ObjectInfo, Part, Progress
 from cloudckpt.stores.gcs_access import BucketAccess
 from cloudckpt.stores.gcs_compose import MAX_PARTS, Composition, is_temporary
 from cloudckpt.stores.gcs_errors import from_answer
-from cloudckpt.stores.gcs_json import JsonObjects, Stored, generation, parse_crc32c
+from cloudckpt.stores.gcs_json import JsonObjects, generation, parse_crc32c
 from cloudckpt.stores.gcs_properties import Properties
 from cloudckpt.stores.http import HttpClient, Reply
 from cloudckpt.stores.rest import RestStore, encode_key, encode_query
@@ -121,23 +121,18 @@ class GCSStore(RestStore):
         self, upload: Upload, parts: Sequence[Part], *, if_absent: bool = False
     ) -> ObjectInfo:
         if self._composition is not None:
-            return self._composition.complete(upload, parts)
+            return self._composition.complete(upload, parts, if_absent=if_absent)
         size = sum(part.size for part in parts)
         whole = CRC32C.combine((part.checksum, part.size) for part in parts)
-        try:
-            done = self._multipart.complete(upload, parts, {})
-        except ObjectNotFoundError:
-            info = self._objects.made(upload.key, size, whole)
-            if info is None:
-                raise
-            return info
+        # no condition: multipart uploads know none, but each can be completed only once
+        done = self._multipart.complete(upload, parts, {})
         fields = {name.lower(): value for name, value in done.headers.items()}
         version = fields.get("x-goog-generation")
         crc32c = parse_crc32c(fields.get("x-goog-hash", ""))
         if version is None or crc32c is None:  # the hash is not told of what KMS encrypts
             made = self._objects.stat(upload.key)
         else:
-            made = Stored(ObjectInfo(upload.key, size, version), crc32c)
+            made = ObjectInfo(upload.key, size, version, crc32c)
         return self._objects.checked(made, size, whole)
 
     def abort_upload(self, upload: Upload) -> None:
@@ -150,10 +145,20 @@ class GCSStore(RestStore):
         data, info = super().get(key)
         if info.version:
             return data, info
-        found = self._objects.stat(key)  # an emulator left it out: is it that of these bytes?
-        if found.info.size != len(data) or found.crc32c not in (None, CRC32C.of(data)):
+        found = self.head(key)  # an emulator left it out: is it that of these bytes?
+        if found.size != len(data) or found.checksum not in (None, CRC32C.of(data)):
             raise _replaced(self.uri(key))
-        return data, found.info
+        return data, found
+
+    def get_latest(self, key: str) -> tuple[bytearray, ObjectInfo]:
+        info = self.head(key)  # never from a cache, as the data of an older version may be
+        data = bytearray(info.size)
+        if data:
+            try:
+                self.get_range(key, 0, [memoryview(data)], if_version=info.version)
+            except PreconditionFailedError as error:
+                raise _replaced(self.uri(key)) from error
+        return data, info
 
     def get_range(
         self,
@@ -164,7 +169,17 @@ class GCSStore(RestStore):
         if_version: str | None = None,
         progress: Progress | None = None,
     ) -> ObjectInfo:
-        info = super().get_range(key, start, into, if_version=if_version, progress=progress)
+        try:
+            info = super().get_range(key, start, into, if_version=if_version, progress=progress)
+        except ObjectNotFoundError as error:
+            if if_version is None:
+                raise
+            raise PreconditionFailedError(
+                "the object was replaced or deleted",
+                uri=self.uri(key),
+                cause=error,
+                certain=error.certain,
+            ) from error
         if not info.version:  # an emulator left it out
             found = self.head(key)
             if if_version is None and found.size != info.size:
@@ -175,7 +190,7 @@ class GCSStore(RestStore):
         return info
 
     def head(self, key: str) -> ObjectInfo:
-        return self._objects.stat(key).info
+        return self._objects.stat(key)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         return (info for info in self._objects.list(prefix) if not is_temporary(info.key))
@@ -202,7 +217,9 @@ class GCSStore(RestStore):
     def _content_url(self, key: str, if_version: str | None) -> str:
         query = {"alt": "media"}
         if if_version:
-            query["ifGenerationMatch"] = generation(if_version)
+            # this generation, which no cache mistakes for another one; and only while it is the
+            # latest, since a bucket with versions keeps older ones
+            query["generation"] = query["ifGenerationMatch"] = generation(if_version)
         return self._objects.url(key, query)
 
     def _if_version(self, version: str) -> Mapping[str, str]:

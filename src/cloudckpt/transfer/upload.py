@@ -230,10 +230,14 @@ class ObjectUpload:
         checksum = self.algorithm.combine((part.checksum, part.size) for part in parts)
 
         def made(error: StoreError) -> ObjectInfo | None:
-            if not isinstance(error, ObjectNotFoundError):
-                return self._look(self.position, checksum, parts)
-            # the upload is gone: the store may still be putting its parts together
-            return self._retrier.wait_for(lambda: self._look(self.position, checksum, parts))
+            if isinstance(error, ObjectNotFoundError):
+                # the upload is gone: the store may still be putting its parts together
+                found = self._retrier.wait_for(lambda: self._look(self.position, checksum, parts))
+            else:
+                found = self._look(self.position, checksum, parts)
+            if found is not None:
+                self._abort(upload)  # the try that has made it did not come to its own cleaning up
+            return found
 
         self.info = self._retrier.call(
             lambda: self._store.complete_upload(upload, parts, if_absent=self._create_only),
