@@ -41,6 +41,7 @@ from cloudckpt.stores.base import (
     nbytes,
     random_suffix,
 )
+from cloudckpt.stores.deletions import Failures, delete_all, one_by_one
 from cloudckpt.stores.http import HttpClient, Reply
 from cloudckpt.stores.rest import Pages, RestStore, encode_key, encode_query
 from cloudckpt.stores.xml_answers import text, unqualified
@@ -192,7 +193,7 @@ class AzureStore(RestStore):
         try:
             self.head(upload.key)
         except ObjectNotFoundError:
-            self._delete(upload.key)
+            self.delete([upload.key])
 
     def list_uploads(self, prefix: str) -> Iterator[Upload]:
         """The uploads that Azure has blocks of, and those that were begun here."""
@@ -261,27 +262,24 @@ class AzureStore(RestStore):
             pages.next(marker)
 
     def delete(self, keys: Iterable[str]) -> None:
-        wanted = list(dict.fromkeys(keys))
-        for start in range(0, len(wanted), _BLOBS_PER_BATCH):
-            self._delete_all(wanted[start : start + _BLOBS_PER_BATCH])
+        delete_all(keys, _BLOBS_PER_BATCH, self._delete_batch)
 
-    def _delete_all(self, keys: Sequence[str]) -> None:
+    def _delete_batch(self, keys: Sequence[str]) -> Failures:
+        failures: Failures = []
         if self._batches and len(keys) > 1:
             try:
                 answers = self._batch(keys)
             except (AccessDeniedError, CredentialsError, InvalidRequestError):
                 self._batches = False  # not for these credentials, or not known to this store
             else:
-                keys = [key for answer in answers for key in self._refused(answer, keys)]
-        for key in keys:
-            self._delete(key)
+                failures = [failed for answer in answers for failed in self._failures(answer, keys)]
+                keys = [key for key, error in failures if isinstance(error, CredentialsError)]
+                failures = [failed for failed in failures if failed[0] not in keys]
+        return [*failures, *one_by_one(keys, self._delete)]  # with other credentials, perhaps
 
     def _delete(self, key: str) -> None:
         headers = {"x-ms-delete-snapshots": "include"}
-        with (
-            contextlib.suppress(ObjectNotFoundError),
-            self.exchange("DELETE", self.object_url(key), headers, key=key),
-        ):
+        with self.exchange("DELETE", self.object_url(key), headers, key=key):
             pass
 
     def _batch(self, keys: Sequence[str]) -> Sequence[SubAnswer]:
@@ -301,21 +299,15 @@ class AzureStore(RestStore):
             content_type = reply.headers.get("Content-Type", "")
             return parse(content_type, reply.read_all(), len(keys), self.uri(keys[0]))
 
-    def _refused(self, answer: SubAnswer, keys: Sequence[str]) -> Sequence[str]:
-        """The keys whose deletion was refused for the credentials, which may be others by now.
-
-        Raises:
-            StoreError: If it was refused for another reason.
-        """
+    def _failures(self, answer: SubAnswer, keys: Sequence[str]) -> Failures:
+        """The keys whose deletion an answer of a batch refuses, and why."""
         if answer.status < 300:
             return []
-        key = keys[answer.number or 0] if (answer.number or 0) < len(keys) else ""
-        error = self.failure(answer.status, answer.headers, answer.body, "DELETE", self.uri(key))
-        if isinstance(error, CredentialsError):
-            return keys if answer.number is None else [key]
-        if not isinstance(error, ObjectNotFoundError):
-            raise error
-        return []
+        number = answer.number if (answer.number or 0) < len(keys) else None  # None: all of them
+        refused = keys if number is None else [keys[number]]
+        uri = self.uri(refused[0])
+        error = self.failure(answer.status, answer.headers, answer.body, "DELETE", uri)
+        return [] if isinstance(error, ObjectNotFoundError) else [(key, error) for key in refused]
 
     # what the requests are made of
 

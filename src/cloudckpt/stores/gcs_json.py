@@ -25,6 +25,7 @@ from cloudckpt.errors import (
     StoreError,
 )
 from cloudckpt.stores.base import Body, ObjectInfo, Progress, nbytes, random_suffix
+from cloudckpt.stores.deletions import Failures, delete_all, one_by_one
 from cloudckpt.stores.gcs_properties import Properties
 from cloudckpt.stores.http import Reply
 from cloudckpt.stores.rest import Pages, RestStore, encode_query
@@ -196,26 +197,23 @@ class JsonObjects:
 
     def delete(self, keys: Iterable[str]) -> None:
         """Removes objects; those that are not there are no error."""
-        wanted = list(dict.fromkeys(keys))
-        for start in range(0, len(wanted), _CALLS_PER_BATCH):
-            self._delete_all(wanted[start : start + _CALLS_PER_BATCH])
+        delete_all(keys, _CALLS_PER_BATCH, self._delete_batch)
 
-    def _delete_all(self, keys: Sequence[str]) -> None:
+    def _delete_batch(self, keys: Sequence[str]) -> Failures:
+        failures: Failures = []
         if self._batches:
             try:
                 answers = self._batch(keys)
             except (InvalidRequestError, ObjectNotFoundError):
                 self._batches = False  # this store has none; Google's storage-testbench says 501
             else:
-                keys = self._refused(keys, answers)
-        for key in keys:
-            self._delete(key)
+                failures = self._failures(keys, answers)
+                keys = [key for key, error in failures if isinstance(error, CredentialsError)]
+                failures = [failed for failed in failures if failed[0] not in keys]
+        return [*failures, *one_by_one(keys, self._delete)]  # with other credentials, perhaps
 
     def _delete(self, key: str) -> None:
-        with (
-            contextlib.suppress(ObjectNotFoundError),
-            self._store.exchange("DELETE", self.url(key, {}), {}, key=key),
-        ):
+        with self._store.exchange("DELETE", self.url(key, {}), {}, key=key):
             pass
 
     def _batch(self, keys: Sequence[str]) -> Sequence[_Answer]:
@@ -239,21 +237,15 @@ class JsonObjects:
             )
         return answers
 
-    def _refused(self, keys: Sequence[str], answers: Sequence[_Answer]) -> Sequence[str]:
-        """The keys whose deletion was refused for the credentials, which may be others by now.
-
-        Raises:
-            StoreError: If one was refused for another reason.
-        """
-        refused = []
+    def _failures(self, keys: Sequence[str], answers: Sequence[_Answer]) -> Failures:
+        """The keys whose deletion was refused, and why."""
+        failures: Failures = []
         for key, (status, fields, answer) in zip(keys, answers, strict=True):
             if status >= 300:
                 error = self._store.failure(status, fields, answer, "delete", self._store.uri(key))
-                if isinstance(error, CredentialsError):
-                    refused.append(key)
-                elif not isinstance(error, ObjectNotFoundError):
-                    raise error
-        return refused
+                if not isinstance(error, ObjectNotFoundError):
+                    failures.append((key, error))
+        return failures
 
     def _answer(self, reply: Reply, key: str) -> dict[str, Any]:
         try:
