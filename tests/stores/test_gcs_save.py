@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import warnings
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import cloudckpt
 from cloudckpt import Config, GCSOptions, RetryPolicy
@@ -15,6 +17,7 @@ from dcp.ranks import Ranks
 from dcp.values import assert_same, blank_like, numbered
 from stubs.gcs import GcsStub
 from stubs.gcs_answers import RefusalError
+from stubs.gcs_state import Attributes
 
 URI = "gs://bucket/run/step-1"
 PART = 5 * 1024**2
@@ -124,6 +127,22 @@ def written_without_cache_control(state):
     for name, stored in state.objects.items():
         attributes = dataclasses.replace(stored.attributes, cache_control=None)
         state.objects[name] = dataclasses.replace(stored, attributes=attributes)
+
+
+def written_by_torch(state, folder, values):
+    """Puts a checkpoint of torch's own writer there, whose names are the same each time."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(values, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    for file in folder.iterdir():
+        state.put("bucket", f"run/step-1/{file.name}", file.read_bytes(), Attributes())
+
+
+def test_a_cached_checkpoint_of_torch_does_not_come_back(public, config, tmp_path):
+    for first in (3, 4):
+        written_by_torch(public, tmp_path / str(first), state_of(first))
+        for _ in range(2):
+            assert_same(loaded(config), state_of(first))
 
 
 def is_commit(request):

@@ -35,8 +35,8 @@ class Capabilities:
     Attributes:
         conditional_writes: Whether ``if_absent`` and ``if_version`` of ``put`` are honoured: True
             or False where that is documented, None where it has to be tried out.
-        create_only: Whether ``if_absent`` is documented for ``put`` and ``complete_upload`` alike,
-            and keeps a repeated request from making a second version that is billed.
+        create_only: Whether ``if_absent`` of ``put`` and ``complete_upload`` is documented to keep
+            a repeated request from making a second version that is billed.
         min_part_size: Fewest bytes of an upload part other than the last.
         max_part_size: Most bytes of an upload part.
         max_parts: Most parts of an upload.

@@ -52,12 +52,14 @@ class GCSStore(RestStore):
         self._objects = JsonObjects(self, endpoint, bucket, checksums=self._checksums)
         self._bucket_url = f"{endpoint}/{quote(bucket, safe='')}"  # of the XML API
         self._multipart = XmlMultipart(self, self._bucket_url, self._dialect())
+        self._has_cached = False  # whether data of the bucket may come from a cache
         self._composition: Composition | None = None
         if options.upload_strategy == "compose":
             self._composition = Composition(self._objects, self._properties)
         self._uploads = self._composition or self._multipart
         self.capabilities = Capabilities(
             conditional_writes=True if is_google else None,
+            create_only=is_google,
             min_part_size=1 if self._composition else _MIN_PART,
             max_part_size=_MAX_PART,
             max_parts=MAX_PARTS if self._composition else _MAX_MULTIPART_PARTS,
@@ -124,7 +126,7 @@ class GCSStore(RestStore):
             return self._composition.complete(upload, parts, if_absent=if_absent)
         size = sum(part.size for part in parts)
         whole = CRC32C.combine((part.checksum, part.size) for part in parts)
-        # no condition: multipart uploads know none, but each can be completed only once
+        # without a condition: multipart uploads know none, but each can be completed only once
         done = self._multipart.complete(upload, parts, {})
         fields = {name.lower(): value for name, value in done.headers.items()}
         version = fields.get("x-goog-generation")
@@ -180,10 +182,11 @@ class GCSStore(RestStore):
                 cause=error,
                 certain=error.certain,
             ) from error
-        if not info.version:  # an emulator left it out
+        if not info.version or (if_version is None and self._has_cached):
             found = self.head(key)
-            if if_version is None and found.size != info.size:
-                raise _replaced(self.uri(key))
+            is_of_it = found.size == info.size and info.version in ("", found.version)
+            if if_version is None and not is_of_it:
+                raise _replaced(self.uri(key), found.version)
             info = found
         if if_version is not None and info.version != if_version:
             raise PreconditionFailedError("the object was replaced", uri=self.uri(key))
@@ -226,10 +229,13 @@ class GCSStore(RestStore):
         return {}  # it stands in the URL
 
     def _version(self, reply: Reply, key: str) -> str:
-        return reply.headers.get("x-goog-generation", "")
+        # what everybody may read and somebody else has written, without forbidding it to be cached
+        self._has_cached = self._has_cached or "public" in reply.headers.get("Cache-Control", "")
+        return reply.headers.get("x-goog-generation", "")  # an emulator may leave it out
 
 
-def _replaced(uri: str) -> ConnectionLostError:
+def _replaced(uri: str, version: str | None = None) -> ConnectionLostError:
+    """``version``: the one to read instead."""
     return ConnectionLostError(
-        "the object was replaced while it was read: it is read anew", uri=uri
+        "the object was replaced while it was read: it is read anew", version=version, uri=uri
     )
