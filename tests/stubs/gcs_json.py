@@ -165,7 +165,7 @@ def _get(state: State, call: Call) -> Answer:
         return json_answer(
             _resource(state.find(bucket, key, expected=expected, generation=generation))
         )
-    stored = state.read(bucket, key, expected=expected, generation=generation)
+    stored = state.read(request, bucket, key, expected=expected, generation=generation)
     hashes = [f"crc32c={stored.crc32c}"]
     if stored.md5:
         hashes.append(f"md5={base64.b64encode(stored.md5).decode()}")

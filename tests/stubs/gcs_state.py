@@ -7,8 +7,8 @@ that of the bucket, and sources and result of a composition are of one class
 (.../docs/composite-objects); the data of publicly readable objects is cached for an hour unless
 their Cache-Control forbids it, their metadata never (.../docs/caching, .../docs/consistency). Taken
 from reports: a condition is checked before the retention period; a multipart upload that a
-retention period refuses stays open. Assumed: a cache tells apart the generations that are asked
-for, and nothing else of a request.
+retention period refuses stays open; a cache knows data by the whole URL, with the query
+(https://build.ralphmayr.com/posts/46-gcs-caching-can-be-a-pain-in-the-neck).
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class State:
         self.retention = 0.0
         self.storage_class = "STANDARD"
         self.public = False
-        self._cached: dict[tuple[str, str, int | None], StoredObject] = {}
+        self._cached: dict[tuple[str, frozenset[tuple[str, str]]], StoredObject] = {}
         self._injections: list[Injection] = []
         self._changed: dict[tuple[str, str], float] = {}
         self._numbers = itertools.count(1)
@@ -200,17 +200,23 @@ class State:
         return found
 
     def read(
-        self, bucket: str, key: str, *, expected: int | None, generation: int | None
+        self,
+        request: Request,
+        bucket: str,
+        key: str,
+        *,
+        expected: int | None,
+        generation: int | None,
     ) -> StoredObject:
         """As `find`, for the data: what is cached of it is served, be it replaced or deleted."""
-        name = (bucket, key, generation)
+        url = (request.path, frozenset(request.query.items()))
         with self.lock:
-            found = self._cached.get(name) or self.find(bucket, key, generation=generation)
+            found = self._cached.get(url)
+            if found is None:
+                found = self.find(bucket, key, expected=expected, generation=generation)
             if "public" in self.cache_control(found):
-                self._cached[name] = found
-        if expected not in (None, found.generation):
-            raise answers.condition_not_met()
-        return found
+                self._cached[url] = found
+            return found
 
     def cache_control(self, stored: StoredObject) -> str:
         """The header of that name with which the data of an object is sent."""

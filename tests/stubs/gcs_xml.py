@@ -122,7 +122,7 @@ def _get(state: State, call: Call, bucket: str, key: str) -> Answer:
     generation = whole_number(call.request.query.get("generation"))
     expected = _expected(call.request)
     # its HEAD is taken for a read of the data, too
-    stored = state.read(bucket, key, expected=expected, generation=generation)
+    stored = state.read(call.request, bucket, key, expected=expected, generation=generation)
     headers = [*_hashes(stored), ("Cache-Control", state.cache_control(stored))]
     return media(stored, call.request, headers)
 

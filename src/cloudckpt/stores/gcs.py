@@ -153,7 +153,9 @@ class GCSStore(RestStore):
         return data, found
 
     def get_latest(self, key: str) -> tuple[bytearray, ObjectInfo]:
-        info = self.head(key)  # never from a cache, as the data of an older version may be
+        # metadata never come from a cache, and caches know data by the whole URL: also by the
+        # generation that it is to have
+        info = self.head(key)
         data = bytearray(info.size)
         if data:
             try:
@@ -171,17 +173,7 @@ class GCSStore(RestStore):
         if_version: str | None = None,
         progress: Progress | None = None,
     ) -> ObjectInfo:
-        try:
-            info = super().get_range(key, start, into, if_version=if_version, progress=progress)
-        except ObjectNotFoundError as error:
-            if if_version is None:
-                raise
-            raise PreconditionFailedError(
-                "the object was replaced or deleted",
-                uri=self.uri(key),
-                cause=error,
-                certain=error.certain,
-            ) from error
+        info = super().get_range(key, start, into, if_version=if_version, progress=progress)
         if not info.version or (if_version is None and self._has_cached):
             found = self.head(key)
             is_of_it = found.size == info.size and info.version in ("", found.version)
@@ -220,9 +212,7 @@ class GCSStore(RestStore):
     def _content_url(self, key: str, if_version: str | None) -> str:
         query = {"alt": "media"}
         if if_version:
-            # this generation, which no cache mistakes for another one; and only while it is the
-            # latest, since a bucket with versions keeps older ones
-            query["generation"] = query["ifGenerationMatch"] = generation(if_version)
+            query["ifGenerationMatch"] = generation(if_version)
         return self._objects.url(key, query)
 
     def _if_version(self, version: str) -> Mapping[str, str]:
