@@ -18,6 +18,7 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     PreconditionFailedError,
     ServerError,
+    StoreError,
 )
 from cloudckpt.stores.gcs import GCSStore
 from cloudckpt.stores.registry import open_store
@@ -209,6 +210,47 @@ def test_a_completion_that_takes_its_time_is_waited_for(stub, config):
     check_loads(slow)
     assert len(asked) == 5
     assert len(stub.state.keys("bucket")) == 4
+
+
+def test_a_look_that_fails_behind_a_completion_does_not_make_it_undone(stub, config):
+    """Google does not tell the hash of what Cloud KMS encrypts, so it is asked for."""
+    options = dataclasses.replace(config.gcs, kms_key_name="projects/p/locations/l/keyRings/r/k")
+    config = dataclasses.replace(config, gcs=options)
+    slow_down = answers.too_fast("bucket", "object").as_json()
+    completed = []
+
+    def is_look(request):
+        completed.extend([request] if is_completion(request) else [])
+        return request.method == "GET" and request.path.endswith(".distcp") and bool(completed)
+
+    stub.state.inject(is_look, slow_down.status, slow_down.headers, slow_down.body)
+    save(config)
+    check_loads(config)
+    assert not stub.state.uploads
+
+
+@pytest.mark.parametrize("status", [403, 429])
+@pytest.mark.parametrize("verb", ["put", "complete_upload"])
+def test_what_was_written_is_not_said_to_be_certainly_not_written(stub, config, verb, status):
+    """Some emulators do not tell the generation of what they have written."""
+    store = open_store(CheckpointURI.parse(URI), config)
+    upload = store.create_upload("run/object", 5 * 1024**2)
+    crc = CRC32C.of(b"data")
+    part = store.put_part(upload, 1, [memoryview(b"data")], checksum=crc)
+    made = answers.json_answer({"name": "run/object"})
+    if config.gcs.upload_strategy == "multipart" and verb == "complete_upload":
+        made = answers.xml_answer("<CompleteMultipartUploadResult></CompleteMultipartUploadResult>")
+    stub.state.inject(lambda request: request.method == "POST", 200, made.headers, made.body)
+    refused = answers.denied("storage.objects.get") if status == 403 else answers.too_fast("b", "k")
+    refusal = refused.as_json()
+    stub.state.inject(lambda request: True, status, refusal.headers, refusal.body)
+    write = {
+        "put": lambda: store.put("run/object", [memoryview(b"data")], checksum=crc),
+        "complete_upload": lambda: store.complete_upload(upload, [part]),
+    }
+    with pytest.raises(StoreError) as caught:
+        write[verb]()
+    assert not caught.value.certain
 
 
 def test_data_and_completions_are_written_only_once_where_that_is_documented(stub, config):

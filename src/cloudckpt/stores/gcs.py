@@ -24,7 +24,7 @@ from cloudckpt.stores.base import Body, Capabilities, ObjectInfo, Part, Progress
 from cloudckpt.stores.gcs_access import BucketAccess
 from cloudckpt.stores.gcs_compose import MAX_PARTS, Composition, is_temporary
 from cloudckpt.stores.gcs_errors import from_answer
-from cloudckpt.stores.gcs_json import JsonObjects, generation, parse_crc32c
+from cloudckpt.stores.gcs_json import JsonObjects, carried_out, generation, parse_crc32c
 from cloudckpt.stores.gcs_properties import Properties
 from cloudckpt.stores.http import HttpClient, Reply
 from cloudckpt.stores.rest import RestStore, encode_key, encode_query
@@ -132,7 +132,8 @@ class GCSStore(RestStore):
         version = fields.get("x-goog-generation")
         crc32c = parse_crc32c(fields.get("x-goog-hash", ""))
         if version is None or crc32c is None:  # the hash is not told of what KMS encrypts
-            made = self._objects.stat(upload.key)
+            with carried_out():
+                made = self._objects.stat(upload.key)
         else:
             made = ObjectInfo(upload.key, size, version, crc32c)
         return self._objects.checked(made, size, whole)

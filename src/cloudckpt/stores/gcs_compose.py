@@ -24,7 +24,7 @@ from cloudckpt.stores.base import (
     nbytes,
     random_suffix,
 )
-from cloudckpt.stores.gcs_json import JsonObjects
+from cloudckpt.stores.gcs_json import JsonObjects, carried_out
 from cloudckpt.stores.gcs_properties import Properties
 
 __all__ = ["MAX_PARTS", "Composition", "is_temporary"]
@@ -97,11 +97,11 @@ class Composition:
             ]
         info = self._compose(upload.key, pieces, self._properties, if_absent=if_absent)
         try:
-            self.abort(upload)
+            with carried_out():
+                self.abort(upload)
+        except TransientStoreError:
+            raise
         except StoreError as error:
-            if isinstance(error, TransientStoreError):
-                error.certain = False  # the object is there
-                raise
             logger.warning("temporary objects were left behind: %s", error)
         return info
 

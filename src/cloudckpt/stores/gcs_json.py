@@ -30,7 +30,7 @@ from cloudckpt.stores.gcs_properties import Properties
 from cloudckpt.stores.http import Reply
 from cloudckpt.stores.rest import Pages, RestStore, encode_query
 
-__all__ = ["JsonObjects", "generation", "parse_crc32c"]
+__all__ = ["JsonObjects", "carried_out", "generation", "parse_crc32c"]
 
 _CALLS_PER_BATCH = 100  # https://cloud.google.com/storage/docs/batch
 _NO_GENERATION = str(2**63 - 1)  # generations are times: no object has the last one
@@ -109,7 +109,8 @@ class JsonObjects:
             resource = self._answer(reply, key)
         if size == 0:  # which an answer may leave out, see _size
             resource = {"size": 0, **resource}
-        found = self._stored(resource, key)
+        with carried_out():
+            found = self._stored(resource, key)
         if found.size != size:
             raise ServerError(
                 f"{size} bytes were sent, but {found.size} stored", uri=self._store.uri(key)
@@ -177,7 +178,8 @@ class JsonObjects:
         body = [memoryview(content)]
         with self._store.exchange("POST", url, headers, body, key=key, is_long=True) as reply:
             resource = self._answer(reply, key)
-        return self._stored(resource, key)
+        with carried_out():
+            return self._stored(resource, key)
 
     def checked(self, made: ObjectInfo, size: int, crc32c: int) -> ObjectInfo:
         """An object that the store has put together, if it is what its parts make.
@@ -293,6 +295,16 @@ class JsonObjects:
                 "the object was replaced while it was looked at", uri=error.uri
             ) from error
         raise ConnectionLostError("the answer does not tell the size", uri=self._store.uri(key))
+
+
+@contextlib.contextmanager
+def carried_out() -> Iterator[None]:
+    """For what is asked behind a write: its failure is no word of the store against the write."""
+    try:
+        yield
+    except StoreError as error:
+        error.certain = False
+        raise
 
 
 def generation(version: str) -> str:
