@@ -300,7 +300,7 @@ class CloudStorageWriter(StorageWriter):
         if self.committed is None and self._written:
             store, key = self._store(), self._commit_key()
             try:
-                held, _ = Retrier.for_cleanup(self.config.retry).call(lambda: store.get(key))
+                held, _ = Retrier.for_cleanup(self.config.retry).call(lambda: store.get_latest(key))
             except CloudCheckpointError as error:
                 logger.warning("whether the save is committed could not be seen: %s", error)
             else:

@@ -31,7 +31,7 @@ from cloudckpt.errors import (
 from cloudckpt.stores.azure_access import API_VERSION, ContainerAccess
 from cloudckpt.stores.azure_batch import SubAnswer, compose, parse
 from cloudckpt.stores.azure_blocks import MAX_BLOCKS, block_id, upload_of
-from cloudckpt.stores.azure_errors import code_of, from_answer
+from cloudckpt.stores.azure_errors import from_answer
 from cloudckpt.stores.azure_names import check_blob
 from cloudckpt.stores.base import (
     Body,
@@ -43,6 +43,7 @@ from cloudckpt.stores.base import (
     nbytes,
     random_suffix,
 )
+from cloudckpt.stores.deletions import Failures, delete_all, one_by_one
 from cloudckpt.stores.http import HttpClient, Reply
 from cloudckpt.stores.rest import Pages, RestStore, encode_key, encode_query
 from cloudckpt.stores.xml_answers import text, unqualified
@@ -56,7 +57,7 @@ _BLOBS_PER_BATCH = 256
 _BLOBS_PER_PAGE = "1000"
 
 _REFUSALS = (AccessDeniedError, CredentialsError, InvalidRequestError)
-_OF_THE_BLOB = re.compile("Immutab|LegalHold|Lease")  # codes of what a request alone is refused too
+_OF_THE_BLOB = re.compile(r"\w*(Immutab|LegalHold|Lease)\w* HTTP ")
 
 
 class AzureStore(RestStore):
@@ -212,7 +213,7 @@ class AzureStore(RestStore):
         try:
             self.head(upload.key)
         except ObjectNotFoundError:
-            self._delete(upload.key)
+            self.delete([upload.key])
 
     def list_uploads(self, prefix: str) -> Iterator[Upload]:
         """The uploads that Azure has blocks of, and those that were begun here."""
@@ -287,29 +288,28 @@ class AzureStore(RestStore):
             pages.next(marker)
 
     def delete(self, keys: Iterable[str]) -> None:
-        wanted = list(dict.fromkeys(keys))
+        wanted = list(keys)
         for key in wanted:
             check_blob(key, self.uri(key))
-        for start in range(0, len(wanted), _BLOBS_PER_BATCH):
-            self._delete_all(wanted[start : start + _BLOBS_PER_BATCH])
+        delete_all(wanted, _BLOBS_PER_BATCH, self._delete_batch)
 
-    def _delete_all(self, keys: Sequence[str]) -> None:
+    def _delete_batch(self, keys: Sequence[str]) -> Failures:
+        failures: Failures = []
         if self._batches and len(keys) > 1:
             try:
                 answers = self._batch(keys)
             except _REFUSALS:
                 self._batches = False  # not for these credentials, or not known to this store
             else:
-                keys = [key for answer in answers for key in self._refused(answer, keys)]
-        for key in keys:
-            self._delete(key)
+                failures = [failed for answer in answers for failed in self._failures(answer, keys)]
+                alone = {key for key, error in failures if _may_be_granted_alone(error)}
+                keys = [key for key in keys if key in alone]
+                failures = [failed for failed in failures if failed[0] not in alone]
+        return [*failures, *one_by_one(keys, self._delete)]
 
     def _delete(self, key: str) -> None:
         headers = {"x-ms-delete-snapshots": "include"}
-        with (
-            contextlib.suppress(ObjectNotFoundError),
-            self.exchange("DELETE", self.object_url(key), headers, key=key),
-        ):
+        with self.exchange("DELETE", self.object_url(key), headers, key=key):
             pass
 
     def _batch(self, keys: Sequence[str]) -> Sequence[SubAnswer]:
@@ -329,25 +329,15 @@ class AzureStore(RestStore):
             content_type = reply.headers.get("Content-Type", "")
             return parse(content_type, reply.read_all(), len(keys), self.uri(keys[0]))
 
-    def _refused(self, answer: SubAnswer, keys: Sequence[str]) -> Sequence[str]:
-        """The keys whose deletion was refused, and may be granted to a request of its own.
-
-        The credentials may be others by now; they, or the account, may not do in a batch what they
-        do alone.
-
-        Raises:
-            StoreError: If it was refused for what the blob is, or failed.
-        """
+    def _failures(self, answer: SubAnswer, keys: Sequence[str]) -> Failures:
+        """The keys whose deletion an answer of a batch refuses, and why."""
         if answer.status < 300:
             return []
-        key = keys[answer.number or 0] if (answer.number or 0) < len(keys) else ""
-        error = self.failure(answer.status, answer.headers, answer.body, "DELETE", self.uri(key))
-        if isinstance(error, ObjectNotFoundError):
-            return []
-        code = code_of(answer.headers, answer.body)
-        if not isinstance(error, _REFUSALS) or _OF_THE_BLOB.search(code):
-            raise error
-        return keys if answer.number is None else [key]
+        number = answer.number if (answer.number or 0) < len(keys) else None  # None: all of them
+        refused = keys if number is None else [keys[number]]
+        uri = self.uri(refused[0])
+        error = self.failure(answer.status, answer.headers, answer.body, "DELETE", uri)
+        return [] if isinstance(error, ObjectNotFoundError) else [(key, error) for key in refused]
 
     # what the requests are made of
 
@@ -382,6 +372,15 @@ class AzureStore(RestStore):
         # its eight bytes are little-endian here, unlike those of a CRC64NVME on S3
         spelled = base64.b64encode(CRC64NVME.pack([crc64])).decode("ascii")
         return {"x-ms-content-crc64": spelled}
+
+
+def _may_be_granted_alone(error: StoreError) -> bool:
+    """Whether what was refused in a batch may be granted to a request of its own.
+
+    The credentials may be others by now; and they, or the account, may not do in a batch what they
+    do alone. What the blob is does not depend on that.
+    """
+    return isinstance(error, _REFUSALS) and not _OF_THE_BLOB.match(error.cause or "")
 
 
 def _blob_headers(options: AzureOptions) -> dict[str, str]:

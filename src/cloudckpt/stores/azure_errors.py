@@ -31,7 +31,7 @@ from cloudckpt.stores.refusals import (
 )
 from cloudckpt.stores.xml_answers import error_fields
 
-__all__ = ["code_of", "from_answer", "token_refused"]
+__all__ = ["from_answer", "token_refused"]
 
 _ROLE = (
     "access denied; the identity needs the role 'Storage Blob Data Contributor' on the container "
@@ -283,8 +283,9 @@ def from_answer(
     ``refused`` is what it means that the credentials were not accepted, if they are no key or
     shared access signature.
     """
+    given = {name.lower(): value for name, value in headers.items()}
     fields = error_fields(body)
-    code = code_of(headers, body)
+    code = given.get("x-ms-error-code") or fields.get("Code", "")
     if error := from_elsewhere(status, code, body, action, uri):
         return error
     known = _documented(code, status)
@@ -297,12 +298,6 @@ def from_answer(
     cause = ": ".join((f"{code} HTTP {status}".strip(), *filter(None, words)))
     certain = is_certain(code, status, known)
     return refusal(meaning, action, uri, cause, headers, certain=certain)
-
-
-def code_of(headers: Mapping[str, str], body: bytes) -> str:
-    """The error code of an answer; empty if it has none."""
-    given = {name.lower(): value for name, value in headers.items()}
-    return given.get("x-ms-error-code") or error_fields(body).get("Code", "")
 
 
 def _documented(code: str, status: int) -> Meaning | None:

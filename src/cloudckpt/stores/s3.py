@@ -31,6 +31,7 @@ from cloudckpt.stores.base import (
     Upload,
     nbytes,
 )
+from cloudckpt.stores.deletions import Failures, delete_all
 from cloudckpt.stores.http import HttpClient
 from cloudckpt.stores.rest import Pages, RestStore, encode_key, encode_query
 from cloudckpt.stores.s3_access import BucketAccess, object_headers
@@ -195,11 +196,9 @@ class S3Store(RestStore):
             pages.next(query["continuation-token"])
 
     def delete(self, keys: Iterable[str]) -> None:
-        wanted = list(dict.fromkeys(keys))
-        for start in range(0, len(wanted), _KEYS_PER_DELETE):
-            self._delete(wanted[start : start + _KEYS_PER_DELETE])
+        delete_all(keys, _KEYS_PER_DELETE, self._delete)
 
-    def _delete(self, keys: Sequence[str]) -> None:
+    def _delete(self, keys: Sequence[str]) -> Failures:
         root = ElementTree.Element("Delete")
         ElementTree.SubElement(root, "Quiet").text = "true"
         for key in keys:
@@ -217,11 +216,14 @@ class S3Store(RestStore):
             root = unqualified(answer, uri)
             if root.tag == "Error":
                 raise self.failure(reply.status, reply.headers, answer, "delete", uri)
+        failures: Failures = []
         for failed in root.iterfind("Error"):
-            raise from_code(
-                text(failed, "Code"), 0, text(failed, "Message"), "delete",
-                self.uri(failed.findtext("Key") or ""),
-            )  # fmt: skip
+            key = failed.findtext("Key") or ""
+            code, message = text(failed, "Code"), text(failed, "Message")
+            error = from_code(code, 0, message, "delete", self.uri(key))
+            # what is named in another way than it was asked for may be any of them
+            failures += [(name, error) for name in ([key] if key in keys else keys)]
+        return failures
 
     def object_url(self, key: str, query: Mapping[str, str] | None = None) -> str:
         url = self._access.base + encode_key(key)
