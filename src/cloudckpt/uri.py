@@ -180,6 +180,8 @@ class CheckpointURI:
                 "put it into AZURE_STORAGE_SAS_TOKEN"
             )
         if scheme == "https":  # a URL, which is encoded; the others are taken as they are
+            if re.search(r"%(?![0-9A-Fa-f]{2})", path):
+                raise InvalidURIError(f"{_shown(text)!r}: write %25 for '%' in an https URI")
             try:
                 rest = unquote(path, errors="strict")
             except UnicodeDecodeError:
