@@ -5,6 +5,7 @@
 >>> cloudckpt.load(state_dict, checkpoint_id="s3://bucket/run/step-1000")  # doctest: +SKIP
 """
 
+from cloudckpt._version import __version__
 from cloudckpt.api import exists, load, save
 from cloudckpt.background.async_save import async_save, close_async_savers
 from cloudckpt.background.job import SaveFuture
@@ -34,8 +35,6 @@ from cloudckpt.errors import *  # noqa: F403 - all errors are public, and listed
 from cloudckpt.errors import __all__ as _errors
 from cloudckpt.transfer.stats import Transferred
 from cloudckpt.uri import CheckpointURI
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AsyncCheckpointer",

@@ -26,10 +26,14 @@ _LONGEST_WAIT = 86_400.0  # seconds; every wait has an end
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """How often and how long a failed request is tried again: full jitter, doubled each time."""
+    """How often and how long a failed request is tried again, with pauses that grow at random."""
 
     attempts: int = option(
-        10, "CLOUDCKPT_RETRY_ATTEMPTS", int, "tries of one request, the first included"
+        10,
+        "CLOUDCKPT_RETRY_ATTEMPTS",
+        int,
+        "tries of one request, the first included; those that the store throttles count only if "
+        "this is 1 or there are no pauses, else the deadline ends them",
     )
     deadline: float = option(
         300.0,
@@ -37,11 +41,12 @@ class RetryPolicy:
         float,
         "seconds after its first failure in which a request may be tried again",
     )
-    base: float = option(
-        0.1, "CLOUDCKPT_RETRY_BASE", float, "upper bound of the first pause in seconds"
-    )
+    base: float = option(0.1, "CLOUDCKPT_RETRY_BASE", float, "shortest pause in seconds")
     cap: float = option(
-        20.0, "CLOUDCKPT_RETRY_CAP", float, "upper bound of every later pause in seconds"
+        20.0,
+        "CLOUDCKPT_RETRY_CAP",
+        float,
+        "longest pause in seconds, unless the store asks for more",
     )
 
     def __post_init__(self) -> None:
@@ -49,8 +54,9 @@ class RetryPolicy:
         require(self.attempts >= 1, f"retry attempts={self.attempts}: at least 1 is needed")
         require(self.deadline >= 0, f"retry deadline={self.deadline}: must not be negative")
         require(
-            0 <= self.base <= self.cap,
-            f"retry base={self.base}, cap={self.cap}: 0 <= base <= cap is needed",
+            0 < self.base <= self.cap or self.base == self.cap == 0,
+            f"retry base={self.base}, cap={self.cap}: 0 < base <= cap is needed, or both 0 for no "
+            "pauses",
         )
 
 
@@ -114,6 +120,12 @@ class Config:
     read_timeout: float = option(
         60.0, "CLOUDCKPT_READ_TIMEOUT", float, "seconds to wait for the first byte of an answer"
     )
+    completion_timeout: float = option(
+        900.0,
+        "CLOUDCKPT_COMPLETION_TIMEOUT",
+        float,
+        "seconds to wait for the answer to the request that puts the parts of an object together",
+    )
     stall_timeout: float = option(
         60.0,
         "CLOUDCKPT_STALL_TIMEOUT",
@@ -142,7 +154,7 @@ class Config:
             self.memory_budget >= 32 * MIB,
             f"memory_budget={self.memory_budget}: at least 32 MiB is needed to keep bytes moving",
         )
-        for name in ("connect_timeout", "read_timeout", "stall_timeout"):
+        for name in ("connect_timeout", "read_timeout", "completion_timeout", "stall_timeout"):
             value = getattr(self, name)
             require(0 < value <= _LONGEST_WAIT, f"{name}={value}: 0 to {_LONGEST_WAIT:.0f} seconds")
         check_switch("conditional_writes", self.conditional_writes)

@@ -329,7 +329,15 @@ class CloudStorageWriter(StorageWriter):
                 copied=budget,
             )
             name = data_name(self._rank, ordinal, attempt)
-            upload = ObjectUpload(store, self.uri.key(name), part_size, group, retrier, stats)
+            upload = ObjectUpload(
+                store,
+                self.uri.key(name),
+                part_size,
+                group,
+                retrier,
+                stats,
+                create_only=limits.create_only and config.conditional_writes != "off",
+            )
             uploads.append(upload)
             self._written.append(name)
             return OpenObject(upload, name, part_size * limits.max_parts)

@@ -73,6 +73,7 @@ class AzureStore(RestStore):
             max_put_size=_MAX_PUT,
             checksum=CRC64NVME,
             verifies=self._checksums,
+            create_only=True,
         )
         self._scope = _present({"x-ms-encryption-scope": options.encryption_scope})
         self._blob_headers = {**self._scope, **_blob_headers(options)}
@@ -90,9 +91,12 @@ class AzureStore(RestStore):
         progress: Progress | None = None,
         *,
         key: str,
+        is_long: bool = False,
     ) -> Iterator[Reply]:
         try:
-            with super().exchange(method, url, headers, body, progress, key=key) as reply:
+            with super().exchange(
+                method, url, headers, body, progress, key=key, is_long=is_long
+            ) as reply:
                 yield reply
         except ConnectionLostError as error:
             if isinstance(error.__cause__, urllib3.exceptions.NameResolutionError):
@@ -153,7 +157,9 @@ class AzureStore(RestStore):
         with self.exchange("PUT", url, headers, body, progress, key=upload.key):
             return Part(number, nbytes(body), block, checksum)
 
-    def complete_upload(self, upload: Upload, parts: Sequence[Part]) -> ObjectInfo:
+    def complete_upload(
+        self, upload: Upload, parts: Sequence[Part], *, if_absent: bool = False
+    ) -> ObjectInfo:
         self._check_open(upload)
         root = ElementTree.Element("BlockList")
         for part in parts:
@@ -161,9 +167,11 @@ class AzureStore(RestStore):
         body = [memoryview(ElementTree.tostring(root, "utf-8", xml_declaration=True))]
         checksum = self._checksum(CRC64NVME.of(body[0]))
         headers = {"Content-Type": "application/xml", **self._blob_headers, **checksum}
+        if if_absent:
+            headers["If-None-Match"] = "*"
         url = self.object_url(upload.key, {"comp": "blocklist"})
         size = sum(part.size for part in parts)
-        with self.exchange("PUT", url, headers, body, key=upload.key) as reply:
+        with self.exchange("PUT", url, headers, body, key=upload.key, is_long=True) as reply:
             made = self._made(reply, upload.key, size)
         self._begun.pop(upload.id, None)
         return made or self._looked_up(upload.key, size)

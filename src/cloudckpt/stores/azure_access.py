@@ -364,14 +364,7 @@ def _http_options(endpoint: SplitResult, config: Config) -> HttpOptions:
     found = {} if proxy_bypass(endpoint.netloc) else getproxies_environment()
     proxy = found.get(endpoint.scheme) or found.get("all") or None
     bundle = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE")
-    return HttpOptions(
-        connections=config.connections,
-        connect_timeout=config.connect_timeout,
-        read_timeout=config.read_timeout,
-        stall_timeout=config.stall_timeout,
-        proxy=proxy,
-        ca_bundle=bundle or certifi.where(),
-    )
+    return HttpOptions.of(config, proxy=proxy, ca_bundle=bundle or certifi.where())
 
 
 def _hide_signature(record: logging.LogRecord) -> bool:

@@ -15,8 +15,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cloudckpt.checksum import CRC32C, ChecksumAlgorithm
+from cloudckpt.errors import ObjectNotFoundError, PreconditionFailedError
 
 __all__ = ["Body", "Capabilities", "ObjectInfo", "ObjectStore", "Part", "Progress", "Upload"]
+
+_PIECE = 16 * 1024**2  # bytes that are read at a time
 
 Body = Sequence[memoryview]
 """Byte views (format ``B``), sent in order."""
@@ -32,6 +35,8 @@ class Capabilities:
     Attributes:
         conditional_writes: Whether ``if_absent`` and ``if_version`` of ``put`` are honoured: True
             or False where that is documented, None where it has to be tried out.
+        create_only: Whether ``if_absent`` is documented for ``put`` and ``complete_upload`` alike,
+            and keeps a repeated request from making a second version that is billed.
         min_part_size: Fewest bytes of an upload part other than the last.
         max_part_size: Most bytes of an upload part.
         max_parts: Most parts of an upload.
@@ -48,6 +53,7 @@ class Capabilities:
     max_put_size: int
     checksum: ChecksumAlgorithm = CRC32C
     verifies: bool = False
+    create_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +148,10 @@ class ObjectStore(ABC):
         """Sends part ``number`` (from 1); sending it again replaces it. Arguments as in `put`."""
 
     @abstractmethod
-    def complete_upload(self, upload: Upload, parts: Sequence[Part]) -> ObjectInfo:
-        """Makes the object visible, from all of its parts in order."""
+    def complete_upload(
+        self, upload: Upload, parts: Sequence[Part], *, if_absent: bool = False
+    ) -> ObjectInfo:
+        """Makes the object visible, from all of its parts in order; ``if_absent`` as in `put`."""
 
     @abstractmethod
     def abort_upload(self, upload: Upload) -> None:
@@ -188,6 +196,38 @@ class ObjectStore(ABC):
         Raises:
             ObjectNotFoundError: If there is none.
         """
+
+    def holds(
+        self, key: str, *, size: int, checksum: int, parts: Sequence[Part] = ()
+    ) -> ObjectInfo | None:
+        """The object, if it is there and made of exactly these bytes; else None.
+
+        For after a request whose answer was lost, which may have been carried out.
+
+        Args:
+            key: The key.
+            size: Bytes of the object.
+            checksum: That of the whole, by ``capabilities.checksum``.
+            parts: What it was to be made of, if it was sent in parts.
+
+        Raises:
+            StoreError: If that can't be found out.
+        """
+        try:
+            info = self.head(key)
+            return info if info.size == size and self._checksum_of(info) == checksum else None
+        except (ObjectNotFoundError, PreconditionFailedError):
+            return None
+
+    def _checksum_of(self, info: ObjectInfo) -> int:
+        """What the object's bytes add up to: read, where the store can't tell it."""
+        buffer = memoryview(bytearray(min(info.size, _PIECE)))
+        sums: list[tuple[int, int]] = []
+        for start in range(0, info.size, _PIECE):
+            view = buffer[: min(_PIECE, info.size - start)]
+            self.get_range(info.key, start, [view], if_version=info.version)
+            sums.append((self.capabilities.checksum.of(view), view.nbytes))
+        return self.capabilities.checksum.combine(sums)
 
     @abstractmethod
     def list(self, prefix: str) -> Iterator[ObjectInfo]:

@@ -117,13 +117,15 @@ class GCSStore(RestStore):
     ) -> Part:
         return self._uploads.put_part(upload, number, body, checksum, progress)
 
-    def complete_upload(self, upload: Upload, parts: Sequence[Part]) -> ObjectInfo:
+    def complete_upload(
+        self, upload: Upload, parts: Sequence[Part], *, if_absent: bool = False
+    ) -> ObjectInfo:
         if self._composition is not None:
             return self._composition.complete(upload, parts)
         size = sum(part.size for part in parts)
         whole = CRC32C.combine((part.checksum, part.size) for part in parts)
         try:
-            done = self._multipart.complete(upload, parts)
+            done = self._multipart.complete(upload, parts, {})
         except ObjectNotFoundError:
             info = self._objects.made(upload.key, size, whole)
             if info is None:

@@ -65,11 +65,8 @@ class BucketAccess:
         self.endpoint, is_trusted = _endpoint(config.gcs)
         host = self.endpoint.split("/")[2].partition(":")[0]
         self.is_google = is_trusted and host.endswith(f".{_universe()}")
-        self.http_options = HttpOptions(
-            connections=config.connections,
-            connect_timeout=config.connect_timeout,
-            read_timeout=config.read_timeout,
-            stall_timeout=config.stall_timeout,
+        self.http_options = HttpOptions.of(
+            config,
             proxy=_proxy(self.endpoint),
             ca_bundle=os.environ.get("REQUESTS_CA_BUNDLE")
             or os.environ.get("CURL_CA_BUNDLE")

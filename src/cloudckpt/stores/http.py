@@ -25,6 +25,8 @@ import urllib3
 import urllib3.connection
 import urllib3.exceptions
 
+from cloudckpt._version import __version__
+from cloudckpt.config import Config
 from cloudckpt.errors import ConfigError, ConnectionLostError, InvalidRequestError
 from cloudckpt.stores.base import Body, Progress
 from cloudckpt.stores.credentials import masked, raise_alone
@@ -32,16 +34,12 @@ from cloudckpt.stores.steps import STEP, StoppedError, steps
 from cloudckpt.stores.tls import causes, lasting_failure
 from cloudckpt.stores.watch import Connection, Counter, LateError, Watch, break_connection
 
-__all__ = ["LONGEST_ANSWER", "HttpClient", "HttpOptions", "Reply"]
-
-LONGEST_ANSWER = 15 * 60.0
-"""Seconds for the whole of a chunked answer about objects. S3 documents that it may take several
-minutes to complete an upload, and sends white space meanwhile:
-https://docs.aws.amazon.com/AmazonS3/latest/API/API_CompleteMultipartUpload.html"""
+__all__ = ["HttpClient", "HttpOptions", "Reply"]
 
 _UNFIT = re.compile(r"[^\t\x20-\x7e\xa0-\xff]")  # in the value of a header
 _CONNECTING = 4  # times connect_timeout: TCP, TLS with a proxy, its answer, TLS with the store
 _PIECE = 64 * 1024
+_USER_AGENT = f"cloudckpt/{__version__}"
 _MOST_ERROR_BYTES = 64 * 1024
 _MOST_CONTROL_BYTES = 16 * 1024 * 1024  # a page of 1,000 keys of 1 KiB has some 2 MiB
 
@@ -53,11 +51,24 @@ class HttpOptions:
     connections: int
     connect_timeout: float
     read_timeout: float
+    completion_timeout: float
     stall_timeout: float
     proxy: str | None = None
     ca_bundle: str | None = None
     client_cert: str | None = None
     verify_tls: bool = True
+
+    @classmethod
+    def of(cls, config: Config, **others: Any) -> HttpOptions:
+        """What the user wants, and what the store's own settings add."""
+        return cls(
+            connections=config.connections,
+            connect_timeout=config.connect_timeout,
+            read_timeout=config.read_timeout,
+            completion_timeout=config.completion_timeout,
+            stall_timeout=config.stall_timeout,
+            **others,
+        )
 
 
 class _Ours(http.client.HTTPConnection):
@@ -65,7 +76,7 @@ class _Ours(http.client.HTTPConnection):
 
     sock: socket.socket | None
     # set by the classes that _pool_classes makes:
-    answer_timeout: float  # seconds
+    answer_limits: Mapping[int, tuple[float, str]]  # seconds and option, by the thread that waits
     connect_limit: float  # seconds
     busy: dict[int, Connection]  # by the thread that uses it
     watch: Watch
@@ -102,9 +113,10 @@ class _Watched(_Ours):
         self.raw_sock = self.sock  # dropped below if it is to close
         if self.sock is not None:
             self.sock.settimeout(None)  # urllib3 has set another one
-        late = f"no answer began within {self.answer_timeout:g} s (read_timeout)"
+        limit, option = self.answer_limits[threading.get_ident()]
+        late = f"no answer began within {limit:g} s ({option})"
         # the end of a body may still be on its way: that time is not the server's
-        with self.watch.step(self.raw_sock, late, self.answer_timeout, Counter.ACKNOWLEDGED):
+        with self.watch.step(self.raw_sock, late, limit, Counter.ACKNOWLEDGED):
             self.raw_response = super().getresponse()
         return self.raw_response
 
@@ -132,13 +144,16 @@ class Reply:
         raw: http.client.HTTPResponse,
         sock: socket.socket | None,
         watch: Watch,
+        longest: float,
     ) -> None:
+        """``longest``: seconds that a chunked answer about objects may take as a whole."""
         self.status = response.status
         self.headers: Mapping[str, str] = response.headers
         self._response = response
         self._raw = raw
         self._sock = sock
         self._watch = watch
+        self._longest = longest
 
     @property
     def length(self) -> int | None:
@@ -210,15 +225,18 @@ class Reply:
             data += piece[:count]
 
     def _receive_chunks(self, data: bytearray, limit: int) -> None:
-        """The same, but every piece is progress, however small: it may be white space."""
-        end = time.monotonic() + LONGEST_ANSWER
+        """The same, but every piece is progress, however small.
+
+        S3 sends white space while it puts the parts of an object together.
+        """
+        end = time.monotonic() + self._longest
         while len(data) < limit:
             with self._watch.step(self._sock, counter=Counter.RECEIVED):
                 piece = self._raw.read1(limit - len(data))
             if not piece:
                 return
             if time.monotonic() > end:
-                raise TimeoutError(f"the answer did not end within {LONGEST_ANSWER:.0f} s")
+                raise TimeoutError(f"the answer did not end within {self._longest:.0f} s")
             data += piece
 
     def _step(self, view: memoryview) -> int:
@@ -237,11 +255,14 @@ class Reply:
 
 
 def _pool_classes(
-    options: HttpOptions, watch: Watch, busy: dict[int, Connection]
+    options: HttpOptions,
+    watch: Watch,
+    busy: dict[int, Connection],
+    answer_limits: Mapping[int, tuple[float, str]],
 ) -> dict[str, type[urllib3.HTTPConnectionPool]]:
     """urllib3's pools, of connections that are watched."""
     shared = {
-        "answer_timeout": options.read_timeout,
+        "answer_limits": answer_limits,
         "connect_limit": _CONNECTING * options.connect_timeout,
         "busy": busy,
         "watch": watch,
@@ -260,6 +281,8 @@ class HttpClient:
     def __init__(self, options: HttpOptions) -> None:
         self._watch = Watch(options.stall_timeout)
         self._busy: dict[int, Connection] = {}
+        self._options = options
+        self._answer_limits: dict[int, tuple[float, str]] = {}
         self._timeout = urllib3.Timeout(connect=options.connect_timeout, read=options.read_timeout)
         self._manager = self._new_manager(options)
 
@@ -279,7 +302,9 @@ class HttpClient:
                 user = base64.b64encode(unquote_to_bytes(proxy.auth)).decode("ascii")
                 headers = {"proxy-authorization": f"Basic {user}"}
             manager = urllib3.ProxyManager(proxy.url, proxy_headers=headers, **settings)
-        manager.pool_classes_by_scheme = _pool_classes(options, self._watch, self._busy)
+        manager.pool_classes_by_scheme = _pool_classes(
+            options, self._watch, self._busy, self._answer_limits
+        )
         return manager
 
     @contextlib.contextmanager
@@ -290,10 +315,13 @@ class HttpClient:
         headers: Mapping[str, str],
         body: Body = (),
         progress: Progress | None = None,
+        *,
+        is_long: bool = False,
     ) -> Iterator[Reply]:
         """Sends one request and yields its answer, whatever its status.
 
-        ``headers`` must hold Content-Length if there is a body.
+        ``headers`` must hold Content-Length if there is a body. The answer to a request that
+        ``is_long`` may begin within ``completion_timeout``, not ``read_timeout``.
 
         Raises:
             ConnectionLostError: If no answer came.
@@ -307,6 +335,10 @@ class HttpClient:
                     "that headers don't have",
                     certain=True,
                 )
+        headers = {"User-Agent": _USER_AGENT, **headers}
+        options, thread = self._options, threading.get_ident()
+        option = "completion_timeout" if is_long else "read_timeout"
+        self._answer_limits[thread] = getattr(options, option), option
         try:
             try:
                 response = self._manager.urlopen(
@@ -336,13 +368,20 @@ class HttpClient:
             connection: object = response.connection
             if not isinstance(connection, _Ours) or connection.raw_response is None:
                 raise TypeError("urllib3 did not use the connection class it was given")
-            reply = Reply(response, connection.raw_response, connection.raw_sock, self._watch)
+            reply = Reply(
+                response,
+                connection.raw_response,
+                connection.raw_sock,
+                self._watch,
+                options.completion_timeout,
+            )
             try:
                 yield reply
             finally:
                 reply.close()
         finally:
-            self._busy.pop(threading.get_ident(), None)
+            self._busy.pop(thread, None)
+            self._answer_limits.pop(thread, None)
 
     def interrupt(self, threads: Collection[int]) -> None:
         """Breaks the connections that these threads are using."""

@@ -99,10 +99,12 @@ class LocalStore(ObjectStore):
         size = self._write(upload, (number - 1) * upload.part_size, body, progress)
         return Part(number, size, str(number), checksum)
 
-    def complete_upload(self, upload: Upload, parts: Sequence[Part]) -> ObjectInfo:
+    def complete_upload(
+        self, upload: Upload, parts: Sequence[Part], *, if_absent: bool = False
+    ) -> ObjectInfo:
         with self._errors(upload.key):
             os.truncate(upload.id, sum(part.size for part in parts))  # a part may have shrunk
-        return self._publish(upload)
+        return self._publish(upload, if_absent=if_absent)
 
     def abort_upload(self, upload: Upload) -> None:
         with self._errors(upload.key):

@@ -38,6 +38,7 @@ class MemoryStore(ObjectStore):
 
     capabilities = Capabilities(
         conditional_writes=True,
+        create_only=True,
         min_part_size=1,
         max_part_size=5 * 1024**3,
         max_parts=10_000,
@@ -97,11 +98,13 @@ class MemoryStore(ObjectStore):
             self._parts(upload)[number] = data
         return Part(number, len(data), str(number), checksum)
 
-    def complete_upload(self, upload: Upload, parts: Sequence[Part]) -> ObjectInfo:
+    def complete_upload(
+        self, upload: Upload, parts: Sequence[Part], *, if_absent: bool = False
+    ) -> ObjectInfo:
         with self._bucket.lock:
             held = self._parts(upload)
             data = b"".join(held[part.number] for part in parts)
-            info = self.put(upload.key, [memoryview(data)], checksum=0)
+            info = self.put(upload.key, [memoryview(data)], checksum=0, if_absent=if_absent)
             del self._bucket.uploads[upload.id]
         return info
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import email.utils
 import re
 from collections.abc import Mapping
 
@@ -49,6 +51,8 @@ SLOW_DOWN: Meaning = (ThrottledError, "the store asks to slow down")
 TOO_SHORT: Meaning = (RangeNotSatisfiableError, "the object ends before the range does")
 
 _CODE = re.compile(r"[A-Za-z][\w.]*")
+_REQUEST_IDS = ("x-amz-request-id", "x-amz-id-2", "x-guploader-uploadid", "x-ms-request-id")
+"""The headers with which the vendors' support finds a request in their logs."""
 _TIMEOUTS = {"requesttimeout", "operationtimedout"}  # in lower case
 
 _BY_STATUS: Mapping[int, Meaning] = {
@@ -139,9 +143,27 @@ def refusal(
         certain: See :func:`is_certain`.
     """
     kind, text = meaning
-    words = masked(cause) if cause else None
-    error = kind(f"{action}: {text}", uri=uri, cause=words, certain=certain)
-    wait = next((value for name, value in headers.items() if name.lower() == "retry-after"), "")
-    if isinstance(error, TransientStoreError) and wait.isascii() and wait.isdigit():
-        error.retry_after = float(wait)
+    given = {name.lower(): value.strip() for name, value in headers.items()}
+    identity = " ".join(given[name] for name in _REQUEST_IDS if given.get(name))
+    words = "; ".join((*filter(None, [cause]), *([f"request {identity}"] if identity else ())))
+    error = kind(
+        f"{action}: {text}", uri=uri, cause=masked(words) if words else None, certain=certain
+    )
+    if isinstance(error, TransientStoreError):
+        error.retry_after = _retry_after(given)
     return error
+
+
+def _retry_after(headers: Mapping[str, str]) -> float | None:
+    """Seconds that the store wants us to wait: a number or a date, as HTTP has it."""
+    for name, a_second in (("x-ms-retry-after-ms", 1000), ("retry-after", 1)):
+        wait = headers.get(name, "")
+        if wait.isascii() and wait.isdigit():
+            return float(wait) / a_second
+    try:
+        date = email.utils.parsedate_to_datetime(wait)
+    except (ValueError, TypeError):
+        return None
+    if date.tzinfo is None:
+        date = date.replace(tzinfo=datetime.timezone.utc)
+    return max((date - datetime.datetime.now(datetime.timezone.utc)).total_seconds(), 0.0)

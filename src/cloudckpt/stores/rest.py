@@ -151,6 +151,7 @@ class RestStore(ObjectStore):
         progress: Progress | None = None,
         *,
         key: str,
+        is_long: bool = False,
     ) -> Iterator[Reply]:
         """Sends a request; an answer that is no success is raised as its error.
 
@@ -161,6 +162,7 @@ class RestStore(ObjectStore):
             body: What to send.
             progress: See :data:`~cloudckpt.stores.base.Progress`.
             key: What the request is about, for messages.
+            is_long: Whether the answer may take as long as ``completion_timeout``.
         """
         if not {".", ".."}.isdisjoint(key.split("/")):
             raise InvalidRequestError(
@@ -180,7 +182,7 @@ class RestStore(ObjectStore):
                 if isinstance(error, CredentialsError):
                     self._credentials.fail()
                 raise
-            with self._http.send(method, target, fields, body, progress) as reply:
+            with self._http.send(method, target, fields, body, progress, is_long=is_long) as reply:
                 if reply.status not in _SUCCESS:
                     answer = reply.read() if method != "HEAD" else b""
                     raise self.failure(reply.status, reply.headers, answer, method, self.uri(key))

@@ -65,6 +65,7 @@ class S3Store(RestStore):
             max_parts=_MAX_PARTS,
             max_put_size=_MAX_PART,
             verifies=self._checksums,
+            create_only=aws,
         )
         self._knows_quotes = aws  # in If-Match; others have to show it
         self._object_headers = object_headers(options)
@@ -150,8 +151,11 @@ class S3Store(RestStore):
     ) -> Part:
         return self._multipart.put_part(upload, number, body, checksum, progress)
 
-    def complete_upload(self, upload: Upload, parts: Sequence[Part]) -> ObjectInfo:
-        tag = self._multipart.complete(upload, parts).tag
+    def complete_upload(
+        self, upload: Upload, parts: Sequence[Part], *, if_absent: bool = False
+    ) -> ObjectInfo:
+        condition = {"If-None-Match": "*"} if if_absent else {}
+        tag = self._multipart.complete(upload, parts, condition).tag
         size = sum(part.size for part in parts)
         if tag:
             return ObjectInfo(upload.key, size, tag)

@@ -207,11 +207,8 @@ def _http_options(client: Any, ca_bundle: str | None, config: Config) -> HttpOpt
     certificate = meta.config.client_cert
     proxies = meta.config.proxies or get_environ_proxies(meta.endpoint_url) or {}
     ca_bundle = ca_bundle or os.environ.get("REQUESTS_CA_BUNDLE")
-    return HttpOptions(
-        connections=config.connections,
-        connect_timeout=config.connect_timeout,
-        read_timeout=config.read_timeout,
-        stall_timeout=config.stall_timeout,
+    return HttpOptions.of(
+        config,
         proxy=proxies.get(urlsplit(meta.endpoint_url).scheme),
         ca_bundle=ca_bundle or get_cert_path(True),
         client_cert=certificate if isinstance(certificate, str) else None,

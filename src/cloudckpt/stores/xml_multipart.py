@@ -74,14 +74,22 @@ class XmlMultipart:
             raise ConnectionLostError("the answer has no ETag", uri=self._store.uri(upload.key))
         return Part(number, nbytes(body), tag, checksum)
 
-    def complete(self, upload: Upload, parts: Sequence[Part]) -> Completion:
-        """Makes the object out of its parts."""
+    def complete(
+        self, upload: Upload, parts: Sequence[Part], condition: Mapping[str, str]
+    ) -> Completion:
+        """Makes the object out of its parts, under the condition of these headers."""
         whole = CRC32C.combine((part.checksum, part.size) for part in parts)
-        headers = {"Content-Type": "application/xml", **self._dialect.completion(whole)}
+        headers = {
+            "Content-Type": "application/xml",
+            **condition,
+            **self._dialect.completion(whole),
+        }
         url = self._store.object_url(upload.key, {"uploadId": upload.id})
         body = [memoryview(self._completion(parts))]
         uri = self._store.uri(upload.key)
-        with self._store.exchange("POST", url, headers, body, key=upload.key) as reply:
+        with self._store.exchange(
+            "POST", url, headers, body, key=upload.key, is_long=True
+        ) as reply:
             answer = reply.read_all()
             if not answer.strip():
                 return Completion("", dict(reply.headers))

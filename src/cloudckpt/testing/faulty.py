@@ -211,9 +211,13 @@ class FaultyStore(ObjectStore):
             progress,
         )
 
-    def complete_upload(self, upload: Upload, parts: Sequence[Part]) -> ObjectInfo:
+    def complete_upload(
+        self, upload: Upload, parts: Sequence[Part], *, if_absent: bool = False
+    ) -> ObjectInfo:
         return self._call(
-            "complete_upload", [upload.key], lambda: self.inner.complete_upload(upload, parts)
+            "complete_upload",
+            [upload.key],
+            lambda: self.inner.complete_upload(upload, parts, if_absent=if_absent),
         )
 
     def abort_upload(self, upload: Upload) -> None:

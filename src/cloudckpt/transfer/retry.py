@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from cloudckpt.config import RetryPolicy
-from cloudckpt.errors import TransientStoreError
+from cloudckpt.errors import StoreError, ThrottledError, TransientStoreError
 from cloudckpt.transfer.group import Cancellation
 
 __all__ = ["Retrier"]
@@ -22,8 +22,10 @@ logger = logging.getLogger("cloudckpt")
 class Retrier:
     """Tries an operation until it succeeds, fails for good, or runs out of tries or time.
 
-    Pauses are drawn from ``[0, min(cap, base * 2**n)]`` (full jitter), or are what the store asks
-    for if that is longer. A cancelled group ends the wait at once.
+    A store that asks to slow down is asked again until the deadline, however often: clouds need
+    minutes to spread a load. Pauses are drawn between ``base`` and three times the one before, up
+    to ``cap`` (decorrelated jitter), or are what the store asks for if that is longer. A cancelled
+    group ends the wait at once.
     """
 
     def __init__(
@@ -31,7 +33,7 @@ class Retrier:
         policy: RetryPolicy,
         cancellation: Cancellation | None = None,
         *,
-        on_retry: Callable[[TransientStoreError], None] = lambda error: None,
+        on_retry: Callable[[StoreError], None] = lambda error: None,
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[float, float], float] = random.uniform,
     ) -> None:
@@ -49,30 +51,94 @@ class Retrier:
         )
         return cls(brief)
 
-    def call(self, operation: Callable[[], T]) -> T:
+    def call(
+        self, operation: Callable[[], T], *, made: Callable[[StoreError], T | None] | None = None
+    ) -> T:
         """The result of ``operation``.
+
+        Args:
+            operation: What to try.
+            made: Asked before a failure is raised, if the store has perhaps carried out a try: what
+                came of it, or None. A request whose answer was lost is refused when it is repeated
+                (the object exists, is locked, the upload is gone) although all is well.
 
         Raises:
             StoreError: The last failure, when it is not worth another try. A transient one then
                 says in its message how often and how long it was tried.
         """
-        policy = self.policy
-        first_failure: float | None = None
-        tries = 0
+        pauses = self._pauses()
+        doubtful = False
         while True:
             self._cancellation.check()
             try:
                 return operation()
-            except TransientStoreError as error:
-                tries += 1
-                now = self._clock()
-                first_failure = now if first_failure is None else first_failure
-                bound = min(policy.cap, policy.base * 2 ** min(tries - 1, 32))
-                pause = max(self._draw(0.0, bound), error.retry_after or 0.0)
-                spent = now - first_failure
-                if tries >= policy.attempts or spent + pause > policy.deadline:
-                    error.message += f" (gave up after {tries} tries in {spent:.1f} s)"
+            except StoreError as error:
+                doubtful = doubtful or not error.certain
+                pause = pauses.after(error) if isinstance(error, TransientStoreError) else None
+                if pause is None:
+                    if doubtful and made is not None and (result := made(error)) is not None:
+                        return result
                     raise
                 self._on_retry(error)
                 logger.warning("trying again in %.2f s: %s", pause, error)
                 self._cancellation.wait(pause)
+
+    def wait_for(self, look: Callable[[], T | None]) -> T | None:
+        """What ``look`` finds, as soon as it finds anything; None after the deadline."""
+        pauses = self._pauses()
+        while True:
+            if (found := self.call(look)) is not None:
+                return found
+            pause = pauses.next()
+            if pause is None:
+                return None
+            self._cancellation.wait(pause)
+
+    def _pauses(self) -> _Pauses:
+        return _Pauses(self.policy, self._clock, self._draw)
+
+
+class _Pauses:
+    """The pauses between the tries of one operation."""
+
+    def __init__(
+        self,
+        policy: RetryPolicy,
+        clock: Callable[[], float],
+        draw: Callable[[float, float], float],
+    ) -> None:
+        self._policy = policy
+        self._clock = clock
+        self._draw = draw
+        self._began: float | None = None
+        self._failures = 0
+        self._counted = 0
+        self._last = policy.base
+
+    def after(self, error: TransientStoreError) -> float | None:
+        """The seconds until the next try, or None if there is to be none."""
+        self._failures += 1
+        policy = self._policy
+        # who wants one try only means all failures; without pauses, the store would be pestered
+        if policy.attempts == 1 or policy.cap == 0 or not isinstance(error, ThrottledError):
+            self._counted += 1
+        pause = self.next(error.retry_after or 0.0)
+        if pause is None or self._counted >= policy.attempts:
+            error.message += f" (gave up after {self._failures} tries in {self._spent():.1f} s)"
+            return None
+        return pause
+
+    def next(self, least: float = 0.0) -> float | None:
+        """A pause of at least ``least`` seconds; None if that, or the time, is too long."""
+        left = self._policy.deadline - self._spent()
+        if left <= 0 or least > left:
+            return None
+        policy = self._policy
+        self._last = min(policy.cap, self._draw(policy.base, 3 * self._last))
+        return max(min(self._last, left), least)
+
+    def _spent(self) -> float:
+        """Seconds since this was asked for the first time."""
+        now = self._clock()
+        self._began = now if self._began is None else self._began
+        return now - self._began

@@ -6,7 +6,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from cloudckpt.errors import ThrottledError, TransientStoreError
+from cloudckpt.errors import StoreError, ThrottledError
 from cloudckpt.events.event import Event, emit, has_listeners
 
 __all__ = ["Transferred", "TransferStats"]
@@ -97,7 +97,7 @@ class TransferStats:
         with self._lock:
             self._requests += count
 
-    def add_retry(self, error: TransientStoreError) -> None:
+    def add_retry(self, error: StoreError) -> None:
         with self._lock:
             self._retries += 1
         emit(

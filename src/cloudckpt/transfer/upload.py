@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from cloudckpt.config import RetryPolicy
 from cloudckpt.errors import (
     CloudCheckpointError,
     ObjectNotFoundError,
+    StoreError,
     TensorChangedError,
     TransientStoreError,
 )
@@ -49,7 +50,10 @@ class ObjectUpload:
         group: TaskGroup,
         retrier: Retrier,
         stats: TransferStats,
+        *,
+        create_only: bool = False,
     ) -> None:
+        """``create_only``: never replace an object, as what is replaced may be kept and billed."""
         self.key = key
         self.position = 0
         self.info: ObjectInfo | None = None
@@ -63,6 +67,7 @@ class ObjectUpload:
         self._cutter = PartCutter(part_size)
         self._first: PartPlan | None = None  # kept back until it is known to have a successor
         self._upload: Upload | None = None
+        self._create_only = create_only
         self._may_have_twin = False
         self._lock = threading.Lock()
         self._sent: list[Part] = []
@@ -141,7 +146,12 @@ class ObjectUpload:
         self._group.cancellation.check()
         self._stats.add_bytes(count)
 
-    def _deliver(self, part: PartPlan, send: Callable[[], T]) -> T:
+    def _deliver(
+        self,
+        part: PartPlan,
+        send: Callable[[], T],
+        made: Callable[[StoreError], T | None] | None = None,
+    ) -> T:
         """Sends a part, from memory that must be what it was when its checksum was made.
 
         A store that verifies checksums rejects what has changed, and would do so at every try.
@@ -158,7 +168,7 @@ class ObjectUpload:
                 self._refuse_changes(part, error)
                 raise
 
-        sent = self._retrier.call(attempt)
+        sent = self._retrier.call(attempt, made=made)
         if not self._store.capabilities.verifies:
             self._refuse_changes(part, None)
         return sent
@@ -181,7 +191,14 @@ class ObjectUpload:
         body = [piece.view for piece in part.pieces]
         self.info = self._deliver(
             part,
-            lambda: self._store.put(self.key, body, checksum=checksum, progress=self._progress),
+            lambda: self._store.put(
+                self.key,
+                body,
+                checksum=checksum,
+                if_absent=self._create_only,
+                progress=self._progress,
+            ),
+            lambda error: self._look(part.size, checksum),
         )
         self.checksum = checksum
         self._stats.add_requests(1)
@@ -210,26 +227,32 @@ class ObjectUpload:
         upload = self._upload
         assert upload is not None
         parts = sorted(self._sent, key=lambda part: part.number)
-        doubtful = False
+        checksum = self.algorithm.combine((part.checksum, part.size) for part in parts)
 
-        def complete() -> ObjectInfo:
-            nonlocal doubtful
-            try:
-                return self._store.complete_upload(upload, parts)
-            except TransientStoreError:
-                doubtful = True
-                raise
-            except ObjectNotFoundError:
-                # gone because an earlier try, whose answer was lost, has completed it?
-                if doubtful and (held := self._store.head(self.key)).size == self.position:
-                    return held
-                raise
+        def made(error: StoreError) -> ObjectInfo | None:
+            if not isinstance(error, ObjectNotFoundError):
+                return self._look(self.position, checksum, parts)
+            # the upload is gone: the store may still be putting its parts together
+            return self._retrier.wait_for(lambda: self._look(self.position, checksum, parts))
 
-        self.info = self._retrier.call(complete)
-        self.checksum = self.algorithm.combine((part.checksum, part.size) for part in parts)
+        self.info = self._retrier.call(
+            lambda: self._store.complete_upload(upload, parts, if_absent=self._create_only),
+            made=made,
+        )
+        self.checksum = checksum
         self._stats.add_requests(2)
         if self._may_have_twin:
             self._abort_twins()
+
+    def _look(self, size: int, checksum: int, parts: Sequence[Part] = ()) -> ObjectInfo | None:
+        """The object, if it is what was sent; a look that fails has seen nothing."""
+        try:
+            return Retrier.for_cleanup(self._retrier.policy).call(
+                lambda: self._store.holds(self.key, size=size, checksum=checksum, parts=parts)
+            )
+        except StoreError as error:
+            logger.warning("whether a request was carried out can't be seen: %s", error)
+            return None
 
 
 def delete_quietly(store: ObjectStore, keys: list[str], policy: RetryPolicy) -> None:
