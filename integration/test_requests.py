@@ -12,7 +12,7 @@ from vendors.report import CLOUDS, compare
 @pytest.mark.parametrize("vendor", CLOUDS)
 def test_requests_differ_from_those_of_the_vendors_client_only_as_accepted(vendor):
     comparison = compare(vendor)
-    assert comparison.problems() == []
+    assert not comparison.problems(), "\n".join(comparison.problems())
     assert len(comparison.operations) == len(set(comparison.operations)) > 30
 
 

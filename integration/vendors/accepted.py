@@ -14,7 +14,7 @@ _URL = "run%2Fa%20b%2Fgr%C3%B6%C3%9Fe%2B%252F%26%3D%3B%231~.metadata"  # of the 
 
 # The names of these headers, and whether there are any, are a matter of the client's version.
 EVERYWHERE = [
-    Accepted("*", "header user-agent", "*", "python-urllib3/*", "each client tells its own name"),
+    Accepted("*", "header user-agent", "*", "cloudckpt/*", "each client tells its own name"),
     Accepted("*", "header content-length", "(that of the body)", None,
              "of a DELETE without a body: HTTP wants none"),
 ]  # fmt: skip

@@ -97,8 +97,15 @@ class Comparison:
 
     def problems(self) -> list[str]:
         """What has to be mended, here or in the table of what is accepted."""
+        by_field: dict[tuple[str, bool], list[Difference]] = {}
+        for found in self.unexpected:
+            by_field.setdefault((found.field, found.ours is None), []).append(found)
         return [
-            *(f"not accepted: {found.operation}: {found}" for found in self.unexpected),
+            *(
+                f"not accepted, in {', '.join(dict.fromkeys(one.operation for one in those))!r}: "
+                f"{those[0]}"
+                for those in by_field.values()
+            ),
             *(f"accepted, but does not occur any more: {row}" for row in self.stale),
         ]
 
