@@ -195,6 +195,13 @@ def _writing(
         lambda: client.upload_part(**of_upload, **crc, PartNumber=1, Body=DATA),
         lambda: store.put_part(UPLOAD, 1, [memoryview(DATA)], checksum=PART.checksum),
     )
+    large = b"x" * (1024**2 + 1)  # more than may be hashed for a signature
+    large_crc = {"ChecksumCRC32C": to_base64(CRC32C.of(large))} if checksums else {}
+    yield Operation(
+        f"{name}: part, large",
+        lambda: client.upload_part(**of_upload, **large_crc, PartNumber=1, Body=large),
+        lambda: store.put_part(UPLOAD, 1, [memoryview(large)], checksum=CRC32C.of(large)),
+    )
     parts = [PART, Part(2, PART.size, TAG, PART.checksum)]
     named = [{"PartNumber": part.number, "ETag": TAG, **crc} for part in parts]
     whole = to_base64(CRC32C.combine((part.checksum, part.size) for part in parts))
