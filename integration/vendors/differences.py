@@ -11,7 +11,7 @@ from typing import Any
 from .fields import fields
 from .recorder import Recorded, Recorder
 
-__all__ = ["Accepted", "Comparison", "Difference", "Operation", "compared"]
+__all__ = ["Accepted", "Comparison", "Difference", "Operation", "compared", "named"]
 
 
 @dataclass(frozen=True)
@@ -101,11 +101,7 @@ class Comparison:
         for found in self.unexpected:
             by_field.setdefault((found.field, found.ours is None), []).append(found)
         return [
-            *(
-                f"not accepted, in {', '.join(dict.fromkeys(one.operation for one in those))!r}: "
-                f"{those[0]}"
-                for those in by_field.values()
-            ),
+            *(f"not accepted: {those[0]}; in {named(those)}" for those in by_field.values()),
             *(f"accepted, but does not occur any more: {row}" for row in self.stale),
         ]
 
@@ -160,6 +156,14 @@ def _recorded(
     action()
     found = [request for request in recorder.requests if request.host not in _OF_TOKENS]
     return list(filter(keep, found))
+
+
+def named(differences: Sequence[Difference]) -> str:
+    """The operations of some differences, or how many if they are more than a line takes."""
+    names = list(dict.fromkeys(difference.operation for difference in differences))
+    if len(names) < 4:
+        return "; ".join(names)
+    return f"{len(names)} operations, the first of them {names[0]}"
 
 
 def _fits(value: str | None, pattern: str | None) -> bool:

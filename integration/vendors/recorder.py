@@ -12,10 +12,12 @@ import http.server
 import os
 import socket
 import ssl
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from authority import Authority
@@ -104,13 +106,15 @@ class Recorder(http.server.ThreadingHTTPServer):
         self.server_close()  # waits for the connections' threads
         self._thread.join()
 
-    def handle_error(self, request: object, client_address: object) -> None:
-        """A client that goes away says nothing about its requests."""
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):  # as of a client that goes away
+            super().handle_error(request, client_address)
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
+    timeout = 60  # seconds in which a client that is silent may keep the recorder from its end
     server: Recorder
     _host = ""
 

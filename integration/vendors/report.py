@@ -10,7 +10,7 @@ from pathlib import Path
 
 from . import azure, gcs, s3
 from .accepted import BY_CLOUD, EVERYWHERE
-from .differences import Accepted, Comparison, Difference, compared
+from .differences import Accepted, Comparison, Difference, compared, named
 from .recorder import recording
 
 __all__ = ["CLOUDS", "compare", "report", "versions"]
@@ -52,12 +52,6 @@ def report(cloud: str, comparison: Comparison) -> Iterator[str]:
         for field in dict.fromkeys(difference.field for difference in differences):
             those = [difference for difference in differences if difference.field == field]
             yield f"  {those[0]}"
-            yield f"    in {_named([difference.operation for difference in those])}"
+            yield f"    in {named(those)}"
         yield f"    because: {table(cloud)[row].reason}"
     yield from (f"  !! {problem}" for problem in comparison.problems())
-
-
-def _named(operations: list[str]) -> str:
-    """Operations, or how many if they are more than a line takes."""
-    names = list(dict.fromkeys(operations))
-    return "; ".join(names) if len(names) < 4 else f"{len(names)} operations, as {names[0]}"
