@@ -145,16 +145,6 @@ _AZURE = [
     Accepted("azure*", "header content-type", "application/octet-stream", None, "the default"),
     Accepted("azure*", "header x-ms-content-crc64", None, "*",
              "Azure compares it; the client sends a checksum on demand only"),
-    *(
-        Accepted("azure, account key: *", field, None, "=*",
-                 "a signature for the container, made of the key, in place of one a request")
-        for name in ("se", "sp", "spr", "sv", "sr", "sig")
-        for field in (f"query {name}", f"body part ? query {name}")
-    ),
-    Accepted("azure, account key: *", "header authorization", "SharedKey, of all this", None,
-             "a signature for the container goes in its place"),
-    Accepted("azure, account key: delete many", "body part * header authorization",
-             "SharedKey, of all this", None, "a signature for the container goes in its place"),
     Accepted("azure*: delete many", "body part * header x-ms-client-request-id", "*", None,
              "the client's own number"),
     Accepted("azure*: completion", "body /BlockList/Latest[[]?]", "*", None,
