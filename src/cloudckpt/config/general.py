@@ -113,6 +113,13 @@ class Config:
         parse_flag,
         "fill in the CRC32 of each zip record, which torch never reads (about 0.25 s/GiB)",
     )
+    native_tls: bool = option(
+        True,
+        "CLOUDCKPT_NATIVE_TLS",
+        parse_flag,
+        "receive https answers by whole buffers and without the GIL, where Python's OpenSSL can be "
+        "called for that",
+    )
     connect_timeout: float = option(
         10.0, "CLOUDCKPT_CONNECT_TIMEOUT", float, "seconds to establish a connection"
     )

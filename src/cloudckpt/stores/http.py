@@ -24,12 +24,14 @@ from urllib.parse import unquote_to_bytes, urlsplit
 import urllib3
 import urllib3.connection
 import urllib3.exceptions
+import urllib3.util.ssl_
 
 from cloudckpt._version import __version__
 from cloudckpt.config import Config
 from cloudckpt.errors import ConfigError, ConnectionLostError, InvalidRequestError
 from cloudckpt.stores.base import Body, Progress
 from cloudckpt.stores.credentials import masked, raise_alone
+from cloudckpt.stores.long_reads import LongReadSocket, has_unread
 from cloudckpt.stores.steps import STEP, StoppedError, steps
 from cloudckpt.stores.tls import causes, lasting_failure
 from cloudckpt.stores.watch import Connection, Counter, LateError, Watch, break_connection
@@ -57,6 +59,7 @@ class HttpOptions:
     ca_bundle: str | None = None
     client_cert: str | None = None
     verify_tls: bool = True
+    native_tls: bool = True
 
     @classmethod
     def of(cls, config: Config, **others: Any) -> HttpOptions:
@@ -67,6 +70,7 @@ class HttpOptions:
             read_timeout=config.read_timeout,
             completion_timeout=config.completion_timeout,
             stall_timeout=config.stall_timeout,
+            native_tls=config.native_tls,
             **others,
         )
 
@@ -133,6 +137,37 @@ class _Connecting(_Ours):
                 super().connect()
         finally:
             self.connecting = False
+
+
+class _ConnectingByTLS(_Connecting):
+    """The same; the socket is to be one for long reads.
+
+    That is chosen by the context, so urllib3 gets the one that it would make by itself. TLS inside
+    the TLS of a proxy is no socket, and goes without.
+    """
+
+    native_tls: bool  # set by _pool_classes
+    # set by urllib3:
+    ca_certs: str | None
+    cert_reqs: int | str | None
+    ssl_context: ssl.SSLContext | None
+
+    def connect(self) -> None:
+        if self.native_tls:
+            context = urllib3.util.ssl_.create_urllib3_context(
+                cert_reqs=urllib3.util.ssl_.resolve_cert_reqs(self.cert_reqs)
+            )
+            if not self.ca_certs:
+                context.load_default_certs()
+            context.sslsocket_class = LongReadSocket
+            self.ssl_context = context
+        super().connect()
+
+    @property
+    def is_connected(self) -> bool:
+        """Not if more has come than was promised: the next answer would begin with it."""
+        connected: bool = super().is_connected  # type: ignore[misc]  # urllib3's
+        return connected and not has_unread(self.sock)
 
 
 class Reply:
@@ -265,10 +300,15 @@ def _pool_classes(
         "answer_limits": answer_limits,
         "connect_limit": _CONNECTING * options.connect_timeout,
         "busy": busy,
+        "native_tls": options.native_tls,
         "watch": watch,
     }
     plain = type("Plain", (_Connecting, urllib3.connection.HTTPConnection, _Watched), shared)
-    secure = type("Secure", (_Connecting, urllib3.connection.HTTPSConnection, _Watched), shared)
+    secure = type(
+        "Secure",
+        (_ConnectingByTLS, urllib3.connection.HTTPSConnection, _Watched),
+        shared,
+    )
     return {
         "http": type("PlainPool", (urllib3.HTTPConnectionPool,), {"ConnectionCls": plain}),
         "https": type("SecurePool", (urllib3.HTTPSConnectionPool,), {"ConnectionCls": secure}),

@@ -1,0 +1,645 @@
+"""Bodies by TLS, read by whole buffers without the GIL and record by record, are the same.
+
+The peer speaks TLS as a test tells it to, down to the single record.
+"""
+
+import contextlib
+import ctypes
+import gc
+import logging
+import os
+import random
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+
+from authority import Authority
+from cloudckpt.errors import ConnectionLostError, TLSError
+from cloudckpt.stores import long_reads
+from cloudckpt.stores.http import HttpClient, HttpOptions
+from cloudckpt.stores.steps import STEP
+from forwarding import forward_proxy
+
+MIB = 1024 * 1024
+BODY = random.Random(0).randbytes(3 * STEP + 12_345)
+NOISE = Path(__file__).parents[1] / "stubs" / "noise.py"
+ROUNDS = os.environ.get("CLOUDCKPT_TEST_NOISE", "150")
+NATIVE = long_reads.obstacle() is None
+BOTH = pytest.mark.parametrize("native", [True, False], ids=["native", "plain"])
+pytestmark = BOTH
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory):
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+class Peer:
+    """A server for one connection after the other; ``script`` is what it does behind a request."""
+
+    def __init__(self, context, script):
+        self._context = context
+        self._script = script
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"https://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.over = threading.Event()
+        self.accepted = 0
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self):
+        while True:
+            with contextlib.suppress(ssl.SSLError, ConnectionError):
+                raw, _ = self._listener.accept()
+                with raw:
+                    if self.over.is_set():
+                        return
+                    self.accepted += 1
+                    self._script(Conversation(raw, self._context, self.over))
+
+    def close(self):
+        self.over.set()
+        with contextlib.suppress(OSError):
+            socket.create_connection(self._listener.getsockname()).close()
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+        self._listener.close()
+
+
+class Conversation:
+    """The server's side of one connection, whose ciphertext goes through the test's hands."""
+
+    def __init__(self, raw, context, over):
+        self.raw, self.over = raw, over
+        self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self.tls = context.wrap_bio(self._in, self._out, server_side=True)
+        self._do(self.tls.do_handshake)
+
+    def request(self):
+        """Reads the head of a request; None at the end."""
+        head = b""
+        while not head.endswith(b"\r\n\r\n"):
+            try:
+                piece = self._do(lambda: self.tls.read(1))
+            except ssl.SSLError:
+                return None
+            if not piece:
+                return None
+            head += piece
+        return head
+
+    def sealed(self, data):
+        """The records of some bytes."""
+        self.tls.write(data)
+        return self._out.read()
+
+    def send(self, data):
+        self.raw.sendall(self.sealed(data))
+
+    def promise(self, size, extra=""):
+        self.send(f"HTTP/1.1 200 OK\r\nContent-Length: {size}\r\n{extra}\r\n".encode())
+
+    def say_goodbye(self):
+        with contextlib.suppress(ssl.SSLWantReadError):
+            self.tls.unwrap()
+        self.raw.sendall(self._out.read())
+
+    def _do(self, step):
+        while True:
+            try:
+                result = step()
+            except ssl.SSLWantReadError:
+                self._flush()
+                data = self.raw.recv(65536)
+                if data:
+                    self._in.write(data)
+                else:
+                    self._in.write_eof()
+                continue
+            self._flush()
+            return result
+
+    def _flush(self):
+        self.raw.sendall(self._out.read())
+
+
+def options(authority, native, **changes):
+    values = {
+        "connections": 4,
+        "connect_timeout": 10.0,
+        "read_timeout": 30.0,
+        "stall_timeout": 30.0,
+        "ca_bundle": authority.bundle,
+        "native_tls": native,
+        **changes,
+    }
+    return HttpOptions(**values)
+
+
+@pytest.fixture
+def talk(authority, native):
+    """Starts a peer and a client for it, and checks that reads took the way that is tested."""
+    with contextlib.ExitStack() as stack:
+
+        def start(script, context=None, **changes):
+            peer = Peer(context or authority.server(), script)
+            stack.callback(peer.close)
+            client = HttpClient(options(authority, native, **changes))
+            stack.callback(client.close)
+            return peer, client
+
+        yield start
+
+
+def get(client, url, size, views=None, progress=None):
+    memory = bytearray(size)
+    whole = memoryview(memory)
+    with client.send("GET", url, {}) as reply:
+        reply.read_into([whole] if views is None else views(whole), progress)
+    return bytes(memory)
+
+
+def answering(body, size=None):
+    """A script: keep-alive, each request gets ``body``."""
+
+    def script(peer):
+        while peer.request() is not None:
+            peer.promise(len(body) if size is None else size)
+            peer.send(body)
+
+    return script
+
+
+def lost(client, url, size):
+    """What had come of a body before its connection broke, and the error."""
+    memory = bytearray(size)
+    with (
+        client.send("GET", url, {}) as reply,
+        pytest.raises(ConnectionLostError) as caught,
+    ):
+        reply.read_into([memoryview(memory)])
+    return bytes(memory[: caught.value.received]), caught.value
+
+
+def has_chain(reply):
+    return getattr(reply._sock, "_chain", None) is not None
+
+
+# what comes
+
+
+def test_the_way_is_the_one_that_was_chosen(talk, native, caplog):
+    caplog.set_level(logging.DEBUG, "cloudckpt")
+    peer, client = talk(answering(BODY))
+    with client.send("GET", peer.url, {}) as reply:
+        reply.read_into([memoryview(bytearray(len(BODY)))])
+        assert has_chain(reply) == (native and NATIVE)
+    assert ("without the GIL" in caplog.text) == (native and NATIVE)
+
+
+@pytest.mark.parametrize("version", ["TLSv1_2", "TLSv1_3"])
+def test_views_of_any_sizes_get_the_bytes_in_order(talk, authority, native, version):
+    context = authority.server()
+    context.minimum_version = context.maximum_version = ssl.TLSVersion[version]
+    peer, client = talk(answering(BODY), context)
+
+    def cut(whole):
+        pieces, at, dice = [], 0, random.Random(1)
+        while at < len(whole):
+            size = dice.choice([0, 1, 100, 4096, 16_384, 65_535, 65_536, 65_537, 200_000, 2 * MIB])
+            pieces.append(whole[at : at + size])
+            at += size
+        return pieces
+
+    for _ in range(3):
+        assert get(client, peer.url, len(BODY), cut) == BODY
+        assert get(client, peer.url, len(BODY)) == BODY
+    assert peer.accepted == 1
+
+
+def test_records_of_any_sizes_are_put_together(talk, native):
+    def script(peer):
+        dice = random.Random(2)
+        while peer.request() is not None:
+            peer.promise(len(BODY))
+            at = 0
+            while at < len(BODY):
+                size = dice.choice([1, 5, 1000, 16_384, 100_000])
+                peer.send(BODY[at : at + size])
+                at += size
+
+    peer, client = talk(script)
+    assert get(client, peer.url, len(BODY)) == BODY
+    assert get(client, peer.url, len(BODY)) == BODY
+
+
+def libssl():
+    import _ssl
+
+    return ctypes.PyDLL(_ssl.__file__)
+
+
+def ssl_of_server(sslobj):
+    """The ``SSL*`` of an SSLObject: behind the socket, which it has not."""
+    before, found, behind = (ctypes.c_size_t * 3).from_address(id(sslobj) + object.__basicsize__)
+    assert before == 0
+    assert behind == id(sslobj.context)
+    return ctypes.c_void_p(found)
+
+
+@pytest.mark.skipif(not NATIVE, reason="the peer's OpenSSL is out of reach")
+@pytest.mark.parametrize("message", ["key update", "key update that is to be answered", "ticket"])
+def test_messages_of_tls_in_the_middle_of_a_body_are_no_part_of_it(talk, native, message):
+    library = libssl()
+
+    def script(peer):
+        found = ssl_of_server(peer.tls._sslobj)
+        while peer.request() is not None:
+            peer.promise(len(BODY))
+            for at in range(0, len(BODY), 100_000):
+                if message == "ticket":
+                    assert library.SSL_new_session_ticket(found) == 1
+                else:
+                    assert library.SSL_key_update(found, int("answered" in message)) == 1
+                assert library.SSL_do_handshake(found) == 1
+                peer.send(BODY[at : at + 100_000])
+
+    peer, client = talk(script)
+    assert get(client, peer.url, len(BODY)) == BODY
+    assert get(client, peer.url, len(BODY)) == BODY
+    assert peer.accepted == 1
+
+
+@pytest.mark.skipif(not NATIVE, reason="the peer's OpenSSL is out of reach")
+def test_a_renegotiation_that_this_side_refuses_does_not_disturb_a_body(
+    talk, authority, native, monkeypatch
+):
+    library = libssl()
+    context = authority.server()
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+
+    def script(peer):
+        found = ssl_of_server(peer.tls._sslobj)
+        while peer.request() is not None:
+            peer.promise(len(BODY))
+            peer.send(BODY[:MIB])
+            assert library.SSL_renegotiate(found) == 1
+            library.SSL_do_handshake(found)
+            peer.send(BODY[MIB:])
+
+    peer, client = talk(script, context)
+    handshake = ssl.SSLSocket.do_handshake
+
+    def refusing(sock, *arguments, **named):
+        sock.context.options |= ssl.OP_NO_RENEGOTIATION
+        return handshake(sock, *arguments, **named)
+
+    monkeypatch.setattr(ssl.SSLSocket, "do_handshake", refusing)
+    memory = bytearray(len(BODY))
+    received = len(BODY)
+    with client.send("GET", peer.url, {}) as reply:
+        try:
+            reply.read_into([memoryview(memory)])
+        except ConnectionLostError as error:
+            received = error.received
+    assert received >= MIB
+    assert memory[:received] == BODY[:received]
+
+
+def test_what_comes_beyond_the_promise_is_not_taken_for_the_next_answer(talk, native):
+    forged = b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nforged"
+
+    def script(peer):
+        while peer.request() is not None:
+            peer.promise(len(BODY))
+            peer.raw.sendall(peer.sealed(BODY + forged))
+
+    peer, client = talk(script)
+    for _ in range(3):
+        assert get(client, peer.url, len(BODY)) == BODY
+
+
+def test_records_beyond_the_promise_are_not_taken_for_the_next_answer(talk, native):
+    forged = b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nforged"
+    size = 4 * 16_384  # whole records, and few enough for one call
+
+    def script(peer):
+        while peer.request() is not None:
+            peer.promise(size + MIB)
+            peer.send(BODY[:MIB])
+            peer.raw.sendall(peer.sealed(BODY[MIB : MIB + size]) + peer.sealed(forged))
+
+    peer, client = talk(script)
+    for _ in range(3):
+        assert get(client, peer.url, size + MIB) == BODY[: size + MIB]
+
+
+# what ends
+
+
+@pytest.mark.parametrize("end", ["goodbye", "no goodbye", "reset"])
+@pytest.mark.parametrize("sent", [0, 1, 70_000, STEP, 2 * STEP + 70_001])
+def test_a_body_that_ends_early_tells_how_much_came(talk, native, end, sent):
+    def script(peer):
+        peer.request()
+        peer.promise(len(BODY))
+        peer.send(BODY[:sent])
+        if end == "goodbye":
+            peer.say_goodbye()
+        if end == "reset":
+            linger = b"\1\0\0\0\0\0\0\0"
+            peer.raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+
+    peer, client = talk(script)
+    if end == "reset":  # which may overtake what was sent
+        with contextlib.suppress(ConnectionLostError):
+            data, _ = lost(client, peer.url, len(BODY))
+            assert BODY.startswith(data)
+    else:
+        data, _ = lost(client, peer.url, len(BODY))
+        assert data == BODY[:sent]
+
+
+def test_a_record_cut_short_is_no_data(talk, native):
+    def script(peer):
+        peer.request()
+        peer.promise(len(BODY))
+        peer.send(BODY[:MIB])
+        peer.raw.sendall(peer.sealed(BODY[MIB : MIB + 16_384])[:-1])
+
+    peer, client = talk(script)
+    data, _ = lost(client, peer.url, len(BODY))
+    assert data == BODY[:MIB]
+
+
+def test_a_record_that_was_changed_on_its_way_is_named_and_is_no_data(talk, native):
+    def script(peer):
+        peer.request()
+        peer.promise(len(BODY))
+        peer.send(BODY[:MIB])
+        record = bytearray(peer.sealed(BODY[MIB : MIB + 16_384]))
+        record[1000] ^= 1
+        peer.raw.sendall(record)
+        peer.over.wait(20)
+
+    peer, client = talk(script)
+    data, error = lost(client, peer.url, len(BODY))
+    assert BODY[:MIB].startswith(data)
+    assert "BAD_RECORD_MAC" in str(error)
+    peer.over.set()
+
+
+def test_a_failure_of_tls_does_not_follow_its_thread_to_the_next_connection(talk, native):
+    def script(peer):
+        peer.request()
+        if not spoiled:
+            spoiled.append(True)
+            peer.promise(len(BODY))
+            peer.send(BODY[:MIB])
+            peer.raw.sendall(b"\x17\x03\x03\x00\x30" + bytes(48))
+            return
+        peer.promise(len(BODY))
+        peer.send(BODY)
+
+    def stop(count):
+        raise LookupError
+
+    spoiled = []
+    peer, client = talk(script)
+    with pytest.raises((LookupError, ConnectionLostError)):
+        get(client, peer.url, len(BODY), progress=stop)
+    assert get(client, peer.url, len(BODY)) == BODY
+
+
+def test_a_body_goes_on_behind_the_last_byte_on_a_new_connection(talk, native):
+    half = STEP + 54_321
+
+    def script(peer):
+        head = peer.request()
+        start = half if b"bytes=" in head else 0
+        peer.promise(len(BODY) - start)
+        peer.send(BODY[start : half if not start else len(BODY)])
+
+    peer, client = talk(script)
+    first, error = lost(client, peer.url, len(BODY))
+    rest = bytearray(len(BODY) - error.received)
+    with client.send("GET", peer.url, {"Range": f"bytes={error.received}-"}) as reply:
+        reply.read_into([memoryview(rest)])
+    assert first + rest == BODY
+    assert peer.accepted == 2
+
+
+@pytest.mark.parametrize("sent", [0, 100_000, STEP + 1])
+def test_a_body_that_stalls_is_given_up(talk, native, sent):
+    def script(peer):
+        peer.request()
+        peer.promise(len(BODY))
+        peer.send(BODY[:sent])
+        peer.over.wait(60)
+
+    peer, client = talk(script, stall_timeout=0.5)
+    data, error = lost(client, peer.url, len(BODY))
+    assert "stalled" in f"{error}{error.__cause__}"
+    assert BODY.startswith(data)
+    peer.over.set()
+
+
+def test_another_thread_can_break_a_read_off(talk, native):
+    def script(peer):
+        peer.request()
+        peer.promise(len(BODY))
+        peer.send(BODY[:MIB])
+        sent.set()
+        peer.over.wait(60)
+
+    sent, outcome = threading.Event(), []
+    peer, client = talk(script, stall_timeout=3600.0)
+    thread = threading.Thread(target=lambda: outcome.append(lost(client, peer.url, len(BODY))))
+    thread.start()
+    assert sent.wait(20)
+    while thread.is_alive():
+        client.interrupt([thread.ident])
+        thread.join(0.02)
+    peer.over.set()
+    [(data, _)] = outcome
+    assert BODY.startswith(data)
+
+
+def test_a_socket_that_another_thread_closes_under_a_read_ends_it(talk, native):
+    def script(peer):
+        peer.request()
+        peer.promise(len(BODY))
+        peer.send(BODY[:MIB])
+        sent.set()
+        peer.over.wait(60)
+
+    sent, outcome = threading.Event(), []
+    peer, client = talk(script, stall_timeout=3600.0)
+    begun, replies = threading.Event(), []
+
+    def read():
+        with client.send("GET", peer.url, {}) as reply:
+            replies.append(reply)
+            begun.set()
+            try:
+                reply.read_into([memoryview(bytearray(len(BODY)))])
+            except ConnectionLostError as error:
+                outcome.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert begun.wait(20)
+    assert sent.wait(20)
+    sock = replies[0]._sock
+    socket.socket.shutdown(sock, socket.SHUT_RDWR)
+    sock._real_close()
+    gc.collect()
+    thread.join(20)
+    assert len(outcome) == 1
+    peer.over.set()
+
+
+def test_a_connection_that_closes_frees_what_it_had(talk, native):
+    peer, client = talk(answering(BODY))
+    with client.send("GET", peer.url, {}) as reply:
+        reply.read_into([memoryview(bytearray(len(BODY)))])
+        chain = reply._sock._chain if has_chain(reply) else None
+        kept = weakref.ref(chain) if chain is not None else lambda: None
+        sock = reply._sock
+    del chain, reply
+    client.close()
+    gc.collect()
+    assert kept() is None
+    assert sock._sslobj is None
+
+
+# children
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_that_drops_a_connection_does_not_end_it(talk, native):
+    def script(peer):
+        peer.request()
+        peer.promise(len(BODY))
+        peer.send(BODY[: 2 * STEP])
+        assert forked.wait(20)
+        peer.send(BODY[2 * STEP :])
+
+    forked = threading.Event()
+    peer, client = talk(script)
+    memory = bytearray(len(BODY))
+    with client.send("GET", peer.url, {}) as reply:
+        reply.read_into([memoryview(memory)[: 2 * STEP]])
+        child = os.fork()
+        if child == 0:
+            with contextlib.suppress(BaseException):
+                reply._sock._real_close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        forked.set()
+        reply.read_into([memoryview(memory)[2 * STEP :]])
+    assert memory == BODY
+
+
+# certificates and proxies
+
+
+@pytest.mark.parametrize("wrong", ["authority", "host", "expired"])
+def test_a_wrong_certificate_is_refused(talk, authority, native, tmp_path, wrong):
+    context = {
+        "authority": lambda: Authority(tmp_path, "others").server(),
+        "host": lambda: authority.server(authority.issue(host="elsewhere.example")),
+        "expired": lambda: authority.server(authority.issue(expired=True)),
+    }[wrong]()
+    peer, client = talk(answering(b"data"), context)
+    with pytest.raises(TLSError, match="not trusted"), client.send("GET", peer.url, {}):
+        pass
+
+
+@pytest.mark.filterwarnings("ignore:Unverified HTTPS request")
+def test_a_certificate_is_not_looked_at_if_nobody_wants_that(talk, native, tmp_path):
+    peer, client = talk(
+        answering(BODY), Authority(tmp_path, "others").server(), ca_bundle=None, verify_tls=False
+    )
+    assert get(client, peer.url, len(BODY)) == BODY
+
+
+def test_a_client_shows_its_certificate(talk, authority, native):
+    context = authority.server()
+    context.load_verify_locations(authority.bundle)
+    context.verify_mode = ssl.CERT_REQUIRED
+    peer, client = talk(answering(BODY), context, client_cert=authority.issue())
+    assert get(client, peer.url, len(BODY)) == BODY
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_a_body_comes_through_a_proxy(talk, authority, native, scheme):
+    with forward_proxy(authority.server() if scheme == "https" else None) as proxy:
+        peer, client = talk(answering(BODY), proxy=proxy.url)
+        assert get(client, peer.url, len(BODY)) == BODY
+        assert get(client, peer.url, len(BODY)) == BODY
+        client.close()
+    assert len(proxy.tunnels) == 1
+
+
+# the proof
+
+
+def test_an_object_that_is_not_what_it_should_be_is_not_believed(talk, authority, native):
+    if not NATIVE:
+        pytest.skip("nothing is believed here")
+    peer, client = talk(answering(BODY))
+    library = long_reads._openssl().with_gil
+    with client.send("GET", peer.url, {}) as reply:
+        sock = reply._sock
+        assert long_reads._ssl_of(sock, sock._sslobj, library)
+        for other in (object(), ssl.MemoryBIO(), sock.context, [1, 2, 3, 4]):
+            with pytest.raises((long_reads._UnfitError, AttributeError)):
+                long_reads._ssl_of(sock, other, library)
+        another = ssl.SSLSocket.__new__(ssl.SSLSocket)
+        with pytest.raises(long_reads._UnfitError):
+            long_reads._ssl_of(another, sock._sslobj, library)
+
+
+def test_where_the_proof_fails_bodies_come_the_plain_way(talk, native, monkeypatch, caplog):
+    def refuse(*_):
+        raise long_reads._UnfitError("another one")
+
+    caplog.set_level(logging.DEBUG, "cloudckpt")
+    monkeypatch.setattr(long_reads, "_ssl_of", refuse)
+    peer, client = talk(answering(BODY))
+    assert get(client, peer.url, len(BODY)) == BODY
+    assert ("record by record: another one" in caplog.text) == native
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("platform", "darwin"), ("version_info", (3, 99, 0))],
+)
+def test_interpreters_that_are_not_known_take_the_plain_way(native, monkeypatch, name, value):
+    long_reads._openssl.cache_clear()
+    monkeypatch.setattr(long_reads.sys, name, value)
+    assert long_reads.obstacle()
+    monkeypatch.undo()
+    long_reads._openssl.cache_clear()
+
+
+# any peer
+
+
+def test_no_peer_crashes_the_interpreter(native, authority):
+    """In a process of its own, which the peer's noise must not end."""
+    ended = subprocess.run(
+        [sys.executable, str(NOISE), authority.bundle, authority.issue(), str(int(native)), ROUNDS],
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == [ROUNDS]
