@@ -239,7 +239,7 @@ class LongReadSocket(ssl.SSLSocket):
         try:
             self._chain = _Chain(self)
         except _UnfitError as exc:
-            logger.debug("a TLS connection is read record by record: %s", exc)
+            logger.debug("a TLS connection is read record by record: %s", str(exc))
         else:
             logger.debug("a TLS connection is read by whole buffers, without the GIL")
         return self._chain
