@@ -164,9 +164,25 @@ class Blocks:
     def first_bad(self, first: int, views: Sequence[memoryview]) -> int | None:
         """Checks the whole blocks, from block ``first``, that lie in ``views`` in order.
 
+        All of a view is looked at in one call, for each call hands the GIL over, and may wait for
+        it. What the checksum of the whole must be follows from those of the blocks; which of them
+        is wrong is looked for only if there is one.
+
         Returns:
             The first wrong one, or None if all are right.
         """
+        total, size = 0, 0
+        for view in views:
+            total = self.algorithm.of(view, total)
+            size += view.nbytes
+        whole, rest = divmod(size, self.size)
+        lengths = [self.size] * whole + ([rest] if rest else [])
+        expected = self.checksums[first : first + len(lengths)]
+        if total == self.algorithm.combine(zip(expected, lengths, strict=True)):
+            return None
+        return self._look_for_bad(first, views)
+
+    def _look_for_bad(self, first: int, views: Sequence[memoryview]) -> int | None:
         of, size, expected = self.algorithm.of, self.size, self.checksums
         index, checksum, filled = first, 0, 0
         for view in views:
