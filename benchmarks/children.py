@@ -35,7 +35,12 @@ class ChildFailedError(RuntimeError):
 
 
 def in_child(
-    function: Callable[..., Any], port: int, *, timeout: float = DEFAULT_TIMEOUT, **arguments: Any
+    function: Callable[..., Any],
+    port: int,
+    *,
+    timeout: float = DEFAULT_TIMEOUT,
+    bundle: str | None = None,
+    **arguments: Any,
 ) -> Any:
     """Calls ``function(port, **arguments)`` in a fresh process and returns what it returned.
 
@@ -43,12 +48,13 @@ def in_child(
         function: A module-level function; arguments and result must be JSON values.
         port: The benchmark server's port, for the child's environment and the function.
         timeout: Seconds before the child is killed.
+        bundle: The certificate that the server shows, if it speaks TLS.
         **arguments: Passed on.
 
     Raises:
         ChildFailedError: If the child fails in any way.
     """
-    return in_ranks(function, port, 1, timeout=timeout, **arguments)[0]
+    return in_ranks(function, port, 1, timeout=timeout, bundle=bundle, **arguments)[0]
 
 
 def in_ranks(
@@ -57,6 +63,7 @@ def in_ranks(
     world_size: int,
     *,
     timeout: float = DEFAULT_TIMEOUT,
+    bundle: str | None = None,
     **arguments: Any,
 ) -> list[Any]:
     """Like `in_child` in `world_size` processes at once, as the ranks of a job.
@@ -77,7 +84,7 @@ def in_ranks(
         (base / "job.json").write_text(json.dumps(job))
         with contextlib.ExitStack() as stack:
             processes = [
-                stack.enter_context(_started(base, rank, world_size, port))
+                stack.enter_context(_started(base, rank, world_size, port, bundle))
                 for rank in range(world_size)
             ]
             _await_all(processes, base, time.monotonic() + timeout)
@@ -88,10 +95,10 @@ def in_ranks(
 
 @contextlib.contextmanager
 def _started(
-    base: Path, rank: int, world_size: int, port: int
+    base: Path, rank: int, world_size: int, port: int, bundle: str | None
 ) -> Iterator[subprocess.Popen[bytes]]:
     environment = {
-        **child_environment(port),
+        **child_environment(port, bundle),
         "PYTHONPATH": os.pathsep.join(
             [os.environ.get(SOURCE, str(ROOT / "src")), str(ROOT), os.environ.get("PYTHONPATH", "")]
         ),

@@ -85,11 +85,11 @@ def _fsspec(place: Place) -> Contender:
 def _floor(place: Place) -> Contender:
     from benchmarks.floor import Floor
 
-    return Floor(place.port, place.bucket, place.connections)
+    return Floor(place)
 
 
 CONTENDERS: Mapping[str, Entry] = {
-    "floor": Entry("floor (plain sockets)", ("awscrt",), ("awscrt",), _floor),
+    "floor": Entry("floor", ("awscrt",), ("awscrt",), _floor),
     "cloudckpt": Entry("cloudckpt", ("cloudckpt",), ("cloudckpt", "urllib3"), CloudCkpt),
     "cloudckpt-process": Entry(
         "cloudckpt, saving process",

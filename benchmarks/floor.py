@@ -1,8 +1,9 @@
 """The floor: what moving and checksumming the bytes costs when nothing else is done.
 
-Eight threads, plain sockets, 16 MiB parts, no SDK, no signing, no serialisation. Each part is
-checksummed and then sent from, or received into, the tensor's own memory. No client that reads
-every byte and checks it can use less CPU than about this.
+A thread for each connection, plain sockets, 16 MiB parts; no SDK, no signing, no serialisation.
+Under TLS the sockets are a few lines of C. Each part is checksummed and then sent from, or received
+into, the tensor's own memory. No client that reads every byte and checks it can use less CPU than
+about this.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from dataclasses import dataclass
 
 import torch
 from awscrt import checksums
+
+from benchmarks.floor_tls import TlsSocket
+from benchmarks.places import Place
 
 PART_SIZE = 16 * 1024 * 1024
 _TIMEOUT = 120.0
@@ -34,16 +38,16 @@ class Part:
 class Floor:
     """Saves all tensors into one object by multipart upload; loads it by ranged GETs."""
 
-    def __init__(self, port: int, bucket: str, connections: int = 8) -> None:
-        self._port = port
-        self._bucket = bucket
-        self._connections = connections
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._bucket = place.bucket
+        self._connections = place.connections
         self._checksums: dict[tuple[str, int], int] = {}
 
     def save(self, state_dict: Mapping[str, torch.Tensor], name: str) -> None:
         """Uploads `state_dict` as one object."""
         path = f"/{self._bucket}/{name}/data"
-        with _Connection(self._port) as control:
+        with _Connection(self._place) as control:
             started = control.request("POST", f"{path}?uploads")
             found = re.search(rb"<UploadId>(.*?)</UploadId>", started)
             assert found is not None
@@ -83,7 +87,7 @@ class Floor:
 
         def work() -> None:
             try:
-                with _Connection(self._port) as connection, suppress(queue.Empty):
+                with _Connection(self._place) as connection, suppress(queue.Empty):
                     while not failures:
                         action(connection, parts.get_nowait())
             except BaseException as failure:  # noqa: BLE001 - raised below, in the caller
@@ -101,9 +105,12 @@ class Floor:
 class _Connection:
     """One kept-alive HTTP connection, with just enough HTTP."""
 
-    def __init__(self, port: int) -> None:
-        self._socket = socket.create_connection(("127.0.0.1", port), timeout=_TIMEOUT)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    def __init__(self, place: Place) -> None:
+        sock = socket.create_connection(("127.0.0.1", place.port), timeout=_TIMEOUT)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket: socket.socket | TlsSocket = sock
+        if place.bundle is not None and place.library is not None:
+            self._socket = TlsSocket(sock, place.library, place.bundle)
 
     def __enter__(self) -> _Connection:
         return self

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import os
+import threading
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from benchmarks.children import DEFAULT_TIMEOUT, in_child
 from benchmarks.contenders import CONTENDERS, limit_threads
 from benchmarks.meter import Cost, measure
-from benchmarks.places import Place
+from benchmarks.places import CONNECTIONS, Place
 from benchmarks.server.process import Counts, ServerHandle
 from benchmarks.states import StateSpec, blank, filled, uniform, wrong_tensors
 
@@ -34,6 +36,34 @@ class Operation:
     counts: Counts
 
 
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What an operation is measured in, if it is not the usual.
+
+    Attributes:
+        port: Where the server is reached; its own by default.
+        bundle: The certificate that it shows there, if that is by TLS.
+        library: The floor's TLS, compiled.
+        connections: How many the floor and cloudckpt make.
+        cores: How many the process may use; all by default.
+        is_beside_python: Whether a thread computes in Python meanwhile, and holds the GIL.
+    """
+
+    port: int | None = None
+    bundle: str | None = None
+    library: str | None = None
+    connections: int = CONNECTIONS
+    cores: int | None = None
+    is_beside_python: bool = False
+
+    def but(self, **changes: Any) -> Surroundings:
+        """The same with some things changed."""
+        return replace(self, **changes)
+
+
+USUAL = Surroundings()
+
+
 def run(
     server: ServerHandle,
     contender: str,
@@ -43,6 +73,7 @@ def run(
     *,
     bucket: str = KEEP,
     timeout: float = DEFAULT_TIMEOUT,
+    around: Surroundings = USUAL,
 ) -> Operation:
     """Measures `action` in a fresh child process, after a small warm-up in the same process.
 
@@ -56,6 +87,7 @@ def run(
         name: The checkpoint.
         bucket: Where a save goes.
         timeout: Seconds.
+        around: Where and beside what.
 
     Raises:
         ChildFailedError: If the child fails.
@@ -63,13 +95,15 @@ def run(
     server.reset()
     raw = in_child(
         _perform,
-        server.port,
+        server.port if around.port is None else around.port,
         timeout=timeout,
+        bundle=around.bundle,
         contender=contender,
         action=action,
         sizes=spec.sizes,
         bucket=bucket,
         name=name,
+        around=asdict(around),
     )
     return Operation(Cost(**raw), server.counts())
 
@@ -80,10 +114,20 @@ def prepare(server: ServerHandle, contender: str, spec: StateSpec, name: str) ->
 
 
 def _perform(
-    port: int, contender: str, action: Action, sizes: list[int], bucket: str, name: str
+    port: int,
+    contender: str,
+    action: Action,
+    sizes: list[int],
+    bucket: str,
+    name: str,
+    around: dict[str, Any],
 ) -> dict[str, Any]:
     limit_threads()
-    subject = CONTENDERS[contender].build(Place(port, bucket))
+    here = Surroundings(**around)
+    if here.cores is not None:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: here.cores])
+    place = Place(port, bucket, here.connections, bundle=here.bundle, library=here.library)
+    subject = CONTENDERS[contender].build(place)
     spec = StateSpec(tuple(sizes))
     warm_name = f"{name}-warm"
     if action == "save":
@@ -92,7 +136,14 @@ def _perform(
         return asdict(measure(lambda: subject.save(state, name)))
     subject.load(blank(_WARM_UP), warm_name)
     state = blank(spec)
+    if here.is_beside_python:
+        threading.Thread(target=_hold_the_gil, daemon=True).start()
     cost = measure(lambda: subject.load(state, name))
     if wrong := wrong_tensors(spec, state):
         raise WrongBytesError(f"{contender} loaded wrong bytes into {wrong[:5]}")
     return asdict(cost)
+
+
+def _hold_the_gil() -> None:
+    while True:
+        pass

@@ -28,7 +28,11 @@ class CloudCkpt(StockDcp):
         """Returns the options; checksums go along as they do to the vendors' own endpoints."""
         endpoint = {"endpoint_url": place.endpoint}
         if place.scheme == "gs":
-            return {"gcs": self._ours.GCSOptions(**endpoint, checksum="on")}
+            return {
+                "gcs": self._ours.GCSOptions(
+                    **endpoint, checksum="on", anonymous=place.bundle is not None
+                )
+            }
         if place.scheme == "az":
             return {"azure": self._ours.AzureOptions(**endpoint, checksum="on")}
         return {"s3": self._ours.S3Options(**endpoint, addressing_style="path", checksum="on")}

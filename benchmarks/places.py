@@ -21,27 +21,33 @@ class Place:
     bucket: str
     connections: int = CONNECTIONS
     scheme: str = "s3"
+    bundle: str | None = None
+    """The certificate of the server, if it speaks TLS."""
+    library: str | None = None
+    """The floor's TLS, compiled."""
 
     @property
     def endpoint(self) -> str:
         """The URL that clients of this scheme take as their endpoint."""
         path = f"/{ACCOUNT}" if self.scheme == "az" else ""
-        return f"http://127.0.0.1:{self.port}{path}"
+        return f"{'https' if self.bundle else 'http'}://127.0.0.1:{self.port}{path}"
 
     def uri(self, name: str) -> str:
         """The URI of the checkpoint called `name`."""
         return f"{self.scheme}://{self.bucket}/{name}"
 
 
-def child_environment(port: int) -> dict[str, str]:
+def child_environment(port: int, bundle: str | None = None) -> dict[str, str]:
     """The environment of a measuring child: credentials that open nothing, and the endpoint."""
+    trust = ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE") if bundle else ()
     return {
         **os.environ,
+        **dict.fromkeys(trust, bundle or ""),
         "AWS_ACCESS_KEY_ID": "benchmark",
         "AWS_SECRET_ACCESS_KEY": "benchmark",
         "AWS_REGION": REGION,
         "AWS_DEFAULT_REGION": REGION,
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ENDPOINT_URL": f"{'https' if bundle else 'http'}://127.0.0.1:{port}",
         "AWS_EC2_METADATA_DISABLED": "true",
         "AZURE_STORAGE_ACCOUNT": ACCOUNT,
         "AZURE_STORAGE_KEY": "YmVuY2htYXJr",

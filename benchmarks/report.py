@@ -14,6 +14,7 @@ from benchmarks.contenders import CONTENDERS
 from benchmarks.rows import Limits, Row, is_ours
 
 _TITLES: Mapping[str, str] = {
+    "https": "One process by https, through nginx on the same machine",
     "plain": "One process, a link that is never the bottleneck",
     "dialects": "The same in the dialects of Google and Azure",
     "memory": "Extra memory by checkpoint size",

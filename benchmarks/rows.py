@@ -49,6 +49,14 @@ class Limits:
     """CPU of a save or a load over the floor's."""
     CPU_AIM = 1.25
     """The same, where we want to be."""
+    HTTPS_LOAD_CPU = 1.35
+    """CPU of a load by https over the floor's."""
+    HTTPS_LOAD_WALL = 1.5
+    """Wall time of the same."""
+    HTTPS_SAVE_CPU = 1.25
+    """CPU of a save by https over the floor's."""
+    BESIDE_PYTHON = 2.0
+    """Wall time of a load by https beside a thread that holds the GIL, over one without."""
     EXTRA_MEMORY_MIB = 96.0
     """Peak memory of a save or a load beyond what was there before."""
     SHAPED = 1.25

@@ -8,6 +8,7 @@ from benchmarks.bench import Bench
 from benchmarks.rows import Row
 from benchmarks.scenarios import (
     dialects,
+    https,
     many_small,
     memory,
     plain,
@@ -20,6 +21,7 @@ from benchmarks.scenarios import (
 Scenario = Callable[[Bench], list[Row]]
 
 SCENARIOS: Mapping[str, Scenario] = {
+    "https": https.measure,
     "plain": plain.measure,
     "dialects": dialects.measure,
     "memory": memory.measure,
