@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from urllib.parse import quote, unquote, urlencode, urlsplit
@@ -31,6 +32,7 @@ from cloudckpt.stores.azure_access import API_VERSION, ContainerAccess
 from cloudckpt.stores.azure_batch import SubAnswer, compose, parse
 from cloudckpt.stores.azure_blocks import MAX_BLOCKS, block_id, upload_of
 from cloudckpt.stores.azure_errors import from_answer
+from cloudckpt.stores.azure_names import check_blob
 from cloudckpt.stores.base import (
     Body,
     Capabilities,
@@ -53,6 +55,9 @@ _MAX_PUT = 5000 * 1024**2
 _MAX_BLOCK = 4000 * 1024**2
 _BLOBS_PER_BATCH = 256
 _BLOBS_PER_PAGE = "1000"
+
+_REFUSALS = (AccessDeniedError, CredentialsError, InvalidRequestError)
+_OF_THE_BLOB = re.compile(r"\w*(Immutab|LegalHold|Lease)\w* HTTP ")
 
 
 class AzureStore(RestStore):
@@ -138,6 +143,7 @@ class AzureStore(RestStore):
 
     def create_upload(self, key: str, part_size: int) -> Upload:
         """Azure learns of an upload by its first block; until then it is known here only."""
+        check_blob(key, self.uri(key))
         upload = Upload(key, random_suffix(), part_size)
         self._begun[upload.id] = upload
         return upload
@@ -177,6 +183,20 @@ class AzureStore(RestStore):
         self._begun.pop(upload.id, None)
         return made or self._looked_up(upload.key, size)
 
+    def holds(
+        self, key: str, *, size: int, checksum: int, parts: Sequence[Part] = ()
+    ) -> ObjectInfo | None:
+        """As everywhere; a blob of blocks is known by their identifiers, and not read for it."""
+        if not parts:
+            return super().holds(key, size=size, checksum=checksum)
+        try:
+            blocks, version = self._blocks(key, "committed")
+        except ObjectNotFoundError:
+            return None
+        if sorted(blocks) != sorted((part.tag, str(part.size)) for part in parts):
+            return None
+        return ObjectInfo(key, size, version) if version else self._looked_up(key, size)
+
     def abort_upload(self, upload: Upload) -> None:
         """Discards the blocks of a blob that was never completed, unless others have some there.
 
@@ -208,14 +228,20 @@ class AzureStore(RestStore):
 
     def _uploads_of(self, key: str) -> list[str]:
         """The uploads that have sent blocks of a blob."""
-        url = self.object_url(key, {"comp": "blocklist", "blocklisttype": "uncommitted"})
         try:
-            with self.exchange("GET", url, {}, key=key) as reply:
-                page = unqualified(reply.read_all(), self.uri(key))
+            blocks, _ = self._blocks(key, "uncommitted")
         except ObjectNotFoundError:
             return []  # completed or discarded since the listing
-        blocks = (text(block, "Name") for block in page.iterfind("UncommittedBlocks/Block"))
-        return sorted({upload_of(block) for block in blocks})
+        return sorted({upload_of(name) for name, _ in blocks})
+
+    def _blocks(self, key: str, kind: str) -> tuple[Sequence[tuple[str, str]], str]:
+        """Names and sizes of a blob's blocks of one kind, and its version, if it has one."""
+        url = self.object_url(key, {"comp": "blocklist", "blocklisttype": kind})
+        with self.exchange("GET", url, {}, key=key) as reply:
+            page = unqualified(reply.read_all(), self.uri(key))
+            version = reply.headers.get("ETag", "")
+        found = page.iterfind(f"{kind.capitalize()}Blocks/Block")
+        return [(text(block, "Name"), text(block, "Size")) for block in found], version
 
     def _check_open(self, upload: Upload) -> None:
         """Lets no late part bring back what was discarded."""
@@ -262,20 +288,24 @@ class AzureStore(RestStore):
             pages.next(marker)
 
     def delete(self, keys: Iterable[str]) -> None:
-        delete_all(keys, _BLOBS_PER_BATCH, self._delete_batch)
+        wanted = list(keys)
+        for key in wanted:
+            check_blob(key, self.uri(key))
+        delete_all(wanted, _BLOBS_PER_BATCH, self._delete_batch)
 
     def _delete_batch(self, keys: Sequence[str]) -> Failures:
         failures: Failures = []
         if self._batches and len(keys) > 1:
             try:
                 answers = self._batch(keys)
-            except (AccessDeniedError, CredentialsError, InvalidRequestError):
+            except _REFUSALS:
                 self._batches = False  # not for these credentials, or not known to this store
             else:
                 failures = [failed for answer in answers for failed in self._failures(answer, keys)]
-                keys = [key for key, error in failures if isinstance(error, CredentialsError)]
-                failures = [failed for failed in failures if failed[0] not in keys]
-        return [*failures, *one_by_one(keys, self._delete)]  # with other credentials, perhaps
+                alone = {key for key, error in failures if _may_be_granted_alone(error)}
+                keys = [key for key in keys if key in alone]
+                failures = [failed for failed in failures if failed[0] not in alone]
+        return [*failures, *one_by_one(keys, self._delete)]
 
     def _delete(self, key: str) -> None:
         headers = {"x-ms-delete-snapshots": "include"}
@@ -312,6 +342,7 @@ class AzureStore(RestStore):
     # what the requests are made of
 
     def object_url(self, key: str, query: Mapping[str, str] | None = None) -> str:
+        check_blob(key, self.uri(key))
         url = f"{self._access.url}/{encode_key(key)}"
         return f"{url}?{encode_query(query)}" if query else url
 
@@ -341,6 +372,15 @@ class AzureStore(RestStore):
         # its eight bytes are little-endian here, unlike those of a CRC64NVME on S3
         spelled = base64.b64encode(CRC64NVME.pack([crc64])).decode("ascii")
         return {"x-ms-content-crc64": spelled}
+
+
+def _may_be_granted_alone(error: StoreError) -> bool:
+    """Whether what was refused in a batch may be granted to a request of its own.
+
+    The credentials may be others by now; and they, or the account, may not do in a batch what they
+    do alone. What the blob is does not depend on that.
+    """
+    return isinstance(error, _REFUSALS) and not _OF_THE_BLOB.match(error.cause or "")
 
 
 def _blob_headers(options: AzureOptions) -> dict[str, str]:

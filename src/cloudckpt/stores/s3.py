@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from cloudckpt.checksum import to_base64
 from cloudckpt.config import Config
 from cloudckpt.errors import (
+    ConfigError,
     ObjectNotFoundError,
     PreconditionFailedError,
     ServerError,
@@ -45,6 +46,7 @@ _MIN_PART = 5 * 1024**2
 _MAX_PART = 5 * 1024**3
 _MAX_PARTS = 10_000
 _KEYS_PER_DELETE = 1000
+_ARCHIVES = frozenset({"GLACIER", "DEEP_ARCHIVE"})
 
 _MD5 = re.compile(r"[0-9a-f]{32}")
 _MULTIPART = re.compile(r'"?[0-9a-f]{32}-[0-9]+"?')
@@ -58,6 +60,13 @@ class S3Store(RestStore):
         self._access = BucketAccess(bucket, config, root)
         super().__init__(root, HttpClient(self._access.http_options), self._access.credentials)
         options, aws = config.s3, self._access.is_aws
+        if aws and options.storage_class in _ARCHIVES:
+            raise ConfigError(
+                f"storage_class={options.storage_class!r}: what is in it can't be loaded before it "
+                "is restored, which takes hours; write 'GLACIER_IR', and archive old checkpoints "
+                "by a lifecycle rule",
+                uri=root,
+            )
         self._checksums = aws if options.checksum == "auto" else options.checksum == "on"
         self.capabilities = Capabilities(
             conditional_writes=True if aws else None,
