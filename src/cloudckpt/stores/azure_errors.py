@@ -22,9 +22,9 @@ from cloudckpt.stores.refusals import (
     DAMAGED,
     SLOW_DOWN,
     Meaning,
-    by_status,
     from_elsewhere,
     is_certain,
+    meant,
     refusal,
 )
 from cloudckpt.stores.xml_answers import error_fields
@@ -171,7 +171,7 @@ def from_answer(
     if error := from_elsewhere(status, code, body, action, uri):
         return error
     known = _BY_CODE.get(code)
-    meaning = known or _BY_STATUS.get(status) or by_status(status)
+    meaning = meant(status, known, _BY_STATUS)
     words = [" ".join(text.split()) for text in (fields.get("Message", ""), _detail(fields))]
     cause = ": ".join((f"{code} HTTP {status}".strip(), *filter(None, words)))
     certain = is_certain(code, status, known)
