@@ -16,6 +16,7 @@ from cloudckpt.checksum import CRC32C, to_base64
 from cloudckpt.config import Config
 from cloudckpt.errors import (
     ConnectionLostError,
+    CredentialsError,
     InvalidRequestError,
     ObjectNotFoundError,
     PreconditionFailedError,
@@ -210,23 +211,32 @@ class GCSStore(RestStore):
                 request = base(method, url, fields, body, progress, key=key, is_long=is_long)
                 return stack.enter_context(request)
 
-            if self._downloads.is_content(url):
-                yield self._downloads.ask(url, send, self.uri(key))
-            else:
-                yield send(url, {})
+            try:
+                if self._downloads.is_content(url):
+                    reply = self._downloads.ask(url, send, self.uri(key))
+                else:
+                    reply = send(url, {})
+            except CredentialsError:
+                # what the store said of the old token counts only if another one could be had
+                if (passing := self._access.passing_failure()) is None:
+                    raise
+                passing.uri = self.uri(key)
+                raise passing from None
+            yield reply
 
     def failure(
         self, status: int, headers: Mapping[str, str], body: bytes, action: str, uri: str
     ) -> StoreError:
         self._downloads.refused(status, body)
-        if status == 401:
+        error = from_answer(status, headers, body, action, uri)
+        if isinstance(error, CredentialsError):
             self._access.reject()
-        return from_answer(status, headers, body, action, uri)
+        return error
 
     def _authorized(
         self, method: str, url: str, headers: Mapping[str, str]
     ) -> tuple[str, Mapping[str, str]]:
-        return url, {**headers, **self._access.headers()}
+        return url, {**headers, **self._access.headers(method, url)}
 
     def _content_url(self, key: str, if_version: str | None) -> str:
         query = {"alt": "media"}
