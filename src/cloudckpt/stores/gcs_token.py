@@ -57,7 +57,8 @@ class Transport(google.auth.transport.requests.Request):
         self._heard = threading.local()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        kwargs.setdefault("timeout", self._timeout)
+        if kwargs.get("timeout") is None:  # for ever
+            kwargs["timeout"] = self._timeout
         self._heard.status = None
         response = super().__call__(*args, **kwargs)
         self._heard.status = response.status
