@@ -2,6 +2,7 @@
 
 import dataclasses
 import gzip
+import json
 
 import pytest
 import torch
@@ -224,6 +225,9 @@ def compressed(server):
     stored = {"x-goog-stored-content-encoding": "gzip", "x-goog-generation": "1"}
 
     def respond(request):
+        if "alt=media" not in request.target:
+            resource = {"size": str(len(STORED)), "generation": "1"}
+            return server.Answer(body=json.dumps(resource).encode())
         if "gzip" in request.headers.get("Accept-Encoding", ""):
             return content(request, server, STORED, **stored, **{"Content-Encoding": "gzip"})
         return server.Answer(headers=stored, body=ORIGINAL, framing="chunked")
