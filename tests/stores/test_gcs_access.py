@@ -628,6 +628,27 @@ def test_a_refused_token_without_another_one_for_the_moment_is_passing(
     assert store.head("run/object").size == 4
 
 
+def test_a_token_that_is_given_out_again_is_not_fetched_for_every_request(open_with, secure):
+    """As a metadata server does until shortly before its end."""
+
+    class Same(FakeCredentials):
+        def refresh(self, request):
+            super().refresh(request)
+            self.token = "the-token"
+
+    credentials = Same()
+    store = open_with(credentials)
+    call(store, secure, "head")
+    letting_in(secure, "another")
+    with pytest.raises(CredentialsError):
+        store.head("run/object")
+    assert credentials.refreshes == 2
+    letting_in(secure, "the-token")
+    for _ in range(5):
+        store.head("run/object")
+    assert credentials.refreshes == 2
+
+
 def test_threads_that_wait_for_a_token_share_the_failure_to_fetch_it(open_with, secure):
     credentials = FakeCredentials(*[NO_ANSWER] * 16, takes=0.5)
     store = open_with(credentials)

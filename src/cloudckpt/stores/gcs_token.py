@@ -120,7 +120,13 @@ class Renewals:
         return _anew(self.failure) if isinstance(self.failure, ConnectionLostError) else None
 
     def succeeded(self, credentials: google.auth.credentials.Credentials) -> None:
-        """Notes what was renewed."""
+        """Notes what was renewed.
+
+        A metadata server gives out the same token until shortly before its end. If the store has
+        refused that, there is no other one to wait for: it is sent, and the store decides.
+        """
+        if credentials.token == self.rejected:
+            self.rejected = None
         self.newest, self.failure, self._failures = credentials, None, 0
 
     def failed(self, error: StoreError, still_valid: str | None) -> None:
