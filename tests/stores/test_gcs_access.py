@@ -16,6 +16,7 @@ import google.auth.exceptions
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
+from google.auth.compute_engine import _metadata
 from test_gcs import VERBS, call, error_json
 
 import cloudckpt
@@ -472,8 +473,8 @@ def metadata_server(stub_server, monkeypatch):
         server.work()
         host = server.url.removeprefix("http://")
         monkeypatch.setenv("GCE_METADATA_IP", host)
-        monkeypatch.setattr("google.auth.compute_engine._metadata._GCE_METADATA_HOST", host)
-        monkeypatch.setattr("google.auth.compute_engine._metadata._NO_GCE_CHECK", False)
+        monkeypatch.setattr(_metadata, "_GCE_METADATA_HOST", host)
+        monkeypatch.setattr(_metadata, "_NO_GCE_CHECK", False, raising=False)  # of newer ones
         monkeypatch.delenv("NO_GCE_CHECK")
         monkeypatch.setattr("google.auth._exponential_backoff.time.sleep", lambda seconds: None)
         yield server
