@@ -181,6 +181,14 @@ def test_what_was_parsed_is_parsed_again():
         ("https://acc.blob.core.windows.net/c/%2E%2E/b", "'.' or '..'"),
         ("https://acc.blob.core.windows.net/c/a%3Fb", "no query"),
         ("https://acc.blob.core.windows.net/c/a%00b", "control character"),
+        ("https://acc.blob.core.windows.net/c/100%", "write %25"),
+        ("https://acc.blob.core.windows.net/c/a%2", "write %25"),
+        ("https://acc.blob.core.windows.net/c/a%zzb", "write %25"),
+        ("https://acc.blob.core.windows.net/c/a%FFb", "no encoded UTF-8"),
+        ("https://acc.blob.core.windows.net/c/a%ED%A0%BDb", "no encoded UTF-8"),
+        ("s3://bucket/a\ud83db", "half of a surrogate pair"),
+        ("gs://bucket/a\udcffb", "half of a surrogate pair"),
+        ("az://container/a\udcffb", "half of a surrogate pair"),
         ("https://acc.blob.core.windows.net/c/run?sv=1&sig=x", "AZURE_STORAGE_SAS_TOKEN"),
         ("https://acc.blob.core.windows.net/c/run?comp=list", "no query"),
         ("abfss://c@acc/run", "abfss://container@account.dfs.core.windows.net/path"),
@@ -198,6 +206,7 @@ def test_what_is_no_location_is_refused_with_a_hint(text, hint):
     with pytest.raises(InvalidURIError) as caught:
         CheckpointURI.parse(text)
     assert hint in str(caught.value)
+    str(caught.value).encode()  # it can be printed
     assert isinstance(caught.value, ValueError)
 
 

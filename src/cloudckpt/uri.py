@@ -64,6 +64,7 @@ _FOLDED = re.compile(  # a folder named as the schemes of the three clouds, othe
     re.IGNORECASE | re.DOTALL,
 )
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_HALVES = re.compile(r"[\ud800-\udfff]")
 
 URILike = Union[str, "os.PathLike[str]", "CheckpointURI"]
 
@@ -179,7 +180,12 @@ class CheckpointURI:
                 "put it into AZURE_STORAGE_SAS_TOKEN"
             )
         if scheme == "https":  # a URL, which is encoded; the others are taken as they are
-            rest = unquote(path)
+            if re.search(r"%(?![0-9A-Fa-f]{2})", path):
+                raise InvalidURIError(f"{_shown(text)!r}: write %25 for '%' in an https URI")
+            try:
+                rest = unquote(path, errors="strict")
+            except UnicodeDecodeError:
+                raise InvalidURIError(f"{_shown(text)!r} is no encoded UTF-8") from None
             if _CONTROL.search(rest):
                 raise InvalidURIError(f"{_shown(text)!r} holds a control character")
         else:
@@ -200,6 +206,11 @@ class CheckpointURI:
             )
         if "?" in rest or "#" in rest:
             raise InvalidURIError(f"{shown!r}: a checkpoint URI has no query and no fragment")
+        if _HALVES.search(rest):
+            raise InvalidURIError(
+                f"{shown!r} holds half of a surrogate pair, as names of files that are not UTF-8 "
+                "do; no object store has such a name"
+            )
         prefix = prefix.removesuffix("/")
         segments = prefix.split("/") if prefix else []
         if "" in segments:

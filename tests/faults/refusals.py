@@ -58,7 +58,7 @@ AZURE = {
     "internal error": (500, "InternalError"),
     "missing bucket": (404, "ContainerNotFound"),
     "denied": (403, "AuthorizationPermissionMismatch"),
-    "key disabled": (409, "KeyVaultEncryptionKeyNotFound"),
+    "key disabled": (403, "KeyVaultEncryptionKeyNotFound"),
     "expired token": (403, "AuthenticationFailed"),
     "wrong secret": (403, "AuthenticationFailed"),
 }

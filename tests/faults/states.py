@@ -14,7 +14,11 @@ from .dialects import Endpoint, vendor_options
 BIG = 6 * MIB  # two parts of 5 and 1 MiB
 SMALL = 128 * 1024  # a single PUT
 ATTEMPTS = 4
-SHORT = {"read_timeout": 1.0, "stall_timeout": 1.0}  # for tests of silence
+SHORT = {  # for tests of silence
+    "read_timeout": 1.0,
+    "completion_timeout": 1.0,
+    "stall_timeout": 1.0,
+}
 
 
 def filled(step: int, nbytes: int = BIG) -> dict:

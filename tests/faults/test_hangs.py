@@ -38,10 +38,16 @@ PATIENCE = 150.0  # seconds, many times what the options below allow
 HASTY = {
     "connect_timeout": 1.0,
     "read_timeout": 1.0,
+    "completion_timeout": 1.0,
     "stall_timeout": 1.0,
     "retry": {"attempts": 2, "base": 0.01, "cap": 0.05, "deadline": 2.0},
 }
-LONG = {**HASTY, "read_timeout": 600.0, "stall_timeout": 600.0}
+LONG = {
+    **HASTY,
+    "read_timeout": 600.0,
+    "completion_timeout": 600.0,
+    "stall_timeout": 600.0,
+}
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,10 @@ class TestSilence:
         uri = saved(nbytes)
         before = store.objects()
         proxy.inject(Stall(moment), operation=operation, path=path)
+        if moment == "answer" and step in ("whole", "manifest"):  # the store holds the object
+            cloudckpt.save(filled(2, nbytes), checkpoint_id=uri, config=hasty)
+            assert load_step(uri, direct, nbytes) == 2
+            return
         with pytest.raises(ConnectionLostError, match="gave up after 2 tries") as caught:
             cloudckpt.save(filled(2, nbytes), checkpoint_id=uri, config=hasty)
         assert caught.value.uri.startswith(uri)
@@ -120,7 +130,7 @@ class TestSilence:
         ("operation", "error"),
         [
             ("CreateMultipartUpload", "ConnectionLostError"),
-            ("CompleteMultipartUpload", "ConnectionLostError"),
+            ("CompleteMultipartUpload", None),  # the store holds the object
             ("DeleteObjects", None),  # the checkpoint is committed by then
             ("*", "ConnectionLostError"),
         ],

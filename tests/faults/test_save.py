@@ -12,11 +12,14 @@ from cloudckpt import (
     CheckpointNotFoundError,
     CommitUnknownError,
     ConnectionLostError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
     RetryPolicy,
     ServerError,
     ThrottledError,
 )
 from cloudckpt.stores.registry import open_store
+from cloudckpt.testing.hop import Answer
 from cloudckpt.testing.servers import free_port
 from cloudckpt.testing.wire_faults import (
     Call,
@@ -550,3 +553,104 @@ class TestSilentSuccess:
         assert load_step(uri, direct) == 2
         assert [record for record in caplog.records if record.name == "cloudckpt"] == []
         assert store.uploads() == []
+
+
+# What Azure answers to a request that meets the result of its own first try, whose answer was lost:
+# 409 to If-None-Match where there is a blob (412 is documented too), 403 to a signature that may
+# only create blobs, 409 under a retention policy or a legal hold, 400 to a block list whose blocks
+# are used up, 404 by a store that knows no blob of blocks only.
+MET_ITSELF = {
+    "exists": (409, "BlobAlreadyExists", PreconditionFailedError),
+    "condition": (412, "ConditionNotMet", PreconditionFailedError),
+    "write once": (403, "UnauthorizedBlobOverwrite", AccessDeniedError),
+    "retention": (409, "BlobImmutableDueToPolicy", AccessDeniedError),
+    "legal hold": (409, "BlobImmutableDueToLegalHold", AccessDeniedError),
+    "no blocks": (400, "InvalidBlockList", ObjectNotFoundError),
+    "no blob": (404, "BlobNotFound", ObjectNotFoundError),
+}
+AZURE_WRITES = {
+    **{step: STEPS[step] for step in ("complete", "manifest", "commit")},
+    "whole": ("PutObject", "*/__0_0.*", SMALL),
+}
+
+
+@on("azure")
+@pytest.mark.parametrize("answer", MET_ITSELF)
+@pytest.mark.parametrize("step", AZURE_WRITES)
+class TestWritesThatMeetTheirOwnFirstTry:
+    """A write whose answer was lost, and that Azure refuses when it is sent again."""
+
+    @pytest.fixture
+    def refused(self, proxy, step, answer):
+        """Breaks the first try at a moment, refuses the second."""
+
+        def refused(moment):
+            operation, path, _ = AZURE_WRITES[step]
+            status, code, _ = MET_ITSELF[answer]
+            words = Answer(status, "", (("x-ms-error-code", code),), b"")
+            faults = Reset(moment), Respond(words)
+            return [
+                proxy.inject(fault, operation=operation, path=path, times=1) for fault in faults
+            ]
+
+        return refused
+
+    def test_a_save_succeeds_if_the_blob_is_there(
+        self, store, refused, shaky, direct, step, answer
+    ):
+        uri, nbytes = store.uri("run/new"), AZURE_WRITES[step][2]
+        rules = refused("answer")
+        cloudckpt.save(filled(1, nbytes), checkpoint_id=uri, config=shaky)
+        assert [rule.injected for rule in rules] == [1, 1]
+        assert load_step(uri, direct, nbytes) == 1
+        store.assert_tidy()
+
+    def test_a_save_fails_by_the_name_of_the_refusal_if_it_is_not(
+        self, store, refused, unshared, direct, step, answer
+    ):
+        uri, nbytes = store.uri("run/new"), AZURE_WRITES[step][2]
+        _, code, error = MET_ITSELF[answer]
+        brief = RetryPolicy(attempts=ATTEMPTS, base=0.01, cap=0.05, deadline=0.5)
+        rules = refused("request")
+        with pytest.raises(CommitUnknownError if step == "commit" else error, match=code):
+            cloudckpt.save(filled(1, nbytes), checkpoint_id=uri, config=unshared(retry=brief))
+        assert [rule.injected for rule in rules] == [1, 1]
+        with pytest.raises(CheckpointNotFoundError):
+            load_step(uri, direct, nbytes)
+        assert (store.objects() == set()) == (step != "commit")
+
+
+@on("azure")
+@pytest.mark.parametrize("step", AZURE_WRITES)
+def test_a_write_that_arrives_twice_is_one_though_azurite_refuses_the_second(
+    store, proxy, shaky, direct, step
+):
+    operation, path, nbytes = AZURE_WRITES[step]
+    uri = store.uri("run/new")
+    proxy.inject(Reset("answer"), operation=operation, path=path, times=1)
+    cloudckpt.save(filled(1, nbytes), checkpoint_id=uri, config=shaky)
+    assert load_step(uri, direct, nbytes) == 1
+    tries = [
+        exchange.carried_out
+        for exchange in proxy.exchanges
+        if exchange.request in proxy.requests(operation, path)
+    ]
+    assert tries == [201, 409]
+
+
+@on("azure")
+@pytest.mark.parametrize(("step", "size"), [("complete", 7), ("whole", 7), ("whole", None)])
+def test_a_blob_of_somebody_else_is_not_taken_for_our_own(store, proxy, shaky, step, size):
+    """Keys are random, so nobody else has them; who has put something there keeps it."""
+    operation, path, nbytes = AZURE_WRITES[step]
+    proxy.inject(Reset("request"), operation=operation, path=path, times=1)
+
+    def intrude(request):
+        _, _, key = request.path.split("/", 2)
+        same = int(request.header("Content-Length"))
+        store.put(unquote(key), b"x" * (same if size is None else size))
+
+    intrusion = proxy.inject(Call(intrude), operation=operation, path=path, times=1)
+    with pytest.raises(PreconditionFailedError, match="BlobAlreadyExists"):
+        cloudckpt.save(filled(1, nbytes), checkpoint_id=store.uri("run/new"), config=shaky)
+    assert intrusion.injected

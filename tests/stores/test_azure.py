@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
+import torch
 
 pytest.importorskip("azure.storage.blob")
 pytest.importorskip("azure.identity")
@@ -30,7 +31,8 @@ from azure.core.pipeline import PipelineContext, PipelineRequest
 from azure.core.pipeline.transport import HttpRequest
 from azure.storage.blob._shared.authentication import SharedKeyCredentialPolicy
 
-from cloudckpt import AzureOptions, CheckpointURI, Config
+import cloudckpt
+from cloudckpt import AzureOptions, CheckpointURI, CloudStorageWriter, Config
 from cloudckpt.checksum import CRC64NVME
 from cloudckpt.errors import (
     AccessDeniedError,
@@ -39,6 +41,7 @@ from cloudckpt.errors import (
     ConnectionLostError,
     CredentialsError,
     InvalidRequestError,
+    InvalidURIError,
     MissingDependencyError,
     ObjectNotFoundError,
     PreconditionFailedError,
@@ -46,11 +49,13 @@ from cloudckpt.errors import (
     ServerError,
     StoreError,
     ThrottledError,
+    TLSError,
     TransientStoreError,
 )
-from cloudckpt.stores import azure_tokens
+from cloudckpt.stores import azure_names, azure_tokens
 from cloudckpt.stores.azure import AzureStore
-from cloudckpt.stores.base import Part, Upload
+from cloudckpt.stores.azure_blocks import block_id
+from cloudckpt.stores.base import ObjectInfo, Part, Upload
 from cloudckpt.stores.registry import open_store
 from cloudckpt.testing.servers import free_port
 
@@ -827,6 +832,154 @@ def test_any_key_arrives_as_it_is(store, server, verb, key):
     assert unquote(urlsplit(target).path) == f"/container/{key}"
 
 
+# Azure's "Naming and referencing containers, blobs, and metadata": no segment should end in a dot
+# and no name in a slash or backslash; there are at most 1,024 characters (as UTF-16 has them) and
+# 254 segments; control characters are not allowed. Azure drops such dots, whatever it answers.
+UNFIT = {
+    "dot at the end": "run/object.",
+    "dots at the end": "run/object..",
+    "dot before a slash": "run./object",
+    "three dots": "run/.../object",
+    "space and dot": "run/object .",
+    "slash at the end": "run/object/",
+    "dot and slash": "run/object./",
+    "backslash": "run\\object",
+    "backslash at the end": "run/object\\",
+    "characters": "x" * 1025,
+    "characters of UTF-16": "x" * 1023 + "\U0001f525",
+    "segments": "/".join("x" * 255),
+    "control character": "run/a\x01b",
+    "newline": "run/a\nb",
+    "delete": "run/a\x7fb",
+    "control character behind ASCII": "run/a\x81b",
+    "half of a pair": "run/a\ud83db",
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize("key", UNFIT.values(), ids=UNFIT)
+@pytest.mark.parametrize(
+    "verb",
+    {
+        "put": lambda store, key: put(store, key),
+        "create_upload": lambda store, key: store.create_upload(key, 1024),
+        "put_part": lambda store, key: put_part(store, dataclasses.replace(UPLOAD, key=key)),
+        "get": lambda store, key: store.get(key),
+        "get_range": lambda store, key: get_range(store, key),
+        "head": lambda store, key: store.head(key),
+        "delete": lambda store, key: store.delete([key]),
+        "delete many": lambda store, key: store.delete(["run/a", key, "run/b"]),
+        "delete very many": lambda store, key: store.delete([*map(str, range(300)), key]),
+    }.items(),
+    ids=lambda verb: verb[0],
+)
+def test_a_name_that_azure_changes_or_refuses_is_refused_before_anything_is_sent(
+    store, server, verb, key
+):
+    with pytest.raises(InvalidRequestError, match="name") as caught:
+        verb[1](store, key)
+    assert caught.value.certain
+    str(caught.value).encode()  # it can be printed
+    assert server.requests == []
+    assert list(store._begun) == []
+
+
+def test_a_name_that_is_refused_does_not_end_batches(store, server):
+    with pytest.raises(InvalidRequestError):
+        store.delete(["run/a.", "run/b"])
+    assert call(store, server, "delete many").method == "POST"
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "x" * 1024,
+        "x" * 1022 + "\U0001f525",
+        "/".join("x" * 254),
+        ".hidden/..a/b.c",
+        "run /a",
+        "a//b",
+        "a%2F%5C%2E",
+        "\ufffe",
+    ],
+)
+def test_a_name_that_azure_takes_is_sent(store, server, key):
+    server.answer(**CREATED)
+    put(store, key)
+    assert unquote(urlsplit(server.requests[0].target).path) == f"/container/{key}"
+
+
+def save(location, config):
+    cloudckpt.save({"a": torch.zeros(3)}, checkpoint_id=location, config=config, no_dist=True)
+
+
+LOCATIONS = {
+    "dot at the end": "az://container/run/step-1.",
+    "dot before a slash": "az://container/run./step-1",
+    "backslash": "az://container/run\\step-1",
+    "encoded backslash": "https://account.blob.core.windows.net/container/run%5Cstep-1",
+    "encoded dot": "https://account.blob.core.windows.net/container/run%2E",
+    "control character behind ASCII": "az://container/run\x85",
+    "characters": "az://container/" + "x" * 1025,
+    "segments": "az://container/" + "/".join("x" * 255),
+    "container of large letters": "az://Container/run",
+    "container with an underscore": "az://my_container/run",
+    "container with two hyphens": "az://my--container/run",
+    "container that ends in a hyphen": "az://container-/run",
+    "container with a dot": "az://my.container/run",
+    "long container": f"az://{'x' * 64}/run",
+}
+
+
+@pytest.mark.parametrize("location", LOCATIONS.values(), ids=LOCATIONS)
+@pytest.mark.parametrize(
+    "use",
+    {
+        "save": save,
+        "async_save": lambda location, config: cloudckpt.async_save(
+            {"a": torch.zeros(3)}, checkpoint_id=location, config=config, no_dist=True
+        ),
+        "load": lambda location, config: cloudckpt.load(
+            {"a": torch.zeros(3)}, checkpoint_id=location, config=config, no_dist=True
+        ),
+        "exists": lambda location, config: cloudckpt.exists(location, config=config),
+    }.items(),
+    ids=lambda use: use[0],
+)
+def test_a_location_that_azure_changes_or_refuses_is_refused_at_once(server, use, location):
+    config = Config(azure=AzureOptions(endpoint_url=server.url))
+    with pytest.raises(InvalidURIError):
+        use[1](location, config)
+    assert server.requests == []
+
+
+@pytest.mark.parametrize("prefix", ["x" * 961, "/".join("x" * 254)])
+def test_a_location_that_has_no_room_for_the_objects_beneath_is_refused_at_once(server, prefix):
+    """The longest name, the manifest's or that of a high rank, would come last."""
+    with pytest.raises(InvalidURIError, match=r"960|253"):
+        save(f"az://container/{prefix}", Config(azure=AzureOptions(endpoint_url=server.url)))
+    assert server.requests == []
+
+
+@pytest.mark.parametrize("location", ["az://container/" + "x" * 960, "az://c/run", "az://a-b-9/x"])
+def test_a_location_with_room_is_taken(location):
+    assert str(CloudStorageWriter(location).uri) == location
+    longest = f"/__{10**6}_{10**4}.{'0' * 16}.distcp"
+    azure_names.check_blob("x" * 960 + longest, location)
+
+
+def test_another_location_of_a_writer_is_checked_too():
+    with pytest.raises(InvalidURIError, match="dot"):
+        CloudStorageWriter("az://container/run").reset("az://container/run.")
+
+
+@pytest.mark.parametrize("prefix", ["run.", "run/", "run\\"])
+def test_a_prefix_may_end_anywhere(store, server, prefix):
+    server.answer(body=page())
+    assert list(store.list(prefix)) == []
+    assert query_of(server.requests[0])["prefix"] == prefix
+
+
 def test_a_container_has_one_store_for_each_account(monkeypatch):
     uris = [
         CheckpointURI.parse(f"abfss://same@{name}.dfs.core.windows.net/run")
@@ -973,6 +1126,80 @@ def test_azure_documents_its_conditions(store):
     assert limits.max_put_size == 5000 * 1024**2
 
 
+NO_BLOB = {"status": 404, "headers": {"x-ms-error-code": "BlobNotFound"}}
+
+
+# whether a request whose answer was lost was carried out
+
+
+def block_list(*committed, uncommitted=()):
+    """The answer to Get Block List, given names and sizes; for a blob that is not there as yet, or
+    was put in one piece, it has no committed blocks, and without a blob no ETag either."""
+    rows = [
+        "".join(f"<Block><Name>{name}</Name><Size>{size}</Size></Block>" for name, size in blocks)
+        for blocks in (committed, uncommitted)
+    ]
+    body = (
+        f"<BlockList><CommittedBlocks>{rows[0]}</CommittedBlocks>"
+        f"<UncommittedBlocks>{rows[1]}</UncommittedBlocks></BlockList>"
+    )
+    return {"headers": {"ETag": '"0x8"'} if committed else {}, "body": body.encode()}
+
+
+OWN = [Part(1, 4, block_id(UPLOAD, 1), CRC), Part(2, 3, block_id(UPLOAD, 2), CRC)]
+NAMES = [(part.tag, part.size) for part in OWN]
+OTHERS = [
+    (block_id(dataclasses.replace(UPLOAD, id="1" * 16), n), size) for n, size in ((1, 4), (2, 3))
+]
+
+
+def holds(store, parts=OWN):
+    return store.holds("run/object", size=7, checksum=CRC, parts=parts)
+
+
+@pytest.mark.parametrize("listed", [NAMES, NAMES[::-1]], ids=["in order", "otherwise"])
+def test_a_blob_is_ours_if_it_is_made_of_our_blocks(store, server, listed):
+    server.answer(**block_list(*listed))
+    assert holds(store) == ObjectInfo("run/object", 7, '"0x8"')
+    (request,) = server.requests
+    assert request.method == "GET"
+    assert query_of(request).items() >= {"comp": "blocklist", "blocklisttype": "committed"}.items()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        block_list(*OTHERS),
+        block_list(NAMES[0]),
+        block_list(*NAMES, OTHERS[0]),
+        block_list(NAMES[0], (NAMES[1][0], 4)),
+        block_list(uncommitted=NAMES),
+        block_list(),
+        NO_BLOB,
+    ],
+    ids=["others", "fewer", "more", "other sizes", "not committed", "in one piece", "no blob"],
+)
+def test_a_blob_is_not_ours_if_it_is_made_of_anything_else(store, server, answer):
+    server.answer(**answer)
+    assert holds(store) is None
+    assert len(server.requests) == 1
+
+
+def test_whether_a_blob_is_ours_may_be_hidden(store, server):
+    server.answer(status=403, headers={"x-ms-error-code": "AuthorizationPermissionMismatch"})
+    with pytest.raises(AccessDeniedError):
+        holds(store)
+
+
+@pytest.mark.parametrize(("there", "ours"), [(b"data", True), (b"dota", False), (b"dat", False)])
+def test_a_blob_that_was_put_in_one_piece_is_ours_if_it_has_our_bytes(store, server, there, ours):
+    server.answer(headers={"ETag": '"0x1"'}, size=len(there))
+    headers = {"ETag": '"0x1"', "Content-Range": f"bytes 0-{len(there) - 1}/{len(there)}"}
+    server.answer(status=206, headers=headers, body=there)
+    found = store.holds("run/object", size=4, checksum=CRC)
+    assert found == (ObjectInfo("run/object", 4, '"0x1"') if ours else None)
+
+
 # aborting and finding uploads
 
 
@@ -985,9 +1212,6 @@ def blocks(*names):
         f"<BlockList><CommittedBlocks/><UncommittedBlocks>{listed}</UncommittedBlocks></BlockList>"
     )
     return {"body": body.encode()}
-
-
-NO_BLOB = {"status": 404, "headers": {"x-ms-error-code": "BlobNotFound"}}
 
 
 def test_an_abort_deletes_what_was_never_completed(store, server):
@@ -1189,8 +1413,8 @@ def test_blobs_of_a_batch_that_are_gone_are_no_error(store, server):
 @pytest.mark.parametrize(
     ("status", "code", "expected"),
     [
-        (403, "AuthorizationPermissionMismatch", AccessDeniedError),
         (409, "BlobImmutableDueToPolicy", AccessDeniedError),
+        (409, "BlobImmutableDueToLegalHold", AccessDeniedError),
         (404, "ContainerNotFound", BucketNotFoundError),
         (503, "ServerBusy", ThrottledError),
         (412, "LeaseIdMissing", InvalidRequestError),
@@ -1203,12 +1427,59 @@ def test_a_blob_that_could_not_be_deleted_is_named(store, server, status, code, 
     assert caught.value.uri == "az://container/run/b"
 
 
+# what a batch may refuse although single requests are allowed: a signature without the permissions
+# that a batch asks for, conditions of roles on single blobs, features that an account lacks
+REFUSED_IN_BATCHES = [
+    (403, "AuthorizationPermissionMismatch", AccessDeniedError),
+    (403, "AuthorizationFailure", AccessDeniedError),
+    (403, "AuthorizationResourceTypeMismatch", AccessDeniedError),
+    (400, "InvalidHeaderValue", InvalidRequestError),
+    (400, "UnsupportedHeader", InvalidRequestError),
+    (409, "FeatureNotYetSupportedForHierarchicalNamespaceAccounts", InvalidRequestError),
+    (409, "BlobOperationNotSupported", InvalidRequestError),
+    (501, "NotImplemented", InvalidRequestError),
+]
+
+
+@pytest.mark.parametrize(("status", "code", "expected"), REFUSED_IN_BATCHES)
+def test_blobs_that_a_batch_refuses_are_deleted_one_by_one(store, server, status, code, expected):
+    server.answer(**batch_answer((202, ""), (status, code), (404, "BlobNotFound"), (status, code)))
+    server.respond(lambda request: server.Answer(202))
+    store.delete(["run/a", "run/b", "run/c", "run/d"])
+    assert [(r.method, urlsplit(r.target).path) for r in server.requests[1:]] == [
+        ("DELETE", "/container/run/b"),
+        ("DELETE", "/container/run/d"),
+    ]
+
+
+@pytest.mark.parametrize(("status", "code", "expected"), REFUSED_IN_BATCHES)
+def test_a_batch_that_is_refused_within_its_answer_is_done_one_by_one(
+    store, server, status, code, expected
+):
+    answer = batch_answer((status, code))
+    server.answer(**{**answer, "body": answer["body"].replace(b"Content-ID: 0\r\n", b"")})
+    server.respond(lambda request: server.Answer(202))
+    store.delete(["run/a", "run/b"])
+    assert [request.method for request in server.requests] == ["POST", "DELETE", "DELETE"]
+
+
+@pytest.mark.parametrize(("status", "code", "expected"), REFUSED_IN_BATCHES)
+def test_a_blob_that_is_refused_alone_too_is_named(store, server, status, code, expected):
+    server.answer(**batch_answer((202, ""), (status, code)))
+    server.respond(lambda request: server.Answer(status, body=error_xml(code, "said again")))
+    with pytest.raises(expected, match="said again") as caught:
+        store.delete(["run/a", "run/b"])
+    assert caught.value.uri == "az://container/run/b"
+
+
 @pytest.mark.parametrize(
     ("status", "code"),
     [
         (403, "AuthorizationFailure"),
         (400, "InvalidQueryParameterValue"),
         (405, "UnsupportedHttpVerb"),
+        (409, "FeatureNotYetSupportedForHierarchicalNamespaceAccounts"),
+        (409, "BlobApiNotYetSupportedForHierarchicalNamespaceAccounts"),
     ],
 )
 def test_a_store_that_knows_no_batches_is_asked_one_by_one(store, server, status, code):
@@ -1277,6 +1548,38 @@ ANSWERS = [
     (409, "BlobUsesCustomerSpecifiedEncryption", InvalidRequestError),
     (409, "BlobOperationNotSupported", InvalidRequestError),
     (409, "SomethingNew", InvalidRequestError),
+    (403, "UnauthorizedBlobOverwrite", AccessDeniedError),
+    (403, "KeyVaultEncryptionKeyNotFound", AccessDeniedError),
+    (403, "KeyVaultVaultNotFound", AccessDeniedError),
+    (403, "KeyVaultAccessTokenCannotBeAcquired", AccessDeniedError),
+    (403, "KeyVaultSomethingNew", AccessDeniedError),
+    (404, "KeyVaultSomethingNew", AccessDeniedError),  # the blob is there all the same
+    (503, "KeyVaultSomethingNew", ThrottledError),
+    (429, "KeyVaultSomethingNew", ThrottledError),
+    (500, "KeyVaultSomethingNew", ServerError),
+    (400, "InvalidBlobTier", InvalidRequestError),
+    (409, "BlobTierInadequateForContentLength", InvalidRequestError),
+    (409, "ContentLengthLargerThanTierLimit", InvalidRequestError),
+    (409, "BlobAccessTierNotSupportedForAccountType", InvalidRequestError),
+    (409, "FeatureNotYetSupportedForHierarchicalNamespaceAccounts", InvalidRequestError),
+    (400, "BlobApiNotYetSupportedForHierarchicalNamespaceAccounts", InvalidRequestError),
+    (409, "ResourceTypeMismatch", InvalidRequestError),
+    (409, "PathConflict", InvalidRequestError),
+    (409, "DirectoryIsNotEmpty", InvalidRequestError),
+    (409, "PathAlreadyExists", PreconditionFailedError),
+    (409, "ResourceAlreadyExists", PreconditionFailedError),
+    (409, "FilesystemBeingDeleted", ServerError),
+    (400, "PathIsTooDeep", InvalidRequestError),
+    (400, "OutOfRangeInput", InvalidRequestError),
+    (400, "InvalidResourceName", InvalidRequestError),
+    (403, "RequestForbiddenByContainerEncryptionPolicy", AccessDeniedError),
+    (400, "AccountRequiresHttps", InvalidRequestError),
+    (400, "TlsVersionNotPermitted", TLSError),
+    (409, "PublicAccessNotPermitted", AccessDeniedError),
+    (412, "LeaseNotPresentWithBlobOperation", InvalidRequestError),
+    (409, "LeaseAlreadyPresent", InvalidRequestError),
+    (409, "ContainerImmutabilityPolicyLocked", AccessDeniedError),
+    (409, "BlockCountExceedsLimit", InvalidRequestError),
     (409, "", InvalidRequestError),
     (409, "ContainerBeingDeleted", ServerError),
     (416, "InvalidRange", RangeNotSatisfiableError),
@@ -1321,6 +1624,55 @@ def test_a_missing_role_is_named(store, server):
     server.answer(status=403, headers={"x-ms-error-code": "AuthorizationPermissionMismatch"})
     with pytest.raises(AccessDeniedError, match="Storage Blob Data Contributor"):
         put(store)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "words"),
+    [
+        (403, "UnauthorizedBlobOverwrite", "may create blobs, but not replace"),
+        (403, "KeyVaultEncryptionKeyNotFound", "the key .* is gone, disabled or expired"),
+        (403, "KeyVaultVaultNotFound", "the key vault .* is gone"),
+        (403, "KeyVaultAccessTokenCannotBeAcquired", "managed identity"),
+        (403, "KeyVaultSomethingNew", "key vault"),
+        (409, "BlobAccessTierNotSupportedForAccountType", "access_tier"),
+        (400, "InvalidBlobTier", "access_tier"),
+        (409, "FeatureNotYetSupportedForHierarchicalNamespaceAccounts", "leave tags empty"),
+        (409, "PathConflict", "directory"),
+        (400, "PathIsTooDeep", "60 segments"),
+        (403, "RequestForbiddenByContainerEncryptionPolicy", "encryption_scope"),
+        (400, "AccountRequiresHttps", "https"),
+        (413, "RequestBodyTooLarge", "part_size"),
+        (400, "UnsupportedRestVersion", "2021-12-02"),
+    ],
+)
+def test_a_refusal_says_what_to_do(store, server, status, code, words):
+    server.answer(status=status, headers={"x-ms-error-code": code})
+    with pytest.raises(StoreError, match=words):
+        put(store)
+
+
+@pytest.mark.parametrize("code", ["AuthorizationPermissionMismatch", "SomethingNew"])
+def test_the_meaning_of_a_known_code_is_not_that_of_its_status(store, server, code):
+    server.answer(status=403, headers={"x-ms-error-code": code})
+    with pytest.raises(AccessDeniedError, match="Storage Blob Data Contributor"):
+        put(store)
+    server.answer(status=403, headers={"x-ms-error-code": "KeyVaultVaultNotFound"})
+    with pytest.raises(AccessDeniedError) as caught:
+        put(store)
+    assert "Contributor" not in str(caught.value)
+
+
+def test_a_header_or_parameter_that_azure_refuses_is_named_but_not_its_value(store, server):
+    """As in "Status and error codes": the name, and what it was, stand in the body."""
+    details = {"HeaderName": "x-ms-version", "HeaderValue": "SECRET", "Reason": "SECRET"}
+    server.answer(status=400, body=error_xml("InvalidHeaderValue", **details))
+    with pytest.raises(InvalidRequestError, match="x-ms-version") as caught:
+        put(store)
+    details = {"QueryParameterName": "comp", "QueryParameterValue": "SECRET"}
+    server.answer(status=400, body=error_xml("InvalidQueryParameterValue", **details))
+    with pytest.raises(InvalidRequestError, match="comp") as other:
+        put(store)
+    assert "SECRET" not in f"{caught.value} {other.value}"
 
 
 def test_a_file_of_the_data_lake_api_is_suspected(store, server):

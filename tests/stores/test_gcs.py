@@ -241,7 +241,8 @@ def test_the_body_of_a_put_is_sent_with_its_metadata(store, server):
     body = [memoryview(b"da"), memoryview(b""), memoryview(b"ta\r\n--x")]
     info = store.put("run/object", body, checksum=0, progress=moved.append)
     metadata, data = inserted(server.requests[0])
-    assert (metadata, data) == ({"contentType": "application/octet-stream"}, b"data\r\n--x")
+    described = {"contentType": "application/octet-stream", "cacheControl": "no-store"}
+    assert (metadata, data) == (described, b"data\r\n--x")
     assert (info.key, info.size, info.version) == ("run/object", 9, VERSION)
     assert sum(moved) == 9
 
@@ -265,6 +266,37 @@ def test_a_read_of_one_version_is_conditional(store, server):
     server.answer(**VERBS["get_range"][1])
     get_range(store, if_version=VERSION)
     assert query_of(server.requests[0]) == {"alt": "media", "ifGenerationMatch": VERSION}
+
+
+def test_the_latest_object_is_read_by_the_generation_that_its_metadata_tell(store, server):
+    server.answer(body=resource())
+    server.answer(**VERBS["get_range"][1] | {"headers": pinned_range("0-3/4")})
+    data, info = store.get_latest("run/object")
+    assert (bytes(data), info.version) == (b"data", VERSION)
+    looked, read = server.requests
+    assert "alt" not in query_of(looked)
+    assert query_of(read)["ifGenerationMatch"] == VERSION
+    server.answer(body=resource(size=0))
+    assert store.get_latest("run/object")[0] == b""
+    assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        {"status": 412},
+        {"status": 206, "headers": {"x-goog-generation": "5", "Content-Range": "bytes 0-3/4"}},
+    ],
+)
+def test_the_latest_object_is_read_anew_if_it_was_replaced_meanwhile(store, server, refused):
+    server.answer(body=resource())
+    server.answer(**{"body": b"data"} | refused)
+    with pytest.raises(ConnectionLostError, match="replaced"):
+        store.get_latest("run/object")
+
+
+def pinned_range(span):
+    return {"x-goog-generation": VERSION, "Content-Range": f"bytes {span}"}
 
 
 def test_another_version_than_the_one_asked_for_is_refused(store, server):
@@ -343,12 +375,14 @@ def test_object_options_are_sent_with_every_new_object(open_gcs, server):
     metadata, _ = inserted(request)
     assert metadata == {
         "contentType": "application/octet-stream",
+        "cacheControl": "no-store",
         "storageClass": "NEARLINE",
         "customTime": "2027-01-31T00:00:00Z",
         "metadata": {"team": "n l&p=", "run": "7"},
     }
     assert query_of(request)["kmsKeyName"] == "projects/p/locations/l/keyRings/r/cryptoKeys/k"
     headers = call(store, server, "create_upload").headers
+    assert headers["Cache-Control"] == "no-store"
     assert {name.lower(): value for name, value in headers.items() if "goog" in name.lower()} == {
         "x-goog-storage-class": "NEARLINE",
         "x-goog-custom-time": "2027-01-31T00:00:00Z",
@@ -428,15 +462,31 @@ def test_an_object_that_was_put_together_wrongly_is_deleted(store, server, found
     assert b"DELETE /storage/v1/b/bucket/o/run%2Fobject " in server.requests[-1].body
 
 
-@pytest.mark.parametrize(("crc", "is_it"), [(CRC, True), (CRC + 1, False)])
-def test_a_completion_that_took_place_is_found_again(store, server, crc, is_it):
-    server.answer(status=404, body=error_xml("NoSuchUpload"))
-    server.answer(body=resource(crc=crc))
-    if is_it:
-        assert VERBS["complete_upload"][0](store).version == VERSION
-    else:
-        with pytest.raises(ObjectNotFoundError):
-            VERBS["complete_upload"][0](store)
+@pytest.mark.parametrize(
+    ("found", "is_it"), [({}, True), ({"crc": CRC + 1}, False), ({"size": 5}, False)]
+)
+def test_what_an_object_holds_is_told_by_its_metadata(store, server, found, is_it):
+    server.answer(body=resource(**found))
+    held = store.holds("run/object", size=4, checksum=CRC)
+    assert (held.version if is_it else held) == (VERSION if is_it else None)
+    assert "alt" not in query_of(server.requests[0])
+    assert len(server.requests) == 1
+
+
+def test_an_object_whose_checksum_is_not_told_is_read(store, server):
+    told = json.loads(resource())
+    del told["crc32c"]
+    for data, is_it in ((b"data", True), (b"DATA", False)):
+        server.answer(body=json.dumps(told).encode())
+        server.answer(status=206, headers=pinned_range("0-3/4"), body=data)
+        assert (store.holds("run/object", size=4, checksum=CRC) is not None) is is_it
+        assert query_of(server.requests[-1])["ifGenerationMatch"] == VERSION
+
+
+def test_an_object_that_is_not_there_holds_nothing(store, server):
+    body = error_json(404, "notFound", "No such object: bucket/run/object")
+    server.answer(status=404, body=body)
+    assert store.holds("run/object", size=4, checksum=CRC) is None
 
 
 def test_uploads_are_listed_page_by_page(store, server):

@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import warnings
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import cloudckpt
 from cloudckpt import Config, GCSOptions, RetryPolicy
@@ -15,6 +17,7 @@ from dcp.ranks import Ranks
 from dcp.values import assert_same, blank_like, numbered
 from stubs.gcs import GcsStub
 from stubs.gcs_answers import RefusalError
+from stubs.gcs_state import Attributes
 
 URI = "gs://bucket/run/step-1"
 PART = 5 * 1024**2
@@ -108,6 +111,112 @@ def test_a_connection_that_breaks_anywhere_is_survived(stub, config, number, car
     assert_same(loaded(config), state_of(3))
     assert len(stub.state.keys("bucket")) == 4
     assert not stub.state.uploads
+
+
+# a bucket that everybody may read, whose data is cached for an hour
+
+
+@pytest.fixture
+def public(stub):
+    stub.state.public = True
+    return stub.state
+
+
+def written_without_cache_control(state):
+    """Makes the objects those of a writer that leaves the cache alone."""
+    for name, stored in state.objects.items():
+        attributes = dataclasses.replace(stored.attributes, cache_control=None)
+        state.objects[name] = dataclasses.replace(stored, attributes=attributes)
+
+
+def written_by_torch(state, folder, values):
+    """Puts a checkpoint of torch's own writer there, whose names are the same each time."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(values, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    for file in folder.iterdir():
+        state.put("bucket", f"run/step-1/{file.name}", file.read_bytes(), Attributes())
+
+
+def test_a_cached_checkpoint_of_torch_does_not_come_back(public, config, tmp_path):
+    for first in (3, 4):
+        written_by_torch(public, tmp_path / str(first), state_of(first))
+        for _ in range(2):
+            assert_same(loaded(config), state_of(first))
+
+
+def is_commit(request):
+    return request.query.get("name", "").endswith("/.metadata")
+
+
+@pytest.mark.parametrize("written_by", ["us", "others"])
+def test_a_cached_checkpoint_does_not_come_back(public, config, written_by):
+    for first in (3, 4, 5):
+        save(state_of(first), config)
+        if written_by == "others":
+            written_without_cache_control(public)
+        for _ in range(2):
+            assert_same(loaded(config), state_of(first))
+    assert len(public.keys("bucket")) == 4
+
+
+def test_nothing_that_is_written_may_be_cached(public, config):
+    save(state_of(3), config)
+    loaded(config)
+    found = {stored.attributes.cache_control for stored in public.objects.values()}
+    assert found == {"no-store"}
+
+
+@pytest.mark.parametrize("written_by", ["us", "others"])
+@pytest.mark.parametrize("second", ["carried out", "not carried out"])
+def test_a_commit_whose_answer_was_lost_is_not_looked_for_in_a_cache(
+    public, config, written_by, second
+):
+    save(state_of(3), config)
+    if written_by == "others":
+        written_without_cache_control(public)
+    loaded(config)
+    public.inject(is_commit, None, carry_out=True)
+    if second == "not carried out":
+        public.inject(is_commit, 503)
+    save(state_of(4), config)
+    assert_same(loaded(config), state_of(4))
+    assert len(public.keys("bucket")) == 4
+
+
+def test_a_commit_whose_answer_was_lost_and_that_others_have_replaced_is_a_conflict(
+    public, config, monkeypatch
+):
+    save(state_of(3), config)
+    written_without_cache_control(public)
+    loaded(config)
+    public.inject(is_commit, None)
+    put, others = GCSStore.put, []
+
+    def put_late(self, key, *arguments, **named):
+        try:
+            return put(self, key, *arguments, **named)
+        finally:
+            if key.endswith("/.metadata") and not others:
+                others.append(key)
+                save(state_of(7), config)
+
+    monkeypatch.setattr(GCSStore, "put", put_late)
+    with pytest.raises(CheckpointConflictError):
+        save(state_of(4), config)
+    assert_same(loaded(config), state_of(7))
+    assert len(public.keys("bucket")) == 4
+
+
+@pytest.mark.parametrize(("of_bucket", "wanted"), [("NEARLINE", None), ("STANDARD", "COLDLINE")])
+def test_a_checkpoint_has_the_storage_class_that_is_wanted(stub, config, of_bucket, wanted):
+    stub.state.storage_class = of_bucket
+    options = dataclasses.replace(config.gcs, storage_class=wanted)
+    config = dataclasses.replace(config, gcs=options)
+    save(state_of(3), config)
+    assert_same(loaded(config), state_of(3))
+    found = {stored.attributes.storage_class for stored in stub.state.objects.values()}
+    assert found == {wanted or of_bucket}
 
 
 def _save_and_load_in_other_layouts(config):

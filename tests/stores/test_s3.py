@@ -24,6 +24,7 @@ from cloudckpt.checksum import CRC32C
 from cloudckpt.errors import (
     AccessDeniedError,
     BucketNotFoundError,
+    ConfigError,
     ConnectionLostError,
     CredentialsError,
     InvalidRequestError,
@@ -567,6 +568,13 @@ def test_object_options_are_sent_with_every_new_object(open_s3, server):
         assert headers["x-amz-storage-class"] == "STANDARD_IA"
         assert headers["x-amz-acl"] == "bucket-owner-full-control"
         assert parse_qs(headers["x-amz-tagging"]) == {"team": ["n l&p="], "run": ["7"]}
+
+
+@pytest.mark.parametrize("storage_class", ["GLACIER", "DEEP_ARCHIVE"])
+def test_a_storage_class_that_can_not_be_loaded_from_is_refused_on_aws(open_s3, storage_class):
+    with pytest.raises(ConfigError, match=f"storage_class='{storage_class}'"):
+        open_s3(storage_class=storage_class, endpoint_url=None)
+    open_s3(storage_class=storage_class)  # on others it may be the name of any class
 
 
 @pytest.mark.parametrize("verb", sorted(VERBS))

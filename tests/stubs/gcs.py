@@ -10,7 +10,8 @@
 Paths of the JSON API are served as such, ``/token`` hands out bearer tokens as OAuth 2.0 does, and
 all other paths are ``/bucket/key`` of the XML API. What is documented and what is not, the modules
 say: ``gcs_json``, ``gcs_xml``, ``gcs_state`` and ``gcs_answers``. Not there: resumable uploads,
-versions, holds, access lists, buckets' own resources, addresses with the bucket in the host name.
+versions, holds, access lists (but that everybody may read), buckets' own resources, addresses with
+the bucket in the host name.
 """
 
 from __future__ import annotations

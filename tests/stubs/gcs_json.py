@@ -1,12 +1,12 @@
 """The JSON API of the Cloud Storage stub.
 
 Documented (https://cloud.google.com/storage/docs/json_api/v1 and .../docs/batch): paths,
-parameters, the object resource, uploads of both kinds, preconditions, compose, batches of at most
-100 requests whose outer headers and parameters apply to each. Taken from reports: refusals of media
-requests are plain text. Assumed: the refusal of a batch that is too long, ``x-goog-hash`` with both
-hashes in one line, that ``x-goog-hash`` of a media upload is verified like ``crc32c`` in the
-metadata. The log has the requests of a batch one by one, behind the batch, and an answer can be
-injected for each.
+parameters, the object resource, uploads of both kinds, preconditions, compose with the deletion of
+its sources (.../docs/composing-objects), batches of at most 100 requests whose outer headers and
+parameters apply to each. Taken from reports: refusals of media requests are plain text. Assumed:
+the refusal of a batch that is too long, ``x-goog-hash`` with both hashes in one line, that
+``x-goog-hash`` of a media upload is verified like ``crc32c`` in the metadata. The log has the
+requests of a batch one by one, behind the batch, and an answer can be injected for each.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ def _attributes(
 ) -> Attributes:
     return Attributes(
         content_type=described.get("contentType") or content_type,
-        storage_class=described.get("storageClass") or "STANDARD",
+        cache_control=described.get("cacheControl"),
+        storage_class=described.get("storageClass") or "",
         custom_time=described.get("customTime"),
         kms_key=kms_key,
         metadata=described.get("metadata") or {},
@@ -147,6 +148,7 @@ def _resource(stored: StoredObject) -> dict[str, Any]:
         "updated": created,
     }
     optional = {
+        "cacheControl": attributes.cache_control,
         "contentType": attributes.content_type,
         "customTime": attributes.custom_time,
         "metadata": attributes.metadata,
@@ -162,16 +164,20 @@ def _get(state: State, call: Call) -> Answer:
     bucket, key = _names(_OBJECT, request.path)
     state.check(bucket, "storage.objects.get")
     generation = whole_number(request.query.get("generation"))
-    stored = state.find(bucket, key, expected=_expected(request), generation=generation)
+    expected = _expected(request)
     if request.query.get("alt") != "media":
-        return json_answer(_resource(stored))
+        return json_answer(
+            _resource(state.find(bucket, key, expected=expected, generation=generation))
+        )
+    stored = state.read(request, bucket, key, expected=expected, generation=generation)
     hashes = [f"crc32c={stored.crc32c}"]
     if stored.md5:
         hashes.append(f"md5={base64.b64encode(stored.md5).decode()}")
-    return media(stored, request, [("x-goog-hash", ",".join(hashes))])
+    headers = [("x-goog-hash", ",".join(hashes)), ("Cache-Control", state.cache_control(stored))]
+    return media(stored, request, headers)
 
 
-def media(stored: StoredObject, request: Request, hashes: answers.Headers) -> Answer:
+def media(stored: StoredObject, request: Request, more: answers.Headers) -> Answer:
     """The bytes of an object, or a range of them, with the headers that both APIs send."""
     span = byte_range(request.headers.get("range"), len(stored.data))
     headers = [
@@ -184,7 +190,7 @@ def media(stored: StoredObject, request: Request, hashes: answers.Headers) -> An
         ("x-goog-storage-class", stored.attributes.storage_class),
         ("x-goog-stored-content-encoding", "identity"),
         ("x-goog-stored-content-length", str(len(stored.data))),
-        *hashes,
+        *more,
     ]
     if span is None:
         return Answer(200, headers, stored.data)
@@ -246,15 +252,23 @@ def _compose(state: State, call: Call) -> Answer:
             for source in sources
         ]
         described = wanted.get("destination") or {}
+        attributes = _attributes(described, None, request.query.get("kmsKeyName"))
+        storage_class = attributes.storage_class or state.storage_class
+        others = {source.attributes.storage_class for source in found} - {storage_class}
+        if others:
+            raise answers.other_storage_class(storage_class, others)
         stored = state.put(
             bucket,
             key,
             b"".join(source.data for source in found),
-            _attributes(described, None, request.query.get("kmsKeyName")),
+            attributes,
             expected=_expected(request),
             checksum=described.get("crc32c"),
             components=sum(source.components or 1 for source in found),
         )
+        if wanted.get("deleteSourceObjects"):
+            for source in found:
+                state.objects.pop((bucket, source.key), None)
     return json_answer(_resource(stored))
 
 

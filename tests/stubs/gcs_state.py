@@ -2,8 +2,13 @@
 
 Documented: generations and preconditions (https://cloud.google.com/storage/docs/request-preconditions;
 0 means that there is no object), one change a second of the same object, retention periods, parts
-of 5 MiB, at most 32 sources and no MD5 of composite objects. Taken from reports: a condition is
-checked before the retention period; a multipart upload that a retention period refuses stays open.
+of 5 MiB, at most 32 sources and no MD5 of composite objects; an object without a storage class gets
+that of the bucket, and sources and result of a composition are of one class
+(.../docs/composite-objects); the data of publicly readable objects is cached for an hour unless
+their Cache-Control forbids it, their metadata never (.../docs/caching, .../docs/consistency). Taken
+from reports: a condition is checked before the retention period; a multipart upload that a
+retention period refuses stays open; a cache knows data by the whole URL, with the query
+(https://build.ralphmayr.com/posts/46-gcs-caching-can-be-a-pain-in-the-neck).
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from awscrt.checksums import crc32c
@@ -33,7 +38,8 @@ class Attributes:
     """What a writer says about an object besides its bytes."""
 
     content_type: str | None = None
-    storage_class: str = "STANDARD"
+    cache_control: str | None = None
+    storage_class: str = ""
     custom_time: str | None = None
     kms_key: str | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
@@ -108,6 +114,8 @@ class State:
         page: Most entries of a list.
         mutation_interval: Seconds between changes of one object; the real service has 1.
         retention: Seconds for which an object can't be replaced or deleted.
+        storage_class: Of objects whose writer names none.
+        public: Whether everybody may read the objects, so that their data is cached.
     """
 
     def __init__(self, *buckets: str) -> None:
@@ -123,6 +131,9 @@ class State:
         self.page = 1000
         self.mutation_interval = 0.0
         self.retention = 0.0
+        self.storage_class = "STANDARD"
+        self.public = False
+        self._cached: dict[tuple[str, frozenset[tuple[str, str]]], StoredObject] = {}
         self._injections: list[Injection] = []
         self._changed: dict[tuple[str, str], float] = {}
         self._numbers = itertools.count(1)
@@ -188,6 +199,30 @@ class State:
             raise answers.condition_not_met()
         return found
 
+    def read(
+        self,
+        request: Request,
+        bucket: str,
+        key: str,
+        *,
+        expected: int | None,
+        generation: int | None,
+    ) -> StoredObject:
+        """As `find`, for the data: what is cached of it is served, be it replaced or deleted."""
+        url = (request.path, frozenset(request.query.items()))
+        with self.lock:
+            found = self._cached.get(url)
+            if found is None:
+                found = self.find(bucket, key, expected=expected, generation=generation)
+            if "public" in self.cache_control(found):
+                self._cached[url] = found
+            return found
+
+    def cache_control(self, stored: StoredObject) -> str:
+        """The header of that name with which the data of an object is sent."""
+        default = "public, max-age=3600" if self.public else "private, max-age=0"
+        return stored.attributes.cache_control or default
+
     @contextlib.contextmanager
     def change(self, bucket: str, key: str, expected: int | None) -> Iterator[StoredObject | None]:
         """The time in which one writer may change an object, if the rules let him."""
@@ -216,6 +251,9 @@ class State:
         components: int | None = None,
     ) -> StoredObject:
         """Creates or replaces an object."""
+        attributes = replace(
+            attributes, storage_class=attributes.storage_class or self.storage_class
+        )
         with self.change(bucket, key, expected):
             verify(data, checksum)
             stored = StoredObject(

@@ -81,7 +81,8 @@ def _attributes(request: Request) -> Attributes:
     headers, prefix = request.headers, "x-goog-meta-"
     return Attributes(
         content_type=headers.get("content-type"),
-        storage_class=headers.get("x-goog-storage-class", "STANDARD"),
+        cache_control=headers.get("cache-control"),
+        storage_class=headers.get("x-goog-storage-class", ""),
         custom_time=headers.get("x-goog-custom-time"),
         kms_key=headers.get("x-goog-encryption-kms-key-name"),
         metadata={
@@ -119,8 +120,11 @@ def _put(state: State, call: Call, bucket: str, key: str) -> Answer:
 def _get(state: State, call: Call, bucket: str, key: str) -> Answer:
     state.check(bucket, "storage.objects.get")
     generation = whole_number(call.request.query.get("generation"))
-    stored = state.find(bucket, key, expected=_expected(call.request), generation=generation)
-    return media(stored, call.request, _hashes(stored))
+    expected = _expected(call.request)
+    # its HEAD is taken for a read of the data, too
+    stored = state.read(call.request, bucket, key, expected=expected, generation=generation)
+    headers = [*_hashes(stored), ("Cache-Control", state.cache_control(stored))]
+    return media(stored, call.request, headers)
 
 
 def _delete(state: State, call: Call, bucket: str, key: str) -> Answer:

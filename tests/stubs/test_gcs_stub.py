@@ -182,6 +182,70 @@ def test_compose(client):
     assert compose(*[{"name": "a"}] * 33).status == 400
 
 
+@pytest.mark.parametrize(
+    ("of_bucket", "of_source", "of_result"),
+    [
+        ("STANDARD", "STANDARD", "NEARLINE"),
+        ("STANDARD", "NEARLINE", None),
+        ("COLDLINE", "STANDARD", None),
+        ("COLDLINE", None, "STANDARD"),
+    ],
+)
+def test_composing_keeps_the_storage_class(client, of_bucket, of_source, of_result):
+    client.state.storage_class = of_bucket
+
+    def compose(result):
+        destination = {"storageClass": result} if result else {}
+        body = {"sourceObjects": [{"name": "a"}], "destination": destination}
+        path = "/storage/v1/b/bucket/o/b/compose"
+        return client.send("POST", path, None, None, json.dumps(body))
+
+    made = client.related({"name": "a", **({"storageClass": of_source} if of_source else {})}, b"x")
+    assert made.json()["storageClass"] == (of_source or of_bucket)
+    refused = compose(of_result)
+    assert (refused.status, reason(refused)) == (400, "invalid")
+    assert "different storage classes" in refused.json()["error"]["message"]
+    assert compose(of_source or of_bucket).json()["storageClass"] == (of_source or of_bucket)
+
+
+def test_composing_deletes_the_sources_if_it_is_asked_to(client):
+    client.insert("a")
+    body = {"sourceObjects": [{"name": "a"}], "deleteSourceObjects": True}
+    path = "/storage/v1/b/bucket/o/b/compose"
+    assert client.send("POST", path, None, None, json.dumps(body)).status == 200
+    assert client.state.keys("bucket") == ["b"]
+
+
+def test_data_that_everybody_may_read_is_cached_unless_its_writer_forbids_it(client):
+    client.state.public = True
+    for key, described, expected in (
+        ("default", {}, b"old"),
+        ("no-store", {"cacheControl": "no-store"}, b"new"),
+    ):
+        client.related({"name": key, **described}, b"old")
+        first = client.object("GET", key, alt="media")
+        first_by_xml = client.xml("GET", key)
+        created = client.related({"name": key, **described}, b"new").json()
+        again = client.object("GET", key, alt="media")
+        assert again.headers["Cache-Control"] == described.get(
+            "cacheControl", "public, max-age=3600"
+        )
+        assert first.data == first_by_xml.data == b"old"
+        assert again.data == client.xml("GET", key).data == expected
+        found = client.object("GET", key).json()
+        assert found["generation"] == created["generation"]
+        for pin in ("generation", "ifGenerationMatch"):
+            pinned = client.object("GET", key, alt="media", **{pin: found["generation"]})
+            assert pinned.data == b"new"
+
+
+def test_what_few_may_read_is_not_cached(client):
+    client.insert("k", b"old")
+    assert client.object("GET", "k", alt="media").headers["Cache-Control"] == "private, max-age=0"
+    client.insert("k", b"new")
+    assert client.object("GET", "k", alt="media").data == b"new"
+
+
 def test_a_batch_deletes(client):
     for key in ("a", KEY):
         client.insert(key)

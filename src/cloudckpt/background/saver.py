@@ -41,7 +41,8 @@ from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.errors import ClosedError, ConfigError, SaveInProgressError
 from cloudckpt.events.event import Span, subscribe
-from cloudckpt.uri import CheckpointURI, URILike
+from cloudckpt.stores.registry import checkpoint_location
+from cloudckpt.uri import URILike
 
 __all__ = ["AsyncSaver", "alike"]
 
@@ -412,4 +413,4 @@ def _led(
         return made, f"writer {id(made)}"
     if checkpoint_id is None:
         return made, made.checkpoint_id
-    return made, str(CheckpointURI.parse(checkpoint_id))
+    return made, str(checkpoint_location(checkpoint_id))

@@ -165,8 +165,8 @@ def commit(
     except StoreError as error:
         overtaken = conditional and isinstance(error, PreconditionFailedError)
         if uncertain:
-            held, found = _held(store, key, error, retrier)
-            if held == data:
+            is_ours, found = _found(store, key, data, error, retrier)
+            if is_ours:
                 return
             if not overtaken or found == baseline.version:
                 raise _unknown(store, key, error) from error
@@ -180,21 +180,28 @@ def commit(
         ) from error
 
 
-def _held(
-    store: ObjectStore, key: str, failure: StoreError, retrier: Retrier
-) -> tuple[bytes | None, str | None]:
-    """What the commit object holds now, and its version; neither if there is none.
+def _found(
+    store: ObjectStore, key: str, data: bytes, failure: StoreError, retrier: Retrier
+) -> tuple[bool, str | None]:
+    """Whether the commit object holds ``data`` now, and its version; None if there is no object.
+
+    A store that tells the checksum of an object is believed, as it says what is there now: its
+    bytes may come from a cache that keeps those of the checkpoint before.
 
     Raises:
         CommitUnknownError: If the store does not answer.
     """
     try:
+        info = retrier.call(lambda: store.head(key))
+        if info.checksum is not None:
+            checksum = store.capabilities.checksum.of(data)
+            return (info.size, info.checksum) == (len(data), checksum), info.version
         held, info = retrier.call(lambda: store.get(key))
     except StoreError as error:
         if isinstance(error, ObjectNotFoundError) and error.certain:
-            return None, None
+            return False, None
         raise _unknown(store, key, failure) from error
-    return bytes(held), info.version
+    return held == data, info.version
 
 
 def _unknown(store: ObjectStore, key: str, error: StoreError) -> CommitUnknownError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 
 from cloudckpt.checkpoint.commit import Baseline
@@ -28,7 +29,7 @@ def replaced(store: ObjectStore, baseline: Baseline, retrier: Retrier) -> set[st
     if baseline.version is None:
         return set()
     try:
-        data, info = retrier.call(lambda: store.get(baseline.key))
+        data, info = retrier.call(lambda: store.get_latest(baseline.key))
     except ObjectNotFoundError:
         info = None
     if info is None or info.version != baseline.version:
@@ -55,7 +56,7 @@ def hidden(
         for listed in retrier.call(lambda: list(store.list(start))):
             name = listed.key.removeprefix(uri.key(""))
             if is_metadata_of_a_rank(name):
-                data, _ = retrier.call(lambda key=listed.key: store.get(key))  # type: ignore[misc]
+                data, _ = retrier.call(functools.partial(store.get_latest, listed.key))
                 names |= {name} | _objects_of(data, store.uri(listed.key))
     except Exception as error:  # noqa: BLE001 - nothing that is wrong here may undo a commit
         logger.warning("an older checkpoint without collectives may be left behind: %s", error)

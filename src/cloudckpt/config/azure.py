@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from cloudckpt.config.options import (
@@ -10,10 +11,12 @@ from cloudckpt.config.options import (
     as_pairs,
     check_endpoint,
     check_switch,
+    check_tags,
     check_types,
     option,
     parse_flag,
     parse_pairs,
+    require,
 )
 
 __all__ = ["AzureOptions"]
@@ -65,4 +68,17 @@ class AzureOptions:
         check_types(self)
         check_switch("checksum", self.checksum)
         object.__setattr__(self, "tags", as_pairs("tags", self.tags))
+        # https://learn.microsoft.com/rest/api/storageservices/set-blob-tags
+        check_tags(self.tags, r"[A-Za-z0-9 +\-./:=_]")
+        tier = self.access_tier
+        require(
+            tier is None or re.fullmatch("[A-Za-z0-9]+", tier) is not None,
+            f"access_tier={tier!r}: write the name of a tier, e.g. 'Cool' or 'Cold'",
+        )
+        require(
+            tier is None or tier.lower() != "archive",
+            f"access_tier={tier!r}: what is in the archive tier can't be loaded before it is "
+            "rehydrated, which takes hours; write 'Cold', and archive old checkpoints by a "
+            "lifecycle rule",
+        )
         check_endpoint(self.endpoint_url)

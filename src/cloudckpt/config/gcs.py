@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +13,7 @@ from cloudckpt.config.options import (
     check_endpoint,
     check_switch,
     check_types,
+    check_unique,
     option,
     parse_flag,
     parse_pairs,
@@ -19,6 +21,11 @@ from cloudckpt.config.options import (
 )
 
 __all__ = ["GCSOptions"]
+
+# https://cloud.google.com/storage/quotas#objects: bytes of an object's custom metadata
+_MOST_METADATA = 8 * 1024
+_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # a token of RFC 9110
+_VALUE = re.compile(r"(?:[\x21-\x7e](?:[\x20-\x7e]*[\x21-\x7e])?)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +104,24 @@ class GCSOptions:
             "anonymous=True goes without credentials: leave out credentials_file and impersonate",
         )
         object.__setattr__(self, "metadata", as_pairs("metadata", self.metadata))
+        _check_metadata(self.metadata)
         require(
             self.upload_strategy in ("multipart", "compose"),
             f"upload_strategy={self.upload_strategy!r}: write 'multipart' or 'compose'",
         )
         check_endpoint(self.endpoint_url)
+
+
+def _check_metadata(metadata: Pairs) -> None:
+    """Whether metadata comes out as it goes in: it travels in headers, which ignore case in names
+    and white space around values.
+    """
+    for name, value in metadata:
+        require(
+            bool(_NAME.fullmatch(name)) and bool(_VALUE.fullmatch(value)),
+            f"metadata: {name!r}={value!r} can't be sent in a header; write plain ASCII, without "
+            "white space in names and around values",
+        )
+    check_unique("metadata", metadata, ignore_case=True)
+    size = sum(len(name) + len(value) for name, value in metadata)
+    require(size <= _MOST_METADATA, f"metadata: {size} bytes are given, 8 KiB is the most")

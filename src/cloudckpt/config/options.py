@@ -18,7 +18,9 @@ __all__ = [
     "as_pairs",
     "check_endpoint",
     "check_switch",
+    "check_tags",
     "check_types",
+    "check_unique",
     "documented_options",
     "option",
     "parse_flag",
@@ -32,6 +34,9 @@ Switch = Literal["auto", "on", "off"]
 Pairs = tuple[tuple[str, str], ...]
 
 MIB = 1024 * 1024
+
+_MOST_TAGS = 10  # of an object on S3 and Azure, and the characters of a tag's name and its value
+_LONGEST_TAG = (128, 256)
 _UNITS = {"": 1, "b": 1, "kib": 1024, "mib": MIB, "gib": 1024 * MIB}
 
 
@@ -149,3 +154,37 @@ def as_pairs(name: str, value: object) -> Pairs:
         return tuple((str(key), str(content)) for key, content in pairs)
     except (TypeError, ValueError):
         raise ConfigError(f"{name}={value!r}: give a mapping or pairs of strings") from None
+
+
+def check_tags(tags: Pairs, allowed: str = r"[^\x00-\x1f\x7f-\x9f\ud800-\udfff]") -> None:
+    """Whether tags are such as S3 and Azure take; they refuse others when all data is on its way.
+
+    Args:
+        tags: Names and values.
+        allowed: The pattern of a character.
+
+    Raises:
+        ConfigError: If they are not.
+    """
+    require(len(tags) <= _MOST_TAGS, f"tags: {len(tags)} tags are given, {_MOST_TAGS} is the most")
+    longest_name, longest_value = _LONGEST_TAG
+    for name, value in tags:
+        require(
+            1 <= len(name) <= longest_name and len(value) <= longest_value,
+            f"tags: {name!r}={value!r}: a name has 1 to {longest_name} characters, a value at most "
+            f"{longest_value}",
+        )
+        require(
+            re.fullmatch(f"{allowed}*", name + value) is not None,
+            f"tags: {name!r}={value!r} holds a character that the store does not take",
+        )
+    check_unique("tags", tags)
+
+
+def check_unique(option: str, pairs: Pairs, *, ignore_case: bool = False) -> None:
+    """Whether no name is given twice: a store refuses that, or keeps one of the values."""
+    seen: set[str] = set()
+    for name, _ in pairs:
+        folded = name.lower() if ignore_case else name
+        require(folded not in seen, f"{option}: give {name!r} once, not twice")
+        seen.add(folded)

@@ -11,6 +11,7 @@ from cloudckpt.config.options import (
     as_pairs,
     check_endpoint,
     check_switch,
+    check_tags,
     check_types,
     option,
     parse_flag,
@@ -82,6 +83,11 @@ class S3Options:
     def __post_init__(self) -> None:
         check_types(self)
         object.__setattr__(self, "tags", as_pairs("tags", self.tags))
+        check_tags(self.tags)
+        require(
+            not any(name.lower().startswith("aws:") for name, _ in self.tags),
+            "tags: names that begin with 'aws:' are kept for AWS itself",
+        )
         require(
             self.addressing_style in ("auto", "path", "virtual"),
             f"addressing_style={self.addressing_style!r}: write 'auto', 'path' or 'virtual'",

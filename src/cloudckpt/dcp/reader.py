@@ -154,7 +154,9 @@ class CloudStorageReader(StorageReader):
         uri = self._store().uri(key)
         try:
             metadata, self._committed = self._parsed(
-                key, lambda data: load_metadata(data, uri, trust_pickle=self.trust_pickle)
+                self._store().get_latest,
+                key,
+                lambda data: load_metadata(data, uri, trust_pickle=self.trust_pickle),
             )
         except ObjectNotFoundError as error:
             found = str(beneath(self._store(), self.uri)) if rank is None else ""
@@ -180,7 +182,9 @@ class CloudStorageReader(StorageReader):
         key = self.uri.key(identity.name)
         uri = self._store().uri(key)
         try:
-            return self._parsed(key, lambda data: Manifest.from_json(data, identity, uri))[0]
+            return self._parsed(
+                self._store().get, key, lambda data: Manifest.from_json(data, identity, uri)
+            )[0]
         except ObjectNotFoundError as error:
             if not self.config.verify:
                 return None
@@ -189,15 +193,20 @@ class CloudStorageReader(StorageReader):
                 uri=uri,
             ) from error
 
-    def _parsed(self, key: str, parse: Callable[[bytearray], T]) -> tuple[T, ObjectInfo]:
+    def _parsed(
+        self,
+        get: Callable[[str], tuple[bytearray, ObjectInfo]],
+        key: str,
+        parse: Callable[[bytearray], T],
+    ) -> tuple[T, ObjectInfo]:
         """A whole object; fetched once more if it seems to be damaged."""
-        store, retrier = self._store(), Retrier(self.config.retry)
-        data, info = retrier.call(lambda: store.get(key))
+        retrier = Retrier(self.config.retry)
+        data, info = retrier.call(lambda: get(key))
         try:
             return parse(data), info
         except CheckpointCorruptError as error:
             logger.warning("fetched again: %s", error)
-            data, info = retrier.call(lambda: store.get(key))
+            data, info = retrier.call(lambda: get(key))
             return parse(data), info
 
     def _check_unchanged(self, error: CheckpointCorruptError) -> None:

@@ -56,7 +56,7 @@ from cloudckpt.events.event import Event, Span, emit
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectStore, random_suffix
 from cloudckpt.stores.listings import forget_listings
-from cloudckpt.stores.registry import open_store
+from cloudckpt.stores.registry import checkpoint_location, open_store
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.memory import settled
 from cloudckpt.transfer.parts import choose_part_size
@@ -102,10 +102,10 @@ class CloudStorageWriter(StorageWriter):
             commit_hook: Called on the coordinator around the commit.
 
         Raises:
-            InvalidURIError: If ``checkpoint_id`` is no location.
+            InvalidURIError: If ``checkpoint_id`` is no location that a checkpoint can have.
         """
         super().__init__()
-        self.uri = CheckpointURI.parse(checkpoint_id)
+        self.uri = checkpoint_location(checkpoint_id)
         self.config = config if config is not None else Config()
         self.commit_hook = commit_hook
         self.transferred: Transferred | None = None
@@ -143,7 +143,7 @@ class CloudStorageWriter(StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new attempt, at another location if one is given."""
         if checkpoint_id:
-            self.uri = CheckpointURI.parse(checkpoint_id)
+            self.uri = checkpoint_location(checkpoint_id)
         self._start_attempt()
 
     def storage_meta(self) -> StorageMeta:
@@ -300,7 +300,7 @@ class CloudStorageWriter(StorageWriter):
         if self.committed is None and self._written:
             store, key = self._store(), self._commit_key()
             try:
-                held, _ = Retrier.for_cleanup(self.config.retry).call(lambda: store.get(key))
+                held, _ = Retrier.for_cleanup(self.config.retry).call(lambda: store.get_latest(key))
             except CloudCheckpointError as error:
                 logger.warning("whether the save is committed could not be seen: %s", error)
             else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from urllib.parse import quote, unquote, urlencode, urlsplit
@@ -31,6 +32,7 @@ from cloudckpt.stores.azure_access import API_VERSION, ContainerAccess
 from cloudckpt.stores.azure_batch import SubAnswer, compose, parse
 from cloudckpt.stores.azure_blocks import MAX_BLOCKS, block_id, upload_of
 from cloudckpt.stores.azure_errors import from_answer
+from cloudckpt.stores.azure_names import check_blob
 from cloudckpt.stores.base import (
     Body,
     Capabilities,
@@ -41,6 +43,7 @@ from cloudckpt.stores.base import (
     nbytes,
     random_suffix,
 )
+from cloudckpt.stores.deletions import Failures, delete_all, one_by_one
 from cloudckpt.stores.http import HttpClient, Reply
 from cloudckpt.stores.rest import Pages, RestStore, encode_key, encode_query
 from cloudckpt.stores.xml_answers import text, unqualified
@@ -52,6 +55,9 @@ _MAX_PUT = 5000 * 1024**2
 _MAX_BLOCK = 4000 * 1024**2
 _BLOBS_PER_BATCH = 256
 _BLOBS_PER_PAGE = "1000"
+
+_REFUSALS = (AccessDeniedError, CredentialsError, InvalidRequestError)
+_OF_THE_BLOB = re.compile(r"\w*(Immutab|LegalHold|Lease)\w* HTTP ")
 
 
 class AzureStore(RestStore):
@@ -137,6 +143,7 @@ class AzureStore(RestStore):
 
     def create_upload(self, key: str, part_size: int) -> Upload:
         """Azure learns of an upload by its first block; until then it is known here only."""
+        check_blob(key, self.uri(key))
         upload = Upload(key, random_suffix(), part_size)
         self._begun[upload.id] = upload
         return upload
@@ -176,6 +183,20 @@ class AzureStore(RestStore):
         self._begun.pop(upload.id, None)
         return made or self._looked_up(upload.key, size)
 
+    def holds(
+        self, key: str, *, size: int, checksum: int, parts: Sequence[Part] = ()
+    ) -> ObjectInfo | None:
+        """As everywhere; a blob of blocks is known by their identifiers, and not read for it."""
+        if not parts:
+            return super().holds(key, size=size, checksum=checksum)
+        try:
+            blocks, version = self._blocks(key, "committed")
+        except ObjectNotFoundError:
+            return None
+        if sorted(blocks) != sorted((part.tag, str(part.size)) for part in parts):
+            return None
+        return ObjectInfo(key, size, version) if version else self._looked_up(key, size)
+
     def abort_upload(self, upload: Upload) -> None:
         """Discards the blocks of a blob that was never completed, unless others have some there.
 
@@ -192,7 +213,7 @@ class AzureStore(RestStore):
         try:
             self.head(upload.key)
         except ObjectNotFoundError:
-            self._delete(upload.key)
+            self.delete([upload.key])
 
     def list_uploads(self, prefix: str) -> Iterator[Upload]:
         """The uploads that Azure has blocks of, and those that were begun here."""
@@ -207,14 +228,20 @@ class AzureStore(RestStore):
 
     def _uploads_of(self, key: str) -> list[str]:
         """The uploads that have sent blocks of a blob."""
-        url = self.object_url(key, {"comp": "blocklist", "blocklisttype": "uncommitted"})
         try:
-            with self.exchange("GET", url, {}, key=key) as reply:
-                page = unqualified(reply.read_all(), self.uri(key))
+            blocks, _ = self._blocks(key, "uncommitted")
         except ObjectNotFoundError:
             return []  # completed or discarded since the listing
-        blocks = (text(block, "Name") for block in page.iterfind("UncommittedBlocks/Block"))
-        return sorted({upload_of(block) for block in blocks})
+        return sorted({upload_of(name) for name, _ in blocks})
+
+    def _blocks(self, key: str, kind: str) -> tuple[Sequence[tuple[str, str]], str]:
+        """Names and sizes of a blob's blocks of one kind, and its version, if it has one."""
+        url = self.object_url(key, {"comp": "blocklist", "blocklisttype": kind})
+        with self.exchange("GET", url, {}, key=key) as reply:
+            page = unqualified(reply.read_all(), self.uri(key))
+            version = reply.headers.get("ETag", "")
+        found = page.iterfind(f"{kind.capitalize()}Blocks/Block")
+        return [(text(block, "Name"), text(block, "Size")) for block in found], version
 
     def _check_open(self, upload: Upload) -> None:
         """Lets no late part bring back what was discarded."""
@@ -261,27 +288,28 @@ class AzureStore(RestStore):
             pages.next(marker)
 
     def delete(self, keys: Iterable[str]) -> None:
-        wanted = list(dict.fromkeys(keys))
-        for start in range(0, len(wanted), _BLOBS_PER_BATCH):
-            self._delete_all(wanted[start : start + _BLOBS_PER_BATCH])
+        wanted = list(keys)
+        for key in wanted:
+            check_blob(key, self.uri(key))
+        delete_all(wanted, _BLOBS_PER_BATCH, self._delete_batch)
 
-    def _delete_all(self, keys: Sequence[str]) -> None:
+    def _delete_batch(self, keys: Sequence[str]) -> Failures:
+        failures: Failures = []
         if self._batches and len(keys) > 1:
             try:
                 answers = self._batch(keys)
-            except (AccessDeniedError, CredentialsError, InvalidRequestError):
+            except _REFUSALS:
                 self._batches = False  # not for these credentials, or not known to this store
             else:
-                keys = [key for answer in answers for key in self._refused(answer, keys)]
-        for key in keys:
-            self._delete(key)
+                failures = [failed for answer in answers for failed in self._failures(answer, keys)]
+                alone = {key for key, error in failures if _may_be_granted_alone(error)}
+                keys = [key for key in keys if key in alone]
+                failures = [failed for failed in failures if failed[0] not in alone]
+        return [*failures, *one_by_one(keys, self._delete)]
 
     def _delete(self, key: str) -> None:
         headers = {"x-ms-delete-snapshots": "include"}
-        with (
-            contextlib.suppress(ObjectNotFoundError),
-            self.exchange("DELETE", self.object_url(key), headers, key=key),
-        ):
+        with self.exchange("DELETE", self.object_url(key), headers, key=key):
             pass
 
     def _batch(self, keys: Sequence[str]) -> Sequence[SubAnswer]:
@@ -301,25 +329,20 @@ class AzureStore(RestStore):
             content_type = reply.headers.get("Content-Type", "")
             return parse(content_type, reply.read_all(), len(keys), self.uri(keys[0]))
 
-    def _refused(self, answer: SubAnswer, keys: Sequence[str]) -> Sequence[str]:
-        """The keys whose deletion was refused for the credentials, which may be others by now.
-
-        Raises:
-            StoreError: If it was refused for another reason.
-        """
+    def _failures(self, answer: SubAnswer, keys: Sequence[str]) -> Failures:
+        """The keys whose deletion an answer of a batch refuses, and why."""
         if answer.status < 300:
             return []
-        key = keys[answer.number or 0] if (answer.number or 0) < len(keys) else ""
-        error = self.failure(answer.status, answer.headers, answer.body, "DELETE", self.uri(key))
-        if isinstance(error, CredentialsError):
-            return keys if answer.number is None else [key]
-        if not isinstance(error, ObjectNotFoundError):
-            raise error
-        return []
+        number = answer.number if (answer.number or 0) < len(keys) else None  # None: all of them
+        refused = keys if number is None else [keys[number]]
+        uri = self.uri(refused[0])
+        error = self.failure(answer.status, answer.headers, answer.body, "DELETE", uri)
+        return [] if isinstance(error, ObjectNotFoundError) else [(key, error) for key in refused]
 
     # what the requests are made of
 
     def object_url(self, key: str, query: Mapping[str, str] | None = None) -> str:
+        check_blob(key, self.uri(key))
         url = f"{self._access.url}/{encode_key(key)}"
         return f"{url}?{encode_query(query)}" if query else url
 
@@ -349,6 +372,15 @@ class AzureStore(RestStore):
         # its eight bytes are little-endian here, unlike those of a CRC64NVME on S3
         spelled = base64.b64encode(CRC64NVME.pack([crc64])).decode("ascii")
         return {"x-ms-content-crc64": spelled}
+
+
+def _may_be_granted_alone(error: StoreError) -> bool:
+    """Whether what was refused in a batch may be granted to a request of its own.
+
+    The credentials may be others by now; and they, or the account, may not do in a batch what they
+    do alone. What the blob is does not depend on that.
+    """
+    return isinstance(error, _REFUSALS) and not _OF_THE_BLOB.match(error.cause or "")
 
 
 def _blob_headers(options: AzureOptions) -> dict[str, str]:

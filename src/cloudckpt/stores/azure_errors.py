@@ -5,6 +5,7 @@ Codes come from "Common REST API error codes" and "Blob Storage error codes" of 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from cloudckpt.errors import (
@@ -17,6 +18,7 @@ from cloudckpt.errors import (
     RangeNotSatisfiableError,
     ServerError,
     StoreError,
+    TLSError,
 )
 from cloudckpt.stores.refusals import (
     DAMAGED,
@@ -56,8 +58,43 @@ _LEASED: Meaning = (
 )
 _OTHER_TYPE: Meaning = (
     InvalidRequestError,
-    "under this name there is no block blob, but a directory or a blob of another type",
+    "under this name there is no block blob, but a directory or a blob of another type; or a part "
+    "of its path is no directory",
 )
+_KEY_VAULT: Meaning = (
+    AccessDeniedError,
+    "the account can't use the key vault with the key that encrypts it: look at the vault and its "
+    "firewall, the key, and what the managed identity of the account may do there",
+)
+_TIER: Meaning = (
+    InvalidRequestError,
+    "the account, or a blob of this kind and size, can't have this access tier; leave out or "
+    "change AzureOptions(access_tier=...)",
+)
+_HIERARCHICAL: Meaning = (
+    InvalidRequestError,
+    "the account has a hierarchical namespace, which does not support a part of this request; "
+    "leave tags empty",
+)
+_SCOPE: Meaning = (
+    InvalidRequestError,
+    "the encryption scope is not there or disabled; check AzureOptions(encryption_scope=...)",
+)
+_NAME: Meaning = (
+    InvalidRequestError,
+    "Azure does not take the name of the container or of the blob; in accounts with a hierarchical "
+    "namespace it has some 60 segments at most",
+)
+_TOO_LARGE: Meaning = (
+    InvalidRequestError,
+    "the store does not take so much in one request; set a smaller Config(part_size=...)",
+)
+_TOO_OLD: Meaning = (
+    InvalidRequestError,
+    "the store is older than version 2021-12-02 of the REST API, which cloudckpt speaks",
+)
+_BEING_DELETED: Meaning = (ServerError, "the container is being deleted")
+_EXISTS: Meaning = (PreconditionFailedError, "the blob exists already")
 
 _NO_BLOB: Meaning = (ObjectNotFoundError, "there is no such blob")
 _NOT_AS_EXPECTED: Meaning = (PreconditionFailedError, "the blob is not in the expected state")
@@ -77,7 +114,9 @@ _BY_CODE: dict[str, Meaning] = {
         "the blocks of this upload are not there any more: it was completed or aborted, another "
         "write of the same blob discarded them, or a week has passed",
     ),
-    "BlobAlreadyExists": (PreconditionFailedError, "the blob exists already"),
+    "BlobAlreadyExists": _EXISTS,
+    "ResourceAlreadyExists": _EXISTS,
+    "PathAlreadyExists": _EXISTS,
     "ConditionNotMet": _NOT_AS_EXPECTED,
     "TargetConditionNotMet": _NOT_AS_EXPECTED,
     "InvalidRange": _TOO_SHORT,
@@ -93,7 +132,21 @@ _BY_CODE: dict[str, Meaning] = {
         AccessDeniedError,
         f"{_ROLE}; or the firewall of the account does not let this network in",
     ),
-    "AuthorizationPermissionMismatch": (AccessDeniedError, _ROLE),
+    "AuthorizationPermissionMismatch": (
+        AccessDeniedError,
+        f"{_ROLE}; in accounts with a hierarchical namespace the access control lists of the "
+        "folders count too",
+    ),
+    "UnauthorizedBlobOverwrite": (
+        AccessDeniedError,
+        "the credentials may create blobs, but not replace the one that is there; give the shared "
+        "access signature the permission w, or save to another location",
+    ),
+    "RequestForbiddenByContainerEncryptionPolicy": (
+        AccessDeniedError,
+        "the container allows its own encryption scope only; leave out "
+        "AzureOptions(encryption_scope=...), or name that one",
+    ),
     "AuthorizationProtocolMismatch": (
         AccessDeniedError,
         "the shared access signature does not allow this protocol; use https",
@@ -114,16 +167,48 @@ _BY_CODE: dict[str, Meaning] = {
     "PublicAccessNotPermitted": (AccessDeniedError, "the account does not allow public access"),
     "AccountIsDisabled": (AccessDeniedError, "the storage account is disabled"),
     "ContainerDisabled": (AccessDeniedError, "an administrator has disabled the container"),
-    "BlobImmutableDueToPolicy": _IMMUTABLE,
-    "BlobImmutableDueToLegalHold": _IMMUTABLE,
+    "KeyVaultEncryptionKeyNotFound": (
+        AccessDeniedError,
+        "the key that encrypts the account is gone, disabled or expired in its key vault, or the "
+        "account may not use it any more: wrap and unwrap",
+    ),
+    "KeyVaultVaultNotFound": (
+        AccessDeniedError,
+        "the key vault with the key that encrypts the account is gone, or its firewall does not "
+        "let the account in",
+    ),
+    "KeyVaultAccessTokenCannotBeAcquired": (
+        AccessDeniedError,
+        "the account gets no token for the key vault with the key that encrypts it: its managed "
+        "identity was deleted, or has moved to another tenant",
+    ),
     "BlobArchived": _ARCHIVED,
     "BlobBeingRehydrated": _ARCHIVED,
-    "LeaseIdMissing": _LEASED,
-    "LeaseIdMismatchWithBlobOperation": _LEASED,
-    "LeaseIdMismatchWithContainerOperation": _LEASED,
-    "LeaseLost": _LEASED,
     "InvalidBlobType": _OTHER_TYPE,
     "ResourceTypeMismatch": _OTHER_TYPE,
+    "PathConflict": _OTHER_TYPE,
+    "DirectoryNotEmpty": _OTHER_TYPE,
+    "DirectoryIsNotEmpty": _OTHER_TYPE,
+    "InvalidResourceName": _NAME,
+    "InvalidUri": _NAME,
+    "OutOfRangeInput": _NAME,
+    "PathIsTooDeep": _NAME,
+    "RequestUrlFailedToParse": _NAME,
+    "RequestBodyTooLarge": _TOO_LARGE,
+    "UnsupportedRestVersion": _TOO_OLD,
+    "AccountRequiresHttps": (
+        InvalidRequestError,
+        "the account is reached by https only; write https:// in the endpoint",
+    ),
+    "TlsVersionNotPermitted": (
+        TLSError,
+        "the account demands a newer version of TLS than this machine has",
+    ),
+    "BlockCountExceedsLimit": (
+        InvalidRequestError,
+        "the blob has more blocks than Azure keeps, of unfinished uploads perhaps, which go a week "
+        "after the last; save to another location",
+    ),
     "InvalidBlobOrBlock": (
         InvalidRequestError,
         "the blob holds unfinished blocks of another writer; save to another location",
@@ -145,11 +230,22 @@ _BY_CODE: dict[str, Meaning] = {
     "TooManyRequests": SLOW_DOWN,
     "InternalError": (ServerError, "the store failed inside"),
     "OperationTimedOut": (ServerError, "the store could not finish the operation in time"),
-    "ContainerBeingDeleted": (ServerError, "the container is being deleted"),
+    "ContainerBeingDeleted": _BEING_DELETED,
+    "FilesystemBeingDeleted": _BEING_DELETED,
     "AccountBeingCreated": (ServerError, "the storage account is still being created"),
     "Md5Mismatch": DAMAGED,
     "Crc64Mismatch": DAMAGED,
 }
+
+# codes that Azure has, or may yet get, more of than it documents
+_BY_WORD: tuple[tuple[re.Pattern[str], Meaning], ...] = (
+    (re.compile("^KeyVault"), _KEY_VAULT),
+    (re.compile("ForHierarchicalNamespaceAccounts$"), _HIERARCHICAL),
+    (re.compile("Tier"), _TIER),
+    (re.compile("EncryptionScope"), _SCOPE),
+    (re.compile("Immutab|LegalHold"), _IMMUTABLE),
+    (re.compile("Lease"), _LEASED),
+)
 
 _BY_STATUS: dict[int, Meaning] = {
     401: _REFUSED,
@@ -192,14 +288,23 @@ def from_answer(
     code = given.get("x-ms-error-code") or fields.get("Code", "")
     if error := from_elsewhere(status, code, body, action, uri):
         return error
-    known = _BY_CODE.get(code)
+    known = _documented(code, status)
     meaning = meant(status, known, _BY_STATUS)
     if meaning is _REFUSED and refused is not None:
         meaning = refused
-    words = [" ".join(text.split()) for text in (fields.get("Message", ""), _detail(fields))]
+    named = fields.get("HeaderName") or fields.get("QueryParameterName") or ""
+    texts = (fields.get("Message", ""), named, _detail(fields))
+    words = [" ".join(text.split()) for text in texts]
     cause = ": ".join((f"{code} HTTP {status}".strip(), *filter(None, words)))
     certain = is_certain(code, status, known)
     return refusal(meaning, action, uri, cause, headers, certain=certain)
+
+
+def _documented(code: str, status: int) -> Meaning | None:
+    """What Azure documents about a code, or about others of its kind."""
+    if code in _BY_CODE or status >= 500 or status in (408, 429):
+        return _BY_CODE.get(code)
+    return next((meaning for word, meaning in _BY_WORD if word.search(code)), None)
 
 
 def _detail(fields: Mapping[str, str]) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cloudckpt.checksum import CRC32C, ChecksumAlgorithm
 from cloudckpt.errors import ObjectNotFoundError, PreconditionFailedError
@@ -35,8 +35,8 @@ class Capabilities:
     Attributes:
         conditional_writes: Whether ``if_absent`` and ``if_version`` of ``put`` are honoured: True
             or False where that is documented, None where it has to be tried out.
-        create_only: Whether ``if_absent`` is documented for ``put`` and ``complete_upload`` alike,
-            and keeps a repeated request from making a second version that is billed.
+        create_only: Whether ``if_absent`` of ``put`` and ``complete_upload`` is documented to keep
+            a repeated request from making a second version that is billed.
         min_part_size: Fewest bytes of an upload part other than the last.
         max_part_size: Most bytes of an upload part.
         max_parts: Most parts of an upload.
@@ -64,11 +64,13 @@ class ObjectInfo:
         key: The key in the bucket.
         size: Bytes.
         version: What changes when the object is replaced (ETag, generation); opaque.
+        checksum: That of the bytes, by ``capabilities.checksum``, if the store has told it.
     """
 
     key: str
     size: int
     version: str
+    checksum: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,13 @@ class ObjectStore(ABC):
     def get(self, key: str) -> tuple[bytearray, ObjectInfo]:
         """Reads a whole object into memory: for metadata, not for shards."""
 
+    def get_latest(self, key: str) -> tuple[bytearray, ObjectInfo]:
+        """As `get`, but never what some cache keeps of an earlier version.
+
+        For keys that are written again. Only stores that have such caches do otherwise than `get`.
+        """
+        return self.get(key)
+
     @abstractmethod
     def get_range(
         self,
@@ -220,7 +229,9 @@ class ObjectStore(ABC):
             return None
 
     def _checksum_of(self, info: ObjectInfo) -> int:
-        """What the object's bytes add up to: read, where the store can't tell it."""
+        """What the object's bytes add up to: read, where the store has not told it."""
+        if info.checksum is not None:
+            return info.checksum
         buffer = memoryview(bytearray(min(info.size, _PIECE)))
         sums: list[tuple[int, int]] = []
         for start in range(0, info.size, _PIECE):

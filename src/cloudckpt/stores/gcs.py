@@ -27,7 +27,7 @@ from cloudckpt.stores.gcs_access import BucketAccess
 from cloudckpt.stores.gcs_compose import MAX_PARTS, Composition, is_temporary
 from cloudckpt.stores.gcs_downloads import Downloads
 from cloudckpt.stores.gcs_errors import from_answer
-from cloudckpt.stores.gcs_json import JsonObjects, Stored, generation, parse_crc32c
+from cloudckpt.stores.gcs_json import JsonObjects, carried_out, generation, parse_crc32c
 from cloudckpt.stores.gcs_properties import Properties
 from cloudckpt.stores.http import HttpClient, Reply
 from cloudckpt.stores.rest import RestStore, encode_key, encode_query
@@ -56,12 +56,14 @@ class GCSStore(RestStore):
         self._objects = JsonObjects(self, endpoint, bucket, checksums=self._checksums)
         self._bucket_url = f"{endpoint}/{quote(bucket, safe='')}"  # of the XML API
         self._multipart = XmlMultipart(self, self._bucket_url, self._dialect())
+        self._has_cached = False  # whether data of the bucket may come from a cache
         self._composition: Composition | None = None
         if options.upload_strategy == "compose":
             self._composition = Composition(self._objects, self._properties)
         self._uploads = self._composition or self._multipart
         self.capabilities = Capabilities(
             conditional_writes=True if is_google else None,
+            create_only=is_google,
             min_part_size=1 if self._composition else _MIN_PART,
             max_part_size=_MAX_PART,
             max_parts=MAX_PARTS if self._composition else _MAX_MULTIPART_PARTS,
@@ -125,23 +127,19 @@ class GCSStore(RestStore):
         self, upload: Upload, parts: Sequence[Part], *, if_absent: bool = False
     ) -> ObjectInfo:
         if self._composition is not None:
-            return self._composition.complete(upload, parts)
+            return self._composition.complete(upload, parts, if_absent=if_absent)
         size = sum(part.size for part in parts)
         whole = CRC32C.combine((part.checksum, part.size) for part in parts)
-        try:
-            done = self._multipart.complete(upload, parts, {})
-        except ObjectNotFoundError:
-            info = self._objects.made(upload.key, size, whole)
-            if info is None:
-                raise
-            return info
+        # without a condition: multipart uploads know none, but each can be completed only once
+        done = self._multipart.complete(upload, parts, {})
         fields = {name.lower(): value for name, value in done.headers.items()}
         version = fields.get("x-goog-generation")
         crc32c = parse_crc32c(fields.get("x-goog-hash", ""))
         if version is None or crc32c is None:  # the hash is not told of what KMS encrypts
-            made = self._objects.stat(upload.key)
+            with carried_out():
+                made = self._objects.stat(upload.key)
         else:
-            made = Stored(ObjectInfo(upload.key, size, version), crc32c)
+            made = ObjectInfo(upload.key, size, version, crc32c)
         return self._objects.checked(made, size, whole)
 
     def abort_upload(self, upload: Upload) -> None:
@@ -154,10 +152,22 @@ class GCSStore(RestStore):
         data, info = super().get(key)
         if info.version:
             return data, info
-        found = self._objects.stat(key)  # an emulator left it out: is it that of these bytes?
-        if found.info.size != len(data) or found.crc32c not in (None, CRC32C.of(data)):
+        found = self.head(key)  # an emulator left it out: is it that of these bytes?
+        if found.size != len(data) or found.checksum not in (None, CRC32C.of(data)):
             raise _replaced(self.uri(key))
-        return data, found.info
+        return data, found
+
+    def get_latest(self, key: str) -> tuple[bytearray, ObjectInfo]:
+        # metadata never come from a cache, and caches know data by the whole URL: also by the
+        # generation that it is to have
+        info = self.head(key)
+        data = bytearray(info.size)
+        if data:
+            try:
+                self.get_range(key, 0, [memoryview(data)], if_version=info.version)
+            except PreconditionFailedError as error:
+                raise _replaced(self.uri(key)) from error
+        return data, info
 
     def get_range(
         self,
@@ -169,17 +179,18 @@ class GCSStore(RestStore):
         progress: Progress | None = None,
     ) -> ObjectInfo:
         info = super().get_range(key, start, into, if_version=if_version, progress=progress)
-        if not info.version:  # an emulator left it out
+        if not info.version or (if_version is None and self._has_cached):
             found = self.head(key)
-            if if_version is None and found.size != info.size:
-                raise _replaced(self.uri(key))
+            is_of_it = found.size == info.size and info.version in ("", found.version)
+            if if_version is None and not is_of_it:
+                raise _replaced(self.uri(key), found.version)
             info = found
         if if_version is not None and info.version != if_version:
             raise PreconditionFailedError("the object was replaced", uri=self.uri(key))
         return info
 
     def head(self, key: str) -> ObjectInfo:
-        return self._objects.stat(key).info
+        return self._objects.stat(key)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         return (info for info in self._objects.list(prefix) if not is_temporary(info.key))
@@ -248,10 +259,13 @@ class GCSStore(RestStore):
         return {}  # it stands in the URL
 
     def _version(self, reply: Reply, key: str) -> str:
-        return reply.headers.get("x-goog-generation", "")
+        # what everybody may read and somebody else has written, without forbidding it to be cached
+        self._has_cached = self._has_cached or "public" in reply.headers.get("Cache-Control", "")
+        return reply.headers.get("x-goog-generation", "")  # an emulator may leave it out
 
 
-def _replaced(uri: str) -> ConnectionLostError:
+def _replaced(uri: str, version: str | None = None) -> ConnectionLostError:
+    """``version``: the one to read instead."""
     return ConnectionLostError(
-        "the object was replaced while it was read: it is read anew", uri=uri
+        "the object was replaced while it was read: it is read anew", version=version, uri=uri
     )

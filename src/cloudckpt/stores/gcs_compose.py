@@ -2,7 +2,8 @@
 
 A part is an object ``<key>.<upload>.<number>.cloudckpt-part``. Part 0, which is empty, stands for
 the upload itself. Up to 32 parts are composed in one request; more in two rounds. Composing
-deletes the sources, so a try whose answer was lost is recognized by its result.
+deletes the sources, so a try whose answer was lost is recognized by its result: that of the last
+request by the caller, those before it here.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from cloudckpt.stores.base import (
     nbytes,
     random_suffix,
 )
-from cloudckpt.stores.gcs_json import JsonObjects
+from cloudckpt.stores.gcs_json import JsonObjects, carried_out
 from cloudckpt.stores.gcs_properties import Properties
 
 __all__ = ["MAX_PARTS", "Composition", "is_temporary"]
@@ -80,47 +81,52 @@ class Composition:
         )
         return Part(number, nbytes(body), info.version, checksum)
 
-    def complete(self, upload: Upload, parts: Sequence[Part]) -> ObjectInfo:
-        """Makes the object out of its parts."""
+    def complete(
+        self, upload: Upload, parts: Sequence[Part], *, if_absent: bool = False
+    ) -> ObjectInfo:
+        """Makes the object out of its parts; ``if_absent``: unless there is one."""
         pieces = [
             _Piece(_name(upload, 0, part.number), part.size, part.checksum, part.tag)
             for part in parts
         ]
+        if len(pieces) > _SOURCES:
+            groups = [pieces[n : n + _SOURCES] for n in range(0, len(pieces), _SOURCES)]
+            pieces = [
+                self._joined_piece(_name(upload, 1, number), group)
+                for number, group in enumerate(groups, 1)
+            ]
+        info = self._compose(upload.key, pieces, self._properties, if_absent=if_absent)
         try:
-            info = self._assemble(upload, pieces)
-        except ObjectNotFoundError:
-            made = self._objects.made(upload.key, *_joined(pieces))
-            if made is None:
-                raise
-            info = made
-        try:
-            self.abort(upload)
+            with carried_out():
+                self.abort(upload)
         except TransientStoreError:
-            raise  # the next try finds the object made
+            raise
         except StoreError as error:
             logger.warning("temporary objects were left behind: %s", error)
         return info
 
-    def _assemble(self, upload: Upload, pieces: list[_Piece]) -> ObjectInfo:
-        if len(pieces) > _SOURCES:
-            groups = [pieces[n : n + _SOURCES] for n in range(0, len(pieces), _SOURCES)]
-            pieces = []
-            for number, group in enumerate(groups, 1):
-                info = self._compose(_name(upload, 1, number), group, self._of_parts)
-                pieces.append(_Piece(info.key, *_joined(group), info.version))
-        return self._compose(upload.key, pieces, self._properties)
-
-    def _compose(self, key: str, pieces: list[_Piece], properties: Properties) -> ObjectInfo:
+    def _joined_piece(self, key: str, pieces: list[_Piece]) -> _Piece:
+        """A temporary object made of others, by this request or by an earlier try."""
         size, crc32c = _joined(pieces)
-        sources = [(piece.key, piece.version) for piece in pieces]
         try:
-            made = self._objects.compose(key, sources, properties)
-        except ObjectNotFoundError:
-            info = self._objects.made(key, size, crc32c)
-            if info is None:
+            info = self._compose(key, pieces, self._of_parts)
+        except TransientStoreError:
+            raise
+        except StoreError as refused:  # because it has taken place, and the sources are gone?
+            try:
+                info = self._objects.stat(key)
+            except ObjectNotFoundError:
+                raise refused from None
+            if info.size != size or info.checksum not in (None, crc32c):
                 raise
-            return info
-        return self._objects.checked(made, size, crc32c)
+        return _Piece(key, size, crc32c, info.version)
+
+    def _compose(
+        self, key: str, pieces: list[_Piece], properties: Properties, *, if_absent: bool = False
+    ) -> ObjectInfo:
+        sources = [(piece.key, piece.version) for piece in pieces]
+        made = self._objects.compose(key, sources, properties, if_absent=if_absent)
+        return self._objects.checked(made, *_joined(pieces))
 
     def abort(self, upload: Upload) -> None:
         """Deletes whatever there is of an upload."""

@@ -10,7 +10,6 @@ import contextlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
@@ -26,25 +25,18 @@ from cloudckpt.errors import (
     StoreError,
 )
 from cloudckpt.stores.base import Body, ObjectInfo, Progress, nbytes, random_suffix
+from cloudckpt.stores.deletions import Failures, delete_all, one_by_one
 from cloudckpt.stores.gcs_properties import Properties
 from cloudckpt.stores.http import Reply
 from cloudckpt.stores.rest import Pages, RestStore, encode_query
 
-__all__ = ["JsonObjects", "Stored", "generation", "parse_crc32c"]
+__all__ = ["JsonObjects", "carried_out", "generation", "parse_crc32c"]
 
 _CALLS_PER_BATCH = 100  # https://cloud.google.com/storage/docs/batch
 _NO_GENERATION = str(2**63 - 1)  # generations are times: no object has the last one
 _RESOURCE = "name,size,generation,crc32c"
 
 _Answer = tuple[int, Mapping[str, str], bytes]  # status, headers and body of a call of a batch
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """An object as its metadata describes it; the CRC32C is None if the answer has none."""
-
-    info: ObjectInfo
-    crc32c: int | None
 
 
 class JsonObjects:
@@ -117,15 +109,16 @@ class JsonObjects:
             resource = self._answer(reply, key)
         if size == 0:  # which an answer may leave out, see _size
             resource = {"size": 0, **resource}
-        found = self._stored(resource, key).info
+        with carried_out():
+            found = self._stored(resource, key)
         if found.size != size:
             raise ServerError(
                 f"{size} bytes were sent, but {found.size} stored", uri=self._store.uri(key)
             )
         return found
 
-    def stat(self, key: str) -> Stored:
-        """An object's metadata.
+    def stat(self, key: str) -> ObjectInfo:
+        """What an object's metadata say, which no cache keeps.
 
         Raises:
             ObjectNotFoundError: If there is none.
@@ -134,14 +127,6 @@ class JsonObjects:
         with self._store.exchange("GET", url, {}, key=key) as reply:
             resource = self._answer(reply, key)
         return self._parse(resource, key)
-
-    def made(self, key: str, size: int, crc32c: int) -> ObjectInfo | None:
-        """The object, if it holds these bytes: an earlier try, whose answer was lost, made it."""
-        try:
-            found = self.stat(key)
-        except ObjectNotFoundError:
-            return None
-        return found.info if (found.info.size, found.crc32c) == (size, crc32c) else None
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """The objects whose key begins with ``prefix``, page by page."""
@@ -152,15 +137,20 @@ class JsonObjects:
             with self._store.exchange("GET", url, {}, key=prefix) as reply:
                 page = self._answer(reply, prefix)
             for item in page.get("items", ()):
-                yield self._stored(item, str(item.get("name", ""))).info
+                yield self._stored(item, str(item.get("name", "")))
             if not (token := page.get("nextPageToken")):
                 return
             query["pageToken"] = str(token)
             pages.next(query["pageToken"])
 
     def compose(
-        self, key: str, sources: Sequence[tuple[str, str]], properties: Properties
-    ) -> Stored:
+        self,
+        key: str,
+        sources: Sequence[tuple[str, str]],
+        properties: Properties,
+        *,
+        if_absent: bool = False,
+    ) -> ObjectInfo:
         """Concatenates up to 32 objects, given by key and generation, and deletes them.
 
         What is deleted by this request, and not later, is billed neither as soft-deleted nor for
@@ -179,52 +169,53 @@ class JsonObjects:
             }
         ).encode()
         query = {"fields": _RESOURCE}
+        if if_absent:
+            query["ifGenerationMatch"] = "0"
         if properties.kms_key is not None:
             query["kmsKeyName"] = properties.kms_key
         url = _with(f"{self._endpoint}{self._object_path(key)}/compose", query)
         headers = {"Content-Type": "application/json"}
-        with self._store.exchange("POST", url, headers, [memoryview(content)], key=key) as reply:
+        body = [memoryview(content)]
+        with self._store.exchange("POST", url, headers, body, key=key, is_long=True) as reply:
             resource = self._answer(reply, key)
-        return self._stored(resource, key)
+        with carried_out():
+            return self._stored(resource, key)
 
-    def checked(self, made: Stored, size: int, crc32c: int) -> ObjectInfo:
+    def checked(self, made: ObjectInfo, size: int, crc32c: int) -> ObjectInfo:
         """An object that the store has put together, if it is what its parts make.
 
         Raises:
             StoreError: If it is not. It is deleted; its parts are gone, so there is no other try.
         """
-        if made.info.size == size and made.crc32c in (None, crc32c):
-            return made.info
+        if made.size == size and made.checksum in (None, crc32c):
+            return made
         with contextlib.suppress(StoreError):
-            self.delete([made.info.key])
+            self.delete([made.key])
         raise StoreError(
             "the store put the parts together wrongly: size or CRC32C are not theirs; the object "
             "was deleted",
-            uri=self._store.uri(made.info.key),
+            uri=self._store.uri(made.key),
         )
 
     def delete(self, keys: Iterable[str]) -> None:
         """Removes objects; those that are not there are no error."""
-        wanted = list(dict.fromkeys(keys))
-        for start in range(0, len(wanted), _CALLS_PER_BATCH):
-            self._delete_all(wanted[start : start + _CALLS_PER_BATCH])
+        delete_all(keys, _CALLS_PER_BATCH, self._delete_batch)
 
-    def _delete_all(self, keys: Sequence[str]) -> None:
+    def _delete_batch(self, keys: Sequence[str]) -> Failures:
+        failures: Failures = []
         if self._batches:
             try:
                 answers = self._batch(keys)
             except (InvalidRequestError, ObjectNotFoundError):
                 self._batches = False  # this store has none; Google's storage-testbench says 501
             else:
-                keys = self._refused(keys, answers)
-        for key in keys:
-            self._delete(key)
+                failures = self._failures(keys, answers)
+                keys = [key for key, error in failures if isinstance(error, CredentialsError)]
+                failures = [failed for failed in failures if failed[0] not in keys]
+        return [*failures, *one_by_one(keys, self._delete)]  # with other credentials, perhaps
 
     def _delete(self, key: str) -> None:
-        with (
-            contextlib.suppress(ObjectNotFoundError),
-            self._store.exchange("DELETE", self.url(key, {}), {}, key=key),
-        ):
+        with self._store.exchange("DELETE", self.url(key, {}), {}, key=key):
             pass
 
     def _batch(self, keys: Sequence[str]) -> Sequence[_Answer]:
@@ -248,21 +239,15 @@ class JsonObjects:
             )
         return answers
 
-    def _refused(self, keys: Sequence[str], answers: Sequence[_Answer]) -> Sequence[str]:
-        """The keys whose deletion was refused for the credentials, which may be others by now.
-
-        Raises:
-            StoreError: If one was refused for another reason.
-        """
-        refused = []
+    def _failures(self, keys: Sequence[str], answers: Sequence[_Answer]) -> Failures:
+        """The keys whose deletion was refused, and why."""
+        failures: Failures = []
         for key, (status, fields, answer) in zip(keys, answers, strict=True):
             if status >= 300:
                 error = self._store.failure(status, fields, answer, "delete", self._store.uri(key))
-                if isinstance(error, CredentialsError):
-                    refused.append(key)
-                elif not isinstance(error, ObjectNotFoundError):
-                    raise error
-        return refused
+                if not isinstance(error, ObjectNotFoundError):
+                    failures.append((key, error))
+        return failures
 
     def _answer(self, reply: Reply, key: str) -> dict[str, Any]:
         try:
@@ -273,13 +258,13 @@ class JsonObjects:
             ) from exc
         return answer if isinstance(answer, dict) else {}
 
-    def _stored(self, resource: Mapping[str, Any], key: str) -> Stored:
+    def _stored(self, resource: Mapping[str, Any], key: str) -> ObjectInfo:
         """An object as an answer describes it; what that leaves out is asked for."""
         if "generation" not in resource:
             return self.stat(key)
         return self._parse(resource, key)
 
-    def _parse(self, resource: Mapping[str, Any], key: str) -> Stored:
+    def _parse(self, resource: Mapping[str, Any], key: str) -> ObjectInfo:
         try:
             version = str(int(resource["generation"]))
             size = int(resource["size"]) if "size" in resource else self._size(key, version)
@@ -288,7 +273,7 @@ class JsonObjects:
                 "the answer lacks the size or generation", uri=self._store.uri(key)
             ) from exc
         crc32c = parse_crc32c(f"crc32c={resource.get('crc32c', '')}")
-        return Stored(ObjectInfo(key, size, version), crc32c)
+        return ObjectInfo(key, size, version, crc32c)
 
     def _size(self, key: str, version: str) -> int:
         """The size of an object whose metadata leave it out.
@@ -310,6 +295,16 @@ class JsonObjects:
                 "the object was replaced while it was looked at", uri=error.uri
             ) from error
         raise ConnectionLostError("the answer does not tell the size", uri=self._store.uri(key))
+
+
+@contextlib.contextmanager
+def carried_out() -> Iterator[None]:
+    """For what is asked behind a write: its failure is no word of the store against the write."""
+    try:
+        yield
+    except StoreError as error:
+        error.certain = False
+        raise
 
 
 def generation(version: str) -> str:

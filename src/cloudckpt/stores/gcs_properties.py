@@ -11,13 +11,17 @@ from cloudckpt.errors import ConfigError
 
 __all__ = ["Properties"]
 
+_CACHE_CONTROL = "no-store"
+"""Google caches what everybody may read for an hour, unless the object forbids it; replacing or
+deleting it does not change what is cached: https://cloud.google.com/storage/docs/caching"""
+
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # a token of RFC 9110
 _HEADER_VALUE = re.compile(r"[\x20-\x7e]*")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Properties:
-    """What every new object gets.
+    """What every new object gets, besides being kept from caches.
 
     Attributes:
         storage_class: If not the bucket's default.
@@ -50,12 +54,16 @@ class Properties:
         return found
 
     def of_parts(self) -> Properties:
-        """Those of temporary objects: other classes than Standard bill early deletion."""
-        return Properties(storage_class="STANDARD", kms_key=self.kms_key)
+        """Those of the parts that an object is composed of: their class must be that of the object.
+
+        https://cloud.google.com/storage/docs/composite-objects
+        """
+        return Properties(storage_class=self.storage_class, kms_key=self.kms_key)
 
     def resource(self) -> dict[str, Any]:
         """As the JSON API takes them; the key is a parameter of the request."""
         wanted = {
+            "cacheControl": _CACHE_CONTROL,
             "storageClass": self.storage_class,
             "customTime": self.custom_time,
             "metadata": dict(self.metadata) or None,
@@ -65,6 +73,7 @@ class Properties:
     def headers(self) -> dict[str, str]:
         """As the XML API takes them."""
         wanted = {
+            "Cache-Control": _CACHE_CONTROL,
             "x-goog-storage-class": self.storage_class,
             "x-goog-custom-time": self.custom_time,
             "x-goog-encryption-kms-key-name": self.kms_key,

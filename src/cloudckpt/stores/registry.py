@@ -8,11 +8,12 @@ from collections.abc import Callable
 
 from cloudckpt.config import Config
 from cloudckpt.errors import CloudCheckpointError
+from cloudckpt.stores.azure_names import check_location
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.stores.credentials import conceal
-from cloudckpt.uri import CheckpointURI
+from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["open_store"]
+__all__ = ["checkpoint_location", "open_store"]
 
 
 _Opener = Callable[[CheckpointURI, Config], ObjectStore]
@@ -71,6 +72,19 @@ _lock = threading.RLock()
 a child that was forked amid an import would wait for it for ever."""
 
 
+def checkpoint_location(location: URILike) -> CheckpointURI:
+    """Reads where a checkpoint is to be saved.
+
+    Raises:
+        InvalidURIError: If it is no location, or the store would have it under another name, or has
+            no room for the names of its objects.
+    """
+    uri = CheckpointURI.parse(location)
+    if uri.scheme == "az":
+        check_location(uri, is_checkpoint=True)
+    return uri
+
+
 def open_store(uri: CheckpointURI, config: Config) -> ObjectStore:
     """The store of ``uri``'s bucket; the same object for the same bucket, options and process.
 
@@ -79,10 +93,13 @@ def open_store(uri: CheckpointURI, config: Config) -> ObjectStore:
     store may take minutes where credentials come from a service; other buckets do not wait.
 
     Raises:
+        InvalidURIError: If the store would have it under another name, or can't have it.
         StoreError: If there are no credentials for it, or none that can be used.
         ConfigError: If it can't be reached with these options.
         MissingDependencyError: If its packages are not installed.
     """
+    if uri.scheme == "az":
+        check_location(uri, is_checkpoint=False)
     key = (os.getpid(), uri.root, config)
     with _lock:
         place = _places.setdefault(key, _Place())

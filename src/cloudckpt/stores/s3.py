@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from cloudckpt.checksum import to_base64
 from cloudckpt.config import Config
 from cloudckpt.errors import (
+    ConfigError,
     ObjectNotFoundError,
     PreconditionFailedError,
     ServerError,
@@ -30,6 +31,7 @@ from cloudckpt.stores.base import (
     Upload,
     nbytes,
 )
+from cloudckpt.stores.deletions import Failures, delete_all
 from cloudckpt.stores.http import HttpClient
 from cloudckpt.stores.rest import Pages, RestStore, encode_key, encode_query
 from cloudckpt.stores.s3_access import BucketAccess, object_headers
@@ -44,6 +46,7 @@ _MIN_PART = 5 * 1024**2
 _MAX_PART = 5 * 1024**3
 _MAX_PARTS = 10_000
 _KEYS_PER_DELETE = 1000
+_ARCHIVES = frozenset({"GLACIER", "DEEP_ARCHIVE"})
 
 _MD5 = re.compile(r"[0-9a-f]{32}")
 _MULTIPART = re.compile(r'"?[0-9a-f]{32}-[0-9]+"?')
@@ -57,6 +60,13 @@ class S3Store(RestStore):
         self._access = BucketAccess(bucket, config, root)
         super().__init__(root, HttpClient(self._access.http_options), self._access.credentials)
         options, aws = config.s3, self._access.is_aws
+        if aws and options.storage_class in _ARCHIVES:
+            raise ConfigError(
+                f"storage_class={options.storage_class!r}: what is in it can't be loaded before it "
+                "is restored, which takes hours; write 'GLACIER_IR', and archive old checkpoints "
+                "by a lifecycle rule",
+                uri=root,
+            )
         self._checksums = aws if options.checksum == "auto" else options.checksum == "on"
         self.capabilities = Capabilities(
             conditional_writes=True if aws else None,
@@ -186,11 +196,9 @@ class S3Store(RestStore):
             pages.next(query["continuation-token"])
 
     def delete(self, keys: Iterable[str]) -> None:
-        wanted = list(dict.fromkeys(keys))
-        for start in range(0, len(wanted), _KEYS_PER_DELETE):
-            self._delete(wanted[start : start + _KEYS_PER_DELETE])
+        delete_all(keys, _KEYS_PER_DELETE, self._delete)
 
-    def _delete(self, keys: Sequence[str]) -> None:
+    def _delete(self, keys: Sequence[str]) -> Failures:
         root = ElementTree.Element("Delete")
         ElementTree.SubElement(root, "Quiet").text = "true"
         for key in keys:
@@ -208,11 +216,14 @@ class S3Store(RestStore):
             root = unqualified(answer, uri)
             if root.tag == "Error":
                 raise self.failure(reply.status, reply.headers, answer, "delete", uri)
+        failures: Failures = []
         for failed in root.iterfind("Error"):
-            raise from_code(
-                text(failed, "Code"), 0, text(failed, "Message"), "delete",
-                self.uri(failed.findtext("Key") or ""),
-            )  # fmt: skip
+            key = failed.findtext("Key") or ""
+            code, message = text(failed, "Code"), text(failed, "Message")
+            error = from_code(code, 0, message, "delete", self.uri(key))
+            # what is named in another way than it was asked for may be any of them
+            failures += [(name, error) for name in ([key] if key in keys else keys)]
+        return failures
 
     def object_url(self, key: str, query: Mapping[str, str] | None = None) -> str:
         url = self._access.base + encode_key(key)

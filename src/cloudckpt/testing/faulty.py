@@ -231,6 +231,9 @@ class FaultyStore(ObjectStore):
     def get(self, key: str) -> tuple[bytearray, ObjectInfo]:
         return self._call("get", [key], lambda: self.inner.get(key))
 
+    def get_latest(self, key: str) -> tuple[bytearray, ObjectInfo]:
+        return self._call("get", [key], lambda: self.inner.get_latest(key))
+
     def get_range(
         self,
         key: str,

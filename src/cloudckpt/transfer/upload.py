@@ -284,9 +284,19 @@ def _made(
 
 def delete_quietly(store: ObjectStore, keys: list[str], policy: RetryPolicy) -> None:
     """Deletes objects that nobody needs; a failure is logged, since it loses nothing."""
+    left = tuple(keys)
+
+    def delete() -> None:
+        nonlocal left
+        try:
+            store.delete(left)
+        except StoreError as error:
+            left = error.left or left
+            raise
+
     if not keys:
         return
     try:
-        Retrier.for_cleanup(policy).call(lambda: store.delete(keys))
+        Retrier.for_cleanup(policy).call(delete)
     except Exception as error:  # noqa: BLE001 - nothing that is wrong here may undo a commit
-        logger.warning("%d unneeded objects were left behind: %s", len(keys), error)
+        logger.warning("%d unneeded objects were left behind: %s", len(left), error)
