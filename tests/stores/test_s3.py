@@ -728,6 +728,8 @@ ANSWERS = [
     (503, "ServiceUnavailable", ThrottledError),
     (503, "", ThrottledError),
     (429, "TooManyRequests", ThrottledError),
+    (429, "QuotaExceeded", ThrottledError),  # whatever quota it names
+    (429, "AccessDenied", ThrottledError),
     (400, "ThrottlingException", ThrottledError),
     (507, "XMinioStorageFull", StorageFullError),
     (403, "QuotaExceeded", StorageFullError),

@@ -29,9 +29,9 @@ from cloudckpt.stores.refusals import (
     SLOW_DOWN,
     TOO_SHORT,
     Meaning,
-    by_status,
     from_elsewhere,
     is_certain,
+    meant,
     refusal,
 )
 from cloudckpt.stores.xml_answers import error_fields
@@ -107,7 +107,7 @@ def from_code(
     """The error for an S3 error code, or where it is unknown or absent, for the HTTP status."""
     given = {name.lower(): value for name, value in (headers or {}).items()}
     known = _BY_CODE.get(code)
-    kind, meaning = known or _BY_STATUS.get(status) or by_status(status)
+    kind, meaning = meant(status, known, _BY_STATUS)
     if kind is WrongRegionError and (region := given.get("x-amz-bucket-region")):
         meaning += f"; set AWS_REGION={region}"
     details = [text for text in (code, f"HTTP {status}" if status else "", message) if text]
