@@ -1190,6 +1190,23 @@ def test_retry_after_is_passed_on(store, server, status, code):
     assert caught.value.retry_after == 7.0
 
 
+def test_retry_after_may_be_a_date(store, server):
+    later = email.utils.formatdate(time.time() + 3600, usegmt=True)
+    server.answer(status=503, headers={"Retry-After": later, "x-ms-error-code": "ServerBusy"})
+    with pytest.raises(ThrottledError) as caught:
+        put(store)
+    assert 3000 < caught.value.retry_after <= 3600
+
+
+def test_retry_after_in_milliseconds_is_passed_on(store, server):
+    """Azure sends both; the finer one counts."""
+    headers = {"Retry-After": "2", "x-ms-retry-after-ms": "1500", "x-ms-error-code": "ServerBusy"}
+    server.answer(status=503, headers=headers)
+    with pytest.raises(ThrottledError) as caught:
+        put(store)
+    assert caught.value.retry_after == 1.5
+
+
 @pytest.mark.parametrize(
     "value", ["soon", "-1", "", "1.5", email.utils.formatdate(0, usegmt=True), "٣"]
 )

@@ -15,8 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import cloudckpt
 from cloudckpt.errors import ConfigError, ConnectionLostError, ServerError, TLSError
-from cloudckpt.stores import http, watch
+from cloudckpt.stores import watch
 from cloudckpt.stores.http import HttpClient, HttpOptions
 from cloudckpt.stores.steps import STEP
 from cloudckpt.testing.servers import free_port
@@ -346,11 +347,12 @@ def test_white_space_keeps_a_slow_answer_alive(server):
     assert len({request.port for request in server.requests}) == 1
 
 
-def test_a_slow_answer_without_an_end_is_given_up(server, client, monkeypatch):
-    monkeypatch.setattr(http, "LONGEST_ANSWER", 0.5)
+def test_a_slow_answer_without_an_end_is_given_up(server):
+    client = HttpClient(options(completion_timeout=0.5))
     server.answer(body=b" " * 100_000, framing="chunked", drip=True)
     with pytest.raises(ConnectionLostError, match="did not end"):
         read_all(client, server.url)
+    client.close()
 
 
 def test_a_slow_answer_that_falls_silent_is_given_up(server, impatient):
@@ -411,6 +413,29 @@ def test_an_answer_that_never_begins_is_given_up(server):
     ):
         pass
     client.close()
+
+
+def test_an_answer_that_may_take_long_has_a_limit_of_its_own(server):
+    server.answer(silent=True)
+    client = HttpClient(options(read_timeout=0.01, completion_timeout=0.6))
+    with (
+        pytest.raises(ConnectionLostError, match=r"0\.6 s \(completion_timeout\)"),
+        client.send("POST", server.url, {}, is_long=True),
+    ):
+        pass
+    server.answer(silent=True)
+    with (
+        pytest.raises(ConnectionLostError, match=r"0\.01 s \(read_timeout\)"),
+        client.send("GET", server.url, {}),
+    ):
+        pass
+    client.close()
+
+
+def test_every_request_says_who_sends_it(server, client):
+    server.answer(body=b"data")
+    get(client, server.url, 4)
+    assert server.requests[0].headers["User-Agent"] == f"cloudckpt/{cloudckpt.__version__}"
 
 
 # connections

@@ -39,9 +39,11 @@ class Slow(MemoryStore):
             body, number, checksum, lambda: send(upload, number, body, checksum=checksum)
         )
 
-    def complete_upload(self, upload, parts):
+    def complete_upload(self, upload, parts, *, if_absent=False):
         data = b"".join(self._parts(upload)[part.number] for part in parts)
-        info = super().put(upload.key, [memoryview(data)], checksum=0)
+        info = super().put(
+            upload.key, [memoryview(data)], checksum=CRC32C.of(data), if_absent=if_absent
+        )
         self.abort_upload(upload)
         return info
 

@@ -9,6 +9,7 @@ from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointCorruptError,
     ConnectionLostError,
+    InvalidRequestError,
     ObjectNotFoundError,
     PreconditionFailedError,
     ServerError,
@@ -96,24 +97,50 @@ def test_a_lasting_error_behind_a_passing_one_is_raised():
     assert script.calls == 2
 
 
-def test_bounds_of_pauses_double_up_to_the_cap():
-    _, waiting, _ = run([ServerError("busy")] * 6)
-    assert waiting.pauses == [1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
-
-
-def test_pauses_are_drawn_between_zero_and_their_bound():
+def test_pauses_are_drawn_between_the_base_and_three_times_the_one_before():
     asked = []
 
     def draw(low, high):
         asked.append((low, high))
-        return high / 4
+        return high / 2
 
-    _, waiting, _ = run([ServerError("busy")] * 3, draw=draw)
-    assert asked == [(0.0, 1.0), (0.0, 2.0), (0.0, 4.0)]
-    assert waiting.pauses == [0.25, 0.5, 1.0]
+    _, waiting, _ = run([ServerError("busy")] * 4, draw=draw, cap=100.0)
+    assert asked == [(1.0, 3.0), (1.0, 4.5), (1.0, 6.75), (1.0, 10.125)]
+    assert waiting.pauses == [1.5, 2.25, 3.375, 5.0625]
 
 
-@pytest.mark.parametrize(("retry_after", "pause"), [(30.0, 30.0), (0.5, 1.0), (None, 1.0)])
+def test_pauses_are_not_longer_than_the_cap():
+    _, waiting, _ = run([ServerError("busy")] * 4)
+    assert waiting.pauses == [3.0, 8.0, 8.0, 8.0]
+
+
+def test_a_store_that_throttles_is_asked_until_the_deadline():
+    """However often: a bucket that is split, or a load that is spread, takes minutes."""
+    error = ThrottledError("slow down")
+    result, waiting, script = run([error] * 1000, attempts=3, deadline=600.0, seconds=0.0)
+    assert result is error
+    assert waiting.now == 600.0  # the last try is made when the time is over, not before
+    assert script.calls == len(waiting.pauses) + 1 > 600 / 8
+    assert f"gave up after {script.calls} tries in 600.0 s" in str(result)
+
+
+def test_throttling_does_not_use_up_the_tries_of_other_failures():
+    errors = [ThrottledError("slow down"), ServerError("busy")] * 2 + [ThrottledError("no")] * 5
+    result, _, script = run(errors, attempts=3)
+    assert result == "done"
+    assert script.calls == 10
+
+
+@pytest.mark.parametrize("policy", [{"attempts": 1}, {"attempts": 4, "base": 0.0, "cap": 0.0}])
+def test_without_pauses_or_for_one_try_only_throttling_counts_too(policy):
+    errors = [ThrottledError("slow down") for _ in range(9)]
+    last = errors[policy["attempts"] - 1]
+    result, _, script = run(errors, **policy)
+    assert result is last
+    assert script.calls == policy["attempts"]
+
+
+@pytest.mark.parametrize(("retry_after", "pause"), [(30.0, 30.0), (0.5, 3.0), (None, 3.0)])
 def test_a_store_that_asks_for_a_longer_pause_gets_it(retry_after, pause):
     _, waiting, _ = run([ThrottledError("slow down", retry_after=retry_after)])
     assert waiting.pauses == [pause]
@@ -150,7 +177,7 @@ def test_a_pause_that_would_end_too_late_is_not_begun():
     failures=st.integers(0, 12),
     attempts=st.integers(1, 12),
     deadline=st.floats(0, 100),
-    base=st.floats(0, 10),
+    base=st.floats(0.01, 10),
     more=st.floats(0, 10),
     seconds=st.floats(0, 20),
     draw=st.randoms(use_true_random=False),
@@ -224,3 +251,80 @@ def test_cleaning_up_does_not_delay_the_error_for_long():
 def test_what_a_retrier_calls_may_call_it_again():
     retrier = Retrier(RetryPolicy(attempts=1))
     assert retrier.call(lambda: retrier.call(lambda: 7)) == 7
+
+
+class Look:
+    """What was made, or not, by a request whose answer was lost."""
+
+    def __init__(self, found):
+        self.found, self.failures = found, []
+
+    def __call__(self, error):
+        self.failures.append(error)
+        return self.found
+
+
+def lost(certain=False):
+    return ConnectionLostError("no answer", certain=certain)
+
+
+def call(errors, look, **policy):
+    waiting = Waiting()
+    values = {"attempts": 3, "deadline": 60.0, "base": 1.0, "cap": 8.0, **policy}
+    retrier = Retrier(RetryPolicy(**values), waiting, clock=waiting.clock)
+    return retrier.call(Script(errors, waiting), made=look)
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [AccessDeniedError, PreconditionFailedError, ObjectNotFoundError, InvalidRequestError],
+)
+def test_a_refusal_behind_a_lost_answer_is_success_if_the_result_is_there(refusal):
+    look, refused = Look("made"), refusal("no", certain=True)
+    assert call([lost(), refused], look) == "made"
+    assert look.failures == [refused]
+
+
+def test_tries_that_are_used_up_are_success_if_the_result_is_there():
+    assert call([lost(), lost(), lost()], Look("made")) == "made"
+
+
+def test_a_refusal_is_raised_if_the_result_is_not_there():
+    refused = AccessDeniedError("no", certain=True)
+    with pytest.raises(AccessDeniedError) as caught:
+        call([lost(), refused], Look(None))
+    assert caught.value is refused
+
+
+@pytest.mark.parametrize("errors", [[], [lost(certain=True), ThrottledError("no", certain=True)]])
+def test_nobody_looks_for_what_no_try_can_have_made(errors):
+    look = Look("made")
+    with pytest.raises(AccessDeniedError):
+        call([*errors, AccessDeniedError("no", certain=True)], look)
+    assert look.failures == []
+
+
+def waited_for(results, **policy):
+    """What was found, and when, by looks that find these one after the other, then nothing."""
+    waiting, left = Waiting(), iter(results)
+    values = {"attempts": 3, "deadline": 60.0, "base": 1.0, "cap": 8.0, **policy}
+    retrier = Retrier(RetryPolicy(**values), waiting, clock=waiting.clock)
+    return retrier.wait_for(lambda: next(left, None)), waiting
+
+
+def test_what_appears_later_is_waited_for():
+    found, waiting = waited_for([None, None, "there"])
+    assert found == "there"
+    assert len(waiting.pauses) == 2
+
+
+def test_what_never_appears_is_waited_for_until_the_deadline():
+    found, waiting = waited_for([], deadline=45.0)
+    assert found is None
+    assert waiting.now == 45.0
+
+
+def test_without_pauses_the_looks_are_counted():
+    found, waiting = waited_for([], base=0.0, cap=0.0)
+    assert found is None
+    assert waiting.pauses == [0.0, 0.0]

@@ -48,11 +48,13 @@ class Checking(MemoryStore):
         self._check(body, checksum)
         return super().put_part(upload, number, body, checksum=checksum, **others)
 
-    def complete_upload(self, upload, parts):
+    def complete_upload(self, upload, parts, *, if_absent=False):
         assert [part.number for part in parts] == list(range(1, len(parts) + 1))
         assert all(part.size == upload.part_size for part in parts[:-1])
         data = b"".join(self._parts(upload)[part.number] for part in parts)
-        info = super().put(upload.key, [memoryview(data)], checksum=0)
+        info = super().put(
+            upload.key, [memoryview(data)], checksum=CRC32C.of(data), if_absent=if_absent
+        )
         self.abort_upload(upload)
         return info
 

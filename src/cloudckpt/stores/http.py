@@ -51,8 +51,8 @@ class HttpOptions:
     connections: int
     connect_timeout: float
     read_timeout: float
-    completion_timeout: float
     stall_timeout: float
+    completion_timeout: float = 900.0
     proxy: str | None = None
     ca_bundle: str | None = None
     client_cert: str | None = None

@@ -166,4 +166,5 @@ def _retry_after(headers: Mapping[str, str]) -> float | None:
         return None
     if date.tzinfo is None:
         date = date.replace(tzinfo=datetime.timezone.utc)
-    return max((date - datetime.datetime.now(datetime.timezone.utc)).total_seconds(), 0.0)
+    seconds = (date - datetime.datetime.now(datetime.timezone.utc)).total_seconds()
+    return seconds if seconds > 0 else None

@@ -73,8 +73,10 @@ class Retrier:
             try:
                 return operation()
             except StoreError as error:
-                doubtful = doubtful or not error.certain
-                pause = pauses.after(error) if isinstance(error, TransientStoreError) else None
+                pause = None
+                if isinstance(error, TransientStoreError):
+                    doubtful = doubtful or not error.certain
+                    pause = pauses.after(error)
                 if pause is None:
                     if doubtful and made is not None and (result := made(error)) is not None:
                         return result
@@ -86,13 +88,14 @@ class Retrier:
     def wait_for(self, look: Callable[[], T | None]) -> T | None:
         """What ``look`` finds, as soon as it finds anything; None after the deadline."""
         pauses = self._pauses()
-        while True:
-            if (found := self.call(look)) is not None:
-                return found
+        looks = 0
+        while (found := self.call(look)) is None:
+            looks += 1
             pause = pauses.next()
-            if pause is None:
+            if pause is None or (self.policy.cap == 0 and looks >= self.policy.attempts):
                 return None
             self._cancellation.wait(pause)
+        return found
 
     def _pauses(self) -> _Pauses:
         return _Pauses(self.policy, self._clock, self._draw)
