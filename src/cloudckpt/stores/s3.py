@@ -227,8 +227,8 @@ class S3Store(RestStore):
             info, told = self.head(key), {}
         if info.size != size:
             return info, False
-        same = _by_checksum(told, checksum, parts)
-        return info, _by_etag(told, parts) if same is None else same
+        found = {_by_etag(told, parts), _by_checksum(told, checksum, parts)}
+        return info, True if True in found else False if False in found else None
 
     def abort_upload(self, upload: Upload) -> None:
         self._multipart.abort(upload)
@@ -312,8 +312,8 @@ def _by_checksum(told: Mapping[str, str], whole: int, parts: Sequence[Part]) -> 
     composite = CRC32C.of(b"".join(part.checksum.to_bytes(4, "big") for part in parts))
     if found in (to_base64(whole), to_base64(composite)):
         return True
-    is_whole = told.get("x-amz-checksum-type") == "FULL_OBJECT" and not of_parts
-    return False if is_whole or parts else None
+    kind = "COMPOSITE" if of_parts else told.get("x-amz-checksum-type")
+    return False if kind == "FULL_OBJECT" or (kind == "COMPOSITE" and parts) else None
 
 
 def _by_etag(told: Mapping[str, str], parts: Sequence[Part]) -> bool | None:
