@@ -88,9 +88,9 @@ class S3Store(RestStore):
             dialect = Dialect(
                 creation={"x-amz-checksum-algorithm": "CRC32C", **kind, **self._object_headers},
                 created=self._agree if whole else ignore,
-                part=self._checksum,
+                part=self._verified,
                 # the checksums of the parts go along: one that is made of them says no more
-                completion=lambda crc32c: {**self._checksum(crc32c), **kind} if whole else {},
+                completion=lambda crc32c: {**_checksum(crc32c), **kind} if whole else {},
                 part_checksum="ChecksumCRC32C",
             )
         return XmlMultipart(self, self._access.bucket_url, dialect)
@@ -115,7 +115,7 @@ class S3Store(RestStore):
         if_version: str | None = None,
         progress: Progress | None = None,
     ) -> ObjectInfo:
-        headers = {**self._object_headers, **self._checksum(checksum)}
+        headers = {**self._object_headers, **self._verified(checksum)}
         if if_absent:
             headers["If-None-Match"] = "*"
         certain = True
@@ -297,8 +297,15 @@ class S3Store(RestStore):
     def _if_version(self, version: str) -> Mapping[str, str]:
         return {"If-Match": version}
 
-    def _checksum(self, crc32c: int) -> dict[str, str]:
-        return {"x-amz-checksum-crc32c": to_base64(crc32c)} if self._checksums else {}
+    def _verified(self, crc32c: int) -> dict[str, str]:
+        """Of a request with payload: Object Lock demands the name of the algorithm, or an MD5."""
+        if not self._checksums:
+            return {}
+        return {"x-amz-sdk-checksum-algorithm": "CRC32C", **_checksum(crc32c)}
+
+
+def _checksum(crc32c: int) -> dict[str, str]:
+    return {"x-amz-checksum-crc32c": to_base64(crc32c)}
 
 
 def _by_checksum(told: Mapping[str, str], whole: int, parts: Sequence[Part]) -> bool | None:
