@@ -432,6 +432,18 @@ def test_an_answer_that_may_take_long_has_a_limit_of_its_own(server):
     client.close()
 
 
+def test_a_silent_connection_gives_signs_of_life(server, client):
+    """Address translators forget connections that are silent for minutes."""
+    server.answer(body=b"data")
+    with client.send("GET", server.url, {}) as reply:
+        sock = reply._sock
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        if hasattr(socket, "TCP_KEEPIDLE"):
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < 240
+        reply.read_into([memoryview(bytearray(4))])
+
+
 def test_every_request_says_who_sends_it(server, client):
     server.answer(body=b"data")
     get(client, server.url, 4)

@@ -13,8 +13,11 @@ from cloudckpt.checksum import CRC32C
 from cloudckpt.config import RetryPolicy
 from cloudckpt.errors import (
     AccessDeniedError,
+    BucketNotFoundError,
     ConnectionLostError,
+    InvalidRequestError,
     ObjectNotFoundError,
+    PreconditionFailedError,
     ServerError,
     StorageFullError,
     ThrottledError,
@@ -26,7 +29,7 @@ from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.parts import Piece
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.stats import TransferStats
-from cloudckpt.transfer.upload import ObjectUpload, delete_quietly
+from cloudckpt.transfer.upload import ObjectUpload, delete_quietly, put_new
 
 PART = 1000
 KEY = "run/object"
@@ -72,12 +75,12 @@ def pieces_of(data, size):
     return [Piece(memoryview(data)[at : at + size]) for at in range(0, len(data), size)]
 
 
-def send(store, pieces, *, width=4, policy=AT_ONCE, key=KEY):
+def send(store, pieces, *, width=4, policy=AT_ONCE, key=KEY, create_only=False):
     """What a writer does: writes, closes, and abandons if anything fails."""
     stats = TransferStats()
     group = TaskGroup(width)
     retrier = Retrier(policy, group.cancellation, on_retry=stats.add_retry)
-    upload = ObjectUpload(store, key, PART, group, retrier, stats)
+    upload = ObjectUpload(store, key, PART, group, retrier, stats, create_only=create_only)
 
     def produce():
         for piece in pieces:
@@ -232,6 +235,82 @@ def test_an_upload_that_someone_else_has_ended_is_no_success(store, there):
     store.fail("complete_upload", lose, calls=[1])
     with pytest.raises(ObjectNotFoundError):
         send(store, pieces_of(some_bytes(2500), 700))
+
+
+REFUSALS = [AccessDeniedError, PreconditionFailedError, InvalidRequestError, ObjectNotFoundError]
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+@pytest.mark.parametrize("verb", ["put", "complete_upload"])
+def test_an_object_whose_answer_was_lost_may_refuse_to_be_made_again(store, verb, refusal):
+    """It exists, is retained or held, or its upload is gone: but it is this one."""
+    store.fail(verb, ConnectionLostError, calls=[1], when="after")
+    store.fail(verb, refusal, calls=[2])
+    data = some_bytes(700 if verb == "put" else 2500)
+    upload, _ = send(store, pieces_of(data, 700))
+    assert upload.info == store.inner.head(KEY)
+    assert bytes(store.inner.get(KEY)[0]) == data
+
+
+@pytest.mark.parametrize("verb", ["put", "complete_upload"])
+def test_an_object_that_was_made_by_the_last_try_is_found(store, verb):
+    store.fail(verb, ConnectionLostError, calls=[1, 2], when="before")
+    store.fail(verb, ConnectionLostError, calls=[3], when="after")
+    data = some_bytes(700 if verb == "put" else 2500)
+    policy = RetryPolicy(attempts=3, base=0.0, cap=0.0)
+    upload, _ = send(store, pieces_of(data, 700), policy=policy)
+    assert upload.info == store.inner.head(KEY)
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+@pytest.mark.parametrize("verb", ["put", "complete_upload"])
+@pytest.mark.parametrize("there", ["nothing", "another size", "another content"])
+def test_a_refusal_behind_a_lost_answer_is_told_if_the_object_is_another(
+    store, verb, refusal, there
+):
+    data = some_bytes(700 if verb == "put" else 2500)
+    if there != "nothing":
+        other = data[::-1] if there == "another content" else data[1:]
+        store.inner.put(KEY, [memoryview(other)], checksum=CRC32C.of(other))
+    store.fail(verb, ConnectionLostError, calls=[1], when="before")
+    store.fail(verb, refusal, calls=[2])
+    with pytest.raises(refusal):
+        send(store, pieces_of(data, 700))
+
+
+def test_a_look_that_fails_tells_the_failure_that_it_was_for(store):
+    store.fail("put", ConnectionLostError, calls=[1], when="after")
+    store.fail("put", AccessDeniedError, calls=[2])
+    store.fail("head", BucketNotFoundError)
+    with pytest.raises(AccessDeniedError):
+        send(store, pieces_of(some_bytes(700), 700))
+
+
+@pytest.mark.parametrize("size", [700, 2500])
+def test_an_object_with_a_random_key_replaces_none(store, size):
+    data, other = some_bytes(size), b"somebody else's"
+    store.inner.put(KEY, [memoryview(other)], checksum=CRC32C.of(other))
+    with pytest.raises(PreconditionFailedError):
+        send(store, pieces_of(data, 700), create_only=True)
+    verb = "put" if size < PART else "complete_upload"
+    store.inner.delete([KEY])
+    store.fail(verb, ConnectionLostError, calls=[store.calls[verb] + 1], when="after")
+    upload, _ = send(store, pieces_of(data, 700), create_only=True)  # met its own first try
+    assert upload.info == store.inner.head(KEY)
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_small_object_whose_answer_was_lost_is_looked_for(store, refusal, when):
+    store.fail("put", ConnectionLostError, calls=[1], when=when)
+    store.fail("put", refusal, calls=[2])
+    data = memoryview(some_bytes(700))
+    retrier = Retrier(AT_ONCE)
+    if when == "after":
+        assert put_new(store, KEY, data, retrier, create_only=True) == store.inner.head(KEY)
+    else:
+        with pytest.raises(refusal):
+            put_new(store, KEY, data, retrier, create_only=True)
 
 
 def test_an_upload_that_is_gone_at_the_first_try_is_no_success(store):

@@ -30,7 +30,7 @@ from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.retry import Retrier
-from cloudckpt.transfer.upload import delete_quietly
+from cloudckpt.transfer.upload import delete_quietly, put_new
 from cloudckpt.uri import CheckpointURI
 
 __all__ = ["publish"]
@@ -90,14 +90,14 @@ def publish(
         identity = manifest.identify(attempt, content)
         manifest_id.append(identity)
         key, view = uri.key(identity.name), memoryview(content)
-        checksum = store.capabilities.checksum.of(content)
+        create_only = store.capabilities.create_only and config.conditional_writes != "off"
         others = [record for name, record in objects.items() if name not in own]
         group = TaskGroup(config.connections, name="cloudckpt-commit", interrupt=store.interrupt)
         look = Retrier(config.retry, group.cancellation)
 
         def look_and_put() -> None:
             look_for(store, uri, others, group, look)
-            retrier.call(lambda: store.put(key, [view], checksum=checksum))
+            put_new(store, key, view, retrier, create_only=create_only)
 
         group.run(look_and_put)
         probe = Probe(key, content)

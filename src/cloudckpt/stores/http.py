@@ -288,6 +288,7 @@ class HttpClient:
 
     def _new_manager(self, options: HttpOptions) -> urllib3.PoolManager:
         settings: dict[str, Any] = {"maxsize": options.connections, "num_pools": 8}
+        settings["socket_options"] = _socket_options()
         settings["cert_reqs"] = "CERT_REQUIRED" if options.verify_tls else "CERT_NONE"
         if options.ca_bundle is not None:
             settings["ca_certs"] = options.ca_bundle
@@ -393,6 +394,22 @@ class HttpClient:
         """Closes the idle connections and ends the watch."""
         self._watch.close()
         self._manager.clear()
+
+
+def _socket_options() -> list[tuple[int, int, int]]:
+    """No delay of small requests, and a sign of life on connections that are silent.
+
+    An answer may be minutes away. Address translators forget silent connections meanwhile (AWS's
+    after 350 s, Azure's after 4 minutes), and of a peer that is gone nothing would be heard.
+    """
+    options = [
+        (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    ]
+    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 6)):
+        if hasattr(socket, name):  # seconds, seconds, tries
+            options.append((socket.IPPROTO_TCP, getattr(socket, name), value))
+    return options
 
 
 def _proxy_url(proxy: str) -> urllib3.util.Url:

@@ -21,7 +21,7 @@ from cloudckpt.transfer.parts import PartCutter, PartPlan, Piece
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.stats import TransferStats
 
-__all__ = ["ObjectUpload", "delete_quietly"]
+__all__ = ["ObjectUpload", "delete_quietly", "put_new"]
 
 T = TypeVar("T")
 logger = logging.getLogger("cloudckpt")
@@ -245,14 +245,36 @@ class ObjectUpload:
             self._abort_twins()
 
     def _look(self, size: int, checksum: int, parts: Sequence[Part] = ()) -> ObjectInfo | None:
-        """The object, if it is what was sent; a look that fails has seen nothing."""
-        try:
-            return Retrier.for_cleanup(self._retrier.policy).call(
-                lambda: self._store.holds(self.key, size=size, checksum=checksum, parts=parts)
-            )
-        except StoreError as error:
-            logger.warning("whether a request was carried out can't be seen: %s", error)
-            return None
+        return _made(self._store, self.key, size, checksum, self._retrier.policy, parts)
+
+
+def put_new(
+    store: ObjectStore, key: str, data: memoryview, retrier: Retrier, *, create_only: bool
+) -> ObjectInfo:
+    """Writes a small object whose key nobody else has; ``create_only`` as of ObjectUpload."""
+    checksum = store.capabilities.checksum.of(data)
+    return retrier.call(
+        lambda: store.put(key, [data], checksum=checksum, if_absent=create_only),
+        made=lambda error: _made(store, key, data.nbytes, checksum, retrier.policy),
+    )
+
+
+def _made(
+    store: ObjectStore,
+    key: str,
+    size: int,
+    checksum: int,
+    policy: RetryPolicy,
+    parts: Sequence[Part] = (),
+) -> ObjectInfo | None:
+    """The object, if it is what was sent; a look that fails has seen nothing."""
+    try:
+        return Retrier.for_cleanup(policy).call(
+            lambda: store.holds(key, size=size, checksum=checksum, parts=parts)
+        )
+    except StoreError as error:
+        logger.warning("whether a request was carried out can't be seen: %s", error)
+        return None
 
 
 def delete_quietly(store: ObjectStore, keys: list[str], policy: RetryPolicy) -> None:
