@@ -361,9 +361,17 @@ def test_who_may_not_see_checksums_looks_without_them(open_s3, server):
         return server.Answer(206, {"ETag": '"opaque"', **span}, DATA)
 
     server.respond(respond)
+    store = open_s3(checksum="on")
+    assert look(store) is not None
+    assert look(store, checksum=7) is None
+    assert look(store, size=7) is None
+
+
+def test_who_may_not_see_checksums_sees_the_etag(open_s3, server):
+    server.answer(status=403)
+    server.answer(headers={"ETag": ETAG}, size=len(DATA))
     assert look(open_s3(checksum="on")) is not None
-    assert look(open_s3(checksum="on"), checksum=7) is None
-    assert look(open_s3(checksum="on"), size=7) is None
+    assert [request.method for request in server.requests] == ["HEAD", "HEAD"]
 
 
 def test_an_object_that_is_not_there_is_none(open_s3, server):
@@ -374,7 +382,7 @@ def test_an_object_that_is_not_there_is_none(open_s3, server):
 @pytest.mark.parametrize(("status", "code"), [(403, "AccessDenied"), (503, "SlowDown")])
 def test_what_can_not_be_found_out_is_an_error(open_s3, server, status, code):
     server.respond(lambda request: server.Answer(status, body=xml_of("Error", Code=code)))
-    with pytest.raises(StoreError, match=code if status == 403 else "unavailable"):
+    with pytest.raises(StoreError, match="denied" if status == 403 else "unavailable"):
         look(open_s3(checksum="on"))
 
 
@@ -409,11 +417,13 @@ REFUSALS = {
     "conflict": (409, "ConditionalRequestConflict", ServerError),
     "gone": (404, "NoSuchUpload", ObjectNotFoundError),
 }
-WRITES = {
-    "PutObject": [name for name in REFUSALS if name != "gone"],
-    "CompleteMultipartUpload": list(REFUSALS),
-}
-CASES = [(operation, refusal) for operation, names in WRITES.items() for refusal in names]
+CASES = [("CompleteMultipartUpload", "*.distcp", refusal) for refusal in REFUSALS] + [
+    ("PutObject", path, refusal)
+    for path in ("*.distcp", "*/.manifest.*")
+    for refusal in REFUSALS
+    if refusal != "gone"
+]
+COMMITS = [("PutObject", "*/.metadata", name) for name in REFUSALS if name != "gone"]
 
 
 def state_for(operation):
@@ -421,13 +431,14 @@ def state_for(operation):
     return {"weight": torch.arange((64 if operation == "PutObject" else 6 * MIB) // 4)}
 
 
-@pytest.mark.parametrize(("operation", "refusal"), CASES)
+@pytest.mark.parametrize(("operation", "path", "refusal"), CASES + COMMITS)
 def test_an_object_whose_answer_was_lost_is_found_by_its_refused_repetition(
-    proxy, config, bucket, operation, refusal
+    proxy, config, bucket, operation, path, refusal
 ):
     status, code, _ = REFUSALS[refusal]
-    proxy.inject(Reset("answer"), operation=operation, path="*.distcp", times=1)
-    refused = proxy.inject(s3_error(status, code), operation=operation, path="*.distcp")
+    proxy.inject(Reset("answer"), operation=operation, path=path, times=1)
+    times = 1 if "manifest" in path else None  # conditions are tried out on it afterwards
+    refused = proxy.inject(s3_error(status, code), operation=operation, path=path, times=times)
     uri, state = f"s3://{bucket}/run", state_for(operation)
     cloudckpt.save(state, checkpoint_id=uri, config=config)
     assert refused.injected
@@ -436,13 +447,13 @@ def test_an_object_whose_answer_was_lost_is_found_by_its_refused_repetition(
     assert torch.equal(found["weight"], state["weight"])
 
 
-@pytest.mark.parametrize(("operation", "refusal"), CASES)
+@pytest.mark.parametrize(("operation", "path", "refusal"), CASES)
 def test_an_object_that_is_not_there_is_refused_by_the_original_name(
-    proxy, config, bucket, s3_client, operation, refusal
+    proxy, config, bucket, s3_client, operation, path, refusal
 ):
     status, code, expected = REFUSALS[refusal]
-    proxy.inject(Reset("request"), operation=operation, path="*.distcp", times=1)
-    proxy.inject(s3_error(status, code), operation=operation, path="*.distcp")
+    proxy.inject(Reset("request"), operation=operation, path=path, times=1)
+    proxy.inject(s3_error(status, code), operation=operation, path=path)
     with pytest.raises(expected) as caught:
         cloudckpt.save(state_for(operation), checkpoint_id=f"s3://{bucket}/run", config=config)
     assert type(caught.value) is expected

@@ -37,7 +37,7 @@ from cloudckpt.stores.rest import Pages, RestStore, encode_key, encode_query
 from cloudckpt.stores.s3_access import BucketAccess, object_headers
 from cloudckpt.stores.s3_errors import from_answer, from_code
 from cloudckpt.stores.xml_answers import key_text, text, unqualified
-from cloudckpt.stores.xml_multipart import Dialect, XmlMultipart, ignore
+from cloudckpt.stores.xml_multipart import Dialect, XmlMultipart
 from cloudckpt.uri import CheckpointURI
 
 __all__ = ["S3Store"]
@@ -87,7 +87,7 @@ class S3Store(RestStore):
             kind = {"x-amz-checksum-type": "FULL_OBJECT" if whole else "COMPOSITE"}
             dialect = Dialect(
                 creation={"x-amz-checksum-algorithm": "CRC32C", **kind, **self._object_headers},
-                created=self._agree if whole else ignore,
+                created=self._agree,
                 part=self._verified,
                 # the checksums of the parts go along: one that is made of them says no more
                 completion=lambda crc32c: {**_checksum(crc32c), **kind} if whole else {},
@@ -216,19 +216,22 @@ class S3Store(RestStore):
         self, key: str, size: int, checksum: int, parts: Sequence[Part]
     ) -> tuple[ObjectInfo, bool | None]:
         """The object, and whether it is made of these bytes: None if the store does not tell."""
+        wanted = {"x-amz-checksum-mode": "ENABLED"} if self._checksums else {}
         try:
-            wanted = {"x-amz-checksum-mode": "ENABLED"} if self._checksums else {}
-            with self.exchange("HEAD", self.object_url(key), wanted, key=key) as reply:
-                info = ObjectInfo(key, reply.length or 0, self._version(reply, key))
-                told = {name.lower(): value for name, value in reply.headers.items()}
-        except TransientStoreError:
+            info, told = self._told(key, wanted)
+        except (TransientStoreError, ObjectNotFoundError):
             raise
         except StoreError:  # without kms:Decrypt, S3 tells no checksum, and nothing else then
-            info, told = self.head(key), {}
+            info, told = self._told(key, {})
         if info.size != size:
             return info, False
         found = {_by_etag(told, parts), _by_checksum(told, checksum, parts)}
         return info, True if True in found else False if False in found else None
+
+    def _told(self, key: str, wanted: Mapping[str, str]) -> tuple[ObjectInfo, dict[str, str]]:
+        with self.exchange("HEAD", self.object_url(key), wanted, key=key) as reply:
+            info = ObjectInfo(key, reply.length or 0, self._version(reply, key))
+            return info, {name.lower(): value for name, value in reply.headers.items()}
 
     def abort_upload(self, upload: Upload) -> None:
         self._multipart.abort(upload)

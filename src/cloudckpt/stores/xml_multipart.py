@@ -13,11 +13,11 @@ from cloudckpt.stores.base import Body, Part, Progress, Upload, nbytes
 from cloudckpt.stores.rest import Pages, RestStore, encode_query
 from cloudckpt.stores.xml_answers import key_text, text, unqualified
 
-__all__ = ["Completion", "Dialect", "XmlMultipart", "ignore"]
+__all__ = ["Completion", "Dialect", "XmlMultipart"]
 
 
-def ignore(headers: Mapping[str, str]) -> None:
-    """Makes nothing of an answer."""
+def _ignore(headers: Mapping[str, str]) -> None:
+    pass
 
 
 def _nothing(crc32c: int) -> Mapping[str, str]:
@@ -37,7 +37,7 @@ class Dialect:
     """
 
     creation: Mapping[str, str]
-    created: Callable[[Mapping[str, str]], None] = ignore
+    created: Callable[[Mapping[str, str]], None] = _ignore
     part: Callable[[int], Mapping[str, str]] = _nothing
     completion: Callable[[int], Mapping[str, str]] = _nothing
     part_checksum: str | None = None
