@@ -225,8 +225,10 @@ class S3Store(RestStore):
             info, told = self._told(key, {})
         if info.size != size:
             return info, False
-        found = {_by_etag(told, parts), _by_checksum(told, checksum, parts)}
-        return info, True if True in found else False if False in found else None
+        found = (_by_etag(told, parts), _by_checksum(told, checksum, parts))
+        if True in found:
+            return info, True
+        return info, False if False in found else None
 
     def _told(self, key: str, wanted: Mapping[str, str]) -> tuple[ObjectInfo, dict[str, str]]:
         with self.exchange("HEAD", self.object_url(key), wanted, key=key) as reply:
@@ -319,10 +321,12 @@ def _by_checksum(told: Mapping[str, str], whole: int, parts: Sequence[Part]) -> 
     found, of_parts, _ = told.get("x-amz-checksum-crc32c", "").partition("-")
     if not found:
         return None
-    composite = CRC32C.of(b"".join(part.checksum.to_bytes(4, "big") for part in parts))
-    if found in (to_base64(whole), to_base64(composite)):
-        return True
     kind = "COMPOSITE" if of_parts else told.get("x-amz-checksum-type")
+    composite = CRC32C.of(b"".join(part.checksum.to_bytes(4, "big") for part in parts))
+    if kind != "COMPOSITE" and found == to_base64(whole):
+        return True
+    if kind != "FULL_OBJECT" and parts and found == to_base64(composite):
+        return True
     return False if kind == "FULL_OBJECT" or (kind == "COMPOSITE" and parts) else None
 
 
