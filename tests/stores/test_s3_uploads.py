@@ -583,6 +583,23 @@ def test_requests_to_an_access_point_are_signed_for_its_region(server, monkeypat
     assert "/eu-west-1/s3/aws4_request" in request.headers["Authorization"]
 
 
+def test_a_checkpoint_is_saved_and_loaded_through_an_access_point(s3_client, proxy, monkeypatch):
+    """moto takes the host that boto3 makes of the ARN for that of a bucket."""
+    s3_client.create_bucket(Bucket="point-123456789012")
+    monkeypatch.setenv("HTTP_PROXY", proxy.url)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")  # for boto3 itself
+    options = S3Options(endpoint_url="http://s3.eu-west-1.amazonaws.com")
+    config = Config(s3=options, part_size=5 * MIB)
+    uri, state = f"s3://{POINT}/run/step-1", {"weight": torch.arange(6 * MIB // 4)}
+    cloudckpt.save(state, checkpoint_id=uri, config=config)
+    cloudckpt.save(state, checkpoint_id=uri, config=config)
+    found = {"weight": torch.zeros_like(state["weight"])}
+    cloudckpt.load(found, checkpoint_id=uri, config=config)
+    assert torch.equal(found["weight"], state["weight"])
+    listed = s3_client.list_objects_v2(Bucket="point-123456789012")["Contents"]
+    assert {entry["Key"].rpartition("/")[0] for entry in listed} == {"run/step-1"}
+
+
 @pytest.mark.parametrize("bucket", ["fast--usw2-az1--x-s3", "changer--ol-s3"])
 def test_what_is_no_bucket_is_refused_before_anything_is_sent(open_s3, server, bucket):
     with pytest.raises(InvalidURIError, match=bucket):
