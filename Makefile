@@ -22,7 +22,7 @@ HASHSEED ?= $(shell date +%s)
 
 COMPOSE := docker compose --file integration/compose.yaml
 
-.PHONY: demo test integration integration-docker check bench format clean
+.PHONY: demo test integration integration-docker integration-real compare check bench format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/cloudckpt demo
@@ -39,6 +39,14 @@ integration-docker: $(VENV)/.integration
 	CLOUDCKPT_TEST_FAKE_GCS_URL=http://127.0.0.1:14443 \
 	CLOUDCKPT_TEST_AZURITE_URL=http://127.0.0.1:11000/devstoreaccount1 \
 	$(BIN)/python -m pytest integration
+
+# integration/README.md says what to set
+integration-real: $(VENV)/.integration
+	$(BIN)/python -m pytest integration --only-real
+
+# our requests beside those of the vendors' clients: CLOUDS="s3 gcs azure"
+compare: $(VENV)/.integration
+	cd integration && PYTHONPATH=../tests ../$(BIN)/python -m vendors $(CLOUDS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -30,7 +30,7 @@ from servers import REAL, chosen
 __all__ = ["PART_SIZE", "Cloud", "Place", "clean_environment", "in_environment", "opened"]
 
 PART_SIZE = 5 * MIB
-_BUCKET = f"integration-{uuid.uuid4().hex[:12]}"
+_RUN = f"cloudckpt-integration-{uuid.uuid4().hex[:12]}"
 _MINE = {
     "s3": ("AWS_", "CLOUDCKPT_S3_"),
     "gcs": ("GOOGLE_", "STORAGE_", "CLOUDCKPT_GCS_"),
@@ -120,7 +120,7 @@ def opened(cloud: str) -> Iterator[Cloud]:
         if server in REAL:
             uri, environment = CheckpointURI.parse(value), {}
         else:
-            uri = CheckpointURI.parse(f"{_SCHEMES[cloud]}://{_BUCKET}")
+            uri = CheckpointURI.parse(f"{_SCHEMES[cloud]}://{_RUN}")
             environment = stack.enter_context(_ENTRIES[cloud](value))
         stack.enter_context(mock.patch.dict(os.environ, environment))
         config = Config(
@@ -129,9 +129,18 @@ def opened(cloud: str) -> Iterator[Cloud]:
             retry=RetryPolicy(attempts=6, base=0.05, cap=2.0, deadline=60.0),
         )
         look = _look(cloud, uri, config)
-        if server not in REAL:
+        root = Place(str(uri), uri.prefix, config)
+        if server in REAL:
+            root = root.at(_RUN)  # what else is in the bucket is no concern of ours
+        else:
             _create(cloud, look, uri.bucket)
-        yield Cloud(cloud, Place(str(uri), uri.prefix, config), environment, look)
+        yield Cloud(cloud, root, environment, look)
+        left = look.left(f"{root.key}/" if root.key else "")
+        if left:
+            raise AssertionError(
+                f"{len(left)} objects, versions and uploads were left behind at {root.uri}: "
+                f"{left[:20]}"
+            )
 
 
 def _wait_for(url: str) -> None:

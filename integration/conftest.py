@@ -14,7 +14,7 @@ from cloudckpt.uri import CheckpointURI
 from clouds import Cloud, Place, clean_environment, in_environment, opened
 from dcp.ranks import Ranks
 from deselected import DESELECTED
-from servers import BY_CLOUD, chosen
+from servers import BY_CLOUD, REAL, chosen
 
 pytest.register_assert_rewrite("cloudckpt.testing.contract", "dcp.layouts", "dcp.values")
 
@@ -29,12 +29,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help=f"skip the tests that need these emulators, of {','.join(_FLAGS)}; one that is "
         "missing and not named here fails them",
     )
+    parser.addoption(
+        "--only-real",
+        action="store_true",
+        help="run the tests of clouds whose bucket is named by CLOUDCKPT_TEST_*_URI, and no "
+        "emulator",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "only_on(server): about this server; deselected if its cloud has another one"
     )
+    if config.getoption("--only-real") and not any(chosen(cloud)[0] in REAL for cloud in BY_CLOUD):
+        names = ", ".join(servers[0].variable for servers in BY_CLOUD.values())
+        raise pytest.UsageError(f"--only-real: no bucket is named; set one of {names}")
     unknown = _without(config) - set(_FLAGS)
     if unknown:
         known = ", ".join(_FLAGS)
@@ -75,8 +84,11 @@ def _own_surroundings() -> Iterator[None]:
 def needs(_own_surroundings: None, request: pytest.FixtureRequest) -> Callable[[str], None]:
     """Skips a test whose emulator is not wanted."""
     without = {_FLAGS[name] for name in _without(request.config)}
+    only_real = request.config.getoption("--only-real")
 
     def check(server: str) -> None:
+        if only_real:
+            pytest.skip(f"--only-real: {server}")
         if server in without:
             pytest.skip(f"--without-emulators: {server}")
 
@@ -87,7 +99,7 @@ def needs(_own_surroundings: None, request: pytest.FixtureRequest) -> Callable[[
 def cloud(request: pytest.FixtureRequest, needs: Callable[[str], None]) -> Iterator[Cloud]:
     """Each cloud, one after the other."""
     server, value = chosen(request.param)
-    if not value:
+    if server not in REAL and (not value or request.config.getoption("--only-real")):
         needs(server)
     with opened(request.param) as running:
         yield running

@@ -16,9 +16,10 @@ import boto3
 import botocore.config
 import google.auth
 import requests
-from azure.core.exceptions import ResourceNotFoundError
+from azure.core.exceptions import HttpResponseError
 from azure.identity import DefaultAzureCredential
 from azure.storage.blob import ContainerClient
+from botocore.exceptions import ClientError
 from google.auth.transport.requests import AuthorizedSession
 
 __all__ = ["AzureLook", "GCSLook", "Look", "S3Look"]
@@ -42,7 +43,10 @@ class Look(Protocol):
         """The keys of objects that are being sent in parts."""
 
     def remove(self, prefix: str) -> None:
-        """Removes whatever there is, finished or not."""
+        """Removes whatever there is, finished or not, and what was replaced or deleted."""
+
+    def left(self, prefix: str) -> list[str]:
+        """Whatever there is and is billed, finished or not, current or not."""
 
 
 class S3Look:
@@ -81,10 +85,31 @@ class S3Look:
     def remove(self, prefix: str) -> None:
         for key, upload in self._uploads(prefix):
             self.client.abort_multipart_upload(Bucket=self._bucket, Key=key, UploadId=upload)
-        keys = self.keys(prefix)
-        for start in range(0, len(keys), 1000):
-            objects = [{"Key": key} for key in keys[start : start + 1000]]
-            self.client.delete_objects(Bucket=self._bucket, Delete={"Objects": objects})
+        objects = self._objects(prefix)
+        for start in range(0, len(objects), 1000):
+            wanted = {"Objects": objects[start : start + 1000]}
+            answer = self.client.delete_objects(Bucket=self._bucket, Delete=wanted)
+            assert not answer.get("Errors"), answer["Errors"]
+
+    def left(self, prefix: str) -> list[str]:
+        return [*self.uploads(prefix), *(str(entry) for entry in self._objects(prefix))]
+
+    def _objects(self, prefix: str) -> list[dict[str, str]]:
+        """Keys and versions of all that was written and of the marks of what was deleted."""
+        pages = self.client.get_paginator("list_object_versions").paginate(
+            Bucket=self._bucket, Prefix=prefix
+        )
+        try:
+            found = [
+                entry
+                for page in pages
+                for entry in (*page.get("Versions", ()), *page.get("DeleteMarkers", ()))
+            ]
+        except ClientError as error:
+            if error.response["Error"]["Code"] != "NotImplemented":
+                raise
+            return [{"Key": key} for key in self.keys(prefix)]  # R2 has no versions
+        return [{"Key": entry["Key"], "VersionId": entry["VersionId"]} for entry in found]
 
 
 class GCSLook:
@@ -121,13 +146,16 @@ class GCSLook:
         return self._send("GET", f"{self._object(key)}?alt=media").content
 
     def keys(self, prefix: str) -> list[str]:
-        found, query = [], {"prefix": prefix}
+        return [item["name"] for item in self._objects({"prefix": prefix})]
+
+    def _objects(self, query: dict[str, str]) -> list[dict[str, str]]:
+        found = []
         while True:
             page = self._send("GET", f"/storage/v1/b/{self._bucket}/o", params=query).json()
-            found += [item["name"] for item in page.get("items", ())]
+            found += page.get("items", ())
             if not page.get("nextPageToken"):
                 return found
-            query["pageToken"] = page["nextPageToken"]
+            query = {**query, "pageToken": page["nextPageToken"]}
 
     def uploads(self, prefix: str) -> list[str]:
         if not self._multipart:
@@ -151,8 +179,13 @@ class GCSLook:
             for key, upload in list(self._uploads(prefix)):
                 query = {"uploadId": upload}
                 self._send("DELETE", f"/{self._bucket}/{quote(key)}", params=query)
-        for key in self.keys(prefix):
-            self._send("DELETE", self._object(key))
+        for item in self._objects({"prefix": prefix, "versions": "true"}):
+            query = {"generation": item["generation"]}
+            self._send("DELETE", self._object(item["name"]), params=query)
+
+    def left(self, prefix: str) -> list[str]:
+        found = self._objects({"prefix": prefix, "versions": "true"})
+        return [*self.uploads(prefix), *(f"{one['name']}#{one['generation']}" for one in found)]
 
     def _object(self, key: str) -> str:
         return f"/storage/v1/b/{self._bucket}/o/{quote(key, safe='')}"
@@ -202,9 +235,22 @@ class AzureLook:
         return sorted({blob.name for blob in found} - committed)
 
     def remove(self, prefix: str) -> None:
-        found = self.client.list_blobs(prefix, include=["uncommittedblobs"])
-        for name in {blob.name for blob in found}:
-            try:
-                self.client.delete_blob(name, delete_snapshots="include")
-            except ResourceNotFoundError:
-                continue  # blocks alone are no blob for Azure, which drops them in a week
+        for name in self.uploads(prefix):
+            self.put(name, b"")  # blocks alone can't be deleted; a blob in their place can
+        names = {blob.name for blob in self.client.list_blobs(prefix)}
+        for name in sorted(names, reverse=True):  # what is in a directory before itself
+            self.client.delete_blob(name, delete_snapshots="include")
+        for name, version in self._versions(prefix):
+            if version:
+                self.client.delete_blob(name, version_id=version)
+
+    def left(self, prefix: str) -> list[str]:
+        versions = (f"{name} {version or ''}" for name, version in self._versions(prefix))
+        return [*self.uploads(prefix), *versions]
+
+    def _versions(self, prefix: str) -> list[tuple[str, str | None]]:
+        try:
+            found = list(self.client.list_blobs(prefix, include=["versions", "snapshots"]))
+        except HttpResponseError:  # a hierarchical namespace has no versions
+            found = list(self.client.list_blobs(prefix))
+        return [(blob.name, blob.version_id) for blob in found]

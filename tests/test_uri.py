@@ -77,6 +77,18 @@ def test_a_location_is_understood(text, expected):
             "run",
             "acc.z07.blob.storage.azure.net",
         ),
+        *(
+            (f"abfss://c@{name}dfs.{cloud}/run", "c", "run", f"{name}blob.{cloud}")
+            for name, cloud in (
+                ("acc-secondary.", "core.windows.net"),
+                ("acc-ipv6.", "core.windows.net"),
+                ("acc-dualstack.", "core.usgovcloudapi.net"),
+                ("acc-secondary-ipv6.", "core.windows.net"),
+                ("acc-dualstack.z07.", "storage.azure.net"),
+                ("acc.privatelink.", "core.chinacloudapi.cn"),
+                ("acc.z07.privatelink.", "storage.azure.net"),
+            )
+        ),
     ],
 )
 def test_a_location_may_name_the_storage_account(text, container, prefix, host):
@@ -238,6 +250,8 @@ def test_other_names_of_buckets_are_left_alone(bucket):
         ("https://acc.blob.core.windows.net/c/run?comp=list", "no query"),
         ("abfss://c@acc/run", "abfss://container@account.dfs.core.windows.net/path"),
         ("abfss://@acc.dfs.core.windows.net/run", "names no bucket"),
+        ("abfss://c@acc-primary.dfs.core.windows.net/run", "abfss://container@account"),
+        ("https://acc.z7.evil.blob.storage.azure.net/c/run", "abfss://container@account"),
         ("abfss://c@acc.dfs.core.windows.net//run", "empty path segment"),
         ("file://host/run", "file:///absolute/path"),
         (7, "not int"),

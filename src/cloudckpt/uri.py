@@ -52,7 +52,8 @@ _FOREIGN = re.compile(rf"({'|'.join((*_MEANT, *_SERVICES, *_MOUNTED))}):/", re.I
 _AZURE_SCHEMES = frozenset({"abfss", "abfs", "https"})
 _CONTAINER = r"[a-z0-9$][a-z0-9-]*"
 _AZURE_HOST = re.compile(  # of the public cloud, China, US Government, and accounts in DNS zones
-    r"([a-z0-9]{3,24}(?:\.z\d+)?)\.(?:blob|dfs)\."
+    r"([a-z0-9]{3,24}(?:-secondary)?(?:-ipv6|-dualstack)?(?:\.z\d+)?(?:\.privatelink)?)"
+    r"\.(?:blob|dfs)\."
     r"(core\.windows\.net|core\.chinacloudapi\.cn|core\.usgovcloudapi\.net|storage\.azure\.net)"
 )
 _FOLDED = re.compile(  # a folder named as the schemes of the three clouds, other tools' included

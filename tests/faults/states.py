@@ -1,5 +1,8 @@
 """State dicts whose every element is the step, so that a mix of two steps shows."""
 
+from collections import Counter
+from dataclasses import replace
+
 import torch
 
 import cloudckpt
@@ -33,6 +36,24 @@ def load_step(uri: str, config: Config, nbytes: int = BIG) -> int:
     state = filled(-1, nbytes)
     cloudckpt.load(state, checkpoint_id=uri, config=config)
     return step_of(state)
+
+
+THROTTLED_FOR = 0.5
+"""Seconds; more than `ATTEMPTS` tries fit into them."""
+
+
+def giving_up(config: Config, fault: str) -> Config:
+    """The same options; if the fault is throttling, which time alone ends, with little of it."""
+    if fault not in ("slow down", "too many requests"):
+        return config
+    return replace(config, retry=replace(config.retry, deadline=THROTTLED_FOR))
+
+
+def enough_tries(fault: str, tries: Counter[str]) -> bool:
+    """Whether a fault that lasts was met by as many tries, by target, as the options say."""
+    if fault in ("slow down", "too many requests"):
+        return tries.total() > 1
+    return 1 <= max(tries.values()) <= ATTEMPTS
 
 
 def impatient(endpoint: Endpoint, **options) -> Config:

@@ -8,7 +8,6 @@ import base64
 import dataclasses
 import datetime
 import email.utils
-import hmac
 import itertools
 import logging
 import os
@@ -25,8 +24,11 @@ import pytest
 pytest.importorskip("azure.storage.blob")
 pytest.importorskip("azure.identity")
 
-from azure.core.credentials import AccessToken
+from azure.core.credentials import AccessTokenInfo
 from azure.core.exceptions import ClientAuthenticationError, ServiceRequestError
+from azure.core.pipeline import PipelineContext, PipelineRequest
+from azure.core.pipeline.transport import HttpRequest
+from azure.storage.blob._shared.authentication import SharedKeyCredentialPolicy
 
 from cloudckpt import AzureOptions, CheckpointURI, Config
 from cloudckpt.checksum import CRC64NVME
@@ -46,7 +48,7 @@ from cloudckpt.errors import (
     ThrottledError,
     TransientStoreError,
 )
-from cloudckpt.stores import azure_access
+from cloudckpt.stores import azure_tokens
 from cloudckpt.stores.azure import AzureStore
 from cloudckpt.stores.base import Part, Upload
 from cloudckpt.stores.registry import open_store
@@ -191,14 +193,34 @@ def query_of(request):
     return {name: value for name, (value,) in parse_qs(urlsplit(request.target).query).items()}
 
 
-def sas_signature(query, key=KEY, account=ACCOUNT):
-    """The signature of a service SAS for a container, from Azure's documentation."""
-    names = ["sp", "st", "se", "", "", "sip", "spr", "sv", "sr"]
-    fields = [query.get(name, "") if name else None for name in names]
-    fields[3:5] = [f"/blob/{account}/container", query.get("si", "")]
-    rest = ["", query.get("ses", ""), "", "", "", "", ""]  # snapshot, scope, five rsc…
-    to_sign = "\n".join([*fields, *rest])
-    return base64.b64encode(hmac.digest(base64.b64decode(key), to_sign.encode(), "sha256")).decode()
+def signed_by_microsoft(method, target, headers, account=ACCOUNT):
+    """The Authorization that azure-storage-blob gives to a request."""
+    given = dict(headers.items())
+    given.pop("Authorization", None)
+    if "Range" in given:
+        given["byte_range"] = given["Range"]  # the name that this client looks for it under
+    request = HttpRequest(method, f"https://host{target}", headers=given)
+    SharedKeyCredentialPolicy(account, KEY).on_request(
+        PipelineRequest(request, PipelineContext(None))
+    )
+    return request.headers["Authorization"]
+
+
+def assert_signed(request, **account):
+    expected = signed_by_microsoft(request.method, request.target, request.headers, **account)
+    assert request.headers["Authorization"] == expected
+
+
+def deletions_of(batch):
+    """``(target, headers)`` of the requests within a batch."""
+    boundary = batch.headers["Content-Type"].partition("boundary=")[2]
+    for part in batch.body.decode("ascii").split(f"--{boundary}\r\n")[1:]:
+        _, _, request = part.partition("\r\n\r\n")
+        first, *lines = request.split("\r\n\r\n")[0].splitlines()
+        method, target, _ = first.split(" ")
+        assert method == "DELETE"
+        named = (line.split(": ", 1) for line in lines if ": " in line)
+        yield target, dict(named)
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -213,34 +235,48 @@ def test_every_request_names_the_version_and_the_time(store, server, verb):
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_key_signs_for_the_container_and_never_travels(store, server, verb):
-    query = query_of(call(store, server, verb))
-    assert (query["sr"], query["sp"]) == ("c", "rwdl")
-    assert query["sig"] == sas_signature(query)
-    (request,) = server.requests
+def test_a_key_signs_every_request_as_microsofts_client_does_and_never_travels(store, server, verb):
+    request = call(store, server, verb)
+    assert_signed(request)
     assert KEY not in request.target + str(request.headers)
-    assert "Authorization" not in request.headers
+    assert "sig=" not in request.target
 
 
-def test_a_signature_lasts_for_hours_and_is_made_once(store, server):
-    first, second = (query_of(call(store, server, "put")) for _ in range(2))
-    assert first["sig"] == second["sig"]
-    end = datetime.datetime.fromisoformat(first["se"].replace("Z", "+00:00"))
-    left = end - datetime.datetime.now(datetime.timezone.utc)
-    assert datetime.timedelta(hours=5) < left < datetime.timedelta(hours=7)
+@pytest.mark.parametrize("verb", WRITING)
+def test_what_options_add_to_a_request_is_signed_too(open_azure, server, verb):
+    store = open_azure(
+        access_tier="Cool", encryption_scope="scope", tags={"a b": "c=d+e"}, checksum="on"
+    )
+    assert_signed(call(store, server, verb))
 
 
-def test_a_signature_is_renewed_long_before_it_ends(store, server, monkeypatch):
-    first = query_of(call(store, server, "put"))
-    now = time.time()
-    monkeypatch.setattr(azure_access.time, "time", lambda: now + 3.5 * 3600)
-    second = query_of(call(store, server, "put"))
-    assert second["se"] > first["se"]
-    assert second["sig"] == sas_signature(second)
+def test_conditions_are_signed(store, server):
+    for conditions in ({"if_absent": True}, {"if_version": '"0x7"'}):
+        server.answer(**CREATED)
+        put(store, **conditions)
+        assert_signed(server.requests[-1])
 
 
-def test_tags_need_another_permission(open_azure, server):
-    assert query_of(call(open_azure(tags={"a": "b"}), server, "put"))["sp"] == "rwdlt"
+@pytest.mark.parametrize("data", [b"", b"data"])
+def test_a_body_of_any_length_is_signed(store, server, data):
+    server.answer(**CREATED)
+    put(store, data=data)
+    assert_signed(server.requests[-1])
+
+
+def test_a_listing_is_signed_with_its_prefix_and_marker(store, server):
+    server.answer(body=page(marker="a+b/= %"))
+    server.answer(body=page())
+    list(store.list("größe/a b&c=d+%/"))
+    for request in server.requests:
+        assert_signed(request)
+
+
+def test_each_deletion_of_a_batch_is_signed(store, server):
+    deletions = list(deletions_of(call(store, server, "delete many")))
+    assert [target for target, _ in deletions] == ["/container/run/object", "/container/run/other"]
+    for target, headers in deletions:
+        assert headers["Authorization"] == signed_by_microsoft("DELETE", target, headers)
 
 
 @pytest.mark.parametrize("written", ["sv=1&sig=a%2Bb%3D", "?sv=1&sig=a%2Bb%3D"])
@@ -251,17 +287,14 @@ def test_a_shared_access_signature_is_used_as_it_is(open_azure, server, monkeypa
     assert call(open_azure(), server, verb).target.endswith("sv=1&sig=a%2Bb%3D")
 
 
-def test_each_deletion_of_a_batch_is_authorized_by_the_signature(store, server):
-    request = call(store, server, "delete many")
-    lines = request.body.decode().splitlines()
-    targets = [line.split()[1] for line in lines if line.startswith("DELETE ")]
-    assert [urlsplit(target).path for target in targets] == [
-        "/container/run/object",
-        "/container/run/other",
+def test_each_deletion_of_a_batch_has_the_signature(open_azure, server, monkeypatch):
+    monkeypatch.delenv("AZURE_STORAGE_KEY")
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", "sv=1&sig=abc")
+    targets = [target for target, _ in deletions_of(call(open_azure(), server, "delete many"))]
+    assert targets == [
+        "/container/run/object?sv=1&sig=abc",
+        "/container/run/other?sv=1&sig=abc",
     ]
-    for target in targets:
-        query = {name: value for name, (value,) in parse_qs(urlsplit(target).query).items()}
-        assert query["sig"] == sas_signature(query)
 
 
 # where credentials are found
@@ -289,8 +322,7 @@ def test_a_key_is_found_where_azures_tools_find_it(open_azure, server, monkeypat
     monkeypatch.delenv("AZURE_STORAGE_KEY")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    query = query_of(call(open_azure(), server, "put"))
-    assert query["sig"] == sas_signature(query)
+    assert_signed(call(open_azure(), server, "put"))
 
 
 def test_a_connection_string_may_hold_endpoint_and_signature(server, monkeypatch):
@@ -321,7 +353,7 @@ def test_a_key_that_is_no_base64_is_not_shown(open_azure, server, monkeypatch):
 
 
 def test_credentials_of_another_account_are_not_sent(monkeypatch):
-    monkeypatch.setattr(azure_access, "DefaultAzureCredential", Nobody)
+    monkeypatch.setattr(azure_tokens, "DefaultAzureCredential", Nobody)
     store = AzureStore("container", Config(), "different.blob.core.windows.net")
     with pytest.raises(CredentialsError, match="'account'"):
         store.head("run/object")
@@ -351,7 +383,11 @@ def test_credentials_in_the_endpoint_are_refused(url):
 
 @pytest.mark.parametrize("module", ["azure.storage.blob", "azure.identity"])
 def test_azure_without_its_packages_says_what_to_install(monkeypatch, module):
-    for name in ("cloudckpt.stores.azure", "cloudckpt.stores.azure_access"):
+    for name in (
+        "cloudckpt.stores.azure",
+        "cloudckpt.stores.azure_access",
+        "cloudckpt.stores.azure_tokens",
+    ):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'cloudckpt\[azure\]'"):
@@ -362,24 +398,31 @@ def test_azure_without_its_packages_says_what_to_install(monkeypatch, module):
 
 
 class Identity:
-    """Stands for DefaultAzureCredential: tokens with a number, for ``life`` seconds."""
+    """Stands for DefaultAzureCredential: tokens with a number, for ``life`` seconds.
+
+    They are to be renewed after ``due`` seconds, if that is given.
+    """
 
     life = 3600.0
+    due: float | None = None
     pause = 0.0
     error: Exception | None = None
 
-    def __init__(self):
+    def __init__(self, **settings):
         self.asked = []
         self.may_answer = threading.Event()
         self.may_answer.set()
 
-    def get_token(self, *scopes):
-        self.asked.append(scopes)
+    def get_token_info(self, *scopes, options):
+        self.asked.append((scopes, options))
         time.sleep(self.pause)
         assert self.may_answer.wait(30)
         if self.error is not None:
             raise self.error
-        return AccessToken(f"SECRETTOKEN{len(self.asked)}", int(time.time() + self.life))
+        now = int(time.time())
+        due = None if self.due is None else now + int(self.due)
+        token = f"SECRETTOKEN{len(self.asked)}"
+        return AccessTokenInfo(token, now + int(self.life), refresh_on=due)
 
 
 class Nobody(Identity):
@@ -390,7 +433,7 @@ class Nobody(Identity):
 def identity(monkeypatch):
     """The credential of the next stores."""
     one = Identity()
-    monkeypatch.setattr(azure_access, "DefaultAzureCredential", lambda: one)
+    monkeypatch.setattr(azure_tokens, "DefaultAzureCredential", lambda **settings: one)
     monkeypatch.delenv("AZURE_STORAGE_KEY")
     return one
 
@@ -409,7 +452,7 @@ def test_a_token_is_sent_with_every_request(token_store, tls_server, identity, v
     request = call(token_store, tls_server, verb)
     assert request.headers["Authorization"] == "Bearer SECRETTOKEN1"
     assert "sig=" not in request.target
-    assert identity.asked == [("https://storage.azure.com/.default",)]
+    assert identity.asked == [(("https://storage.azure.com/.default",), {})]
 
 
 def test_each_deletion_of_a_batch_has_the_token(token_store, tls_server):
@@ -422,7 +465,7 @@ def test_a_token_is_renewed_before_it_ends(token_store, tls_server, identity, mo
     call(token_store, tls_server, "put")
     assert len(identity.asked) == 1
     now = time.time()
-    monkeypatch.setattr(azure_access.time, "time", lambda: now + 3600 - 200)
+    monkeypatch.setattr(azure_tokens.time, "time", lambda: now + 3600 - 200)
     request = call(token_store, tls_server, "put")
     assert request.headers["Authorization"] == "Bearer SECRETTOKEN2"
 
@@ -433,14 +476,56 @@ def test_a_valid_token_is_used_on_when_it_can_not_be_renewed(
     call(token_store, tls_server, "put")
     identity.error = ClientAuthenticationError("not now")
     now = time.time()
-    monkeypatch.setattr(azure_access.time, "time", lambda: now + 3600 - 200)
+    monkeypatch.setattr(azure_tokens.time, "time", lambda: now + 3600 - 200)
     for _ in range(2):
         request = call(token_store, tls_server, "put")
         assert request.headers["Authorization"] == "Bearer SECRETTOKEN1"
     assert len(identity.asked) == 2  # not again at once
-    monkeypatch.setattr(azure_access.time, "time", lambda: now + 3600)
+    monkeypatch.setattr(azure_tokens.time, "time", lambda: now + 3600)
     with pytest.raises(CredentialsError, match="not now"):
         call(token_store, tls_server, "put")
+
+
+def test_a_token_is_renewed_when_its_issuer_wants_it(
+    token_store, tls_server, identity, monkeypatch
+):
+    """Those of managed identities live for a day, and are to be renewed after half of it."""
+    identity.life, identity.due = 86400.0, 43200.0
+    call(token_store, tls_server, "put")
+    now = time.time()
+    for seconds, expected in ((43100, 1), (43300, 2), (43400, 2)):
+        monkeypatch.setattr(azure_tokens.time, "time", lambda seconds=seconds: now + seconds)
+        request = call(token_store, tls_server, "put")
+        assert request.headers["Authorization"] == f"Bearer SECRETTOKEN{expected}"
+
+
+def test_a_renewal_that_failed_is_tried_again_while_the_token_lives(
+    token_store, tls_server, identity, monkeypatch, caplog
+):
+    identity.life, identity.due = 86400.0, 43200.0
+    call(token_store, tls_server, "put")
+    identity.error = ServiceRequestError("no route")
+    now = time.time()
+    for seconds in (43201, 43210, 43240, 43280):
+        monkeypatch.setattr(azure_tokens.time, "time", lambda seconds=seconds: now + seconds)
+        call(token_store, tls_server, "put")
+    assert len(identity.asked) == 4  # not again at once
+    assert caplog.text.count("could not be renewed") == 1
+    identity.error = None
+    monkeypatch.setattr(azure_tokens.time, "time", lambda: now + 43320)
+    request = call(token_store, tls_server, "put")
+    assert request.headers["Authorization"] == "Bearer SECRETTOKEN5"
+
+
+def test_a_token_that_ends_at_once_is_not_used_beyond_its_end(
+    token_store, tls_server, identity, monkeypatch
+):
+    identity.life = 10.0
+    call(token_store, tls_server, "put")
+    now = time.time()
+    monkeypatch.setattr(azure_tokens.time, "time", lambda: now + 11)
+    request = call(token_store, tls_server, "put")
+    assert request.headers["Authorization"] == "Bearer SECRETTOKEN2"
 
 
 def test_one_thread_gets_the_token_for_all(token_store, identity):
@@ -448,7 +533,7 @@ def test_one_thread_gets_the_token_for_all(token_store, identity):
     tokens = []
     threads = [
         threading.Thread(
-            target=lambda: tokens.append(token_store._access.authorize("https://x", {}))
+            target=lambda: tokens.append(token_store._access.authorize("GET", "https://x", {}))
         )
         for _ in range(8)
     ]
@@ -462,15 +547,15 @@ def test_one_thread_gets_the_token_for_all(token_store, identity):
 
 def test_threads_go_on_with_the_old_token_while_one_renews_it(token_store, identity, monkeypatch):
     authorize = token_store._access.authorize
-    authorize("https://x", {})
+    authorize("GET", "https://x", {})
     identity.may_answer.clear()
     now = time.time()
-    monkeypatch.setattr(azure_access.time, "time", lambda: now + 3600 - 200)
-    renewing = threading.Thread(target=authorize, args=("https://x", {}))
+    monkeypatch.setattr(azure_tokens.time, "time", lambda: now + 3600 - 200)
+    renewing = threading.Thread(target=authorize, args=("GET", "https://x", {}))
     renewing.start()
     while len(identity.asked) < 2:
         time.sleep(0.01)
-    _, headers = authorize("https://x", {})
+    _, headers = authorize("GET", "https://x", {})
     assert renewing.is_alive()
     assert headers["Authorization"] == "Bearer SECRETTOKEN1"
     identity.may_answer.set()
@@ -484,7 +569,7 @@ def test_threads_that_waited_for_a_token_in_vain_do_not_ask_again(token_store, i
     def attempt(_):
         everybody.wait(10)
         with pytest.raises(CredentialsError) as caught:
-            token_store._access.authorize("https://x", {})
+            token_store._access.authorize("GET", "https://x", {})
         return caught.value
 
     with ThreadPoolExecutor(8) as threads:
@@ -510,10 +595,10 @@ def test_no_credentials_at_all_are_named_and_where_they_are_looked_for(token_sto
 
 
 def test_an_identity_that_can_not_be_configured_is_named(token_store, monkeypatch):
-    def fail():
+    def fail(**settings):
         raise ValueError("Invalid value for AZURE_TOKEN_CREDENTIALS")
 
-    monkeypatch.setattr(azure_access, "DefaultAzureCredential", fail)
+    monkeypatch.setattr(azure_tokens, "DefaultAzureCredential", fail)
     with pytest.raises(CredentialsError, match="AZURE_TOKEN_CREDENTIALS"):
         token_store.head("run/object")
 
@@ -561,7 +646,7 @@ def test_tokens_are_not_sent_in_the_clear(open_azure, identity):
 )
 def test_the_account_is_addressed(server, monkeypatch, location, options, environment, host):
     monkeypatch.setenv("HTTPS_PROXY", server.url)  # the stub sees whom to connect to
-    monkeypatch.setattr(azure_access, "DefaultAzureCredential", Identity)
+    monkeypatch.setattr(azure_tokens, "DefaultAzureCredential", Identity)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     server.answer(status=502)
@@ -574,11 +659,113 @@ def test_the_account_is_addressed(server, monkeypatch, location, options, enviro
 
 
 def test_an_endpoint_of_azure_names_its_account(monkeypatch):
-    monkeypatch.setattr(azure_access, "DefaultAzureCredential", Nobody)
+    monkeypatch.setattr(azure_tokens, "DefaultAzureCredential", Nobody)
     options = AzureOptions(endpoint_url="https://other.blob.core.windows.net")
     store = AzureStore("container", Config(azure=options))
     with pytest.raises(CredentialsError, match="'account'"):  # whose key is not sent there
         store.head("run/object")
+    store.close()
+
+
+VARIANTS = [
+    "account-ipv6.blob.core.windows.net",
+    "account-dualstack.blob.core.windows.net",
+    "account-secondary.blob.core.windows.net",
+    "account-secondary-dualstack.blob.core.windows.net",
+    "account.privatelink.blob.core.windows.net",
+    "account.z12.blob.storage.azure.net",
+    "account-ipv6.z12.blob.storage.azure.net",
+]
+
+
+@pytest.mark.parametrize("host", VARIANTS)
+def test_every_endpoint_of_an_account_is_given_its_key(server, monkeypatch, host):
+    monkeypatch.setenv("HTTP_PROXY", server.url)
+    monkeypatch.setattr(azure_tokens, "DefaultAzureCredential", Nobody)
+    store = AzureStore("container", Config(azure=AzureOptions(endpoint_url=f"http://{host}")))
+    request = call(store, server, "get_range")
+    store.close()
+    target = request.target.removeprefix(f"http://{host}")
+    signed = signed_by_microsoft("GET", target, request.headers, account="account")
+    assert request.headers["Authorization"] == signed
+
+
+@pytest.mark.parametrize("host", VARIANTS)
+def test_every_endpoint_of_an_account_may_be_that_of_a_uri(server, monkeypatch, host):
+    monkeypatch.setenv("HTTPS_PROXY", server.url)
+    monkeypatch.setattr(azure_tokens, "DefaultAzureCredential", Nobody)
+    server.answer(status=502)
+    uri = CheckpointURI.parse(f"https://{host}/container/run")
+    store = AzureStore(uri.bucket, Config(), uri.account, uri.root)
+    with pytest.raises(ConnectionLostError):  # of the proxy: there are credentials
+        store.head("run/object")
+    store.close()
+    assert [request.target for request in server.requests] == [f"{host}:443"]
+
+
+@pytest.mark.parametrize("verb", ["put", "put_part", "complete_upload", "delete", "delete many"])
+def test_nothing_is_written_to_a_secondary_endpoint(server, monkeypatch, verb):
+    monkeypatch.setenv("HTTP_PROXY", server.url)
+    options = AzureOptions(endpoint_url="http://account-secondary.blob.core.windows.net")
+    store = AzureStore("container", Config(azure=options))
+    with pytest.raises(AccessDeniedError, match="without -secondary") as caught:
+        VERBS[verb][0](store)
+    store.close()
+    assert caught.value.certain
+    assert server.requests == []
+
+
+@pytest.mark.parametrize(
+    ("suffix", "host"),
+    [
+        ("EndpointSuffix=core.usgovcloudapi.net", "account.blob.core.windows.net"),
+        ("EndpointSuffix=core.chinacloudapi.cn", "account-ipv6.blob.core.windows.net"),
+        ("EndpointSuffix=core.windows.net", "account.blob.core.usgovcloudapi.net"),
+        ("", "account.blob.core.chinacloudapi.cn"),
+        ("EndpointSuffix=core.stack.example", "account.blob.core.windows.net"),
+        (
+            "BlobEndpoint=https://account.z12.blob.storage.azure.net",
+            "account.z13.blob.storage.azure.net",
+        ),
+    ],
+)
+@pytest.mark.parametrize("by", ["uri", "options"])
+def test_a_connection_string_of_another_cloud_is_named(monkeypatch, suffix, host, by):
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", f"{CONNECTION}{suffix}")
+    options = AzureOptions(endpoint_url=f"https://{host}" if by == "options" else None)
+    with pytest.raises(ConfigError, match=f"AZURE_STORAGE_CONNECTION_STRING.*{host}") as caught:
+        AzureStore("container", Config(azure=options), host if by == "uri" else "")
+    assert KEY not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        "EndpointSuffix=core.windows.net",
+        "BlobEndpoint=https://account.privatelink.blob.core.windows.net",
+        "BlobEndpoint=https://account-secondary.blob.core.windows.net:443/",
+        "BlobEndpoint=https://blobs.mine.example",
+    ],
+)
+def test_a_connection_string_of_the_same_cloud_fits(server, monkeypatch, fields):
+    monkeypatch.setenv("HTTP_PROXY", server.url)
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", f"{CONNECTION}{fields}")
+    options = AzureOptions(endpoint_url="http://account.blob.core.windows.net")
+    store = AzureStore("container", Config(azure=options))
+    request = call(store, server, "put")
+    store.close()
+    assert request.headers["Authorization"].startswith("SharedKey account:")
+
+
+def test_a_signature_of_an_endpoint_fits_its_account(server, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", server.url)
+    monkeypatch.setenv(
+        "AZURE_STORAGE_CONNECTION_STRING",
+        "BlobEndpoint=https://account-ipv6.blob.core.windows.net;SharedAccessSignature=sv=1&sig=abc",
+    )
+    options = AzureOptions(endpoint_url="http://account.blob.core.windows.net")
+    store = AzureStore("container", Config(azure=options))
+    assert call(store, server, "put").target.endswith("?sv=1&sig=abc")
     store.close()
 
 
@@ -589,8 +776,7 @@ def test_an_emulators_account_is_in_the_path(server, monkeypatch):
     request = call(store, server, "put")
     store.close()
     assert urlsplit(request.target).path == "/devstoreaccount1/container/run/object"
-    query = query_of(request)
-    assert query["sig"] == sas_signature(query, account="devstoreaccount1")
+    assert_signed(request, account="devstoreaccount1")
 
 
 def test_no_proxy_is_respected(server, monkeypatch, open_azure):
@@ -633,10 +819,11 @@ def test_any_key_arrives_as_it_is(store, server, verb, key):
     else:
         store.delete([key, "other"])
     (request,) = server.requests
+    assert_signed(request)
     target = request.target
     if verb == "delete many":
-        lines = request.body.decode("ascii").splitlines()
-        target = next(line.split(" ")[1] for line in lines if line.startswith("DELETE "))
+        target, headers = next(deletions_of(request))
+        assert headers["Authorization"] == signed_by_microsoft("DELETE", target, headers)
     assert unquote(urlsplit(target).path) == f"/container/{key}"
 
 
@@ -645,7 +832,7 @@ def test_a_container_has_one_store_for_each_account(monkeypatch):
         CheckpointURI.parse(f"abfss://same@{name}.dfs.core.windows.net/run")
         for name in ("account", "another", "account")
     ]
-    monkeypatch.setattr(azure_access, "DefaultAzureCredential", Identity)
+    monkeypatch.setattr(azure_tokens, "DefaultAzureCredential", Identity)
     first, other, again = (open_store(uri, Config()) for uri in uris)
     assert first is again
     assert first is not other
@@ -1309,9 +1496,11 @@ def test_no_message_log_or_pickle_has_a_secret(
             assert secret not in text
 
 
-def test_a_signature_does_not_hide_the_rest_of_the_log(store, server, caplog):
+def test_a_signature_does_not_hide_the_rest_of_the_log(open_azure, server, monkeypatch, caplog):
+    monkeypatch.delenv("AZURE_STORAGE_KEY")
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", "sv=1&sig=abc")
     caplog.set_level(logging.DEBUG)
-    call(store, server, "put")
+    call(open_azure(), server, "put")
     (line,) = [record.getMessage() for record in caplog.records if "PUT" in record.getMessage()]
     assert "/container/run/object" in line
-    assert "sig=***" in line
+    assert "abc" not in line

@@ -54,9 +54,8 @@ class RetryPolicy:
         require(self.attempts >= 1, f"retry attempts={self.attempts}: at least 1 is needed")
         require(self.deadline >= 0, f"retry deadline={self.deadline}: must not be negative")
         require(
-            0 < self.base <= self.cap or self.base == self.cap == 0,
-            f"retry base={self.base}, cap={self.cap}: 0 < base <= cap is needed, or both 0 for no "
-            "pauses",
+            0 <= self.base <= self.cap,
+            f"retry base={self.base}, cap={self.cap}: 0 <= base <= cap is needed",
         )
 
 

@@ -288,7 +288,7 @@ class AzureStore(RestStore):
         deletions: list[tuple[str, Mapping[str, str]]] = []
         for key in keys:
             url, headers = self._access.authorize(
-                self.object_url(key), {"x-ms-delete-snapshots": "include"}
+                "DELETE", self.object_url(key), {"x-ms-delete-snapshots": "include"}
             )
             parts = urlsplit(url)
             target = f"{parts.path}?{parts.query}" if parts.query else parts.path
@@ -326,12 +326,13 @@ class AzureStore(RestStore):
     def failure(
         self, status: int, headers: Mapping[str, str], body: bytes, action: str, uri: str
     ) -> StoreError:
-        return from_answer(status, headers, body, action, uri)
+        refused = self._access.refused(headers)
+        return from_answer(status, headers, body, action, uri, refused=refused)
 
     def _authorized(
         self, method: str, url: str, headers: Mapping[str, str]
     ) -> tuple[str, Mapping[str, str]]:
-        return self._access.authorize(url, {**headers, "x-ms-version": API_VERSION})
+        return self._access.authorize(method, url, {**headers, "x-ms-version": API_VERSION})
 
     def _refusals(self) -> tuple[type[StoreError], ...]:
         # some refusals of a signature are worded as if it were valid: all of them in Azurite, those

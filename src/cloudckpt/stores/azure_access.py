@@ -1,19 +1,11 @@
-"""How a container is reached: account, endpoint, credentials, and azure-identity's errors in ours.
-
-An account key makes a shared access signature (SAS) for this container and what a store does there:
-one HMAC in hours rather than one a request, the same way for keys and signatures, and the key
-itself never travels.
-"""
+"""How a container is reached: its account, its endpoint, and what authorizes requests to it."""
 
 from __future__ import annotations
 
-import datetime
 import email.utils
 import logging
 import os
 import re
-import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from urllib.parse import SplitResult, quote, unquote, urlsplit
@@ -22,30 +14,21 @@ from urllib.request import getproxies_environment, proxy_bypass
 from cloudckpt.config import Config
 from cloudckpt.config.options import check_endpoint
 from cloudckpt.errors import (
+    AccessDeniedError,
     ConfigError,
-    ConnectionLostError,
     CredentialsError,
     MissingDependencyError,
-    StoreError,
 )
-from cloudckpt.stores.credentials import (
-    Credentials,
-    check_credential,
-    masked,
-    raise_alone,
-    reason,
-)
+from cloudckpt.stores.azure_errors import token_refused
+from cloudckpt.stores.azure_signing import SharedKey
+from cloudckpt.stores.azure_tokens import Tokens, tenant_asked_for
+from cloudckpt.stores.credentials import Credentials, check_credential, masked, raise_alone
 from cloudckpt.stores.http import HttpOptions
+from cloudckpt.stores.refusals import Meaning
 
 try:
     import certifi
-    from azure.core.exceptions import AzureError, ClientAuthenticationError
-    from azure.identity import DefaultAzureCredential
-    from azure.storage.blob import (
-        ContainerClient,
-        ContainerSasPermissions,
-        generate_container_sas,
-    )
+    from azure.storage.blob import ContainerClient
 except ImportError as exc:
     raise MissingDependencyError(
         "az:// needs azure-storage-blob and azure-identity; install them with: "
@@ -55,8 +38,6 @@ except ImportError as exc:
 
 __all__ = ["ContainerAccess"]
 
-logger = logging.getLogger("cloudckpt")
-
 API_VERSION = "2021-12-02"
 """The version of the REST API that requests are written for: the first that knows the cold tier,
 and later than those of batches within a container, encoded names in listings and large blocks."""
@@ -64,10 +45,8 @@ and later than those of batches within a container, encoded names in listings an
 _AZURE_HOST = re.compile(
     r"\.(core\.windows\.net|core\.chinacloudapi\.cn|core\.usgovcloudapi\.net|storage\.azure\.net)$"
 )
-_SCOPE = "https://storage.azure.com/.default"
-_SAS_LIFE = 6 * 3600.0  # seconds; renewed when half of them are over
-_TOKEN_MARGIN = 300.0  # seconds before its end in which azure-identity gives a new token
-_PAUSE = 30.0  # seconds between tries to renew what is still valid
+_CLOUD = re.compile(r"\.(?P<zone>z\d+\.)?(?:privatelink\.)?blob\.(?P<suffix>.+)$")
+_VARIANT = re.compile(r"(-secondary)?(-ipv6|-dualstack)?$")  # of the account's endpoint
 
 _ACCOUNT = ("AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_ACCOUNT_NAME")
 _KEY = ("AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCOUNT_KEY")
@@ -86,25 +65,26 @@ class ContainerAccess:
     """
 
     def __init__(self, container: str, host: str, config: Config, uri: str) -> None:
-        place = _locate(host, config, _from_environment(container, uri), uri)
+        self._place = place = _locate(host, config, _from_environment(container, uri), uri)
+        self._tenant = ""  # of the account, once a refusal has named it
+        self._uri = uri
         self.url = f"{place.endpoint}/{quote(container)}"
         parts = urlsplit(place.endpoint)
         self.is_azure = _is_azure(parts.hostname)
         self.http_options = _http_options(parts, config)
-        permissions = ContainerSasPermissions(
-            read=True, write=True, delete=True, list=True, tag=bool(config.azure.tags)
-        )
 
         def look() -> _Source:
             if config.azure.anonymous:
                 return _Source()
             given = _from_environment(container, uri)
             fits = given.account in ("", place.account)
+            if fits:
+                _check_cloud(given, place, uri)
             if fits and given.key:
-                sign = _Signing(place, container, given.key, permissions)
-                return _Source(sas=_Renewed(sign, uri).get, given=given.key)
+                signing = SharedKey(place.account, given.key, uri)
+                return _Source(sign=signing.authorization, given=given.key)
             if fits and given.sas:
-                return _Source(sas=lambda: given.sas, given=given.sas)
+                return _Source(sas=given.sas, given=given.sas)
             if parts.scheme != "https":
                 raise CredentialsError(
                     "no key and no shared access signature was found for this endpoint "
@@ -113,37 +93,61 @@ class ContainerAccess:
                     uri=uri,
                 )
             note = "" if fits else f" (AZURE_STORAGE_* is of another account, {given.account!r})"
-            return _Source(token=_Renewed(_Identity(note), uri).get)
+            return _Source(token=Tokens(config, uri, tenant=self._tenant, note=note).get)
 
         self.credentials = Credentials(look)
         logging.getLogger("urllib3.connectionpool").addFilter(_hide_signature)
 
-    def authorize(self, url: str, headers: Mapping[str, str]) -> tuple[str, dict[str, str]]:
-        """The URL and headers with which a request may be sent.
+    def authorize(
+        self, method: str, url: str, headers: Mapping[str, str]
+    ) -> tuple[str, dict[str, str]]:
+        """The URL and headers with which a request may be sent, given all others of its headers.
 
         Raises:
+            AccessDeniedError: If it would write to an endpoint that can only be read.
             CredentialsError: If there are no credentials, or they can't be renewed.
+            TransientStoreError: If they can't be renewed for the moment.
         """
+        if self._place.is_secondary and method not in ("GET", "HEAD"):
+            raise AccessDeniedError(
+                f"{urlsplit(self.url).netloc} is the secondary endpoint of the account, a copy "
+                "that can only be read; write to the account's own endpoint, without -secondary",
+                uri=self._uri,
+            )
         headers = {**headers, "x-ms-date": email.utils.formatdate(usegmt=True)}
         source = self.credentials.current
-        if source.sas is not None:
-            return f"{url}{'&' if '?' in url else '?'}{source.sas()}", headers
-        if source.token is not None:
+        if source.sas:
+            return f"{url}{'&' if '?' in url else '?'}{source.sas}", headers
+        if source.sign is not None:
+            headers["Authorization"] = source.sign(method, url, headers)
+        elif source.token is not None:
             headers["Authorization"] = f"Bearer {source.token()}"
         return url, headers
+
+    def refused(self, headers: Mapping[str, str]) -> Meaning | None:
+        """What it means if the answer with these headers refuses the token; None if there is none.
+
+        If it asks for a token of another tenant, the next look for credentials gets one of it.
+        """
+        if self.credentials.current.token is None:
+            return None
+        self._tenant = tenant_asked_for(headers) or self._tenant
+        return token_refused(self._tenant)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class _Source:
-    """A signature for URLs, or a token for headers, or neither.
+    """A key that signs requests, a shared access signature for URLs, a token, or none of them.
 
     Attributes:
-        sas: Gives the signature.
+        sign: Makes the Authorization header of a request.
+        sas: The signature.
         token: Gives the token.
         given: The key or signature that the environment holds, if it does.
     """
 
-    sas: Callable[[], str] | None = None
+    sign: Callable[[str, str, Mapping[str, str]], str] | None = None
+    sas: str = ""
     token: Callable[[], str] | None = None
     given: str = ""
 
@@ -170,6 +174,12 @@ class _Place:
     endpoint: str
     account: str
 
+    @property
+    def is_secondary(self) -> bool:
+        """Whether it is the endpoint of the read-only copy that another region may have."""
+        host = urlsplit(self.endpoint).hostname
+        return _is_azure(host) and "-secondary" in _first_of(self.endpoint)
+
 
 def _from_environment(container: str, uri: str) -> _Given:
     text = os.environ.get(_CONNECTION, "")
@@ -181,7 +191,8 @@ def _from_environment(container: str, uri: str) -> _Given:
         with ContainerClient.from_connection_string(text, container) as client:
             url, _, sas = client.url.partition("?")
             key = getattr(client.credential, "account_key", None) or ""
-            account = client.account_name or _account_of(url.rpartition("/")[0])
+            named = client.account_name or _first_of(url.rpartition("/")[0])
+            account = _VARIANT.sub("", named)
     except ValueError:
         problem = ConfigError(  # without the text of the cause, which might quote a key
             "AZURE_STORAGE_CONNECTION_STRING can't be parsed; copy it anew from 'Access keys' of "
@@ -213,7 +224,7 @@ def _locate(host: str, config: Config, given: _Given, uri: str) -> _Place:
     """The account: of the URI, else of the options, else of the environment."""
     options = config.azure
     if host:
-        return _Place(f"https://{host}", host.partition(".")[0])
+        return _Place(f"https://{host}", _account_of(f"https://{host}"))
     if options.endpoint_url is not None:
         endpoint = options.endpoint_url.rstrip("/")
         parts = urlsplit(endpoint)
@@ -241,122 +252,31 @@ def _is_azure(host: str | None) -> bool:
     return _AZURE_HOST.search(host or "") is not None
 
 
-def _account_of(endpoint: str) -> str:
-    """The account that an endpoint names: in its path for emulators, else first in its host."""
+def _first_of(endpoint: str) -> str:
+    """The name that an endpoint begins with: in its path for emulators, else in its host."""
     parts = urlsplit(endpoint)
     return parts.path.strip("/") or (parts.hostname or "").partition(".")[0]
 
 
-class _Renewed:
-    """A secret with an end, made anew ahead of it: by one thread, while the others use the old."""
-
-    def __init__(self, make: Callable[[], tuple[str, float, float]], uri: str) -> None:
-        """``make`` returns the secret, when to renew it, and its end (seconds since the epoch)."""
-        self._make = make
-        self._uri = uri
-        self._secret, self._renew_at, self._ends = "", 0.0, 0.0
-        self._failure: tuple[float, StoreError] | None = None
-        self._lock = threading.Lock()
-
-    def get(self) -> str:
-        """The secret.
-
-        Raises:
-            StoreError: If there is none that is valid, and none can be made.
-        """
-        now = time.time()
-        if now < self._renew_at:
-            return self._secret
-        asked = time.monotonic()
-        if not self._lock.acquire(blocking=now >= self._ends):
-            return self._secret
-        try:
-            if time.time() >= self._renew_at:
-                self._renew(asked)
-            return self._secret
-        finally:
-            self._lock.release()
-
-    def _renew(self, asked: float) -> None:
-        if self._failure is not None and self._failure[0] > asked:
-            error = self._failure[1]  # of another thread, while this one waited for its result
-            raise type(error)(error.message, uri=self._uri, cause=error.cause)
-        try:
-            self._secret, self._renew_at, self._ends = self._make()
-        except StoreError as error:
-            error.uri = self._uri
-            self._failure = time.monotonic(), error
-            if time.time() >= self._ends:
-                raise
-            self._renew_at = min(time.time() + _PAUSE, self._ends)
-            logger.warning("the credentials, still valid, could not be renewed: %s", error)
+def _account_of(endpoint: str) -> str:
+    """The account that an endpoint names."""
+    return _VARIANT.sub("", _first_of(endpoint))
 
 
-class _Signing:
-    """Makes shared access signatures with an account key."""
+def _check_cloud(given: _Given, place: _Place, uri: str) -> None:
+    """Keeps the credentials of an account from one of the same name in another cloud.
 
-    def __init__(
-        self, place: _Place, container: str, key: str, permissions: ContainerSasPermissions
-    ) -> None:
-        self._place = place
-        self._container = container
-        self._key = key
-        self._permissions = permissions
-
-    def __call__(self) -> tuple[str, float, float]:
-        now = time.time()
-        try:
-            sas = generate_container_sas(
-                self._place.account,
-                self._container,
-                account_key=self._key,
-                permission=self._permissions,
-                expiry=datetime.datetime.fromtimestamp(now + _SAS_LIFE, datetime.timezone.utc),
-                protocol="https" if self._place.endpoint.startswith("https:") else "https,http",
-            )
-        except (ValueError, AzureError):
-            problem = CredentialsError(  # without the text of the cause, which might quote it
-                "the key of the storage account is not valid base64; copy it anew from 'Access "
-                "keys' of the account"
-            )
-            raise_alone(problem)
-        return sas, now + _SAS_LIFE / 2, now + _SAS_LIFE
-
-
-class _Identity:
-    """Gets tokens of Microsoft Entra ID."""
-
-    def __init__(self, note: str) -> None:
-        self._credential: DefaultAzureCredential | None = None
-        self._note = note
-
-    def __call__(self) -> tuple[str, float, float]:
-        name = "AZURE_CLIENT_SECRET"
-        check_credential(os.environ.get(name, ""), name, header=False)
-        try:
-            if self._credential is None:
-                self._credential = DefaultAzureCredential()
-            token = self._credential.get_token(_SCOPE)
-        except (ValueError, AzureError) as exc:
-            raise_alone(self._meaning(exc))
-        check_credential(token.token, "the access token of Microsoft Entra ID")
-        ends = float(token.expires_on)
-        return token.token, max(ends - _TOKEN_MARGIN, time.time() + _PAUSE), ends
-
-    def _meaning(self, exc: Exception) -> StoreError:
-        cause = reason(exc)
-        if isinstance(exc, ClientAuthenticationError):
-            return CredentialsError(
-                f"no Azure credentials were found{self._note}: neither "
-                "AZURE_STORAGE_CONNECTION_STRING, nor an account key "
-                f"({', '.join(_KEY)}) or shared access signature ({', '.join(_SAS)}), nor by "
-                "azure-identity (AZURE_CLIENT_ID and its companions, workload identity, managed "
-                "identity, 'az login')",
-                cause=cause,
-            )
-        if isinstance(exc, AzureError):
-            return ConnectionLostError("no token came from Microsoft Entra ID", cause=cause)
-        return CredentialsError("azure-identity rejects its settings", cause=cause)
+    Raises:
+        ConfigError: If the connection string is of another one.
+    """
+    hosts = [urlsplit(endpoint).hostname or "" for endpoint in (given.endpoint, place.endpoint)]
+    there, here = map(_CLOUD.search, hosts)
+    if there and here and there.group("zone", "suffix") != here.group("zone", "suffix"):
+        raise ConfigError(
+            f"{_CONNECTION} is of the account {given.account!r} at {hosts[0]}, and not at "
+            f"{hosts[1]}, which is another cloud; correct one of them, or unset the variable",
+            uri=uri,
+        )
 
 
 def _http_options(endpoint: SplitResult, config: Config) -> HttpOptions:

@@ -29,7 +29,7 @@ from cloudckpt.stores.refusals import (
 )
 from cloudckpt.stores.xml_answers import error_fields
 
-__all__ = ["from_answer"]
+__all__ = ["from_answer", "token_refused"]
 
 _ROLE = (
     "access denied; the identity needs the role 'Storage Blob Data Contributor' on the container "
@@ -161,10 +161,32 @@ _BY_STATUS: dict[int, Meaning] = {
 }
 
 
+def token_refused(tenant: str) -> Meaning:
+    """What it means that a token was refused, where the account is of a tenant; empty: unknown."""
+    named = f", {tenant}" if tenant else ""
+    return (
+        CredentialsError,
+        "Azure does not accept the access token of this identity: it was revoked, or it is not of "
+        f"the tenant that the account trusts{named} (sign in to that, with AZURE_TENANT_ID or 'az "
+        "login --tenant'; a managed identity is of the tenant of its subscription), or of another "
+        "cloud (AZURE_AUTHORITY_HOST); the identity needs the role 'Storage Blob Data Contributor'",
+    )
+
+
 def from_answer(
-    status: int, headers: Mapping[str, str], body: bytes, action: str, uri: str
+    status: int,
+    headers: Mapping[str, str],
+    body: bytes,
+    action: str,
+    uri: str,
+    *,
+    refused: Meaning | None = None,
 ) -> StoreError:
-    """The error for an answer that is no success: by its code, else by its HTTP status."""
+    """The error for an answer that is no success: by its code, else by its HTTP status.
+
+    ``refused`` is what it means that the credentials were not accepted, if they are no key or
+    shared access signature.
+    """
     given = {name.lower(): value for name, value in headers.items()}
     fields = error_fields(body)
     code = given.get("x-ms-error-code") or fields.get("Code", "")
@@ -172,6 +194,8 @@ def from_answer(
         return error
     known = _BY_CODE.get(code)
     meaning = known or _BY_STATUS.get(status) or by_status(status)
+    if meaning is _REFUSED and refused is not None:
+        meaning = refused
     words = [" ".join(text.split()) for text in (fields.get("Message", ""), _detail(fields))]
     cause = ": ".join((f"{code} HTTP {status}".strip(), *filter(None, words)))
     certain = is_certain(code, status, known)

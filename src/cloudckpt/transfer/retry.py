@@ -116,7 +116,7 @@ class _Pauses:
         self._began: float | None = None
         self._failures = 0
         self._counted = 0
-        self._last = policy.base
+        self._last = policy.base or policy.cap / 100  # a base of 0 would never grow
 
     def after(self, error: TransientStoreError) -> float | None:
         """The seconds until the next try, or None if there is to be none."""

@@ -229,11 +229,16 @@ class ObjectUpload:
         parts = sorted(self._sent, key=lambda part: part.number)
         checksum = self.algorithm.combine((part.checksum, part.size) for part in parts)
 
+        def look() -> ObjectInfo | None:
+            return self._look(self.position, checksum, parts)
+
         def made(error: StoreError) -> ObjectInfo | None:
-            if not isinstance(error, ObjectNotFoundError):
-                return self._look(self.position, checksum, parts)
-            # the upload is gone: the store may still be putting its parts together
-            return self._retrier.wait_for(lambda: self._look(self.position, checksum, parts))
+            # of an upload that is gone, the store may still be putting the parts together
+            is_gone = isinstance(error, ObjectNotFoundError)
+            info = self._retrier.wait_for(look) if is_gone else look()
+            if info is not None:
+                self._abort(upload)  # what may be left of it
+            return info
 
         self.info = self._retrier.call(
             lambda: self._store.complete_upload(upload, parts, if_absent=self._create_only),
