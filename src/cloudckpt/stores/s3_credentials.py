@@ -194,16 +194,15 @@ def _meaning(exc: Exception, uri: str) -> CloudCheckpointError:
             "the container's or instance's role",
             uri=uri,
         )
+    failure: StoreError | None = None
     for inner in _behind(exc):
         if isinstance(inner, botocore.exceptions.ClientError):
             return _refused(inner.response, uri)
-        failure = _network_failure(inner, uri)
-        if failure is not None:
-            return failure
         if isinstance(inner, botocore.exceptions.MetadataRetrievalError):
             failure = _of_container(inner, uri)
-            if failure is not None:
-                return failure
+        failure = _network_failure(inner, uri) or failure
+    if failure is not None:
+        return failure
     return CredentialsError(_UNUSABLE, uri=uri, cause=reason(exc))
 
 
