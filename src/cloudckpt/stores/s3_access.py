@@ -41,7 +41,8 @@ try:
     from botocore.httpsession import get_cert_path
     from botocore.utils import get_environ_proxies
 
-    from cloudckpt.stores.s3_credentials import METADATA_SETTINGS, Keys
+    from cloudckpt.stores.instance_metadata import METADATA_SETTINGS
+    from cloudckpt.stores.s3_credentials import Keys
 except ImportError as exc:
     raise MissingDependencyError(
         "s3:// needs boto3; install it with: pip install 'cloudckpt[s3]'", cause=exc
