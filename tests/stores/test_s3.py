@@ -875,6 +875,7 @@ def test_a_retry_after_that_is_no_number_of_seconds_does_no_harm(store, server, 
         ("KMS.NotFoundException", "no such KMS key"),
         ("KMS.KMSInvalidStateException", "pending deletion"),
         ("KMS.InvalidKeyUsageException", "symmetric key"),
+        ("KMS.SomethingNew", "KMS refuses"),
     ],
 )
 def test_what_is_wrong_with_the_key_of_the_encryption_is_said(store, server, code, text):

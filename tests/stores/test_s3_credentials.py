@@ -612,6 +612,20 @@ def test_credentials_that_have_ended_and_can_not_be_renewed_for_now_are_transien
         put(store)
 
 
+def test_a_request_for_which_no_credentials_could_be_looked_up_was_not_sent(container, open_s3):
+    """Else a commit would count as one that may yet take place."""
+    container.lifetime = datetime.timedelta(seconds=-60)
+    store = open_s3()
+    container.always("container", container.Answer(403))
+    with pytest.raises(CredentialsError):
+        put(store)
+    container.always("container", container.Answer(503))
+    with pytest.raises(TransientStoreError) as caught:
+        put(store)
+    assert caught.value.certain
+    assert "s3" not in container.asked
+
+
 def test_credentials_that_end_before_they_are_given_are_named(container, open_s3):
     """The service's clock, or this machine's, is wrong."""
     container.lifetime = datetime.timedelta(seconds=-60)

@@ -165,6 +165,8 @@ def from_code(
     given = {name.lower(): value for name, value in (headers or {}).items()}
     known = _BY_CODE.get(code)
     kind, meaning = known or _BY_STATUS.get(status) or by_status(status)
+    if known is None and code.startswith("KMS."):
+        meaning = "KMS refuses, or can't use, the key of the encryption"
     region = given.get("x-amz-bucket-region") or region
     if status == 400 and not code and region:  # the answer to HEAD has no body to tell more
         kind, meaning = _ELSEWHERE
