@@ -1,13 +1,15 @@
 """``s3://``: AWS S3 and the stores that speak its protocol.
 
 boto3 finds credentials, region and endpoint, and signs. All requests travel through
-:mod:`cloudckpt.stores.http`, with an unsigned payload; integrity rests on CRC32C (and TLS), so no
-byte is hashed for the signature.
+:mod:`cloudckpt.stores.http`, large ones with an unsigned payload; integrity rests on CRC32C (and
+TLS), so the bytes of tensors are not hashed for the signature.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
+import functools
 import hashlib
 import re
 import xml.etree.ElementTree as ElementTree
@@ -16,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from cloudckpt.checksum import CRC32C, to_base64
 from cloudckpt.config import Config
 from cloudckpt.errors import (
+    AccessDeniedError,
     ConfigError,
     InvalidRequestError,
     ObjectNotFoundError,
@@ -23,6 +26,7 @@ from cloudckpt.errors import (
     ServerError,
     StoreError,
     TransientStoreError,
+    WrongRegionError,
 )
 from cloudckpt.stores.base import (
     Body,
@@ -34,9 +38,14 @@ from cloudckpt.stores.base import (
     nbytes,
 )
 from cloudckpt.stores.deletions import Failures, delete_all
-from cloudckpt.stores.http import HttpClient
+from cloudckpt.stores.http import HttpClient, Reply
 from cloudckpt.stores.rest import Pages, RestStore, encode_key, encode_query
-from cloudckpt.stores.s3_access import BucketAccess, object_headers
+from cloudckpt.stores.s3_access import (
+    PAYLOAD_DIGEST,
+    UNSIGNED_PAYLOAD,
+    BucketAccess,
+    object_headers,
+)
 from cloudckpt.stores.s3_errors import from_answer, from_code
 from cloudckpt.stores.xml_answers import key_text, text, unqualified
 from cloudckpt.stores.xml_multipart import Dialect, XmlMultipart
@@ -296,6 +305,46 @@ class S3Store(RestStore):
             failures += [(name, error) for name in ([key] if key in keys else keys)]
         return failures
 
+    @contextlib.contextmanager
+    def exchange(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: Body = (),
+        progress: Progress | None = None,
+        *,
+        key: str,
+        is_long: bool = False,
+    ) -> Iterator[Reply]:
+        """The same; a request to the wrong region is sent once more, to the one that S3 names."""
+        digest, used = self._access.payload_digest(method, body), self._access.region
+        attempt = functools.partial(
+            super().exchange, method, url, {**headers, PAYLOAD_DIGEST: digest}, body, progress,
+            key=key, is_long=is_long,
+        )  # fmt: skip
+        was_certain = True  # of the first try
+        try:
+            with contextlib.ExitStack() as stack:
+                reply = None
+                try:
+                    reply = stack.enter_context(attempt())
+                except WrongRegionError as refused:
+                    if refused.region is None or not self._access.follow(refused.region, used):
+                        raise
+                    was_certain = refused.certain
+                if reply is None:
+                    reply = stack.enter_context(attempt())
+                yield reply
+        except StoreError as error:
+            error.certain = error.certain and was_certain
+            if isinstance(error, AccessDeniedError) and digest == UNSIGNED_PAYLOAD:
+                error.message += (
+                    "; if a policy denies unsigned payloads (s3:x-amz-content-sha256), set "
+                    "S3Options(payload_signing='on') or CLOUDCKPT_S3_PAYLOAD_SIGNING=on"
+                )
+            raise
+
     def object_url(self, key: str, query: Mapping[str, str] | None = None) -> str:
         url = self._access.base + encode_key(key)
         return f"{url}?{encode_query(query)}" if query else url
@@ -308,6 +357,7 @@ class S3Store(RestStore):
     def _authorized(
         self, method: str, url: str, headers: Mapping[str, str]
     ) -> tuple[str, Mapping[str, str]]:
+        url = self._access.address(url)
         return url, self._access.sign(method, url, {**headers, **self._payer})
 
     def _if_version(self, version: str) -> Mapping[str, str]:
