@@ -36,10 +36,10 @@ _S3 = [
     Accepted("s3*", "header amz-sdk-*", "*", None, "botocore's count of its tries; not for S3"),
     Accepted("s3*", "header expect", "100-continue", None,
              "it costs a round trip; a refusal before the end of the body is read all the same"),
-    Accepted("s3*", "header x-amz-content-sha256", "*", "UNSIGNED-PAYLOAD",
-             "of more than 1 MiB: TLS and CRC32C guard it; S3 documents that it may be unsigned"),
-    Accepted("s3*: completion*", "header x-amz-content-sha256", "*", "*", "goes with the body"),
-    Accepted("s3*: delete *", "header x-amz-content-sha256", "*", "*", "goes with the body"),
+    Accepted("s3*: part, large", "header x-amz-content-sha256", "*", "UNSIGNED-PAYLOAD",
+             "TLS and CRC32C guard the payload; S3 documents that it may be unsigned over https"),
+    Accepted("s3*: completion", "header x-amz-content-sha256", "*", "*", "that of the body"),
+    Accepted("s3*: delete *", "header x-amz-content-sha256", "*", "*", "that of the body"),
     Accepted("s3*", "body xmlns", "http://s3.amazonaws.com/doc/2006-03-01/", None,
              "S3 and others take the elements without their namespace, as older clients send them"),
     Accepted("s3*", "header content-type", None, "application/xml", "the type of the body"),
@@ -71,7 +71,10 @@ _S3 = [
 _GCS = [
     *_ABOUT_ANSWERS,
     _DECLARATION,
-    Accepted("gcs*", "header x-goog-api-client", "*", None, "the client's count of its own use"),
+    Accepted("gcs*", "header x-goog-api-client", "*", "cred-type/sa",
+             "the client's count of its own use; ours is google-auth's"),
+    Accepted("gcs, anonymous: *", "header x-goog-api-client", "*", None,
+             "the client's count of its own use"),
     Accepted("gcs*", "header x-upload-content-type", "*", None,
              "for resumable uploads; the client sends it with everything"),
     Accepted("gcs*: put*", "body part 1 name", "*", None, "in the query: documented for both"),
@@ -104,6 +107,11 @@ _GCS = [
             "x-goog-encryption-kms-key-name",
         )
     ),
+    *(
+        Accepted(f"gcs*: {operation}", "header cache-control", "no-store", None,
+                 "the upload has been told when it began")
+        for operation in ("part", "completion")
+    ),
     Accepted("gcs*: delete *", "header mime-version", "1.0", None, "of mail, not of HTTP"),
     Accepted("gcs*: delete *", "body part * mime-version", "1.0", None, "of mail, not of HTTP"),
     Accepted("gcs*: delete *", "body line ends", "LF", "CRLF", "HTTP's own"),
@@ -120,9 +128,6 @@ _GCS = [
                  "headers of the batch count for each of its calls")
         for header in ("accept-encoding", "user-agent", "x-goog-api-client")
     ),
-    Accepted("gcs*", "path", f"/download/storage/v1/b/bucket/o/{_URL}",
-             f"/storage/v1/b/bucket/o/{_URL}",
-             "the service may answer with a redirection to the first"),
     Accepted("gcs*", "header content-type", "application/json; charset=UTF-8", None,
              "of a GET without a body"),
     Accepted("gcs*", "query projection", "=noAcl", None, "the default"),
