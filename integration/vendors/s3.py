@@ -199,7 +199,7 @@ def _writing(
     large_crc = {**algorithm, "ChecksumCRC32C": to_base64(CRC32C.of(large))} if checksums else {}
     yield Operation(
         f"{name}: part, large",
-        lambda: client.upload_part(**of_upload, **algorithm, **large_crc, PartNumber=1, Body=large),
+        lambda: client.upload_part(**of_upload, **large_crc, PartNumber=1, Body=large),
         lambda: store.put_part(UPLOAD, 1, [memoryview(large)], checksum=CRC32C.of(large)),
     )
     parts = [PART, Part(2, PART.size, TAG, PART.checksum)]
