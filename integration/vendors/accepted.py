@@ -86,10 +86,8 @@ _GCS = [
              '"2027-01-31T00:00:00Z"', "the same time; the user's own text is sent"),
     Accepted("gcs*: create upload", "header x-goog-custom-time", "2027-01-31T00:00:00.000000Z",
              "2027-01-31T00:00:00Z", "the same time; the user's own text is sent"),
-    Accepted("gcs, all options: *", "query userProject", "=payer", None, "said by a header"),
     Accepted("gcs, all options: *", "header x-goog-user-project", None, "payer",
-             "Google's system parameter for the project that pays, in both APIs and, sent with a "
-             "batch, for each of its calls"),
+             "Google's system parameter for the project that pays, in both APIs"),
     Accepted("gcs*", "path", f"/bucket/{_URL}", f"/bucket/{_URL.replace('%2F', '/')}",
              "in the XML API a slash of the key may stand as it is"),
     Accepted("gcs*: part", "header content-type", "application/octet-stream", None,
@@ -119,8 +117,6 @@ _GCS = [
              "documented: only the path of the URL; a full one may have undefined results"),
     Accepted("gcs*: delete *", "body part * query prettyPrint", "=false", None,
              "the answers have no body"),
-    Accepted("gcs, all options: delete *", "body part * query userProject", "=payer", None,
-             "said by a header of the batch"),
     Accepted("gcs*: delete *", "body part * content-id", None, "(a number)",
              "the answer then says which call it is to"),
     *(

@@ -417,6 +417,10 @@ def test_nothing_of_it_is_sent_unasked(store, server, verb):
 def test_the_project_that_pays_is_named_in_every_request(open_gcs, server, verb):
     request = call(open_gcs(user_project="my-project"), server, verb)
     assert request.headers["x-goog-user-project"] == "my-project"
+    if verb == "delete":  # a batch
+        assert request.body.count(b"?userProject=my-project HTTP") == request.body.count(b"DELETE ")
+    elif verb not in XML:
+        assert query_of(request)["userProject"] == "my-project"
 
 
 @pytest.mark.parametrize(("setting", "sent"), [("auto", False), ("on", True), ("off", False)])

@@ -53,7 +53,9 @@ class GCSStore(RestStore):
         endpoint, is_google = self._access.endpoint, self._access.is_google
         self._downloads = Downloads(endpoint, is_google=is_google)
         self._checksums = is_google if options.checksum == "auto" else options.checksum == "on"
-        self._objects = JsonObjects(self, endpoint, bucket, checksums=self._checksums)
+        self._objects = JsonObjects(
+            self, endpoint, bucket, checksums=self._checksums, payer=options.user_project
+        )
         self._bucket_url = f"{endpoint}/{quote(bucket, safe='')}"  # of the XML API
         self._multipart = XmlMultipart(self, self._bucket_url, self._dialect())
         self._has_cached = False  # whether data of the bucket may come from a cache
