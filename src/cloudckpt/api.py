@@ -32,7 +32,7 @@ from cloudckpt.errors import (
     ProcessGroupError,
 )
 from cloudckpt.stores.listings import forget_listings
-from cloudckpt.transfer.opening import reach_store
+from cloudckpt.transfer.opening import open_store
 from cloudckpt.transfer.restarts import Restarts
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.uri import CheckpointURI, URILike
@@ -310,7 +310,7 @@ def exists(checkpoint_id: URILike, *, config: Config | None = None) -> bool:
     """
     uri = CheckpointURI.parse(checkpoint_id)
     config = config if config is not None else Config()
-    return is_committed(reach_store(uri, config), uri, Retrier(config.retry))
+    return is_committed(open_store(uri, config), uri, Retrier(config.retry))
 
 
 def _each_alone(meeting: Meeting, run: Callable[[], T], applies: Callable[[], bool]) -> T:

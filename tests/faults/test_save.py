@@ -103,12 +103,13 @@ class TestPassingFaults:
 
     @everywhere()
     def test_a_deletion_that_fails_within_a_batch_is_tried_again(
-        self, saved, store, proxy, shaky, direct
+        self, saved, store, proxy, shaky, direct, dialect
     ):
         uri = saved()
         rule = proxy.inject(BusyInBatch(), operation="DeleteObjects", times=2)
         cloudckpt.save(filled(2, SMALL), checkpoint_id=uri, config=shaky)
-        assert rule.injected == 2
+        # one is left by then, and one blob needs no batch
+        assert rule.injected == (1 if dialect == "azure" else 2)
         assert load_step(uri, direct, SMALL) == 2
         store.assert_tidy()
 

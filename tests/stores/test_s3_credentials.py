@@ -31,7 +31,7 @@ from cloudckpt.errors import (
 from cloudckpt.stores import instance_metadata
 from cloudckpt.stores.s3 import S3Store
 from cloudckpt.testing.servers import free_port
-from cloudckpt.transfer.opening import reach_store
+from cloudckpt.transfer.opening import open_store
 from stubs.aws_services import AwsServices
 
 PATIENT = RetryPolicy(attempts=10, base=0.0, cap=0.0, deadline=60.0)
@@ -278,7 +278,7 @@ def entries():
         "save": lambda uri, config: cloudckpt.save(state, checkpoint_id=uri, config=config),
         "load": lambda uri, config: cloudckpt.load(dict(state), checkpoint_id=uri, config=config),
         "exists": lambda uri, config: cloudckpt.exists(uri, config=config),
-        "reach_store": lambda uri, config: reach_store(CheckpointURI.parse(uri), config),
+        "open_store": lambda uri, config: open_store(CheckpointURI.parse(uri), config),
     }
 
 
@@ -302,10 +302,10 @@ def test_a_store_without_credentials_is_opened_once(instance, services):
     instance.always("role", instance.Answer(404))
     config = Config(retry=PATIENT, s3=S3Options(endpoint_url=services.url))
     with pytest.raises(CredentialsError, match="no AWS credentials"):
-        reach_store(CheckpointURI.parse("s3://without-credentials/run"), config)
+        open_store(CheckpointURI.parse("s3://without-credentials/run"), config)
     once = len(instance.asked)
     with pytest.raises(CredentialsError):
-        reach_store(CheckpointURI.parse("s3://without-credentials/run"), config)
+        open_store(CheckpointURI.parse("s3://without-credentials/run"), config)
     assert len(instance.asked) == 2 * once
 
 
@@ -314,7 +314,7 @@ def test_a_store_that_never_gets_its_credentials_says_so_at_the_end(instance, se
     policy = RetryPolicy(attempts=2, base=0.0, cap=0.0, deadline=0.0)
     config = Config(retry=policy, s3=S3Options(endpoint_url=services.url))
     with pytest.raises(TransientStoreError, match=r"instance's role.*gave up"):
-        reach_store(CheckpointURI.parse("s3://never/run"), config)
+        open_store(CheckpointURI.parse("s3://never/run"), config)
 
 
 # other services

@@ -33,7 +33,7 @@ from cloudckpt.stores.base import ObjectStore
 from cloudckpt.transfer.download import Wanted
 from cloudckpt.transfer.memory import bytes_of
 from cloudckpt.transfer.object_file import ObjectFile, PinnedObject
-from cloudckpt.transfer.opening import reach_store
+from cloudckpt.transfer.opening import open_store
 from cloudckpt.transfer.parts import even_share
 from cloudckpt.transfer.sinks import BoxSink, FlatSink, copy_into
 from cloudckpt.transfer.staging import row_major_slices
@@ -246,7 +246,7 @@ def object_at(uri: CheckpointURI, config: Config) -> tuple[ObjectStore, str]:
     """
     if not uri.prefix or uri.prefix == "/":
         raise InvalidURIError(f"{uri} names no file: write for example {uri.join('model.pt')}")
-    return reach_store(uri, config), uri.prefix
+    return open_store(uri, config), uri.prefix
 
 
 def _memory(storage: torch.UntypedStorage) -> memoryview:

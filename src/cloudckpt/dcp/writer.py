@@ -59,7 +59,7 @@ from cloudckpt.stores.listings import forget_listings
 from cloudckpt.stores.registry import checkpoint_location
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.memory import settled
-from cloudckpt.transfer.opening import reach_store
+from cloudckpt.transfer.opening import open_store
 from cloudckpt.transfer.parts import choose_part_size
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.staging import StagingPool
@@ -374,7 +374,7 @@ class CloudStorageWriter(StorageWriter):
         return self.uri.key(metadata_name(None if self._use_collectives else self._rank))
 
     def _store(self) -> ObjectStore:
-        return reach_store(self.uri, self.config)
+        return open_store(self.uri, self.config)
 
     def _retrier(self) -> Retrier:
         return Retrier(self.config.retry)

@@ -6,7 +6,7 @@ from functools import partial
 
 from cloudckpt.checkpoint.names import METADATA
 from cloudckpt.config import Config
-from cloudckpt.transfer.opening import reach_store
+from cloudckpt.transfer.opening import open_store
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.uri import CheckpointURI
 
@@ -20,7 +20,7 @@ def committed(run: CheckpointURI) -> list[CheckpointURI]:
     behind is none.
     """
     config = Config()
-    store, retrier = reach_store(run, config), Retrier(config.retry)
+    store, retrier = open_store(run, config), Retrier(config.retry)
     below = run.key("")
     found = retrier.call(lambda: list(store.list(below)))
     names = [info.key.removeprefix(below).split("/") for info in found]
@@ -30,7 +30,7 @@ def committed(run: CheckpointURI) -> list[CheckpointURI]:
 def abort_uploads(run: CheckpointURI) -> None:
     """Discards the uploads that killed ranks did not finish; a store bills them until then."""
     config = Config()
-    store, retrier = reach_store(run, config), Retrier(config.retry)
+    store, retrier = open_store(run, config), Retrier(config.retry)
     for upload in retrier.call(lambda: list(store.list_uploads(run.key("")))):
         retrier.call(partial(store.abort_upload, upload))
 
@@ -38,7 +38,7 @@ def abort_uploads(run: CheckpointURI) -> None:
 def delete_objects(run: CheckpointURI) -> None:
     """Deletes all objects beneath ``run``."""
     config = Config()
-    store, retrier = reach_store(run, config), Retrier(config.retry)
+    store, retrier = open_store(run, config), Retrier(config.retry)
     below = run.key("")
     keys = [info.key for info in retrier.call(lambda: list(store.list(below)))]
     retrier.call(lambda: store.delete(keys))

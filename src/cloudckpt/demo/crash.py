@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from cloudckpt.checkpoint.names import METADATA
 from cloudckpt.config import MIB, Config
-from cloudckpt.transfer.opening import reach_store
+from cloudckpt.transfer.opening import open_store
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.uri import CheckpointURI
 
@@ -74,7 +74,7 @@ class Remains:
 def find_remains(checkpoint: CheckpointURI) -> Remains:
     """Looks at the store."""
     config = Config()
-    store, retrier = reach_store(checkpoint, config), Retrier(config.retry)
+    store, retrier = open_store(checkpoint, config), Retrier(config.retry)
     below = checkpoint.key("")
     found = retrier.call(lambda: list(store.list(below)))
     uploads = retrier.call(lambda: list(store.list_uploads(below)))

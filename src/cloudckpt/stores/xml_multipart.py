@@ -102,7 +102,9 @@ class XmlMultipart:
                 return Completion("", dict(reply.headers))
             root = unqualified(answer, uri)
             if root.tag == "Error":  # 200 is sent before the work is done: look into the body
-                raise self._store.failure(200, reply.headers, answer, "POST", uri)
+                error = self._store.failure(200, reply.headers, answer, "POST", uri)
+                error.certain = False  # how far that work has come is not said
+                raise error
             tag = text(root, "ETag")
             if not tag and root.tag != "CompleteMultipartUploadResult":
                 raise ServerError("the completion has no result", uri=uri)

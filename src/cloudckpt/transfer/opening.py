@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from cloudckpt.config import Config
 from cloudckpt.stores.base import ObjectStore
-from cloudckpt.stores.registry import open_store
+from cloudckpt.stores import registry
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.uri import CheckpointURI
 
-__all__ = ["reach_store"]
+__all__ = ["open_store"]
 
 
-def reach_store(uri: CheckpointURI, config: Config) -> ObjectStore:
-    """The store of :func:`~cloudckpt.stores.registry.open_store`, tried as ``config.retry`` says.
+def open_store(uri: CheckpointURI, config: Config) -> ObjectStore:
+    """The store that the registry opens, tried as ``config.retry`` says.
 
     Raises:
         StoreError: If there are no credentials for it, none that can be used, or none in time.
         ConfigError: If it can't be reached with these options.
         MissingDependencyError: If its packages are not installed.
     """
-    return Retrier(config.retry).call(lambda: open_store(uri, config))
+    return Retrier(config.retry).call(lambda: registry.open_store(uri, config))
