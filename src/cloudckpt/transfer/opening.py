@@ -7,8 +7,8 @@ the clouds. A hiccup of one of them would end a save before its first request.
 from __future__ import annotations
 
 from cloudckpt.config import Config
-from cloudckpt.stores.base import ObjectStore
 from cloudckpt.stores import registry
+from cloudckpt.stores.base import ObjectStore
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.uri import CheckpointURI
 
