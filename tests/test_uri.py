@@ -130,6 +130,71 @@ def test_what_was_parsed_is_parsed_again():
     assert CheckpointURI.parse(uri) is uri
 
 
+ARN = "arn:aws:s3:eu-west-1:123456789012:accesspoint"
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (f"s3://{ARN}/point/run/step-1", ("s3", f"{ARN}/point", "run/step-1")),
+        (f"s3://{ARN}:point/run", ("s3", f"{ARN}/point", "run")),
+        (f"s3://{ARN}/point", ("s3", f"{ARN}/point", "")),
+        (f"s3://{ARN}/point/", ("s3", f"{ARN}/point", "")),
+        (
+            f"s3://{ARN.replace('aws', 'aws-us-gov', 1)}/point/run",
+            ("s3", f"{ARN.replace('aws', 'aws-us-gov', 1)}/point", "run"),
+        ),
+        (
+            "s3://point-abcdefghijklmnopqrstuvwxyz-s3alias/run",
+            ("s3", "point-abcdefghijklmnopqrstuvwxyz-s3alias", "run"),
+        ),
+    ],
+)
+def test_an_access_point_of_s3_stands_for_its_bucket(text, parts):
+    uri = CheckpointURI.parse(text)
+    assert (uri.scheme, uri.bucket, uri.prefix) == parts
+    assert CheckpointURI.parse(str(uri)) == uri
+    assert uri.join("below").bucket == uri.bucket
+    assert uri.join("below").key("x") == uri.key("below/x")
+
+
+@pytest.mark.parametrize(
+    ("place", "hint"),
+    [
+        ("fast--usw2-az1--x-s3", "directory bucket"),
+        ("point--usw2-az1--xa-s3", "directory bucket"),
+        ("arn:aws:s3express:us-west-2:123456789012:bucket/fast--usw2-az1--x-s3", "directory"),
+        ("mfzwi23gnjvgw.mrap", "multi-region"),
+        ("arn:aws:s3::123456789012:accesspoint/mfzwi23gnjvgw.mrap", "multi-region"),
+        ("arn:aws:s3::123456789012:accesspoint:mfzwi23gnjvgw.mrap", "multi-region"),
+        ("changer-abc--ol-s3", "Object Lambda"),
+        ("arn:aws:s3-object-lambda:us-west-2:123456789012:accesspoint/changer", "Object Lambda"),
+        ("point-abc--op-s3", "Outposts"),
+        (
+            "arn:aws:s3-outposts:us-west-2:123456789012:outpost/op-01ac5d28a6a232904/accesspoint/p",
+            "Outposts",
+        ),
+        ("rows--table-s3", "table bucket"),
+        ("arn:aws:s3tables:us-west-2:123456789012:bucket/rows", "table bucket"),
+        ("arn:aws:s3:::bucket", "s3://bucket/path"),
+        ("arn:aws:s3:us-west-2:12:accesspoint/point", "none of an access point"),
+        ("arn:aws:iam::123456789012:role/trainer", "none of an access point"),
+    ],
+)
+@pytest.mark.parametrize("rest", ["", "/", "/run/step-1"])
+def test_what_is_no_general_purpose_bucket_of_s3_is_refused_by_name(place, hint, rest):
+    with pytest.raises(InvalidURIError) as caught:
+        CheckpointURI.parse(f"s3://{place}{rest}")
+    assert hint in str(caught.value)
+    assert "credentials" not in str(caught.value)
+
+
+@pytest.mark.parametrize("bucket", ["x-s3", "my.mrap.bucket", "table-s3", "a--x-s3b"])
+def test_other_names_of_buckets_are_left_alone(bucket):
+    assert CheckpointURI.parse(f"s3://{bucket}/a--x-s3/run").bucket == bucket
+    assert CheckpointURI.parse("gs://a--x-s3/run").bucket == "a--x-s3"
+
+
 @pytest.mark.parametrize(
     ("text", "hint"),
     [
@@ -245,6 +310,7 @@ def test_no_part_of_a_file_uri_is_lost(text):
         "wasbs://c:SECRET@acc.blob.core.windows.net/run",
         "wasbs://c@acc.blob.core.windows.net/run?sig=SECRET",
         "hdfs://KEY:SECRET@node/run?x=SECRET",
+        "s3://arn:SECRET@bucket/run",
         "s3://bucket/run?X-Amz-Signature=SECRET",
         "s3://bucket//run?token=SECRET",
         "s3://KEY:SEC@SECRET@bucket/run",

@@ -36,9 +36,10 @@ _S3 = [
     Accepted("s3*", "header amz-sdk-*", "*", None, "botocore's count of its tries; not for S3"),
     Accepted("s3*", "header expect", "100-continue", None,
              "it costs a round trip; a refusal before the end of the body is read all the same"),
-    Accepted("s3*", "header x-amz-content-sha256", "*", "UNSIGNED-PAYLOAD",
+    Accepted("s3*: part, large", "header x-amz-content-sha256", "*", "UNSIGNED-PAYLOAD",
              "TLS and CRC32C guard the payload; S3 documents that it may be unsigned over https"),
-    Accepted("s3*", "signed content-length", None, "yes", "SigV4 lets a client sign any header"),
+    Accepted("s3*: completion", "header x-amz-content-sha256", "*", "*", "that of the body"),
+    Accepted("s3*: delete *", "header x-amz-content-sha256", "*", "*", "that of the body"),
     Accepted("s3*", "body xmlns", "http://s3.amazonaws.com/doc/2006-03-01/", None,
              "S3 and others take the elements without their namespace, as older clients send them"),
     Accepted("s3*", "header content-type", None, "application/xml", "the type of the body"),
@@ -70,7 +71,10 @@ _S3 = [
 _GCS = [
     *_ABOUT_ANSWERS,
     _DECLARATION,
-    Accepted("gcs*", "header x-goog-api-client", "*", None, "the client's count of its own use"),
+    Accepted("gcs*", "header x-goog-api-client", "*", "cred-type/sa",
+             "the client's count of its own use; ours is google-auth's"),
+    Accepted("gcs, anonymous: *", "header x-goog-api-client", "*", None,
+             "the client's count of its own use"),
     Accepted("gcs*", "header x-upload-content-type", "*", None,
              "for resumable uploads; the client sends it with everything"),
     Accepted("gcs*: put*", "body part 1 name", "*", None, "in the query: documented for both"),
@@ -82,10 +86,8 @@ _GCS = [
              '"2027-01-31T00:00:00Z"', "the same time; the user's own text is sent"),
     Accepted("gcs*: create upload", "header x-goog-custom-time", "2027-01-31T00:00:00.000000Z",
              "2027-01-31T00:00:00Z", "the same time; the user's own text is sent"),
-    Accepted("gcs, all options: *", "query userProject", "=payer", None, "said by a header"),
     Accepted("gcs, all options: *", "header x-goog-user-project", None, "payer",
-             "Google's system parameter for the project that pays, in both APIs and, sent with a "
-             "batch, for each of its calls"),
+             "Google's system parameter for the project that pays, in both APIs"),
     Accepted("gcs*", "path", f"/bucket/{_URL}", f"/bucket/{_URL.replace('%2F', '/')}",
              "in the XML API a slash of the key may stand as it is"),
     Accepted("gcs*: part", "header content-type", "application/octet-stream", None,
@@ -103,6 +105,11 @@ _GCS = [
             "x-goog-encryption-kms-key-name",
         )
     ),
+    *(
+        Accepted(f"gcs*: {operation}", "header cache-control", "no-store", None,
+                 "the upload has been told when it began")
+        for operation in ("part", "completion")
+    ),
     Accepted("gcs*: delete *", "header mime-version", "1.0", None, "of mail, not of HTTP"),
     Accepted("gcs*: delete *", "body part * mime-version", "1.0", None, "of mail, not of HTTP"),
     Accepted("gcs*: delete *", "body line ends", "LF", "CRLF", "HTTP's own"),
@@ -110,8 +117,6 @@ _GCS = [
              "documented: only the path of the URL; a full one may have undefined results"),
     Accepted("gcs*: delete *", "body part * query prettyPrint", "=false", None,
              "the answers have no body"),
-    Accepted("gcs, all options: delete *", "body part * query userProject", "=payer", None,
-             "said by a header of the batch"),
     Accepted("gcs*: delete *", "body part * content-id", None, "(a number)",
              "the answer then says which call it is to"),
     *(
@@ -119,9 +124,6 @@ _GCS = [
                  "headers of the batch count for each of its calls")
         for header in ("accept-encoding", "user-agent", "x-goog-api-client")
     ),
-    Accepted("gcs*", "path", f"/download/storage/v1/b/bucket/o/{_URL}",
-             f"/storage/v1/b/bucket/o/{_URL}",
-             "the service may answer with a redirection to the first"),
     Accepted("gcs*", "header content-type", "application/json; charset=UTF-8", None,
              "of a GET without a body"),
     Accepted("gcs*", "query projection", "=noAcl", None, "the default"),

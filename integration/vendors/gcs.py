@@ -171,11 +171,14 @@ def _clients(
 
 
 def _plain(bucket: storage.Bucket) -> storage.Blob:
-    return bucket.blob(KEY)
+    blob = bucket.blob(KEY)
+    blob.cache_control = "no-store"
+    return blob
 
 
 def _with_all_options(bucket: storage.Bucket) -> storage.Blob:
     blob = bucket.blob(KEY, kms_key_name=KMS_KEY)
+    blob.cache_control = "no-store"
     blob.storage_class = "NEARLINE"
     blob.custom_time = datetime.datetime(2027, 1, 31, tzinfo=datetime.timezone.utc)
     blob.metadata = {"team": "nlp & more"}
@@ -260,6 +263,7 @@ def _composing(name: str, bucket: storage.Bucket, store: GCSStore) -> Operation:
 
     def compose() -> None:
         blob = bucket.blob(KEY, kms_key_name=KMS_KEY)
+        blob.cache_control = "no-store"
         blob.content_type = "application/octet-stream"
         sources = [bucket.blob(part, generation=int(GENERATION)) for part in names]
         blob.compose(sources, delete_source_objects=True)

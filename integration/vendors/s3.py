@@ -175,7 +175,7 @@ def _writing(
     algorithm = {"ChecksumAlgorithm": "CRC32C"} if checksums else {}
 
     def put(condition: Mapping[str, str]) -> Any:
-        return lambda: client.put_object(**at, **new, **crc, **condition, Body=DATA)
+        return lambda: client.put_object(**at, **new, **crc, **algorithm, **condition, Body=DATA)
 
     def our_put(**condition: Any) -> Any:
         return lambda: store.put(KEY, [memoryview(DATA)], checksum=PART.checksum, **condition)
@@ -192,11 +192,11 @@ def _writing(
     )
     yield Operation(
         f"{name}: part",
-        lambda: client.upload_part(**of_upload, **crc, PartNumber=1, Body=DATA),
+        lambda: client.upload_part(**of_upload, **crc, **algorithm, PartNumber=1, Body=DATA),
         lambda: store.put_part(UPLOAD, 1, [memoryview(DATA)], checksum=PART.checksum),
     )
     large = b"x" * (1024**2 + 1)  # more than may be hashed for a signature
-    large_crc = {"ChecksumCRC32C": to_base64(CRC32C.of(large))} if checksums else {}
+    large_crc = {**algorithm, "ChecksumCRC32C": to_base64(CRC32C.of(large))} if checksums else {}
     yield Operation(
         f"{name}: part, large",
         lambda: client.upload_part(**of_upload, **large_crc, PartNumber=1, Body=large),

@@ -32,7 +32,7 @@ from cloudckpt.errors import (
     ProcessGroupError,
 )
 from cloudckpt.stores.listings import forget_listings
-from cloudckpt.stores.registry import open_store
+from cloudckpt.transfer.opening import open_store
 from cloudckpt.transfer.restarts import Restarts
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.uri import CheckpointURI, URILike

@@ -210,7 +210,15 @@ class TLSError(StoreError):
 
 
 class WrongRegionError(StoreError):
-    """The bucket lives in another region than the client was told."""
+    """The bucket lives in another region than the client was told.
+
+    Attributes:
+        region: The right one, if the store has named it.
+    """
+
+    def __init__(self, message: str, *, region: str | None = None, **context: Any) -> None:
+        super().__init__(message, **context)
+        self.region = region
 
 
 class PreconditionFailedError(StoreError):

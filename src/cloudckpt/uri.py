@@ -65,6 +65,44 @@ _FOLDED = re.compile(  # a folder named as the schemes of the three clouds, othe
 )
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _HALVES = re.compile(r"[\ud800-\udfff]")
+_ACCESS_POINT = re.compile(
+    r"(arn:aws[a-z-]*:s3:[a-z0-9-]+:\d{12}:accesspoint)[:/]([A-Za-z0-9-]+)(?:/|$)"
+)
+_NO_BUCKETS = tuple(  # of S3, by the names and ARNs that AWS reserves for them
+    (re.compile(pattern), meaning)
+    for pattern, meaning in (
+        (
+            r"[^/]*--xa?-s3(/|$)|arn:[^:]*:s3express:",
+            "a directory bucket (S3 Express One Zone), where requests are signed by sessions: use "
+            "a general purpose bucket",
+        ),
+        (
+            r"[^/]*\.mrap(/|$)|arn:[^:]*:s3::[^:]*:accesspoint[:/][^/]*\.mrap(/|$)",
+            "a multi-region access point, where requests are signed by SigV4A: use the bucket in "
+            "the region of the job, or an access point of it",
+        ),
+        (
+            r"[^/]*--ol-s3(/|$)|arn:[^:]*:s3-object-lambda:",
+            "an Object Lambda access point, which may change what is read: use the bucket or "
+            "access point behind it",
+        ),
+        (
+            r"[^/]*--op-s3(/|$)|arn:[^:]*:s3-outposts:",
+            "a bucket of S3 on Outposts, where requests are signed for another service: use a "
+            "bucket in a region",
+        ),
+        (
+            r"[^/]*--table-s3(/|$)|arn:[^:]*:s3tables:",
+            "a table bucket, which holds no objects of yours: use a general purpose bucket",
+        ),
+        (r"arn:[^:]*:s3:::", "a bucket by its ARN: write s3://bucket/path"),
+        (
+            r"arn:",
+            "an ARN, and none of an access point: write s3://bucket/path or "
+            "s3://arn:aws:s3:region:account:accesspoint/name/path",
+        ),
+    )
+)
 
 URILike = Union[str, "os.PathLike[str]", "CheckpointURI"]
 
@@ -77,7 +115,7 @@ class CheckpointURI:
 
     Attributes:
         scheme: ``s3``, ``gs``, ``az``, ``file`` or ``memory``.
-        bucket: The bucket or container; empty for ``file``.
+        bucket: The bucket or container, or the ARN of an access point of S3; empty for ``file``.
         prefix: The key prefix without slashes at its ends; for ``file`` the absolute path.
         account: The host of the storage account's blob endpoint, if an ``az`` location names it;
             else empty.
@@ -199,7 +237,14 @@ class CheckpointURI:
         bucket, _, prefix = rest.partition("/")
         if not bucket:
             raise InvalidURIError(f"{shown!r} names no bucket; write {scheme}://bucket/path")
-        if "@" in bucket or ":" in bucket:
+        point = _ACCESS_POINT.match(rest) if scheme == "s3" else None
+        if point is not None:
+            bucket, prefix = f"{point[1]}/{point[2]}", rest[point.end() :]
+        elif scheme == "s3" and "@" not in bucket:
+            for pattern, meaning in _NO_BUCKETS:
+                if pattern.match(rest):
+                    raise InvalidURIError(f"{shown!r} names {meaning}")
+        if point is None and ("@" in bucket or ":" in bucket):
             raise InvalidURIError(
                 f"{shown!r}: credentials do not belong into a URI; "
                 "they are taken from where the cloud's own tools find them"

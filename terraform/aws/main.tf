@@ -62,25 +62,23 @@ resource "aws_s3_bucket_lifecycle_configuration" "checkpoints" {
     }
   }
 
-  dynamic "rule" {
-    for_each = var.keep_noncurrent_days > 0 ? [var.keep_noncurrent_days] : []
+  # also without versioning: what it has left, if it was on before, would stay and be billed for ever
+  rule {
+    id     = "expire-noncurrent"
+    status = "Enabled"
 
-    content {
-      id     = "expire-noncurrent"
-      status = "Enabled"
+    filter {}
 
-      filter {}
+    expiration {
+      expired_object_delete_marker = true
+    }
 
-      expiration {
-        expired_object_delete_marker = true
-      }
-
-      noncurrent_version_expiration {
-        noncurrent_days = rule.value
-      }
+    noncurrent_version_expiration {
+      noncurrent_days = max(var.keep_noncurrent_days, 1)
     }
   }
 
+  # by the age of each object, since filters know prefixes, tags and sizes: see README.md
   dynamic "rule" {
     for_each = var.expiration[*]
 

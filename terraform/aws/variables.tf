@@ -37,7 +37,7 @@ variable "abort_uploads_after_days" {
 }
 
 variable "keep_noncurrent_days" {
-  description = "Days for which replaced and deleted objects can be restored, and are billed; 0 for no versioning."
+  description = "Days for which replaced and deleted objects can be restored, and are billed; 0 for no versioning. What versioning has left expires a day after it is turned off."
   type        = number
   default     = 0
 
@@ -48,7 +48,7 @@ variable "keep_noncurrent_days" {
 }
 
 variable "expiration" {
-  description = "Deletes what lies under a prefix once it is some days old; null to keep everything."
+  description = "Deletes each object under a prefix once it is some days old; null to keep everything. S3 does not know which objects are one checkpoint: for about a day its data may be gone while its .metadata is there, and it can't be loaded."
   type = object({
     prefix = string
     days   = number

@@ -59,30 +59,26 @@ resource "azurerm_storage_container" "checkpoints" {
 
 # No rule for the uploads of killed processes: Azure discards blocks that were not committed for 7 days by itself.
 resource "azurerm_storage_management_policy" "checkpoints" {
-  count = var.keep_noncurrent_days > 0 || var.expiration != null ? 1 : 0
-
   storage_account_id = azurerm_storage_account.checkpoints.id
 
-  dynamic "rule" {
-    for_each = var.keep_noncurrent_days > 0 ? [var.keep_noncurrent_days] : []
+  # also without versioning: what it has left, if it was on before, would stay and be billed for ever
+  rule {
+    name    = "expire-noncurrent"
+    enabled = true
 
-    content {
-      name    = "expire-noncurrent"
-      enabled = true
+    filters {
+      blob_types   = ["blockBlob"]
+      prefix_match = ["${azurerm_storage_container.checkpoints.name}/"]
+    }
 
-      filters {
-        blob_types   = ["blockBlob"]
-        prefix_match = ["${azurerm_storage_container.checkpoints.name}/"]
-      }
-
-      actions {
-        version {
-          delete_after_days_since_creation = rule.value
-        }
+    actions {
+      version {
+        delete_after_days_since_creation = max(var.keep_noncurrent_days, 1)
       }
     }
   }
 
+  # by the age of each blob, since filters know prefixes and tags: see README.md
   dynamic "rule" {
     for_each = var.expiration[*]
 

@@ -50,7 +50,7 @@ variable "object_options" {
 }
 
 variable "keep_noncurrent_days" {
-  description = "Age in days up to which replaced and deleted blobs can be restored as versions, and are billed; 0 for no versioning."
+  description = "Age in days, since it was written, at which a version that is not the current one is deleted; 0 for no versioning. What was older than that when it was replaced or deleted can be restored for about a day only: soft_delete_days counts from the deletion. What versioning has left expires after it is turned off."
   type        = number
   default     = 0
 
@@ -72,7 +72,7 @@ variable "soft_delete_days" {
 }
 
 variable "expiration" {
-  description = "Deletes what lies under a prefix of the container once it is some days old; null to keep everything."
+  description = "Deletes each blob under a prefix of the container once it is some days old; null to keep everything. Azure does not know which blobs are one checkpoint: for about a day its data may be gone while its .metadata is there, and it can't be loaded."
   type = object({
     prefix = string
     days   = number

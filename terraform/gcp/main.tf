@@ -50,8 +50,21 @@ resource "google_storage_bucket" "checkpoints" {
     }
   }
 
+  # also without versioning: what it has left, if it was on before, would stay and be billed for ever
+  lifecycle_rule {
+    action {
+      type = "Delete"
+    }
+
+    condition {
+      days_since_noncurrent_time = max(var.keep_noncurrent_days, 1)
+      with_state                 = "ARCHIVED"
+    }
+  }
+
+  # what makes a checkpoint goes first: rules run in any order, and not on the minute
   dynamic "lifecycle_rule" {
-    for_each = var.keep_noncurrent_days > 0 ? [var.keep_noncurrent_days] : []
+    for_each = var.expiration[*]
 
     content {
       action {
@@ -59,8 +72,10 @@ resource "google_storage_bucket" "checkpoints" {
       }
 
       condition {
-        days_since_noncurrent_time = lifecycle_rule.value
-        with_state                 = "ARCHIVED"
+        age            = lifecycle_rule.value.days
+        matches_prefix = [lifecycle_rule.value.prefix]
+        matches_suffix = [".metadata"]
+        with_state     = "LIVE"
       }
     }
   }
@@ -74,7 +89,7 @@ resource "google_storage_bucket" "checkpoints" {
       }
 
       condition {
-        age            = lifecycle_rule.value.days
+        age            = lifecycle_rule.value.days + 2
         matches_prefix = [lifecycle_rule.value.prefix]
         with_state     = "LIVE"
       }

@@ -38,7 +38,7 @@ variable "abort_uploads_after_days" {
 }
 
 variable "keep_noncurrent_days" {
-  description = "Days for which replaced and deleted objects can be restored, and are billed; 0 for no versioning."
+  description = "Days for which replaced and deleted objects can be restored, and are billed; 0 for no versioning. What versioning has left expires a day after it is turned off."
   type        = number
   default     = 0
 
@@ -60,7 +60,7 @@ variable "soft_delete_days" {
 }
 
 variable "expiration" {
-  description = "Deletes what lies under a prefix once it is some days old; null to keep everything."
+  description = "Deletes checkpoints under a prefix once they are some days old, their data and all else two days later; null to keep everything."
   type = object({
     prefix = string
     days   = number

@@ -18,7 +18,7 @@ from .dialects import CREDENTIALS, Endpoint
 from .nursery import Nursery
 from .places import WITHOUT_AZURITE, Folder, Place, azure_place, google_place, s3_place
 from .selection import is_wanted
-from .states import impatient
+from .states import SMALL, filled, impatient
 
 _counter = itertools.count(1)
 
@@ -136,3 +136,15 @@ def _no_thread_stays_behind() -> Iterator[None]:
     yield
     cloudckpt.close_async_savers()
     assert busy_threads() == []
+
+
+@pytest.fixture
+def saved(store, direct):
+    """The URI of a checkpoint of step 1, which the test will try to replace."""
+
+    def saved(nbytes: int = SMALL) -> str:
+        uri = store.uri("run/latest")
+        cloudckpt.save(filled(1, nbytes), checkpoint_id=uri, config=direct)
+        return uri
+
+    return saved

@@ -100,10 +100,11 @@ def save_as_rank(
     step: int,
     nbytes: int,
     background: bool = False,
+    options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """One save of two ranks over gloo, each with an item of its own."""
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    config = _config(endpoint, {})
+    config = _config(endpoint, options or {})
     state = {f"{name}.{rank}": value for name, value in filled(step, nbytes).items()}
     if background:
         written = cloudckpt.async_save(state, checkpoint_id=uri, config=config)

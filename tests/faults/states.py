@@ -46,7 +46,7 @@ THROTTLED_FOR = 0.5
 """Seconds; more than `ATTEMPTS` tries fit into them."""
 
 
-def giving_up(config: Config, fault: str) -> Config:
+def giving_up(config: Config, fault: str = "slow down") -> Config:
     """The same options; if the fault is throttling, which time alone ends, with little of it."""
     if fault not in ("slow down", "too many requests"):
         return config

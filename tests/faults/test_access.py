@@ -126,6 +126,15 @@ class TestRefusals:
         assert store.uploads() == []
         assert load_step(uri, direct) == 1
 
+    @on("s3")
+    def test_a_save_and_a_load_follow_the_bucket_to_its_region(self, store, proxy, fresh, unshared):
+        uri = store.uri("run/elsewhere")
+        first = proxy.inject(Refusal("wrong region"), times=1)
+        cloudckpt.save(filled(1), checkpoint_id=uri, config=fresh)
+        second = proxy.inject(Refusal("wrong region"), times=1)
+        assert load_step(uri, unshared()) == 1
+        assert (first.injected, second.injected) == (1, 1)
+
     @everywhere()
     def test_a_bucket_that_does_not_exist_is_named_by_the_server(self, store, direct):
         uri = f"{store.root}-that-does-not-exist/run"

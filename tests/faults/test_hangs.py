@@ -76,18 +76,6 @@ class Late(Fault):
 
 
 @pytest.fixture
-def saved(store, direct):
-    """Saves step 1; returns its URI."""
-
-    def saved(nbytes: int = SMALL) -> str:
-        uri = store.uri("run/latest")
-        cloudckpt.save(filled(1, nbytes), checkpoint_id=uri, config=direct)
-        return uri
-
-    return saved
-
-
-@pytest.fixture
 def hasty(endpoint):
     retry = RetryPolicy(**HASTY["retry"])
     return impatient(endpoint, **{**HASTY, "retry": retry})

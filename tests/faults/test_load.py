@@ -69,18 +69,6 @@ LASTING_FAULTS = {
 }
 
 
-@pytest.fixture
-def saved(store, direct):
-    """Saves step 1; returns its URI."""
-
-    def saved(nbytes: int = SMALL) -> str:
-        uri = store.uri("run/latest")
-        cloudckpt.save(filled(1, nbytes), checkpoint_id=uri, config=direct)
-        return uri
-
-    return saved
-
-
 class TestPassingFaults:
     @everywhere()
     @pytest.mark.parametrize("fault", FAULTS)

@@ -13,6 +13,7 @@ GOOGLE = [
     ("POST", "/upload/storage/v1/b/bucket/o?uploadType=multipart&name=a%2Fb", "PutObject"),
     ("GET", "/storage/v1/b/bucket/o/a%2Fb?fields=size", "HeadObject"),
     ("GET", "/storage/v1/b/bucket/o/a%2Fb?alt=media", "GetObject"),
+    ("GET", "/download/storage/v1/b/bucket/o/a%2Fb?alt=media", "GetObject"),
     ("DELETE", "/storage/v1/b/bucket/o/a%2Fb", "DeleteObject"),
     ("POST", "/storage/v1/b/bucket/o/a%2Fb/compose?fields=size", "CompleteMultipartUpload"),
     ("POST", "/bucket/a/b?uploads", "CreateMultipartUpload"),

@@ -15,7 +15,7 @@ from cloudckpt.testing.wire_faults import Call, Reset
 
 from .refusals import GATEWAYS, AnswerFirst, denied, internal_error, slow_down
 from .selection import everywhere
-from .states import BIG, filled, load_step, step_of
+from .states import BIG, THROTTLED_FOR, filled, load_step, step_of
 
 
 @pytest.fixture
@@ -108,7 +108,8 @@ class TestFaults:
         kept: list[Hop] = []
         fault = AnswerFirst(GATEWAYS["envoy"], kept)
         proxy.inject(fault, operation="PutObject", path="*/.metadata")
-        statuses, outcomes, uri = run()
+        retry = {"attempts": 4, "base": 0.01, "cap": 0.05, "deadline": THROTTLED_FOR}
+        statuses, outcomes, uri = run(options={"retry": retry})
         assert statuses == [0, 0]
         assert [outcome["error"] for outcome in outcomes] == ["CommitUnknownError"] * 2
         kept[0].forward()

@@ -1599,6 +1599,7 @@ ANSWERS = [
     (500, "ServerBusy", ThrottledError),
     (503, "", ThrottledError),
     (429, "", ThrottledError),
+    (429, "InsufficientAccountPermissions", ThrottledError),  # whatever it names
 ]
 
 

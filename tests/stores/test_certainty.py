@@ -75,6 +75,7 @@ def test_a_refusal_in_the_words_of_the_vendor_is_certain(read, status, headers, 
     [
         (S3, 500, {}, xml("InternalError")),
         (S3, 400, {}, xml("RequestTimeout")),
+        (S3, 400, {}, xml("RequestTimeoutException")),
         (S3, 503, {}, xml("SomethingNew")),
         (S3, 503, {}, b"upstream connect error or disconnect/reset before headers"),
         (S3, 503, {}, b""),

@@ -1,10 +1,12 @@
 """Each of many objects is tried to be deleted, whatever becomes of the others."""
 
+import errno
 import json
 import logging
 import pickle
 import re
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +22,7 @@ from cloudckpt.errors import (
 from cloudckpt.stores.azure import AzureStore
 from cloudckpt.stores.deletions import delete_all, one_by_one
 from cloudckpt.stores.gcs import GCSStore
+from cloudckpt.stores.local import LocalStore
 from cloudckpt.stores.s3 import S3Store
 from cloudckpt.transfer.upload import delete_quietly
 from stubs.gcs import GcsStub
@@ -220,6 +223,25 @@ def test_what_is_left_is_tried_again_on_its_own(store, bucket, server, caplog):
     bucket.deleted.clear()
     delete_quietly(store, keys[:1], policy)
     assert bucket.deleted == keys[:1]
+
+
+def test_a_file_that_can_not_be_deleted_does_not_keep_the_others(tmp_path, monkeypatch):
+    store = LocalStore()
+    keys = [str(tmp_path / name) for name in "abc"]
+    for key in keys:
+        store.put(key, [], checksum=0)
+    unlink = Path.unlink
+
+    def refusing(path, missing_ok=False):
+        if path.name == "b":
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refusing)
+    with pytest.raises(AccessDeniedError, match="1 of 3") as caught:
+        store.delete(keys)
+    assert caught.value.left == (keys[1],)
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
 
 
 def test_of_250_objects_in_google_s_bucket_only_the_one_that_fails_is_left():

@@ -11,7 +11,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
-from cloudckpt import Config, GCSOptions
+from cloudckpt import Config, GCSOptions, RetryPolicy
 from cloudckpt.checksum import CRC32C, to_base64
 from cloudckpt.errors import (
     AccessDeniedError,
@@ -32,6 +32,7 @@ from cloudckpt.errors import (
 from cloudckpt.stores.base import Part, Upload
 from cloudckpt.stores.gcs import GCSStore
 from cloudckpt.testing.servers import free_port
+from cloudckpt.transfer.retry import Retrier
 
 UPLOAD = Upload("run/object", "id/with+odd=chars&more", 5 * 1024**2)
 CRC = CRC32C.of(b"data")
@@ -196,8 +197,8 @@ def inserted(request):
         ("complete_upload", "POST", "/bucket/run/object"),
         ("abort_upload", "DELETE", "/bucket/run/object"),
         ("list_uploads", "GET", "/bucket"),
-        ("get", "GET", "/storage/v1/b/bucket/o/run%2Fobject"),
-        ("get_range", "GET", "/storage/v1/b/bucket/o/run%2Fobject"),
+        ("get", "GET", "/download/storage/v1/b/bucket/o/run%2Fobject"),
+        ("get_range", "GET", "/download/storage/v1/b/bucket/o/run%2Fobject"),
         ("head", "GET", "/storage/v1/b/bucket/o/run%2Fobject"),
         ("list", "GET", "/storage/v1/b/bucket/o"),
         ("delete", "POST", "/batch/storage/v1"),
@@ -416,6 +417,10 @@ def test_nothing_of_it_is_sent_unasked(store, server, verb):
 def test_the_project_that_pays_is_named_in_every_request(open_gcs, server, verb):
     request = call(open_gcs(user_project="my-project"), server, verb)
     assert request.headers["x-goog-user-project"] == "my-project"
+    if verb == "delete":  # a batch
+        assert request.body.count(b"?userProject=my-project HTTP") == request.body.count(b"DELETE ")
+    elif verb not in XML:
+        assert query_of(request)["userProject"] == "my-project"
 
 
 @pytest.mark.parametrize(("setting", "sent"), [("auto", False), ("on", True), ("off", False)])
@@ -582,7 +587,10 @@ def test_a_batch_without_blank_lines_is_understood(store, server):
 # what the answers mean
 
 ANSWERS = [
+    (400, "badDigest", ServerError),
+    (400, "crcMismatch", ServerError),
     (400, "invalid", InvalidRequestError),
+    (400, "invalidDigest", ServerError),
     (400, "somethingNew", InvalidRequestError),
     (400, "userProjectMissing", InvalidRequestError),
     (401, "authError", CredentialsError),
@@ -609,6 +617,9 @@ ANSWERS = [
     (416, "requestedRangeNotSatisfiable", RangeNotSatisfiableError),
     (416, "", RangeNotSatisfiableError),
     (429, "rateLimitExceeded", ThrottledError),
+    (429, "quotaExceeded", ThrottledError),
+    (429, "forbidden", ThrottledError),
+    (429, "orgPolicyConstraintFailed", ThrottledError),
     (429, "", ThrottledError),
     (500, "backendError", ServerError),
     (502, "", ServerError),
@@ -618,6 +629,8 @@ ANSWERS = [
 ]
 CODES = [
     (400, "BadDigest", ServerError),
+    (400, "CrcMismatch", ServerError),
+    (400, "InvalidDigest", ServerError),
     (400, "InvalidArgument", InvalidRequestError),
     (400, "EntityTooSmall", InvalidRequestError),
     (400, "UserProjectMissing", InvalidRequestError),
@@ -630,6 +643,7 @@ CODES = [
     (408, "RequestTimeout", ServerError),
     (412, "PreconditionFailed", PreconditionFailedError),
     (429, "SlowDown", ThrottledError),
+    (429, "QuotaExceeded", ThrottledError),
     (500, "InternalError", ServerError),
     (501, "NotImplemented", InvalidRequestError),
     (503, "ServiceUnavailable", ThrottledError),
@@ -713,6 +727,17 @@ def test_bytes_that_arrived_damaged_are_sent_again(store, server):
     server.answer(status=400, body=error_json(400, "invalid", text))
     with pytest.raises(ServerError, match="damaged"):
         put(store)
+
+
+@pytest.mark.parametrize("code", ["BadDigest", "CrcMismatch", "InvalidDigest"])
+def test_a_part_that_arrived_damaged_is_sent_again_but_not_for_ever(store, server, code):
+    server.answer(server.Answer(400, body=error_xml(code)), server.Answer(headers={"ETag": '"t"'}))
+    retrier = Retrier(RetryPolicy(attempts=4, base=0.001, cap=0.001))
+    assert retrier.call(lambda: VERBS["put_part"][0](store)).tag == '"t"'
+    server.respond(lambda request: server.Answer(400, body=error_xml(code)))
+    with pytest.raises(ServerError, match="gave up after 4 tries"):
+        retrier.call(lambda: VERBS["put_part"][0](store))
+    assert len(server.requests) == 2 + 4
 
 
 @pytest.mark.parametrize("verb", ["put", "create_upload"])

@@ -1,20 +1,25 @@
 """Google's store: endpoints, credentials, and the renewal of tokens."""
 
 import datetime
+import itertools
 import json
 import logging
+import socket
 import ssl
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import google.auth.credentials
 import google.auth.exceptions
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
+from google.auth.compute_engine import _metadata
 from test_gcs import VERBS, call, error_json
 
+import cloudckpt
 from cloudckpt import CheckpointURI, Config, GCSOptions
 from cloudckpt.errors import (
     ConfigError,
@@ -26,6 +31,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores.gcs import GCSStore
 from cloudckpt.stores.registry import open_store
+from cloudckpt.testing.servers import free_port
 
 
 @pytest.fixture(autouse=True)
@@ -413,6 +419,567 @@ def test_gs_without_google_auth_says_what_to_install(monkeypatch):
         open_store(CheckpointURI.parse("gs://no-google/run"), Config())
 
 
+# many threads, and what is refused
+
+
+@pytest.fixture
+def numbered(token_server):
+    """Gives out token-1, token-2…, after what is queued."""
+    numbers = itertools.count(1)
+
+    def respond(request):
+        token = {"access_token": f"token-{next(numbers)}", "expires_in": 3600}
+        return token_server.Answer(body=json.dumps({**token, "token_type": "Bearer"}).encode())
+
+    token_server.respond(respond)
+    return token_server
+
+
+ACCOUNT = "job@project.iam.gserviceaccount.com"
+
+
+@pytest.fixture
+def metadata_server(stub_server, monkeypatch):
+    """A metadata server of Google's machines.
+
+    https://cloud.google.com/compute/docs/metadata/querying-metadata: every answer has the header
+    Metadata-Flavor. Its tokens are token-1, token-2…
+    """
+    numbers = itertools.count(1)
+    flavor = {"Metadata-Flavor": "Google", "Content-Type": "application/json"}
+    texts = {
+        "/": "computeMetadata/\n",
+        "/project/project-id": "project",
+        "/instance/service-accounts/default/": json.dumps({"email": ACCOUNT, "scopes": []}),
+        f"/instance/service-accounts/{ACCOUNT}/": json.dumps({"email": ACCOUNT, "scopes": []}),
+    }
+
+    with stub_server() as server:
+
+        def respond(request):
+            assert request.headers["Metadata-Flavor"] == "Google"
+            path = request.target.partition("?")[0].removeprefix("/computeMetadata/v1")
+            if path == "/instance/service-accounts/default/token":
+                token = {"access_token": f"token-{next(numbers)}", "expires_in": 3600}
+                return server.Answer(headers=flavor, body=json.dumps(token).encode())
+            if path not in texts:
+                return server.Answer(404, headers=flavor)
+            kind = "application/json" if texts[path][0] == "{" else "application/text"
+            headers = {**flavor, "Content-Type": kind}
+            return server.Answer(headers=headers, body=texts[path].encode())
+
+        server.texts = texts
+        server.work = lambda: server.respond(respond)
+        server.work()
+        host = server.url.removeprefix("http://")
+        monkeypatch.setenv("GCE_METADATA_IP", host)
+        monkeypatch.setattr(_metadata, "_GCE_METADATA_HOST", host)
+        monkeypatch.setattr(_metadata, "_NO_GCE_CHECK", False, raising=False)  # of newer ones
+        monkeypatch.delenv("NO_GCE_CHECK")
+        monkeypatch.setattr("google.auth._exponential_backoff.time.sleep", lambda seconds: None)
+        yield server
+
+
+@pytest.fixture(params=["account_file", "workload_file", "metadata_server"])
+def source(request, monkeypatch):
+    """Credentials whose tokens are numbered; returns the server that gives them out."""
+    if request.param == "metadata_server":
+        return request.getfixturevalue(request.param)
+    server = request.getfixturevalue("numbered")
+    path = request.getfixturevalue(request.param)
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(path))
+    return server
+
+
+@pytest.fixture
+def open_gcs(secure):
+    opened = []
+
+    def open_one(**options):
+        config = Config(gcs=GCSOptions(endpoint_url=secure.url, **options))
+        opened.append(GCSStore("bucket", config))
+        return opened[-1]
+
+    yield open_one
+    for store in opened:
+        store.close()
+
+
+def tokens_given_out(server):
+    paths = [request.target.partition("?")[0] for request in server.requests]
+    return len([path for path in paths if path.endswith(("token", "/sts"))])
+
+
+def letting_in(secure, token):
+    refused = error_json(401, "authError", "Invalid Credentials")
+
+    def respond(request):
+        if bearer(request) != f"Bearer {token}":
+            return secure.Answer(401, body=refused)
+        return secure.Answer(**VERBS["head"][1])
+
+    secure.respond(respond)
+
+
+def at_once(count, function):
+    """What the function returns, or raises, on many threads."""
+    everybody, results = threading.Barrier(count), []
+
+    def run():
+        everybody.wait(30)
+        try:
+            results.append(function())
+        except StoreError as error:
+            results.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return results
+
+
+def test_a_token_that_is_refused_is_replaced_within_the_request(open_gcs, secure, source):
+    store = open_gcs()
+    call(store, secure, "head")
+    letting_in(secure, "token-2")
+    assert store.head("run/object").size == 4
+    assert tokens_given_out(source) == 2
+
+
+def test_of_many_threads_that_are_refused_one_fetches_the_next_token(open_gcs, secure, source):
+    store = open_gcs()
+    call(store, secure, "head")
+    letting_in(secure, "token-2")
+    found = at_once(16, lambda: [store.head("run/object").size for _ in range(5)])
+    assert found == [[4] * 5] * 16
+    assert tokens_given_out(source) == 2
+
+
+def test_a_refusal_that_comes_late_does_not_hit_the_next_token(open_gcs, secure, source):
+    """It is about the token that was sent, not about the one that another thread has fetched."""
+    store = open_gcs()
+    is_late, may_go_on = threading.Event(), threading.Event()
+    late = []
+
+    def respond(request):
+        if bearer(request) == "Bearer token-2":
+            return secure.Answer(**VERBS["head"][1])
+        if request.target.startswith("/storage/v1/b/bucket/o/late") and not late:
+            late.append(request)
+            is_late.set()
+            may_go_on.wait(30)
+        return secure.Answer(401, body=error_json(401, "authError", "Invalid Credentials"))
+
+    secure.respond(respond)
+    found = []
+    slow = threading.Thread(target=lambda: found.append(store.head("late").size))
+    slow.start()
+    assert is_late.wait(30)
+    assert store.head("run/object").size == 4
+    may_go_on.set()
+    slow.join(30)
+    assert store.head("run/object").size == 4
+    assert found == [4]
+    assert tokens_given_out(source) == 2
+
+
+def test_a_thread_that_begins_meanwhile_waits_for_the_token_that_is_fetched(
+    open_gcs, secure, account_file, numbered, monkeypatch
+):
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(account_file))
+    store = open_gcs()
+    call(store, secure, "head")
+    letting_in(secure, "token-2")
+    is_asked, may_go_on = threading.Event(), threading.Event()
+
+    def respond(request):
+        is_asked.set()
+        may_go_on.wait(30)
+        token = {"access_token": "token-2", "expires_in": 3600, "token_type": "Bearer"}
+        return numbered.Answer(body=json.dumps(token).encode())
+
+    numbered.respond(respond)
+    first = threading.Thread(target=store.head, args=("run/object",))
+    first.start()
+    assert is_asked.wait(30)
+    second = threading.Thread(target=store.head, args=("run/object",))
+    second.start()
+    second.join(0.3)
+    assert second.is_alive()
+    may_go_on.set()
+    first.join(30)
+    second.join(30)
+    assert tokens_given_out(numbered) == 2
+
+
+def test_a_refused_token_without_another_one_for_the_moment_is_passing(
+    open_gcs, secure, workload_file, numbered, monkeypatch
+):
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(workload_file))
+    store = open_gcs()
+    call(store, secure, "head")
+    letting_in(secure, "token-2")
+    numbered.answer(status=503)
+    with pytest.raises(ConnectionLostError, match="token") as caught:
+        store.head("run/object")
+    assert caught.value.uri == "gs://bucket/run/object"
+    assert caught.value.certain
+    assert store.head("run/object").size == 4
+
+
+def test_a_token_that_is_given_out_again_is_not_fetched_for_every_request(open_with, secure):
+    """As a metadata server does until shortly before its end."""
+
+    class Same(FakeCredentials):
+        def refresh(self, request):
+            super().refresh(request)
+            self.token = "the-token"
+
+    credentials = Same()
+    store = open_with(credentials)
+    call(store, secure, "head")
+    letting_in(secure, "another")
+    with pytest.raises(CredentialsError):
+        store.head("run/object")
+    assert credentials.refreshes == 2
+    letting_in(secure, "the-token")
+    for _ in range(5):
+        store.head("run/object")
+    assert credentials.refreshes == 2
+
+
+def test_threads_that_wait_for_a_token_share_the_failure_to_fetch_it(open_with, secure):
+    credentials = FakeCredentials(*[NO_ANSWER] * 16, takes=0.5)
+    store = open_with(credentials)
+    found = at_once(8, lambda: store.head("run/object"))
+    assert [type(error) for error in found] == [ConnectionLostError] * 8
+    assert len({id(error) for error in found}) == 8
+    assert credentials.refreshes < 8
+
+
+# what is passing
+
+
+@pytest.fixture
+def no_pauses(monkeypatch):
+    """google-auth asks some services several times itself, with pauses."""
+    monkeypatch.setattr("google.auth._exponential_backoff.time.sleep", lambda seconds: None)
+
+
+@pytest.fixture
+def acting_file(workload_file, token_server):
+    """A workload that acts as a service account."""
+    info = json.loads(workload_file.read_text())
+    url = f"{token_server.url}/acting/{ACCOUNT}:generateAccessToken"
+    workload_file.write_text(json.dumps({**info, "service_account_impersonation_url": url}))
+    return workload_file
+
+
+@pytest.fixture
+def asking_file(workload_file, token_server):
+    """A workload whose identity comes from a service of another cloud."""
+    info = json.loads(workload_file.read_text())
+    source = {"url": f"{token_server.url}/identity"}
+    workload_file.write_text(json.dumps({**info, "credential_source": source}))
+    return workload_file
+
+
+KINDS = {
+    "account_file": "/token",
+    "workload_file": "/sts",
+    "acting_file": "/acting/",
+    "asking_file": "/identity",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        (408, ConnectionLostError),
+        (429, ConnectionLostError),
+        (500, ConnectionLostError),
+        (502, ConnectionLostError),
+        (503, ConnectionLostError),
+        (504, ConnectionLostError),
+        (400, CredentialsError),
+        (401, CredentialsError),
+        (403, CredentialsError),
+        (404, CredentialsError),
+    ],
+)
+def test_a_service_that_is_overloaded_has_not_refused_a_token(
+    open_gcs, secure, token_server, request, no_pauses, kind, status, expected
+):
+    """For some kinds of credentials google-auth does not tell the two apart."""
+    path = request.getfixturevalue(kind)
+    token = {"access_token": "the-token", "expires_in": 3600, "token_type": "Bearer"}
+    good = token_server.Answer(body=json.dumps(token).encode())
+    body = json.dumps({"error": {"code": status, "message": "why", "status": "UNKNOWN"}}).encode()
+    bad = token_server.Answer(status, headers={"Content-Type": "application/json"}, body=body)
+    token_server.respond(lambda asked: bad if asked.target.startswith(KINDS[kind]) else good)
+    store = open_gcs(credentials_file=str(path))
+    with pytest.raises(StoreError) as caught:
+        store.head("run/object")
+    assert type(caught.value) is expected
+    assert caught.value.certain
+    assert secure.requests == []
+
+
+def test_a_metadata_server_that_is_overloaded_has_refused_nothing(
+    open_gcs, secure, metadata_server
+):
+    store = open_gcs()
+    metadata_server.respond(lambda request: metadata_server.Answer(503))
+    with pytest.raises(ConnectionLostError):
+        store.head("run/object")
+    metadata_server.work()
+    call(store, secure, "head")
+
+
+def test_a_name_that_does_not_resolve_is_passing(open_gcs, secure, account_file, monkeypatch):
+    info = json.loads(account_file.read_text())
+    account_file.write_text(json.dumps({**info, "token_uri": "https://tokens.invalid/token"}))
+    store = open_gcs(credentials_file=str(account_file))
+    with pytest.raises(ConnectionLostError, match="for the moment"):
+        store.head("run/object")
+
+
+def test_renewals_that_go_on_failing_wait_for_their_turn(open_with, secure, monkeypatch, caplog):
+    """The request that tries waits for the service: that must not be each one."""
+    now = [1000.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("cloudckpt.stores.gcs_token.time", clock)
+    credentials = FakeCredentials(60, *[NO_ANSWER] * 100)
+    store = open_with(credentials)
+    tried = []
+    for _ in range(60):
+        call(store, secure, "head")
+        tried.append(credentials.refreshes)
+        now[0] += 1.0
+    assert tried[:4] == [1, 2, 3, 4]
+    assert 6 < tried[-1] < 12
+    assert len(caplog.records) == 1
+    credentials.script.clear()
+    now[0] += 30.0
+    assert bearer(call(store, secure, "head")) == f"Bearer token-{credentials.refreshes}"
+
+
+def test_an_expired_token_is_not_made_to_wait(open_with, secure):
+    credentials = FakeCredentials(60, *[NO_ANSWER] * 5)
+    store = open_with(credentials)
+    for _ in range(6):
+        call(store, secure, "head")
+    credentials.script.clear()
+    credentials.expires_in(-1)
+    assert bearer(call(store, secure, "head")) == f"Bearer token-{credentials.refreshes}"
+
+
+# whether there are credentials
+
+
+def test_the_account_of_a_machine_is_found(open_gcs, secure, metadata_server):
+    assert bearer(call(open_gcs(), secure, "head")) == "Bearer token-1"
+
+
+def test_a_metadata_server_that_is_late_is_found(open_gcs, secure, metadata_server):
+    """google-auth gives it up after some tries, and takes the machine for another one's."""
+    metadata_server.answer(*[metadata_server.Answer(mute=True)] * 3)
+    assert bearer(call(open_gcs(), secure, "head")) == "Bearer token-1"
+
+
+@pytest.mark.parametrize(
+    "answer", [{"status": 503}, {"status": 429}, {"mute": True}], ids=["503", "429", "none"]
+)
+def test_a_metadata_server_that_does_not_answer_yet_is_not_taken_for_none(
+    open_gcs, secure, metadata_server, answer
+):
+    metadata_server.respond(lambda request: metadata_server.Answer(**answer))
+    with pytest.raises(ConnectionLostError, match="metadata server") as caught:
+        open_gcs()
+    assert caught.value.uri == "gs://bucket"
+    assert caught.value.certain
+    metadata_server.work()
+    call(open_gcs(), secure, "head")
+
+
+def test_a_metadata_server_that_is_not_there_yet_is_not_taken_for_none(
+    open_gcs, metadata_server, monkeypatch
+):
+    monkeypatch.setenv("GCE_METADATA_IP", f"127.0.0.1:{free_port()}")
+    with pytest.raises(ConnectionLostError, match="metadata server"):
+        open_gcs()
+
+
+@pytest.mark.parametrize("status", [200, 400, 401, 404])
+def test_the_metadata_server_of_another_cloud_has_no_credentials(open_gcs, metadata_server, status):
+    """It answers at the same address, without Google's header."""
+    metadata_server.respond(lambda request: metadata_server.Answer(status))
+    with pytest.raises(CredentialsError, match="no Google credentials were found"):
+        open_gcs()
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (socket.gaierror(socket.EAI_NONAME, "unknown"), CredentialsError),
+        (socket.gaierror(socket.EAI_AGAIN, "try again"), ConnectionLostError),
+        ([], ConnectionLostError),
+    ],
+    ids=["unknown", "no name server", "known"],
+)
+def test_silence_counts_only_where_googles_name_for_the_server_is_unknown(
+    open_gcs, monkeypatch, answer, expected
+):
+    asked = []
+
+    def look_up(name, port):
+        asked.append(name)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def ask(transport, url, **others):
+        asked.append(url)
+        raise google.auth.exceptions.TransportError("no route to host")
+
+    def find():
+        raise google.auth.exceptions.DefaultCredentialsError("none")
+
+    monkeypatch.setattr("google.auth.default", find)
+    monkeypatch.setattr("cloudckpt.stores.gcs_token.Transport.__call__", ask)
+    monkeypatch.setattr("cloudckpt.stores.gcs_access.socket.getaddrinfo", look_up)
+    monkeypatch.delenv("NO_GCE_CHECK")
+    with pytest.raises(expected):
+        open_gcs()
+    assert asked == ["http://169.254.169.254", "metadata.google.internal"]
+
+
+@pytest.mark.parametrize("place", ["variable", "gcloud"])
+def test_a_default_file_that_can_not_be_used_is_not_told_as_none(
+    open_gcs, tmp_path, monkeypatch, place
+):
+    folder = tmp_path / "gcloud"
+    folder.mkdir()
+    file = folder / "application_default_credentials.json"
+    file.write_text('{"type": "nothing"}')
+    if place == "variable":
+        file = file.rename(tmp_path / "mine.json")
+        monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(file))
+    with pytest.raises(CredentialsError, match=f"can't be used.*{file.name}") as caught:
+        open_gcs()
+    assert "no Google credentials" not in str(caught.value)
+
+
+# universes, and what else google-auth tells
+
+
+@pytest.mark.parametrize("kind", ["account_file", "workload_file"])
+def test_credentials_for_another_universe_are_not_sent(
+    open_gcs, secure, token_server, request, kind
+):
+    path = request.getfixturevalue(kind)
+    info = json.loads(path.read_text())
+    path.write_text(json.dumps({**info, "universe_domain": "cloud.example"}))
+    with pytest.raises(CredentialsError, match=r"universe cloud\.example") as caught:
+        open_gcs(credentials_file=str(path))
+    assert "GOOGLE_CLOUD_UNIVERSE_DOMAIN=cloud.example" in str(caught.value)
+    assert caught.value.uri == "gs://bucket"
+    assert secure.requests == token_server.requests == []
+
+
+def test_the_universe_of_a_machine_is_compared(open_gcs, secure, metadata_server):
+    metadata_server.texts["/universe/universe-domain"] = "cloud.example"
+    with pytest.raises(CredentialsError, match=r"universe cloud\.example"):
+        open_gcs()
+    assert tokens_given_out(metadata_server) == 0
+    assert secure.requests == []
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "variable", "universe", "fits"),
+    [
+        (None, None, "googleapis.com", True),
+        (None, None, "cloud.example", False),
+        (None, "cloud.example", "cloud.example", True),
+        (None, "cloud.example", "googleapis.com", False),
+        ("https://storage.cloud.example", None, "cloud.example", True),
+        ("https://storage.notcloud.example", None, "cloud.example", False),
+        ("https://storage.googleapis.com", "cloud.example", "googleapis.com", True),
+        ("https://storage.googleapis.com", "cloud.example", "cloud.example", False),
+        ("https://proxy.internal", None, "googleapis.com", True),
+        ("https://proxy.internal", "cloud.example", "cloud.example", True),
+        ("https://proxy.internal", None, "cloud.example", False),
+    ],
+)
+def test_the_universe_of_the_credentials_must_be_that_of_the_endpoint(
+    monkeypatch, endpoint, variable, universe, fits
+):
+    credentials = FakeCredentials()
+    credentials._universe_domain = universe
+    monkeypatch.setattr("google.auth.default", lambda: (credentials, None))
+    if variable is not None:
+        monkeypatch.setenv("GOOGLE_CLOUD_UNIVERSE_DOMAIN", variable)
+    config = Config(gcs=GCSOptions(endpoint_url=endpoint))
+    if fits:
+        GCSStore("bucket", config).close()
+    else:
+        with pytest.raises(CredentialsError, match=f"universe {universe}"):
+            GCSStore("bucket", config)
+    assert credentials.refreshes == 0
+
+
+def test_where_an_account_may_be_used_from_is_looked_up_once_in_the_background(
+    open_gcs, secure, account_file, numbered, monkeypatch
+):
+    """Google refuses requests of accounts with a regional access boundary that do not name it."""
+    may_answer, lookups = threading.Event(), []
+
+    def look_up(request, url, headers=None, fail_fast=False):
+        lookups.append((url, threading.current_thread()))
+        may_answer.wait(30)
+        return {"encodedLocations": "0xA30"}
+
+    monkeypatch.setattr("google.oauth2._client._lookup_regional_access_boundary", look_up)
+    store = open_gcs(credentials_file=str(account_file))
+    sent = [call(store, secure, verb).headers for verb in VERBS]  # nobody waits for it
+    assert not any("x-allowed-locations" in headers for headers in sent)
+    may_answer.set()
+    ((url, thread),) = lookups
+    thread.join(30)
+    assert ACCOUNT in url
+    for verb in VERBS:
+        assert call(store, secure, verb).headers["x-allowed-locations"] == "0xA30"
+    assert len(lookups) == 1
+    assert tokens_given_out(numbered) == 1
+
+
+def test_a_stale_token_is_not_renewed_by_googles_hook(open_with, secure):
+    """It would do so on every thread, one after the other."""
+    credentials = FakeCredentials(60, NO_ANSWER)
+    store = open_with(credentials)
+    for _ in range(2):
+        call(store, secure, "head")
+    assert credentials.refreshes == 2
+
+
+def test_token_services_are_told_who_asks(open_gcs, secure, account_file, numbered):
+    call(open_gcs(credentials_file=str(account_file)), secure, "head")
+    (request,) = numbered.requests
+    assert request.headers["User-Agent"].startswith(f"cloudckpt/{cloudckpt.__version__} ")
+
+
+def test_a_refusal_shows_googles_name_for_the_request(open_with, secure):
+    """https://cloud.google.com/storage/docs/json_api/v1/parameters: X-GUploader-UploadID."""
+    store = open_with(FakeCredentials())
+    for verb in VERBS:
+        secure.answer(status=403, headers={"X-GUploader-UploadID": "ABg5-Uy"})
+        with pytest.raises(StoreError, match="request ABg5-Uy"):
+            VERBS[verb][0](store)
+
+
 # where requests go
 
 
@@ -422,9 +989,11 @@ def test_gs_without_google_auth_says_what_to_install(monkeypatch):
 )
 @pytest.mark.parametrize("verb", ["put", "create_upload"])
 def test_google_is_the_default(stub_server, monkeypatch, domain, host, verb):
-    monkeypatch.setattr("google.auth.default", lambda: (FakeCredentials(), None))
+    credentials = FakeCredentials()
+    monkeypatch.setattr("google.auth.default", lambda: (credentials, None))
     if domain is not None:
         monkeypatch.setenv("GOOGLE_CLOUD_UNIVERSE_DOMAIN", domain)
+        credentials._universe_domain = domain
     with stub_server() as proxy:
         monkeypatch.setenv("HTTPS_PROXY", proxy.url)
         store = GCSStore("bucket", Config())

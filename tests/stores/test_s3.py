@@ -12,8 +12,11 @@ import hashlib
 import hmac
 import itertools
 import json
+import pickle
+import re
 import sys
 import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import pytest
@@ -42,6 +45,7 @@ from cloudckpt.errors import (
 from cloudckpt.stores.base import Part, Upload
 from cloudckpt.stores.registry import open_store
 from cloudckpt.stores.s3 import S3Store
+from cloudckpt.stores.s3_access import BucketAccess
 from cloudckpt.testing.servers import free_port
 from cloudckpt.transfer.retry import Retrier
 
@@ -204,10 +208,61 @@ def test_every_request_is_signed_as_s3_wants_it(store, server, verb):
     assert request.headers["Authorization"] == signature_of(request, "testing")
 
 
-@pytest.mark.parametrize("verb", ["put", "put_part", "get_range"])
-def test_payload_is_not_hashed_for_the_signature(store, server, verb):
+@pytest.mark.parametrize("verb", VERBS)
+def test_small_bodies_are_signed(store, server, verb):
+    """Policies may deny what is not: s3:x-amz-content-sha256 is UNSIGNED-PAYLOAD."""
     request = call(store, server, verb)
+    assert request.headers["x-amz-content-sha256"] == hashlib.sha256(request.body).hexdigest()
+
+
+def send_large(store, verb, data):
+    body, crc = [memoryview(data)[:3], memoryview(data)[3:]], CRC32C.of(data)
+    if verb == "put":
+        store.put("run/object", body, checksum=crc)
+    else:
+        store.put_part(UPLOAD, 1, body, checksum=crc)
+
+
+LARGE = bytes(2 * 1024**2)
+
+
+@pytest.mark.parametrize("verb", ["put", "put_part"])
+def test_large_bodies_are_not_hashed_for_the_signature(store, server, verb):
+    server.answer(headers={"ETag": '"tag"'})
+    send_large(store, verb, LARGE)
+    (request,) = server.requests
     assert request.headers["x-amz-content-sha256"] == "UNSIGNED-PAYLOAD"
+    assert request.headers["Authorization"] == signature_of(request, "testing")
+
+
+@pytest.mark.parametrize("verb", ["put", "put_part"])
+def test_large_bodies_are_hashed_if_that_is_wanted(open_s3, server, verb):
+    server.answer(headers={"ETag": '"tag"'})
+    send_large(open_s3(payload_signing="on"), verb, LARGE)
+    (request,) = server.requests
+    assert request.headers["x-amz-content-sha256"] == hashlib.sha256(LARGE).hexdigest()
+    assert request.headers["Authorization"] == signature_of(request, "testing")
+
+
+@pytest.mark.parametrize("verb", ["put", "put_part"])
+def test_a_policy_against_unsigned_bodies_is_told_with_its_way_out(store, server, verb):
+    server.respond(lambda request: server.Answer(403, body=error_xml("AccessDenied")))
+    with pytest.raises(AccessDeniedError, match=r"payload_signing='on'.*PAYLOAD_SIGNING=on"):
+        send_large(store, verb, LARGE)
+    with pytest.raises(AccessDeniedError) as caught:
+        put(store)
+    assert "payload_signing" not in str(caught.value)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_length_is_not_part_of_the_signature(store, server, verb):
+    """Gateways leave out a length of zero, or send the body in chunks."""
+    request = call(store, server, verb)
+    names = re.search(r"SignedHeaders=([^,]+)", request.headers["Authorization"])[1].split(";")
+    assert "content-length" not in names
+    assert {"host", "x-amz-content-sha256", "x-amz-date"} <= set(names)
+    if request.method in ("PUT", "POST"):
+        assert int(request.headers["Content-Length"]) == len(request.body)
 
 
 @pytest.mark.parametrize(
@@ -710,6 +765,24 @@ ANSWERS = [
     (301, "", WrongRegionError),
     (412, "PreconditionFailed", PreconditionFailedError),
     (412, "", PreconditionFailedError),
+    (400, "PriorRequestNotComplete", ThrottledError),
+    (400, "ThrottledException", ThrottledError),
+    (400, "RequestThrottledException", ThrottledError),
+    (400, "BandwidthLimitExceeded", ThrottledError),
+    (400, "RequestTimeoutException", ServerError),
+    (500, "InternalFailure", ServerError),
+    (400, "XAmzContentSHA256Mismatch", ServerError),
+    (403, "InvalidSecurity", CredentialsError),
+    (403, "NotSignedUp", AccessDeniedError),
+    (400, "KMS.AccessDeniedException", AccessDeniedError),
+    (400, "KMS.DisabledException", InvalidRequestError),
+    (400, "KMS.InvalidKeyUsageException", InvalidRequestError),
+    (400, "KMS.KMSInvalidStateException", InvalidRequestError),
+    (400, "KMS.NotFoundException", InvalidRequestError),
+    (400, "KMS.ThrottlingException", ThrottledError),
+    (500, "KMS.KMSInternalException", ServerError),
+    (500, "KMS.KeyUnavailableException", ServerError),
+    (503, "KMS.DependencyTimeoutException", ServerError),
     (409, "ConditionalRequestConflict", ServerError),
     (409, "OperationAborted", ServerError),
     (416, "InvalidRange", RangeNotSatisfiableError),
@@ -728,6 +801,8 @@ ANSWERS = [
     (503, "ServiceUnavailable", ThrottledError),
     (503, "", ThrottledError),
     (429, "TooManyRequests", ThrottledError),
+    (429, "QuotaExceeded", ThrottledError),  # whatever quota it names
+    (429, "AccessDenied", ThrottledError),
     (400, "ThrottlingException", ThrottledError),
     (507, "XMinioStorageFull", StorageFullError),
     (403, "QuotaExceeded", StorageFullError),
@@ -795,6 +870,32 @@ def test_a_retry_after_that_is_no_number_of_seconds_does_no_harm(store, server, 
         put(store)
 
 
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("KMS.DisabledException", "the KMS key is disabled"),
+        ("KMS.NotFoundException", "no such KMS key"),
+        ("KMS.KMSInvalidStateException", "pending deletion"),
+        ("KMS.InvalidKeyUsageException", "symmetric key"),
+        ("KMS.SomethingNew", "KMS refuses"),
+    ],
+)
+def test_what_is_wrong_with_the_key_of_the_encryption_is_said(store, server, code, text):
+    server.answer(status=400, body=error_xml(code))
+    with pytest.raises(InvalidRequestError, match=text) as caught:
+        put(store)
+    assert caught.value.certain
+
+
+@pytest.mark.parametrize("status", [409, 200])
+def test_a_conflict_of_conditional_requests_means_that_nothing_was_written(store, server, status):
+    """A completion may tell it behind the status 200."""
+    server.answer(status=status, body=error_xml("ConditionalRequestConflict"))
+    with pytest.raises(ServerError, match="not written") as caught:
+        VERBS["complete_upload"][0](store)
+    assert caught.value.certain
+
+
 @pytest.mark.parametrize("verb", ["put", "get_range", "head"])
 def test_the_right_region_is_named(store, server, verb):
     server.respond(
@@ -804,6 +905,132 @@ def test_the_right_region_is_named(store, server, verb):
     )
     with pytest.raises(WrongRegionError, match="AWS_REGION=ap-south-2"):
         VERBS[verb][0](store)
+
+
+# buckets in another region
+
+MALFORMED = (
+    b"<Error><Code>AuthorizationHeaderMalformed</Code><Message>The authorization header is "
+    b"malformed; the region 'us-east-1' is wrong; expecting 'eu-west-3'</Message>"
+    b"<Region>eu-west-3</Region></Error>"
+)
+ELSEWHERE = {  # as AWS documents them, and as botocore's redirector knows them
+    "in the body": (400, {}, MALFORMED),
+    "in a header of 400": (400, {"x-amz-bucket-region": "eu-west-3"}, MALFORMED),
+    "in a header of 301": (
+        301, {"x-amz-bucket-region": "eu-west-3"}, error_xml("PermanentRedirect")
+    ),
+    "in a header of 307": (
+        307, {"x-amz-bucket-region": "eu-west-3"}, error_xml("TemporaryRedirect")
+    ),
+    "for a region to opt in": (
+        400,
+        {"x-amz-bucket-region": "eu-west-3"},
+        error_xml("IllegalLocationConstraintException"),
+    ),
+}  # fmt: skip
+
+
+def regions(server):
+    return [re.search(r"/([^/]+)/s3/", r.headers["Authorization"])[1] for r in server.requests]
+
+
+@pytest.mark.parametrize(
+    ("verb", "way"),
+    [("put", way) for way in ELSEWHERE]
+    + [(verb, "in the body") for verb in VERBS if verb not in ("put", "head")],
+)
+def test_a_request_follows_the_bucket_to_its_region(open_s3, server, verb, way):
+    store, (status, headers, body) = open_s3(), ELSEWHERE[way]
+    server.answer(status=status, headers=headers, body=body)
+    request = call(store, server, verb)
+    assert regions(server) == ["us-east-1", "eu-west-3"]
+    assert request.body == server.requests[0].body
+    assert request.headers["Authorization"] == signature_of(request, "testing", "eu-west-3")
+    call(store, server, "put")
+    assert regions(server)[2:] == ["eu-west-3"]
+
+
+@pytest.mark.parametrize("status", [301, 307, 400])
+def test_head_follows_the_bucket_though_its_answer_has_no_body(open_s3, server, status):
+    store = open_s3()
+    server.answer(status=status, headers={"x-amz-bucket-region": "eu-west-3"})
+    assert call(store, server, "head").method == "HEAD"
+    assert regions(server) == ["us-east-1", "eu-west-3"]
+
+
+def test_head_finds_the_region_that_only_another_answer_names(open_s3, server):
+    store = open_s3()
+    server.answer(server.Answer(400), server.Answer(400, body=MALFORMED))  # to HEAD, to GET
+    whole = {"ETag": '"tag"', "Content-Range": "bytes 0-0/9"}
+    server.answer(status=206, headers=whole, body=b"d")
+    assert store.head("run/object").size == 9
+    assert regions(server) == ["us-east-1", "us-east-1", "eu-west-3"]
+
+
+@pytest.mark.parametrize("region", ["us-east-1", "", "evil.example/", "-", "a" * 64])
+def test_a_region_that_leads_nowhere_is_not_followed(open_s3, server, region):
+    server.respond(
+        lambda request: server.Answer(
+            301, {"x-amz-bucket-region": region}, error_xml("PermanentRedirect")
+        )
+    )
+    with pytest.raises(WrongRegionError):
+        put(open_s3())
+    assert len(server.requests) == 1
+
+
+def test_a_bucket_that_is_always_elsewhere_is_followed_once_a_request(open_s3, server):
+    answers = itertools.cycle(["eu-west-3", "us-east-1"])
+    server.respond(
+        lambda request: server.Answer(
+            301, {"x-amz-bucket-region": next(answers)}, error_xml("PermanentRedirect")
+        )
+    )
+    with pytest.raises(WrongRegionError, match="AWS_REGION=us-east-1") as caught:
+        put(open_s3())
+    assert caught.value.region == "us-east-1"
+    assert pickle.loads(pickle.dumps(caught.value)).region == "us-east-1"
+    assert len(server.requests) == 2
+
+
+def test_many_threads_follow_a_bucket_together(open_s3, server):
+    store = open_s3()
+
+    def answer(request):
+        if "/us-east-1/" in request.headers["Authorization"]:
+            return server.Answer(400, body=MALFORMED)
+        return server.Answer(headers={"ETag": '"tag"'})
+
+    server.respond(answer)
+    with ThreadPoolExecutor(8) as pool:
+        tags = [info.version for info in pool.map(lambda i: put(store, f"run/{i}"), range(24))]
+    assert tags == ['"tag"'] * 24
+    assert len(server.requests) <= 24 + 8
+
+
+def test_a_write_that_fails_in_the_right_region_is_as_certain_as_both_answers(open_s3, server):
+    server.answer(status=301, headers={"x-amz-bucket-region": "eu-west-3"})  # anybody's answer
+    server.answer(status=412, body=error_xml("PreconditionFailed"))
+    with pytest.raises(PreconditionFailedError) as caught:
+        put(open_s3())
+    assert not caught.value.certain
+
+
+@pytest.mark.parametrize("anonymous", [False, True])
+def test_on_aws_the_bucket_is_followed_to_another_host(anonymous):
+    options = S3Options(region="us-east-1", anonymous=anonymous)
+    access = BucketAccess("bucket", Config(s3=options), "s3://bucket")
+    urls = [f"{access.base}run/object?partNumber=1", f"{access.bucket_url}?delete"]
+    assert [access.address(url) for url in urls] == urls
+    assert access.follow("eu-west-3", access.region)
+    host = "https://bucket.s3.eu-west-3.amazonaws.com/"
+    assert [access.address(url) for url in urls] == [
+        f"{host}run/object?partNumber=1",
+        f"{host}?delete",
+    ]
+    assert access.region == "eu-west-3"
+    assert not access.follow("eu-west-3", access.region)
 
 
 @pytest.mark.parametrize(

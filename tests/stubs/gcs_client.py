@@ -37,7 +37,8 @@ class Client:
         return self.send("POST", path, query, kind, b"\r\n".join(pieces))
 
     def object(self, method, key, headers=None, **query):
-        path = f"/storage/v1/b/bucket/o/{quote(key, safe='')}"
+        root = "/download" if query.get("alt") == "media" else ""
+        path = f"{root}/storage/v1/b/bucket/o/{quote(key, safe='')}"
         return self.send(method, path, query, headers)
 
     def xml(self, method, key, query=None, headers=None, body=None):

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from email.utils import formatdate
 from typing import Any
-from urllib.parse import parse_qsl, unquote
+from urllib.parse import parse_qsl, unquote, urlencode
 
 from . import gcs_answers as answers
 from .gcs_answers import Answer, Call, RefusalError, Request, json_answer
@@ -58,6 +58,10 @@ def answer(state: State, call: Call) -> Answer:
         state.check_caller(call.bearer)
         payer = request.query.get("userProject") or request.headers.get("x-goog-user-project")
         state.check_payer(payer)
+        if media and not request.path.startswith("/download/"):
+            # the service may answer so, though it need not
+            target = f"/download{request.path}?{urlencode(request.query)}"
+            return Answer(303, [("Location", target)])
         return _route(request)(state, call)
     except RefusalError as refusal:
         return refusal.as_text() if media else refusal.as_json()

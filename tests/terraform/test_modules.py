@@ -51,6 +51,24 @@ FORMS = {
 }
 SCHEMES = {"aws": "s3", "azure": "az", "gcp": "gs"}
 
+LIFECYCLE = {  # with the rules, their type, and what says how old versions become
+    "aws": (
+        "aws_s3_bucket_lifecycle_configuration.checkpoints",
+        "rule",
+        "noncurrent_days",
+    ),
+    "azure": (
+        "azurerm_storage_management_policy.checkpoints",
+        "rule",
+        "delete_after_days_since_creation",
+    ),
+    "gcp": (
+        "google_storage_bucket.checkpoints",
+        "lifecycle_rule",
+        "days_since_noncurrent_time",
+    ),
+}
+
 Tree = dict[str, Any]
 
 
@@ -93,6 +111,18 @@ def strings(value: Any) -> Iterator[str]:
         for key, entry in value.items():
             yield key
             yield from strings(entry)
+
+
+def values(value: Any, name: str) -> Iterator[Any]:
+    """What stands behind a name, anywhere in a tree."""
+    if isinstance(value, list):
+        for entry in value:
+            yield from values(entry, name)
+    elif isinstance(value, dict):
+        for key, entry in value.items():
+            if key == name:
+                yield entry
+            yield from values(entry, name)
 
 
 def referred(tree: Tree | list[Tree], pattern: str) -> set[str]:
@@ -191,6 +221,23 @@ class TestAllModules:
         assert module["variable"]["expiration"]["default"] in (None, "null")
         assert module["variable"]["keep_noncurrent_days"]["default"] == 0
 
+    def test_old_versions_expire_also_if_versioning_was_turned_off(self, cloud, module):
+        """What it has left would stay, and be billed, for ever."""
+        resource, rules, age = LIFECYCLE[cloud]
+        block = module["resource"][resource]
+        assert "count" not in block
+        [days] = [found for rule in block[rules] for found in values(rule, age)]
+        assert days == "${max(var.keep_noncurrent_days, 1)}"
+
+    def test_it_is_told_what_expires_when(self, cloud, module):
+        """S3 and Azure have no filter by which what makes a checkpoint could go first."""
+        about, readme = module["variable"], (ROOT / cloud / "README.md").read_text()
+        assert "turned off" in about["keep_noncurrent_days"]["description"]
+        assert ".metadata" in readme
+        if cloud != "gcp":
+            assert ".metadata" in about["expiration"]["description"]
+            assert "can't be loaded" in about["expiration"]["description"]
+
     def test_readme_names_only_variables_and_outputs_that_exist(self, cloud, module):
         words = re.findall(r"`(\w+_\w+)(?: = [^`]*)?`", (ROOT / cloud / "README.md").read_text())
         known = {*module["variable"], *module["output"], "AZURE_CLIENT_ID", "storage_use_azuread"}
@@ -267,13 +314,20 @@ class TestAws:
         assert days["days_after_initiation"] == "${var.abort_uploads_after_days}"
         assert aws["variable"]["abort_uploads_after_days"]["default"] == 2
 
-    def test_versions_expire_where_there_are_any(self, aws):
-        resources = aws["resource"]
-        assert (
-            "keep_noncurrent_days > 0" in resources["aws_s3_bucket_versioning.checkpoints"]["count"]
-        )
-        rules = blocks(resources["aws_s3_bucket_lifecycle_configuration.checkpoints"], "rule")
-        assert [rule for rule in rules if "noncurrent_version_expiration" in rule]
+    def test_versions_are_kept_only_where_that_is_asked_for(self, aws):
+        versioning = aws["resource"]["aws_s3_bucket_versioning.checkpoints"]
+        assert "keep_noncurrent_days > 0" in versioning["count"]
+
+    def test_markers_of_deletions_go_with_the_last_version(self, aws):
+        lifecycle = aws["resource"]["aws_s3_bucket_lifecycle_configuration.checkpoints"]
+        [rule] = [rule for rule in lifecycle["rule"] if rule["id"] == "expire-noncurrent"]
+        assert rule["expiration"] == [{"expired_object_delete_marker": True}]
+
+    @pytest.mark.parametrize(
+        "word", ["Object Lock", "s3:if-none-match", "s3:if-match", "s3:ObjectCreationOperation"]
+    )
+    def test_readme_tells_of_locks_and_of_policies_that_demand_conditions(self, word):
+        assert word in (ROOT / "aws" / "README.md").read_text()
 
     def test_requests_without_tls_are_denied(self, aws):
         [statement] = aws["data"]["aws_iam_policy_document.tls_only"]["statement"]
@@ -315,6 +369,16 @@ class TestGcp:
         assert condition == {"age": "${var.abort_uploads_after_days}"}
         assert gcp["variable"]["abort_uploads_after_days"]["default"] == 2
 
+    def test_what_makes_a_checkpoint_expires_days_before_its_data(self, gcp):
+        bucket = gcp["resource"]["google_storage_bucket.checkpoints"]
+        dynamic = [
+            entry["lifecycle_rule"] for entry in bucket["dynamic"] if "lifecycle_rule" in entry
+        ]
+        conditions = [rule["content"][0]["condition"][0] for rule in dynamic]
+        days = "lifecycle_rule.value.days"
+        ages = {tuple(entry.get("matches_suffix", ())): entry["age"] for entry in conditions}
+        assert ages == {(".metadata",): f"${{{days}}}", (): f"${{{days} + 2}}"}
+
     def test_soft_delete_is_the_users_choice_and_its_price_is_told(self, gcp):
         assert "billed" in gcp["variable"]["soft_delete_days"]["description"]
         [policy] = gcp["resource"]["google_storage_bucket.checkpoints"]["soft_delete_policy"]
@@ -337,6 +401,14 @@ class TestAzure:
         assert account["min_tls_version"] == "TLS1_2"
         container = azure["resource"]["azurerm_storage_container.checkpoints"]
         assert container["container_access_type"] == "private"
+
+    def test_it_is_told_from_when_the_age_of_a_version_counts(self, azure):
+        """From when it was written, as Azure documents, not from when it was replaced."""
+        described = azure["variable"]["keep_noncurrent_days"]["description"]
+        readme = (ROOT / "azure" / "README.md").read_text()
+        for text in (described, readme):
+            assert "since it was written" in " ".join(text.split())
+            assert "soft_delete_days" in text
 
     def test_it_is_told_that_azure_discards_uploads_by_itself(self):
         assert "7 days" in (ROOT / "azure" / "main.tf").read_text()

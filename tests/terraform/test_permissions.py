@@ -89,10 +89,10 @@ _GCS_PAGING = _S3_PAGING | {"alt=media", "fields", "ifGenerationMatch", "pageTok
 _GCS_PATHS = {
     "upload objects": r"/upload/storage/v1/b/[^/]+/o",
     "objects": r"/storage/v1/b/[^/]+/o",
-    "object": r"/storage/v1/b/[^/]+/o/[^/]+",
+    "object": r"(/download)?/storage/v1/b/[^/]+/o/[^/]+",
     "compose": r"/storage/v1/b/[^/]+/o/[^/]+/compose",
     "batch": r"/batch/storage/v1",
-    "json": r"/(upload/|batch/)?storage/.*",
+    "json": r"/(upload/|download/|batch/)?storage/.*",
     "bucket": r"/[^/]+",
     "key": r"/[^/]+/.+",
 }

@@ -30,10 +30,10 @@ from cloudckpt.errors import (
     UntrustedPickleError,
 )
 from cloudckpt.stores.base import ObjectStore
-from cloudckpt.stores.registry import open_store
 from cloudckpt.transfer.download import Wanted
 from cloudckpt.transfer.memory import bytes_of
 from cloudckpt.transfer.object_file import ObjectFile, PinnedObject
+from cloudckpt.transfer.opening import open_store
 from cloudckpt.transfer.parts import even_share
 from cloudckpt.transfer.sinks import BoxSink, FlatSink, copy_into
 from cloudckpt.transfer.staging import row_major_slices

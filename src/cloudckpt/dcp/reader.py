@@ -34,7 +34,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.events.event import Span
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
-from cloudckpt.stores.registry import open_store
+from cloudckpt.transfer.opening import open_store
 from cloudckpt.transfer.restarts import begun_anew, check_unchanged
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.stats import Transferred, TransferStats

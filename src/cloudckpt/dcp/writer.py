@@ -56,9 +56,10 @@ from cloudckpt.events.event import Event, Span, emit
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectStore, random_suffix
 from cloudckpt.stores.listings import forget_listings
-from cloudckpt.stores.registry import checkpoint_location, open_store
+from cloudckpt.stores.registry import checkpoint_location
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.memory import settled
+from cloudckpt.transfer.opening import open_store
 from cloudckpt.transfer.parts import choose_part_size
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.staging import StagingPool

@@ -6,7 +6,7 @@ from functools import partial
 
 from cloudckpt.checkpoint.names import METADATA
 from cloudckpt.config import Config
-from cloudckpt.stores.registry import open_store
+from cloudckpt.transfer.opening import open_store
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.uri import CheckpointURI
 

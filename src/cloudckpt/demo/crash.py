@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from cloudckpt.checkpoint.names import METADATA
 from cloudckpt.config import MIB, Config
-from cloudckpt.stores.registry import open_store
+from cloudckpt.transfer.opening import open_store
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.uri import CheckpointURI
 

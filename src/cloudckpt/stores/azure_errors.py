@@ -24,9 +24,9 @@ from cloudckpt.stores.refusals import (
     DAMAGED,
     SLOW_DOWN,
     Meaning,
-    by_status,
     from_elsewhere,
     is_certain,
+    meant,
     refusal,
 )
 from cloudckpt.stores.xml_answers import error_fields
@@ -289,7 +289,7 @@ def from_answer(
     if error := from_elsewhere(status, code, body, action, uri):
         return error
     known = _documented(code, status)
-    meaning = known or _BY_STATUS.get(status) or by_status(status)
+    meaning = meant(status, known, _BY_STATUS)
     if meaning is _REFUSED and refused is not None:
         meaning = refused
     named = fields.get("HeaderName") or fields.get("QueryParameterName") or ""

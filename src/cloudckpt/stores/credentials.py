@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Generic, NoReturn, Protocol, TypeVar
 from urllib.parse import quote, unquote
 
-from cloudckpt.errors import CloudCheckpointError, CredentialsError
+from cloudckpt.errors import CloudCheckpointError, CredentialsError, StoreError
 
 __all__ = [
     "Credentials",
@@ -61,11 +61,19 @@ class Credentials(Generic[S]):
         self.current = look()
 
     def source(self) -> S:
-        """What to authorize the next request with."""
+        """What to authorize the next request with.
+
+        Raises:
+            StoreError: If there is nothing now; certain, as the request was not sent.
+        """
         if self._failed:
             with self._lock:
                 if self._failed:
-                    self.current = self._look()
+                    try:
+                        self.current = self._look()
+                    except StoreError as error:
+                        error.certain = True  # nothing was sent
+                        raise
                     self._failed = False
         return self.current
 

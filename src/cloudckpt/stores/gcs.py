@@ -8,6 +8,7 @@ that of an object made of parts is compared with theirs.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from urllib.parse import quote
 
@@ -15,6 +16,7 @@ from cloudckpt.checksum import CRC32C, to_base64
 from cloudckpt.config import Config
 from cloudckpt.errors import (
     ConnectionLostError,
+    CredentialsError,
     InvalidRequestError,
     ObjectNotFoundError,
     PreconditionFailedError,
@@ -23,6 +25,7 @@ from cloudckpt.errors import (
 from cloudckpt.stores.base import Body, Capabilities, ObjectInfo, Part, Progress, Upload
 from cloudckpt.stores.gcs_access import BucketAccess
 from cloudckpt.stores.gcs_compose import MAX_PARTS, Composition, is_temporary
+from cloudckpt.stores.gcs_downloads import Downloads
 from cloudckpt.stores.gcs_errors import from_answer
 from cloudckpt.stores.gcs_json import JsonObjects, carried_out, generation, parse_crc32c
 from cloudckpt.stores.gcs_properties import Properties
@@ -48,8 +51,11 @@ class GCSStore(RestStore):
         self._access = BucketAccess(config, root)
         super().__init__(root, HttpClient(self._access.http_options), self._access.credentials)
         endpoint, is_google = self._access.endpoint, self._access.is_google
+        self._downloads = Downloads(endpoint, is_google=is_google)
         self._checksums = is_google if options.checksum == "auto" else options.checksum == "on"
-        self._objects = JsonObjects(self, endpoint, bucket, checksums=self._checksums)
+        self._objects = JsonObjects(
+            self, endpoint, bucket, checksums=self._checksums, payer=options.user_project
+        )
         self._bucket_url = f"{endpoint}/{quote(bucket, safe='')}"  # of the XML API
         self._multipart = XmlMultipart(self, self._bucket_url, self._dialect())
         self._has_cached = False  # whether data of the bucket may come from a cache
@@ -198,17 +204,52 @@ class GCSStore(RestStore):
         url = f"{self._bucket_url}/{encode_key(key)}"
         return f"{url}?{encode_query(query)}" if query else url
 
+    @contextlib.contextmanager
+    def exchange(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: Body = (),
+        progress: Progress | None = None,
+        *,
+        key: str,
+        is_long: bool = False,
+    ) -> Iterator[Reply]:
+        base = super().exchange
+        with contextlib.ExitStack() as stack:
+
+            def send(url: str, more: Mapping[str, str]) -> Reply:
+                fields = {**headers, **more}
+                request = base(method, url, fields, body, progress, key=key, is_long=is_long)
+                return stack.enter_context(request)
+
+            try:
+                if self._downloads.is_content(url):
+                    reply = self._downloads.ask(url, send, self.uri(key))
+                else:
+                    reply = send(url, {})
+            except CredentialsError:
+                # what the store said of the old token counts only if another one could be had
+                if (passing := self._access.passing_failure()) is None:
+                    raise
+                passing.uri = self.uri(key)
+                raise passing from None
+            yield reply
+
     def failure(
         self, status: int, headers: Mapping[str, str], body: bytes, action: str, uri: str
     ) -> StoreError:
-        if status == 401:
+        self._downloads.refused(status, body)
+        error = from_answer(status, headers, body, action, uri)
+        if isinstance(error, CredentialsError):
             self._access.reject()
-        return from_answer(status, headers, body, action, uri)
+        return error
 
     def _authorized(
         self, method: str, url: str, headers: Mapping[str, str]
     ) -> tuple[str, Mapping[str, str]]:
-        return url, {**headers, **self._access.headers()}
+        return url, {**headers, **self._access.headers(method, url)}
 
     def _content_url(self, key: str, if_version: str | None) -> str:
         query = {"alt": "media"}

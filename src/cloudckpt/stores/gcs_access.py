@@ -1,54 +1,33 @@
-"""How a bucket is reached: endpoint, credentials, and google-auth's errors in our words."""
+"""How a bucket is reached: the endpoint, and where credentials for it are found."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import json
-import logging
 import os
+import socket
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from cloudckpt.config import Config, GCSOptions
 from cloudckpt.config.options import check_endpoint
-from cloudckpt.errors import (
-    ConfigError,
-    ConnectionLostError,
-    CredentialsError,
-    MissingDependencyError,
-    StoreError,
-)
-from cloudckpt.stores.credentials import (
-    Credentials,
-    check_credential,
-    masked,
-    raise_alone,
-    reason,
-)
+from cloudckpt.errors import ConfigError, ConnectionLostError, CredentialsError
+from cloudckpt.stores.credentials import Credentials, check_credential
+from cloudckpt.stores.gcs_token import Renewals, Token, Transport, in_our_words, told
 from cloudckpt.stores.http import HttpOptions
 
-try:
-    import google.auth
-    import google.auth.credentials
-    import google.auth.exceptions
-    import google.auth.impersonated_credentials
-    import requests.utils
-    from google.auth.transport.requests import Request
-except ImportError as exc:
-    raise MissingDependencyError(
-        "gs:// needs google-auth; install it with: pip install 'cloudckpt[gcs]'", cause=exc
-    ) from exc
+# isort: split
+# below the module that says what to install if they are missing
+import google.auth
+import google.auth.compute_engine
+import google.auth.credentials
+import google.auth.exceptions
+import google.auth.impersonated_credentials
+import requests.utils
 
 __all__ = ["BucketAccess"]
 
-logger = logging.getLogger("cloudckpt")
-
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
-_LONGEST_WAIT = 120.0  # seconds for a token that another thread is fetching
-_LONGEST_REASON = 300  # characters; it may be a proxy's page
+_METADATA_TIMEOUT = 3  # seconds, google-auth's own
 
 
 class BucketAccess:
@@ -78,113 +57,58 @@ class BucketAccess:
             raise ConfigError(
                 f"credentials are only sent over https, but the endpoint is {self.endpoint}"
             )
-        timeout = (config.connect_timeout, config.read_timeout)
-        rejected: list[str] = []
+        self._renewals = Renewals()
+        self._sent = threading.local()
 
-        def look() -> _Token | _NoToken:
+        def look() -> Token | _NoToken:
             if not is_wanted:
                 return _NoToken()
-            request = functools.partial(Request(), timeout=timeout)
-            return _Token(_credentials(config.gcs, request, uri), request, rejected)
+            transport = Transport((config.connect_timeout, config.read_timeout))
+            try:
+                found = _credentials(config.gcs, transport, uri)
+                with in_our_words(transport, uri):
+                    universe = found.universe_domain  # the metadata server's, on Google's machines
+            except ConnectionLostError as error:
+                self._renewals.failed(error, None)
+                raise
+            _check_universe(universe, self.endpoint, host, uri)
+            return Token(found, transport, self._renewals)
 
         self.credentials = Credentials(look)
 
-    def headers(self) -> Mapping[str, str]:
+    def headers(self, method: str, url: str) -> Mapping[str, str]:
         """What authorizes a request, and says who pays for it.
 
         Raises:
             CredentialsError: If the credentials can't be refreshed.
             ConnectionLostError: If they can't be for the moment.
         """
-        headers = self.credentials.current.headers()
+        headers = self.credentials.current.headers(method, url)
+        self._sent.token = headers.get("authorization", "").removeprefix("Bearer ")
         if self._payer is not None:
             headers["x-goog-user-project"] = self._payer
         return headers
 
     def reject(self) -> None:
-        """Says that the store did not accept the token: the next request fetches another one."""
-        self.credentials.current.reject()
+        """Says that the store did not accept the token that this thread has sent.
+
+        It is not used any more. Another thread may have fetched the next one meanwhile.
+        """
+        self._renewals.rejected = getattr(self._sent, "token", None) or None
+
+    def passing_failure(self) -> ConnectionLostError | None:
+        """Why another token could not be fetched for the moment, if it could not."""
+        return self._renewals.passing_failure()
 
 
 class _NoToken:
     """What authorizes requests that need nothing."""
 
-    def headers(self) -> dict[str, str]:
+    def headers(self, method: str, url: str) -> dict[str, str]:
         return {}
 
     def secrets(self) -> tuple[str, ...]:
         return ()
-
-    def reject(self) -> None:
-        pass
-
-
-class _Token:
-    """An access token that is always valid: renewed ahead of its expiry, by one thread at a time.
-
-    google-auth calls a token stale some minutes before it expires. While one thread renews it, the
-    others go on with the old one; they wait only if that has expired.
-    """
-
-    def __init__(
-        self,
-        credentials: google.auth.credentials.Credentials,
-        request: Callable[..., Any],
-        rejected: list[str],
-    ) -> None:
-        """``rejected`` are the tokens that the store does not accept, all of its life."""
-        self._credentials = credentials
-        self._request = request
-        self._renewing = threading.Lock()
-        self._rejected = rejected
-        self._reported: str | None = None  # the token of which was said that it can't be renewed
-
-    def headers(self) -> dict[str, str]:
-        if self._state() is not _State.FRESH:
-            self._renew()
-        check_credential(self._credentials.token or "", "the access token of Google")
-        headers: dict[str, str] = {}
-        self._credentials.apply(headers)
-        return headers
-
-    def secrets(self) -> tuple[str, ...]:
-        if self._state() is _State.INVALID:
-            self._renew()
-        return (str(self._credentials.token),)
-
-    def reject(self) -> None:
-        if self._credentials.token is not None:
-            self._rejected[:] = [self._credentials.token]
-
-    def _state(self) -> google.auth.credentials.TokenState:
-        if self._credentials.token in self._rejected:
-            return _State.INVALID
-        state: google.auth.credentials.TokenState = self._credentials.token_state
-        return state
-
-    def _renew(self) -> None:
-        wait = _LONGEST_WAIT if self._state() is _State.INVALID else 0.0
-        if not self._renewing.acquire(timeout=wait):
-            if self._state() is _State.INVALID:
-                raise ConnectionLostError("the access token was not renewed in time")
-            return
-        try:
-            if self._state() is _State.FRESH:
-                return
-            with _translated():
-                self._credentials.refresh(self._request)
-        except (ConnectionLostError, CredentialsError) as error:
-            if self._state() is _State.INVALID:
-                raise
-            # a stale token is still good: the next request tries again
-            if self._reported != self._credentials.token:
-                self._reported = self._credentials.token
-                logger.warning("the access token, still valid, could not be renewed: %s", error)
-        finally:
-            self._renewing.release()
-
-
-_State = google.auth.credentials.TokenState
 
 
 def _universe() -> str:
@@ -209,16 +133,34 @@ def _proxy(endpoint: str) -> str | None:
     return requests.utils.select_proxy(endpoint, found)
 
 
+def _check_universe(universe: str, endpoint: str, host: str, uri: str) -> None:
+    """Whether credentials are for the cloud that the endpoint belongs to, as Google's clients do.
+
+    Clouds of Google's technology that others run ("universes") do not know each other's accounts.
+    A token that is sent to another one is shown to strangers, who refuse it without a reason.
+    """
+    known = (_universe(), "googleapis.com")
+    domain = next((name for name in known if host.endswith(f".{name}")), _universe())
+    if host.endswith(f".{universe}") or universe == domain:
+        return
+    raise CredentialsError(
+        f"the credentials are for the universe {universe}, but {endpoint} belongs to {domain}; use "
+        f"other credentials, or set GOOGLE_CLOUD_UNIVERSE_DOMAIN={universe}, or the endpoint",
+        uri=uri,
+        certain=True,
+    )
+
+
 def _credentials(
-    options: GCSOptions, request: Callable[..., Any], uri: str
+    options: GCSOptions, transport: Transport, uri: str
 ) -> google.auth.credentials.Credentials:
     """The credentials that the options name, or else the application default ones."""
     found: google.auth.credentials.Credentials
-    with _translated(uri):
+    with in_our_words(transport, uri):
         if options.credentials_file is not None:
-            found = _from_file(options.credentials_file, request)
+            found = _from_file(options.credentials_file, transport)
         else:
-            found = _default(uri)
+            found = _default(transport, uri)
         # only now: google-auth asks for the project of external accounts that have a scope
         found = google.auth.credentials.with_scopes_if_required(found, [_SCOPE])
         if options.impersonate is None:
@@ -230,92 +172,108 @@ def _credentials(
         )
 
 
-def _default(uri: str) -> google.auth.credentials.Credentials:
+def _default(transport: Transport, uri: str) -> google.auth.credentials.Credentials:
+    """The application default credentials.
+
+    Raises:
+        CredentialsError: If there are none.
+        ConnectionLostError: If that is not certain, since the metadata server does not answer yet.
+    """
     name = "GOOGLE_APPLICATION_CREDENTIALS"
     check_credential(os.environ.get(name, ""), name, uri, header=False)
     try:
         found, _ = google.auth.default()
+        return found
     except google.auth.exceptions.DefaultCredentialsError as exc:
-        raise_alone(
-            CredentialsError(
-                "no Google credentials were found: neither in the file that "
-                "GOOGLE_APPLICATION_CREDENTIALS names, nor in gcloud's "
-                "application_default_credentials.json, nor at the metadata server of Google's "
-                "machines; run `gcloud auth application-default login`, or name a file",
-                uri=uri,
-                cause=_reason(exc),
-            )
+        cause = told(exc)
+    if file := _default_file(name):
+        raise CredentialsError(
+            f"the Google credentials in {file} can't be used; write the file anew, or name another "
+            "one",
+            uri=uri,
+            cause=cause,
+            certain=True,
         )
-    return found
+    if (machine := _of_the_machine(transport, uri)) is not None:
+        return machine
+    raise CredentialsError(
+        "no Google credentials were found: neither in the file that "
+        "GOOGLE_APPLICATION_CREDENTIALS names, nor in gcloud's "
+        "application_default_credentials.json, nor at the metadata server of Google's "
+        "machines; run `gcloud auth application-default login`, or name a file",
+        uri=uri,
+        cause=cause,
+        certain=True,
+    )
 
 
-def _from_file(path: str, request: Callable[..., Any]) -> google.auth.credentials.Credentials:
+def _default_file(variable: str) -> str | None:
+    """The file that google-auth reads before it asks the metadata server, if there is one.
+
+    https://cloud.google.com/docs/authentication/application-default-credentials
+    """
+    if os.environ.get(variable):
+        return f"the file that {variable} names"
+    folder = os.environ.get("CLOUDSDK_CONFIG") or os.path.expanduser("~/.config/gcloud")
+    path = os.path.join(folder, "application_default_credentials.json")
+    return f"gcloud's {path}" if os.path.isfile(path) else None
+
+
+def _of_the_machine(transport: Transport, uri: str) -> google.auth.credentials.Credentials | None:
+    """The account of this machine, if it is one of Google's, by one more look.
+
+    google-auth takes a metadata server that is late, overloaded or just starting (in the first
+    seconds of a pod of GKE) for none.
+
+    Raises:
+        ConnectionLostError: If there should be a metadata server, but it does not answer.
+    """
+    if os.environ.get("NO_GCE_CHECK") == "true":  # as google-auth has it
+        return None
+    server = os.environ.get("GCE_METADATA_IP") or "169.254.169.254"
+    flavor = {"Metadata-Flavor": "Google"}  # of the request and, documented too, of every answer
+    try:
+        answer = transport(f"http://{server}", headers=flavor, timeout=_METADATA_TIMEOUT)
+        is_metadata_server = answer.headers.get("Metadata-Flavor") == "Google"
+        if is_metadata_server and answer.status == 200:
+            found: google.auth.credentials.Credentials = (
+                google.auth.compute_engine.Credentials().with_quota_project_from_environment()
+            )
+            return found
+        problem = f"HTTP {answer.status}"
+        if not (is_metadata_server or (transport.was_put_off() and _is_one_of_googles())):
+            return None
+    except google.auth.exceptions.TransportError as exc:
+        if not _is_one_of_googles():
+            return None
+        problem = told(exc)
+    raise ConnectionLostError(
+        "the metadata server, which has the credentials of Google's machines, does not answer for "
+        "the moment, and no file with credentials was found",
+        uri=uri,
+        cause=problem,
+        certain=True,
+    )
+
+
+def _is_one_of_googles() -> bool:
+    """Whether there should be a metadata server; also if that can't be looked up at the moment.
+
+    Its name is known on Google's machines only.
+    """
+    if os.environ.get("GCE_METADATA_IP") or os.environ.get("GCE_METADATA_HOST"):
+        return True
+    try:
+        socket.getaddrinfo("metadata.google.internal", 80)
+    except socket.gaierror as exc:
+        return exc.errno == socket.EAI_AGAIN
+    return True
+
+
+def _from_file(path: str, transport: Transport) -> google.auth.credentials.Credentials:
     found: google.auth.credentials.Credentials
     with warnings.catch_warnings():
         # google-auth warns of files of unknown origin; this one is named by who runs the job
         warnings.simplefilter("ignore", DeprecationWarning)
-        found, _ = google.auth.load_credentials_from_file(path, request=request)
+        found, _ = google.auth.load_credentials_from_file(path, request=transport)
     return found
-
-
-@contextlib.contextmanager
-def _translated(uri: str | None = None) -> Iterator[None]:
-    """Raises google-auth's errors as cloudckpt's, without what they hold of a token's answer."""
-    try:
-        yield
-    except (google.auth.exceptions.GoogleAuthError, ValueError, OSError) as exc:
-        error: StoreError = CredentialsError(
-            "the Google credentials can't be used: they are expired, revoked, incomplete, or may "
-            "not act as the service account; sign in again, or check its roles",
-            uri=uri,
-            cause=_reason(exc),
-        )
-        if _is_passing(exc):
-            error = ConnectionLostError(
-                "the access token could not be fetched for the moment", uri=uri, cause=_reason(exc)
-            )
-        raise_alone(error)
-
-
-def _is_passing(exc: Exception) -> bool:
-    """Whether trying again may help."""
-    if getattr(exc, "retryable", False):
-        return True
-    first = exc.args[0] if exc.args else None
-    if isinstance(first, ValueError):  # a header or URL that requests does not send
-        return False
-    inner = first if isinstance(first, google.auth.exceptions.GoogleAuthError) else exc
-    if not isinstance(inner, _NO_ANSWER):
-        return False
-    answer = inner.args[1] if len(inner.args) > 1 else None
-    status = getattr(answer, "status", None)
-    return not isinstance(status, int) or status == 429 or status >= 500
-
-
-_NO_ANSWER = (
-    google.auth.exceptions.TransportError,
-    google.auth.exceptions.TimeoutError,
-    google.auth.exceptions.ResponseError,
-)
-
-
-def _reason(exc: Exception) -> str:
-    """What a token endpoint says of its refusal; the rest of its answer may hold secrets."""
-    if not isinstance(exc, google.auth.exceptions.GoogleAuthError):
-        # others may quote what they can't read, such as a private key
-        return reason(exc) if isinstance(exc, OSError) else type(exc).__name__
-    first = masked(str(exc.args[0])) if exc.args else ""  # whole: what is cut is not recognized
-    texts = [first.partition("\n")[0][:_LONGEST_REASON]] if first else []
-    answer = exc.args[1] if len(exc.args) > 1 else None
-    if isinstance(answer, Exception):
-        texts.append(_reason(answer))
-    if isinstance(answer, str):
-        with contextlib.suppress(ValueError):
-            answer = json.loads(answer)
-    if isinstance(answer, Mapping):
-        error = answer.get("error")
-        told = (
-            error.get("message") if isinstance(error, Mapping) else answer.get("error_description")
-        )
-        texts += [str(told)] if told else []
-    return masked(f"{type(exc).__name__}: {': '.join(texts)}")

@@ -6,8 +6,10 @@ Both lists are those of the API references ("HTTP status and error codes for JSO
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import zlib
 from collections.abc import Mapping
 
 from cloudckpt.errors import (
@@ -30,15 +32,16 @@ from cloudckpt.stores.refusals import (
     SLOW_DOWN,
     TOO_SHORT,
     Meaning,
-    by_status,
     from_elsewhere,
     is_certain,
+    meant,
     refusal,
 )
 from cloudckpt.stores.xml_answers import error_fields
 
 __all__ = ["from_answer"]
 
+_LONGEST_BODY = 64 * 1024
 _LONGEST_TEXT = 500
 _OWN_TEXT = re.compile(r"No such object|bucket does not exist|storage\.\w+\.\w+|requester pays")
 
@@ -58,8 +61,10 @@ _BY_REASON: dict[str, Meaning] = {
     "authError": (CredentialsError, "the store does not accept these credentials"),
     "badDigest": DAMAGED,
     "conditionNotMet": NOT_AS_EXPECTED,
+    "crcMismatch": DAMAGED,
     "expiredToken": EXPIRED,
     "incompleteBody": CUT_SHORT,
+    "invalidDigest": DAMAGED,
     "invalidRange": TOO_SHORT,
     "noSuchBucket": _NO_BUCKET,
     "noSuchKey": NO_OBJECT,
@@ -93,6 +98,7 @@ def from_answer(
     status: int, headers: Mapping[str, str], body: bytes, action: str, uri: str
 ) -> StoreError:
     """The error for an answer that is no success, of either API."""
+    body = _decompressed(headers, body)
     reason, message = _fields(body)
     page = body if body.lstrip()[:1] == b"<" else b""  # reads are refused with plain texts
     if error := from_elsewhere(status, reason, page, action, uri):
@@ -100,7 +106,7 @@ def from_answer(
     details = " ".join(text for text in (reason, f"HTTP {status}") if text)
     cause = ": ".join(text for text in (details, message) if text)
     known = _known(status, reason, message)
-    meaning = known or _BY_STATUS.get(status) or by_status(status)
+    meaning = meant(status, known, _BY_STATUS)
     certain = is_certain(reason, status, known)
     return refusal(meaning, action, uri, cause, headers, certain=certain)
 
@@ -117,6 +123,16 @@ def _known(status: int, reason: str, message: str) -> Meaning | None:
     if status == 503 and reason == "backendError":  # with 500, it is a failure inside
         return _UNAVAILABLE
     return _BY_REASON.get(reason[:1].lower() + reason[1:])
+
+
+def _decompressed(headers: Mapping[str, str], body: bytes) -> bytes:
+    """A body that was compressed for the way, as reads of content allow it."""
+    if any(
+        (name.lower(), value) == ("content-encoding", "gzip") for name, value in headers.items()
+    ):
+        with contextlib.suppress(zlib.error):
+            return zlib.decompressobj(wbits=zlib.MAX_WBITS | 16).decompress(body, _LONGEST_BODY)
+    return body
 
 
 def _fields(body: bytes) -> tuple[str, str]:

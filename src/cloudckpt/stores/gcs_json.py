@@ -47,18 +47,35 @@ class JsonObjects:
         endpoint: The URL that paths are appended to.
         bucket: The bucket's name.
         checksums: Whether to send CRC32C for the store to verify.
+        payer: The project to bill, for buckets whose requesters pay.
     """
 
-    def __init__(self, store: RestStore, endpoint: str, bucket: str, *, checksums: bool) -> None:
+    def __init__(
+        self,
+        store: RestStore,
+        endpoint: str,
+        bucket: str,
+        *,
+        checksums: bool,
+        payer: str | None = None,
+    ) -> None:
         self._store = store
         self._endpoint = endpoint
         self._path = f"/storage/v1/b/{quote(bucket, safe='')}/o"
         self._checksums = checksums
+        self._payer = payer
         self._batches = True
 
     def url(self, key: str, query: Mapping[str, str]) -> str:
         """The URL of an object."""
-        return _with(f"{self._endpoint}{self._object_path(key)}", query)
+        return self._endpoint + self._call(self._object_path(key), query)
+
+    def _call(self, path: str, query: Mapping[str, str]) -> str:
+        """A path with its query. The discovery document demands ``userProject`` there."""
+        given = {name: value for name, value in query.items() if value}
+        if self._payer is not None:
+            given["userProject"] = self._payer
+        return f"{path}?{encode_query(given)}" if given else path
 
     def _object_path(self, key: str) -> str:
         return f"{self._path}/{quote(key, safe='')}"
@@ -100,7 +117,7 @@ class JsonObjects:
         size = nbytes(body)
         with self._store.exchange(
             "POST",
-            _with(f"{self._endpoint}/upload{self._path}", query),
+            self._endpoint + self._call(f"/upload{self._path}", query),
             {"Content-Type": f"multipart/related; boundary={boundary}"},
             [memoryview(head), *body, memoryview(f"\r\n--{boundary}--\r\n".encode())],
             _of_payload(progress, len(head), size),
@@ -133,7 +150,7 @@ class JsonObjects:
         query = {"prefix": prefix, "fields": "items(name,size,generation),nextPageToken"}
         pages = Pages(self._store.uri(prefix))
         while True:
-            url = _with(f"{self._endpoint}{self._path}", query)
+            url = self._endpoint + self._call(self._path, query)
             with self._store.exchange("GET", url, {}, key=prefix) as reply:
                 page = self._answer(reply, prefix)
             for item in page.get("items", ()):
@@ -173,7 +190,7 @@ class JsonObjects:
             query["ifGenerationMatch"] = "0"
         if properties.kms_key is not None:
             query["kmsKeyName"] = properties.kms_key
-        url = _with(f"{self._endpoint}{self._object_path(key)}/compose", query)
+        url = self._endpoint + self._call(f"{self._object_path(key)}/compose", query)
         headers = {"Content-Type": "application/json"}
         body = [memoryview(content)]
         with self._store.exchange("POST", url, headers, body, key=key, is_long=True) as reply:
@@ -224,7 +241,7 @@ class JsonObjects:
         calls = [
             f"--{boundary}\r\nContent-Type: application/http\r\n"
             f"Content-ID: <{number}>\r\n\r\n"
-            f"DELETE {self._object_path(key)} HTTP/1.1\r\n\r\n\r\n"
+            f"DELETE {self._call(self._object_path(key), {})} HTTP/1.1\r\n\r\n\r\n"
             for number, key in enumerate(keys, 1)
         ]
         body = "".join([*calls, f"--{boundary}--\r\n"]).encode("ascii")
@@ -316,11 +333,6 @@ def parse_crc32c(text: str) -> int | None:
     """The CRC32C in a value of ``x-goog-hash``; None if there is none."""
     match = re.search(r"\bcrc32c=([A-Za-z0-9+/]{6}==)", text)
     return int.from_bytes(base64.b64decode(match.group(1)), "big") if match else None
-
-
-def _with(url: str, query: Mapping[str, str]) -> str:
-    given = {name: value for name, value in query.items() if value}
-    return f"{url}?{encode_query(given)}" if given else url
 
 
 def _of_payload(progress: Progress | None, before: int, size: int) -> Progress | None:

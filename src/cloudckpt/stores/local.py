@@ -38,6 +38,7 @@ from cloudckpt.stores.base import (
     random_suffix,
     skip,
 )
+from cloudckpt.stores.deletions import delete_all, one_by_one
 
 __all__ = ["LocalStore"]
 
@@ -181,9 +182,12 @@ class LocalStore(ObjectStore):
                     yield _info(str(path), path.stat())
 
     def delete(self, keys: Iterable[str]) -> None:
-        for key in keys:
-            with self._errors(key):
-                Path(key).unlink(missing_ok=True)
+        wanted = list(keys)
+        delete_all(wanted, max(len(wanted), 1), lambda keys: one_by_one(keys, self._delete))
+
+    def _delete(self, key: str) -> None:
+        with self._errors(key):
+            Path(key).unlink(missing_ok=True)
 
     def close(self) -> None:
         """No file stays open between two calls."""

@@ -35,6 +35,7 @@ __all__ = [
     "by_status",
     "is_certain",
     "from_elsewhere",
+    "meant",
     "refusal",
 ]
 
@@ -77,6 +78,22 @@ def by_status(status: int) -> Meaning:
     if status >= 500 or status == 200:  # an error in the body of a success
         return ServerError, "the store failed inside"
     return InvalidRequestError, "the store rejects the request"
+
+
+def meant(status: int, known: Meaning | None, own: Mapping[int, Meaning]) -> Meaning:
+    """What an answer means: by its code, else by its status.
+
+    429 always asks to slow down. The code may then name a quota, or a refusal as such, and would
+    end what goes well a minute later.
+
+    Args:
+        status: The HTTP status.
+        known: What the vendor documents about the code, if it does.
+        own: What statuses mean to this vendor in particular.
+    """
+    if status == 429:
+        return SLOW_DOWN
+    return known or own.get(status) or by_status(status)
 
 
 def is_certain(code: str, status: int, known: Meaning | None) -> bool:

@@ -72,7 +72,7 @@ class RestStore(ObjectStore):
     """A store whose objects are read with GET, HEAD and Range.
 
     A request that is refused for its credentials is sent a second time if the environment, files
-    and services that they come from have others by now: the one exception to "one attempt".
+    and services that they come from have others by now: an exception to "one attempt".
     """
 
     def __init__(self, root: str, http: HttpClient, credentials: Credentials[Any]) -> None:

@@ -1,26 +1,32 @@
 """``s3://``: AWS S3 and the stores that speak its protocol.
 
 boto3 finds credentials, region and endpoint, and signs. All requests travel through
-:mod:`cloudckpt.stores.http`, with an unsigned payload; integrity rests on CRC32C (and TLS), so no
-byte is hashed for the signature.
+:mod:`cloudckpt.stores.http`, large ones with an unsigned payload; integrity rests on CRC32C (and
+TLS), so the bytes of tensors are not hashed for the signature.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
+import functools
 import hashlib
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from cloudckpt.checksum import to_base64
+from cloudckpt.checksum import CRC32C, to_base64
 from cloudckpt.config import Config
 from cloudckpt.errors import (
+    AccessDeniedError,
     ConfigError,
+    InvalidRequestError,
     ObjectNotFoundError,
     PreconditionFailedError,
     ServerError,
     StoreError,
+    TransientStoreError,
+    WrongRegionError,
 )
 from cloudckpt.stores.base import (
     Body,
@@ -32,12 +38,18 @@ from cloudckpt.stores.base import (
     nbytes,
 )
 from cloudckpt.stores.deletions import Failures, delete_all
-from cloudckpt.stores.http import HttpClient
+from cloudckpt.stores.http import HttpClient, Reply
 from cloudckpt.stores.rest import Pages, RestStore, encode_key, encode_query
-from cloudckpt.stores.s3_access import BucketAccess, object_headers
+from cloudckpt.stores.s3_access import (
+    PAYLOAD_DIGEST,
+    UNSIGNED_PAYLOAD,
+    BucketAccess,
+    object_headers,
+)
 from cloudckpt.stores.s3_errors import from_answer, from_code
 from cloudckpt.stores.xml_answers import key_text, text, unqualified
 from cloudckpt.stores.xml_multipart import Dialect, XmlMultipart
+from cloudckpt.uri import CheckpointURI
 
 __all__ = ["S3Store"]
 
@@ -57,6 +69,7 @@ class S3Store(RestStore):
 
     def __init__(self, bucket: str, config: Config) -> None:
         root = f"s3://{bucket}"
+        CheckpointURI.parse(root)  # boto3 would ask a directory bucket for a session
         self._access = BucketAccess(bucket, config, root)
         super().__init__(root, HttpClient(self._access.http_options), self._access.credentials)
         options, aws = config.s3, self._access.is_aws
@@ -80,18 +93,36 @@ class S3Store(RestStore):
         self._knows_quotes = aws  # in If-Match; others have to show it
         self._object_headers = object_headers(options)
         self._payer = {"x-amz-request-payer": "requester"} if options.requester_pays else {}
-        self._multipart = XmlMultipart(self, self._access.bucket_url, self._dialect())
+        self._by_parts = self._uploads(whole=False)
+        self._multipart = self._uploads(whole=True)
+        if aws or not self._checksums:
+            self._by_parts = self._multipart
 
-    def _dialect(self) -> Dialect:
+    def _uploads(self, *, whole: bool) -> XmlMultipart:
+        """Uploads with a checksum of the whole, or one of the checksums of the parts."""
         if not self._checksums:
-            return Dialect(creation=self._object_headers)
-        kind = {"x-amz-checksum-type": "FULL_OBJECT"}
-        return Dialect(
-            creation={"x-amz-checksum-algorithm": "CRC32C", **kind, **self._object_headers},
-            part=self._checksum,
-            completion=lambda crc32c: {**self._checksum(crc32c), **kind},
-            part_checksum="ChecksumCRC32C",
-        )
+            dialect = Dialect(creation=self._object_headers)
+        else:
+            kind = {"x-amz-checksum-type": "FULL_OBJECT" if whole else "COMPOSITE"}
+            dialect = Dialect(
+                creation={"x-amz-checksum-algorithm": "CRC32C", **kind, **self._object_headers},
+                created=self._agree,
+                part=self._verified,
+                # the checksums of the parts go along: one that is made of them says no more
+                completion=lambda crc32c: {**_checksum(crc32c), **kind} if whole else {},
+                part_checksum="ChecksumCRC32C",
+            )
+        return XmlMultipart(self, self._access.bucket_url, dialect)
+
+    def _agree(self, headers: Mapping[str, str]) -> None:
+        """Takes an upload as the store has begun it.
+
+        MinIO before 2025 answers with the algorithm only: it does not know the type, and rejects a
+        checksum of the whole at the end.
+        """
+        told = headers.get("x-amz-checksum-type") or headers.get("x-amz-checksum-algorithm")
+        if told not in (None, "FULL_OBJECT"):
+            self._multipart = self._by_parts
 
     def put(
         self,
@@ -103,7 +134,7 @@ class S3Store(RestStore):
         if_version: str | None = None,
         progress: Progress | None = None,
     ) -> ObjectInfo:
-        headers = {**self._object_headers, **self._checksum(checksum)}
+        headers = {**self._object_headers, **self._verified(checksum)}
         if if_absent:
             headers["If-None-Match"] = "*"
         certain = True
@@ -148,7 +179,17 @@ class S3Store(RestStore):
         return [version, version.strip('"')]
 
     def create_upload(self, key: str, part_size: int) -> Upload:
-        return self._multipart.create(key, part_size)
+        uploads = self._multipart
+        try:
+            return uploads.create(key, part_size)
+        except InvalidRequestError:
+            if uploads is self._by_parts:
+                raise
+            # Cloudflare R2 has CRC32C of parts only:
+            # https://developers.cloudflare.com/r2/api/s3/api/#checksum-types
+            upload = self._by_parts.create(key, part_size)
+            self._multipart = self._by_parts
+            return upload
 
     def put_part(
         self,
@@ -169,10 +210,49 @@ class S3Store(RestStore):
         size = sum(part.size for part in parts)
         if tag:
             return ObjectInfo(upload.key, size, tag)
-        made = self._looked_up(upload.key, size)  # Ceph RGW 16 does not name it at first
-        if not _may_be_of(made.version, parts):
-            raise ServerError("the completion has no result", uri=self.uri(upload.key))
+        problem = "the completion has no result"  # Ceph RGW 16 does not name it at first
+        whole = CRC32C.combine((part.checksum, part.size) for part in parts)
+        try:
+            made, same = self._compare(upload.key, size, whole, parts)
+        except StoreError as error:
+            raise ServerError(problem, uri=self.uri(upload.key), cause=error) from error
+        if same is False:
+            raise ServerError(problem, uri=self.uri(upload.key))
         return made
+
+    def holds(
+        self, key: str, *, size: int, checksum: int, parts: Sequence[Part] = ()
+    ) -> ObjectInfo | None:
+        try:
+            info, same = self._compare(key, size, checksum, parts)
+            if same is None:
+                same = self._checksum_of(info) == checksum
+            return info if same else None
+        except (ObjectNotFoundError, PreconditionFailedError):
+            return None
+
+    def _compare(
+        self, key: str, size: int, checksum: int, parts: Sequence[Part]
+    ) -> tuple[ObjectInfo, bool | None]:
+        """The object, and whether it is made of these bytes: None if the store does not tell."""
+        wanted = {"x-amz-checksum-mode": "ENABLED"} if self._checksums else {}
+        try:
+            info, told = self._told(key, wanted)
+        except (TransientStoreError, ObjectNotFoundError):
+            raise
+        except StoreError:  # without kms:Decrypt, S3 tells no checksum, and nothing else then
+            info, told = self._told(key, {})
+        if info.size != size:
+            return info, False
+        found = (_by_etag(told, parts), _by_checksum(told, checksum, parts))
+        if True in found:
+            return info, True
+        return info, False if False in found else None
+
+    def _told(self, key: str, wanted: Mapping[str, str]) -> tuple[ObjectInfo, dict[str, str]]:
+        with self.exchange("HEAD", self.object_url(key), wanted, key=key) as reply:
+            info = ObjectInfo(key, reply.length or 0, self._version(reply, key))
+            return info, {name.lower(): value for name, value in reply.headers.items()}
 
     def abort_upload(self, upload: Upload) -> None:
         self._multipart.abort(upload)
@@ -225,6 +305,46 @@ class S3Store(RestStore):
             failures += [(name, error) for name in ([key] if key in keys else keys)]
         return failures
 
+    @contextlib.contextmanager
+    def exchange(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: Body = (),
+        progress: Progress | None = None,
+        *,
+        key: str,
+        is_long: bool = False,
+    ) -> Iterator[Reply]:
+        """The same; a request to the wrong region is sent once more, to the one that S3 names."""
+        digest, used = self._access.payload_digest(method, body), self._access.region
+        attempt = functools.partial(
+            super().exchange, method, url, {**headers, PAYLOAD_DIGEST: digest}, body, progress,
+            key=key, is_long=is_long,
+        )  # fmt: skip
+        was_certain = True  # of the first try
+        try:
+            with contextlib.ExitStack() as stack:
+                reply = None
+                try:
+                    reply = stack.enter_context(attempt())
+                except WrongRegionError as refused:
+                    if refused.region is None or not self._access.follow(refused.region, used):
+                        raise
+                    was_certain = refused.certain
+                if reply is None:
+                    reply = stack.enter_context(attempt())
+                yield reply
+        except StoreError as error:
+            error.certain = error.certain and was_certain
+            if isinstance(error, AccessDeniedError) and digest == UNSIGNED_PAYLOAD:
+                error.message += (
+                    "; if a policy denies unsigned payloads (s3:x-amz-content-sha256), set "
+                    "S3Options(payload_signing='on') or CLOUDCKPT_S3_PAYLOAD_SIGNING=on"
+                )
+            raise
+
     def object_url(self, key: str, query: Mapping[str, str] | None = None) -> str:
         url = self._access.base + encode_key(key)
         return f"{url}?{encode_query(query)}" if query else url
@@ -237,23 +357,50 @@ class S3Store(RestStore):
     def _authorized(
         self, method: str, url: str, headers: Mapping[str, str]
     ) -> tuple[str, Mapping[str, str]]:
+        url = self._access.address(url)
         return url, self._access.sign(method, url, {**headers, **self._payer})
 
     def _if_version(self, version: str) -> Mapping[str, str]:
         return {"If-Match": version}
 
-    def _checksum(self, crc32c: int) -> dict[str, str]:
-        return {"x-amz-checksum-crc32c": to_base64(crc32c)} if self._checksums else {}
+    def _verified(self, crc32c: int) -> dict[str, str]:
+        """Of a request with payload: Object Lock demands the name of the algorithm, or an MD5."""
+        if not self._checksums:
+            return {}
+        return {"x-amz-sdk-checksum-algorithm": "CRC32C", **_checksum(crc32c)}
 
 
-def _may_be_of(tag: str, parts: Sequence[Part]) -> bool:
-    """Whether an ETag can be that of an object made of these parts.
+def _checksum(crc32c: int) -> dict[str, str]:
+    return {"x-amz-checksum-crc32c": to_base64(crc32c)}
 
-    S3 makes it of the MD5 of each part and their number. Of other forms, as where the store
-    encrypts, nothing can be said.
+
+def _by_checksum(told: Mapping[str, str], whole: int, parts: Sequence[Part]) -> bool | None:
+    """Whether an object is made of these bytes, by its checksum; None if that can't be said.
+
+    https://docs.aws.amazon.com/AmazonS3/latest/userguide/checking-object-integrity-upload.html
     """
-    tags = [part.tag.strip('"') for part in parts]
-    if not _MULTIPART.fullmatch(tag) or not all(map(_MD5.fullmatch, tags)):
+    found, of_parts, _ = told.get("x-amz-checksum-crc32c", "").partition("-")
+    if not found:
+        return None
+    kind = "COMPOSITE" if of_parts else told.get("x-amz-checksum-type")
+    composite = CRC32C.of(b"".join(part.checksum.to_bytes(4, "big") for part in parts))
+    if kind != "COMPOSITE" and found == to_base64(whole):
         return True
+    if kind != "FULL_OBJECT" and parts and found == to_base64(composite):
+        return True
+    return False if kind == "FULL_OBJECT" or (kind == "COMPOSITE" and parts) else None
+
+
+def _by_etag(told: Mapping[str, str], parts: Sequence[Part]) -> bool | None:
+    """Whether an object is made of these parts, by its ETag; None if that can't be said.
+
+    S3 makes it of the MD5 of each part and their number, unless it encrypts by KMS:
+    https://docs.aws.amazon.com/AmazonS3/latest/API/API_Object.html
+    """
+    tag, tags = told.get("etag", ""), [part.tag.strip('"') for part in parts]
+    if told.get("x-amz-server-side-encryption", "").startswith("aws:kms") or not parts:
+        return None
+    if not _MULTIPART.fullmatch(tag) or not all(map(_MD5.fullmatch, tags)):
+        return None
     whole = hashlib.md5(b"".join(map(bytes.fromhex, tags)), usedforsecurity=False).hexdigest()
     return tag.strip('"') == f"{whole}-{len(parts)}"

@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
+import logging
 import os
+import re
+import threading
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlencode, urlsplit
 
 import urllib3
 
+from cloudckpt._version import __version__
 from cloudckpt.config import Config, S3Options
 from cloudckpt.config.options import check_endpoint
 from cloudckpt.errors import (
     CloudCheckpointError,
     ConfigError,
-    ConnectionLostError,
     CredentialsError,
     InvalidRequestError,
     MissingDependencyError,
 )
-from cloudckpt.stores.credentials import (
-    Credentials,
-    check_credential,
-    raise_alone,
-    reason,
-)
+from cloudckpt.stores.base import Body, nbytes
+from cloudckpt.stores.credentials import Credentials, raise_alone, reason
 from cloudckpt.stores.http import HttpOptions
-from cloudckpt.stores.s3_errors import from_code
 
 try:
     import boto3
@@ -41,12 +40,32 @@ try:
     from botocore.credentials import ReadOnlyCredentials
     from botocore.httpsession import get_cert_path
     from botocore.utils import get_environ_proxies
+
+    from cloudckpt.stores.instance_metadata import METADATA_SETTINGS
+    from cloudckpt.stores.s3_credentials import Keys
 except ImportError as exc:
     raise MissingDependencyError(
         "s3:// needs boto3; install it with: pip install 'cloudckpt[s3]'", cause=exc
     ) from exc
 
-__all__ = ["BucketAccess", "object_headers"]
+__all__ = ["PAYLOAD_DIGEST", "UNSIGNED_PAYLOAD", "BucketAccess", "object_headers"]
+
+PAYLOAD_DIGEST = "x-amz-content-sha256"
+"""The header that tells what of a body is signed."""
+
+UNSIGNED_PAYLOAD = "UNSIGNED-PAYLOAD"
+"""In place of a digest: the body is not signed."""
+
+_SMALL = 1024 * 1024  # bytes that SHA-256 takes one to three milliseconds for
+
+logger = logging.getLogger("cloudckpt")
+
+
+class _Place(NamedTuple):
+    """Where the bucket is, and the region to sign requests for."""
+
+    bucket_url: str
+    region: str
 
 
 class BucketAccess:
@@ -54,7 +73,8 @@ class BucketAccess:
 
     Attributes:
         base: The URL that keys are appended to, ending in a slash.
-        bucket_url: The URL of the bucket, for a query to be appended.
+        bucket_url: The URL of the bucket, for a query to be appended. This and ``base`` are what
+            the store began with; :meth:`address` says where a URL is by now.
         credentials: What requests are signed with.
         is_aws: Whether the endpoint is Amazon's own.
         http_options: How to connect to it.
@@ -63,91 +83,146 @@ class BucketAccess:
     def __init__(self, bucket: str, config: Config, uri: str) -> None:
         for variable in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
             check_endpoint(os.environ.get(variable) or None, variable)
-        self.credentials = Credentials(lambda: _Keys(config.s3, uri))
-        with _translated("reach", uri):
-            session = _session(config.s3)
+        options = config.s3
+        self._bucket, self._options, self._uri = bucket, options, uri
+        make = None if options.anonymous else lambda: _session(options)
+        self.credentials = Credentials(lambda: Keys(make, uri))
+        with _translated(uri):
+            session = _session(options)
             core = session._session
-            client: Any = session.client(
-                "s3",
-                endpoint_url=config.s3.endpoint_url,
-                config=_boto_config(config.s3),
-                **_NO_CREDENTIALS,
-            )
-            self.base, self._region = _resolve(client, bucket)
+            client = _client(session, options)
+            self.base, region = _resolve(client, bucket)
             client.close()
         # path style: http://host/bucket; virtual style: https://bucket.host/
         path_style = self.base.count("/") > 3
         self.bucket_url = self.base.removesuffix("/") if path_style else self.base
+        self._place = _Place(self.bucket_url, region)
+        self._moving = threading.Lock()
+        self._signs = _signs_payloads(client, options)
         host = self.base.split("/")[2].partition(":")[0]
         self.is_aws = host.endswith(_suffixes(core))
         self.http_options = _http_options(client, core.get_config_variable("ca_bundle"), config)
 
+    @property
+    def region(self) -> str:
+        """The region that requests are signed for at the moment."""
+        return self._place.region
+
+    def address(self, url: str) -> str:
+        """Where a URL of this bucket is, if the bucket was found in another region."""
+        return self._place.bucket_url + url.removeprefix(self.bucket_url)
+
+    def follow(self, region: str, used: str) -> bool:
+        """Goes to the region that the bucket is in, if a request for ``used`` was refused for it.
+
+        Returns:
+            Whether the same request has another address or signature now.
+        """
+        with self._moving:
+            if region == used or not _REGION.fullmatch(region):
+                return False
+            if self._place.region == region:
+                return True  # another thread was here before
+            with _translated(self._uri):
+                client = _client(_session(self._options), self._options, region)
+                base, signed_for = _resolve(client, self._bucket)
+                client.close()
+            is_path = self.bucket_url != self.base
+            place = _Place(base.removesuffix("/") if is_path else base, signed_for)
+            if place == self._place:
+                return False
+            logger.warning(
+                "%s is in %s, not %s: AWS_REGION=%s spares the detour",
+                self._uri, region, used or "the default region", region,
+            )  # fmt: skip
+            self._place = place
+            return True
+
+    def payload_digest(self, method: str, body: Body) -> str:
+        """What the signature says of a body: its SHA-256, or that it is not signed.
+
+        Integrity rests on CRC32C and TLS, so the bytes of tensors are not hashed again unless that
+        is wanted. All other bodies are small, and signed: policies may deny what is not.
+        """
+        signs = self._signs
+        if signs is None:
+            signs = method != "PUT" or nbytes(body) <= _SMALL
+        if not signs:
+            return UNSIGNED_PAYLOAD
+        digest = hashlib.sha256()
+        for view in body:
+            digest.update(view)  # without the GIL, but for the smallest
+        return digest.hexdigest()
+
     def sign(self, method: str, url: str, headers: Mapping[str, str]) -> dict[str, str]:
-        """The headers with which a request may be sent; the payload is not part of the signature.
+        """The headers with which a request may be sent; ``PAYLOAD_DIGEST`` must be among them.
+
+        Content-Length is not signed: gateways leave it out if it is zero, and HTTP/2 knows none.
 
         Raises:
             CredentialsError: If the credentials can't be refreshed.
         """
+        given = dict(headers)
+        digest = given.pop(PAYLOAD_DIGEST)
         secrets = self.credentials.current.fetch()
         if not secrets:
-            return dict(headers)
-        request = AWSRequest(method, url, headers=dict(headers))
-        request.context["client_config"] = _UNSIGNED_PAYLOAD
+            return given
+        length = {name: given.pop(name) for name in ("Content-Length",) if name in given}
+        request = AWSRequest(method, url, headers=given)
+        request.context[PAYLOAD_DIGEST] = digest
         access_key, secret_key, token = secrets
         keys = ReadOnlyCredentials(access_key, secret_key, token or None)
-        S3SigV4Auth(keys, "s3", self._region).add_auth(request)
-        return dict(request.headers.items())
+        _Signer(keys, "s3", self.region).add_auth(request)
+        return length | dict(request.headers.items())
+
+
+_REGION = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")  # a label of a host name
+
+
+class _Signer(S3SigV4Auth):  # type: ignore[misc]
+    """Signs a body by its digest, since botocore takes no list of buffers."""
+
+    def payload(self, request: AWSRequest) -> str:
+        digest: str = request.context[PAYLOAD_DIGEST]
+        return digest
 
 
 def _session(options: S3Options) -> Any:
-    """boto3, as it finds the environment and its files now."""
-    core = botocore.session.Session(profile=options.profile)
-    return boto3.session.Session(botocore_session=core, region_name=options.region)
+    """boto3, as it finds the environment and its files now.
+
+    The region is that of the options; else of AWS_REGION, which all other SDKs of AWS know; else
+    of AWS_DEFAULT_REGION, which boto3 knows; else of the profile. AWS documents this order for its
+    command line: https://docs.aws.amazon.com/cli/latest/userguide/cli-configure-envvars.html
+    """
+    core = botocore.session.Session(session_vars=_SETTINGS, profile=options.profile)
+    core.user_agent_extra = f"cloudckpt/{__version__}"
+    variables = (os.environ.get(name) for name in ("AWS_REGION", "AWS_DEFAULT_REGION"))
+    region = options.region or next(filter(None, variables), None)
+    return boto3.session.Session(botocore_session=core, region_name=region)
 
 
-class _Keys:
-    """The credentials that boto3 finds; none if the options want none."""
-
-    def __init__(self, options: S3Options, uri: str) -> None:
-        self._uri = uri
-        self._found: Any = None
-        self._latest: tuple[str, ...] = ()
-        if options.anonymous:
-            return
-        with _translated(_FIND, uri):
-            self._found = _session(options).get_credentials()
-        if self._found is None:
-            raise CredentialsError(
-                "no AWS credentials were found: neither in the environment "
-                "(AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_WEB_IDENTITY_TOKEN_FILE), nor "
-                "in a profile of ~/.aws/config and ~/.aws/credentials (AWS_PROFILE), nor from "
-                "the container's or instance's role",
-                uri=uri,
-            )
-
-    def secrets(self) -> tuple[str, ...]:
-        return self._latest or self.fetch()
-
-    def fetch(self) -> tuple[str, ...]:
-        """Access key, secret key and session token, which may be empty; renews them if due."""
-        if self._found is None:
-            return ()
-        with _translated(_FIND, self._uri):
-            frozen = self._found.get_frozen_credentials()  # refreshes them when they are due
-        found = (frozen.access_key, frozen.secret_key, frozen.token or "")
-        for value, (variable, entry) in zip(found, _NAMES, strict=True):
-            source = self._found.method
-            name = variable if source == "env" else f"{entry} (which boto3 found by {source!r})"
-            check_credential(value, name, self._uri, header=value is not frozen.secret_key)
-        self._latest = found
-        return found
+_SETTINGS = {"region": ("region", None, None, None), **METADATA_SETTINGS}
 
 
-_NAMES = (
-    ("AWS_ACCESS_KEY_ID", "aws_access_key_id"),
-    ("AWS_SECRET_ACCESS_KEY", "aws_secret_access_key"),
-    ("AWS_SESSION_TOKEN", "aws_session_token"),
-)
+def _client(session: Any, options: S3Options, region: str | None = None) -> Any:
+    """What tells endpoint and region, and sends nothing."""
+    return session.client(
+        "s3",
+        region_name=region,
+        endpoint_url=options.endpoint_url,
+        config=_boto_config(options),
+        **_NO_CREDENTIALS,
+    )
+
+
+def _signs_payloads(client: Any, options: S3Options) -> bool | None:
+    """Whether all bodies are signed, or none; None if it is left to us."""
+    if options.payload_signing != "auto":
+        return options.payload_signing == "on"
+    of_profile: bool | None = (client.meta.config.s3 or {}).get("payload_signing_enabled")
+    return of_profile
+
+
 # of the client that only tells endpoint and region: it would look for some and log what it finds
 _NO_CREDENTIALS = {"aws_access_key_id": "none", "aws_secret_access_key": "none"}
 
@@ -156,9 +231,6 @@ def _suffixes(core: botocore.session.Session) -> tuple[str, ...]:
     """What Amazon's hosts end in, as botocore knows its partitions; the client has loaded them."""
     partitions = core.get_data("partitions")["partitions"]
     return tuple({f".{partition['outputs']['dnsSuffix']}" for partition in partitions})
-
-
-_UNSIGNED_PAYLOAD = BotoConfig(s3={"payload_signing_enabled": False})
 
 
 def _resolve(client: Any, bucket: str) -> tuple[str, str]:
@@ -181,7 +253,7 @@ def _resolve(client: Any, bucket: str) -> tuple[str, str]:
     finally:
         events.unregister("before-send.s3.HeadObject", capture)
     url, region = seen[0]
-    return url.partition("?")[0].removesuffix("x"), region
+    return url.partition("?")[0].removesuffix("x"), region or client.meta.region_name
 
 
 def _signed_for(signature: str | bytes) -> str:
@@ -192,13 +264,10 @@ def _signed_for(signature: str | bytes) -> str:
 
 
 def _boto_config(options: S3Options) -> BotoConfig:
-    return BotoConfig(
-        signature_version=UNSIGNED if options.anonymous else "s3v4",
-        s3={
-            "addressing_style": options.addressing_style,
-            "us_east_1_regional_endpoint": "regional",
-        },
-    )
+    s3 = {"us_east_1_regional_endpoint": "regional"}
+    if options.addressing_style is not None:  # else the profile's
+        s3["addressing_style"] = options.addressing_style
+    return BotoConfig(signature_version=UNSIGNED if options.anonymous else "s3v4", s3=s3)
 
 
 def _http_options(client: Any, ca_bundle: str | None, config: Config) -> HttpOptions:
@@ -228,55 +297,29 @@ def object_headers(options: S3Options) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if value is not None}
 
 
-_FIND = "find credentials for"
-_CREDENTIAL_ERRORS = (
-    botocore.exceptions.NoCredentialsError,
-    botocore.exceptions.PartialCredentialsError,
-    botocore.exceptions.CredentialRetrievalError,
-    botocore.exceptions.ProfileNotFound,
-    botocore.exceptions.TokenRetrievalError,
-    botocore.exceptions.UnauthorizedSSOTokenError,
-    botocore.exceptions.SSOTokenLoadError,
+@contextlib.contextmanager
+def _translated(uri: str) -> Iterator[None]:
+    """Raises what boto3 says of its settings and of the bucket's name as cloudckpt's errors."""
+    try:
+        yield
+    except (botocore.exceptions.BotoCoreError, ValueError, OSError) as exc:
+        raise_alone(_meaning(exc, uri))
+
+
+_OF_THE_REQUEST = (
+    botocore.exceptions.ParamValidationError,
+    botocore.exceptions.EndpointProviderError,
+    botocore.exceptions.UnsupportedS3ArnError,
+    botocore.exceptions.UnsupportedS3AccesspointConfigurationError,
+    botocore.exceptions.InvalidHostLabelError,
 )
 
 
-@contextlib.contextmanager
-def _translated(action: str, uri: str) -> Iterator[None]:
-    """Raises boto3's errors as cloudckpt's, without the credentials that they may quote."""
-    try:
-        yield
-    except botocore.exceptions.ClientError as exc:
-        answer: Mapping[str, Any] = exc.response
-        error, meta = answer.get("Error", {}), answer.get("ResponseMetadata", {})
-        raise_alone(
-            from_code(
-                str(error.get("Code", "")),
-                int(meta.get("HTTPStatusCode", 0)),
-                str(error.get("Message", "")),
-                action,
-                uri,
-                meta.get("HTTPHeaders", {}),
-            )
-        )
-    except (botocore.exceptions.BotoCoreError, ValueError, OSError) as exc:
-        raise_alone(_meaning(exc, action, uri))
-
-
-def _meaning(exc: Exception, action: str, uri: str) -> CloudCheckpointError:
+def _meaning(exc: Exception, uri: str) -> CloudCheckpointError:
     cause = reason(exc)
-    other = isinstance(exc, (ValueError, OSError))  # of a file, a token, a URL that can't be read
-    if isinstance(exc, _CREDENTIAL_ERRORS) or (other and action == _FIND):
-        return CredentialsError(
-            "the AWS credentials can't be used; check AWS_PROFILE, the AWS_* variables and ~/.aws, "
-            "or sign in again",
-            uri=uri,
-            cause=cause,
-        )
-    lost = (botocore.exceptions.HTTPClientError, botocore.exceptions.ConnectionError)
-    if isinstance(exc, lost):
-        return ConnectionLostError(
-            f"could not {action} the object: no answer from the endpoint", uri=uri, cause=cause
-        )
-    if other:
-        return ConfigError("boto3 rejects its settings", uri=uri, cause=cause)
-    return InvalidRequestError(f"boto3 can't {action} the object", uri=uri, cause=cause)
+    if isinstance(exc, botocore.exceptions.ProfileNotFound):
+        text = "there is no such profile; check AWS_PROFILE and ~/.aws"
+        return CredentialsError(text, uri=uri, cause=cause)
+    if isinstance(exc, _OF_THE_REQUEST):
+        return InvalidRequestError("boto3 can't reach the object", uri=uri, cause=cause)
+    return ConfigError("boto3 rejects its settings", uri=uri, cause=cause)

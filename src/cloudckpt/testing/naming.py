@@ -48,7 +48,9 @@ def google_naming(method: str, target: str) -> tuple[str, str]:
     """
     if target.startswith("/batch/"):
         return "DeleteObjects", "/"
-    match = re.match(r"(/upload)?/storage/v1/b/([^/?]+)/o(?:/([^/?]+))?(/compose)?", target)
+    match = re.match(
+        r"(/upload|/download)?/storage/v1/b/([^/?]+)/o(?:/([^/?]+))?(/compose)?", target
+    )
     if match is None:
         return s3_naming(method, target)
     _, query = _parsed(target)

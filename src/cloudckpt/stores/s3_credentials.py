@@ -1,0 +1,247 @@
+"""The AWS credentials that boto3 finds, and what it means if it finds none for the moment.
+
+"There are none" ends a job, so it is said only if every source says so. A source that can't be
+asked, or that is busy, raises a transient error instead, and is asked again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import botocore.exceptions
+from urllib3.exceptions import HTTPError, LocationValueError
+
+from cloudckpt.errors import (
+    AccessDeniedError,
+    CloudCheckpointError,
+    ConnectionLostError,
+    CredentialsError,
+    ServerError,
+    StoreError,
+    ThrottledError,
+    TransientStoreError,
+)
+from cloudckpt.stores.credentials import check_credential, masked, raise_alone, reason
+from cloudckpt.stores.instance_metadata import trouble_with_metadata
+from cloudckpt.stores.refusals import by_status
+from cloudckpt.stores.s3_errors import from_code
+from cloudckpt.stores.tls import lasting_failure
+
+__all__ = ["Keys"]
+
+logger = logging.getLogger("cloudckpt")
+
+
+_FOR_NOW = "the AWS credentials can't be fetched for now"
+_UNUSABLE = (
+    "the AWS credentials can't be used; check AWS_PROFILE, the AWS_* variables and ~/.aws, "
+    "or sign in again"
+)
+_PAUSE = 30.0  # seconds between attempts to renew credentials that are still good
+_NAMES = (
+    ("AWS_ACCESS_KEY_ID", "aws_access_key_id"),
+    ("AWS_SECRET_ACCESS_KEY", "aws_secret_access_key"),
+    ("AWS_SESSION_TOKEN", "aws_session_token"),
+)
+
+
+class Keys:
+    """The credentials that boto3 finds; none if it is not asked.
+
+    botocore renews them before they expire. If that fails, those that it has are used as long as
+    they live: it would refuse them ten minutes before their end, and a save would end with them.
+    """
+
+    def __init__(self, session: Callable[[], Any] | None, uri: str) -> None:
+        """``session`` makes a session of boto3; ``uri`` is for messages."""
+        self._uri = uri
+        self._found: Any = None
+        self._latest: tuple[str, ...] = ()
+        self._renewing = threading.Lock()
+        self._pause_until = 0.0
+        if session is None:
+            return
+        with _translated(uri):
+            asked = session()
+            self._core = asked._session
+        with self._explained():
+            self._found = asked.get_credentials()
+            if self._found is None:
+                raise botocore.exceptions.NoCredentialsError
+
+    def secrets(self) -> tuple[str, ...]:
+        return self._latest or self.fetch()
+
+    def fetch(self) -> tuple[str, ...]:
+        """Access key, secret key and session token, which may be empty; renews them if due."""
+        if self._found is None:
+            return ()
+        if not self._renewing.acquire(blocking=not self._are_good()):
+            return self._latest  # another thread is renewing them
+        try:
+            if time.monotonic() >= self._pause_until or not self._are_good():
+                self._latest = self._read()
+        except StoreError as error:
+            if not self._are_good():
+                raise
+            self._pause_until = time.monotonic() + _PAUSE
+            logger.warning("the credentials that are still good are used: %s", error)
+        finally:
+            self._renewing.release()
+        return self._latest
+
+    def _are_good(self) -> bool:
+        """Whether there are some, and they have not expired."""
+        is_due = getattr(self._found, "refresh_needed", None)
+        return bool(self._latest) and not (is_due is not None and is_due(0))
+
+    def _read(self) -> tuple[str, ...]:
+        with self._explained():
+            frozen = self._found.get_frozen_credentials()  # refreshes them when they are due
+        found = (frozen.access_key, frozen.secret_key, frozen.token or "")
+        for value, (variable, entry) in zip(found, _NAMES, strict=True):
+            source = self._found.method
+            name = variable if source == "env" else f"{entry} (which boto3 found by {source!r})"
+            check_credential(value, name, self._uri, header=value is not frozen.secret_key)
+        return found
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Raises what boto3 says, or where it says nothing, what the instance's metadata say."""
+        trouble: StoreError | None = None
+        with _translated(self._uri):
+            try:
+                yield
+            except _SILENT as exc:
+                if not _is_of_the_instance(exc):
+                    raise
+                trouble = trouble_with_metadata(self._core, self._uri)
+                if trouble is None:
+                    raise
+        if trouble is not None:
+            raise trouble
+
+
+_SILENT = (
+    botocore.exceptions.NoCredentialsError,
+    botocore.exceptions.CredentialRetrievalError,
+    botocore.exceptions.MetadataRetrievalError,
+)
+_OF_THE_INSTANCE = ("iam-role", "ec2instancemetadata")  # botocore's name, and that of profiles
+
+
+def _is_of_the_instance(exc: botocore.exceptions.BotoCoreError) -> bool:
+    """Whether the last thing that botocore asked were the metadata of the instance."""
+    if isinstance(exc, botocore.exceptions.CredentialRetrievalError):
+        return str(exc.kwargs.get("provider")).lower() in _OF_THE_INSTANCE
+    return True
+
+
+@contextlib.contextmanager
+def _translated(uri: str) -> Iterator[None]:
+    """Raises what comes of looking for credentials as cloudckpt's errors, without credentials.
+
+    boto3 raises whatever its sources do: a RuntimeError for renewed credentials that have expired,
+    a KeyError for an answer that lacks one of them, what reading files and answers raises.
+    """
+    try:
+        yield
+    except CloudCheckpointError:
+        raise
+    except Exception as exc:  # noqa: BLE001 - any class of it would end a job without a name
+        raise_alone(_meaning(exc, uri))
+
+
+def _meaning(exc: Exception, uri: str) -> CloudCheckpointError:
+    if isinstance(exc, botocore.exceptions.NoCredentialsError):
+        return CredentialsError(
+            "no AWS credentials were found: neither in the environment "
+            "(AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_WEB_IDENTITY_TOKEN_FILE), nor "
+            "in a profile of ~/.aws/config and ~/.aws/credentials (AWS_PROFILE), nor from "
+            "the container's or instance's role",
+            uri=uri,
+        )
+    failure: StoreError | None = None
+    for inner in _behind(exc):
+        if isinstance(inner, botocore.exceptions.ClientError):
+            return _refused(inner.response, uri)
+        if isinstance(inner, botocore.exceptions.MetadataRetrievalError):
+            failure = _of_container(inner, uri)
+        failure = _network_failure(inner, uri) or failure
+    if failure is not None:
+        return failure
+    return CredentialsError(_UNUSABLE, uri=uri, cause=reason(exc))
+
+
+def _behind(exc: BaseException) -> Iterator[BaseException]:
+    """An error, and where it is one of a service that botocore could not ask, what it came of."""
+    told: BaseException | None = exc
+    while told is not None:
+        yield told
+        wraps = (
+            botocore.exceptions.CredentialRetrievalError,
+            botocore.exceptions.MetadataRetrievalError,
+        )
+        told = told.__context__ if isinstance(told, wraps) else None
+
+
+def _network_failure(exc: BaseException, uri: str) -> StoreError | None:
+    """The error for what botocore says of a connection; None if it is none of those."""
+    if isinstance(exc, botocore.exceptions.CapacityNotAvailableError):
+        return ThrottledError(f"{_FOR_NOW}: boto3 was slowed down", uri=uri, cause=reason(exc))
+    lost = (
+        botocore.exceptions.ConnectionError,
+        botocore.exceptions.HTTPClientError,
+        botocore.exceptions.IncompleteReadError,
+    )
+    if not isinstance(exc, lost):
+        return None
+    if type(exc) is botocore.exceptions.HTTPClientError:  # it wraps whatever was raised
+        inner = exc.kwargs.get("error")
+        if not isinstance(inner, (OSError, HTTPError)) or isinstance(inner, LocationValueError):
+            return None
+    where = exc.kwargs.get("endpoint_url") or exc.kwargs.get("proxy_url") or "their service"
+    if lasting := lasting_failure(exc, masked(str(where))):
+        lasting.uri, lasting.cause = uri, reason(exc)
+        return lasting
+    return ConnectionLostError(f"{_FOR_NOW}: their service is silent", uri=uri, cause=reason(exc))
+
+
+def _refused(answer: Mapping[str, Any], uri: str) -> StoreError:
+    """What STS, IAM Identity Center or the sign-in have answered."""
+    error, meta = answer.get("Error", {}), answer.get("ResponseMetadata", {})
+    code, status = str(error.get("Code", "")), int(meta.get("HTTPStatusCode", 0))
+    message, headers = str(error.get("Message", "")), meta.get("HTTPHeaders", {})
+    refusal = from_code(code, status, message, "get AWS credentials", uri, headers)
+    if code == "IDPCommunicationError":  # documented to be worth another try
+        text = f"{_FOR_NOW}: STS can't reach who vouches for the identity"
+        return ServerError(text, uri=uri, cause=refusal.cause)
+    if isinstance(refusal, (TransientStoreError, AccessDeniedError, CredentialsError)):
+        return refusal
+    return CredentialsError(_UNUSABLE, uri=uri, cause=refusal.cause)
+
+
+def _of_container(exc: botocore.exceptions.MetadataRetrievalError, uri: str) -> StoreError | None:
+    """The error of a container's credential service that is busy; None if it has refused.
+
+    botocore keeps what it has answered in the text only.
+    """
+    text = str(exc.kwargs.get("error_msg", ""))
+    status = re.search(r"non 200 response (\d{3})", text)
+    if status is None:
+        return ServerError(
+            f"{_FOR_NOW}: the container's credential service answers something else",
+            uri=uri,
+            cause=reason(exc),
+        )
+    kind, _ = by_status(int(status[1]))
+    if not issubclass(kind, TransientStoreError):
+        return None
+    text = f"{_FOR_NOW}: the container's credential service failed"
+    return kind(text, uri=uri, cause=reason(exc))

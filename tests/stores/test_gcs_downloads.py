@@ -1,0 +1,295 @@
+"""Google's store: by which URL content is read, and content that is stored compressed."""
+
+import dataclasses
+import gzip
+import json
+
+import pytest
+import torch
+
+import cloudckpt
+from cloudckpt import Config, GCSOptions, RetryPolicy
+from cloudckpt.checksum import CRC32C
+from cloudckpt.errors import (
+    BucketNotFoundError,
+    CheckpointNotFoundError,
+    InvalidRequestError,
+    ObjectNotFoundError,
+    ServerError,
+    StoreError,
+    TransientStoreError,
+)
+from cloudckpt.stores.gcs import GCSStore
+from stubs.gcs import GcsStub
+from stubs.gcs_answers import Answer
+
+PAGE = b"<!DOCTYPE html><title>404</title>Cannot GET /download"
+NO_OBJECT = b"No such object: bucket/run/object"
+NO_BUCKET = b"<Error><Code>NoSuchBucket</Code><Message>No such bucket.</Message></Error>"
+
+
+@pytest.fixture
+def store(server):
+    store = GCSStore("bucket", Config(gcs=GCSOptions(endpoint_url=server.url)))
+    yield store
+    store.close()
+
+
+def get(store):
+    return bytes(store.get("run/object")[0])
+
+
+def get_range(store):
+    memory = bytearray(4)
+    store.get_range("run/object", 0, [memoryview(memory)])
+    return bytes(memory)
+
+
+reading = pytest.mark.parametrize("read", [get, get_range])
+
+
+def content(request, server, data=b"data", **headers):
+    """As Google serves it, whole or a range."""
+    fields = {"x-goog-generation": "1", **headers}
+    if "Range" not in request.headers:
+        return server.Answer(headers=fields, body=data)
+    start, end = map(int, request.headers["Range"].removeprefix("bytes=").split("-"))
+    span = f"bytes {start}-{min(end, len(data) - 1)}/{len(data)}"
+    return server.Answer(206, headers={**fields, "Content-Range": span}, body=data[start : end + 1])
+
+
+def is_download(request):
+    return request.target.startswith("/download/storage/v1/b/bucket/o/run%2Fobject?alt=media")
+
+
+def paths(server):
+    return ["download" if is_download(request) else "plain" for request in server.requests]
+
+
+@reading
+def test_content_is_read_where_no_redirect_leads_elsewhere(store, server, read):
+    def respond(request):
+        # https://cloud.google.com/storage/docs/json_api/v1/status-codes: 303 See Other
+        if not is_download(request):
+            return server.Answer(303, headers={"Location": f"/download{request.target}"})
+        return content(request, server)
+
+    server.respond(respond)
+    for _ in range(2):
+        assert read(store) == b"data"
+    assert paths(server) == ["download"] * 2
+
+
+LACKING = {
+    "a page": {"status": 404, "body": PAGE},
+    "nothing": {"status": 404},
+    "json": {"status": 404, "body": b'{"error": {"code": 404, "message": "Not Found"}}'},
+    "not implemented": {"status": 501},
+    "another method": {"status": 405, "body": b"Method Not Allowed"},
+    "a bucket of that name": {"status": 404, "body": NO_BUCKET},
+}
+
+
+@reading
+@pytest.mark.parametrize("refusal", LACKING)
+def test_an_endpoint_without_downloads_is_asked_plainly_and_that_is_remembered(
+    store, server, read, refusal
+):
+    server.respond(
+        lambda request: (
+            server.Answer(**LACKING[refusal]) if is_download(request) else content(request, server)
+        )
+    )
+    for _ in range(3):
+        assert read(store) == b"data"
+    assert paths(server) == ["download", "plain", "plain", "plain"]
+
+
+@reading
+@pytest.mark.parametrize("refusal", LACKING)
+def test_an_object_that_an_endpoint_without_downloads_does_not_have_is_missing(
+    store, server, read, refusal
+):
+    missing = server.Answer(404, body=NO_OBJECT)
+    server.respond(
+        lambda request: server.Answer(**LACKING[refusal]) if is_download(request) else missing
+    )
+    with pytest.raises(ObjectNotFoundError):
+        read(store)
+
+
+@reading
+@pytest.mark.parametrize("body", [NO_OBJECT, b"Not Found"])
+def test_a_missing_object_is_no_missing_path(store, server, read, body):
+    written = []
+
+    def respond(request):
+        if not is_download(request):
+            return server.Answer(303)
+        return content(request, server) if written else server.Answer(404, body=body)
+
+    server.respond(respond)
+    with pytest.raises(ObjectNotFoundError):
+        read(store)
+    written.append(True)
+    assert read(store) == b"data"
+    assert paths(server)[-1] == "download"
+
+
+@reading
+def test_what_an_endpoint_has_shown_to_know_is_not_doubted(store, server, read):
+    server.respond(lambda request: content(request, server))
+    read(store)
+    server.respond(lambda request: server.Answer(404))
+    with pytest.raises(ObjectNotFoundError):
+        read(store)
+    assert paths(server) == ["download"] * 2
+
+
+@reading
+def test_google_is_asked_once_for_what_is_missing(monkeypatch, read):
+    store = GCSStore("bucket", Config(gcs=GCSOptions(anonymous=True)))
+    asked = []
+
+    def send(method, url, *rest, **others):
+        asked.append(url)
+        raise store.failure(404, {}, b"Not Found", method, "gs://bucket/run/object")
+
+    monkeypatch.setattr(store._http, "send", send)
+    with pytest.raises(ObjectNotFoundError):
+        read(store)
+    store.close()
+    (url,) = asked
+    assert url.startswith("https://storage.googleapis.com/download/storage/v1/b/bucket/o/")
+
+
+@reading
+@pytest.mark.parametrize("status", [500, 502, 503, 429])
+def test_a_passing_failure_says_nothing_about_paths(store, server, read, status):
+    server.answer(status=status)
+    with pytest.raises(TransientStoreError):
+        read(store)
+    assert paths(server) == ["download"]
+
+
+def test_a_page_in_the_place_of_both_is_told_as_such(store, server):
+    server.respond(lambda request: server.Answer(404, body=PAGE))
+    with pytest.raises(ServerError, match="answered in its place"):
+        get(store)
+
+
+def test_a_bucket_that_is_missing_is_told_as_such(store, server):
+    server.respond(lambda request: server.Answer(404, body=b"The specified bucket does not exist."))
+    with pytest.raises(BucketNotFoundError):
+        get(store)
+
+
+class Older(GcsStub):
+    """Knows content at the URL of the metadata only."""
+
+    def answer(self, call):
+        request = call.request
+        if request.path.startswith("/download/"):
+            return Answer(404, [("Content-Type", "text/html")], PAGE)
+        if request.query.get("alt") == "media":
+            request = dataclasses.replace(request, path=f"/download{request.path}")
+        return super().answer(dataclasses.replace(call, request=request))
+
+
+@pytest.mark.parametrize("stub", [GcsStub, Older])
+def test_checkpoints_are_saved_and_loaded_whatever_the_endpoint_has(stub):
+    with stub("bucket") as running:
+        config = Config(gcs=GCSOptions(endpoint_url=running.url))
+        place = {"checkpoint_id": "gs://bucket/run", "config": config}
+        with pytest.raises(CheckpointNotFoundError):
+            cloudckpt.load({"w": torch.zeros(9)}, **place)
+        cloudckpt.save({"w": torch.arange(9.0)}, **place)
+        found = {"w": torch.zeros(9)}
+        cloudckpt.load(found, **place)
+    assert torch.equal(found["w"], torch.arange(9.0))
+
+
+# compressed content
+
+ORIGINAL = b"data" * 100
+STORED = gzip.compress(ORIGINAL)
+
+
+@pytest.fixture
+def compressed(server):
+    """Serves an object that is stored with Content-Encoding: gzip.
+
+    https://cloud.google.com/storage/docs/transcoding: decompressed, without Content-Length and
+    Content-Encoding and without regard to ranges, unless the request accepts gzip.
+    """
+    stored = {"x-goog-stored-content-encoding": "gzip", "x-goog-generation": "1"}
+
+    def respond(request):
+        if "alt=media" not in request.target:
+            resource = {"size": str(len(STORED)), "generation": "1"}
+            return server.Answer(body=json.dumps(resource).encode())
+        if "gzip" in request.headers.get("Accept-Encoding", ""):
+            return content(request, server, STORED, **stored, **{"Content-Encoding": "gzip"})
+        return server.Answer(headers=stored, body=ORIGINAL, framing="chunked")
+
+    server.respond(respond)
+    return server
+
+
+@reading
+def test_compressed_content_is_told_at_once(store, compressed, read):
+    with pytest.raises(InvalidRequestError, match="Content-Encoding: gzip") as caught:
+        read(store)
+    assert caught.value.uri == "gs://bucket/run/object"
+    assert "gcloud storage cp" in str(caught.value)
+    assert len(compressed.requests) == 1
+
+
+@reading
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Content-Encoding": "br"},
+        {"x-goog-stored-content-encoding": "gzip", "Warning": "214 UploadServer gzip"},
+        {"Content-Encoding": "GZIP, identity"},
+    ],
+)
+def test_compressed_content_is_told_however_it_shows(store, server, read, headers):
+    server.respond(lambda request: content(request, server, **headers))
+    with pytest.raises(InvalidRequestError, match="Content-Encoding"):
+        read(store)
+
+
+@reading
+@pytest.mark.parametrize("coding", ["", "identity", "utf-8", "aws-chunked"])
+def test_an_encoding_that_changes_no_byte_does_no_harm(store, server, read, coding):
+    headers = {"Content-Encoding": coding, "x-goog-stored-content-encoding": coding}
+    server.respond(lambda request: content(request, server, **headers))
+    assert read(store) == b"data"
+
+
+def test_a_foreign_checkpoint_that_is_compressed_names_the_object(compressed):
+    config = Config(gcs=GCSOptions(endpoint_url=compressed.url), retry=RetryPolicy(attempts=2))
+    with pytest.raises(Exception, match="Content-Encoding: gzip") as caught:
+        cloudckpt.load({"w": torch.zeros(1)}, checkpoint_id="gs://bucket/run", config=config)
+    assert "gs://bucket/run/.metadata" in str(caught.value)
+    assert len([one for one in compressed.requests if "alt=media" in one.target]) == 1
+
+
+def test_a_refusal_that_comes_compressed_is_understood(store, server):
+    text = b"me@example.com does not have storage.objects.get access to the object"
+    server.answer(status=403, headers={"Content-Encoding": "gzip"}, body=gzip.compress(text))
+    with pytest.raises(StoreError, match=r"does not have storage\.objects\.get"):
+        get(store)
+
+
+def test_requests_that_read_no_content_accept_no_compression(store, server):
+    server.respond(lambda request: server.Answer(body=b'{"size": "4", "generation": "1"}'))
+    store.put("run/object", [memoryview(b"data")], checksum=CRC32C.of(b"data"))
+    store.head("run/object")
+    assert {request.headers.get("Accept-Encoding") for request in server.requests} <= {
+        None,
+        "identity",
+    }
+    roots = {request.target.partition("/storage/")[0] for request in server.requests}
+    assert roots == {"", "/upload"}

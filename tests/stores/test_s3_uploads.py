@@ -1,0 +1,618 @@
+"""What S3 and its like make of an upload: whose checksum, and whether it is there after all.
+
+The scripted stub of ``conftest.py`` imitates what the vendors document and moto does not do; moto
+stands behind a proxy that loses answers.
+"""
+
+import base64
+import dataclasses
+import hashlib
+import urllib.request
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+import torch
+
+import cloudckpt
+from cloudckpt import Config, RetryPolicy, S3Options
+from cloudckpt.checksum import CRC32C
+from cloudckpt.config import MIB
+from cloudckpt.errors import (
+    AccessDeniedError,
+    InvalidRequestError,
+    InvalidURIError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    ServerError,
+    StoreError,
+    ThrottledError,
+)
+from cloudckpt.stores.base import Part, Upload
+from cloudckpt.stores.s3 import S3Store
+from cloudckpt.testing.contract.data import put, put_part, some_bytes
+from cloudckpt.testing.proxy import FaultyProxy
+from cloudckpt.testing.wire_faults import Reset, s3_error
+from cloudckpt.transfer.stats import TransferStats
+from cloudckpt.transfer.upload_stream import upload_stream
+
+KEY = "run/object"
+PIECES = (b"first part", b"the last part")
+DATA = b"".join(PIECES)
+
+
+def to_base64(crc32c):
+    return base64.b64encode(crc32c.to_bytes(4, "big")).decode()
+
+
+def md5(data):
+    return hashlib.md5(data, usedforsecurity=False)
+
+
+PARTS = [
+    Part(number, len(piece), f'"{md5(piece).hexdigest()}"', CRC32C.of(piece))
+    for number, piece in enumerate(PIECES, 1)
+]
+UPLOAD = Upload(KEY, "id", len(PIECES[0]))
+WHOLE = to_base64(CRC32C.of(DATA))
+COMPOSITE = to_base64(CRC32C.of(b"".join(CRC32C.of(p).to_bytes(4, "big") for p in PIECES)))
+ETAG = f'"{md5(b"".join(md5(piece).digest() for piece in PIECES)).hexdigest()}-2"'
+
+
+def xml_of(tag, **fields):
+    inner = "".join(f"<{name}>{value}</{name}>" for name, value in fields.items())
+    return f"<{tag}>{inner}</{tag}>".encode()
+
+
+@pytest.fixture
+def open_s3(server):
+    """Opens stores on the stub."""
+    opened = []
+
+    def open_one(bucket="bucket", **options):
+        values = {"endpoint_url": server.url, "addressing_style": "path", **options}
+        opened.append(S3Store(bucket, Config(s3=S3Options(**values), connections=2)))
+        return opened[-1]
+
+    yield open_one
+    for store in opened:
+        store.close()
+
+
+# whose checksum
+
+
+class Vendor:
+    """A store that begins and completes uploads with the types of checksums that it knows.
+
+    AWS echoes algorithm and type, and knows both. Cloudflare R2 documents FULL_OBJECT for CRC64NVME
+    only and COMPOSITE for CRC32C (https://developers.cloudflare.com/r2/api/s3/api/#checksum-types);
+    what it refuses the other with is not documented, so it may be any code. MinIO before 2025 does
+    not look at the type, echoes the algorithm, and rejects a checksum of the whole at the end
+    (https://github.com/minio/minio/issues/20944).
+    """
+
+    def __init__(self, server, kinds, refusal=(400, "InvalidRequest"), *, echo=True, looks=True):
+        self.Answer, self.kinds, self.refusal = server.Answer, kinds, refusal
+        self.echo, self.looks = echo, looks
+        self.creations, self.completions = [], []
+
+    def __call__(self, request):
+        if request.target.endswith("?uploads"):
+            return self.begin(request.headers)
+        if request.method == "PUT":
+            return self.Answer(headers={"ETag": '"tag"'})
+        self.completions.append(request)
+        if "FULL_OBJECT" not in self.kinds and request.headers["x-amz-checksum-crc32c"]:
+            return self.Answer(400, body=xml_of("Error", Code="InvalidPart"))
+        return self.Answer(body=xml_of("CompleteMultipartUploadResult", ETag='"tag"'))
+
+    def begin(self, headers):
+        kind = headers["x-amz-checksum-type"]
+        self.creations.append(kind)
+        if self.looks and kind not in self.kinds:
+            status, code = self.refusal
+            return self.Answer(status, body=xml_of("Error", Code=code))
+        told = {}
+        if self.echo:
+            told["x-amz-checksum-algorithm"] = headers["x-amz-checksum-algorithm"]
+            if self.looks:
+                told["x-amz-checksum-type"] = kind
+        return self.Answer(headers=told, body=xml_of("InitiateMultipartUploadResult", UploadId="i"))
+
+
+def send(store, key=KEY):
+    upload = store.create_upload(key, len(PIECES[0]))
+    parts = [put_part(store, upload, number, piece) for number, piece in enumerate(PIECES, 1)]
+    return store.complete_upload(upload, parts)
+
+
+@pytest.mark.parametrize("echo", [True, False])
+def test_a_store_that_knows_checksums_of_the_whole_gets_them(open_s3, server, echo):
+    vendor = Vendor(server, {"FULL_OBJECT", "COMPOSITE"}, echo=echo)
+    server.respond(vendor)
+    store = open_s3(checksum="on")
+    send(store)
+    send(store)
+    assert vendor.creations == ["FULL_OBJECT"] * 2
+    assert [done.headers["x-amz-checksum-crc32c"] for done in vendor.completions] == [WHOLE] * 2
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        (400, "InvalidArgument"),
+        (400, "InvalidRequest"),
+        (501, "NotImplemented"),
+        (400, "SomethingOfItsOwn"),
+        (501, ""),
+    ],
+)
+def test_a_store_that_refuses_checksums_of_the_whole_gets_those_of_parts(open_s3, server, refusal):
+    vendor = Vendor(server, {"COMPOSITE"}, refusal)
+    server.respond(vendor)
+    store = open_s3(checksum="on")
+    send(store)
+    send(store)  # it is remembered
+    assert vendor.creations == ["FULL_OBJECT", "COMPOSITE", "COMPOSITE"]
+    sent = [request for request in server.requests if request.method == "PUT"]
+    assert [request.headers["x-amz-checksum-crc32c"] for request in sent[:2]] == [
+        to_base64(CRC32C.of(piece)) for piece in PIECES
+    ]
+    for done in vendor.completions:
+        assert not [name for name in done.headers if name.startswith("x-amz-checksum")]
+        listed = ElementTree.fromstring(done.body).iter("ChecksumCRC32C")
+        assert [entry.text for entry in listed] == [to_base64(CRC32C.of(p)) for p in PIECES]
+
+
+def test_a_store_that_does_not_look_at_the_type_gets_no_checksum_of_the_whole(open_s3, server):
+    vendor = Vendor(server, {"COMPOSITE"}, looks=False)
+    server.respond(vendor)
+    store = open_s3(checksum="on")
+    send(store)
+    send(store)
+    assert len(vendor.completions) == 2
+
+
+def test_a_store_that_begins_with_checksums_of_parts_gets_no_other(open_s3, server):
+    vendor = Vendor(server, {"COMPOSITE"})
+    server.answer(
+        headers={"x-amz-checksum-algorithm": "CRC32C", "x-amz-checksum-type": "COMPOSITE"},
+        body=xml_of("InitiateMultipartUploadResult", UploadId="i"),
+    )
+    server.respond(vendor)
+    send(open_s3(checksum="on"))
+    assert len(vendor.completions) == 1
+
+
+@pytest.mark.parametrize(
+    ("refusal", "expected"),
+    [
+        ((400, "InvalidStorageClass"), InvalidRequestError),
+        ((403, "AccessDenied"), AccessDeniedError),
+        ((503, "SlowDown"), ThrottledError),
+    ],
+)
+def test_what_is_refused_for_another_reason_says_so(open_s3, server, refusal, expected):
+    refusing = Vendor(server, set(), refusal)
+    server.respond(refusing)
+    store = open_s3(checksum="on")
+    with pytest.raises(expected) as caught:
+        store.create_upload(KEY, 5 * MIB)
+    assert refusal[1] in str(caught.value)
+    vendor = Vendor(server, {"FULL_OBJECT", "COMPOSITE"})
+    server.respond(vendor)
+    store.create_upload(KEY, 5 * MIB)
+    assert vendor.creations == ["FULL_OBJECT"]  # nothing was learned from that
+
+
+def test_aws_is_not_asked_a_second_time(server, monkeypatch):
+    """It documents both types: https://docs.aws.amazon.com/AmazonS3/latest/userguide/"""
+    monkeypatch.setenv("HTTP_PROXY", server.url)
+    vendor = Vendor(server, {"COMPOSITE"})
+    server.respond(vendor)
+    options = S3Options(endpoint_url="http://s3.us-east-1.amazonaws.com", addressing_style="path")
+    store = S3Store("bucket", Config(s3=options))
+    with pytest.raises(InvalidRequestError):
+        store.create_upload(KEY, 5 * MIB)
+    store.close()
+    assert vendor.creations == ["FULL_OBJECT"]
+
+
+@pytest.mark.parametrize("kinds", [{"COMPOSITE"}, {"FULL_OBJECT"}])
+def test_moto_has_an_object_with_either_type(s3_url, s3_client, bucket, kinds):
+    with FaultyProxy(s3_url) as proxy:
+        if "FULL_OBJECT" not in kinds:
+            proxy.inject(
+                s3_error(400, "InvalidArgument"),
+                operation="CreateMultipartUpload",
+                where=lambda request: request.header("x-amz-checksum-type") == "FULL_OBJECT",
+            )
+        options = S3Options(endpoint_url=proxy.url, addressing_style="path", checksum="on")
+        store = S3Store(bucket, Config(s3=options))
+        data = some_bytes(6 * MIB)
+        upload = store.create_upload(KEY, 5 * MIB)
+        parts = [
+            put_part(store, upload, 1, data[: 5 * MIB]),
+            put_part(store, upload, 2, data[5 * MIB :]),
+        ]
+        store.complete_upload(upload, parts)
+        held = store.holds(KEY, size=len(data), checksum=CRC32C.of(data), parts=parts)
+        assert held is not None
+        assert proxy.requests("GetObject") == []
+        assert store.get(KEY)[0] == data
+        store.close()
+    found = s3_client.get_object(Bucket=bucket, Key=KEY, ChecksumMode="ENABLED")
+    assert found["ChecksumType"] in kinds
+
+
+# whether an object is there
+
+
+def told(kind="FULL_OBJECT", value=WHOLE, **others):
+    names = {"x-amz-checksum-crc32c": value, "x-amz-checksum-type": kind}
+    return {"ETag": '"opaque"', **{k: v for k, v in names.items() if v is not None}, **others}
+
+
+OURS = {
+    "whole": told(),
+    "in another case": {"Etag": '"opaque"', "X-Amz-Checksum-Crc32c": WHOLE},
+    "whole, without its type": told(None),
+    "of parts": told("COMPOSITE", f"{COMPOSITE}-2"),
+    "of parts, without its type": told(None, f"{COMPOSITE}-2"),
+    "of parts, without their number": told("COMPOSITE", COMPOSITE),
+    "another algorithm, and MD5": told(value=None, ETag=ETAG),
+    "MD5": {"ETag": ETAG},
+    "MD5 without quotes": {"ETag": ETAG.strip('"')},
+    # as moto without the package crc32c, which gives a CRC32 that name
+    "MD5, and a checksum that is another one": told(value=to_base64(7), ETag=ETAG),
+}
+OTHERS = {
+    "whole": told(value=to_base64(7)),
+    "of parts": told("COMPOSITE", f"{to_base64(7)}-2"),
+    "of other parts": told("COMPOSITE", f"{to_base64(7)}-3"),
+    "of parts, without its type": told(None, f"{to_base64(7)}-2"),
+    "MD5": {"ETag": f'"{md5(b"").hexdigest()}-2"'},
+    "MD5 of more parts": {"ETag": ETAG.replace("-2", "-3")},
+}
+
+
+def look(store, **others):
+    wanted = {"size": len(DATA), "checksum": CRC32C.of(DATA), "parts": PARTS, **others}
+    return store.holds(KEY, **wanted)
+
+
+@pytest.mark.parametrize("case", OURS)
+def test_an_object_is_known_by_what_the_store_tells_of_it(open_s3, server, case):
+    server.answer(headers=OURS[case], size=len(DATA))
+    found = look(open_s3(checksum="on"))
+    tag = OURS[case].get("ETag") or OURS[case]["Etag"]
+    assert (found.key, found.size, found.version) == (KEY, len(DATA), tag)
+    [request] = server.requests
+    assert (request.method, request.headers["x-amz-checksum-mode"]) == ("HEAD", "ENABLED")
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_another_object_of_the_same_size_is_told_apart_without_reading_it(open_s3, server, case):
+    server.answer(headers=OTHERS[case], size=len(DATA))
+    assert look(open_s3(checksum="on")) is None
+    assert [request.method for request in server.requests] == ["HEAD"]
+
+
+def test_an_object_of_another_size_is_another(open_s3, server):
+    server.answer(headers=OURS["whole"], size=len(DATA) + 1)
+    assert look(open_s3(checksum="on")) is None
+
+
+SILENT = {
+    "an ETag of its own": {"ETag": '"opaque"'},
+    "another algorithm": {"ETag": '"opaque"', "x-amz-checksum-crc64nvme": "AAAAAAAAAAA="},
+    "a checksum of who knows what": told(None, to_base64(7)),
+    # https://docs.aws.amazon.com/AmazonS3/latest/API/API_Object.html: no MD5 then
+    "encrypted by KMS": {
+        "ETag": f'"{md5(b"").hexdigest()}-2"',
+        "x-amz-server-side-encryption": "aws:kms",
+    },
+    "encrypted twice by KMS": {
+        "ETag": f'"{md5(b"").hexdigest()}-2"',
+        "x-amz-server-side-encryption": "aws:kms:dsse",
+    },
+}
+
+
+@pytest.mark.parametrize("content", [DATA, DATA[::-1]], ids=["ours", "another"])
+@pytest.mark.parametrize("checksum", ["on", "off"])
+@pytest.mark.parametrize("case", SILENT)
+def test_an_object_of_which_nothing_is_told_is_read(open_s3, server, case, checksum, content):
+    headers = SILENT[case]
+
+    def respond(request):
+        if request.method == "HEAD":
+            return server.Answer(headers=headers, size=len(DATA))
+        span = {"Content-Range": f"bytes 0-{len(DATA) - 1}/{len(DATA)}"}
+        return server.Answer(206, {**headers, **span}, content)
+
+    server.respond(respond)
+    found = look(open_s3(checksum=checksum))
+    assert (found is not None) == (content == DATA)
+    assert server.requests[-1].headers["If-Match"] == headers["ETag"]
+    asked = {name.lower() for request in server.requests for name in request.headers}
+    assert ("x-amz-checksum-mode" in asked) == (checksum == "on")
+
+
+@pytest.mark.parametrize("value", [to_base64(7), f"{to_base64(7)}-2", to_base64(CRC32C.of(b""))])
+@pytest.mark.parametrize("content", [DATA, DATA[::-1]], ids=["ours", "another"])
+def test_a_small_object_is_not_judged_by_a_checksum_of_parts(open_s3, server, value, content):
+    """Somebody may have sent the same bytes in parts."""
+    server.answer(headers=told("COMPOSITE", value), size=len(DATA))
+    span = {"Content-Range": f"bytes 0-{len(DATA) - 1}/{len(DATA)}", "ETag": '"opaque"'}
+    server.answer(status=206, headers=span, body=content)
+    found = look(open_s3(checksum="on"), parts=())
+    assert (found is not None) == (content == DATA)
+
+
+def test_who_may_not_see_checksums_looks_without_them(open_s3, server):
+    """HEAD with x-amz-checksum-mode needs kms:Decrypt, as S3 documents, and HEAD alone does not."""
+
+    def respond(request):
+        if request.headers["x-amz-checksum-mode"]:
+            return server.Answer(403)
+        if request.method == "HEAD":
+            return server.Answer(headers={"ETag": '"opaque"'}, size=len(DATA))
+        span = {"Content-Range": f"bytes 0-{len(DATA) - 1}/{len(DATA)}"}
+        return server.Answer(206, {"ETag": '"opaque"', **span}, DATA)
+
+    server.respond(respond)
+    store = open_s3(checksum="on")
+    assert look(store) is not None
+    assert look(store, checksum=7) is None
+    assert look(store, size=7) is None
+
+
+def test_who_may_not_see_checksums_sees_the_etag(open_s3, server):
+    server.answer(status=403)
+    server.answer(headers={"ETag": ETAG}, size=len(DATA))
+    assert look(open_s3(checksum="on")) is not None
+    assert [request.method for request in server.requests] == ["HEAD", "HEAD"]
+
+
+def test_an_object_that_is_not_there_is_none(open_s3, server):
+    server.respond(lambda request: server.Answer(404, body=xml_of("Error", Code="NoSuchKey")))
+    assert look(open_s3(checksum="on")) is None
+
+
+@pytest.mark.parametrize(("status", "code"), [(403, "AccessDenied"), (503, "SlowDown")])
+def test_what_can_not_be_found_out_is_an_error(open_s3, server, status, code):
+    server.respond(lambda request: server.Answer(status, body=xml_of("Error", Code=code)))
+    with pytest.raises(StoreError, match="denied" if status == 403 else "unavailable"):
+        look(open_s3(checksum="on"))
+
+
+@pytest.mark.parametrize("case", [name for name in OTHERS if name != "MD5 of more parts"])
+def test_a_completion_that_names_no_object_does_not_take_another_for_it(open_s3, server, case):
+    server.answer(body=xml_of("CompleteMultipartUploadResult", ETag=""))
+    server.answer(headers=OTHERS[case], size=len(DATA))
+    with pytest.raises(ServerError, match="no result"):
+        open_s3(checksum="on").complete_upload(UPLOAD, PARTS)
+
+
+# a request that meets what its own first try has made
+
+
+@pytest.fixture
+def proxy(s3_url):
+    with FaultyProxy(s3_url) as proxy:
+        yield proxy
+
+
+@pytest.fixture(params=["on", "off"])
+def config(proxy, s3_config, request):
+    options = S3Options(endpoint_url=proxy.url, addressing_style="path", checksum=request.param)
+    retry = RetryPolicy(attempts=3, base=0.01, cap=0.05, deadline=1.0)
+    return dataclasses.replace(s3_config, s3=options, retry=retry, part_size=5 * MIB)
+
+
+REFUSALS = {
+    "locked": (403, "AccessDenied", AccessDeniedError),  # Object Lock, as AWS answers
+    "write-once": (400, "ObjectLocked", InvalidRequestError),  # as MinIO does
+    "exists": (412, "PreconditionFailed", PreconditionFailedError),
+    "conflict": (409, "ConditionalRequestConflict", ServerError),
+    "gone": (404, "NoSuchUpload", ObjectNotFoundError),
+}
+CASES = [("CompleteMultipartUpload", "*.distcp", refusal) for refusal in REFUSALS] + [
+    ("PutObject", path, refusal)
+    for path in ("*.distcp", "*/.manifest.*")
+    for refusal in REFUSALS
+    if refusal != "gone"
+]
+COMMITS = [("PutObject", "*/.metadata", name) for name in REFUSALS if name != "gone"]
+
+
+def state_for(operation):
+    """A state dict that is sent by this operation."""
+    return {"weight": torch.arange((64 if operation == "PutObject" else 6 * MIB) // 4)}
+
+
+@pytest.mark.parametrize(("operation", "path", "refusal"), CASES + COMMITS)
+def test_an_object_whose_answer_was_lost_is_found_by_its_refused_repetition(
+    proxy, config, bucket, operation, path, refusal
+):
+    status, code, _ = REFUSALS[refusal]
+    proxy.inject(Reset("answer"), operation=operation, path=path, times=1)
+    times = 1 if "manifest" in path else None  # conditions are tried out on it afterwards
+    refused = proxy.inject(s3_error(status, code), operation=operation, path=path, times=times)
+    uri, state = f"s3://{bucket}/run", state_for(operation)
+    cloudckpt.save(state, checkpoint_id=uri, config=config)
+    assert refused.injected
+    found = {"weight": torch.zeros_like(state["weight"])}
+    cloudckpt.load(found, checkpoint_id=uri, config=config)
+    assert torch.equal(found["weight"], state["weight"])
+
+
+@pytest.mark.parametrize(("operation", "path", "refusal"), CASES)
+def test_an_object_that_is_not_there_is_refused_by_the_original_name(
+    proxy, config, bucket, s3_client, operation, path, refusal
+):
+    status, code, expected = REFUSALS[refusal]
+    proxy.inject(Reset("request"), operation=operation, path=path, times=1)
+    proxy.inject(s3_error(status, code), operation=operation, path=path)
+    with pytest.raises(expected) as caught:
+        cloudckpt.save(state_for(operation), checkpoint_id=f"s3://{bucket}/run", config=config)
+    assert type(caught.value) is expected
+    assert code in str(caught.value)
+    assert "Contents" not in s3_client.list_objects_v2(Bucket=bucket)
+
+
+def test_parts_that_are_told_apart_are_not_read_back(proxy, config, bucket):
+    proxy.inject(Reset("answer"), operation="CompleteMultipartUpload", times=1)
+    proxy.inject(s3_error(404, "NoSuchUpload"), operation="CompleteMultipartUpload")
+    state = state_for("CompleteMultipartUpload")
+    cloudckpt.save(state, checkpoint_id=f"s3://{bucket}/run", config=config)
+    assert proxy.requests("GetObject", "*.distcp") == []
+
+
+# a named object that is replaced
+
+
+def send_named(proxy, config, bucket, data):
+    store = S3Store(bucket, config)
+    try:
+        upload_stream(
+            store,
+            "model.pt",
+            lambda stream: stream.write(data),
+            config,
+            TransferStats(),
+            expected=len(data),
+        )
+    finally:
+        store.close()
+
+
+def content_of(s3_client, bucket):
+    """What is there, past boto3, which does not believe what moto calls a CRC32C."""
+    place = {"Bucket": bucket, "Key": "model.pt"}
+    with urllib.request.urlopen(s3_client.generate_presigned_url("get_object", place)) as reply:
+        return reply.read()
+
+
+OLD, NEW = some_bytes(6 * MIB, 1), some_bytes(6 * MIB, 2)
+
+
+@pytest.fixture(params=["in parts", "at once"])
+def replaceable(request, s3_config, s3_client, bucket):
+    """A bucket with an object of the same size, sent as ours will be or by somebody else."""
+    if request.param == "at once":
+        s3_client.put_object(Bucket=bucket, Key="model.pt", Body=OLD)
+    else:
+        send_named(None, dataclasses.replace(s3_config, part_size=5 * MIB), bucket, OLD)
+    return bucket
+
+
+def test_a_replacement_whose_answer_was_lost_has_succeeded(proxy, config, replaceable, s3_client):
+    proxy.inject(Reset("answer"), operation="CompleteMultipartUpload", times=1)
+    proxy.inject(s3_error(404, "NoSuchUpload"), operation="CompleteMultipartUpload")
+    send_named(proxy, config, replaceable, NEW)
+    assert content_of(s3_client, replaceable) == NEW
+
+
+def test_the_object_that_was_there_before_is_not_taken_for_its_replacement(
+    proxy, config, replaceable, s3_client
+):
+    proxy.inject(Reset("request"), operation="CompleteMultipartUpload", times=1)
+    proxy.inject(s3_error(404, "NoSuchUpload"), operation="CompleteMultipartUpload")
+    with pytest.raises(ObjectNotFoundError, match="NoSuchUpload"):
+        send_named(proxy, config, replaceable, NEW)
+    assert content_of(s3_client, replaceable) == OLD
+
+
+# what only AWS promises
+
+
+def test_aws_creates_and_never_replaces_where_that_is_asked_for(server, monkeypatch):
+    """A policy may demand it: https://docs.aws.amazon.com/AmazonS3/latest/userguide/
+    conditional-writes-enforce.html; parts and the beginning of an upload take no conditions."""
+    monkeypatch.setenv("HTTP_PROXY", server.url)
+    vendor = Vendor(server, {"FULL_OBJECT", "COMPOSITE"})
+    server.respond(vendor)
+    options = S3Options(endpoint_url="http://s3.us-east-1.amazonaws.com", addressing_style="path")
+    store = S3Store("bucket", Config(s3=options))
+    assert store.capabilities.create_only
+    put(store, KEY, b"data", if_absent=True)
+    upload = store.create_upload(KEY, 5 * MIB)
+    store.complete_upload(upload, [put_part(store, upload, 1, b"data")], if_absent=True)
+    store.close()
+    conditions = [request.headers["If-None-Match"] for request in server.requests]
+    assert conditions == ["*", None, None, "*"]
+
+
+# which bucket
+
+POINT = "arn:aws:s3:eu-west-1:123456789012:accesspoint/point"
+
+
+@pytest.mark.parametrize(
+    ("bucket", "host"),
+    [
+        (POINT, "point-123456789012.s3-accesspoint.eu-west-1.amazonaws.com"),
+        (
+            "point-abcdefghijklmnopqrstuvwxyz-s3alias",
+            "point-abcdefghijklmnopqrstuvwxyz-s3alias.s3.us-east-1.amazonaws.com",
+        ),
+    ],
+)
+def test_an_access_point_is_addressed_as_boto3_does(server, monkeypatch, bucket, host):
+    monkeypatch.setenv("HTTPS_PROXY", server.url)  # the stub sees whom to connect to
+    server.answer(status=502)
+    store = S3Store(bucket, Config())
+    assert store.capabilities.conditional_writes is True
+    with pytest.raises(StoreError) as caught:
+        store.head("run/object")
+    store.close()
+    assert caught.value.uri == f"s3://{bucket}/run/object"
+    assert {request.target for request in server.requests} == {f"{host}:443"}
+
+
+def test_requests_to_an_access_point_are_signed_for_its_region(server, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", server.url)  # the stub sees the whole URL
+    store = S3Store(POINT, Config(s3=S3Options(endpoint_url="http://store.example")))
+    server.answer(headers={"ETag": '"tag"'}, size=4)
+    store.head("run/object")
+    store.close()
+    [request] = server.requests
+    assert request.target == "http://point-123456789012.store.example/run/object"
+    assert "/eu-west-1/s3/aws4_request" in request.headers["Authorization"]
+
+
+def test_a_checkpoint_is_saved_and_loaded_through_an_access_point(s3_client, proxy, monkeypatch):
+    """moto takes the host that boto3 makes of the ARN for that of a bucket."""
+    s3_client.create_bucket(Bucket="point-123456789012")
+    monkeypatch.setenv("HTTP_PROXY", proxy.url)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")  # for boto3 itself
+    options = S3Options(endpoint_url="http://s3.eu-west-1.amazonaws.com")
+    config = Config(s3=options, part_size=5 * MIB)
+    uri, state = f"s3://{POINT}/run/step-1", {"weight": torch.arange(6 * MIB // 4)}
+    cloudckpt.save(state, checkpoint_id=uri, config=config)
+    cloudckpt.save(state, checkpoint_id=uri, config=config)
+    found = {"weight": torch.zeros_like(state["weight"])}
+    cloudckpt.load(found, checkpoint_id=uri, config=config)
+    assert torch.equal(found["weight"], state["weight"])
+    listed = s3_client.list_objects_v2(Bucket="point-123456789012")["Contents"]
+    assert {entry["Key"].rpartition("/")[0] for entry in listed} == {"run/step-1"}
+
+
+@pytest.mark.parametrize("bucket", ["fast--usw2-az1--x-s3", "changer--ol-s3"])
+def test_what_is_no_bucket_is_refused_before_anything_is_sent(open_s3, server, bucket):
+    with pytest.raises(InvalidURIError, match=bucket):
+        open_s3(bucket)
+    assert server.requests == []
+
+
+# who can find the request
+
+
+def test_an_error_of_head_names_the_request(open_s3, server):
+    headers = {"x-amz-request-id": "4442587FB7D0A2F9", "x-amz-id-2": "vlR7PnpV2Ce81l0PRw6jlU=="}
+    server.respond(lambda request: server.Answer(404, headers))
+    with pytest.raises(ObjectNotFoundError) as caught:
+        open_s3().head(KEY)
+    assert "4442587FB7D0A2F9 vlR7PnpV2Ce81l0PRw6jlU==" in str(caught.value)
