@@ -1,6 +1,7 @@
 """Checksums of buffers: known values, blocks in any order, and where damage is."""
 
 import base64
+import dataclasses
 import itertools
 import random
 
@@ -135,6 +136,22 @@ def test_damage_is_found_in_the_block_where_it_is(algorithm, size, block_size, p
     damaged = data.draw(st.integers(0, size - 1))
     content[damaged] ^= 1 << data.draw(st.integers(0, 7))
     assert blocks.first_bad(0, views) == damaged // block_size
+
+
+@pytest.mark.parametrize("usual", ALGORITHMS.values(), ids=ALGORITHMS)
+def test_blocks_that_are_right_take_one_call_for_each_view(usual):
+    """Each call gives the GIL away and waits for it."""
+    calls = []
+
+    def counted(view, *before):
+        calls.append(view.nbytes)
+        return usual.of(view, *before)
+
+    content = memoryview(some_bytes(100))
+    right = [usual.of(content[at : at + 10]) for at in range(0, 100, 10)]
+    algorithm = dataclasses.replace(usual, of=counted)
+    assert Blocks(algorithm, 10, right).first_bad(2, [content[20:37], content[37:]]) is None
+    assert calls == [17, 63]
 
 
 def test_of_several_damages_the_first_is_told():
