@@ -8,7 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from cloudckpt.checksum import CRC32C, to_base64
-from cloudckpt.errors import ConnectionLostError, ObjectNotFoundError, ServerError
+from cloudckpt.errors import (
+    ConnectionLostError,
+    ObjectNotFoundError,
+    ServerError,
+    ThrottledError,
+)
 from cloudckpt.stores.base import Body, Part, Progress, Upload, nbytes
 from cloudckpt.stores.rest import Pages, RestStore, encode_query
 from cloudckpt.stores.xml_answers import key_text, text, unqualified
@@ -103,7 +108,8 @@ class XmlMultipart:
             root = unqualified(answer, uri)
             if root.tag == "Error":  # 200 is sent before the work is done: look into the body
                 error = self._store.failure(200, reply.headers, answer, "POST", uri)
-                error.certain = False  # how far that work has come is not said
+                if isinstance(error, ThrottledError):  # amid the work, whose end is not told
+                    error.certain = False
                 raise error
             tag = text(root, "ETag")
             if not tag and root.tag != "CompleteMultipartUploadResult":
