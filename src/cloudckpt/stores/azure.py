@@ -45,7 +45,7 @@ from cloudckpt.stores.base import (
 )
 from cloudckpt.stores.deletions import Failures, delete_all, one_by_one
 from cloudckpt.stores.http import HttpClient, Reply
-from cloudckpt.stores.rest import Pages, RestStore, encode_key, encode_query
+from cloudckpt.stores.rest import Pages, Request, RestStore, encode_key, encode_query
 from cloudckpt.stores.xml_answers import text, unqualified
 
 __all__ = ["AzureStore"]
@@ -88,21 +88,9 @@ class AzureStore(RestStore):
         self._aborted: set[str] = set()
 
     @contextlib.contextmanager
-    def exchange(
-        self,
-        method: str,
-        url: str,
-        headers: Mapping[str, str],
-        body: Body = (),
-        progress: Progress | None = None,
-        *,
-        key: str,
-        is_long: bool = False,
-    ) -> Iterator[Reply]:
+    def _sent(self, request: Request) -> Iterator[Reply]:
         try:
-            with super().exchange(
-                method, url, headers, body, progress, key=key, is_long=is_long
-            ) as reply:
+            with super()._sent(request) as reply:
                 yield reply
         except ConnectionLostError as error:
             if isinstance(error.__cause__, urllib3.exceptions.NameResolutionError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from urllib.parse import quote
 
 from cloudckpt.checksum import CRC32C, to_base64
@@ -30,7 +31,7 @@ from cloudckpt.stores.gcs_errors import from_answer
 from cloudckpt.stores.gcs_json import JsonObjects, carried_out, generation, parse_crc32c
 from cloudckpt.stores.gcs_properties import Properties
 from cloudckpt.stores.http import HttpClient, Reply
-from cloudckpt.stores.rest import RestStore, encode_key, encode_query
+from cloudckpt.stores.rest import Request, RestStore, encode_key, encode_query
 from cloudckpt.stores.xml_multipart import Dialect, XmlMultipart
 
 __all__ = ["GCSStore"]
@@ -205,35 +206,24 @@ class GCSStore(RestStore):
         return f"{url}?{encode_query(query)}" if query else url
 
     @contextlib.contextmanager
-    def exchange(
-        self,
-        method: str,
-        url: str,
-        headers: Mapping[str, str],
-        body: Body = (),
-        progress: Progress | None = None,
-        *,
-        key: str,
-        is_long: bool = False,
-    ) -> Iterator[Reply]:
-        base = super().exchange
+    def _sent(self, request: Request) -> Iterator[Reply]:
+        base = super()._sent
         with contextlib.ExitStack() as stack:
 
             def send(url: str, more: Mapping[str, str]) -> Reply:
-                fields = {**headers, **more}
-                request = base(method, url, fields, body, progress, key=key, is_long=is_long)
-                return stack.enter_context(request)
+                asked = replace(request, url=url, headers={**request.headers, **more})
+                return stack.enter_context(base(asked))
 
             try:
-                if self._downloads.is_content(url):
-                    reply = self._downloads.ask(url, send, self.uri(key))
+                if self._downloads.is_content(request.url):
+                    reply = self._downloads.ask(request.url, send, self.uri(request.key))
                 else:
-                    reply = send(url, {})
+                    reply = send(request.url, {})
             except CredentialsError:
                 # what the store said of the old token counts only if another one could be had
                 if (passing := self._access.passing_failure()) is None:
                     raise
-                passing.uri = self.uri(key)
+                passing.uri = self.uri(request.key)
                 raise passing from None
             yield reply
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -23,7 +24,7 @@ from cloudckpt.stores.base import Body, ObjectInfo, ObjectStore, Progress, nbyte
 from cloudckpt.stores.credentials import Credentials, conceal
 from cloudckpt.stores.http import HttpClient, Reply
 
-__all__ = ["Pages", "RestStore", "encode_key", "encode_query"]
+__all__ = ["Pages", "Request", "RestStore", "encode_key", "encode_query"]
 
 _SUCCESS = frozenset({200, 201, 202, 204, 206})
 
@@ -66,6 +67,29 @@ class Pages:
                 uri=self._uri,
             )
         self._seen.add(marks)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be sent, without Content-Length and what authorizes it.
+
+    Attributes:
+        method: Of the request.
+        url: Where to.
+        headers: Names and values.
+        body: What to send.
+        progress: See :data:`~cloudckpt.stores.base.Progress`.
+        key: What the request is about, for messages.
+        is_long: Whether the answer may take as long as ``completion_timeout``.
+    """
+
+    method: str
+    url: str
+    headers: Mapping[str, str]
+    body: Body = ()
+    progress: Progress | None = None
+    key: str = ""
+    is_long: bool = False
 
 
 class RestStore(ObjectStore):
@@ -141,7 +165,6 @@ class RestStore(ObjectStore):
             uri=self.uri(key),
         )
 
-    @contextlib.contextmanager
     def exchange(
         self,
         method: str,
@@ -152,37 +175,35 @@ class RestStore(ObjectStore):
         *,
         key: str,
         is_long: bool = False,
-    ) -> Iterator[Reply]:
-        """Sends a request; an answer that is no success is raised as its error.
+    ) -> contextlib.AbstractContextManager[Reply]:
+        """Sends a request, see there; an answer that is no success is raised as its error."""
+        return self._sent(Request(method, url, headers, body, progress, key, is_long))
 
-        Args:
-            method: Of the request.
-            url: Where to.
-            headers: Without Content-Length and what authorizes the request.
-            body: What to send.
-            progress: See :data:`~cloudckpt.stores.base.Progress`.
-            key: What the request is about, for messages.
-            is_long: Whether the answer may take as long as ``completion_timeout``.
-        """
+    @contextlib.contextmanager
+    def _sent(self, request: Request) -> Iterator[Reply]:
+        """The answer to a request; stores override this for what they know of requests."""
+        method, key, headers = request.method, request.key, request.headers
         if not {".", ".."}.isdisjoint(key.split("/")):
             raise InvalidRequestError(
                 "'.' and '..' can't be part of a key", uri=self.uri(key), certain=True
             )
-        if body or method in ("PUT", "POST"):
-            headers = {"Content-Length": str(nbytes(body)), **headers}
+        if request.body or method in ("PUT", "POST"):
+            headers = {"Content-Length": str(nbytes(request.body)), **headers}
         secrets: list[str] = []
 
         @contextlib.contextmanager
         def attempt() -> Iterator[Reply]:
             try:
-                target, fields = self._authorized(method, url, headers)
+                target, fields = self._authorized(method, request.url, headers)
                 secrets[:] = self._credentials.current.secrets()
             except StoreError as error:
                 error.certain = True  # nothing was sent
                 if isinstance(error, CredentialsError):
                     self._credentials.fail()
                 raise
-            with self._http.send(method, target, fields, body, progress, is_long=is_long) as reply:
+            with self._http.send(
+                method, target, fields, request.body, request.progress, is_long=request.is_long
+            ) as reply:
                 if reply.status not in _SUCCESS:
                     answer = reply.read() if method != "HEAD" else b""
                     raise self.failure(reply.status, reply.headers, answer, method, self.uri(key))

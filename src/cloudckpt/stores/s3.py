@@ -14,6 +14,7 @@ import hashlib
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from cloudckpt.checksum import CRC32C, to_base64
 from cloudckpt.config import Config
@@ -39,7 +40,7 @@ from cloudckpt.stores.base import (
 )
 from cloudckpt.stores.deletions import Failures, delete_all
 from cloudckpt.stores.http import HttpClient, Reply
-from cloudckpt.stores.rest import Pages, RestStore, encode_key, encode_query
+from cloudckpt.stores.rest import Pages, Request, RestStore, encode_key, encode_query
 from cloudckpt.stores.s3_access import (
     PAYLOAD_DIGEST,
     UNSIGNED_PAYLOAD,
@@ -306,23 +307,11 @@ class S3Store(RestStore):
         return failures
 
     @contextlib.contextmanager
-    def exchange(
-        self,
-        method: str,
-        url: str,
-        headers: Mapping[str, str],
-        body: Body = (),
-        progress: Progress | None = None,
-        *,
-        key: str,
-        is_long: bool = False,
-    ) -> Iterator[Reply]:
+    def _sent(self, request: Request) -> Iterator[Reply]:
         """The same; a request to the wrong region is sent once more, to the one that S3 names."""
-        digest, used = self._access.payload_digest(method, body), self._access.region
-        attempt = functools.partial(
-            super().exchange, method, url, {**headers, PAYLOAD_DIGEST: digest}, body, progress,
-            key=key, is_long=is_long,
-        )  # fmt: skip
+        digest = self._access.payload_digest(request.method, request.body)
+        request = replace(request, headers={**request.headers, PAYLOAD_DIGEST: digest})
+        used, attempt = self._access.region, functools.partial(super()._sent, request)
         was_certain = True  # of the first try
         try:
             with contextlib.ExitStack() as stack:
