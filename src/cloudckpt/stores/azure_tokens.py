@@ -74,7 +74,6 @@ _AUTHORITIES = frozenset(
 )
 _NO_TENANTS = frozenset({"common", "consumers", "organizations"})
 _CHALLENGE = "www-authenticate"
-_AUTHORIZATION_URI = re.compile(r"\bBearer\b.*\bauthorization_uri=\"?([^\s,\"]+)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, repr=False)
