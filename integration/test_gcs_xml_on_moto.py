@@ -14,7 +14,6 @@ from cloudckpt.checksum import CRC32C
 from cloudckpt.errors import StoreError
 from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.stores.gcs import GCSStore
-from cloudckpt.stores.gcs_json import Stored
 from cloudckpt.testing.servers import DUMMY_AWS, moto_server
 
 PART = 5 * 1024**2
@@ -62,9 +61,9 @@ def test_parts_become_the_object(store, moto, bucket, key, monkeypatch):
     pieces = [b"a" * PART, b"b" * PART, b"the last"]
     upload = store.create_upload(key, PART)
     parts = [put_part(store, upload, n, pieces[n - 1]) for n in (3, 1, 2)]
-    info = ObjectInfo(key, 2 * PART + 8, "1")  # moto names no generation
-    found = Stored(info, CRC32C.of(b"".join(pieces)))
-    monkeypatch.setattr(store._objects, "stat", lambda key: found)
+    whole = CRC32C.of(b"".join(pieces))
+    info = ObjectInfo(key, 2 * PART + 8, "1", whole)  # moto names no generation
+    monkeypatch.setattr(store._objects, "stat", lambda key: info)
     assert store.complete_upload(upload, sorted(parts, key=lambda part: part.number)) == info
     assert moto.get_object(Bucket=bucket, Key=key)["Body"].read() == b"".join(pieces)
     assert list(store.list_uploads("")) == []
