@@ -30,7 +30,7 @@ from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.retry import Retrier
-from cloudckpt.transfer.upload import delete_quietly, put_new
+from cloudckpt.transfer.upload import creates_only, delete_quietly, put_new
 from cloudckpt.uri import CheckpointURI
 
 __all__ = ["publish"]
@@ -90,7 +90,7 @@ def publish(
         identity = manifest.identify(attempt, content)
         manifest_id.append(identity)
         key, view = uri.key(identity.name), memoryview(content)
-        create_only = store.capabilities.create_only and config.conditional_writes != "off"
+        create_only = creates_only(store, config)
         others = [record for name, record in objects.items() if name not in own]
         group = TaskGroup(config.connections, name="cloudckpt-commit", interrupt=store.interrupt)
         look = Retrier(config.retry, group.cancellation)

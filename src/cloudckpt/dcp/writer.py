@@ -64,7 +64,7 @@ from cloudckpt.transfer.parts import choose_part_size
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.staging import StagingPool
 from cloudckpt.transfer.stats import Transferred, TransferStats
-from cloudckpt.transfer.upload import ObjectUpload, delete_quietly
+from cloudckpt.transfer.upload import ObjectUpload, creates_only, delete_quietly
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["CloudStorageWriter"]
@@ -337,7 +337,7 @@ class CloudStorageWriter(StorageWriter):
                 group,
                 retrier,
                 stats,
-                create_only=limits.create_only and config.conditional_writes != "off",
+                create_only=creates_only(store, config),
             )
             uploads.append(upload)
             self._written.append(name)

@@ -215,9 +215,7 @@ class Token:
         renewals = self._renewals
         newest = renewals.newest
         if newest is not None and renewals.state(newest) is _State.FRESH:
-            self._credentials = (
-                newest  # of many threads that were refused, the first has fetched it
-            )
+            self._credentials = newest  # the first of many threads that were refused fetched it
         if self._state() is _State.FRESH:
             return
         if self._state() is _State.INVALID and (error := renewals.failure_since(asked)):

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from cloudckpt.config import RetryPolicy
+from cloudckpt.config import Config, RetryPolicy
 from cloudckpt.errors import (
     CloudCheckpointError,
     ObjectNotFoundError,
@@ -21,7 +21,7 @@ from cloudckpt.transfer.parts import PartCutter, PartPlan, Piece
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.stats import TransferStats
 
-__all__ = ["ObjectUpload", "delete_quietly", "put_new"]
+__all__ = ["ObjectUpload", "creates_only", "delete_quietly", "put_new"]
 
 T = TypeVar("T")
 logger = logging.getLogger("cloudckpt")
@@ -251,6 +251,11 @@ class ObjectUpload:
 
     def _look(self, size: int, checksum: int, parts: Sequence[Part] = ()) -> ObjectInfo | None:
         return _made(self._store, self.key, size, checksum, self._retrier.policy, parts)
+
+
+def creates_only(store: ObjectStore, config: Config) -> bool:
+    """Whether objects with random keys are written on the condition that there is none."""
+    return store.capabilities.create_only and config.conditional_writes != "off"
 
 
 def put_new(
