@@ -12,8 +12,8 @@ from cloudckpt.stores.base import ObjectStore
 from cloudckpt.stores.registry import open_store
 from cloudckpt.uri import CheckpointURI
 from clouds import Cloud, Place, clean_environment, in_environment, opened
-from dcp.ranks import Ranks
 from deselected import DESELECTED
+from ranks import Ranks
 from servers import BY_CLOUD, REAL, chosen
 
 pytest.register_assert_rewrite("cloudckpt.testing.contract", "dcp.layouts", "dcp.values")

@@ -1,4 +1,4 @@
-"""What all tests share: a real S3 server and clean surroundings."""
+"""What all tests share: clean surroundings, a real S3 server, and a pool of ranks."""
 
 import os
 import uuid
@@ -9,6 +9,7 @@ import pytest
 from cloudckpt import Config, RetryPolicy, S3Options
 from cloudckpt.testing.servers import DUMMY_AWS, moto_server
 from dcp.places import boto_client
+from ranks import Ranks
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -25,6 +26,14 @@ def _own_surroundings() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(scope="session")
+def ranks(_own_surroundings: None) -> Iterator[Ranks]:
+    """Up to four gloo ranks, see there."""
+    pool = Ranks(4)
+    yield pool
+    pool.kill()
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@
 
 import os
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,19 +15,10 @@ from cloudckpt.dcp import batches, broadcast
 from cloudckpt.format_utils import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
 from dcp.conftest import local, places  # noqa: F401 - fixtures
 from dcp.places import Place
-from dcp.ranks import Ranks
 from dcp.values import numbered
 
 MIB = 1024 * 1024
 _SOON = 30.0  # seconds; a collective that nobody joins takes 60
-
-
-@pytest.fixture(scope="module")
-def ranks(_own_surroundings: None) -> Iterator[Ranks]:
-    """Up to three gloo ranks."""
-    pool = Ranks(3)
-    yield pool
-    pool.kill()
 
 
 @pytest.fixture

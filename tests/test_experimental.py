@@ -49,20 +49,11 @@ from cloudckpt.testing.faulty import FaultyStore
 from cloudckpt.uri import CheckpointURI
 from dcp.conftest import local, place, places, s3  # noqa: F401 - fixtures
 from dcp.places import Place
-from dcp.ranks import Ranks
 from dcp.values import assert_same, blank_like, numbered
 
 MIB = 1024 * 1024
 _PATIENCE = 150.0
 _RANK = RankInfo(global_rank=0, global_world_size=1)
-
-
-@pytest.fixture(scope="module")
-def ranks(_own_surroundings: None):
-    """Up to two gloo ranks."""
-    pool = Ranks(2)
-    yield pool
-    pool.kill()
 
 
 def state():

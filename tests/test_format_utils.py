@@ -11,7 +11,6 @@ import resource
 import time
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -56,19 +55,10 @@ from dcp.children import in_a_child
 from dcp.conftest import local, place, places, s3  # noqa: F401 - fixtures
 from dcp.layouts import LAYOUTS, check_local_parts, full_state, spread
 from dcp.places import Place
-from dcp.ranks import Ranks
 from dcp.test_memory import _forget_peak, _status
 from dcp.values import assert_same, blank_like, numbered
 
 MIB = 1024 * 1024
-
-
-@pytest.fixture(scope="module")
-def ranks(_own_surroundings: None) -> Iterator[Ranks]:
-    """Up to two gloo ranks."""
-    pool = Ranks(2)
-    yield pool
-    pool.kill()
 
 
 def nested_state():

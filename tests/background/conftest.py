@@ -1,4 +1,4 @@
-"""Ranks, places and trainers, as in the tests of dcp and faults."""
+"""Places and trainers, as in the tests of dcp and faults."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -9,17 +9,8 @@ from cloudckpt import Stager
 from cloudckpt.testing.proxy import FaultyProxy
 from dcp.conftest import local, places, s3  # noqa: F401 - fixtures
 from dcp.places import Place
-from dcp.ranks import Ranks
 
 from .jobs import Trainers
-
-
-@pytest.fixture(scope="session")
-def ranks(_own_surroundings: None) -> Iterator[Ranks]:
-    """Up to two gloo ranks."""
-    pool = Ranks(2)
-    yield pool
-    pool.kill()
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
-"""Ranks, and places to save to."""
+"""Places to save to."""
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -9,15 +9,6 @@ import cloudckpt
 from cloudckpt import Config, RetryPolicy, S3Options
 
 from .places import Place
-from .ranks import Ranks
-
-
-@pytest.fixture(scope="session")
-def ranks(_own_surroundings: None) -> Iterator[Ranks]:
-    """Up to four gloo ranks."""
-    pool = Ranks(4)
-    yield pool
-    pool.kill()
 
 
 @pytest.fixture(scope="session")

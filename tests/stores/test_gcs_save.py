@@ -13,7 +13,6 @@ from cloudckpt import Config, GCSOptions, RetryPolicy
 from cloudckpt.errors import CheckpointConflictError, InvalidRequestError
 from cloudckpt.stores.gcs import GCSStore
 from dcp.layouts import LAYOUTS, check_local_parts, full_state, spread
-from dcp.ranks import Ranks
 from dcp.values import assert_same, blank_like, numbered
 from stubs.gcs import GcsStub
 from stubs.gcs_answers import RefusalError
@@ -34,13 +33,6 @@ def config(request, stub):
     options = GCSOptions(endpoint_url=stub.url, upload_strategy=request.param, checksum="on")
     retry = RetryPolicy(attempts=4, base=0.01, cap=0.05, deadline=20.0)
     return Config(connections=4, part_size=PART, retry=retry, gcs=options)
-
-
-@pytest.fixture(scope="module")
-def ranks(_own_surroundings):
-    pool = Ranks(2)
-    yield pool
-    pool.kill()
 
 
 def state_of(first=0):

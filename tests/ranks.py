@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import gc
-import multiprocessing
 import os
 import pickle
 import tempfile
@@ -16,9 +15,11 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from forks import context
+
 __all__ = ["Outcome", "Ranks", "RanksDiedError", "RanksTimeoutError"]
 
-_START = 200.0  # seconds that a process may take to import torch
+_START = 200.0  # seconds that a process may take; the first one waits for the import of torch
 _GRACE = 40.0  # seconds that the others have left once a rank has raised
 _COLLECTIVE = 150.0  # seconds that a collective may take
 
@@ -50,10 +51,20 @@ class _Job:
 
 
 class Ranks:
-    """A pool of processes, started at the first use, that form a new process group for each call.
+    """A pool of processes that form a new process group for each call.
 
-    Importing torch costs a process seconds and forming a group milliseconds, so all tests share one
-    pool. After a hang or a crash the pool is killed, and the next call starts another.
+    All tests of a session share one, as the fixture ``ranks``::
+
+        def _save(place):  # at the top level of a module, which the ranks import
+            cloudckpt.save(state_of(dist.get_rank()), place.uri, config=place.config)
+            return dist.get_world_size()
+
+        def test_ranks_save_together(ranks, s3):
+            assert ranks(2, _save, s3) == [2, 2]
+
+    A rank is a process that lives on: a test gives back what it takes there (options, environment,
+    installed hooks, savers in the background). It may kill a rank or leave it hanging, which ends
+    all of the pool; the next call forks another in milliseconds.
     """
 
     def __init__(self, size: int = 4) -> None:
@@ -98,8 +109,7 @@ class Ranks:
             jobs = [_Job(rank, world, store, function, arguments) for rank in range(world)]
             messages = [pickle.dumps(job) for job in jobs]
             try:
-                if not self._processes:
-                    self._start()
+                self._start(world)
                 for pipe, message in zip(self._pipes, messages, strict=False):
                     pipe.send_bytes(message)
                 return self._collect(world, time.monotonic() + deadline)
@@ -129,9 +139,10 @@ class Ranks:
                     deadline = min(deadline, time.monotonic() + _GRACE)
         return [outcomes[rank] for rank in range(world)]
 
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        for number in range(self._size):
+    def _start(self, world: int) -> None:
+        """Makes the processes that are missing."""
+        new = range(len(self._processes), world)
+        for number in new:
             ours, theirs = context.Pipe()
             # no daemon: it must be able to have children of its own
             process = context.Process(target=_serve, args=(theirs,), name=f"rank-{number}")
@@ -139,10 +150,10 @@ class Ranks:
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(_START):
+        for rank in new:
+            if not self._pipes[rank].poll(_START):
                 raise RanksTimeoutError(f"rank {rank} did not start within {_START} s")
-            pipe.recv_bytes()
+            self._pipes[rank].recv_bytes()
 
     def kill(self) -> None:
         """Ends the processes whatever they do."""

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from .ranks import Ranks, RanksDiedError, RanksTimeoutError
+from ranks import Ranks, RanksDiedError, RanksTimeoutError
 
 
 def _identify() -> tuple[int, int]:
