@@ -18,8 +18,7 @@ from azure.storage.blob import BlobBlock, ContainerClient, StandardBlobTier
 
 from cloudckpt import AzureOptions, Config
 from cloudckpt.checksum import CRC64NVME
-from cloudckpt.stores.azure import AzureStore
-from cloudckpt.stores.azure_blocks import block_id
+from cloudckpt.stores.azure import AzureStore, block_id
 from cloudckpt.stores.base import Part, Upload
 
 from .differences import Operation

@@ -53,8 +53,7 @@ from cloudckpt.errors import (
     TransientStoreError,
 )
 from cloudckpt.stores import azure_names, azure_tokens
-from cloudckpt.stores.azure import AzureStore
-from cloudckpt.stores.azure_blocks import block_id
+from cloudckpt.stores.azure import AzureStore, block_id
 from cloudckpt.stores.base import ObjectInfo, Part, Upload
 from cloudckpt.stores.registry import open_store
 from cloudckpt.testing.servers import free_port

@@ -8,6 +8,7 @@ that no other upload has, and then the list of them that makes the blob.
 from __future__ import annotations
 
 import base64
+import binascii
 import contextlib
 import re
 import xml.etree.ElementTree as ElementTree
@@ -30,7 +31,6 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores.azure_access import API_VERSION, ContainerAccess
 from cloudckpt.stores.azure_batch import SubAnswer, compose, parse
-from cloudckpt.stores.azure_blocks import MAX_BLOCKS, block_id, upload_of
 from cloudckpt.stores.azure_errors import from_answer
 from cloudckpt.stores.azure_names import check_blob
 from cloudckpt.stores.base import (
@@ -53,8 +53,13 @@ __all__ = ["AzureStore"]
 # https://learn.microsoft.com/azure/storage/blobs/scalability-targets
 _MAX_PUT = 5000 * 1024**2
 _MAX_BLOCK = 4000 * 1024**2
+_MAX_BLOCKS = 50_000  # of a blob
 _BLOBS_PER_BATCH = 256
 _BLOBS_PER_PAGE = "1000"
+
+# a block is named by its upload and its number: all blocks of a blob need names of one length
+_UPLOAD_ID = len(random_suffix())
+_NUMBER = len(f"{_MAX_BLOCKS}")
 
 _REFUSALS = (AccessDeniedError, CredentialsError, InvalidRequestError)
 _OF_THE_BLOB = re.compile(r"\w*(Immutab|LegalHold|Lease)\w* HTTP ")
@@ -75,7 +80,7 @@ class AzureStore(RestStore):
             conditional_writes=True,
             min_part_size=1,
             max_part_size=_MAX_BLOCK,
-            max_parts=MAX_BLOCKS,
+            max_parts=_MAX_BLOCKS,
             max_put_size=_MAX_PUT,
             checksum=CRC64NVME,
             verifies=self._checksums,
@@ -220,7 +225,7 @@ class AzureStore(RestStore):
             blocks, _ = self._blocks(key, "uncommitted")
         except ObjectNotFoundError:
             return []  # completed or discarded since the listing
-        return sorted({upload_of(name) for name, _ in blocks})
+        return sorted({_upload_of(name) for name, _ in blocks})
 
     def _blocks(self, key: str, kind: str) -> tuple[Sequence[tuple[str, str]], str]:
         """Names and sizes of a blob's blocks of one kind, and its version, if it has one."""
@@ -369,6 +374,20 @@ def _may_be_granted_alone(error: StoreError) -> bool:
     do alone. What the blob is does not depend on that.
     """
     return isinstance(error, _REFUSALS) and not _OF_THE_BLOB.match(error.cause or "")
+
+
+def block_id(upload: Upload, number: int) -> str:
+    """The identifier of a block, which no block of another upload has."""
+    return base64.b64encode(f"{upload.id}{number:0{_NUMBER}}".encode("ascii")).decode("ascii")
+
+
+def _upload_of(block: str) -> str:
+    """The upload that a block belongs to; one of another program is taken for an upload."""
+    try:
+        name = base64.b64decode(block).decode("ascii")
+    except (binascii.Error, UnicodeDecodeError):
+        return block
+    return name[:_UPLOAD_ID] if len(name) == _UPLOAD_ID + _NUMBER else block
 
 
 def _blob_headers(options: AzureOptions) -> dict[str, str]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import email.utils
+import hmac
 import logging
 import os
 import re
@@ -20,7 +23,6 @@ from cloudckpt.errors import (
     MissingDependencyError,
 )
 from cloudckpt.stores.azure_errors import token_refused
-from cloudckpt.stores.azure_signing import SharedKey
 from cloudckpt.stores.azure_tokens import Tokens, tenant_asked_for
 from cloudckpt.stores.credentials import Credentials, check_credential, masked, raise_alone
 from cloudckpt.stores.http import HttpOptions
@@ -53,6 +55,20 @@ _KEY = ("AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCOUNT_KEY")
 _SAS = ("AZURE_STORAGE_SAS_TOKEN",)
 _CONNECTION = "AZURE_STORAGE_CONNECTION_STRING"
 
+_SIGNED = (  # in this order, whether they are sent or not
+    "content-encoding",
+    "content-language",
+    "content-length",
+    "content-md5",
+    "content-type",
+    "date",
+    "if-modified-since",
+    "if-match",
+    "if-none-match",
+    "if-unmodified-since",
+    "range",
+)
+
 
 class ContainerAccess:
     """What Azure's SDKs know about a container.
@@ -81,7 +97,7 @@ class ContainerAccess:
             if fits:
                 _check_cloud(given, place, uri)
             if fits and given.key:
-                signing = SharedKey(place.account, given.key, uri)
+                signing = _SharedKey(place.account, given.key, uri)
                 return _Source(sign=signing.authorization, given=given.key)
             if fits and given.sas:
                 return _Source(sas=given.sas, given=given.sas)
@@ -155,6 +171,46 @@ class _Source:
         if self.token is not None:
             return (self.token(),)
         return (self.given,) if self.given else ()
+
+
+class _SharedKey:
+    """Signs requests to the blobs of one account with its key, which never travels.
+
+    Nor does anything that could be used again: a shared access signature made of the key would be
+    bound to a version of the API that not every cloud of Azure knows, and to the account's policy.
+    https://learn.microsoft.com/rest/api/storageservices/authorize-with-shared-key
+    """
+
+    def __init__(self, account: str, key: str, uri: str) -> None:
+        """
+        Raises:
+            CredentialsError: If the key is none.
+        """
+        self._account = account
+        try:
+            self._key = base64.b64decode(key, validate=True)
+        except binascii.Error:
+            raise_alone(  # without the text of the cause, which might quote it
+                CredentialsError(
+                    "the key of the storage account is not valid base64; copy it anew from "
+                    "'Access keys' of the account",
+                    uri=uri,
+                )
+            )
+
+    def authorization(self, method: str, url: str, headers: Mapping[str, str]) -> str:
+        """The Authorization header of a request, all of whose other headers are given."""
+        given = {name.lower(): value.strip() for name, value in headers.items()}
+        if given.get("content-length") == "0":
+            given["content-length"] = ""
+        parts = urlsplit(url)
+        lines = [method, *(given.get(name, "") for name in _SIGNED)]
+        lines += [f"{name}:{given[name]}" for name in sorted(given) if name.startswith("x-ms-")]
+        lines += [f"/{self._account}{parts.path}"]  # encoded as it is sent
+        pairs = (pair.partition("=") for pair in parts.query.split("&") if pair)
+        lines += sorted(f"{name.lower()}:{unquote(value)}" for name, _, value in pairs)
+        digest = hmac.digest(self._key, "\n".join(lines).encode(), "sha256")
+        return f"SharedKey {self._account}:{base64.b64encode(digest).decode('ascii')}"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -9,27 +9,28 @@ that of an object made of parts is compared with theirs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from urllib.parse import quote
 
 from cloudckpt.checksum import CRC32C, to_base64
 from cloudckpt.config import Config
 from cloudckpt.errors import (
+    BucketNotFoundError,
     ConnectionLostError,
     CredentialsError,
     InvalidRequestError,
     ObjectNotFoundError,
     PreconditionFailedError,
+    ServerError,
     StoreError,
 )
 from cloudckpt.stores.base import Body, Capabilities, ObjectInfo, Part, Progress, Upload
 from cloudckpt.stores.gcs_access import BucketAccess
 from cloudckpt.stores.gcs_compose import MAX_PARTS, Composition, is_temporary
-from cloudckpt.stores.gcs_downloads import Downloads
 from cloudckpt.stores.gcs_errors import from_answer
-from cloudckpt.stores.gcs_json import JsonObjects, carried_out, generation, parse_crc32c
-from cloudckpt.stores.gcs_properties import Properties
+from cloudckpt.stores.gcs_json import JsonObjects, Properties, carried_out, generation, parse_crc32c
 from cloudckpt.stores.http import HttpClient, Reply
 from cloudckpt.stores.rest import Request, RestStore, encode_key, encode_query
 from cloudckpt.stores.xml_multipart import Dialect, XmlMultipart
@@ -40,6 +41,14 @@ __all__ = ["GCSStore"]
 _MIN_PART = 5 * 1024**2
 _MAX_PART = 5 * 1024**3
 _MAX_MULTIPART_PARTS = 10_000
+
+# how servers refuse a path that they do not have, which some take for a bucket and a key
+_UNKNOWN_PATH = frozenset({404, 405, 501})
+_UNKNOWN = (BucketNotFoundError, InvalidRequestError, ObjectNotFoundError, ServerError)
+_COMPRESSIONS = frozenset({"br", "compress", "deflate", "gzip", "x-compress", "x-gzip", "zstd"})
+_AS_STORED = {"Accept-Encoding": "gzip"}
+
+_Send = Callable[[str, Mapping[str, str]], Reply]
 
 
 class GCSStore(RestStore):
@@ -52,7 +61,7 @@ class GCSStore(RestStore):
         self._access = BucketAccess(config, root)
         super().__init__(root, HttpClient(self._access.http_options), self._access.credentials)
         endpoint, is_google = self._access.endpoint, self._access.is_google
-        self._downloads = Downloads(endpoint, is_google=is_google)
+        self._downloads = _Downloads(endpoint, is_google=is_google)
         self._checksums = is_google if options.checksum == "auto" else options.checksum == "on"
         self._objects = JsonObjects(
             self, endpoint, bucket, checksums=self._checksums, payer=options.user_project
@@ -261,3 +270,96 @@ def _replaced(uri: str, version: str | None = None) -> ConnectionLostError:
     return ConnectionLostError(
         "the object was replaced while it was read: it is read anew", version=version, uri=uri
     )
+
+
+class _Downloads:
+    """The reads of content at one endpoint.
+
+    Google serves content at ``/download/storage/v1/…?alt=media``, where its own clients read it
+    (https://cloud.google.com/storage/docs/request-endpoints). The URL of the metadata with
+    ``alt=media`` may be answered by a redirect to there (303). Some emulators have only that one,
+    which an endpoint that is not Google's is asked for when it does not seem to know the other.
+
+    Content with ``Content-Encoding: gzip`` is decompressed by Google while it is read, which
+    ignores ranges and leaves its size open, unless the request accepts gzip
+    (https://cloud.google.com/storage/docs/transcoding). Requests do so, as those of Google's client
+    for Python, and such content is refused: it is not what its size and checksum say.
+    """
+
+    def __init__(self, endpoint: str, *, is_google: bool) -> None:
+        self._plain = f"{endpoint}/storage/v1/"
+        self._download = f"{endpoint}/download/storage/v1/"
+        self._is_known = is_google  # which of the two it has
+        self._is_plain = False
+        self._refused = threading.local()
+
+    def is_content(self, url: str) -> bool:
+        """Whether a URL of the JSON API is that of content."""
+        return url.startswith(self._plain) and "alt=media" in url
+
+    def refused(self, status: int, body: bytes) -> None:
+        """Notes how this thread was refused."""
+        self._refused.status = status
+        self._refused.is_missing = b"No such object" in body  # Google's words
+
+    def ask(self, url: str, send: _Send, uri: str) -> Reply:
+        """The answer to a read of content.
+
+        Args:
+            url: Without ``/download``.
+            send: Sends a request to a URL with headers.
+            uri: Of the object, for messages.
+
+        Raises:
+            StoreError: If it is refused.
+            InvalidRequestError: If the content is compressed.
+        """
+        if self._is_plain:
+            reply = self._send(url, send)
+        else:
+            try:
+                reply = self._send(url.replace(self._plain, self._download, 1), send)
+                self._is_known = True
+            except _UNKNOWN as error:
+                if self._is_known or not self._may_lack_path():
+                    raise
+                reply = self._ask_plainly(url, send, error)
+        _check_encoding(reply, uri)
+        return reply
+
+    def _send(self, url: str, send: _Send) -> Reply:
+        self.refused(0, b"")  # not yet
+        return send(url, _AS_STORED)
+
+    def _may_lack_path(self) -> bool:
+        """Whether the endpoint has refused the path, and not the object."""
+        return self._refused.status in _UNKNOWN_PATH and not self._refused.is_missing
+
+    def _ask_plainly(self, url: str, send: _Send, error: StoreError) -> Reply:
+        """The answer of an endpoint that perhaps knows the other URL only.
+
+        What it says there of the object counts. Another failure, as a redirect, says nothing of
+        it: then the first answer was about the object.
+        """
+        try:
+            reply = self._send(url, send)
+        except StoreError as second:
+            if self._refused.status in (404, 412, 416):
+                raise second from None
+            raise error from None
+        self._is_known = self._is_plain = True
+        return reply
+
+
+def _check_encoding(reply: Reply, uri: str) -> None:
+    fields = {name.lower(): value for name, value in reply.headers.items()}
+    for name in ("content-encoding", "x-goog-stored-content-encoding"):
+        codings = {coding.strip().lower() for coding in fields.get(name, "").split(",")}
+        if found := codings & _COMPRESSIONS:
+            coding = ", ".join(sorted(found))
+            raise InvalidRequestError(
+                f"the object has Content-Encoding: {coding}, so what is read of it is not what its "
+                "size and checksum say; write it again without: download it with `gcloud storage "
+                "cp`, which decompresses gzip, and upload that without its options -z and -Z",
+                uri=uri,
+            )

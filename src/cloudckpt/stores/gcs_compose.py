@@ -24,8 +24,7 @@ from cloudckpt.stores.base import (
     nbytes,
     random_suffix,
 )
-from cloudckpt.stores.gcs_json import JsonObjects, carried_out
-from cloudckpt.stores.gcs_properties import Properties
+from cloudckpt.stores.gcs_json import JsonObjects, Properties, carried_out
 
 __all__ = ["MAX_PARTS", "Composition", "is_temporary"]
 

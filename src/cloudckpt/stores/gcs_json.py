@@ -10,11 +10,14 @@ import contextlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
 from cloudckpt.checksum import to_base64
+from cloudckpt.config import GCSOptions
 from cloudckpt.errors import (
+    ConfigError,
     ConnectionLostError,
     CredentialsError,
     InvalidRequestError,
@@ -26,17 +29,86 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores.base import Body, ObjectInfo, Progress, nbytes, random_suffix
 from cloudckpt.stores.deletions import Failures, delete_all, one_by_one
-from cloudckpt.stores.gcs_properties import Properties
 from cloudckpt.stores.http import Reply
 from cloudckpt.stores.rest import Pages, RestStore, encode_query
 
-__all__ = ["JsonObjects", "carried_out", "generation", "parse_crc32c"]
+__all__ = ["JsonObjects", "Properties", "carried_out", "generation", "parse_crc32c"]
 
 _CALLS_PER_BATCH = 100  # https://cloud.google.com/storage/docs/batch
 _NO_GENERATION = str(2**63 - 1)  # generations are times: no object has the last one
 _RESOURCE = "name,size,generation,crc32c"
 
+_CACHE_CONTROL = "no-store"
+"""Google caches what everybody may read for an hour, unless the object forbids it; replacing or
+deleting it does not change what is cached: https://cloud.google.com/storage/docs/caching"""
+
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # a token of RFC 9110
+_HEADER_VALUE = re.compile(r"[\x20-\x7e]*")
+
 _Answer = tuple[int, Mapping[str, str], bytes]  # status, headers and body of a call of a batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Properties:
+    """What every new object gets, besides being kept from caches.
+
+    Attributes:
+        storage_class: If not the bucket's default.
+        custom_time: RFC 3339.
+        metadata: Names and values.
+        kms_key: The customer-managed key, if not the bucket's default.
+    """
+
+    storage_class: str | None = None
+    custom_time: str | None = None
+    metadata: tuple[tuple[str, str], ...] = ()
+    kms_key: str | None = None
+
+    @classmethod
+    def of(cls, options: GCSOptions) -> Properties:
+        """Those that the options ask for.
+
+        Raises:
+            ConfigError: If one can't travel in a header of the XML API.
+        """
+        found = cls(
+            storage_class=options.storage_class,
+            custom_time=options.custom_time,
+            metadata=options.metadata,
+            kms_key=options.kms_key_name,
+        )
+        for name, value in found.headers().items():
+            if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value):
+                raise ConfigError(f"{name}={value!r} can't be sent in a header; write plain ASCII")
+        return found
+
+    def of_parts(self) -> Properties:
+        """Those of the parts that an object is composed of: their class must be that of the object.
+
+        https://cloud.google.com/storage/docs/composite-objects
+        """
+        return Properties(storage_class=self.storage_class, kms_key=self.kms_key)
+
+    def resource(self) -> dict[str, Any]:
+        """As the JSON API takes them; the key is a parameter of the request."""
+        wanted = {
+            "cacheControl": _CACHE_CONTROL,
+            "storageClass": self.storage_class,
+            "customTime": self.custom_time,
+            "metadata": dict(self.metadata) or None,
+        }
+        return {name: value for name, value in wanted.items() if value is not None}
+
+    def headers(self) -> dict[str, str]:
+        """As the XML API takes them."""
+        wanted = {
+            "Cache-Control": _CACHE_CONTROL,
+            "x-goog-storage-class": self.storage_class,
+            "x-goog-custom-time": self.custom_time,
+            "x-goog-encryption-kms-key-name": self.kms_key,
+            **{f"x-goog-meta-{name}": value for name, value in self.metadata},
+        }
+        return {name: value for name, value in wanted.items() if value is not None}
 
 
 class JsonObjects:
