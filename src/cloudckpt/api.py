@@ -33,8 +33,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores.listings import forget_listings
 from cloudckpt.transfer.opening import open_store
-from cloudckpt.transfer.restarts import Restarts
-from cloudckpt.transfer.retry import Retrier
+from cloudckpt.transfer.retry import Restarts, Retrier
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = [

@@ -19,7 +19,7 @@ from cloudckpt.dcp.planners import DynamicMetaLoadPlanner, EverythingPlanner
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.errors import CheckpointError, InvalidURIError
 from cloudckpt.events.event import Span
-from cloudckpt.transfer.restarts import begun_anew
+from cloudckpt.transfer.retry import begun_anew
 from cloudckpt.transfer.stats import Transferred
 from cloudckpt.uri import CheckpointURI, URILike
 

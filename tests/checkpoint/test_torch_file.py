@@ -18,8 +18,8 @@ from cloudckpt.errors import ConnectionLostError
 from cloudckpt.stores.registry import open_store
 from cloudckpt.testing.faulty import FaultyStore
 from cloudckpt.transfer import stats as stats_module
+from cloudckpt.transfer.landing import copy_into
 from cloudckpt.transfer.object_file import ObjectFile
-from cloudckpt.transfer.sinks import copy_into
 from cloudckpt.transfer.upload_stream import UploadStream
 from cloudckpt.uri import CheckpointURI
 

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from cloudckpt.transfer.claims import Claims
+from cloudckpt.transfer.memory import Claims
 
 BASE = torch.zeros(10, 10)
 

@@ -23,10 +23,10 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.testing.faulty import FaultyStore
-from cloudckpt.transfer.download import Source, Wanted, download
+from cloudckpt.transfer.download import download
 from cloudckpt.transfer.group import Cancellation
-from cloudckpt.transfer.scratch import ScratchPool
-from cloudckpt.transfer.sinks import BoxSink, BytesSink, FlatSink
+from cloudckpt.transfer.landing import BoxSink, BytesSink, FlatSink, Source, Wanted
+from cloudckpt.transfer.staging import ScratchPool
 from cloudckpt.transfer.stats import TransferStats
 
 KIB = 1024

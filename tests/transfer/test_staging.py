@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from cloudckpt.errors import TransferCancelledError
 from cloudckpt.transfer import staging
+from cloudckpt.transfer.boxes import row_major_slices
 from cloudckpt.transfer.group import Cancellation
 from cloudckpt.transfer.memory import bytes_of, host_buffer, is_plain
-from cloudckpt.transfer.staging import StagingPool, row_major_slices
+from cloudckpt.transfer.staging import StagingPool
 
 KIB = 1024
 BUDGET = 16 * KIB  # slabs of 1 KiB

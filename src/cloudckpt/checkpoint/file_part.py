@@ -10,7 +10,7 @@ import torch
 from cloudckpt.checkpoint.skeletons import NotPlainError, Place, has_tensors
 from cloudckpt.checkpoint.torch_file import TorchFile
 from cloudckpt.errors import CheckpointError, ShapeMismatchError, UnsupportedTensorError
-from cloudckpt.transfer.sinks import copy_into
+from cloudckpt.transfer.landing import copy_into
 
 __all__ = ["FilePart"]
 

@@ -18,8 +18,8 @@ import torch
 from cloudckpt.checkpoint.pickles import describe_tensor
 from cloudckpt.config import Config
 from cloudckpt.stores.base import ObjectStore
-from cloudckpt.transfer.download import Source, Wanted, download
-from cloudckpt.transfer.sinks import BytesSink
+from cloudckpt.transfer.download import download
+from cloudckpt.transfer.landing import BytesSink, Source, Wanted
 from cloudckpt.transfer.stats import TransferStats
 
 __all__ = ["ForeignItem", "RawTensor", "locate"]

@@ -19,7 +19,7 @@ from cloudckpt.config import Config
 from cloudckpt.errors import CheckpointCorruptError
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectStore
-from cloudckpt.transfer.download import Source
+from cloudckpt.transfer.landing import Source
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI
 

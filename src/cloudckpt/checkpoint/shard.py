@@ -14,9 +14,8 @@ from cloudckpt.checkpoint.records import ItemRecord, ObjectRecord
 from cloudckpt.checksum import BlockChecksums, ChecksumAlgorithm, block_size_for
 from cloudckpt.errors import UnsupportedTensorError
 from cloudckpt.transfer.memory import bytes_of, has_memory, is_plain
-from cloudckpt.transfer.packing import PACKED_BELOW, Packer
 from cloudckpt.transfer.parts import Piece
-from cloudckpt.transfer.staging import StagingPool
+from cloudckpt.transfer.staging import PACKED_BELOW, Packer, StagingPool
 from cloudckpt.transfer.upload import ObjectUpload
 
 __all__ = ["OpenObject", "PendingItem", "ShardWriter", "check_supported", "travels_as_bytes"]

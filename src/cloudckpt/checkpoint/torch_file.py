@@ -30,13 +30,12 @@ from cloudckpt.errors import (
     UntrustedPickleError,
 )
 from cloudckpt.stores.base import ObjectStore
-from cloudckpt.transfer.download import Wanted
+from cloudckpt.transfer.boxes import row_major_slices
+from cloudckpt.transfer.landing import BoxSink, FlatSink, Wanted, copy_into
 from cloudckpt.transfer.memory import bytes_of
 from cloudckpt.transfer.object_file import ObjectFile, PinnedObject
 from cloudckpt.transfer.opening import open_store
 from cloudckpt.transfer.parts import even_share
-from cloudckpt.transfer.sinks import BoxSink, FlatSink, copy_into
-from cloudckpt.transfer.staging import row_major_slices
 from cloudckpt.transfer.stats import Transferred, TransferStats
 from cloudckpt.uri import CheckpointURI
 

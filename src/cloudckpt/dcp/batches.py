@@ -15,10 +15,9 @@ from cloudckpt.config import MIB
 from cloudckpt.dcp.file_contents import FileContents, StoredTensor
 from cloudckpt.dcp.portable import portable_errors
 from cloudckpt.errors import CheckpointError, ShapeMismatchError, UnsupportedTensorError
+from cloudckpt.transfer.boxes import Box, row_major_slices, row_major_strides
+from cloudckpt.transfer.landing import copy_into, narrow
 from cloudckpt.transfer.memory import bytes_of
-from cloudckpt.transfer.ranges import Box, row_major_strides
-from cloudckpt.transfer.sinks import copy_into, narrow
-from cloudckpt.transfer.staging import row_major_slices
 
 __all__ = [
     "Batch",

@@ -23,13 +23,11 @@ from cloudckpt.errors import (
 )
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectStore
-from cloudckpt.transfer.claims import Claims
-from cloudckpt.transfer.download import Source, Wanted, download
-from cloudckpt.transfer.memory import has_memory, settled, shows_its_memory
+from cloudckpt.transfer.boxes import plan_boxes, row_major_slices
+from cloudckpt.transfer.download import download
+from cloudckpt.transfer.landing import BoxSink, BytesSink, FlatSink, Source, Wanted, narrow
+from cloudckpt.transfer.memory import Claims, has_memory, settled, shows_its_memory
 from cloudckpt.transfer.parts import even_share
-from cloudckpt.transfer.ranges import plan_boxes
-from cloudckpt.transfer.sinks import BoxSink, BytesSink, FlatSink, narrow
-from cloudckpt.transfer.staging import row_major_slices
 from cloudckpt.transfer.stats import TransferStats
 
 __all__ = ["Load"]

@@ -6,7 +6,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from cloudckpt.config import Config
 from cloudckpt.errors import (
@@ -19,14 +19,13 @@ from cloudckpt.errors import (
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, nbytes, skip
 from cloudckpt.transfer.group import TaskGroup
-from cloudckpt.transfer.landing import Bad, Landing, Source, Wanted
+from cloudckpt.transfer.landing import Bad, Landing, Source, Span, Wanted
 from cloudckpt.transfer.parts import even_share
-from cloudckpt.transfer.ranges import Span, pack_requests
 from cloudckpt.transfer.retry import Retrier
-from cloudckpt.transfer.scratch import ScratchPool
+from cloudckpt.transfer.staging import ScratchPool
 from cloudckpt.transfer.stats import TransferStats
 
-__all__ = ["Source", "Wanted", "download"]
+__all__ = ["download", "pack_requests"]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -194,3 +193,36 @@ class _Download:
             return landing.first_bad()
         finally:
             self._stats.add_verified(landing.size, time.perf_counter() - began)
+
+
+def pack_requests(spans: Sequence[Span], *, limit: int, merge_gap: int) -> Iterator[list[Span]]:
+    """Groups the spans of one object into requests, in the order of their bytes.
+
+    Neighbours at most ``merge_gap`` bytes apart share a request until it has ``limit`` bytes; a
+    span that crosses the limit is cut there. Spans that overlap are read twice. A single span that
+    can't be cut may exceed the limit.
+    """
+    request: list[Span] = []
+    waiting = sorted(spans, key=lambda span: (span.start, span.stop), reverse=True)
+    while waiting:
+        span = waiting.pop()
+        begin = request[0].start if request else span.start
+        if request and not 0 <= span.start - request[-1].stop <= merge_gap:
+            yield request
+            request, begin = [], span.start
+        if span.stop - begin > limit:
+            parts = span.cut(begin + limit)
+            if parts is not None:
+                head, rest = parts
+                yield [*request, head]
+                request = []
+                waiting.append(rest)
+                continue
+            if request:
+                yield request
+                request = []
+                waiting.append(span)
+                continue
+        request.append(span)
+    if request:
+        yield request

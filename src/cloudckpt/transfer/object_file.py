@@ -12,10 +12,10 @@ import torch
 from cloudckpt.config import MIB, Config
 from cloudckpt.errors import CheckpointCorruptError, PreconditionFailedError
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, Progress
-from cloudckpt.transfer.download import Source, Wanted, download
+from cloudckpt.transfer.download import download
+from cloudckpt.transfer.landing import Source, Wanted
 from cloudckpt.transfer.memory import bytes_of
-from cloudckpt.transfer.restarts import check_unchanged
-from cloudckpt.transfer.retry import Retrier
+from cloudckpt.transfer.retry import Retrier, check_unchanged
 from cloudckpt.transfer.stats import Transferred, TransferStats
 
 if TYPE_CHECKING:

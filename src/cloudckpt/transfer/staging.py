@@ -1,61 +1,34 @@
-"""A bounded pipeline of copies: from accelerators and strided tensors into bytes that can be sent.
+"""Host memory on loan, bounded, for bytes that can't be sent or received where they lie.
 
-What can be sent as it lies is never copied. Everything else passes through slabs of host memory,
-slice by slice, so that the memory in use does not depend on the size of a tensor.
+An upload copies tensors of accelerators and strided ones into slabs of a :class:`StagingPool`,
+slice after slice, so that the memory in use does not depend on the size of a tensor. A
+:class:`Packer` copies small items next to each other, since a call of their own would cost more
+than the copy. A download borrows from a :class:`ScratchPool`.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
+from cloudckpt.config import MIB
+from cloudckpt.transfer.boxes import ALIGNMENT, aligned, padding, row_major_slices
 from cloudckpt.transfer.group import Cancellation
 from cloudckpt.transfer.memory import bytes_of, host_buffer
 from cloudckpt.transfer.parts import Piece
+from cloudckpt.transfer.upload import ObjectUpload
 
-__all__ = ["Slab", "StagingPool", "row_major_slices"]
+__all__ = ["PACKED_BELOW", "Packer", "ScratchPool", "Slab", "StagingPool"]
+
+PACKED_BELOW = 64 * 1024
+"""Bytes from which on an item is sent from where it lies."""
 
 _SLABS = 16
-_ALIGNMENT = 64
-
-
-def row_major_slices(
-    shape: tuple[int, ...], itemsize: int, limit: int
-) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Boxes that follow one another in row-major order, each of at most ``limit`` bytes.
-
-    Yields:
-        ``(start, length)`` for each dimension. Together the boxes cover ``shape`` once; each is
-        contiguous in a row-major tensor of that shape.
-    """
-    if 0 in shape:
-        return
-    inner, cut = itemsize, len(shape)
-    while cut > 0 and inner * shape[cut - 1] <= limit:
-        cut -= 1
-        inner *= shape[cut]
-    full = tuple((0, size) for size in shape[cut:])
-    if cut == 0:
-        yield full
-        return
-    rows = max(1, limit // inner)
-    axis = cut - 1
-    for outer in _indices(shape[:axis]):
-        prefix = tuple((index, 1) for index in outer)
-        for start in range(0, shape[axis], rows):
-            yield (*prefix, (start, min(rows, shape[axis] - start)), *full)
-
-
-def _indices(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    if not shape:
-        yield ()
-        return
-    for first in range(shape[0]):
-        for rest in _indices(shape[1:]):
-            yield (first, *rest)
+_ZEROS = bytes(ALIGNMENT)
 
 
 class Slab:
@@ -104,7 +77,7 @@ class StagingPool:
     """
 
     def __init__(self, budget: int, cancellation: Cancellation) -> None:
-        self.slab_bytes = budget // _SLABS // _ALIGNMENT * _ALIGNMENT
+        self.slab_bytes = budget // _SLABS // ALIGNMENT * ALIGNMENT
         self._cancellation = cancellation
         self._changed = threading.Condition()
         self._free: list[Slab] = []
@@ -172,7 +145,7 @@ class StagingPool:
             slab = self._current = self._next()
             slab.retain()
         place = slab.used
-        slab.used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        slab.used += aligned(nbytes)
         slab.retain()
         return slab, place
 
@@ -194,3 +167,110 @@ class StagingPool:
         stream = self._streams[device]
         stream.wait_stream(torch.accelerator.current_stream(device))  # what makes the tensor
         return _Copier(stream)
+
+
+class Packer:
+    """Appends small items to an object; whoever writes to the object otherwise must flush first."""
+
+    def __init__(self, upload: ObjectUpload, pool: StagingPool) -> None:
+        self._upload = upload
+        self._pool = pool
+        self._slab: Slab | None = None
+        self._start = 0
+        self._stop = 0
+
+    @property
+    def position(self) -> int:
+        """Bytes of the object so far, those not flushed included."""
+        return self._upload.position + self._stop - self._start
+
+    def append(self, buffers: Sequence[bytes | memoryview], nbytes: int) -> tuple[int, memoryview]:
+        """Copies ``buffers``, ``nbytes`` in total, to the next multiple of 64 of the object.
+
+        Returns:
+            That position, and the copy, which is there until the next call.
+        """
+        slab, place = self._pool.reserve(nbytes)
+        if slab is self._slab and place == self._stop:
+            slab.release()  # one hold is enough for the growing piece
+        else:
+            self.flush()
+            if gap := padding(self._upload.position):
+                self._upload.write(Piece(memoryview(_ZEROS)[:gap]))
+            self._slab, self._start, self._stop = slab, place, place
+        position = self.position
+        view, start = slab.view, place
+        for buffer in buffers:
+            end = place + len(buffer)
+            view[place:end] = buffer
+            place = end
+        gap = padding(place)
+        view[place : place + gap] = _ZEROS[:gap]
+        self._stop = place + gap
+        return position, view[start : start + nbytes]
+
+    def flush(self) -> None:
+        """Writes what was packed to the object."""
+        if self._slab is not None:
+            piece = Piece(self._slab.view[self._start : self._stop], lease=self._slab)
+            self._slab, self._start, self._stop = None, 0, 0
+            if piece.view.nbytes:
+                self._upload.write(piece)
+            elif piece.lease is not None:
+                piece.lease.release()
+
+
+class ScratchPool:
+    """Lends buffers of ``limit`` bytes in total; whoever wants more waits.
+
+    A single loan above the limit is granted when nothing else is out: one item that is larger than
+    the limit must still move.
+    """
+
+    def __init__(self, limit: int, cancellation: Cancellation) -> None:
+        self._limit = limit
+        self._cancellation = cancellation
+        self._changed = threading.Condition()
+        self._free: list[torch.Tensor] = []
+        self._lent = 0
+
+    @contextmanager
+    def borrowed(self, nbytes: int, *, pinned: bool) -> Iterator[torch.Tensor]:
+        """A buffer of at least ``nbytes`` bytes for the time of the block.
+
+        Args:
+            nbytes: The size.
+            pinned: Whether page-locked memory makes it faster; the pool is then all pinned.
+        """
+        if nbytes == 0:
+            yield torch.empty(0, dtype=torch.uint8, device="cpu")
+            return
+        size = aligned(nbytes, MIB)
+        buffer = self._take(size)
+        if buffer is None:
+            buffer = host_buffer(size, pinned=pinned)
+        try:
+            yield buffer
+        finally:
+            with self._changed:
+                self._lent -= buffer.numel()
+                self._free.append(buffer)
+                self._changed.notify_all()
+
+    def _take(self, size: int) -> torch.Tensor | None:
+        """Waits for room; returns a free buffer that is large enough, or None to make one."""
+        with self._changed:
+            while self._lent and self._lent + size > self._limit:
+                self._changed.wait(0.2)
+                self._cancellation.check()
+            fitting = [buffer for buffer in self._free if buffer.numel() >= size]
+            best = min(fitting, key=torch.Tensor.numel, default=None)
+            if best is not None and self._lent + best.numel() <= max(self._limit, size):
+                self._free = [buffer for buffer in self._free if buffer is not best]
+                self._lent += best.numel()
+                return best
+            self._lent += size
+            kept = self._lent
+            while self._free and kept + sum(map(torch.Tensor.numel, self._free)) > self._limit:
+                self._free.pop(0)
+            return None

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from cloudckpt.transfer.ranges import Span, pack_requests, plan_boxes, row_major_strides
+from cloudckpt.transfer.boxes import plan_boxes, row_major_strides
+from cloudckpt.transfer.download import pack_requests
+from cloudckpt.transfer.landing import Span
 
 KIB, MIB = 1024, 1024 * 1024
 

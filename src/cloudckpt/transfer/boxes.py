@@ -1,15 +1,93 @@
-"""The plan of a download: which bytes of which object, in how many requests. No I/O."""
+"""Arithmetic of bytes and of row-major tensors: alignment, strides, boxes. No I/O, no torch.
+
+All sizes are bytes unless it says elements. Whoever needs an aligned position, the strides of a
+shape, or the bytes of a region of it takes them from here.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Box", "BoxRead", "Span", "pack_requests", "plan_boxes", "row_major_strides"]
+__all__ = [
+    "ALIGNMENT",
+    "Box",
+    "BoxRead",
+    "aligned",
+    "is_row_major",
+    "padding",
+    "plan_boxes",
+    "reach",
+    "row_major_slices",
+    "row_major_strides",
+]
+
+ALIGNMENT = 64
+"""What items are aligned to, in objects and in memory: as torch.save does, and enough for any
+dtype."""
 
 Box = tuple[tuple[int, int], ...]
 """``(start, length)`` for each dimension."""
+
+
+def aligned(position: int, to: int = ALIGNMENT) -> int:
+    """The first multiple of ``to`` that is not below ``position``."""
+    return -(-position // to) * to
+
+
+def padding(position: int, to: int = ALIGNMENT) -> int:
+    """How many bytes are missing to the next multiple of ``to``."""
+    return -position % to
+
+
+def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides, in elements, of a row-major tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def is_row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements stand in row-major order without gaps."""
+    expected = row_major_strides(shape)
+    return all(
+        size == 1 or stride == step
+        for size, stride, step in zip(shape, strides, expected, strict=True)
+    )
+
+
+def reach(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to behind the last of a tensor that is not empty."""
+    return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
+
+
+def row_major_slices(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Box]:
+    """Boxes that follow one another in row-major order, each of at most ``limit`` bytes.
+
+    Yields:
+        ``(start, length)`` for each dimension. Together the boxes cover ``shape`` once; each is
+        contiguous in a row-major tensor of that shape.
+    """
+    if 0 in shape:
+        return
+    inner, cut = itemsize, len(shape)
+    while cut > 0 and inner * shape[cut - 1] <= limit:
+        cut -= 1
+        inner *= shape[cut]
+    full = tuple((0, size) for size in shape[cut:])
+    if cut == 0:
+        yield full
+        return
+    rows = max(1, limit // inner)
+    axis = cut - 1
+    for outer in itertools.product(*map(range, shape[:axis])):
+        prefix = tuple((index, 1) for index in outer)
+        for start in range(0, shape[axis], rows):
+            yield (*prefix, (start, min(rows, shape[axis] - start)), *full)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +106,6 @@ class BoxRead:
     start: int
     stop: int
     contiguous: bool
-
-
-def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides, in elements, of a row-major tensor."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))
 
 
 def plan_boxes(
@@ -104,65 +173,3 @@ def plan_boxes(
 
     origin = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
     yield from walk(0, (), origin)
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Bytes of one object that are wanted for one purpose.
-
-    Attributes:
-        start: The first byte, relative to the object.
-        stop: Behind the last byte.
-        grain: The span may be cut every ``grain`` bytes; 0 if it may not.
-        origin: A place where it may be cut.
-        owner: What the bytes are for: an index into the caller's list.
-    """
-
-    start: int
-    stop: int
-    grain: int
-    origin: int
-    owner: int
-
-    def cut(self, limit: int) -> tuple[Span, Span] | None:
-        """The longest head that ends by ``limit``, and the rest; None if there is none."""
-        if self.grain == 0:
-            return None
-        at = self.origin + (limit - self.origin) // self.grain * self.grain
-        if not self.start < at < self.stop:
-            return None
-        head = Span(self.start, at, self.grain, self.origin, self.owner)
-        return head, Span(at, self.stop, self.grain, self.origin, self.owner)
-
-
-def pack_requests(spans: Sequence[Span], *, limit: int, merge_gap: int) -> Iterator[list[Span]]:
-    """Groups the spans of one object into requests, in the order of their bytes.
-
-    Neighbours at most ``merge_gap`` bytes apart share a request until it has ``limit`` bytes; a
-    span that crosses the limit is cut there. Spans that overlap are read twice. A single span that
-    can't be cut may exceed the limit.
-    """
-    request: list[Span] = []
-    waiting = sorted(spans, key=lambda span: (span.start, span.stop), reverse=True)
-    while waiting:
-        span = waiting.pop()
-        begin = request[0].start if request else span.start
-        if request and not 0 <= span.start - request[-1].stop <= merge_gap:
-            yield request
-            request, begin = [], span.start
-        if span.stop - begin > limit:
-            parts = span.cut(begin + limit)
-            if parts is not None:
-                head, rest = parts
-                yield [*request, head]
-                request = []
-                waiting.append(rest)
-                continue
-            if request:
-                yield request
-                request = []
-                waiting.append(span)
-                continue
-        request.append(span)
-    if request:
-        yield request
