@@ -14,12 +14,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from cloudckpt.checkpoint.file_part import FilePart
-from cloudckpt.checkpoint.torch_file import TorchFile
-from cloudckpt.checkpoint.torch_save import write_torch_file
 from cloudckpt.config import Config
 from cloudckpt.errors import InstallError
 from cloudckpt.events.event import Span
+from cloudckpt.torch_files.file_part import FilePart
+from cloudckpt.torch_files.torch_file import TorchFile
+from cloudckpt.torch_files.torch_save import write_torch_file
 from cloudckpt.transfer.stats import Transferred
 from cloudckpt.uri import CheckpointURI
 

@@ -11,14 +11,14 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 
 from cloudckpt.api import save
-from cloudckpt.checkpoint.torch_file import TorchFile
-from cloudckpt.checkpoint.torch_save import check_destination, write_torch_file
 from cloudckpt.config import Config
-from cloudckpt.dcp.broadcast import BroadcastingTorchSaveReader
 from cloudckpt.dcp.planners import DynamicMetaLoadPlanner, EverythingPlanner
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.errors import CheckpointError, InvalidURIError
 from cloudckpt.events.event import Span
+from cloudckpt.torch_files.broadcast import BroadcastingTorchSaveReader
+from cloudckpt.torch_files.torch_file import TorchFile
+from cloudckpt.torch_files.torch_save import check_destination, write_torch_file
 from cloudckpt.transfer.retry import begun_anew
 from cloudckpt.transfer.stats import Transferred
 from cloudckpt.uri import CheckpointURI, URILike

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import cloudckpt
-from cloudckpt.checkpoint.torch_file import TorchFile
 from cloudckpt.config import MIB
 from cloudckpt.format_utils import (
     BroadcastingTorchSaveReader,
@@ -19,6 +18,7 @@ from cloudckpt.format_utils import (
     dcp_to_torch_save,
     torch_save_to_dcp,
 )
+from cloudckpt.torch_files.torch_file import TorchFile
 from cloudckpt.uri import CheckpointURI
 
 from .places import Place

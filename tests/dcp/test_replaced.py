@@ -20,7 +20,6 @@ from cloudckpt import (
     CheckpointNotFoundError,
     CheckpointReplacedError,
 )
-from cloudckpt.checkpoint.torch_save import write_torch_file
 from cloudckpt.format_utils import (
     BroadcastingTorchSaveReader,
     DynamicMetaLoadPlanner,
@@ -28,6 +27,7 @@ from cloudckpt.format_utils import (
     torch_save_to_dcp,
 )
 from cloudckpt.stores.registry import open_store
+from cloudckpt.torch_files.torch_save import write_torch_file
 from cloudckpt.uri import CheckpointURI
 
 from .layouts import LAYOUTS, Layout, spread

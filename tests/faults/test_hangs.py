@@ -21,10 +21,10 @@ from cloudckpt import (
     RetryPolicy,
     ServerError,
 )
-from cloudckpt.checkpoint.torch_save import write_torch_file
 from cloudckpt.config import MIB
 from cloudckpt.testing.hop import Fault, Hop
 from cloudckpt.testing.wire_faults import Corrupt, Drip, Stall
+from cloudckpt.torch_files.torch_save import write_torch_file
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.uri import CheckpointURI
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from cloudckpt.checkpoint.skeletons import Place
 from cloudckpt.config import MIB
-from cloudckpt.dcp.file_contents import FileContents, StoredTensor
 from cloudckpt.dcp.portable import portable_errors
 from cloudckpt.errors import CheckpointError, ShapeMismatchError, UnsupportedTensorError
+from cloudckpt.torch_files.file_contents import FileContents, StoredTensor
+from cloudckpt.torch_files.skeletons import Place
 from cloudckpt.transfer.boxes import Box, row_major_slices, row_major_strides
 from cloudckpt.transfer.landing import copy_into, narrow
 from cloudckpt.transfer.memory import bytes_of

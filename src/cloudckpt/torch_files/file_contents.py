@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import LoadItemType
 
-from cloudckpt.checkpoint.skeletons import NotPlainError, Place, has_tensors
-from cloudckpt.checkpoint.torch_file import TorchFile
 from cloudckpt.config import Config
 from cloudckpt.dcp.torch_private import flatten_state_dict
 from cloudckpt.errors import CheckpointError, MissingKeyError, UnsupportedTensorError
+from cloudckpt.torch_files.skeletons import NotPlainError, Place, has_tensors
+from cloudckpt.torch_files.torch_file import TorchFile
 from cloudckpt.uri import CheckpointURI
 
 __all__ = ["FileContents", "StoredTensor"]

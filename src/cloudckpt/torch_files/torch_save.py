@@ -11,7 +11,6 @@ from typing import IO, Any, cast
 
 import torch
 
-from cloudckpt.checkpoint.torch_file import object_at
 from cloudckpt.config import Config
 from cloudckpt.errors import (
     CheckpointError,
@@ -23,9 +22,10 @@ from cloudckpt.errors import (
 from cloudckpt.events.event import Span
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.stores.listings import forget_listings
+from cloudckpt.torch_files.torch_file import object_at
+from cloudckpt.torch_files.upload_stream import UploadStream, upload_stream
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.stats import Transferred, TransferStats
-from cloudckpt.transfer.upload_stream import UploadStream, upload_stream
 from cloudckpt.uri import CheckpointURI
 
 __all__ = ["check_destination", "write_torch_file"]

@@ -1,7 +1,5 @@
 """DCP checkpoints and files of torch.save become each other, at any location."""
 
-# ruff: noqa: F811 - fixtures are imported, and named by the tests
-
 import contextlib
 import io
 import itertools
@@ -39,9 +37,6 @@ from cloudckpt import (
     UntrustedPickleError,
     events,
 )
-from cloudckpt.checkpoint import torch_file
-from cloudckpt.checkpoint.torch_file import TorchFile
-from cloudckpt.checkpoint.torch_save import write_torch_file
 from cloudckpt.format_utils import (
     BroadcastingTorchSaveReader,
     DynamicMetaLoadPlanner,
@@ -50,9 +45,11 @@ from cloudckpt.format_utils import (
 )
 from cloudckpt.stores.registry import open_store
 from cloudckpt.testing.faulty import FaultyStore
+from cloudckpt.torch_files import torch_file
+from cloudckpt.torch_files.torch_file import TorchFile
+from cloudckpt.torch_files.torch_save import write_torch_file
 from cloudckpt.uri import CheckpointURI
 from dcp.children import in_a_child
-from dcp.conftest import local, place, places, s3  # noqa: F401 - fixtures
 from dcp.layouts import LAYOUTS, check_local_parts, full_state, spread
 from dcp.places import Place
 from dcp.test_memory import _forget_peak, _status

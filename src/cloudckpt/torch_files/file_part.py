@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from cloudckpt.checkpoint.skeletons import NotPlainError, Place, has_tensors
-from cloudckpt.checkpoint.torch_file import TorchFile
 from cloudckpt.errors import CheckpointError, ShapeMismatchError, UnsupportedTensorError
+from cloudckpt.torch_files.skeletons import NotPlainError, Place, has_tensors
+from cloudckpt.torch_files.torch_file import TorchFile
 from cloudckpt.transfer.landing import copy_into
 
 __all__ = ["FilePart"]

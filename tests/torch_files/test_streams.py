@@ -19,9 +19,9 @@ from cloudckpt.errors import (
 from cloudckpt.stores.base import Capabilities
 from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.testing.faulty import FaultyStore
-from cloudckpt.transfer.object_file import ObjectFile, PinnedObject
+from cloudckpt.torch_files.object_file import ObjectFile, PinnedObject
+from cloudckpt.torch_files.upload_stream import UploadStream, upload_stream
 from cloudckpt.transfer.stats import TransferStats
-from cloudckpt.transfer.upload_stream import UploadStream, upload_stream
 
 KEY = "run/model.pt"
 CONFIG = Config(

@@ -17,7 +17,11 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from cloudckpt.config import Config
-from cloudckpt.dcp.batches import (
+from cloudckpt.dcp.portable import portable_errors
+from cloudckpt.dcp.torch_private import device_for_collectives
+from cloudckpt.errors import ConfigError, InvalidURIError
+from cloudckpt.events.event import Span
+from cloudckpt.torch_files.batches import (
     BatchReader,
     Targets,
     batches,
@@ -25,11 +29,7 @@ from cloudckpt.dcp.batches import (
     room_for_batches,
     write_header,
 )
-from cloudckpt.dcp.file_contents import FileContents, StoredTensor
-from cloudckpt.dcp.portable import portable_errors
-from cloudckpt.dcp.torch_private import device_for_collectives
-from cloudckpt.errors import ConfigError, InvalidURIError
-from cloudckpt.events.event import Span
+from cloudckpt.torch_files.file_contents import FileContents, StoredTensor
 from cloudckpt.transfer.stats import Transferred
 from cloudckpt.uri import CheckpointURI, URILike
 

@@ -1,7 +1,5 @@
 """Loading by broadcast: whatever befalls one rank, every rank is told, and none is left waiting."""
 
-# ruff: noqa: F811 - fixtures are imported, and named by the tests
-
 import os
 import time
 
@@ -11,9 +9,8 @@ import torch.distributed as dist
 
 import cloudckpt
 from cloudckpt import CheckpointError, ConfigError, RanksFailedError, events
-from cloudckpt.dcp import batches, broadcast
 from cloudckpt.format_utils import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
-from dcp.conftest import local, places  # noqa: F401 - fixtures
+from cloudckpt.torch_files import batches, broadcast
 from dcp.places import Place
 from dcp.values import numbered
 

@@ -11,14 +11,7 @@ import torch
 
 from cloudckpt.checkpoint.pickles import refused, whatever_it_warns
 from cloudckpt.checkpoint.plain_values import load_plain
-from cloudckpt.checkpoint.skeletons import (
-    NotPlainError,
-    Place,
-    new_storage,
-    replace_tensors,
-)
 from cloudckpt.checkpoint.torch_private import sparse_tensors_unchecked
-from cloudckpt.checkpoint.zip_directory import storage_sizes
 from cloudckpt.config import Config
 from cloudckpt.errors import (
     CheckpointCorruptError,
@@ -30,10 +23,17 @@ from cloudckpt.errors import (
     UntrustedPickleError,
 )
 from cloudckpt.stores.base import ObjectStore
+from cloudckpt.torch_files.object_file import ObjectFile, PinnedObject
+from cloudckpt.torch_files.skeletons import (
+    NotPlainError,
+    Place,
+    new_storage,
+    replace_tensors,
+)
+from cloudckpt.torch_files.zip_directory import storage_sizes
 from cloudckpt.transfer.boxes import row_major_slices
 from cloudckpt.transfer.landing import BoxSink, FlatSink, Wanted, copy_into
 from cloudckpt.transfer.memory import bytes_of
-from cloudckpt.transfer.object_file import ObjectFile, PinnedObject
 from cloudckpt.transfer.opening import open_store
 from cloudckpt.transfer.parts import even_share
 from cloudckpt.transfer.stats import Transferred, TransferStats

@@ -1,7 +1,5 @@
 """torch's experimental checkpointers save to and load from URIs, one object a rank."""
 
-# ruff: noqa: F811 - fixtures are imported, and named by the tests
-
 import contextlib
 import functools
 import io
@@ -42,12 +40,11 @@ from cloudckpt import (
     UntrustedPickleError,
     events,
 )
-from cloudckpt.checkpoint import torch_file
 from cloudckpt.experimental import CloudCheckpointReader, CloudCheckpointWriter
 from cloudckpt.stores.registry import open_store
 from cloudckpt.testing.faulty import FaultyStore
+from cloudckpt.torch_files import torch_file
 from cloudckpt.uri import CheckpointURI
-from dcp.conftest import local, place, places, s3  # noqa: F401 - fixtures
 from dcp.places import Place
 from dcp.values import assert_same, blank_like, numbered
 

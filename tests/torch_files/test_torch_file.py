@@ -10,17 +10,17 @@ import torch
 from torch.utils.serialization import config as torch_config
 
 from cloudckpt import CheckpointCorruptError, CheckpointError, Config, events
-from cloudckpt.checkpoint import torch_file
-from cloudckpt.checkpoint.torch_file import TorchFile
-from cloudckpt.checkpoint.torch_save import write_torch_file
 from cloudckpt.config import MIB
 from cloudckpt.errors import ConnectionLostError
 from cloudckpt.stores.registry import open_store
 from cloudckpt.testing.faulty import FaultyStore
+from cloudckpt.torch_files import torch_file
+from cloudckpt.torch_files.object_file import ObjectFile
+from cloudckpt.torch_files.torch_file import TorchFile
+from cloudckpt.torch_files.torch_save import write_torch_file
+from cloudckpt.torch_files.upload_stream import UploadStream
 from cloudckpt.transfer import stats as stats_module
 from cloudckpt.transfer.landing import copy_into
-from cloudckpt.transfer.object_file import ObjectFile
-from cloudckpt.transfer.upload_stream import UploadStream
 from cloudckpt.uri import CheckpointURI
 
 

@@ -1,0 +1,3 @@
+"""Places for files."""
+
+from dcp.conftest import local, place, places, s3  # noqa: F401 - fixtures
