@@ -16,12 +16,12 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-from cloudckpt.checkpoint.presence import is_committed
+from cloudckpt.checkpoint.objects import is_committed
 from cloudckpt.config import Config
 from cloudckpt.dcp.meeting import Meeting, Stance, one_error
 from cloudckpt.dcp.planners import CloudLoadPlanner, CloudSavePlanner
-from cloudckpt.dcp.quiet import told_once
 from cloudckpt.dcp.reader import CloudStorageReader
+from cloudckpt.dcp.torch_log import told_once
 from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.errors import (
     CheckpointReplacedError,

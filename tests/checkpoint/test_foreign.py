@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cloudckpt import Config
-from cloudckpt.checkpoint.foreign import ForeignItem, RawTensor, locate
+from cloudckpt.checkpoint.places import ForeignItem, RawTensor, locate
 from cloudckpt.checksum import CRC32C
 from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.transfer.stats import TransferStats

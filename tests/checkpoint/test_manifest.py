@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloudckpt.checkpoint.manifest import Manifest, ManifestId
-from cloudckpt.checkpoint.records import ItemRecord, ObjectRecord
+from cloudckpt.checkpoint.manifest import ItemRecord, Manifest, ManifestId
+from cloudckpt.checkpoint.objects import ObjectRecord
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checksum import ALGORITHMS, CRC32C
 from cloudckpt.errors import CheckpointCorruptError

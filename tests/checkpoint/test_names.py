@@ -2,7 +2,7 @@
 
 import pytest
 
-from cloudckpt.checkpoint.names import (
+from cloudckpt.checkpoint.objects import (
     checked,
     data_name,
     manifest_name,

@@ -10,12 +10,8 @@ import zipfile
 import pytest
 import torch
 
-from cloudckpt.checkpoint.pickles import (
-    TensorDescription,
-    check_trusted,
-    describe_tensor,
-    load_tensor,
-)
+from cloudckpt.checkpoint.places import TensorDescription, describe_tensor
+from cloudckpt.checkpoint.values import check_trusted, load_tensor
 from cloudckpt.errors import CheckpointCorruptError, UntrustedPickleError
 
 URI = "s3://bucket/run"

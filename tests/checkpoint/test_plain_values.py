@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from cloudckpt.checkpoint.numpy_values import Dtype
-from cloudckpt.checkpoint.pickles import check_trusted, load_item
-from cloudckpt.checkpoint.plain_values import load_plain
+from cloudckpt.checkpoint.values import check_trusted, load_item, load_plain
 from cloudckpt.errors import CheckpointCorruptError, CheckpointError, UntrustedPickleError
 
 numpy = pytest.importorskip("numpy")

@@ -4,9 +4,7 @@ import uuid
 
 import pytest
 
-from cloudckpt.checkpoint.names import data_name
-from cloudckpt.checkpoint.records import ObjectRecord
-from cloudckpt.checkpoint.same_store import look_for
+from cloudckpt.checkpoint.objects import ObjectRecord, data_name, look_for
 from cloudckpt.config import RetryPolicy
 from cloudckpt.errors import (
     AccessDeniedError,

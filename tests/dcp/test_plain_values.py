@@ -21,7 +21,7 @@ from cloudckpt import (
     make_async_checkpointer,
     make_sync_checkpointer,
 )
-from cloudckpt.checkpoint import forewarning
+from cloudckpt.checkpoint import values
 from cloudckpt.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
 from .places import Place
@@ -77,7 +77,7 @@ def save(content, place: Place) -> None:
 @pytest.fixture
 def told(caplog, monkeypatch):
     """What was said of items, by a process that has said nothing before."""
-    monkeypatch.setattr(forewarning, "_told", set())
+    monkeypatch.setattr(values, "_told", set())
     caplog.set_level(logging.WARNING, logger="cloudckpt")
 
     def messages():
@@ -275,7 +275,7 @@ def test_tensors_of_an_unknown_class_are_said_too(local, told):
 
 def test_of_plain_values_nothing_is_looked_at(local, monkeypatch):
     looked = []
-    monkeypatch.setattr(forewarning, "_refused", lambda data: looked.append(data) or "")
+    monkeypatch.setattr(values, "_refused", lambda data: looked.append(data) or "")
     plain = {
         "numbers": {str(n): n for n in range(300)},
         "texts": {"lines": "\n" * 9, "bytes": b"\n" * 9, "none": None, "yes": True, "z": 1j},

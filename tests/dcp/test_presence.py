@@ -19,7 +19,7 @@ from cloudckpt import (
     RetryPolicy,
     ServerError,
 )
-from cloudckpt.checkpoint import presence
+from cloudckpt.checkpoint import objects
 from cloudckpt.format_utils import dcp_to_torch_save
 from cloudckpt.stores.registry import open_store
 from cloudckpt.testing.faulty import FaultyStore
@@ -167,7 +167,7 @@ def test_what_lies_beside_is_not_beneath(place):
 
 
 def test_a_long_listing_is_not_read_to_its_end(local, monkeypatch):
-    monkeypatch.setattr(presence, "_MOST_KEYS", 7)
+    monkeypatch.setattr(objects, "_MOST_KEYS", 7)
     for step in range(10):
         save(local.at(f"step-{step}"))
     seen, inner = [], os.scandir

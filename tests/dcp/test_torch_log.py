@@ -10,9 +10,9 @@ import torch.distributed.checkpoint as dcp
 
 import cloudckpt
 from cloudckpt import events
+from cloudckpt.checkpoint.torch_private import dcp_logger
 from cloudckpt.config import S3Options
 from cloudckpt.dcp import torch_log
-from cloudckpt.dcp.torch_private import dcp_logger
 from cloudckpt.errors import ServerError
 from cloudckpt.transfer.stats import TransferStats
 

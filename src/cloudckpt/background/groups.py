@@ -14,7 +14,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from cloudckpt.dcp.torch_private import set_group_timeout
+from cloudckpt.checkpoint.torch_private import set_group_timeout
 from cloudckpt.errors import ConfigError, ProcessGroupError
 from cloudckpt.fork import ModuleLock
 

@@ -16,14 +16,13 @@ from typing import Any, NoReturn
 
 import torch
 
-from cloudckpt.checkpoint.names import checked, manifest_name
-from cloudckpt.checkpoint.records import ItemRecord, ObjectRecord
+from cloudckpt.checkpoint.objects import ObjectRecord, checked, manifest_name
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checksum import ALGORITHMS, CRC32C, ChecksumAlgorithm
 from cloudckpt.errors import CheckpointCorruptError
 from cloudckpt.gc_pause import paused_gc
 
-__all__ = ["ItemKey", "Manifest", "ManifestId"]
+__all__ = ["ItemKey", "ItemRecord", "Manifest", "ManifestId"]
 
 _FORMAT = "cloudckpt"
 _VERSION = 1
@@ -32,6 +31,34 @@ _DTYPES = {name for name, found in vars(torch).items() if isinstance(found, torc
 
 ItemKey = tuple[str, "tuple[int, ...] | None"]
 """Fully qualified name, and the offsets of the chunk in the whole tensor (None if no tensor)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ItemRecord:
+    """An item in an object. All offsets count from the object's first byte.
+
+    Attributes:
+        object: The object it lies in.
+        offset: Its first byte, envelope included: what torch's readers are given.
+        length: Its bytes, envelope included.
+        raw_offset: The first byte of the data proper: a tensor's elements in row-major order, or
+            all of the item if it is no plain tensor.
+        raw_length: The bytes of the data proper.
+        dtype: The element type without ``torch.``, or None if the item is no plain tensor.
+        shape: The shape of the tensor.
+        block_size: Bytes of raw data that share a checksum.
+        checksums: Of each block, packed.
+    """
+
+    object: ObjectRecord
+    offset: int
+    length: int
+    raw_offset: int
+    raw_length: int
+    dtype: str | None
+    shape: tuple[int, ...]
+    block_size: int
+    checksums: bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,29 +1,47 @@
-"""Where the items of a loaded checkpoint lie, as its metadata and manifest say."""
+"""Where the items of a loaded checkpoint lie, as its metadata and manifest say.
+
+Checkpoints of torch and other writers have no manifest. Each of their items is a zip archive of its
+own, whose directory stands in its last bytes and the description of the tensor in its first ones;
+reading these few tells where the tensor's bytes are.
+"""
 
 from __future__ import annotations
 
+import io
 import math
+import pickle
+import struct
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from cloudckpt.checkpoint.foreign import ForeignItem, locate
-from cloudckpt.checkpoint.manifest import Manifest
-from cloudckpt.checkpoint.names import checked
-from cloudckpt.checkpoint.records import ItemRecord
+from cloudckpt.checkpoint.manifest import ItemRecord, Manifest
+from cloudckpt.checkpoint.objects import checked
 from cloudckpt.checkpoint.torch_private import StorageInfo
 from cloudckpt.checksum import Blocks
 from cloudckpt.config import Config
 from cloudckpt.errors import CheckpointCorruptError
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectStore
-from cloudckpt.transfer.landing import Source
+from cloudckpt.transfer.download import download
+from cloudckpt.transfer.landing import BytesSink, Source, Wanted
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI
 
-__all__ = ["ItemPlace", "Places", "StoredTensor"]
+__all__ = [
+    "ForeignItem",
+    "ItemPlace",
+    "Places",
+    "RawTensor",
+    "StoredTensor",
+    "TensorDescription",
+    "describe_tensor",
+    "locate",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,3 +173,230 @@ class Places:
 
     def _corrupt(self, message: str, index: MetadataIndex) -> CheckpointCorruptError:
         return CheckpointCorruptError(message, uri=str(self._uri), item=index.fqn)
+
+
+_EDGE = 4096
+"""Bytes looked at on either side: torch's directory takes about 700, its first records as many."""
+
+_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+
+
+@dataclass(frozen=True)
+class ForeignItem:
+    """An item as torch's metadata places it: object, first byte, bytes, and its name."""
+
+    key: str
+    offset: int
+    length: int
+    name: str
+
+
+@dataclass(frozen=True)
+class RawTensor:
+    """Row-major elements in an object, ``offset`` bytes from its beginning."""
+
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def locate(
+    store: ObjectStore, items: Sequence[ForeignItem], config: Config, stats: TransferStats
+) -> Mapping[ForeignItem, RawTensor | None]:
+    """Where the raw data of each item is; None for those that only ``torch.load`` can read."""
+    edges: dict[ForeignItem, tuple[BytesSink, BytesSink]] = {}
+    wanted: list[Wanted] = []
+    for item in dict.fromkeys(items):
+        source = Source(item.key, item.offset, item.length, None, None, item.name)
+        edge = min(_EDGE, item.length)
+        head, tail = edges[item] = BytesSink(edge), BytesSink(edge)
+        wanted.append(Wanted(source, 0, edge, head, True))
+        wanted.append(Wanted(source, item.length - edge, item.length, tail, True))
+    download(store, wanted, config, stats)
+    return {
+        item: _parse(item, bytes(head.data), bytes(tail.data))
+        for item, (head, tail) in edges.items()
+    }
+
+
+def _parse(item: ForeignItem, head: bytes, tail: bytes) -> RawTensor | None:
+    try:
+        return _found(item, head, tail)
+    except Exception:  # noqa: BLE001 - zipfile raises errors of many kinds for what is damaged
+        return None
+
+
+def _found(item: ForeignItem, head: bytes, tail: bytes) -> RawTensor | None:
+    with zipfile.ZipFile(_Edges(head, tail, item.length)) as archive:
+        entries = {info.filename: info for info in archive.infolist()}
+        root = next(name for name in entries if name.endswith("data.pkl"))
+        root = root.removesuffix("data.pkl")
+        described = describe_tensor(archive.read(root + "data.pkl"))
+        order = archive.read(root + "byteorder") if root + "byteorder" in entries else b"little"
+    if described is None or not described.is_row_major or order != b"little":
+        return None
+    info = entries.get(f"{root}data/{described.record}")
+    if info is None or info.compress_type != zipfile.ZIP_STORED:
+        return None
+    at = info.header_offset
+    header = head[at : at + _LOCAL_HEADER.size]
+    if len(header) < _LOCAL_HEADER.size:
+        return None
+    *_, name_length, extra_length = _LOCAL_HEADER.unpack(header)
+    begin = at + _LOCAL_HEADER.size + name_length + extra_length
+    skipped = described.storage_offset * described.dtype.itemsize
+    numel = math.prod(described.shape)
+    if torch.Size(described.shape).numel() != numel:  # more than torch can count
+        return None
+    nbytes = numel * described.dtype.itemsize
+    if skipped + nbytes > info.file_size or begin + info.file_size > item.length:
+        return None
+    return RawTensor(item.offset + begin + skipped, described.dtype, described.shape)
+
+
+class _OutsideError(Exception):
+    pass
+
+
+class _Edges(io.RawIOBase):
+    """A file of which only both ends are known."""
+
+    def __init__(self, head: bytes, tail: bytes, length: int) -> None:
+        self._head = head
+        self._tail = tail
+        self._length = length
+        self._position = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
+        if base + offset < 0:
+            raise OSError("before the beginning")
+        self._position = base + offset
+        return self._position
+
+    def read(self, size: int | None = -1) -> bytes:
+        stop = self._length if size is None or size < 0 else self._position + size
+        stop = min(stop, self._length)
+        start, tail_start = self._position, self._length - len(self._tail)
+        if stop <= len(self._head):
+            data = self._head[start:stop]
+        elif start >= tail_start:
+            data = self._tail[start - tail_start : stop - tail_start]
+        else:
+            raise _OutsideError
+        self._position = stop
+        return data
+
+
+@dataclass(frozen=True)
+class TensorDescription:
+    """What ``data.pkl`` says of a plain tensor.
+
+    Attributes:
+        dtype: Element type.
+        record: The name of its storage's record, beneath ``data/``.
+        storage_offset: The first element in the storage.
+        shape: Its shape.
+        stride: Its strides, in elements.
+    """
+
+    dtype: torch.dtype
+    record: str
+    storage_offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def is_sane(self) -> bool:
+        """Whether its numbers could be those of a tensor."""
+        numbers = (self.storage_offset, *self.shape, *self.stride)
+        return len(self.shape) == len(self.stride) and all(
+            type(number) is int and number >= 0 for number in numbers
+        )
+
+    @property
+    def is_row_major(self) -> bool:
+        """Whether its elements stand in row-major order without gaps."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != expected:
+                return False
+            expected *= max(size, 1)
+        return True
+
+
+class _UnknownContentError(Exception):
+    pass
+
+
+@dataclass(frozen=True)
+class _StorageKind:
+    """Stands for a storage class of torch."""
+
+    dtype: torch.dtype | None
+
+
+@dataclass(frozen=True)
+class _Storage:
+    dtype: torch.dtype | None
+    record: str
+
+
+class _DescribingUnpickler(pickle.Unpickler):
+    """Follows the pickle of a plain tensor without building one."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return _described_v2
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v3"):
+            return _described_v3
+        if (module, name) == ("torch._utils", "_rebuild_parameter"):
+            return lambda data, requires_grad, hooks: data
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        if module in ("torch", "torch.storage"):
+            found = getattr(torch, name, None)
+            if isinstance(found, torch.dtype):
+                return found
+            if isinstance(found, type) and name.endswith("Storage"):
+                untyped = found is torch.UntypedStorage
+                return _StorageKind(None if untyped else getattr(found, "dtype", None))
+        raise _UnknownContentError(f"{module}.{name}")
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        _, kind, record, _, _ = pid
+        return _Storage(kind.dtype, record)
+
+
+def _described_v2(
+    storage: _Storage, offset: int, shape: Any, stride: Any, grad: Any, hooks: Any,
+    metadata: Any = None,
+) -> TensorDescription:  # fmt: skip
+    return _described_v3(storage, offset, shape, stride, grad, hooks, storage.dtype, metadata)
+
+
+def _described_v3(
+    storage: _Storage, offset: int, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any,
+    metadata: Any = None,
+) -> TensorDescription:  # fmt: skip
+    if metadata or not isinstance(dtype, torch.dtype):
+        raise _UnknownContentError("a tensor with metadata, such as the conjugate bit")
+    return TensorDescription(dtype, storage.record, offset, tuple(shape), tuple(stride))
+
+
+def describe_tensor(data: bytes) -> TensorDescription | None:
+    """Reads ``data.pkl``; None if it describes anything but a plain tensor."""
+    try:
+        described = _DescribingUnpickler(io.BytesIO(data)).load()
+    except Exception:  # noqa: BLE001 - whatever it is, torch.load will tell
+        return None
+    return described if isinstance(described, TensorDescription) and described.is_sane else None

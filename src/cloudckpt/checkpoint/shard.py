@@ -10,7 +10,8 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cloudckpt.checkpoint.envelope import envelope, has_stored_form
-from cloudckpt.checkpoint.records import ItemRecord, ObjectRecord
+from cloudckpt.checkpoint.manifest import ItemRecord
+from cloudckpt.checkpoint.objects import ObjectRecord
 from cloudckpt.checksum import BlockChecksums, ChecksumAlgorithm, block_size_for
 from cloudckpt.errors import UnsupportedTensorError
 from cloudckpt.transfer.memory import bytes_of, has_memory, is_plain

@@ -1,9 +1,11 @@
-"""The private names of torch that the stored format consists of, in this one place."""
+"""The private names of torch, in this one place: those of the stored format and of the adapters."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
+import sys
 from collections.abc import Iterator, Mapping
 from types import FunctionType, SimpleNamespace
 from typing import IO, Any
@@ -12,15 +14,43 @@ import torch
 from torch.distributed._shard.sharded_tensor.metadata import (
     TensorProperties as OldTensorProperties,
 )
+from torch.distributed.checkpoint._extension import (
+    ExtensionRegistry,
+    StreamTransformExtension,
+)
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._sharded_tensor_utils import (
+    _flatten_sharded_tensors as flatten_sharded_tensors,
+)
+from torch.distributed.checkpoint._traverse import traverse_state_dict
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
+from torch.distributed.distributed_c10d import (
+    _get_object_coll_device as device_for_collectives,
+)
+
+try:
+    from torch.distributed import set_timeout as set_group_timeout  # type: ignore[attr-defined, unused-ignore]
+except ImportError:  # before torch 2.14
+    from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
 
 __all__ = [
     "CURRENT_DCP_VERSION",
+    "ExtensionRegistry",
     "OldTensorProperties",
     "StorageInfo",
+    "StreamTransformExtension",
+    "create_chunk_list",
+    "dcp_logger",
+    "device_for_collectives",
+    "flatten_sharded_tensors",
+    "flatten_state_dict",
     "load_restricted",
+    "set_group_timeout",
     "sparse_tensors_unchecked",
+    "state_dict_being_planned",
+    "traverse_state_dict",
 ]
 
 
@@ -78,3 +108,36 @@ def sparse_tensors_unchecked() -> Iterator[None]:
         yield
     finally:
         setattr(local, name, usual)
+
+
+def dcp_logger() -> logging.Logger | None:
+    """The logger of torch's checkpointing; None if this torch has none, or keeps it elsewhere.
+
+    It is looked up at each call, since a module that is reloaded with another handler has another.
+    """
+    try:
+        module = importlib.import_module("torch.distributed.checkpoint.logger")
+    except ImportError:
+        return None
+    found = getattr(module, "_dcp_logger", None)
+    return found if isinstance(found, logging.Logger) else None
+
+
+def state_dict_being_planned() -> tuple[Any, Any] | None:
+    """The state dict and the planner of the save that has called the caller, if torch's saver has.
+
+    A storage writer is never shown the state dict, and torch's planner drops it once it is
+    flattened: it is only in the variables of the function of torch that calls both. None if this
+    torch keeps it elsewhere.
+    """
+    frame = sys._getframe(1)
+    for _ in range(8):  # wrappers and subclasses of the writer may stand between
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict_saver":
+            found = frame.f_locals
+            if "state_dict" in found and "planner" in found:
+                return found["state_dict"], found["planner"]
+            return None
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None

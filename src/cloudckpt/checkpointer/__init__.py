@@ -8,7 +8,7 @@ from cloudckpt.checkpointer.checkpointer import (
     make_sync_checkpointer,
 )
 from cloudckpt.checkpointer.config import CheckpointerConfig
-from cloudckpt.dcp.hooks import CommitHook
+from cloudckpt.dcp.writer import CommitHook
 
 __all__ = [
     "AsyncCheckpointer",

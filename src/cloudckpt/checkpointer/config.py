@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from cloudckpt.config import Config
-from cloudckpt.dcp.hooks import CommitHook
 from cloudckpt.dcp.planners import CloudSavePlanner
+from cloudckpt.dcp.writer import CommitHook
 
 __all__ = ["CheckpointerConfig"]
 

@@ -10,12 +10,12 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from cloudckpt.checkpoint.pickles import check_trusted, load_item, load_tensor
 from cloudckpt.checkpoint.places import ItemPlace, Places, StoredTensor
 from cloudckpt.checkpoint.shard import travels_as_bytes
+from cloudckpt.checkpoint.torch_private import ExtensionRegistry, StreamTransformExtension
+from cloudckpt.checkpoint.values import check_trusted, load_item, load_tensor
 from cloudckpt.config import Config
 from cloudckpt.dcp.planners import KeepingKeysPlanner
-from cloudckpt.dcp.torch_private import ExtensionRegistry, StreamTransformExtension
 from cloudckpt.errors import (
     CheckpointCorruptError,
     ShapeMismatchError,

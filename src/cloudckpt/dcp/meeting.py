@@ -17,8 +17,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from cloudckpt.checkpoint.torch_private import device_for_collectives
 from cloudckpt.dcp.portable import portable
-from cloudckpt.dcp.torch_private import device_for_collectives
 from cloudckpt.errors import (
     CloudCheckpointError,
     ConfigError,

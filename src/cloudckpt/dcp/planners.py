@@ -20,9 +20,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 
-from cloudckpt.checkpoint.key_names import KeyNames, find_collision
-from cloudckpt.checkpoint.structure import Structure
-from cloudckpt.dcp.torch_private import (
+from cloudckpt.checkpoint.structure import KeyNames, Structure, find_collision
+from cloudckpt.checkpoint.torch_private import (
     create_chunk_list,
     flatten_sharded_tensors,
     flatten_state_dict,

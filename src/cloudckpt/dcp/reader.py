@@ -17,9 +17,8 @@ from torch.futures import Future
 
 from cloudckpt.checkpoint.manifest import Manifest, ManifestId
 from cloudckpt.checkpoint.metadata import load_metadata
-from cloudckpt.checkpoint.names import metadata_name
+from cloudckpt.checkpoint.objects import beneath, metadata_name
 from cloudckpt.checkpoint.places import Places
-from cloudckpt.checkpoint.presence import beneath
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.config import Config
 from cloudckpt.dcp.loading import Load

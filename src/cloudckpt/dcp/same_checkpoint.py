@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from cloudckpt.checkpoint.records import ItemRecord
+from cloudckpt.checkpoint.manifest import ItemRecord
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.errors import CheckpointReplacedError, DifferentCheckpointsError
 

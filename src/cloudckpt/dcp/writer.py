@@ -21,11 +21,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from cloudckpt.checkpoint.commit import Baseline, begin
-from cloudckpt.checkpoint.forewarning import forewarn
-from cloudckpt.checkpoint.names import METADATA, data_name, metadata_name
-from cloudckpt.checkpoint.publish import publish
-from cloudckpt.checkpoint.records import ObjectRecord
+from cloudckpt.checkpoint.commit import Baseline, begin, publish
+from cloudckpt.checkpoint.objects import METADATA, ObjectRecord, data_name, metadata_name
 from cloudckpt.checkpoint.shard import (
     OpenObject,
     PendingItem,
@@ -34,8 +31,9 @@ from cloudckpt.checkpoint.shard import (
     travels_as_bytes,
 )
 from cloudckpt.checkpoint.structure import Structure
+from cloudckpt.checkpoint.torch_private import state_dict_being_planned, traverse_state_dict
+from cloudckpt.checkpoint.values import forewarn
 from cloudckpt.config import Config
-from cloudckpt.dcp.hooks import CommitHook, run_after
 from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.dcp.portable import portable_errors
 from cloudckpt.dcp.same_checkpoint import (
@@ -43,7 +41,6 @@ from cloudckpt.dcp.same_checkpoint import (
     collect_written,
     structure_result,
 )
-from cloudckpt.dcp.torch_private import state_dict_being_planned, traverse_state_dict
 from cloudckpt.errors import (
     CheckpointExistsError,
     CloudCheckpointError,
@@ -67,9 +64,22 @@ from cloudckpt.transfer.stats import Transferred, TransferStats
 from cloudckpt.transfer.upload import ObjectUpload, creates_only, delete_quietly
 from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["CloudStorageWriter"]
+__all__ = ["CloudStorageWriter", "CommitHook"]
 
 logger = logging.getLogger("cloudckpt")
+
+
+class CommitHook:
+    """Called on the coordinator, around the one request that makes a checkpoint visible.
+
+    With a saving process, that is where it is called: it must be picklable then.
+    """
+
+    def before_commit(self, uri: str, metadata: Metadata) -> None:
+        """All data is in the store, and nothing is visible; raising fails the save on all ranks."""
+
+    def after_commit(self, uri: str, metadata: Metadata) -> None:
+        """The checkpoint is committed; what is raised here is logged, and undoes nothing."""
 
 
 class CloudStorageWriter(StorageWriter):
@@ -249,7 +259,7 @@ class CloudStorageWriter(StorageWriter):
         self.committed = True
         self._written = []
         if self.commit_hook is not None:
-            run_after(self.commit_hook, str(self.uri), metadata)
+            _run_after(self.commit_hook, str(self.uri), metadata)
 
     def _seen_structure(self) -> Structure:
         """What flattening has lost of the state dict, as far as that can be seen.
@@ -378,6 +388,14 @@ class CloudStorageWriter(StorageWriter):
 
     def _retrier(self) -> Retrier:
         return Retrier(self.config.retry)
+
+
+def _run_after(hook: CommitHook, uri: str, metadata: Metadata) -> None:
+    """Calls a hook after the commit, which nothing may make look like a failure."""
+    try:
+        hook.after_commit(uri, metadata)
+    except Exception:
+        logger.exception("the hook after the commit of %s failed; the checkpoint is committed", uri)
 
 
 def _check_types(plan: SavePlan, uri: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from cloudckpt.checkpoint.names import METADATA
+from cloudckpt.checkpoint.objects import METADATA
 from cloudckpt.config import Config
 from cloudckpt.transfer.opening import open_store
 from cloudckpt.transfer.retry import Retrier

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
-from cloudckpt.checkpoint.names import METADATA
+from cloudckpt.checkpoint.objects import METADATA
 from cloudckpt.config import MIB, Config
 from cloudckpt.transfer.opening import open_store
 from cloudckpt.transfer.retry import Retrier

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from cloudckpt.checkpoint.torch_private import device_for_collectives
 from cloudckpt.config import Config
 from cloudckpt.dcp.portable import portable_errors
-from cloudckpt.dcp.torch_private import device_for_collectives
 from cloudckpt.errors import ConfigError, InvalidURIError
 from cloudckpt.events.event import Span
 from cloudckpt.torch_files.batches import (

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import LoadItemType
 
+from cloudckpt.checkpoint.torch_private import flatten_state_dict
 from cloudckpt.config import Config
-from cloudckpt.dcp.torch_private import flatten_state_dict
 from cloudckpt.errors import CheckpointError, MissingKeyError, UnsupportedTensorError
 from cloudckpt.torch_files.skeletons import NotPlainError, Place, has_tensors
 from cloudckpt.torch_files.torch_file import TorchFile

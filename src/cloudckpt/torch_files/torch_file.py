@@ -9,9 +9,8 @@ from typing import IO, Any, cast
 
 import torch
 
-from cloudckpt.checkpoint.pickles import refused, whatever_it_warns
-from cloudckpt.checkpoint.plain_values import load_plain
 from cloudckpt.checkpoint.torch_private import sparse_tensors_unchecked
+from cloudckpt.checkpoint.values import load_plain, refused, whatever_it_warns
 from cloudckpt.config import Config
 from cloudckpt.errors import (
     CheckpointCorruptError,

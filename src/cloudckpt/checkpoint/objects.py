@@ -1,0 +1,238 @@
+"""The objects of a checkpoint: what they are called, and whether they are there."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from cloudckpt.errors import (
+    CheckpointCorruptError,
+    CloudCheckpointError,
+    DifferentCheckpointsError,
+    ObjectNotFoundError,
+    RangeNotSatisfiableError,
+    StoreError,
+    TransientStoreError,
+)
+from cloudckpt.stores.base import ObjectStore
+from cloudckpt.transfer.group import TaskGroup
+from cloudckpt.transfer.retry import Retrier
+from cloudckpt.uri import CheckpointURI
+
+__all__ = [
+    "Beneath",
+    "METADATA",
+    "ObjectRecord",
+    "beneath",
+    "checked",
+    "data_name",
+    "is_committed",
+    "is_metadata_of_a_rank",
+    "look_for",
+    "manifest_name",
+    "metadata_name",
+    "rank_of",
+]
+
+METADATA = ".metadata"
+"""The object whose presence makes a checkpoint; torch's name for it."""
+
+_UNUSABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # control characters, halves of pairs
+
+
+def metadata_name(rank: int | None) -> str:
+    """The commit object: one for all, or of one rank if it saves without collectives."""
+    return METADATA if rank is None else f"__{rank}{METADATA}"
+
+
+def is_metadata_of_a_rank(name: str) -> bool:
+    """Whether it is the commit object of one rank."""
+    return re.fullmatch(r"__\d+" + re.escape(METADATA), name) is not None
+
+
+def data_name(rank: int, ordinal: int, attempt: str) -> str:
+    """A shard object. ``attempt`` keeps two attempts from ever writing to the same key."""
+    return f"__{rank}_{ordinal}.{attempt}.distcp"
+
+
+def rank_of(data_name: str) -> int:
+    """Who has written a shard object."""
+    return int(data_name.removeprefix("__").partition("_")[0])
+
+
+def manifest_name(attempt: str) -> str:
+    """The manifest of an attempt."""
+    return f".manifest.{attempt}.json"
+
+
+def checked(name: object, uri: str) -> str:
+    """``name``, if it stays beneath the checkpoint's prefix.
+
+    Names come from the bucket; one that leads elsewhere must not be read, much less deleted.
+
+    Raises:
+        CheckpointCorruptError: If it does not.
+    """
+    if not isinstance(name, str):
+        raise CheckpointCorruptError(
+            f"the metadata names an object by a {type(name).__name__}", uri=uri
+        )
+    parts = name.split("/")
+    if not name or _UNUSABLE.search(name) or "" in parts or "." in parts or ".." in parts:
+        raise CheckpointCorruptError(
+            f"the metadata names an object outside of the checkpoint: {name[:200]!r}", uri=uri
+        )
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectRecord:
+    """An object of the checkpoint: its name beneath the prefix, bytes, checksum."""
+
+    name: str
+    size: int
+    checksum: int
+
+
+_COMMITS = (METADATA, metadata_name(0))  # of all ranks; of the first, if they save each by itself
+_MOST_KEYS = 5000  # that are listed for a hint: five pages of S3
+
+
+def is_committed(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> bool:
+    """Whether the store has a commit object there; False only if it said that it has none.
+
+    Raises:
+        StoreError: If it said anything else, for example that there is no such bucket.
+    """
+    for name in _COMMITS:
+        key = uri.key(name)
+        try:
+            # other than the answer to HEAD, this one tells a missing bucket from a missing object
+            retrier.call(lambda key=key: store.get_range(key, 0, [memoryview(bytearray(1))]))  # type: ignore[misc]
+        except ObjectNotFoundError:
+            continue
+        except RangeNotSatisfiableError:  # it is empty
+            return True
+        return True
+    return False
+
+
+@dataclass(frozen=True)
+class Beneath:
+    """The checkpoints that were found beneath a location.
+
+    Attributes:
+        uris: Where they are, those with the highest numbers in their names last.
+        complete: Whether these are all.
+    """
+
+    uris: tuple[str, ...]
+    complete: bool
+
+    def __str__(self) -> str:
+        """For a message; empty if there are none."""
+        if not self.uris:
+            return ""
+        known = "One is" if len(self.uris) == 1 else f"{len(self.uris)} are"
+        count = known if self.complete else "Some are"
+        others = ", ".join(self.uris[-2:-5:-1])
+        more = f" Others are {others}" if others else ""
+        return f"{count} beneath it: did you mean {self.uris[-1]}?{more}"
+
+
+def beneath(store: ObjectStore, uri: CheckpointURI) -> Beneath:
+    """The checkpoints beneath a location, as far as a short look finds them.
+
+    It is for the message of another error: what fails here finds nothing, and is not tried again.
+    """
+    found: set[str] = set()
+    seen, top = 0, uri.key("")
+    try:
+        for listed in itertools.islice(store.list(top), _MOST_KEYS):
+            seen += 1
+            folder, _, name = listed.key.rpartition("/")
+            if name in _COMMITS and len(folder) >= len(top):
+                found.add(store.uri(folder))
+    except CloudCheckpointError:
+        return Beneath((), False)
+    return Beneath(tuple(sorted(found, key=_natural)), seen < _MOST_KEYS)
+
+
+def _natural(text: str) -> list[tuple[bool, int, str]]:
+    """Orders names by the numbers in them: step-200 stands before step-1000."""
+    return [
+        (part.isdigit(), int(part) if part.isdigit() else 0, part)
+        for part in re.split(r"([0-9]+)", text)
+    ]
+
+
+logger = logging.getLogger("cloudckpt")
+
+_MOST_SINGLE_LOOKS = 64
+"""Of more objects a listing tells sooner, with up to 1,000 in an answer."""
+
+
+def look_for(
+    store: ObjectStore,
+    uri: CheckpointURI,
+    objects: Collection[ObjectRecord],
+    group: TaskGroup,
+    retrier: Retrier,
+) -> None:
+    """Has ``group`` look at objects; one that is not there, or has another size, fails it.
+
+    What a listing lacks is looked at by itself before that is believed: listings may be refused,
+    and those of network file systems may be old.
+
+    Raises:
+        DifferentCheckpointsError: In the task, if an object is not there as it was written.
+    """
+    missing = list(objects)
+    if len(missing) > _MOST_SINGLE_LOOKS:
+        seen = _listed(store, uri, missing, retrier)
+        missing = [record for record in missing if record.name not in seen]
+    for record in missing:
+        group.submit(functools.partial(_look_at, store, uri, record, retrier))
+
+
+def _listed(
+    store: ObjectStore, uri: CheckpointURI, objects: Collection[ObjectRecord], retrier: Retrier
+) -> set[str]:
+    """The names of those that a listing shows as they were written."""
+    names = {(uri.key(record.name), record.size): record.name for record in objects}
+
+    def listed() -> set[str]:
+        shown = (names.get((info.key, info.size)) for info in store.list(uri.key("__")))
+        return set(itertools.islice(filter(None, shown), len(names)))
+
+    try:
+        return retrier.call(listed)
+    except TransientStoreError:
+        raise
+    except StoreError as error:
+        logger.warning("%d objects are looked at one by one: %s", len(objects), error)
+        return set()
+
+
+def _look_at(
+    store: ObjectStore, uri: CheckpointURI, record: ObjectRecord, retrier: Retrier
+) -> None:
+    try:
+        found = retrier.call(lambda: store.head(uri.key(record.name))).size
+    except ObjectNotFoundError:
+        seen = "is not there for"
+    else:
+        if found == record.size:
+            return
+        seen = f"has {found} bytes for"
+    raise DifferentCheckpointsError(
+        f"rank {rank_of(record.name)} has written {record.name} of {record.size} bytes, which "
+        f"{seen} the rank that commits: they write to different stores. Compare on all ranks what "
+        "leads to the store: endpoint_url of the options, AWS_ENDPOINT_URL and its like, the "
+        "account; for a path, what is mounted there. Nothing was committed",
+        uri=str(uri),
+    )
