@@ -6,7 +6,7 @@ import pytest
 
 from cloudckpt import Stager, StagingMemoryError
 from cloudckpt.background import arena as arenas
-from cloudckpt.background.available import available_memory
+from cloudckpt.background.arena import available_memory
 from cloudckpt.config import MIB
 from dcp.values import numbered
 

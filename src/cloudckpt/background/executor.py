@@ -14,7 +14,7 @@ from cloudckpt import api
 from cloudckpt.background.groups import exists
 from cloudckpt.background.job import PickledResult, SaveJob
 from cloudckpt.background.process import SaveProcess
-from cloudckpt.background.tracebacks import release_frames
+from cloudckpt.dcp.failures import release_frames
 from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.errors import ProcessGroupError, SaveInProgressError
 from cloudckpt.events.event import subscribe

@@ -34,8 +34,8 @@ from cloudckpt.background.job import (
 from cloudckpt.background.priority import check_io_priority
 from cloudckpt.background.process import SaveProcess
 from cloudckpt.background.stager import Stager
-from cloudckpt.background.tracebacks import release_frames
 from cloudckpt.config import BackgroundOptions
+from cloudckpt.dcp.failures import release_frames
 from cloudckpt.dcp.meeting import Meeting, Stance
 from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.dcp.writer import CloudStorageWriter

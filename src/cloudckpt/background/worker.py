@@ -26,9 +26,8 @@ from cloudckpt.background.handoff import unpack
 from cloudckpt.background.priority import stand_back
 from cloudckpt.background.reports import Pulse, Sender, forward_logs
 from cloudckpt.background.termination import Termination
-from cloudckpt.background.tracebacks import release_frames
 from cloudckpt.checkpoint.torch_private import set_group_timeout
-from cloudckpt.dcp.portable import portable_errors
+from cloudckpt.dcp.failures import portable_errors, release_frames
 from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.errors import CloudCheckpointError, ProcessGroupError, SaveProcessError
 from cloudckpt.events.event import relay

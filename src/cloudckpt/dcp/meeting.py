@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from cloudckpt.checkpoint.torch_private import device_for_collectives
-from cloudckpt.dcp.portable import portable
+from cloudckpt.dcp.failures import portable
 from cloudckpt.errors import (
     CloudCheckpointError,
     ConfigError,

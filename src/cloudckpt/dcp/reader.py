@@ -21,8 +21,8 @@ from cloudckpt.checkpoint.objects import beneath, metadata_name
 from cloudckpt.checkpoint.places import Places
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.config import Config
+from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.dcp.loading import Load
-from cloudckpt.dcp.portable import portable_errors
 from cloudckpt.dcp.same_checkpoint import Source, check_sources
 from cloudckpt.errors import (
     CheckpointCorruptError,

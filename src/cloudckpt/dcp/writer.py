@@ -34,8 +34,8 @@ from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.torch_private import state_dict_being_planned, traverse_state_dict
 from cloudckpt.checkpoint.values import forewarn
 from cloudckpt.config import Config
+from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.dcp.planners import CloudSavePlanner
-from cloudckpt.dcp.portable import portable_errors
 from cloudckpt.dcp.same_checkpoint import (
     collect_structure,
     collect_written,

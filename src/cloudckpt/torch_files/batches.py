@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from cloudckpt.config import MIB
-from cloudckpt.dcp.portable import portable_errors
+from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.errors import CheckpointError, ShapeMismatchError, UnsupportedTensorError
 from cloudckpt.torch_files.file_contents import FileContents, StoredTensor
 from cloudckpt.torch_files.skeletons import Place

@@ -18,7 +18,7 @@ from torch.futures import Future
 
 from cloudckpt.checkpoint.torch_private import device_for_collectives
 from cloudckpt.config import Config
-from cloudckpt.dcp.portable import portable_errors
+from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.errors import ConfigError, InvalidURIError
 from cloudckpt.events.event import Span
 from cloudckpt.torch_files.batches import (

@@ -1,36 +1,75 @@
-"""``SyncCheckpointer`` and ``AsyncCheckpointer``."""
+"""One object for a job: saves and loads its checkpoints, now or in the background."""
 
 from __future__ import annotations
 
 import logging
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from typing_extensions import Self
 
 from cloudckpt import api
 from cloudckpt.background.job import SaveFuture
 from cloudckpt.background.saver import AsyncSaver
-from cloudckpt.checkpointer.config import CheckpointerConfig
-from cloudckpt.dcp.planners import CloudLoadPlanner, EverythingPlanner, PartialPlanner
+from cloudckpt.config import Config
+from cloudckpt.dcp.planners import (
+    CloudLoadPlanner,
+    CloudSavePlanner,
+    EverythingPlanner,
+    PartialPlanner,
+)
 from cloudckpt.dcp.reader import CloudStorageReader
-from cloudckpt.dcp.writer import CloudStorageWriter
+from cloudckpt.dcp.writer import CloudStorageWriter, CommitHook
 from cloudckpt.errors import ClosedError, CloudCheckpointError, ConfigError
 from cloudckpt.uri import URILike
 
 __all__ = [
     "AsyncCheckpointer",
     "Checkpointer",
+    "CheckpointerConfig",
+    "CommitHook",
     "SyncCheckpointer",
     "make_async_checkpointer",
     "make_sync_checkpointer",
 ]
 
 logger = logging.getLogger("cloudckpt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointerConfig:
+    """What a checkpointer is made of.
+
+    Attributes:
+        config: The options of saving and loading.
+        process_group: The ranks that save and load together; None for all.
+        no_dist: Whether this process saves and loads alone.
+        kind: Whether an asynchronous checkpointer saves in a process beside the trainer, or in a
+            thread of it.
+        stager: Copies the state for an asynchronous save; None for cloudckpt's own.
+        planner: Makes the planner, once for all saves.
+        commit_hook: Called on the coordinator around each commit.
+        trust_pickle: Whether pickles in checkpoints may run any code.
+    """
+
+    config: Config = field(default_factory=Config)
+    process_group: dist.ProcessGroup | None = None
+    no_dist: bool = False
+    kind: AsyncCheckpointerType = AsyncCheckpointerType.PROCESS
+    stager: AsyncStager | None = None
+    planner: Callable[[], SavePlanner] = CloudSavePlanner
+    commit_hook: CommitHook | None = None
+    trust_pickle: bool = False
 
 
 class Checkpointer(ABC):

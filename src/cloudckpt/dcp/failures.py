@@ -1,13 +1,58 @@
-"""What a failure keeps alive: its traceback holds frames, and those hold the staged copy."""
+"""Errors on their way to other ranks, other processes, and whoever keeps them."""
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 from collections.abc import Iterator
 from types import FrameType, FunctionType, TracebackType
+from typing import TypeVar
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-__all__ = ["release_frames"]
+from cloudckpt.errors import CheckpointError
+
+__all__ = ["portable", "portable_errors", "release_frames"]
+
+E = TypeVar("E", bound="BaseException | None")
+
+
+def portable(error: E, uri: str | None) -> E | CheckpointError:
+    """The error, or one that tells of it if it can't be pickled.
+
+    torch gathers the failures of all ranks by pickle. One that does not survive that would be
+    raised on its own rank only, and leave the others waiting for it.
+    """
+    if error is None or _survives_pickling(error):
+        return error
+    made = CheckpointError(
+        "a planner or another part outside of cloudckpt failed, with an error that can't be "
+        "passed on as it is",
+        uri=uri,
+        cause=error,
+    )
+    made.__cause__ = error
+    return made
+
+
+@contextlib.contextmanager
+def portable_errors(uri: str | None) -> Iterator[None]:
+    """Replaces errors that can't be pickled, of planners for example, by ones that can."""
+    try:
+        yield
+    except Exception as exc:
+        raised = portable(exc, uri)
+        if raised is exc:
+            raise
+        raise raised from exc
+
+
+def _survives_pickling(error: BaseException) -> bool:
+    try:
+        pickle.loads(pickle.dumps(error))  # noqa: S301 - made in the line itself
+    except Exception:  # noqa: BLE001 - anything may be raised by somebody's __reduce__
+        return False
+    return True
 
 
 def release_frames(error: BaseException, *, apart_from: BaseException | None = None) -> None:
