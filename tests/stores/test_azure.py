@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 import xml.etree.ElementTree as ElementTree
-from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
@@ -503,24 +502,6 @@ def test_a_token_is_renewed_when_its_issuer_wants_it(
         assert request.headers["Authorization"] == f"Bearer SECRETTOKEN{expected}"
 
 
-def test_a_renewal_that_failed_is_tried_again_while_the_token_lives(
-    token_store, tls_server, identity, monkeypatch, caplog
-):
-    identity.life, identity.due = 86400.0, 43200.0
-    call(token_store, tls_server, "put")
-    identity.error = ServiceRequestError("no route")
-    now = time.time()
-    for seconds in (43201, 43210, 43240, 43280):
-        monkeypatch.setattr(azure_tokens.time, "time", lambda seconds=seconds: now + seconds)
-        call(token_store, tls_server, "put")
-    assert len(identity.asked) == 4  # not again at once
-    assert caplog.text.count("could not be renewed") == 1
-    identity.error = None
-    monkeypatch.setattr(azure_tokens.time, "time", lambda: now + 43320)
-    request = call(token_store, tls_server, "put")
-    assert request.headers["Authorization"] == "Bearer SECRETTOKEN5"
-
-
 def test_a_token_that_ends_at_once_is_not_used_beyond_its_end(
     token_store, tls_server, identity, monkeypatch
 ):
@@ -530,56 +511,6 @@ def test_a_token_that_ends_at_once_is_not_used_beyond_its_end(
     monkeypatch.setattr(azure_tokens.time, "time", lambda: now + 11)
     request = call(token_store, tls_server, "put")
     assert request.headers["Authorization"] == "Bearer SECRETTOKEN2"
-
-
-def test_one_thread_gets_the_token_for_all(token_store, identity):
-    identity.pause = 0.3
-    tokens = []
-    threads = [
-        threading.Thread(
-            target=lambda: tokens.append(token_store._access.authorize("GET", "https://x", {}))
-        )
-        for _ in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    assert len(identity.asked) == 1
-    assert {headers["Authorization"] for _, headers in tokens} == {"Bearer SECRETTOKEN1"}
-
-
-def test_threads_go_on_with_the_old_token_while_one_renews_it(token_store, identity, monkeypatch):
-    authorize = token_store._access.authorize
-    authorize("GET", "https://x", {})
-    identity.may_answer.clear()
-    now = time.time()
-    monkeypatch.setattr(azure_tokens.time, "time", lambda: now + 3600 - 200)
-    renewing = threading.Thread(target=authorize, args=("GET", "https://x", {}))
-    renewing.start()
-    while len(identity.asked) < 2:
-        time.sleep(0.01)
-    _, headers = authorize("GET", "https://x", {})
-    assert renewing.is_alive()
-    assert headers["Authorization"] == "Bearer SECRETTOKEN1"
-    identity.may_answer.set()
-    renewing.join(30)
-
-
-def test_threads_that_waited_for_a_token_in_vain_do_not_ask_again(token_store, identity):
-    identity.pause, identity.error = 0.3, Nobody.error
-    everybody = threading.Barrier(8)
-
-    def attempt(_):
-        everybody.wait(10)
-        with pytest.raises(CredentialsError) as caught:
-            token_store._access.authorize("GET", "https://x", {})
-        return caught.value
-
-    with ThreadPoolExecutor(8) as threads:
-        errors = list(threads.map(attempt, range(8)))
-    assert len({id(error) for error in errors}) == 8
-    assert len(identity.asked) == 1
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -11,9 +11,7 @@
 import json
 import os
 import ssl
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import parse_qs, urlsplit
 
 import certifi
@@ -339,22 +337,6 @@ def test_on_azure_a_metadata_service_that_is_none_is_asked_again(
     elsewhere.respond(lambda request: metadata_token(elsewhere, "TOKEN"))
     store.head("run/object")
     assert bearers(storage) == ["Bearer TOKEN"]
-
-
-def test_a_failure_that_many_threads_waited_for_tells_all_of_them_when_to_come_back(
-    store, metadata
-):
-    everybody = threading.Barrier(4)
-    metadata.respond(lambda request: metadata.Answer(429, {"Retry-After": "5"}))
-
-    def ask(_):
-        everybody.wait(10)
-        with pytest.raises(ThrottledError) as caught:
-            store.head("run/object")
-        return caught.value.retry_after
-
-    with ThreadPoolExecutor(4) as threads:
-        assert list(threads.map(ask, range(4))) == [5.0] * 4
 
 
 # what no waiting mends

@@ -1,5 +1,6 @@
 """Google's store: endpoints, credentials, and the renewal of tokens."""
 
+import copy
 import datetime
 import itertools
 import json
@@ -8,8 +9,6 @@ import socket
 import ssl
 import sys
 import threading
-import time
-from types import SimpleNamespace
 
 import google.auth.credentials
 import google.auth.exceptions
@@ -29,6 +28,7 @@ from cloudckpt.errors import (
     StoreError,
     TransientStoreError,
 )
+from cloudckpt.stores import gcs_token
 from cloudckpt.stores.gcs import GCSStore
 from cloudckpt.stores.registry import open_store
 from cloudckpt.testing.servers import free_port
@@ -62,23 +62,34 @@ def secure(secure_stub, tls_files, monkeypatch):
 class FakeCredentials(google.auth.credentials.Credentials):
     """Tokens ``token-1``, ``token-2``…; each refresh takes the next step of a script."""
 
-    def __init__(self, *script, seconds=3600.0, takes=0.0):
+    def __init__(self, *script):
         super().__init__()
-        self.script, self.seconds, self.takes = list(script), seconds, takes
-        self.refreshes = 0
+        self.script, self.refreshed = list(script), []
+
+    @property
+    def refreshes(self):
+        return len(self.refreshed)
 
     def refresh(self, request):
-        self.refreshes += 1
-        time.sleep(self.takes)
+        self.refreshed.append(request)
         step = self.script.pop(0) if self.script else None
         if isinstance(step, Exception):
             raise step
-        self.token = f"token-{self.refreshes}"
-        self.expires_in(self.seconds if step is None else step)
+        self.token = self.named()
+        self.expires_in(3600.0 if step is None else step)
+
+    def named(self):
+        return f"token-{self.refreshes}"
 
     def expires_in(self, seconds):
         now = datetime.datetime.now(datetime.timezone.utc).replace(tzinfo=None)
         self.expiry = now + datetime.timedelta(seconds=seconds)
+
+    def found_again(self):
+        """The same account, as another look finds it: without a token."""
+        other = copy.copy(self)
+        other.token = other.expiry = None
+        return other
 
 
 @pytest.fixture
@@ -87,7 +98,8 @@ def open_with(secure, monkeypatch):
     opened = []
 
     def open_one(credentials, **options):
-        monkeypatch.setattr("google.auth.default", lambda: (credentials, "project"))
+        found = itertools.chain([credentials], iter(credentials.found_again, None))
+        monkeypatch.setattr("google.auth.default", lambda: (next(found), "project"))
         options = GCSOptions(endpoint_url=secure.url, **options)
         opened.append(GCSStore("bucket", Config(gcs=options)))
         return opened[-1]
@@ -123,41 +135,6 @@ def test_a_token_is_renewed_ahead_of_its_end(open_with, secure, seconds_left):
     assert tokens == ["Bearer token-1", "Bearer token-2", "Bearer token-2"]
 
 
-def test_many_threads_renew_a_token_once(open_with, secure):
-    credentials = FakeCredentials(takes=0.3)
-    store = open_with(credentials)
-    secure.respond(lambda request: secure.Answer(**VERBS["head"][1]))
-    threads = [threading.Thread(target=store.head, args=("run/object",)) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert {bearer(request) for request in secure.requests} == {"Bearer token-1"}
-    assert (len(secure.requests), credentials.refreshes) == (8, 1)
-
-
-def test_nobody_waits_while_the_old_token_holds(open_with, secure):
-    credentials = FakeCredentials(60)
-    store = open_with(credentials)
-    call(store, secure, "head")
-    may_go_on, is_at_it = threading.Event(), threading.Event()
-
-    def refresh(request):
-        is_at_it.set()
-        may_go_on.wait(30)
-        FakeCredentials.refresh(credentials, request)
-
-    credentials.refresh = refresh
-    secure.respond(lambda request: secure.Answer(**VERBS["head"][1]))
-    slow = threading.Thread(target=store.head, args=("run/object",))
-    slow.start()
-    assert is_at_it.wait(30)
-    assert bearer(call(store, secure, "put")) == "Bearer token-1"
-    may_go_on.set()
-    slow.join()
-    assert bearer(call(store, secure, "put")) == "Bearer token-2"
-
-
 NO_ANSWER = google.auth.exceptions.TransportError("connection refused")
 
 
@@ -173,20 +150,6 @@ def test_a_stale_token_outlives_a_failed_renewal(open_with, secure, caplog, fail
     (record,) = caplog.records  # one for each token is enough
     assert "still valid, could not be renewed" in record.getMessage()
     assert "cause:" in record.getMessage()
-
-
-@pytest.mark.parametrize("gone", ["expired", "rejected"])
-def test_a_refused_renewal_counts_once_the_old_token_is_of_no_use(open_with, secure, gone):
-    credentials = FakeCredentials(60, REFUSED, REFUSED)
-    store = open_with(credentials)
-    for _ in range(2):
-        call(store, secure, "head")
-    if gone == "expired":
-        credentials.expires_in(-1)
-    else:
-        store._access.reject()
-    with pytest.raises(CredentialsError, match="invalid_grant"):
-        store.head("run/object")
 
 
 class Answer:
@@ -232,6 +195,21 @@ def test_a_refusal_is_told_without_the_rest_of_the_answer(open_with, answer):
     error = caught.value
     assert error.__cause__ is None
     assert "SECRET" not in f"{error} {vars(error)}"
+
+
+def test_a_refused_renewal_counts_once_the_old_token_has_ended(open_with, secure):
+    credentials = FakeCredentials(60, REFUSED, REFUSED)
+    store = open_with(credentials)
+    for _ in range(2):
+        call(store, secure, "head")
+    credentials.expires_in(-1)
+    with pytest.raises(CredentialsError, match="invalid_grant"):
+        store.head("run/object")
+
+
+def test_pauses_between_renewals_grow_to_half_a_minute():
+    pauses = [gcs_token._pause(failures) for failures in range(1, 10)]
+    assert pauses == [0, 0, 1, 2, 4, 8, 16, 30, 30]
 
 
 def test_a_token_that_the_store_rejects_is_replaced(open_with, secure):
@@ -633,9 +611,8 @@ def test_a_token_that_is_given_out_again_is_not_fetched_for_every_request(open_w
     """As a metadata server does until shortly before its end."""
 
     class Same(FakeCredentials):
-        def refresh(self, request):
-            super().refresh(request)
-            self.token = "the-token"
+        def named(self):
+            return "the-token"
 
     credentials = Same()
     store = open_with(credentials)
@@ -648,15 +625,6 @@ def test_a_token_that_is_given_out_again_is_not_fetched_for_every_request(open_w
     for _ in range(5):
         store.head("run/object")
     assert credentials.refreshes == 2
-
-
-def test_threads_that_wait_for_a_token_share_the_failure_to_fetch_it(open_with, secure):
-    credentials = FakeCredentials(*[NO_ANSWER] * 16, takes=0.5)
-    store = open_with(credentials)
-    found = at_once(8, lambda: store.head("run/object"))
-    assert [type(error) for error in found] == [ConnectionLostError] * 8
-    assert len({id(error) for error in found}) == 8
-    assert credentials.refreshes < 8
 
 
 # what is passing
@@ -745,36 +713,6 @@ def test_a_name_that_does_not_resolve_is_passing(open_gcs, secure, account_file,
     store = open_gcs(credentials_file=str(account_file))
     with pytest.raises(ConnectionLostError, match="for the moment"):
         store.head("run/object")
-
-
-def test_renewals_that_go_on_failing_wait_for_their_turn(open_with, secure, monkeypatch, caplog):
-    """The request that tries waits for the service: that must not be each one."""
-    now = [1000.0]
-    clock = SimpleNamespace(monotonic=lambda: now[0])
-    monkeypatch.setattr("cloudckpt.stores.gcs_token.time", clock)
-    credentials = FakeCredentials(60, *[NO_ANSWER] * 100)
-    store = open_with(credentials)
-    tried = []
-    for _ in range(60):
-        call(store, secure, "head")
-        tried.append(credentials.refreshes)
-        now[0] += 1.0
-    assert tried[:4] == [1, 2, 3, 4]
-    assert 6 < tried[-1] < 12
-    assert len(caplog.records) == 1
-    credentials.script.clear()
-    now[0] += 30.0
-    assert bearer(call(store, secure, "head")) == f"Bearer token-{credentials.refreshes}"
-
-
-def test_an_expired_token_is_not_made_to_wait(open_with, secure):
-    credentials = FakeCredentials(60, *[NO_ANSWER] * 5)
-    store = open_with(credentials)
-    for _ in range(6):
-        call(store, secure, "head")
-    credentials.script.clear()
-    credentials.expires_in(-1)
-    assert bearer(call(store, secure, "head")) == f"Bearer token-{credentials.refreshes}"
 
 
 # whether there are credentials

@@ -8,10 +8,8 @@ them got no answer, or one that asks to come back.
 
 from __future__ import annotations
 
-import logging
 import os
 import re
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,9 +26,8 @@ from cloudckpt.errors import (
     ServerError,
     StoreError,
     ThrottledError,
-    TransientStoreError,
 )
-from cloudckpt.stores.credentials import check_credential, raise_alone, reason
+from cloudckpt.stores.credentials import Renewal, Validity, check_credential, raise_alone, reason
 from cloudckpt.stores.refusals import refusal
 from cloudckpt.stores.tls import lasting_failure
 
@@ -48,12 +45,9 @@ except ImportError as exc:
 
 __all__ = ["Tokens", "tenant_asked_for"]
 
-logger = logging.getLogger("cloudckpt")
-
 _SCOPE = "https://storage.azure.com/.default"
 _MARGIN = 300.0  # seconds before its end in which azure-identity gives a new token
-_PAUSE = 30.0  # seconds between tries to renew what is still valid
-_LONGEST_WAIT = 120.0  # seconds for a token that another thread is fetching
+_SHORTEST = 30.0  # seconds between renewals, whatever their issuer wants
 _CLI_TIMEOUT = 60  # seconds; on a busy machine `az` takes many of them to start
 
 _SLOW_DOWN = frozenset({404, 410, 429, 503})  # the first two: it is updated, for up to 70 s
@@ -86,11 +80,7 @@ class _Held:
 
 
 class Tokens:
-    """A token that is always valid.
-
-    It is renewed ahead of its end, by one thread: the others go on with the old one meanwhile, and
-    wait only where there is none.
-    """
+    """A token that is always valid: see :class:`~cloudckpt.stores.credentials.Renewal`."""
 
     def __init__(self, config: Config, uri: str, *, tenant: str = "", note: str = "") -> None:
         """
@@ -107,9 +97,7 @@ class Tokens:
         self._credential: DefaultAzureCredential | None = None
         self._wire = _Wire(config, uri)
         self._held = _Held()
-        self._failure: tuple[float, StoreError] | None = None
-        self._is_reported = False  # that the token held can't be renewed
-        self._lock = threading.Lock()
+        self._renewal = Renewal(self._validity, self._renew)
 
     def get(self) -> str:
         """The token.
@@ -119,37 +107,21 @@ class Tokens:
             TransientStoreError: If a source, or the network before it, fails for the moment.
             TLSError: If a source can't be trusted.
         """
+        self._renewal.ensure()
+        return self._held.token
+
+    def _validity(self) -> Validity:
         held, now = self._held, time.time()
         if now < held.renew_at:
-            return held.token
-        asked = time.monotonic()
-        if not self._lock.acquire(timeout=_LONGEST_WAIT if now >= held.ends else 0.0):
-            if now >= held.ends:
-                raise ConnectionLostError("the access token was not fetched in time", uri=self._uri)
-            return held.token
-        try:
-            if time.time() >= self._held.renew_at:
-                self._renew(asked)
-            return self._held.token
-        finally:
-            self._lock.release()
+            return Validity.GOOD
+        return Validity.DUE if now < held.ends else Validity.ENDED
 
-    def _renew(self, asked: float) -> None:
-        if self._failure is not None and self._failure[0] > asked:
-            raise _like(self._failure[1])  # of another thread, while this one waited for its result
+    def _renew(self) -> None:
         try:
             self._held = self._fetch()
-            self._is_reported = False
         except StoreError as error:
             error.uri = self._uri
-            self._failure = time.monotonic(), error
-            held, now = self._held, time.time()
-            if now >= held.ends:
-                raise
-            self._held = _Held(held.token, min(now + _PAUSE, held.ends), held.ends)
-            if not self._is_reported:
-                self._is_reported = True
-                logger.warning("the access token, still valid, could not be renewed: %s", error)
+            raise
 
     def _fetch(self) -> _Held:
         name = "AZURE_CLIENT_SECRET"
@@ -170,7 +142,7 @@ class Tokens:
         check_credential(found.token, "the access token of Microsoft Entra ID")
         now, ends = time.time(), float(found.expires_on)
         due = float(found.refresh_on) if found.refresh_on else ends - _MARGIN
-        return _Held(found.token, min(max(due, now + _PAUSE), ends), ends)
+        return _Held(found.token, min(max(due, now + _SHORTEST), ends), ends)
 
     def _ask(self, credential: DefaultAzureCredential) -> AccessTokenInfo:
         if self._tenant:
@@ -282,14 +254,6 @@ def _is_machine_of_azure() -> bool:
         return _CHASSIS.read_text("ascii").strip() == _AZURE_CHASSIS
     except (OSError, ValueError):
         return False
-
-
-def _like(error: StoreError) -> StoreError:
-    """The same error, for another thread to raise."""
-    one = type(error)(error.message, uri=error.uri, cause=error.cause)
-    if isinstance(error, TransientStoreError) and isinstance(one, TransientStoreError):
-        one.retry_after = error.retry_after
-    return one
 
 
 def tenant_asked_for(headers: Mapping[str, str]) -> str:

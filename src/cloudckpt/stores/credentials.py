@@ -7,6 +7,9 @@ proxy with its password. Every rank raises and logs that text, so it passes thro
 
 from __future__ import annotations
 
+import copy
+import enum
+import logging
 import os
 import re
 import threading
@@ -15,11 +18,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Generic, NoReturn, Protocol, TypeVar
 from urllib.parse import quote, unquote
 
-from cloudckpt.errors import CloudCheckpointError, CredentialsError, StoreError
+from cloudckpt.errors import (
+    CloudCheckpointError,
+    ConnectionLostError,
+    CredentialsError,
+    StoreError,
+)
 
 __all__ = [
     "Credentials",
+    "Renewal",
     "Source",
+    "Validity",
     "check_credential",
     "conceal",
     "masked",
@@ -28,6 +38,11 @@ __all__ = [
     "take_over",
     "variables",
 ]
+
+logger = logging.getLogger("cloudckpt")
+
+_LONGEST_WAIT = 120.0  # seconds for a token that another thread is fetching
+_PAUSE = 30.0  # seconds between tries to renew what is still valid
 
 
 class Source(Protocol):
@@ -50,6 +65,10 @@ class Credentials(Generic[S]):
 
     A job outlives what its environment and files held when the store was opened; without another
     look, a store that is kept would be refused for ever.
+
+    Attributes:
+        current: What requests are authorized with.
+        trouble: Why the last look behind a refusal has found nothing, if it has failed.
     """
 
     def __init__(self, look: Callable[[], S]) -> None:
@@ -59,6 +78,7 @@ class Credentials(Generic[S]):
         self._looked_at = 0.0
         self._failed = False
         self.current = look()
+        self.trouble: CloudCheckpointError | None = None
 
     def source(self) -> S:
         """What to authorize the next request with.
@@ -79,6 +99,7 @@ class Credentials(Generic[S]):
 
     def fail(self) -> None:
         """Says that they can't be used at all: the next request looks for others."""
+        self.trouble = None
         self._failed = True
 
     def renew(self, refused: S, secrets: Iterable[str]) -> bool:
@@ -92,16 +113,97 @@ class Credentials(Generic[S]):
                 return True
             if self._looked_at > asked:
                 return False
+            self.trouble = None
             try:
                 found = self._look()
                 if found.secrets() == tuple(secrets):
                     return False
-            except CloudCheckpointError:
+            except CloudCheckpointError as error:
+                self.trouble = error
                 return False  # what the store said tells more
             finally:
                 self._looked_at = time.monotonic()
             self.current = found
             return True
+
+
+class Validity(enum.Enum):
+    """Of a token: it is good; to be renewed, and good until it is; of no use."""
+
+    GOOD = enum.auto()
+    DUE = enum.auto()
+    ENDED = enum.auto()
+
+
+class Renewal:
+    """Keeps a token valid: it is renewed ahead of its end, once for all threads.
+
+    While one thread renews it, the others go on with the old one; they wait only if that has ended.
+    Threads that have waited for a renewal in vain are told why, and do not ask again, each. A token
+    that can't be renewed is used as long as it is valid, which is logged once; the next try comes
+    after a pause, since the request that tries it waits for the service.
+    """
+
+    def __init__(
+        self,
+        validity: Callable[[], Validity],
+        renew: Callable[[], None],
+        pause: Callable[[int], float] = lambda failures: _PAUSE,
+    ) -> None:
+        """
+        Args:
+            validity: Of the token that is held.
+            renew: Fetches another one, or raises a StoreError.
+            pause: Seconds until the next try while the token is valid, behind so many failures.
+        """
+        self._validity = validity
+        self._renew = renew
+        self._pause = pause
+        self._lock = threading.Lock()
+        self._failures = 0
+        self._failure: StoreError | None = None
+        self._failed_at = self._not_before = 0.0
+
+    def ensure(self) -> None:
+        """Sees to it that the token can be used.
+
+        Raises:
+            StoreError: If it has ended, and there is no other one.
+        """
+        state, asked = self._state(), time.monotonic()
+        if state is Validity.GOOD:
+            return
+        if self._lock.acquire(timeout=_LONGEST_WAIT if state is Validity.ENDED else 0.0):
+            try:
+                self._ensure_alone(asked)
+            finally:
+                self._lock.release()
+        elif self._validity() is Validity.ENDED:
+            raise ConnectionLostError("the access token was not fetched in time", certain=True)
+
+    def _state(self) -> Validity:
+        state = self._validity()
+        is_early = state is Validity.DUE and time.monotonic() < self._not_before
+        return Validity.GOOD if is_early else state
+
+    def _ensure_alone(self, asked: float) -> None:
+        state = self._state()
+        if state is Validity.GOOD:
+            return
+        if state is Validity.ENDED and self._failure is not None and self._failed_at > asked:
+            raise copy.copy(self._failure)  # whoever gets one adds to its message
+        try:
+            self._renew()
+            self._failures, self._failure = 0, None
+        except StoreError as error:
+            self._failures += 1
+            self._failed_at = time.monotonic()
+            self._not_before = self._failed_at + self._pause(self._failures)
+            self._failure = copy.copy(error)
+            if self._validity() is Validity.ENDED:
+                raise
+            if self._failures == 1:
+                logger.warning("the access token, still valid, could not be renewed: %s", error)
 
 
 def check_credential(value: str, name: str, uri: str | None = None, *, header: bool = True) -> None:

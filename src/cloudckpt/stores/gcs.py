@@ -9,6 +9,7 @@ that of an object made of parts is compared with theirs.
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -230,8 +231,10 @@ class GCSStore(RestStore):
                     reply = send(request.url, {})
             except CredentialsError:
                 # what the store said of the old token counts only if another one could be had
-                if (passing := self._access.passing_failure()) is None:
+                trouble = self._credentials.trouble
+                if not isinstance(trouble, ConnectionLostError):
                     raise
+                passing = copy.copy(trouble)  # each thread adds to its message
                 passing.uri = self.uri(request.key)
                 raise passing from None
             yield reply
@@ -240,10 +243,7 @@ class GCSStore(RestStore):
         self, status: int, headers: Mapping[str, str], body: bytes, action: str, uri: str
     ) -> StoreError:
         self._downloads.refused(status, body)
-        error = from_answer(status, headers, body, action, uri)
-        if isinstance(error, CredentialsError):
-            self._access.reject()
-        return error
+        return from_answer(status, headers, body, action, uri)
 
     def _authorized(
         self, method: str, url: str, headers: Mapping[str, str]

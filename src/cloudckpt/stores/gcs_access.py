@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import warnings
 from collections.abc import Mapping
 
@@ -12,7 +11,7 @@ from cloudckpt.config import Config, GCSOptions
 from cloudckpt.config.options import check_endpoint
 from cloudckpt.errors import ConfigError, ConnectionLostError, CredentialsError
 from cloudckpt.stores.credentials import Credentials, check_credential
-from cloudckpt.stores.gcs_token import Renewals, Token, Transport, in_our_words, told
+from cloudckpt.stores.gcs_token import Token, Transport, in_our_words, told
 from cloudckpt.stores.http import HttpOptions
 
 # isort: split
@@ -57,22 +56,16 @@ class BucketAccess:
             raise ConfigError(
                 f"credentials are only sent over https, but the endpoint is {self.endpoint}"
             )
-        self._renewals = Renewals()
-        self._sent = threading.local()
 
         def look() -> Token | _NoToken:
             if not is_wanted:
                 return _NoToken()
             transport = Transport((config.connect_timeout, config.read_timeout))
-            try:
-                found = _credentials(config.gcs, transport, uri)
-                with in_our_words(transport, uri):
-                    universe = found.universe_domain  # the metadata server's, on Google's machines
-            except ConnectionLostError as error:
-                self._renewals.failed(error, None)
-                raise
+            found = _credentials(config.gcs, transport, uri)
+            with in_our_words(transport, uri):
+                universe = found.universe_domain  # the metadata server's, on Google's machines
             _check_universe(universe, self.endpoint, host, uri)
-            return Token(found, transport, self._renewals)
+            return Token(found, transport)
 
         self.credentials = Credentials(look)
 
@@ -84,21 +77,9 @@ class BucketAccess:
             ConnectionLostError: If they can't be for the moment.
         """
         headers = self.credentials.current.headers(method, url)
-        self._sent.token = headers.get("authorization", "").removeprefix("Bearer ")
         if self._payer is not None:
             headers["x-goog-user-project"] = self._payer
         return headers
-
-    def reject(self) -> None:
-        """Says that the store did not accept the token that this thread has sent.
-
-        It is not used any more. Another thread may have fetched the next one meanwhile.
-        """
-        self._renewals.rejected = getattr(self._sent, "token", None) or None
-
-    def passing_failure(self) -> ConnectionLostError | None:
-        """Why another token could not be fetched for the moment, if it could not."""
-        return self._renewals.passing_failure()
 
 
 class _NoToken:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import threading
-import time
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from cloudckpt._version import __version__
 from cloudckpt.errors import (
@@ -17,7 +15,14 @@ from cloudckpt.errors import (
     MissingDependencyError,
     StoreError,
 )
-from cloudckpt.stores.credentials import check_credential, masked, raise_alone, reason
+from cloudckpt.stores.credentials import (
+    Renewal,
+    Validity,
+    check_credential,
+    masked,
+    raise_alone,
+    reason,
+)
 
 try:
     import google.auth
@@ -30,15 +35,16 @@ except ImportError as exc:
         "gs:// needs google-auth; install it with: pip install 'cloudckpt[gcs]'", cause=exc
     ) from exc
 
-__all__ = ["Renewals", "Token", "Transport", "in_our_words"]
+__all__ = ["Token", "Transport", "in_our_words"]
 
-logger = logging.getLogger("cloudckpt")
-
-_LONGEST_WAIT = 120.0  # seconds for a token that another thread is fetching
 _LONGEST_PAUSE = 30.0  # seconds between renewals that fail while the old token holds
 _LONGEST_REASON = 300  # characters; it may be a proxy's page
 
-_State = google.auth.credentials.TokenState
+_VALIDITY = {
+    google.auth.credentials.TokenState.FRESH: Validity.GOOD,
+    google.auth.credentials.TokenState.STALE: Validity.DUE,
+    google.auth.credentials.TokenState.INVALID: Validity.ENDED,
+}
 
 
 class Transport(google.auth.transport.requests.Request):
@@ -78,97 +84,18 @@ class Transport(google.auth.transport.requests.Request):
         return isinstance(status, int) and _is_later(status)
 
 
-class Renewals:
-    """What all tokens of a store know of each other, as long as it lives.
-
-    Attributes:
-        lock: Held by the one thread that fetches a token.
-        rejected: The token that the store has refused last, which is of no use any more.
-        newest: The credentials that were renewed last.
-        failure: Why the last renewal failed, if it did.
-    """
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.rejected: str | None = None
-        self.newest: google.auth.credentials.Credentials | None = None
-        self.failure: StoreError | None = None
-        self._failed_at = 0.0
-        self._failures = 0
-        self._not_before = 0.0
-        self._reported: str | None = None  # the token of which was said that it can't be renewed
-
-    def state(self, credentials: google.auth.credentials.Credentials) -> _State:
-        """What google-auth says of a token, unless the store has refused it."""
-        if credentials.token is not None and credentials.token == self.rejected:
-            return _State.INVALID
-        state: _State = credentials.token_state
-        return state
-
-    def is_due(self) -> bool:
-        """Whether the last failure is long enough ago."""
-        return time.monotonic() >= self._not_before
-
-    def failure_since(self, asked: float) -> StoreError | None:
-        """Why another thread failed while this one, who asked at that time, waited for it."""
-        if self.failure is None or self._failed_at < asked:
-            return None
-        return _anew(self.failure)
-
-    def passing_failure(self) -> ConnectionLostError | None:
-        """Why the last renewal failed, if another try may help."""
-        return _anew(self.failure) if isinstance(self.failure, ConnectionLostError) else None
-
-    def succeeded(self, credentials: google.auth.credentials.Credentials) -> None:
-        """Notes what was renewed.
-
-        A metadata server gives out the same token until shortly before its end. If the store has
-        refused that, there is no other one to wait for: it is sent, and the store decides.
-        """
-        if credentials.token == self.rejected:
-            self.rejected = None
-        self.newest, self.failure, self._failures = credentials, None, 0
-
-    def failed(self, error: StoreError, still_valid: str | None) -> None:
-        """Notes a failure and the token that is used on, if one is; of each it is logged once.
-
-        The first two may be hiccups. From the third on a renewal waits ever longer for its turn, as
-        the request that tries it waits for the service.
-        """
-        self._failures += 1
-        pause = min(2.0 ** (self._failures - 3), _LONGEST_PAUSE) if self._failures > 2 else 0.0
-        self._failed_at = time.monotonic()
-        self._not_before = self._failed_at + pause
-        self.failure = error
-        if still_valid is not None and self._reported != still_valid:
-            self._reported = still_valid
-            logger.warning("the access token, still valid, could not be renewed: %s", error)
-
-
-E = TypeVar("E", bound=StoreError)
-
-
-def _anew(error: E) -> E:
-    """The error for another thread: whoever gets one adds to its message."""
-    return type(error)(error.message, cause=error.cause, certain=True)
-
-
 class Token:
-    """An access token that is always valid: renewed ahead of its expiry, by one thread at a time.
+    """An access token that is always valid: see :class:`~cloudckpt.stores.credentials.Renewal`.
 
-    google-auth calls a token stale some minutes before it expires. While one thread renews it, the
-    others go on with the old one; they wait only if that has expired, or the store has refused it.
+    google-auth calls a token stale some minutes before it ends.
     """
 
     def __init__(
-        self,
-        credentials: google.auth.credentials.Credentials,
-        transport: Transport,
-        renewals: Renewals,
+        self, credentials: google.auth.credentials.Credentials, transport: Transport
     ) -> None:
         self._credentials = credentials
         self._transport = transport
-        self._renewals = renewals
+        self._renewal = Renewal(self._validity, self._renew, _pause)
 
     def headers(self, method: str, url: str) -> dict[str, str]:
         """What google-auth wants a request to carry: the token, and what else it knows of.
@@ -177,59 +104,32 @@ class Token:
         may be used from (regional access boundaries), and says so in a header. A token that is not
         fresh it would renew at once, on every thread.
         """
-        if self._state() is not _State.FRESH:
-            self._renew()
+        self._renewal.ensure()
         check_credential(self._credentials.token or "", "the access token of Google")
         headers: dict[str, str] = {}
         with in_our_words(self._transport):
-            if self._state() is _State.FRESH:
+            if self._validity() is Validity.GOOD:
                 self._credentials.before_request(self._transport, method, url, headers)
             else:
                 self._credentials.apply(headers)
         return headers
 
     def secrets(self) -> tuple[str, ...]:
-        if self._state() is _State.INVALID:
-            self._renew()
+        if self._validity() is Validity.ENDED:
+            self._renewal.ensure()
         return (str(self._credentials.token),)
 
-    def _state(self) -> _State:
-        return self._renewals.state(self._credentials)
+    def _validity(self) -> Validity:
+        return _VALIDITY[self._credentials.token_state]
 
     def _renew(self) -> None:
-        renewals = self._renewals
-        is_of_use = self._state() is not _State.INVALID
-        if is_of_use and not renewals.is_due():
-            return
-        asked = time.monotonic()
-        if not renewals.lock.acquire(timeout=0.0 if is_of_use else _LONGEST_WAIT):
-            if self._state() is _State.INVALID:
-                raise ConnectionLostError("the access token was not renewed in time", certain=True)
-            return
-        try:
-            self._renew_alone(asked)
-        finally:
-            renewals.lock.release()
+        with in_our_words(self._transport):
+            self._credentials.refresh(self._transport)
 
-    def _renew_alone(self, asked: float) -> None:
-        renewals = self._renewals
-        newest = renewals.newest
-        if newest is not None and renewals.state(newest) is _State.FRESH:
-            self._credentials = newest  # the first of many threads that were refused fetched it
-        if self._state() is _State.FRESH:
-            return
-        if self._state() is _State.INVALID and (error := renewals.failure_since(asked)):
-            raise error
-        try:
-            with in_our_words(self._transport):
-                self._credentials.refresh(self._transport)
-        except (ConnectionLostError, CredentialsError) as error:
-            is_of_use = self._state() is not _State.INVALID
-            renewals.failed(error, self._credentials.token if is_of_use else None)
-            if not is_of_use:
-                raise
-        else:
-            renewals.succeeded(self._credentials)
+
+def _pause(failures: int) -> float:
+    """The first two failures may be hiccups; from the third on, pauses grow."""
+    return min(2.0 ** (failures - 3), _LONGEST_PAUSE) if failures > 2 else 0.0
 
 
 @contextlib.contextmanager
