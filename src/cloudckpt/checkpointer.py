@@ -93,7 +93,8 @@ class Checkpointer(ABC):
         Args:
             state_dict: What to save; ``Stateful`` values are asked for theirs.
             uri: Where to: ``s3://bucket/run/step-1000`` or another location.
-            **kwargs: ``planner``, to use another than that of the configuration.
+            **kwargs: ``planner``, to use another than that of the configuration; ``notes``, to be
+                kept with the checkpoint.
 
         Returns:
             None if the checkpoint is committed; else a future that is done when the trainer may
@@ -168,12 +169,17 @@ class Checkpointer(ABC):
         if self._closed:
             raise ClosedError("the checkpointer was closed")
 
-    def _writer(self, state_dict: object, uri: URILike) -> CloudStorageWriter:
+    def _writer(
+        self, state_dict: object, uri: URILike, kwargs: dict[str, Any]
+    ) -> CloudStorageWriter:
         self._check_open()
+        if unknown := sorted(set(kwargs) - {"planner", "notes"}):
+            raise ConfigError(f"save does not take {unknown}")
         if isinstance(state_dict, (str, os.PathLike)):
             raise ConfigError("save takes the state dict first, then the URI")
         hook = self._config.commit_hook
-        return CloudStorageWriter(uri, config=self._config.config, commit_hook=hook)
+        notes = kwargs.get("notes")
+        return CloudStorageWriter(uri, config=self._config.config, commit_hook=hook, notes=notes)
 
     def __enter__(self) -> Self:
         return self
@@ -197,9 +203,8 @@ class SyncCheckpointer(Checkpointer):
 
     def save(self, state_dict: dict[str, Any], uri: URILike, **kwargs: Any) -> None:
         def prepare() -> api.ToSave:
-            planner = _planner_of(kwargs, self._planner)
-            writer = self._writer(state_dict, uri)
-            return api.ToSave(writer, planner)
+            writer = self._writer(state_dict, uri, kwargs)
+            return api.ToSave(writer, kwargs.get("planner") or self._planner)
 
         api.save_prepared(
             state_dict,
@@ -234,8 +239,7 @@ class AsyncCheckpointer(Checkpointer):
         self._check_open()
 
         def prepare() -> CloudStorageWriter:
-            _planner_of(kwargs, self._planner)
-            return self._writer(state_dict, uri)
+            return self._writer(state_dict, uri, kwargs)
 
         planner = kwargs.get("planner") or self._planner
         pending = self._saver.save(state_dict, prepare, planner=planner)
@@ -268,10 +272,3 @@ def make_sync_checkpointer(config: CheckpointerConfig | None = None) -> SyncChec
 def make_async_checkpointer(config: CheckpointerConfig | None = None) -> AsyncCheckpointer:
     """A checkpointer that saves in the background; making it is a collective call."""
     return AsyncCheckpointer(config if config is not None else CheckpointerConfig())
-
-
-def _planner_of(kwargs: dict[str, Any], default: Any) -> Any:
-    unknown = sorted(set(kwargs) - {"planner"})
-    if unknown:
-        raise ConfigError(f"save does not take {unknown}")
-    return kwargs.get("planner") or default

@@ -206,7 +206,7 @@ def test_only_as_places_are_classes_of_another_library_read():
 
 # damage
 
-TRAILER = 20 + 8 + 4
+TRAILER = 20 + 8 + 4 + 8 + 4
 
 
 def test_no_flipped_bit_goes_unnoticed():
@@ -474,9 +474,10 @@ def test_paths_are_read_whatever_version_of_python_wrote_them(home, trust):
 
 def test_the_trailer_is_what_the_format_says():
     data = dump_metadata(example())
-    magic, size, _ = struct.unpack("<20sQI", data[-TRAILER:])
+    magic, size, _, notes, nothing = struct.unpack("<20sQIQI", data[-TRAILER:])
     assert magic == b"cloudckpt-metadata\0\1"
     assert size == len(data) - TRAILER
+    assert (notes, nothing) == (0, 0)
 
 
 def test_a_warning_that_is_turned_into_an_error_is_no_damage(monkeypatch):

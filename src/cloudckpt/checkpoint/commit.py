@@ -325,6 +325,7 @@ def publish(
     written: Mapping[MetadataIndex, ItemRecord],
     own: Collection[str],
     structure: Structure,
+    notes: bytes = b"",
 ) -> None:
     """Commits a checkpoint, if all of its data objects are in the store.
 
@@ -339,6 +340,7 @@ def publish(
         own: The names of the objects that this rank itself has written to ``store``; those of
             others are looked for.
         structure: How the items were nested.
+        notes: What is noted with the checkpoint, see :mod:`cloudckpt.checkpoint.notes`.
 
     Raises:
         IncompleteSaveError: If the metadata promises an item that nobody has written.
@@ -382,7 +384,7 @@ def publish(
         conditional = conditions_work(store, config.conditional_writes, probe, retrier)
         unneeded = replaced(store, baseline, retrier)
         _fill_in(metadata, written, StorageMeta(str(uri), str(identity)))
-        data = dump_metadata(metadata)
+        data = dump_metadata(metadata, notes)
     except BaseException:
         discard()  # nothing can have become visible yet
         raise

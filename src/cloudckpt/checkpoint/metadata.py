@@ -1,7 +1,8 @@
 """``.metadata``: torch's pickle, with a checksum behind it, read without running it.
 
-A pickle ends where it says so; torch's readers do not look at what follows. There stands a trailer
-with the length and the CRC32C of the pickle, so that a damaged commit object is noticed.
+A pickle ends where it says so; torch's readers do not look at what follows. There stand the notes
+of the checkpoint (:mod:`cloudckpt.checkpoint.notes`), and a trailer with the lengths and the CRC32C
+of the pickle and of the notes, so that a damaged commit object is noticed.
 """
 
 from __future__ import annotations
@@ -35,14 +36,23 @@ from cloudckpt.fork import ModuleLock
 from cloudckpt.gc_pause import paused_gc
 
 __all__ = [
+    "MOST_NOTES",
+    "TAIL",
     "add_safe_metadata_globals",
     "build",
     "dump_metadata",
     "load_metadata",
+    "notes_at_end",
 ]
 
 _MAGIC = b"cloudckpt-metadata\0\1"
-_TRAILER = struct.Struct(f"<{len(_MAGIC)}sQI")
+_TRAILER = struct.Struct(f"<{len(_MAGIC)}sQIQI")
+
+MOST_NOTES = 64 * 1024
+"""Bytes that notes may have: they are read by one request, with what stands behind them."""
+
+TAIL = MOST_NOTES + _TRAILER.size
+"""Bytes at the end of ``.metadata`` among which its notes are."""
 
 _SAFE: set[type[Any]] = set()
 _safe_lock = ModuleLock()
@@ -68,8 +78,8 @@ class _TrustingUnpickler(pickle.Unpickler):
         return super().find_class(*home(module, name))
 
 
-def dump_metadata(metadata: Metadata) -> bytes:
-    """The bytes of ``.metadata``."""
+def dump_metadata(metadata: Metadata, notes: bytes = b"") -> bytes:
+    """The bytes of ``.metadata``, with notes behind the pickle."""
     shared: dict[tuple[Any, ...], TensorProperties] = {}
 
     def lean(entry: Any) -> Any:
@@ -84,7 +94,45 @@ def dump_metadata(metadata: Metadata) -> bytes:
         entries = {fqn: lean(entry) for fqn, entry in metadata.state_dict_metadata.items()}
         metadata = dataclasses.replace(metadata, state_dict_metadata=entries)
         data = pickle.dumps(metadata, protocol=pickle.HIGHEST_PROTOCOL)
-    return data + _TRAILER.pack(_MAGIC, len(data), CRC32C.of(data))
+    trailer = _TRAILER.pack(_MAGIC, len(data), CRC32C.of(data), len(notes), CRC32C.of(notes))
+    return data + notes + trailer
+
+
+@dataclasses.dataclass(frozen=True)
+class _Trailer:
+    """Lengths in bytes and checksums: of the pickle, and of the notes."""
+
+    size: int
+    crc: int
+    notes_size: int
+    notes_crc: int
+
+    @classmethod
+    def at_end_of(cls, data: bytes | bytearray) -> _Trailer | None:
+        """That of cloudckpt; None if another writer has written this."""
+        if len(data) < _TRAILER.size:
+            return None
+        magic, *fields = _TRAILER.unpack_from(data, len(data) - _TRAILER.size)
+        return cls(*fields) if magic == _MAGIC else None
+
+
+def notes_at_end(tail: bytes | bytearray, uri: str) -> bytes:
+    """The notes in ``.metadata``; empty if another writer has written it.
+
+    Args:
+        tail: Its last :data:`TAIL` bytes, or all if it has less.
+        uri: For the message.
+
+    Raises:
+        CheckpointCorruptError: If they are damaged.
+    """
+    if (trailer := _Trailer.at_end_of(tail)) is None:
+        return b""
+    end = len(tail) - _TRAILER.size
+    start = end - trailer.notes_size
+    if start < 0 or CRC32C.of(notes := bytes(tail[start:end])) != trailer.notes_crc:
+        raise CheckpointCorruptError("the notes do not match their checksum", uri=uri)
+    return notes
 
 
 def load_metadata(data: bytes | bytearray, uri: str, *, trust_pickle: bool = False) -> Metadata:
@@ -95,16 +143,16 @@ def load_metadata(data: bytes | bytearray, uri: str, *, trust_pickle: bool = Fal
         CheckpointCorruptError: If it is damaged, or no metadata.
     """
     body = memoryview(data)
-    if len(data) >= _TRAILER.size:
-        magic, size, crc = _TRAILER.unpack_from(data, len(data) - _TRAILER.size)
-        if magic == _MAGIC:
-            body = body[: -_TRAILER.size]
-            if body.nbytes != size or CRC32C.of(body) != crc:
-                raise CheckpointCorruptError(
-                    "the metadata does not match its checksum: restore it, or load an older "
-                    "checkpoint",
-                    uri=uri,
-                )
+    if (trailer := _Trailer.at_end_of(data)) is not None:
+        body, notes = body[: trailer.size], body[trailer.size : -_TRAILER.size]
+        is_whole = body.nbytes == trailer.size and notes.nbytes == trailer.notes_size
+        if not (
+            is_whole and CRC32C.of(body) == trailer.crc and CRC32C.of(notes) == trailer.notes_crc
+        ):
+            raise CheckpointCorruptError(
+                "the metadata does not match its checksum: restore it, or load an older checkpoint",
+                uri=uri,
+            )
     try:
         with paused_gc():
             if trust_pickle:

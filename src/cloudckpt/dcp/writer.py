@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from cloudckpt.checkpoint.commit import Baseline, begin, publish
+from cloudckpt.checkpoint.notes import Notes
 from cloudckpt.checkpoint.objects import METADATA, ObjectRecord, data_name, metadata_name
 from cloudckpt.checkpoint.shard import (
     OpenObject,
@@ -105,20 +106,25 @@ class CloudStorageWriter(StorageWriter):
         *,
         config: Config | None = None,
         commit_hook: CommitHook | None = None,
+        notes: Notes | None = None,
     ) -> None:
         """
         Args:
             checkpoint_id: Where to save; :meth:`reset` may name another place later.
             config: Options; read from the environment where they are not given.
             commit_hook: Called on the coordinator around the commit.
+            notes: What is noted with the checkpoint; those of the coordinator count.
 
         Raises:
+            ConfigError: If the notes can't be kept.
             InvalidURIError: If ``checkpoint_id`` is no location that a checkpoint can have.
         """
         super().__init__()
         self.uri = checkpoint_location(checkpoint_id)
         self.config = config if config is not None else Config()
         self.commit_hook = commit_hook
+        self.notes = notes
+        self._noted = b"" if notes is None else notes.to_json()
         self.transferred: Transferred | None = None
         self._start_attempt()
 
@@ -134,11 +140,19 @@ class CloudStorageWriter(StorageWriter):
         self.committed: bool | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"uri": self.uri, "config": self.config, "commit_hook": self.commit_hook}
+        return {
+            "uri": self.uri,
+            "config": self.config,
+            "commit_hook": self.commit_hook,
+            "notes": self.notes,
+        }
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.__init__(  # type: ignore[misc]
-            state["uri"], config=state["config"], commit_hook=state["commit_hook"]
+            state["uri"],
+            config=state["config"],
+            commit_hook=state["commit_hook"],
+            notes=state["notes"],
         )
 
     @property
@@ -248,6 +262,7 @@ class CloudStorageWriter(StorageWriter):
                     written=written,
                     own=self._written,
                     structure=structure,
+                    notes=self._noted,
                 )
             except CommitUnknownError:
                 raise

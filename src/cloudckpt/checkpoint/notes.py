@@ -1,0 +1,145 @@
+"""Notes: what a training run wants to know of a checkpoint without loading it.
+
+They stand at the end of the commit object, so that they are there if and only if the checkpoint is,
+and are read by two small requests.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from cloudckpt.checkpoint.metadata import MOST_NOTES, TAIL, notes_at_end
+from cloudckpt.checkpoint.objects import METADATA
+from cloudckpt.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    ConfigError,
+    ObjectNotFoundError,
+)
+from cloudckpt.stores.base import ObjectStore
+from cloudckpt.transfer.retry import Retrier
+from cloudckpt.uri import CheckpointURI
+
+__all__ = ["Notes", "metrics_of", "read_notes"]
+
+_SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # which JSON has no numbers for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notes:
+    """What is noted with a checkpoint.
+
+    Attributes:
+        step: The step of the training.
+        metrics: Numbers by which checkpoints are compared.
+        user: Whatever else JSON can hold.
+    """
+
+    step: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    user: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> bytes:
+        """The bytes that are stored; none if nothing is noted.
+
+        Raises:
+            ConfigError: If JSON has no such values, or they are too many.
+        """
+        if self == Notes():
+            return b""
+        metrics = {
+            name: value if math.isfinite(value) else str(value)
+            for name, value in self.metrics.items()
+        }
+        document = {"step": self.step, "metrics": metrics, "user": dict(self.user)}
+        try:
+            data = json.dumps(document, ensure_ascii=False, allow_nan=False).encode()
+            if json.loads(data)["user"] != document["user"]:
+                raise ValueError("they would come back as others (keys of JSON are strings)")
+        except (TypeError, ValueError, RecursionError) as exc:
+            raise ConfigError(
+                f"these notes can't be kept as JSON: {exc}; give strings, numbers, lists and dicts "
+                "of these"
+            ) from exc
+        if len(data) > MOST_NOTES:
+            raise ConfigError(
+                f"notes of {len(data)} bytes: {MOST_NOTES} are the most; what is larger belongs "
+                "into the state dict"
+            )
+        return data
+
+    @classmethod
+    def from_json(cls, data: bytes, uri: str) -> Notes:
+        """Reads them.
+
+        Raises:
+            CheckpointCorruptError: If they are no notes.
+        """
+        if not data:
+            return cls()
+        try:
+            found = json.loads(data)
+            step, user = found.get("step"), found.get("user", {})
+            metrics = {name: _number(value) for name, value in found.get("metrics", {}).items()}
+            if not isinstance(user, dict) or not (step is None or type(step) is int):
+                raise ValueError("no notes")
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as exc:
+            raise CheckpointCorruptError(
+                "the notes of the checkpoint make no sense", uri=uri, cause=exc
+            ) from exc
+        return cls(step=step, metrics=metrics, user=user)
+
+
+def metrics_of(given: Mapping[str, Any] | None) -> dict[str, float]:
+    """Metrics as plain numbers; scalars of torch and numpy are taken, too.
+
+    Raises:
+        ConfigError: If a name is no string, or a value no number.
+    """
+    found: dict[str, float] = {}
+    for name, value in (given or {}).items():
+        try:
+            if not isinstance(name, str) or isinstance(value, (str, bytes)):
+                raise TypeError
+            found[name] = float(value)
+        except (TypeError, ValueError, OverflowError):
+            raise ConfigError(f"metrics: {name!r}={value!r} is no number") from None
+    return found
+
+
+def read_notes(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> Notes:
+    """The notes of a committed checkpoint; empty if it has none, or is of another writer.
+
+    Raises:
+        CheckpointNotFoundError: If there is none.
+        CheckpointCorruptError: If its notes are damaged.
+        StoreError: If the store refuses or stays unreachable.
+    """
+    key = uri.key(METADATA)
+
+    def read() -> bytes:
+        info = store.head(key)
+        tail = bytearray(min(TAIL, info.size))
+        if tail:
+            start = info.size - len(tail)
+            store.get_range(key, start, [memoryview(tail)], if_version=info.version)
+        return notes_at_end(tail, store.uri(key))
+
+    try:
+        return Notes.from_json(retrier.call(read), store.uri(key))
+    except ObjectNotFoundError as error:
+        raise CheckpointNotFoundError(
+            "there is no committed checkpoint here", uri=str(uri)
+        ) from error
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str):
+        return _SPECIAL[value]
+    if type(value) not in (int, float):
+        raise ValueError(f"{value!r} is no number")
+    return float(value)

@@ -1,0 +1,149 @@
+"""What is noted with a checkpoint stands at the end of its commit object."""
+
+from __future__ import annotations
+
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import Metadata
+
+import cloudckpt
+from cloudckpt import Config
+from cloudckpt.checkpoint.metadata import dump_metadata
+from cloudckpt.checkpoint.notes import Notes, metrics_of, read_notes
+from cloudckpt.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    ConfigError,
+)
+from cloudckpt.stores.memory import MemoryStore
+from cloudckpt.stores.registry import open_store
+from cloudckpt.transfer.retry import Retrier
+from cloudckpt.uri import CheckpointURI
+
+RETRIER = Retrier(Config().retry)
+METADATA = Metadata({})
+NOTES = Notes(step=7, metrics={"loss": 0.5}, user={"commit": "ü", "args": [1, {"lr": None}]})
+
+
+@pytest.fixture
+def uri(request) -> CheckpointURI:
+    return CheckpointURI.parse(f"memory://{request.node.name}/run/step-7")
+
+
+def put(uri: CheckpointURI, data: bytes) -> MemoryStore:
+    store = open_store(uri, Config())
+    store.put(uri.key(".metadata"), [memoryview(data)], checksum=0)
+    return store
+
+
+_texts = st.text(st.characters(codec="utf-8"), max_size=9)
+_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**18), 10**18) | _texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_texts, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(
+    step=st.none() | st.integers(0, 10**18),
+    metrics=st.dictionaries(_texts, st.floats(allow_nan=False)),
+    user=st.dictionaries(_texts, _values, max_size=4),
+)
+def test_notes_come_back_as_they_were(step, metrics, user) -> None:
+    notes = Notes(step=step, metrics=metrics, user=user)
+    assert Notes.from_json(notes.to_json(), "") == notes
+
+
+def test_a_metric_that_is_not_a_number_comes_back_as_one_that_is_not() -> None:
+    notes = Notes.from_json(Notes(metrics={"loss": math.nan}).to_json(), "")
+    assert math.isnan(notes.metrics["loss"])
+
+
+def test_notes_are_read_from_the_end_of_the_commit_object(uri) -> None:
+    store = put(uri, dump_metadata(METADATA, NOTES.to_json()))
+    assert read_notes(store, uri, RETRIER) == NOTES
+
+
+def test_the_most_notes_are_read_and_more_are_refused(uri) -> None:
+    frame = len(Notes(user={"text": ""}).to_json())
+    most = Notes(user={"text": "x" * (64 * 1024 - frame)})
+    store = put(uri, dump_metadata(METADATA, most.to_json()))
+    assert read_notes(store, uri, RETRIER) == most
+    with pytest.raises(ConfigError, match="65537 bytes"):
+        Notes(user={"text": "x" * (64 * 1024 - frame + 1)}).to_json()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"short", pickle.dumps(METADATA), dump_metadata(METADATA)],
+    ids=["nothing", "no metadata", "of torch", "without notes"],
+)
+def test_a_checkpoint_without_notes_has_empty_ones(uri, data) -> None:
+    assert read_notes(put(uri, data), uri, RETRIER) == Notes()
+
+
+def test_without_a_checkpoint_there_are_no_notes(uri) -> None:
+    with pytest.raises(CheckpointNotFoundError):
+        read_notes(open_store(uri, Config()), uri, RETRIER)
+
+
+@pytest.mark.parametrize("at", range(1, 80))
+def test_a_damaged_byte_never_changes_notes_unnoticed(uri, at) -> None:
+    data = bytearray(dump_metadata(METADATA, NOTES.to_json()))
+    data[-at] ^= 0x10
+    store = put(uri, bytes(data))
+    try:
+        found = read_notes(store, uri, RETRIER)
+    except CheckpointCorruptError:
+        return
+    assert found in (NOTES, Notes())  # the latter where it no longer looks like one of cloudckpt
+
+
+@pytest.mark.parametrize(
+    "user",
+    [{1: 2}, {"a": {1: 2}}, {"a": object()}, {"a": math.nan}, {"a": (1, 2)}, {"a": torch.ones(2)}],
+    ids=["number", "inner number", "object", "nan", "tuple", "tensor"],
+)
+def test_what_would_come_back_otherwise_is_refused(user) -> None:
+    with pytest.raises(ConfigError, match="notes"):
+        Notes(user=user).to_json()
+
+
+@pytest.mark.parametrize(
+    "data", [b"[]", b"7", b"{", b'{"step": "7"}', b'{"metrics": {"a": []}}', b'{"user": 1}',
+             b'{"metrics": {"a": "one"}}', b'{"metrics": 1}', b"\xff", b"[" * 100_000],
+)  # fmt: skip
+def test_notes_that_make_no_sense_are_told(data) -> None:
+    with pytest.raises(CheckpointCorruptError, match="notes"):
+        Notes.from_json(data, "s3://bucket/run")
+
+
+def test_scalars_of_torch_and_numpy_are_metrics() -> None:
+    given = {"loss": torch.tensor(0.5), "steps": np.int64(3), "acc": 1}
+    assert metrics_of(given) == {"loss": 0.5, "steps": 3.0, "acc": 1.0}
+    assert metrics_of(None) == {}
+
+
+@pytest.mark.parametrize("metrics", [{"a": "1"}, {"a": None}, {1: 1.0}, {"a": torch.ones(2)}])
+def test_other_values_are_no_metrics(metrics) -> None:
+    with pytest.raises(ConfigError, match="is no number"):
+        metrics_of(metrics)
+
+
+def test_a_saved_checkpoint_has_its_notes_and_loads_as_any_other(tmp_path) -> None:
+    writer = cloudckpt.CloudStorageWriter(tmp_path / "step-7", notes=NOTES)
+    state = {"w": torch.arange(9.0)}
+    cloudckpt.save(state, storage_writer=pickle.loads(pickle.dumps(writer)))
+    uri = CheckpointURI.parse(tmp_path / "step-7")
+    assert read_notes(open_store(uri, Config()), uri, RETRIER) == NOTES
+    for load in (cloudckpt.load, dcp.load):
+        found = {"w": torch.zeros(9)}
+        load(found, checkpoint_id=str(tmp_path / "step-7"))
+        assert torch.equal(found["w"], state["w"])
