@@ -21,6 +21,17 @@ CLASSES = [Config, RetryPolicy, BackgroundOptions, S3Options, GCSOptions, AzureO
 DOCUMENTED = [(cls, *row) for cls in CLASSES for row in documented_options(cls)]
 
 
+def test_an_error_names_the_class_whose_option_it_is():
+    with pytest.raises(ConfigError, match=r"^GCSOptions\.checksum='crc32c'"):
+        GCSOptions(checksum="crc32c")
+
+
+def test_a_variable_is_named_with_what_to_write_there(monkeypatch):
+    monkeypatch.setenv("CLOUDCKPT_RETRY_ATTEMPTS", "many")
+    with pytest.raises(ConfigError, match=r"CLOUDCKPT_RETRY_ATTEMPTS='many'.*write a whole number"):
+        Config()
+
+
 def test_the_defaults_suit_each_other():
     config = Config()
     assert config.retry == RetryPolicy()
@@ -302,7 +313,18 @@ def test_a_time_without_end_is_refused(option):
         Config(**{option: float("inf")})
 
 
-@pytest.mark.parametrize("options", [{"connections": "16"}, {"read_timeout": None}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"connections": "16"},
+        {"connections": 16.0},
+        {"connections": True},
+        {"read_timeout": None},
+        {"verify": 1},
+        {"retry": 3},
+        {"s3": {"region": "eu-west-1"}},
+    ],
+)
 def test_a_value_of_another_type_is_refused_with_its_name(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         Config(**options)

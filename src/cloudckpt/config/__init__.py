@@ -4,12 +4,9 @@ An option given to the constructor wins over its ``CLOUDCKPT_*`` variable, and t
 default. Sizes are bytes (variables also take ``64MiB``), times are seconds.
 """
 
-from cloudckpt.config.azure import AzureOptions
-from cloudckpt.config.background import BackgroundOptions
-from cloudckpt.config.gcs import GCSOptions
-from cloudckpt.config.general import Config, RetryPolicy
+from cloudckpt.config.clouds import AzureOptions, GCSOptions, S3Options
+from cloudckpt.config.general import BackgroundOptions, Config, RetryPolicy
 from cloudckpt.config.options import MIB, Switch, documented_options
-from cloudckpt.config.s3 import S3Options
 
 __all__ = [
     "MIB",

@@ -1,93 +1,180 @@
-"""How options are declared: dataclass fields that an environment variable can set."""
+"""How options are declared: a dataclass field with a type, a default and one text says it all.
+
+The environment variable follows from class and name, the check and the reading of the variable's
+text from the annotation. The meaning is an argument of :func:`option`, as Python drops a string
+that merely stands below a field.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import Field, field, fields
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass, fields
+from functools import cached_property
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 from urllib.parse import urlsplit
 
 from cloudckpt.errors import ConfigError
 
 __all__ = [
+    "GIB",
     "MIB",
+    "Bytes",
+    "Options",
     "Pairs",
     "Switch",
-    "as_pairs",
     "check_endpoint",
-    "check_switch",
-    "check_tags",
-    "check_types",
-    "check_unique",
     "documented_options",
     "option",
-    "parse_flag",
-    "parse_pairs",
-    "parse_size",
     "require",
+    "timeout",
 ]
 
 T = TypeVar("T")
 Switch = Literal["auto", "on", "off"]
 Pairs = tuple[tuple[str, str], ...]
+Bytes = Annotated[int, "bytes"]
+"""A number of bytes; its variable may also say ``64MiB``."""
 
 MIB = 1024 * 1024
+GIB = 1024 * MIB
 
-_MOST_TAGS = 10  # of an object on S3 and Azure, and the characters of a tag's name and its value
-_LONGEST_TAG = (128, 256)
-_UNITS = {"": 1, "b": 1, "kib": 1024, "mib": MIB, "gib": 1024 * MIB}
-
-
-def parse_size(text: str) -> int:
-    """Bytes, written as a number or with KiB, MiB or GiB."""
-    match = re.fullmatch(r"\s*(\d+)\s*([kmg]ib|b)?\s*", text.lower())
-    if match is None:
-        raise ValueError("write a number of bytes, or one with KiB, MiB or GiB")
-    return int(match.group(1)) * _UNITS[match.group(2) or ""]
+_LONGEST_WAIT = 86_400
+_UNITS = {"b": 1, "kib": 1024, "mib": MIB, "gib": GIB}
+_FLAGS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
 
 
-def parse_flag(text: str) -> bool:
-    """A switch, written 1 or 0, true or false, on or off."""
-    known = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
-    if text.lower() not in known:
-        raise ValueError("write 1 or 0")
-    return known[text.lower()]
+def option(default: T, doc: str, *, least: float | None = None, most: float | None = None) -> T:
+    """Declares a field of :class:`Options`.
+
+    Args:
+        default: What it is without argument and variable.
+        doc: What it means.
+        least: The least number that works.
+        most: The greatest.
+    """
+    return cast(T, _Option(default, doc, least, most))
 
 
-def parse_pairs(text: str) -> Pairs:
-    """Pairs, written ``key=value,key=value``."""
-    pairs = [part.partition("=") for part in text.split(",") if part]
-    return tuple((key.strip(), value.strip()) for key, _, value in pairs)
+def timeout(default: float, doc: str) -> float:
+    """Declares a field of seconds: more than none, and at most a day, as every wait has an end."""
+    return cast(float, _Option(default, doc, is_timeout=True))
 
 
-def option(default: T, variable: str, parse: Callable[[str], Any], doc: str) -> T:
-    """A dataclass field whose default is read from the environment at construction."""
+@dataclass(eq=False)
+class _Option:
+    """Stands as the default of a field, and knows what its value may be."""
 
-    def read() -> Any:
-        text = os.environ.get(variable)
-        if text is None or text == "":
-            return default
+    default: Any
+    doc: str
+    least: float | None = None
+    most: float | None = None
+    is_timeout: bool = False
+
+    def __set_name__(self, owner: type[Options], name: str) -> None:
+        self.owner, self.name = owner, name
+        self.variable = f"{owner.variables}{name.upper()}"
+
+    def __repr__(self) -> str:
+        return f"{self.variable} or {self.default!r}"
+
+    @cached_property
+    def _annotation(self) -> tuple[Any, bool]:
+        """Its type, and whether it may be None."""
+        hint = get_type_hints(self.owner, include_extras=True)[self.name]
+        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        return kinds[0], NoneType in kinds
+
+    def from_environment(self) -> Any:
+        """What its variable says, else the default."""
+        text = os.environ.get(self.variable)
+        if not text:
+            return self.default
+        kind, _ = self._annotation
+        if get_origin(kind) is Literal:
+            return next((each for each in get_args(kind) if str(each) == text), text)
+        read, form = _READERS[kind]
         try:
-            return parse(text)
-        except ValueError as exc:
-            raise ConfigError(f"{variable}={text!r} is not valid: {exc}") from None
+            return read(text)
+        except (KeyError, ValueError):
+            raise ConfigError(f"{self.variable}={text!r} is not valid: write {form}") from None
 
-    metadata = {"variable": variable, "doc": doc, "default": default}
-    made: T = field(default_factory=read, metadata=metadata)
-    return made
+    def checked(self, value: Any) -> Any:
+        """The value, as it is kept.
+
+        Raises:
+            ConfigError: If it can't work.
+        """
+        kind, optional = self._annotation
+        shown = f"{self.owner.__name__}.{self.name}={value!r}"
+        if value is None and optional:
+            return value
+        if kind == Pairs:
+            return _as_pairs(shown, value)
+        if get_origin(kind) is Literal:
+            fits = any(value == each and type(value) is type(each) for each in get_args(kind))
+            require(fits, f"{shown}: write {_choices(get_args(kind))}")
+            return value
+        of = int if kind == Bytes else kind
+        fits = isinstance(value, (int, float) if of is float else of)
+        fits = fits and isinstance(value, bool) == (of is bool)
+        require(fits, f"{shown}: must be {of.__name__}{' or None' * optional}")
+        show = _size if kind == Bytes else str
+        if self.is_timeout:
+            require(0 < value <= _LONGEST_WAIT, f"{shown}: write 0 to {_LONGEST_WAIT} seconds")
+        elif self.least is not None and self.most is not None:
+            between = f"{show(self.least)} to {show(self.most)}"
+            require(self.least <= value <= self.most, f"{shown}: write {between}")
+        elif self.least is not None:
+            require(value >= self.least, f"{shown}: at least {show(self.least)} is needed")
+        return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Values that are checked when they are made; a class of options derives from it.
+
+    What is not given comes from the environment, as it is then, else it is the default.
+
+    Attributes:
+        variables: What the names of its variables begin with.
+    """
+
+    variables: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(field.default, _Option):
+                if value is field.default:
+                    value = field.default.from_environment()
+                object.__setattr__(self, field.name, field.default.checked(value))
+            else:
+                kind: Any = field.default_factory
+                require(isinstance(value, kind), f"{field.name}={value!r}: must be {field.type}")
+        self._check()
+
+    def _check(self) -> None:
+        """Raises ConfigError if values that are right by themselves don't go together."""
 
 
 def documented_options(cls: type[Any]) -> list[tuple[str, str, Any, str]]:
     """``(name, variable, default, meaning)`` of each option of a class, for the documentation."""
-    rows: list[tuple[str, str, Any, str]] = []
-    option: Field[Any]
-    for option in fields(cls):
-        meta: Mapping[str, Any] = option.metadata
-        if "variable" in meta:
-            rows.append((option.name, meta["variable"], meta["default"], meta["doc"]))
-    return rows
+    options = [field.default for field in fields(cls) if isinstance(field.default, _Option)]
+    return [(each.name, each.variable, each.default, each.doc) for each in options]
 
 
 def require(ok: bool, message: str) -> None:
@@ -122,69 +209,46 @@ def check_endpoint(url: str | None, name: str = "endpoint_url") -> None:
     require(names_host, f"{name}={url!r} names no host and port: write http://host:port")
 
 
-def check_types(options: Any) -> None:
-    """Whether values are of the types that their annotations say."""
-    kinds: dict[str, tuple[type[Any], ...]] = {
-        "int": (int,),
-        "float": (int, float),
-        "bool": (bool,),
-        "str": (str,),
-        "None": (type(None),),
-    }
-    for option in fields(options):
-        names = [name.strip() for name in str(option.type).split("|")]
-        if not all(name in kinds for name in names):
-            continue
-        value = getattr(options, option.name)
-        fits = any(isinstance(value, kinds[name]) for name in names)
-        if isinstance(value, bool) and "bool" not in names:
-            fits = False
-        require(fits, f"{option.name}={value!r}: must be {option.type}")
+def _read_size(text: str) -> int:
+    match = re.fullmatch(r"\s*(\d+)\s*([kmg]ib|b)?\s*", text.lower())
+    if match is None:
+        raise ValueError
+    return int(match.group(1)) * _UNITS[match.group(2) or "b"]
 
 
-def check_switch(name: str, value: str) -> None:
-    """Whether a switch has one of its three values."""
-    require(value in ("auto", "on", "off"), f"{name}={value!r}: write 'auto', 'on' or 'off'")
+def _read_pairs(text: str) -> Pairs:
+    pairs = [part.partition("=") for part in text.split(",") if part]
+    return tuple((key.strip(), value.strip()) for key, _, value in pairs)
 
 
-def as_pairs(name: str, value: object) -> Pairs:
+_READERS: dict[Any, tuple[Callable[[str], Any], str]] = {
+    str: (str, "a text"),
+    bool: (lambda text: _FLAGS[text.lower()], "1 or 0"),
+    int: (int, "a whole number"),
+    float: (float, "a number"),
+    Bytes: (_read_size, "a number of bytes, or one with KiB, MiB or GiB"),
+    Pairs: (_read_pairs, "key=value,key=value"),
+}
+
+
+def _as_pairs(shown: str, value: object) -> Pairs:
     """A mapping, or pairs of strings, as what can be hashed."""
     pairs: Any = value.items() if isinstance(value, Mapping) else value
     try:
         return tuple((str(key), str(content)) for key, content in pairs)
     except (TypeError, ValueError):
-        raise ConfigError(f"{name}={value!r}: give a mapping or pairs of strings") from None
+        raise ConfigError(f"{shown}: give a mapping or pairs of strings") from None
 
 
-def check_tags(tags: Pairs, allowed: str = r"[^\x00-\x1f\x7f-\x9f\ud800-\udfff]") -> None:
-    """Whether tags are such as S3 and Azure take; they refuse others when all data is on its way.
-
-    Args:
-        tags: Names and values.
-        allowed: The pattern of a character.
-
-    Raises:
-        ConfigError: If they are not.
-    """
-    require(len(tags) <= _MOST_TAGS, f"tags: {len(tags)} tags are given, {_MOST_TAGS} is the most")
-    longest_name, longest_value = _LONGEST_TAG
-    for name, value in tags:
-        require(
-            1 <= len(name) <= longest_name and len(value) <= longest_value,
-            f"tags: {name!r}={value!r}: a name has 1 to {longest_name} characters, a value at most "
-            f"{longest_value}",
-        )
-        require(
-            re.fullmatch(f"{allowed}*", name + value) is not None,
-            f"tags: {name!r}={value!r} holds a character that the store does not take",
-        )
-    check_unique("tags", tags)
+def _choices(values: tuple[Any, ...]) -> str:
+    """``'a', 'b' or 'c'``; numbers are levels."""
+    texts = [repr(value) for value in values if isinstance(value, str)]
+    levels = [value for value in values if not isinstance(value, str)]
+    if levels:
+        return f"{', '.join(texts)}, or a level from {min(levels)} to {max(levels)}"
+    return f"{', '.join(texts[:-1])} or {texts[-1]}"
 
 
-def check_unique(option: str, pairs: Pairs, *, ignore_case: bool = False) -> None:
-    """Whether no name is given twice: a store refuses that, or keeps one of the values."""
-    seen: set[str] = set()
-    for name, _ in pairs:
-        folded = name.lower() if ignore_case else name
-        require(folded not in seen, f"{option}: give {name!r} once, not twice")
-        seen.add(folded)
+def _size(nbytes: float) -> str:
+    unit, name = (GIB, "GiB") if nbytes >= GIB else (MIB, "MiB") if nbytes >= MIB else (1, "bytes")
+    return f"{nbytes / unit:g} {name}"
