@@ -16,28 +16,18 @@ from typing import Any
 import torch
 
 from cloudckpt.checkpoint.inert_pickle import NO_STATE, Called, Dict, Global, Set
-from cloudckpt.errors import UntrustedPickleError
 
-__all__ = ["Building", "DescriptionError", "Name", "home"]
-
-Name = tuple[str, str]
-"""The module and the qualified name of a class or function."""
-
-_DEPTH = 64
-"""How deep containers may be nested: what torch and planners write has less than ten levels."""
+__all__ = ["Building", "DescriptionError", "UnknownNameError"]
 
 _SCALARS = frozenset((type(None), bool, int, float, str, bytes, bytearray, torch.Size))
-_GETATTR = ("builtins", "getattr")
-_HOMES = {"pathlib._local": "pathlib", "__builtin__": "builtins"}
 
 
-class DescriptionError(Exception):
+class DescriptionError(ValueError):
     """What is described makes no sense; the text says why."""
 
 
-def home(module: str, name: str) -> Name:
-    """What a class is called in all versions of Python: 3.13 has its paths in another module."""
-    return _HOMES.get(module, module), name
+class UnknownNameError(Exception):
+    """What is described is of a class that is neither known nor allowed; the text is its name."""
 
 
 def _path(kind: type[pathlib.PurePath]) -> Callable[..., pathlib.PurePath]:
@@ -76,20 +66,20 @@ def _listed(kind: type[set[Any] | frozenset[Any]]) -> Callable[..., Any]:
     return listed
 
 
-_CALLS: Mapping[Name, Callable[..., Any]] = {
-    ("_codecs", "encode"): _bytes,
-    ("builtins", "bytearray"): _bytearray,
-    ("builtins", "bytes"): lambda: b"",
-    ("builtins", "complex"): lambda real, imaginary: complex(float(real), float(imaginary)),
-    ("builtins", "frozenset"): _listed(frozenset),
-    ("builtins", "set"): _listed(set),
-    ("collections", "OrderedDict"): OrderedDict,
-    ("pathlib", "Path"): _path(pathlib.Path),
-    ("pathlib", "PosixPath"): _path(pathlib.Path),
-    ("pathlib", "PurePosixPath"): _path(pathlib.PurePosixPath),
-    ("pathlib", "PureWindowsPath"): _path(pathlib.PureWindowsPath),
-    ("pathlib", "WindowsPath"): _path(pathlib.PureWindowsPath),
-    ("torch.serialization", "_get_layout"): _layout,
+_CALLS: Mapping[str, Callable[..., Any]] = {
+    "_codecs.encode": _bytes,
+    "builtins.bytearray": _bytearray,
+    "builtins.bytes": lambda: b"",
+    "builtins.complex": lambda real, imaginary: complex(float(real), float(imaginary)),
+    "builtins.frozenset": _listed(frozenset),
+    "builtins.set": _listed(set),
+    "collections.OrderedDict": OrderedDict,
+    "pathlib.Path": _path(pathlib.Path),
+    "pathlib.PosixPath": _path(pathlib.Path),
+    "pathlib.PurePosixPath": _path(pathlib.PurePosixPath),
+    "pathlib.PureWindowsPath": _path(pathlib.PureWindowsPath),
+    "pathlib.WindowsPath": _path(pathlib.PureWindowsPath),
+    "torch.serialization._get_layout": _layout,
 }
 
 
@@ -97,14 +87,21 @@ class Building:
     """One walk over a description, which must be kept as long as this.
 
     Args:
-        uri: What to name in errors.
-        allowed: The classes of the user.
+        allowed: The classes of the user, by their full names.
         entries: How many there may be in the result, as counted by whoever walks through it:
             containers that share others could have more of them than can ever be visited.
+
+    Attributes:
+        deepest: How deep containers may be nested: what torch and planners write into metadata has
+            less than ten levels.
+        calls: What makes values of arguments, by the full names of the functions. A function takes
+            only what such a value is pickled with, and raises ValueError or TypeError for the rest.
     """
 
-    def __init__(self, uri: str, allowed: Mapping[Name, Callable[..., Any]], entries: int) -> None:
-        self._uri = uri
+    deepest = 64
+    calls: Mapping[str, Callable[..., Any]] = _CALLS
+
+    def __init__(self, allowed: Mapping[str, Any], entries: int) -> None:
         self.allowed = allowed
         self._left = entries
         self._depth = 0
@@ -115,22 +112,22 @@ class Building:
         """Whatever it is, built.
 
         Raises:
-            UntrustedPickleError: If it is of a class that is neither known here nor allowed.
+            UnknownNameError: If it is of a class that is neither known here nor allowed.
             DescriptionError: If it makes no sense.
         """
         kind = type(thing)
         if kind in _SCALARS:
             return thing
         if kind is Global:
-            return self._constant(home(*thing.key))
+            return self.constant(thing.name)
         if id(thing) in self._built:
             earlier = self._built[id(thing)]
             if earlier is None:
                 raise DescriptionError("it contains itself")
             self.spend(earlier[1])
             return earlier[0]
-        if self._depth == _DEPTH:
-            raise DescriptionError(f"it is nested more than {_DEPTH} levels deep")
+        if self._depth == self.deepest:
+            raise DescriptionError(f"it is nested more than {self.deepest} levels deep")
         before = self._left
         self._built[id(thing)] = None
         self._depth += 1
@@ -139,13 +136,31 @@ class Building:
         self._built[id(thing)] = built, before - self._left
         return built
 
-    def instance(self, name: Name, called: Called) -> Any:
-        """An instance of a class that a subclass knows.
+    def begun(self, thing: Any, container: Any) -> None:
+        """Called with a list or dict before it is filled; one that is noted may contain itself."""
+
+    def note(self, thing: Any, built: Any) -> None:
+        """Notes what a description becomes, before it is complete."""
+        self._built[id(thing)] = built, 0
+
+    def instance(self, name: str, called: Called) -> Any:
+        """An instance of a class that a subclass knows, or what a call of its returns.
 
         Raises:
-            UntrustedPickleError: If it knows none of this name.
+            UnknownNameError: If it knows none of this name.
         """
-        raise self.untrusted(name)
+        raise UnknownNameError(name)
+
+    def constant(self, name: str) -> Any:
+        """An element type of torch, a class of the user, or a member of an enum of the user."""
+        if name in self.allowed:
+            return self.allowed[name]
+        outer, _, member = name.rpartition(".")
+        if outer == "torch" and isinstance(found := vars(torch).get(member), torch.dtype):
+            return found
+        if isinstance(cls := self.allowed.get(outer), enum.EnumMeta):
+            return cls[member]
+        raise UnknownNameError(name)
 
     def spend(self, entries: int) -> None:
         """Counts entries, also those that are shared."""
@@ -153,98 +168,80 @@ class Building:
         if self._left < 0:
             raise DescriptionError("it repeats itself beyond measure")
 
-    def untrusted(self, name: Name) -> UntrustedPickleError:
-        """The error for a class or function that is not known."""
-        return UntrustedPickleError(
-            f"the checkpoint's metadata names {'.'.join(name)}, which is not on the allow-list: if "
-            "you trust whoever can write to this location, pass trust_pickle=True, or allow the "
-            "class by cloudckpt.add_safe_metadata_globals([...])",
-            uri=self._uri,
-        )
-
-    def name(self, function: Any) -> Name:
+    def name(self, function: Any) -> str:
         """What a called function is called.
 
         Inner classes (before protocol 4) and members of enums (by Python 3.11.0) are written as
         calls of ``getattr``.
         """
         if type(function) is Global:
-            return home(*function.key)
+            return function.name
         if type(function) is Called and type(function.function) is Global:
             outer, inner = (*function.arguments, None, None)[:2]
-            if (
-                home(*function.function.key) == _GETATTR
-                and type(outer) is Global
-                and type(inner) is str
-            ):
-                module, name = home(*outer.key)
-                return module, f"{name}.{inner}"
+            is_getattr = function.function.name == "builtins.getattr"
+            if is_getattr and type(outer) is Global and type(inner) is str:
+                return f"{outer.name}.{inner}"
         while type(function) is Called:
             function = function.function
         if type(function) is Global:
-            raise self.untrusted(home(*function.key))
+            raise UnknownNameError(function.name)
         raise DescriptionError("it calls what is no function")
 
-    def _constant(self, name: Name) -> Any:
-        """An element type of torch, a class of the user, or a member of an enum of the user."""
-        if name in self.allowed:
-            return self.allowed[name]
-        module, qualified = name
-        if module == "torch" and isinstance(found := vars(torch).get(qualified), torch.dtype):
-            return found
-        outer, _, member = qualified.rpartition(".")
-        if isinstance(cls := self.allowed.get((module, outer)), enum.EnumMeta):
-            return cls[member]
-        raise self.untrusted(name)
-
-    def _container(self, thing: Any) -> Any:
-        if type(thing) is Dict:
-            return self._fill({}, thing)
-        if type(thing) is Set:
-            return (frozenset if thing.is_frozen else set)(self._entries(thing.entries))
-        return type(thing)(self._entries(thing))  # a list or a tuple
-
-    def _entries(self, things: Any) -> list[Any]:
+    def entries(self, things: Any) -> list[Any]:
+        """The values of what is described one after the other."""
         self.spend(len(things) + 1)
         return [self.value(thing) for thing in things]
 
-    def _fill(self, target: Any, described: Dict) -> Any:
+    def fill(self, target: Any, described: Dict) -> Any:
+        """``target``, with the keys and values of a dict."""
         pairs = described.pairs
         self.spend(len(pairs) + 1)
         for key, value in zip(pairs[::2], pairs[1::2], strict=True):
             target[self.value(key)] = self.value(value)
         return target
 
+    def _container(self, thing: Any) -> Any:
+        if type(thing) is Dict:
+            filled: dict[Any, Any] = {}
+            self.begun(thing, filled)
+            return self.fill(filled, thing)
+        if type(thing) is list:
+            extended: list[Any] = []
+            self.begun(thing, extended)
+            extended += self.entries(thing)
+            return extended
+        if type(thing) is Set:
+            return (frozenset if thing.is_frozen else set)(self.entries(thing.entries))
+        return tuple(self.entries(thing))
+
     def _called(self, called: Called) -> Any:
-        name = self.name(called.function)
-        if name == _GETATTR:
+        name = self.name(called.function) if called.form != "persistent" else ""
+        if name == "builtins.getattr":
             if called.state is not NO_STATE or called.contents is not None:
                 raise DescriptionError("it changes what was there before")
-            return self._constant(self.name(called))
+            return self.constant(self.name(called))
         if name in self.allowed:
             return self._of_the_user(self.allowed[name], called)
-        if called.form == "new":
-            return self.instance(name, called)
-        if called.form == "call" and name in _CALLS:
+        if called.form == "call" and name in self.calls:
             return self._plain(name, called)
-        raise self.untrusted(name)
+        return self.instance(name, called)
 
-    def _plain(self, name: Name, called: Called) -> Any:
+    def _plain(self, name: str, called: Called) -> Any:
         self.spend(1)
         try:
-            built = _CALLS[name](*self._entries(called.arguments))
-        except (TypeError, ValueError) as exc:
-            raise DescriptionError(f"{'.'.join(name)} of {exc}") from exc
+            built = self.calls[name](*self.entries(called.arguments))
+        except (TypeError, ValueError, OverflowError) as exc:
+            raise DescriptionError(f"{name} of {exc}") from exc
         contents, state = called.contents, called.state
         if type(built) is OrderedDict:
             if type(contents) is Dict:
-                self._fill(built, contents)
+                self.fill(built, contents)
                 contents = None
             if type(state) is Dict:  # such as _metadata of a state dict
                 vars(built).update(self.value(state))
                 state = NO_STATE
         if contents is not None or state is not NO_STATE:
-            raise DescriptionError(f"{'.'.join(name)} with contents or a state")
+            raise DescriptionError(f"{name} with contents or a state")
         return built
 
     def _of_the_user(self, cls: Any, called: Called) -> Any:
@@ -252,16 +249,16 @@ class Building:
         arguments, keywords = called.arguments, Dict()
         if called.form == "new_ex":
             arguments, keywords = called.arguments
-        positional = self._entries(arguments)
+        positional = self.entries(arguments)
         if called.form == "call":
             built = cls(*positional)
         else:
-            built = cls.__new__(cls, *positional, **self._fill({}, keywords))
+            built = cls.__new__(cls, *positional, **self.fill({}, keywords))
         contents = called.contents
         if type(contents) is Dict:
-            self._fill(built, contents)
+            self.fill(built, contents)
         elif contents is not None:
-            built.extend(self._entries(contents))
+            built.extend(self.entries(contents))
         if called.state is not NO_STATE:
             if isinstance(built, (type, enum.Enum, types.ModuleType, types.FunctionType)):
                 raise DescriptionError(f"it changes {built}, which was there before")

@@ -15,11 +15,20 @@ import io
 import pickletools
 import struct
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
-from cloudckpt.errors import CheckpointCorruptError, UntrustedPickleError
-
-__all__ = ["NO_STATE", "Called", "Dict", "Global", "Set", "describe"]
+__all__ = [
+    "NO_STATE",
+    "Called",
+    "Dict",
+    "Global",
+    "RefusedError",
+    "Set",
+    "describe",
+    "full_name",
+    "home",
+]
 
 T = TypeVar("T")
 
@@ -27,17 +36,31 @@ NO_STATE: Any = object()
 """The state of what was made without one; None is a state."""
 
 
+_HOMES = {"pathlib._local": "pathlib", "__builtin__": "builtins"}
+
+
+def home(module: str) -> str:
+    """What a module is called in all versions of Python: 3.13 has its paths in another one."""
+    return _HOMES.get(module, module)
+
+
+def full_name(module: str, name: str) -> str:
+    """The name of a class or function with that of its module."""
+    return f"{home(module)}.{name}"
+
+
+class RefusedError(Exception):
+    """A pickle that is whole does what no writer of checkpoints does; the text says what."""
+
+
 class Global:
-    """The name of a class, a function or a constant: its module and what it is called there."""
+    """The full name of a class, a function or a constant, as this version of Python has it."""
 
-    __slots__ = ("key", "make")
+    __slots__ = ("make", "name")
 
-    def __init__(self, key: tuple[str, str], make: Callable[[Any], Any] | None = None) -> None:
-        self.key = key
+    def __init__(self, name: str, make: Callable[[Any], Any] | None = None) -> None:
+        self.name = name
         self.make = make
-
-    def __str__(self) -> str:
-        return ".".join(self.key)
 
 
 class Called:
@@ -46,7 +69,8 @@ class Called:
     Attributes:
         function: What would be called.
         arguments: What with; for ``new_ex`` the positional and the keyword arguments.
-        form: Whether that is ``function`` itself, or its ``__new__``.
+        form: Whether that is ``function`` itself, its ``__new__``, or whoever reads the pickle,
+            who would be asked for what the pickle calls ``arguments``.
         state: What would be given to ``__setstate__``, or put into ``__dict__``.
         contents: What would be put into it: a :class:`Dict` or a list, or None.
     """
@@ -54,7 +78,7 @@ class Called:
     __slots__ = ("arguments", "contents", "form", "function", "state")
 
     def __init__(
-        self, function: Any, arguments: Any, form: Literal["call", "new", "new_ex"]
+        self, function: Any, arguments: Any, form: Literal["call", "new", "new_ex", "persistent"]
     ) -> None:
         self.function = function
         self.arguments = arguments
@@ -84,9 +108,10 @@ class Set:
 
 def describe(
     data: bytes | bytearray,
-    end: int,
-    uri: str,
-    makers: Mapping[tuple[str, str], Callable[[Any], Any]],
+    end: int | None = None,
+    makers: Mapping[str, Callable[[Any], Any]] = MappingProxyType({}),
+    *,
+    persistent: bool = False,
 ) -> Any:
     """What the pickle in the first ``end`` bytes of ``data`` describes.
 
@@ -95,36 +120,27 @@ def describe(
 
     Args:
         data: Where the pickle is.
-        end: Where it must have ended.
-        uri: What to name in errors.
+        end: Where it must have ended; default: at the end of ``data``.
         makers: For globals whose calls make immutable values: what makes them, of arguments that
             may be anything; it raises ValueError for wrong ones.
+        persistent: Whether it may ask whoever reads it for objects, as ``torch.save`` does for
+            storages.
 
     Raises:
-        UntrustedPickleError: If it does what no writer of checkpoints does.
-        CheckpointCorruptError: If it is damaged, or no pickle.
+        RefusedError: If it does what no writer of checkpoints does.
+        ValueError: If it is damaged, or no pickle.
     """
     names: dict[tuple[str, str], Global] = {}
+    end = len(data) if end is None else end
     try:
-        return _run(data, end, names, makers)
-    except _RefusedError as refused:
+        return _run(data, end, names, makers, persistent)
+    except RefusedError as refused:
         if not _is_pickle(data):
-            raise _damaged(uri, refused) from None
-        named = ", ".join(map(str, list(names.values())[:8]))
-        raise UntrustedPickleError(
-            f"the checkpoint's metadata {refused}, as no writer of checkpoints does"
-            f"{f' (it names {named})' if named else ''}: load nothing from this location, unless "
-            "you trust whoever can write to it and pass trust_pickle=True",
-            uri=uri,
-        ) from None
-    except (IndexError, ValueError, struct.error) as exc:
-        raise _damaged(uri, exc) from exc
-
-
-def _damaged(uri: str, cause: Exception) -> CheckpointCorruptError:
-    return CheckpointCorruptError(
-        "the metadata can't be read: it is damaged or no checkpoint's", uri=uri, cause=str(cause)
-    )
+            raise ValueError(str(refused)) from None
+        named = ", ".join(one.name for one in list(names.values())[:8])
+        raise RefusedError(f"{refused}{f' (it names {named})' if named else ''}") from None
+    except (IndexError, struct.error) as exc:
+        raise ValueError(str(exc)) from exc
 
 
 def _is_pickle(data: bytes | bytearray) -> bool:
@@ -138,14 +154,25 @@ def _is_pickle(data: bytes | bytearray) -> bool:
     return True
 
 
-class _RefusedError(Exception):
-    """Something that is no damage."""
-
-
 _U32 = struct.Struct("<I").unpack_from
 _I32 = struct.Struct("<i").unpack_from
 _U64 = struct.Struct("<Q").unpack_from
 _F64 = struct.Struct(">d").unpack_from
+
+
+def _text(data: bytes | bytearray) -> str:
+    return str(data, "utf-8", "surrogatepass")
+
+
+_COUNTED: Mapping[int, tuple[int, Callable[[bytes | bytearray], Any]]] = {
+    0x58: (4, _text),  # BINUNICODE
+    0x8D: (8, _text),  # BINUNICODE8
+    0x43: (1, bytes),  # SHORT_BINBYTES
+    0x42: (4, bytes),  # BINBYTES
+    0x8E: (8, bytes),  # BINBYTES8
+    0x96: (8, bytearray),  # BYTEARRAY8
+}
+"""Opcodes before a length: its bytes, and what is made of the bytes behind it."""
 _NEWEST_PROTOCOL = 5
 _WORTH_A_LOOK = 1 << 16
 
@@ -159,7 +186,8 @@ def _run(
     data: bytes | bytearray,
     end: int,
     names: dict[tuple[str, str], Global],
-    makers: Mapping[tuple[str, str], Callable[[Any], Any]],
+    makers: Mapping[str, Callable[[Any], Any]],
+    persistent: bool,
 ) -> Any:
     """The loop over the opcodes: those of large metadata first, and their usual sequences at once.
 
@@ -209,7 +237,7 @@ def _run(
             state = stack.pop()
             target = stack[-1]
             if type(target) is not Called or target.state is not NO_STATE:
-                raise _RefusedError(f"changes {_kind(target)}")
+                raise RefusedError(f"changes {_kind(target)}")
             target.state = state
         elif op == 0x86 or op == 0x85 or op == 0x87:  # TUPLE2, TUPLE1, TUPLE3
             last = stack.pop()
@@ -251,11 +279,13 @@ def _run(
         elif op == 0x71 or op == 0x72:  # BINPUT, LONG_BINPUT
             place, at = (data[at], at + 1) if op == 0x71 else (_U32(data, at)[0], at + 4)
             if place != len(memo):
-                raise _RefusedError("takes places of the memo out of order")
+                raise RefusedError("takes places of the memo out of order")
             memo.append(stack[-1])
-        elif op == 0x58:  # BINUNICODE
-            start, at = at + 4, at + 4 + _U32(data, at)[0]
-            stack.append(str(data[start:at], "utf-8", "surrogatepass"))
+        elif op in _COUNTED:
+            width, made_of = _COUNTED[op]
+            start = at + width
+            at = start + int.from_bytes(data[at:start], "little")
+            stack.append(made_of(data[start:at]))
         elif op == 0x74:  # TUPLE
             items = stack
             stack = below.pop()
@@ -292,18 +322,6 @@ def _run(
         elif op == 0x47:  # BINFLOAT
             stack.append(_F64(data, at)[0])
             at += 8
-        elif op == 0x8D:  # BINUNICODE8
-            start, at = at + 8, at + 8 + _U64(data, at)[0]
-            stack.append(str(data[start:at], "utf-8", "surrogatepass"))
-        elif op == 0x43:  # SHORT_BINBYTES
-            start, at = at + 1, at + 1 + data[at]
-            stack.append(bytes(data[start:at]))
-        elif op == 0x42:  # BINBYTES
-            start, at = at + 4, at + 4 + _U32(data, at)[0]
-            stack.append(bytes(data[start:at]))
-        elif op == 0x8E or op == 0x96:  # BINBYTES8, BYTEARRAY8
-            start, at = at + 8, at + 8 + _U64(data, at)[0]
-            stack.append((bytes if op == 0x8E else bytearray)(data[start:at]))
         elif op == 0x8F:  # EMPTY_SET
             stack.append(Set([], is_frozen=False))
         elif op == 0x90:  # ADDITEMS
@@ -317,6 +335,8 @@ def _run(
         elif op == 0x92:  # NEWOBJ_EX
             keywords, arguments = _a(Dict, stack.pop()), _a(tuple, stack.pop())
             stack.append(Called(stack.pop(), (arguments, keywords), "new_ex"))
+        elif op == 0x51 and persistent:  # BINPERSID
+            stack.append(Called(None, stack.pop(), "persistent"))
         elif op == 0x95:  # FRAME
             at += 8
         elif op == 0x80:  # PROTO
@@ -330,7 +350,7 @@ def _run(
         else:
             for known in pickletools.opcodes:
                 if known.code == chr(op):
-                    raise _RefusedError(f"uses the opcode {known.name}")
+                    raise RefusedError(f"uses the opcode {known.name}")
             raise ValueError(f"{op:#x} is no opcode")
 
 
@@ -344,12 +364,13 @@ def _global(
     module: object,
     name: object,
     names: dict[tuple[str, str], Global],
-    makers: Mapping[tuple[str, str], Callable[[Any], Any]],
+    makers: Mapping[str, Callable[[Any], Any]],
 ) -> Global:
     key: tuple[str, str] = _a(str, module), _a(str, name)
     found = names.get(key)
     if found is None:
-        found = names[key] = Global(key, makers.get(key))
+        full = full_name(*key)
+        found = names[key] = Global(full, makers.get(full))
     return found
 
 
@@ -384,4 +405,4 @@ def _append(target: Any, items: list[Any]) -> None:
 def _kind(target: Any) -> str:
     while type(target) is Called:
         target = target.function
-    return str(target) if type(target) is Global else f"a {type(target).__name__}"
+    return target.name if type(target) is Global else f"a {type(target).__name__}"

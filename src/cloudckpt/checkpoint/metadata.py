@@ -27,11 +27,20 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from cloudckpt.checkpoint.described import Building, DescriptionError, Name, home
-from cloudckpt.checkpoint.inert_pickle import NO_STATE, Called, Dict, Global, describe
+from cloudckpt.checkpoint.described import Building, DescriptionError, UnknownNameError
+from cloudckpt.checkpoint.inert_pickle import (
+    NO_STATE,
+    Called,
+    Dict,
+    Global,
+    RefusedError,
+    describe,
+    full_name,
+    home,
+)
 from cloudckpt.checkpoint.torch_private import OldTensorProperties, StorageInfo
 from cloudckpt.checksum import CRC32C
-from cloudckpt.errors import CheckpointCorruptError, CloudCheckpointError
+from cloudckpt.errors import CheckpointCorruptError, UntrustedPickleError
 from cloudckpt.fork import ModuleLock
 from cloudckpt.gc_pause import paused_gc
 
@@ -39,7 +48,6 @@ __all__ = [
     "MOST_NOTES",
     "TAIL",
     "add_safe_metadata_globals",
-    "build",
     "dump_metadata",
     "load_metadata",
     "notes_at_end",
@@ -53,6 +61,31 @@ MOST_NOTES = 64 * 1024
 
 TAIL = MOST_NOTES + _TRAILER.size
 """Bytes at the end of ``.metadata`` among which its notes are."""
+
+_new = object.__new__
+_NONE = type(None)
+
+_SHARED = 8
+"""How many entries a byte of the pickle may stand for, where containers occur several times."""
+
+_END = 1 << 63
+_DCP = "torch.distributed.checkpoint.metadata"
+_OLD = "torch.distributed._shard.sharded_tensor.metadata"
+_INDEX = f"{_DCP}.MetadataIndex"
+_CHUNK = f"{_DCP}.ChunkStorageMetadata"
+_PLACE = ["relative_path", "offset", "length"]
+_INDEX_FIELDS = ["fqn", "index", "offset"]
+_CHUNK_FIELDS = ["offsets", "sizes"]
+_PROPERTIES: Mapping[str, type[Any]] = {
+    f"{_DCP}.TensorProperties": TensorProperties,
+    f"{_OLD}.TensorProperties": OldTensorProperties,
+}
+_ENCODINGS = (f"{_DCP}._MEM_FORMAT_ENCODING", f"{_OLD}.MEM_FORMAT_ENCODING")
+_FORMATS = {
+    "TORCH_CONTIGUOUS_FORMAT": torch.contiguous_format,
+    "TORCH_CHANNELS_LAST": torch.channels_last,
+    "TORCH_PRESERVE_FORMAT": torch.preserve_format,
+}
 
 _SAFE: set[type[Any]] = set()
 _safe_lock = ModuleLock()
@@ -69,13 +102,13 @@ def add_safe_metadata_globals(classes: Iterable[type[Any]]) -> None:
         _SAFE.update(by_name.values())
 
 
-def _name(cls: type[Any]) -> Name:
-    return home(cls.__module__, cls.__qualname__)
+def _name(cls: type[Any]) -> str:
+    return full_name(cls.__module__, cls.__qualname__)
 
 
 class _TrustingUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        return super().find_class(*home(module, name))
+        return super().find_class(home(module), name)
 
 
 def dump_metadata(metadata: Metadata, notes: bytes = b"") -> bytes:
@@ -160,9 +193,24 @@ def load_metadata(data: bytes | bytearray, uri: str, *, trust_pickle: bool = Fal
             else:
                 with _safe_lock:
                     allowed = {_name(cls): cls for cls in _SAFE}
-                metadata = build(data, body.nbytes, uri, allowed)
-    except (CloudCheckpointError, MemoryError, Warning):
+                described = describe(data, body.nbytes, {"torch.Size": _size})
+                metadata = _MetadataBuilding(allowed, _SHARED * body.nbytes).value(described)
+    except (MemoryError, Warning):
         raise
+    except UnknownNameError as unknown:
+        raise UntrustedPickleError(
+            f"the checkpoint's metadata names {unknown}, which is not on the allow-list: if you "
+            "trust whoever can write to this location, pass trust_pickle=True, or allow the class "
+            "by cloudckpt.add_safe_metadata_globals([...])",
+            uri=uri,
+        ) from None
+    except RefusedError as refused:
+        raise UntrustedPickleError(
+            f"the checkpoint's metadata {refused}, as no writer of checkpoints does: load nothing "
+            "from this location, unless you trust whoever can write to it and pass "
+            "trust_pickle=True",
+            uri=uri,
+        ) from None
     except Exception as exc:  # classes of the user, and where all are trusted, may raise anything
         raise CheckpointCorruptError(
             "the metadata can't be read: it is damaged or no checkpoint's", uri=uri, cause=exc
@@ -172,51 +220,6 @@ def load_metadata(data: bytes | bytearray, uri: str, *, trust_pickle: bool = Fal
             f"the metadata is a {type(metadata).__name__}, not torch's Metadata", uri=uri
         )
     return metadata
-
-
-_new = object.__new__
-
-_SHARED = 8
-"""How many entries a byte of the pickle may stand for, where containers occur several times."""
-
-_END = 1 << 63
-_DCP = "torch.distributed.checkpoint.metadata"
-_OLD = "torch.distributed._shard.sharded_tensor.metadata"
-_INDEX = (_DCP, "MetadataIndex")
-_CHUNK = (_DCP, "ChunkStorageMetadata")
-_PLACE = ["relative_path", "offset", "length"]
-_INDEX_FIELDS = ["fqn", "index", "offset"]
-_CHUNK_FIELDS = ["offsets", "sizes"]
-_PROPERTIES: Mapping[Name, type[Any]] = {
-    (_DCP, "TensorProperties"): TensorProperties,
-    (_OLD, "TensorProperties"): OldTensorProperties,
-}
-_ENCODINGS = ((_DCP, "_MEM_FORMAT_ENCODING"), (_OLD, "MEM_FORMAT_ENCODING"))
-_FORMATS = {
-    "TORCH_CONTIGUOUS_FORMAT": torch.contiguous_format,
-    "TORCH_CHANNELS_LAST": torch.channels_last,
-    "TORCH_PRESERVE_FORMAT": torch.preserve_format,
-}
-
-
-def build(
-    data: bytes | bytearray, end: int, uri: str, allowed: Mapping[Name, Callable[..., Any]]
-) -> Any:
-    """What the pickle in the first ``end`` bytes of ``data`` describes.
-
-    Args:
-        data: Where the pickle is.
-        end: Where it must have ended.
-        uri: What to name in errors.
-        allowed: The classes of the user.
-
-    Raises:
-        UntrustedPickleError: If it names what is not known here, or does what no writer does.
-        CheckpointCorruptError: If it is damaged.
-        DescriptionError: If what it describes makes no sense.
-    """
-    described = describe(data, end, uri, {("torch", "Size"): _size})
-    return _MetadataBuilding(uri, allowed, _SHARED * end).value(described)
 
 
 def _size(arguments: Any) -> torch.Size:
@@ -230,22 +233,24 @@ def _size(arguments: Any) -> torch.Size:
 
 
 class _MetadataBuilding(Building):
-    def __init__(self, uri: str, allowed: Mapping[Name, Callable[..., Any]], entries: int) -> None:
-        super().__init__(uri, allowed, entries)
-        self._known: dict[Name, Callable[[Called], Any]] = {
-            (_DCP, "Metadata"): self._metadata,
-            (_DCP, "StorageMeta"): self._storage_meta,
-            (_DCP, "TensorStorageMetadata"): self._tensor,
-            (_DCP, "BytesStorageMetadata"): self._no_tensor,
+    """Builds torch's metadata, once every field of it has been checked."""
+
+    def __init__(self, allowed: Mapping[str, Any], entries: int) -> None:
+        super().__init__(allowed, entries)
+        self._known: dict[str, Callable[[Called], Any]] = {
+            f"{_DCP}.Metadata": self._metadata,
+            f"{_DCP}.StorageMeta": self._storage_meta,
+            f"{_DCP}.TensorStorageMetadata": self._tensor,
+            f"{_DCP}.BytesStorageMetadata": self._no_tensor,
             _CHUNK: self._chunk,
             _INDEX: self._index,
-            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): self._place,
+            "torch.distributed.checkpoint.filesystem._StorageInfo": self._place,
             **dict.fromkeys(_PROPERTIES, self._properties),
         }
 
-    def instance(self, name: Name, called: Called) -> Any:
-        if name not in self._known:
-            raise self.untrusted(name)
+    def instance(self, name: str, called: Called) -> Any:
+        if called.form != "new" or name not in self._known:
+            raise UnknownNameError(name)
         return self._known[name](called)
 
     def _metadata(self, called: Called) -> Metadata:
@@ -254,8 +259,7 @@ class _MetadataBuilding(Building):
         metadata = Metadata(entries, storage_data=self._places(fields.pop("storage_data", None)))
         for name, described in fields.items():  # libraries keep more there than torch does
             setattr(metadata, name, self.value(described))
-        _expect(metadata.storage_meta, (StorageMeta, type(None)), "storage_meta")
-        _expect(metadata.version, (str, type(None)), "version")
+        _check_fields(metadata, storage_meta=(StorageMeta, _NONE), version=(str, _NONE))
         return metadata
 
     def _items(self, described: Any) -> dict[str, Any]:
@@ -272,10 +276,13 @@ class _MetadataBuilding(Building):
         meta = StorageMeta()
         for name, described in _fields(called).items():
             setattr(meta, name, self.value(described))
-        _expect(meta.checkpoint_id, (str, os.PathLike, type(None)), "checkpoint_id")
-        _expect(meta.save_id, (str, type(None)), "save_id")
-        _expect(meta.load_id, (str, type(None)), "load_id")
-        _expect(meta.modules, (list,), "modules")
+        _check_fields(
+            meta,
+            checkpoint_id=(str, os.PathLike, _NONE),
+            save_id=(str, _NONE),
+            load_id=(str, _NONE),
+            modules=(list,),
+        )
         return meta
 
     def _places(self, described: Any) -> Any:
@@ -371,12 +378,17 @@ class _MetadataBuilding(Building):
             raise DescriptionError("the properties of a tensor are not five")
         encoding = self._memory_format(state[3])
         dtype, layout, requires_grad, pin_memory = map(self.value, (*state[:3], state[4]))
-        _expect(dtype, (torch.dtype,), "dtype")
-        _expect(layout, (torch.layout,), "layout")
-        _expect(requires_grad, (bool,), "requires_grad")
-        _expect(pin_memory, (bool,), "pin_memory")
-        made = _PROPERTIES[self.name(called.function)]
-        return made(dtype, layout, requires_grad, encoding, pin_memory)
+        made = _PROPERTIES[self.name(called.function)](
+            dtype, layout, requires_grad, encoding, pin_memory
+        )
+        _check_fields(
+            made,
+            dtype=(torch.dtype,),
+            layout=(torch.layout,),
+            requires_grad=(bool,),
+            pin_memory=(bool,),
+        )
+        return made
 
     def _memory_format(self, described: Any) -> torch.memory_format:
         """Of the member of an enum, by its number, or by its name as of Python 3.11.0."""
@@ -388,19 +400,18 @@ class _MetadataBuilding(Building):
             (number,) = described.arguments
             _expect(number, (int,), "memory_format")
             return dict(enumerate(_FORMATS.values()))[number]
-        module, member = self.name(described)
-        outer, _, member = member.rpartition(".")
-        if (module, outer) not in _ENCODINGS:
-            raise self.untrusted((module, member))
+        outer, _, member = self.name(described).rpartition(".")
+        if outer not in _ENCODINGS:
+            raise UnknownNameError(f"{outer}.{member}")
         return _FORMATS[member]
 
 
-def _is_a(name: Name, described: Any) -> bool:
+def _is_a(name: str, described: Any) -> bool:
     return (
         type(described) is Called
         and described.form == "new"
         and type(described.function) is Global
-        and described.function.key == name
+        and described.function.name == name
     )
 
 
@@ -435,6 +446,11 @@ def _values(called: Called, names: list[str], *more: str) -> list[Any]:
             "written by a newer torch?"
         )
     return values
+
+
+def _check_fields(made: Any, **kinds: tuple[type[Any], ...]) -> None:
+    for name, of in kinds.items():
+        _expect(getattr(made, name), of, name)
 
 
 def _expect(value: Any, kinds: tuple[type[Any], ...], what: str) -> None:
