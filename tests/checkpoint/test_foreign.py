@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from cloudckpt import Config
-from cloudckpt.checkpoint.places import ForeignItem, RawTensor, locate
+from cloudckpt.checkpoint.places import StoredTensor, locate
 from cloudckpt.checksum import CRC32C
 from cloudckpt.stores.memory import MemoryStore
+from cloudckpt.transfer.landing import Source
 from cloudckpt.transfer.stats import TransferStats
 
 
@@ -46,13 +47,14 @@ def item(shape, stride):
 def found(data):
     store = MemoryStore(uuid.uuid4().hex)
     store.put("item", [memoryview(data)], checksum=CRC32C.of(data))
-    wanted = ForeignItem("item", 0, len(data), "weight")
+    wanted = Source("item", 0, len(data), None, None, "weight")
     return locate(store, [wanted], Config(), TransferStats())[wanted]
 
 
 def test_the_elements_are_found():
     data = item((2, 5), (5, 1))
-    assert found(data) == RawTensor(data.index(bytes(40)), torch.float32, (2, 5))
+    elements = Source("item", data.index(bytes(40)), 40, None, None, "weight")
+    assert found(data) == StoredTensor(elements, torch.float32, (2, 5))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ bytes, in the order and with the alignment that torch uses.
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import struct
 import sys
@@ -22,11 +23,11 @@ from typing import Any
 import torch
 
 from cloudckpt.fork import ModuleLock
+from cloudckpt.transfer.boxes import ALIGNMENT, padding, row_major_strides
 
 __all__ = ["Envelope", "envelope", "has_stored_form", "unwarned"]
 
 _ROOT = "archive/"
-_ALIGNMENT = 64
 _FLAGS = 0x0808  # sizes in a descriptor behind the record; names in UTF-8
 _MAX32 = 0xFFFFFFFF
 _LOCAL = struct.Struct("<4s5H3I2H")
@@ -58,14 +59,12 @@ def envelope(dtype: torch.dtype, shape: tuple[int, ...], crc32: int = 0) -> Enve
         shape: Its shape.
         crc32: The CRC32 of its bytes for the zip directory; torch does not check it.
     """
-    numel = 1
-    for size in shape:
-        numel *= size
+    numel = math.prod(shape)
     nbytes = numel * dtype.itemsize
     before = (
         ("data.pkl", _pickle(dtype, shape, numel)),
         (".format_version", b"1"),
-        (".storage_alignment", str(_ALIGNMENT).encode()),
+        (".storage_alignment", str(ALIGNMENT).encode()),
         ("byteorder", sys.byteorder.encode()),
     )
     zip_file = _Zip()
@@ -104,8 +103,8 @@ class _Zip:
         path = (_ROOT + name).encode()
         extra = _zip64(nbytes, start)
         unpadded = start + _LOCAL.size + len(path) + len(extra) + 4
-        padding = -unpadded % _ALIGNMENT
-        extra += b"FB" + struct.pack("<H", padding) + b"Z" * padding
+        gap = padding(unpadded)
+        extra += b"FB" + struct.pack("<H", gap) + b"Z" * gap
         header = (b"PK\3\4", 0, _FLAGS, 0, 0, 0, 0, 0, 0, len(path), len(extra))
         self._write(_LOCAL.pack(*header) + path + extra)
 
@@ -171,7 +170,7 @@ def _pickle(dtype: torch.dtype, shape: tuple[int, ...], numel: int) -> bytes:
         storage = _Storage(torch.UntypedStorage, numel * dtype.itemsize)
     else:
         storage = _Storage(untyped, numel)
-    strides = _row_major_strides(shape)
+    strides = row_major_strides(shape)
     buffer = io.BytesIO()
     pickler = _TensorPickler(buffer, protocol=2)
     pickler.dump(_Rebuilt(function, (storage, 0, shape, strides, *arguments)))
@@ -208,12 +207,3 @@ def _description(dtype: torch.dtype) -> tuple[Any, tuple[Any, ...], type[Any] | 
         if isinstance(storage, torch.UntypedStorage):
             return function, tuple(rest), None
         return function, tuple(rest), getattr(torch, storage.pickle_storage_type())
-
-
-def _row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """As torch gives them to a contiguous tensor: a size of 0 counts as 1."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import io
 import math
-import pickle
 import struct
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from cloudckpt.checkpoint.inert_pickle import Called, describe
 from cloudckpt.checkpoint.manifest import ItemRecord, Manifest
 from cloudckpt.checkpoint.objects import checked
 from cloudckpt.checkpoint.torch_private import StorageInfo
@@ -27,16 +26,15 @@ from cloudckpt.config import Config
 from cloudckpt.errors import CheckpointCorruptError
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectStore
+from cloudckpt.transfer.boxes import is_row_major
 from cloudckpt.transfer.download import download
 from cloudckpt.transfer.landing import BytesSink, Source, Wanted
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI
 
 __all__ = [
-    "ForeignItem",
     "ItemPlace",
     "Places",
-    "RawTensor",
     "StoredTensor",
     "TensorDescription",
     "describe_tensor",
@@ -104,23 +102,14 @@ class Places:
         with paused_gc():
             if self._manifest is not None:
                 return [self._in_manifest(index, self._manifest) for index in indices]
-            wholes = [self._whole(index) for index in indices]
-            probed = [
-                ForeignItem(place.whole.key, place.whole.offset, place.whole.nbytes, index.fqn)
-                for index, place in zip(indices, wholes, strict=True)
-                if index.offset is not None and not place.transforms
-            ]
+            places = [self._whole(index) for index in indices]
+        probed = [
+            place.whole
+            for index, place in zip(indices, places, strict=True)
+            if index.offset is not None and not place.transforms
+        ]
         found = locate(store, probed, config, stats)
-        places: list[ItemPlace] = []
-        for index, place in zip(indices, wholes, strict=True):
-            whole = place.whole
-            raw = found.get(ForeignItem(whole.key, whole.offset, whole.nbytes, index.fqn))
-            if raw is not None:
-                nbytes = torch.Size(raw.shape).numel() * raw.dtype.itemsize
-                elements = Source(whole.key, raw.offset, nbytes, None, None, index.fqn)
-                place = ItemPlace(whole, StoredTensor(elements, raw.dtype, raw.shape))
-            places.append(place)
-        return places
+        return [replace(place, tensor=found.get(place.whole)) for place in places]
 
     def _entry(self, index: MetadataIndex) -> StorageInfo:
         entry = self._entries.get(index)
@@ -181,37 +170,17 @@ _EDGE = 4096
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 
 
-@dataclass(frozen=True)
-class ForeignItem:
-    """An item as torch's metadata places it: object, first byte, bytes, and its name."""
-
-    key: str
-    offset: int
-    length: int
-    name: str
-
-
-@dataclass(frozen=True)
-class RawTensor:
-    """Row-major elements in an object, ``offset`` bytes from its beginning."""
-
-    offset: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
 def locate(
-    store: ObjectStore, items: Sequence[ForeignItem], config: Config, stats: TransferStats
-) -> Mapping[ForeignItem, RawTensor | None]:
-    """Where the raw data of each item is; None for those that only ``torch.load`` can read."""
-    edges: dict[ForeignItem, tuple[BytesSink, BytesSink]] = {}
+    store: ObjectStore, items: Sequence[Source], config: Config, stats: TransferStats
+) -> Mapping[Source, StoredTensor | None]:
+    """The plain tensors in items without a manifest; None for what only ``torch.load`` can read."""
+    edges: dict[Source, tuple[BytesSink, BytesSink]] = {}
     wanted: list[Wanted] = []
     for item in dict.fromkeys(items):
-        source = Source(item.key, item.offset, item.length, None, None, item.name)
-        edge = min(_EDGE, item.length)
+        edge = min(_EDGE, item.nbytes)
         head, tail = edges[item] = BytesSink(edge), BytesSink(edge)
-        wanted.append(Wanted(source, 0, edge, head, True))
-        wanted.append(Wanted(source, item.length - edge, item.length, tail, True))
+        wanted.append(Wanted(item, 0, edge, head, True))
+        wanted.append(Wanted(item, item.nbytes - edge, item.nbytes, tail, True))
     download(store, wanted, config, stats)
     return {
         item: _parse(item, bytes(head.data), bytes(tail.data))
@@ -219,15 +188,15 @@ def locate(
     }
 
 
-def _parse(item: ForeignItem, head: bytes, tail: bytes) -> RawTensor | None:
+def _parse(item: Source, head: bytes, tail: bytes) -> StoredTensor | None:
     try:
         return _found(item, head, tail)
     except Exception:  # noqa: BLE001 - zipfile raises errors of many kinds for what is damaged
         return None
 
 
-def _found(item: ForeignItem, head: bytes, tail: bytes) -> RawTensor | None:
-    with zipfile.ZipFile(_Edges(head, tail, item.length)) as archive:
+def _found(item: Source, head: bytes, tail: bytes) -> StoredTensor | None:
+    with zipfile.ZipFile(_Edges(head, tail, item.nbytes)) as archive:
         entries = {info.filename: info for info in archive.infolist()}
         root = next(name for name in entries if name.endswith("data.pkl"))
         root = root.removesuffix("data.pkl")
@@ -249,9 +218,10 @@ def _found(item: ForeignItem, head: bytes, tail: bytes) -> RawTensor | None:
     if torch.Size(described.shape).numel() != numel:  # more than torch can count
         return None
     nbytes = numel * described.dtype.itemsize
-    if skipped + nbytes > info.file_size or begin + info.file_size > item.length:
+    if skipped + nbytes > info.file_size or begin + info.file_size > item.nbytes:
         return None
-    return RawTensor(item.offset + begin + skipped, described.dtype, described.shape)
+    elements = replace(item, offset=item.offset + begin + skipped, nbytes=nbytes)
+    return StoredTensor(elements, described.dtype, described.shape)
 
 
 class _OutsideError(Exception):
@@ -316,87 +286,34 @@ class TensorDescription:
     stride: tuple[int, ...]
 
     @property
-    def is_sane(self) -> bool:
-        """Whether its numbers could be those of a tensor."""
-        numbers = (self.storage_offset, *self.shape, *self.stride)
-        return len(self.shape) == len(self.stride) and all(
-            type(number) is int and number >= 0 for number in numbers
-        )
-
-    @property
     def is_row_major(self) -> bool:
         """Whether its elements stand in row-major order without gaps."""
-        expected = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if size != 1 and stride != expected:
-                return False
-            expected *= max(size, 1)
-        return True
-
-
-class _UnknownContentError(Exception):
-    pass
-
-
-@dataclass(frozen=True)
-class _StorageKind:
-    """Stands for a storage class of torch."""
-
-    dtype: torch.dtype | None
-
-
-@dataclass(frozen=True)
-class _Storage:
-    dtype: torch.dtype | None
-    record: str
-
-
-class _DescribingUnpickler(pickle.Unpickler):
-    """Follows the pickle of a plain tensor without building one."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return _described_v2
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v3"):
-            return _described_v3
-        if (module, name) == ("torch._utils", "_rebuild_parameter"):
-            return lambda data, requires_grad, hooks: data
-        if (module, name) == ("collections", "OrderedDict"):
-            return dict
-        if module in ("torch", "torch.storage"):
-            found = getattr(torch, name, None)
-            if isinstance(found, torch.dtype):
-                return found
-            if isinstance(found, type) and name.endswith("Storage"):
-                untyped = found is torch.UntypedStorage
-                return _StorageKind(None if untyped else getattr(found, "dtype", None))
-        raise _UnknownContentError(f"{module}.{name}")
-
-    def persistent_load(self, pid: Any) -> _Storage:
-        _, kind, record, _, _ = pid
-        return _Storage(kind.dtype, record)
-
-
-def _described_v2(
-    storage: _Storage, offset: int, shape: Any, stride: Any, grad: Any, hooks: Any,
-    metadata: Any = None,
-) -> TensorDescription:  # fmt: skip
-    return _described_v3(storage, offset, shape, stride, grad, hooks, storage.dtype, metadata)
-
-
-def _described_v3(
-    storage: _Storage, offset: int, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any,
-    metadata: Any = None,
-) -> TensorDescription:  # fmt: skip
-    if metadata or not isinstance(dtype, torch.dtype):
-        raise _UnknownContentError("a tensor with metadata, such as the conjugate bit")
-    return TensorDescription(dtype, storage.record, offset, tuple(shape), tuple(stride))
+        return is_row_major(self.shape, self.stride)
 
 
 def describe_tensor(data: bytes) -> TensorDescription | None:
     """Reads ``data.pkl``; None if it describes anything but a plain tensor."""
     try:
-        described = _DescribingUnpickler(io.BytesIO(data)).load()
+        return _plain_tensor(describe(data, persistent=True))
     except Exception:  # noqa: BLE001 - whatever it is, torch.load will tell
         return None
-    return described if isinstance(described, TensorDescription) and described.is_sane else None
+
+
+def _plain_tensor(described: Called) -> TensorDescription:
+    """What a call of torch's function for a tensor, or a parameter, describes."""
+    if described.function.name == "torch._utils._rebuild_parameter":
+        described = described.arguments[0]
+    version = described.function.name.removeprefix("torch._utils._rebuild_tensor_")
+    storage, first, shape, stride, _, _, *more = described.arguments
+    _, kind, record, _, _ = storage.arguments
+    if version == "v3":  # the element type is named beside an untyped storage
+        dtype = getattr(torch, more.pop(0).name.removeprefix("torch."))
+    else:
+        dtype = getattr(torch, kind.name.rpartition(".")[2]).dtype
+    is_plain = version in ("v2", "v3") and described.form == "call" and not any(more)
+    if not is_plain or storage.form != "persistent" or not isinstance(dtype, torch.dtype):
+        raise ValueError("a tensor with metadata, such as the conjugate bit, or none")
+    numbers = (first, *shape, *stride)
+    if len(shape) != len(stride) or not all(type(n) is int and n >= 0 for n in numbers):
+        raise ValueError("numbers that no tensor has")
+    return TensorDescription(dtype, record, first, shape, stride)

@@ -14,6 +14,7 @@ from cloudckpt.checkpoint.manifest import ItemRecord
 from cloudckpt.checkpoint.objects import ObjectRecord
 from cloudckpt.checksum import BlockChecksums, ChecksumAlgorithm, block_size_for
 from cloudckpt.errors import UnsupportedTensorError
+from cloudckpt.transfer.boxes import ALIGNMENT, padding
 from cloudckpt.transfer.memory import bytes_of, has_memory, is_plain
 from cloudckpt.transfer.parts import Piece
 from cloudckpt.transfer.staging import PACKED_BELOW, Packer, StagingPool
@@ -21,8 +22,7 @@ from cloudckpt.transfer.upload import ObjectUpload
 
 __all__ = ["OpenObject", "PendingItem", "ShardWriter", "check_supported", "travels_as_bytes"]
 
-_ALIGNMENT = 64
-_PADDING = bytes(_ALIGNMENT)
+_ZEROS = bytes(ALIGNMENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +206,7 @@ class ShardWriter:
         if lane is None or self._packer is None:
             lane, _ = self._room_for(length, staged=True)
             self._packer = Packer(lane.upload, self._pool)
-        elif self._packer.position + length + _ALIGNMENT > lane.capacity:
+        elif self._packer.position + length + ALIGNMENT > lane.capacity:
             self._packer.flush()
             lane, _ = self._room_for(lane.capacity, staged=True)
             self._packer = Packer(lane.upload, self._pool)
@@ -218,12 +218,12 @@ class ShardWriter:
             self._packer.flush()
         lane = self._lanes.get(staged)
         if lane is not None:
-            padding = -lane.upload.position % _ALIGNMENT
-            if lane.upload.position + padding + length > lane.capacity:
+            gap = padding(lane.upload.position)
+            if lane.upload.position + gap + length > lane.capacity:
                 lane.upload.close()
                 lane = None
-            elif padding:
-                lane.upload.write(Piece(memoryview(_PADDING)[:padding]))
+            elif gap:
+                lane.upload.write(Piece(memoryview(_ZEROS)[:gap]))
         if lane is None:
             lane = self._lanes[staged] = self._open_object(self._opened, staged)
             self._opened += 1

@@ -43,11 +43,11 @@ def padding(position: int, to: int = ALIGNMENT) -> int:
 
 
 def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides, in elements, of a row-major tensor."""
+    """Strides, in elements, of a row-major tensor; as in torch, a size of 0 counts as 1."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
-        step *= size
+        step *= max(size, 1)
     return tuple(reversed(strides))
 
 
