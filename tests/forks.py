@@ -5,9 +5,22 @@ it writes to. The process that is forked is started with the first child, one fo
 runs tests; it has a single thread, so that its children are sound.
 """
 
-import multiprocessing
+from __future__ import annotations
 
-__all__ = ["context"]
+import multiprocessing
+import os
+import pickle
+import signal
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+__all__ = ["Child", "child", "context"]
 
 context = multiprocessing.get_context("forkserver")
 """Makes such children. They have the environment of the time when the first was made."""
@@ -24,3 +37,64 @@ context.set_forkserver_preload(
         "torch.distributed.tensor",
     ]
 )
+
+
+class Child:
+    """A process that carries out one job."""
+
+    def __init__(self, process: Any, pipe: Connection) -> None:
+        self._process, self._pipe = process, pipe
+        self.pid: int = process.pid
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self) -> tuple[int, Any]:
+        """Its exit code, negative if a signal ended it, and what the job returned."""
+        try:
+            result = pickle.loads(self._pipe.recv_bytes())
+        except EOFError:
+            result = None
+        self._process.join()
+        return self._process.exitcode, result
+
+
+@contextmanager
+def child(job: Callable[..., Any], *, patience: float = 150.0, **arguments: Any) -> Iterator[Child]:
+    """Runs ``job(**arguments)`` in a child, which may be killed, stopped and interrupted.
+
+    The child has the environment of this process. SIGALRM ends it after ``patience`` seconds, and
+    the end of the block kills it.
+    """
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(
+        target=_carry_out, args=(theirs, dict(os.environ), patience, job, arguments)
+    )
+    process.start()
+    theirs.close()
+    try:
+        yield Child(process, ours)
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+
+
+def _carry_out(
+    pipe: Connection,
+    environment: Mapping[str, str],
+    patience: float,
+    job: Callable[..., Any],
+    arguments: dict[str, Any],
+) -> None:
+    signal.setitimer(signal.ITIMER_REAL, patience)
+    os.environ.clear()
+    os.environ.update(environment)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    try:
+        pipe.send_bytes(pickle.dumps(job(**arguments)))
+    except BaseException:  # noqa: BLE001 - told by the exit code
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)  # a group whose other rank was killed can't be destroyed in an orderly way

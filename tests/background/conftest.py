@@ -1,4 +1,4 @@
-"""Places and trainers, as in the tests of dcp and faults."""
+"""Places and faults, as in the tests of dcp and faults."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -9,15 +9,6 @@ from cloudckpt import Stager
 from cloudckpt.testing.proxy import FaultyProxy
 from dcp.conftest import local, places, s3  # noqa: F401 - fixtures
 from dcp.places import Place
-
-from .jobs import Trainers
-
-
-@pytest.fixture(scope="session")
-def trainers(s3_url: str) -> Iterator[Trainers]:
-    """A process that forks trainers, which may be killed."""
-    with Trainers() as trainers:
-        yield trainers
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""What trainers do that are made to be killed. Arguments and results are JSON."""
+"""What trainers do that are made to be killed."""
 
 import os
 from pathlib import Path
@@ -8,12 +8,11 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from cloudckpt import CloudStorageWriter, Config, RetryPolicy, S3Options
 from cloudckpt.background.saver import AsyncSaver
 from cloudckpt.config import MIB
-from faults.nursery import Nursery, main
 from faults.states import filled
 
 from .saves import PATIENCE, Gate
 
-__all__ = ["Trainers", "config_for"]
+__all__ = ["config_for", "save_and_stand_still", "save_on_and_on"]
 
 
 def config_for(endpoint: str) -> Config:
@@ -54,17 +53,3 @@ def save_and_stand_still(uri: str, family: str, folder: str, nbytes: int) -> Non
         writer = CloudStorageWriter(uri)
         future = saver.save(filled(1, nbytes), writer, planner=Gate(Path(folder))).written
         future.result(PATIENCE)
-
-
-class Trainers(Nursery):
-    """A nursery whose children know the jobs of this module."""
-
-    _module = "background.jobs"
-
-
-if __name__ == "__main__":
-    from faults import jobs
-
-    for job in (save_on_and_on, save_and_stand_still):
-        setattr(jobs, job.__name__, job)
-    main()

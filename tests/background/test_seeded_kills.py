@@ -20,8 +20,9 @@ from cloudckpt.testing.proxy import FaultyProxy
 from cloudckpt.testing.wire_faults import Call
 from dcp.places import Place
 from faults.states import BIG
+from forks import child
 
-from .jobs import Trainers, config_for
+from .jobs import config_for, save_on_and_on
 from .saves import PATIENCE, begin, step_at
 from .waiting import eventually, is_running, processes_of
 
@@ -121,9 +122,7 @@ def test_a_saving_process_that_is_killed_leaves_one_step_and_the_next_save_works
 # ---- the trainer
 
 
-def _kill_trainers(
-    seed: str, kills: int, place: Place, proxy: FaultyProxy, trainers: Trainers, folder
-) -> None:
+def _kill_trainers(seed: str, kills: int, place: Place, proxy: FaultyProxy, folder) -> None:
     rng = random.Random(f"trainer/{seed}")
     direct, log = Place(place.uri, place.config), folder / seed
     last = 0
@@ -131,9 +130,9 @@ def _kill_trainers(
         family = uuid.uuid4().hex
         log.write_text(str(last))
         arguments = {"uri": place.uri, "endpoint": proxy.url, "log": str(log), "nbytes": BIG}
-        with trainers.child("save_on_and_on", family=family, first=last + 1, **arguments) as child:
-            _kill_somewhere(proxy, place.uri, rng, lambda: child.signal(signal.SIGKILL))
-            assert eventually(lambda: not is_running(child.pid), 150)
+        with child(save_on_and_on, family=family, first=last + 1, **arguments) as trainer:
+            _kill_somewhere(proxy, place.uri, rng, lambda: trainer.signal(signal.SIGKILL))
+            assert eventually(lambda: not is_running(trainer.pid), 150)
             beside = processes_of(family)
             assert eventually(lambda: not processes_of(family), 10)  # noqa: B023
         assert _quiet(proxy, place.uri)
@@ -143,11 +142,9 @@ def _kill_trainers(
             assert last in (told, told + 1)  # killed before it could hear of it, or write it down
         else:
             assert told == 0
-        assert _shared_memory_of([child.pid, *beside]) == []
+        assert _shared_memory_of([trainer.pid, *beside]) == []
 
 
 @pytest.mark.parametrize("batch", _batches(KILLS // 2), ids=lambda batch: batch[0][0])
-def test_a_trainer_that_is_killed_leaves_one_step_and_no_process(
-    batch, proxy, places, trainers, tmp_path
-):
-    _in_lanes(_kill_trainers, batch, [places("s3") for _ in batch], proxy, trainers, tmp_path)
+def test_a_trainer_that_is_killed_leaves_one_step_and_no_process(batch, proxy, places, tmp_path):
+    _in_lanes(_kill_trainers, batch, [places("s3") for _ in batch], proxy, tmp_path)

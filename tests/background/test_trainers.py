@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from faults.states import SMALL
+from forks import child
 
+from .jobs import save_and_stand_still
 from .saves import PATIENCE, Gate, step_at
 from .waiting import eventually, is_running, processes_of
 
@@ -179,10 +181,10 @@ def test_a_trainer_of_multiprocessings_that_ends_commits_the_save_that_has_begun
     assert step_at(local) == 7
 
 
-def test_the_process_of_a_killed_trainer_ends_and_commits_nothing(trainers, local, tmp_path):
+def test_the_process_of_a_killed_trainer_ends_and_commits_nothing(local, tmp_path):
     family, gate = uuid.uuid4().hex, Gate(tmp_path)
     arguments = {"uri": local.uri, "folder": str(tmp_path), "nbytes": SMALL}
-    with trainers.child("save_and_stand_still", family=family, **arguments) as trainer:
+    with child(save_and_stand_still, family=family, **arguments) as trainer:
         gate.wait()
         beside = processes_of(family)
         assert beside

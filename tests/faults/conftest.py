@@ -15,7 +15,6 @@ from cloudckpt import Config
 from cloudckpt.testing.proxy import FaultyProxy
 
 from .dialects import CREDENTIALS, Endpoint
-from .nursery import Nursery
 from .places import WITHOUT_AZURITE, Folder, Place, azure_place, google_place, s3_place
 from .selection import is_wanted
 from .states import SMALL, filled, impatient
@@ -116,13 +115,6 @@ def shaky(endpoint) -> Config:
 def unshared(endpoint):
     """Makes options through the proxy that no other test has had: their store is a new one."""
     return lambda **options: impatient(endpoint, read_timeout=30 + next(_counter) / 1e6, **options)
-
-
-@pytest.fixture(scope="session")
-def nursery(s3_url) -> Iterator[Nursery]:
-    """A process that forks children which have torch and cloudckpt imported."""
-    with Nursery() as nursery:
-        yield nursery
 
 
 def busy_threads() -> list[str]:

@@ -1,4 +1,4 @@
-"""What children of the nursery do. Arguments and results are JSON."""
+"""What children do."""
 
 import itertools
 import os
@@ -11,19 +11,9 @@ from typing import Any
 import torch.distributed as dist
 
 import cloudckpt
-from cloudckpt import RetryPolicy
+from cloudckpt import Config
 
-from .dialects import CREDENTIALS, Endpoint
-from .states import filled, impatient
-
-
-def _config(endpoint: list[str], options: dict[str, Any]) -> cloudckpt.Config:
-    way = Endpoint(*endpoint)
-    os.environ.update(CREDENTIALS.get(way.dialect, {}))
-    settings = dict(options)
-    if "retry" in settings:
-        settings["retry"] = RetryPolicy(**settings["retry"])
-    return impatient(way, **settings)
+from .states import filled
 
 
 def _outcome(action: Any) -> dict[str, Any]:
@@ -44,27 +34,20 @@ def _outcome(action: Any) -> dict[str, Any]:
     }
 
 
-def save(
-    uri: str, endpoint: list[str], step: int, nbytes: int, options: dict[str, Any] | None = None
-) -> dict[str, Any]:
+def save(uri: str, config: Config, step: int, nbytes: int) -> dict[str, Any]:
     """One save."""
-    config = _config(endpoint, options or {})
     state = filled(step, nbytes)
     return _outcome(lambda: cloudckpt.save(state, checkpoint_id=uri, config=config))
 
 
-def load(
-    uri: str, endpoint: list[str], nbytes: int, options: dict[str, Any] | None = None
-) -> dict[str, Any]:
+def load(uri: str, config: Config, nbytes: int) -> dict[str, Any]:
     """One load."""
-    config = _config(endpoint, options or {})
     state = filled(-1, nbytes)
     return _outcome(lambda: cloudckpt.load(state, checkpoint_id=uri, config=config))
 
 
-def save_on_and_on(uri: str, endpoint: list[str], first: int, nbytes: int) -> None:
+def save_on_and_on(uri: str, config: Config, first: int, nbytes: int) -> None:
     """Saves step after step until it is killed; ``{step}`` in the URI is replaced."""
-    config = _config(endpoint, {"conditional_writes": "auto"})
     for step in range(first, first + 1000):
         state = filled(step, nbytes)
         cloudckpt.save(state, checkpoint_id=uri.format(step=step), config=config)
@@ -96,27 +79,15 @@ def save_as_rank(
     rank: int,
     rendezvous: str,
     uri: str,
-    endpoint: list[str],
+    config: Config,
     step: int,
     nbytes: int,
     background: bool = False,
-    options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """One save of two ranks over gloo, each with an item of its own."""
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    config = _config(endpoint, options or {})
     state = {f"{name}.{rank}": value for name, value in filled(step, nbytes).items()}
     if background:
         written = cloudckpt.async_save(state, checkpoint_id=uri, config=config)
         return _outcome(lambda: written.result(150))
     return _outcome(lambda: cloudckpt.save(state, checkpoint_id=uri, config=config))
-
-
-def answer(value: int) -> int:
-    """Nothing but this."""
-    return value
-
-
-def hang() -> None:
-    """Nothing, for ever."""
-    threading.Event().wait()

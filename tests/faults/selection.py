@@ -46,8 +46,6 @@ def is_wanted(item: pytest.Item) -> bool:
     mark = item.get_closest_marker("elsewhere")
     chosen = mark.kwargs if mark is not None and dialect != "s3" else {}
     if dialect == "s3+tls" and item.get_closest_marker("everywhere") is not None:
-        if "nursery" in item.fixturenames:
-            return False  # its children don't know the authority
         fault = parameters.get("fault")
         if fault not in _WIRE_FAULTS and not isinstance(fault, Fault) and "moment" not in chosen:
             return False

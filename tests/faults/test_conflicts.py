@@ -16,7 +16,9 @@ from cloudckpt import (
 from cloudckpt.testing.hop import Fault, Hop
 from cloudckpt.testing.request import Request
 from cloudckpt.testing.wire_faults import Call, Reset, StripHeaders, StripQuery
+from forks import child
 
+from . import jobs
 from .refusals import Refusal, slow_down
 from .selection import everywhere, on
 from .states import SMALL, filled, impatient, load_step
@@ -188,26 +190,26 @@ class TestZombies:
     @everywhere(path=["*/.metadata"])
     @pytest.mark.parametrize("path", ["*.distcp", "*/.manifest.*", "*/.metadata"])
     def test_a_writer_that_was_stopped_and_comes_back_late_cannot_overwrite(
-        self, place, store, proxy, endpoint, nursery, direct, path
+        self, place, store, proxy, endpoint, direct, path
     ):
         born, stopped, successor = threading.Event(), threading.Event(), threading.Event()
 
         def stop(_) -> None:
             assert born.wait(30)
-            child.signal(signal.SIGSTOP)
+            writer.signal(signal.SIGSTOP)
             stopped.set()
             assert successor.wait(30)
 
         proxy.inject(Call(stop), operation="PutObject", path=path, times=1)
-        options = {"read_timeout": 60.0, "stall_timeout": 60.0}
-        arguments = {"endpoint": endpoint, "step": 2, "nbytes": SMALL, "options": options}
-        with nursery.child("save", uri=place, **arguments) as child:
+        patient = impatient(endpoint, read_timeout=60.0, stall_timeout=60.0)
+        arguments = {"config": patient, "step": 2, "nbytes": SMALL}
+        with child(jobs.save, uri=place, **arguments) as writer:
             born.set()
             assert stopped.wait(30)
             cloudckpt.save(filled(3, SMALL), checkpoint_id=place, config=direct)
             successor.set()
-            child.signal(signal.SIGCONT)
-            status, outcome = child.wait()
+            writer.signal(signal.SIGCONT)
+            status, outcome = writer.wait()
         assert (status, outcome["error"]) == (0, "CheckpointConflictError")
         assert load_step(place, direct, SMALL) == 3
         store.assert_tidy()

@@ -27,7 +27,9 @@ from cloudckpt.testing.wire_faults import Corrupt, Drip, Stall
 from cloudckpt.torch_files.torch_save import write_torch_file
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.uri import CheckpointURI
+from forks import child
 
+from . import jobs
 from .conftest import busy_threads
 from .refusals import denied, internal_error, slow_down
 from .selection import everywhere
@@ -40,7 +42,7 @@ HASTY = {
     "read_timeout": 1.0,
     "completion_timeout": 1.0,
     "stall_timeout": 1.0,
-    "retry": {"attempts": 2, "base": 0.01, "cap": 0.05, "deadline": 2.0},
+    "retry": RetryPolicy(attempts=2, base=0.01, cap=0.05, deadline=2.0),
 }
 LONG = {
     **HASTY,
@@ -77,8 +79,7 @@ class Late(Fault):
 
 @pytest.fixture
 def hasty(endpoint):
-    retry = RetryPolicy(**HASTY["retry"])
-    return impatient(endpoint, **{**HASTY, "retry": retry})
+    return impatient(endpoint, **HASTY)
 
 
 class TestSilence:
@@ -124,51 +125,49 @@ class TestSilence:
         ],
     )
     def test_a_save_gives_up_on_whatever_stalls_for_good(
-        self, saved, proxy, endpoint, nursery, direct, operation, error
+        self, saved, proxy, hasty, direct, operation, error
     ):
         uri = saved(BIG)
         proxy.inject(Stall("answer"), operation=operation)
-        arguments = {"endpoint": endpoint, "step": 2, "nbytes": BIG, "options": HASTY}
-        with nursery.child("save", patience=PATIENCE, uri=uri, **arguments) as child:
-            status, outcome = child.wait()
+        arguments = {"config": hasty, "step": 2, "nbytes": BIG}
+        with child(jobs.save, patience=PATIENCE, uri=uri, **arguments) as running:
+            status, outcome = running.wait()
         assert status == 0, "it hangs"
         assert outcome["error"] == error
         assert outcome["threads"] == []
         assert load_step(uri, direct) in (1, 2)
 
     def test_a_save_gives_up_on_a_server_that_freezes_in_the_middle(
-        self, saved, proxy, endpoint, nursery, direct
+        self, saved, proxy, hasty, direct
     ):
         uri = saved(BIG)
         proxy.inject(Stall("request"), skip=2)
-        arguments = {"endpoint": endpoint, "step": 2, "nbytes": BIG, "options": HASTY}
-        with nursery.child("save", patience=PATIENCE, uri=uri, **arguments) as child:
-            status, outcome = child.wait()
+        arguments = {"config": hasty, "step": 2, "nbytes": BIG}
+        with child(jobs.save, patience=PATIENCE, uri=uri, **arguments) as running:
+            status, outcome = running.wait()
         assert status == 0, "it hangs"
         assert outcome["error"] == "ConnectionLostError"
         assert load_step(uri, direct) == 1
 
     @everywhere()
-    def test_a_load_gives_up_on_a_server_that_freezes(self, saved, proxy, endpoint, nursery):
+    def test_a_load_gives_up_on_a_server_that_freezes(self, saved, proxy, hasty):
         uri = saved(BIG)
         proxy.inject(Stall("answer"), skip=2)
-        arguments = {"endpoint": endpoint, "nbytes": BIG, "options": HASTY}
-        with nursery.child("load", patience=PATIENCE, uri=uri, **arguments) as child:
-            status, outcome = child.wait()
+        arguments = {"config": hasty, "nbytes": BIG}
+        with child(jobs.load, patience=PATIENCE, uri=uri, **arguments) as running:
+            status, outcome = running.wait()
         assert status == 0, "it hangs"
         assert outcome["error"] == "ConnectionLostError"
         assert outcome["threads"] == []
 
     @pytest.mark.parametrize("moment", ["answer", "body"])
     @pytest.mark.parametrize("path", ["*/.metadata", "*.distcp"])
-    def test_a_load_gives_up_on_a_server_that_drips(
-        self, saved, proxy, endpoint, nursery, path, moment
-    ):
+    def test_a_load_gives_up_on_a_server_that_drips(self, saved, proxy, hasty, path, moment):
         uri = saved(BIG)
         proxy.inject(Drip(0.2, moment), operation="GetObject", path=path)
-        arguments = {"endpoint": endpoint, "nbytes": BIG, "options": HASTY}
-        with nursery.child("load", patience=PATIENCE, uri=uri, **arguments) as child:
-            status, outcome = child.wait()
+        arguments = {"config": hasty, "nbytes": BIG}
+        with child(jobs.load, patience=PATIENCE, uri=uri, **arguments) as running:
+            status, outcome = running.wait()
         assert status == 0, "it hangs"
         assert outcome["error"] == "ConnectionLostError"
 
@@ -231,24 +230,24 @@ class TestInterrupts:
     """SIGINT, as Ctrl-C sends it, while the store says nothing."""
 
     @pytest.fixture
-    def interrupt(self, saved, proxy, endpoint, nursery):
+    def interrupt(self, saved, proxy, endpoint):
         """Interrupts a child's job at a request; returns its status and outcome, and the URI."""
 
         def interrupt(job: str, fault, nbytes: int, options: dict, **where):
             uri = saved(nbytes)
-            arguments = {"endpoint": endpoint, "nbytes": nbytes, "options": options}
+            arguments = {"config": impatient(endpoint, **options), "nbytes": nbytes}
             if job == "save":
                 arguments["step"] = 2
             proxy.inject(fault, **where)
-            with nursery.child(job, patience=PATIENCE, uri=uri, **arguments) as child:
+            with child(getattr(jobs, job), patience=PATIENCE, uri=uri, **arguments) as running:
                 if isinstance(fault, NeverAnswered):
                     assert fault.done.wait(PATIENCE)
                 while not proxy.requests(where["operation"], where["path"]):
                     time.sleep(0.01)
-                child.signal(signal.SIGINT)
+                running.signal(signal.SIGINT)
                 if isinstance(fault, Late):
                     fault.interrupted.set()
-                status, outcome = child.wait()
+                status, outcome = running.wait()
             assert proxy.wait_idle(), proxy.under_way
             return status, outcome, uri
 

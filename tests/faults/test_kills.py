@@ -15,9 +15,11 @@ import pytest
 import cloudckpt
 from cloudckpt import CheckpointNotFoundError
 from cloudckpt.testing.wire_faults import Call, Stall
+from forks import child
 
+from . import jobs
 from .selection import everywhere
-from .states import BIG, SMALL, filled, load_step
+from .states import BIG, SMALL, filled, impatient, load_step
 
 KILLS = {"s3": 10, "google": 4, "azure": 4}  # for each way to kill; S3 has six, the others four
 
@@ -47,17 +49,18 @@ def commits(proxy) -> int:
 
 
 def saved_until_killed(
-    proxy, endpoint, nursery, rng, uri: str, first: int, nbytes: int, struck: set[str]
+    proxy, endpoint, rng, uri: str, first: int, nbytes: int, struck: set[str]
 ) -> int:
     """Saves steps from ``first`` on in a child until that is killed; returns the steps saved."""
     proxy.clear()
     child_of: list = []
     kill_at(proxy, child_of, rng, nbytes)
-    arguments = {"endpoint": endpoint, "first": first, "nbytes": nbytes}
-    with nursery.child("save_on_and_on", uri=uri, **arguments) as child:
-        child_of.append(child)
+    config = impatient(endpoint, conditional_writes="auto")
+    arguments = {"config": config, "first": first, "nbytes": nbytes}
+    with child(jobs.save_on_and_on, uri=uri, **arguments) as writer:
+        child_of.append(writer)
         child_of[0].set()
-        status, _ = child.wait()
+        status, _ = writer.wait()
     assert status == -signal.SIGKILL
     assert proxy.wait_idle(), proxy.under_way
     struck |= {e.request.operation for e in proxy.exchanges if e.fault is not None}
@@ -68,14 +71,14 @@ def saved_until_killed(
 @pytest.mark.parametrize("nbytes", [SMALL, BIG], ids=["small", "big"])
 @pytest.mark.parametrize("seed", range(2))
 def test_a_killed_writer_leaves_the_last_checkpoint_of_its_uri(
-    dialect, store, proxy, endpoint, nursery, direct, seed, nbytes
+    dialect, store, proxy, endpoint, direct, seed, nbytes
 ):
     rng = random.Random(f"same/{nbytes}/{seed}")
     uri, step = store.uri("run/latest"), 0
     cloudckpt.save(filled(step, nbytes), checkpoint_id=uri, config=direct)
     struck: set[str] = set()
     for _ in range(KILLS[dialect]):
-        step += saved_until_killed(proxy, endpoint, nursery, rng, uri, step + 1, nbytes, struck)
+        step += saved_until_killed(proxy, endpoint, rng, uri, step + 1, nbytes, struck)
         assert load_step(uri, direct, nbytes) == step
     spread = len(struck) >= KILLS[dialect] // 3
     assert spread, "the moments must be spread over several kinds of requests"
@@ -84,13 +87,13 @@ def test_a_killed_writer_leaves_the_last_checkpoint_of_its_uri(
 @everywhere()
 @pytest.mark.parametrize("nbytes", [SMALL, BIG], ids=["small", "big"])
 def test_a_killed_writer_leaves_no_half_of_a_new_checkpoint(
-    dialect, store, proxy, endpoint, nursery, direct, nbytes
+    dialect, store, proxy, endpoint, direct, nbytes
 ):
     rng = random.Random(f"new/{nbytes}")
     step, struck = 0, set()
     for kill in range(KILLS[dialect]):
         uri = store.uri(f"run-{kill}/step-{{step}}")
-        done = saved_until_killed(proxy, endpoint, nursery, rng, uri, step + 1, nbytes, struck)
+        done = saved_until_killed(proxy, endpoint, rng, uri, step + 1, nbytes, struck)
         for there in range(step + 1, step + 1 + done):
             assert load_step(uri.format(step=there), direct, nbytes) == there
         step += done
@@ -101,21 +104,21 @@ def test_a_killed_writer_leaves_no_half_of_a_new_checkpoint(
     assert spread, "the moments must be spread over several kinds of requests"
 
 
-def test_a_save_after_a_kill_works_and_replaces(store, proxy, endpoint, nursery, direct):
+def test_a_save_after_a_kill_works_and_replaces(store, proxy, endpoint, direct):
     rng = random.Random("after")
     uri = store.uri("run/latest")
     cloudckpt.save(filled(0, SMALL), checkpoint_id=uri, config=direct)
-    step = saved_until_killed(proxy, endpoint, nursery, rng, uri, 1, SMALL, set())
+    step = saved_until_killed(proxy, endpoint, rng, uri, 1, SMALL, set())
     cloudckpt.save(filled(step + 1, SMALL), checkpoint_id=uri, config=direct)
     assert load_step(uri, direct, SMALL) == step + 1
 
 
 @pytest.mark.parametrize("fatal", range(0, 24, 2))
-def test_a_killed_writer_to_a_disk_leaves_the_last_checkpoint(tmp_path, nursery, direct, fatal):
+def test_a_killed_writer_to_a_disk_leaves_the_last_checkpoint(tmp_path, direct, fatal):
     uri = str(tmp_path / "latest")
     cloudckpt.save(filled(0, SMALL), checkpoint_id=uri, config=direct)
-    with nursery.child("save_to_disk_until", uri=uri, nbytes=SMALL, fatal=fatal) as child:
-        status, _ = child.wait()
+    with child(jobs.save_to_disk_until, uri=uri, nbytes=SMALL, fatal=fatal) as writer:
+        status, _ = writer.wait()
     assert status == -signal.SIGKILL
     step = load_step(uri, direct, SMALL)
     log = (tmp_path / "latest.committed").read_text().split()
@@ -126,17 +129,16 @@ def test_a_killed_writer_to_a_disk_leaves_the_last_checkpoint(tmp_path, nursery,
 
 @pytest.mark.parametrize("path", ["*.distcp", "*/.metadata"])
 def test_a_writer_that_is_killed_while_the_store_stalls_leaves_the_last_checkpoint(
-    store, proxy, endpoint, nursery, direct, path
+    store, proxy, endpoint, direct, path
 ):
     uri = store.uri("run/latest")
     cloudckpt.save(filled(1, SMALL), checkpoint_id=uri, config=direct)
     proxy.inject(Stall("request", after=100), operation="PutObject", path=path)
-    arguments = {"endpoint": endpoint, "step": 2, "nbytes": SMALL}
-    options = {"read_timeout": 60.0, "stall_timeout": 60.0}
-    with nursery.child("save", uri=uri, options=options, **arguments) as child:
+    patient = impatient(endpoint, read_timeout=60.0, stall_timeout=60.0)
+    with child(jobs.save, uri=uri, config=patient, step=2, nbytes=SMALL) as writer:
         while not proxy.requests("PutObject", path):
             time.sleep(0.01)
-        child.signal(signal.SIGKILL)
-        status, _ = child.wait()
+        writer.signal(signal.SIGKILL)
+        status, _ = writer.wait()
     assert status == -signal.SIGKILL
     assert load_step(uri, direct, SMALL) == 1

@@ -12,14 +12,16 @@ import cloudckpt
 from cloudckpt import CheckpointNotFoundError, CloudCheckpointError
 from cloudckpt.testing.hop import Fault, Hop
 from cloudckpt.testing.wire_faults import Call, Reset
+from forks import child
 
+from . import jobs
 from .refusals import GATEWAYS, AnswerFirst, denied, internal_error, slow_down
 from .selection import everywhere
-from .states import BIG, THROTTLED_FOR, filled, load_step, step_of
+from .states import BIG, filled, giving_up, impatient, load_step, step_of
 
 
 @pytest.fixture
-def run(store, endpoint, nursery, tmp_path):
+def run(store, endpoint, tmp_path):
     """Saves with two ranks; ``meanwhile`` gets the children. Returns statuses, outcomes, URI."""
 
     def run(meanwhile=lambda ranks: None, **options):
@@ -27,14 +29,14 @@ def run(store, endpoint, nursery, tmp_path):
         arguments = {
             "rendezvous": str(tmp_path / "rendezvous"),
             "uri": uri,
-            "endpoint": endpoint,
+            "config": impatient(endpoint),
             "step": 1,
             "nbytes": BIG,
             **options,
         }
         with (
-            nursery.child("save_as_rank", rank=0, **arguments) as zero,
-            nursery.child("save_as_rank", rank=1, **arguments) as one,
+            child(jobs.save_as_rank, rank=0, **arguments) as zero,
+            child(jobs.save_as_rank, rank=1, **arguments) as one,
         ):
             meanwhile({0: zero, 1: one})
             ends = [zero.wait(), one.wait()]
@@ -103,13 +105,12 @@ class TestFaults:
 
     @everywhere()
     def test_a_commit_that_a_gateway_refuses_and_then_forwards_has_the_data_of_all(
-        self, run, store, proxy, direct
+        self, run, store, proxy, endpoint, direct
     ):
         kept: list[Hop] = []
         fault = AnswerFirst(GATEWAYS["envoy"], kept)
         proxy.inject(fault, operation="PutObject", path="*/.metadata")
-        retry = {"attempts": 4, "base": 0.01, "cap": 0.05, "deadline": THROTTLED_FOR}
-        statuses, outcomes, uri = run(options={"retry": retry})
+        statuses, outcomes, uri = run(config=giving_up(impatient(endpoint)))
         assert statuses == [0, 0]
         assert [outcome["error"] for outcome in outcomes] == ["CommitUnknownError"] * 2
         kept[0].forward()
