@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from cloudckpt.config import Config
 from cloudckpt.errors import InstallError
-from cloudckpt.events.event import Span
+from cloudckpt.events import Span
 from cloudckpt.torch_files.file_part import FilePart
 from cloudckpt.torch_files.torch_file import TorchFile
 from cloudckpt.torch_files.torch_save import write_torch_file

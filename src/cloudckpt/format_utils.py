@@ -15,7 +15,7 @@ from cloudckpt.config import Config
 from cloudckpt.dcp.planners import DynamicMetaLoadPlanner, EverythingPlanner
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.errors import CheckpointError, InvalidURIError
-from cloudckpt.events.event import Span
+from cloudckpt.events import Span
 from cloudckpt.torch_files.broadcast import BroadcastingTorchSaveReader
 from cloudckpt.torch_files.torch_file import TorchFile
 from cloudckpt.torch_files.torch_save import check_destination, write_torch_file

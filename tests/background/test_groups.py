@@ -20,11 +20,11 @@ from cloudckpt import (
     ConfigError,
     ProcessGroupError,
     SaveProcessError,
+    events,
 )
 from cloudckpt.background import async_save, groups, process
 from cloudckpt.background.groups import give_back, open_group
 from cloudckpt.background.saver import AsyncSaver
-from cloudckpt.events import event
 from dcp.children import in_a_child
 from dcp.places import Place
 from faults.states import SMALL, filled
@@ -261,7 +261,7 @@ def test_another_server_at_the_first_ranks_address_is_not_taken_for_its_store():
 
 def test_a_child_forked_while_a_lock_is_held_can_save(local):
     """It has no thread that would ever release it."""
-    locks = [async_save._lock, groups._lock, event._lock]
+    locks = [async_save._lock, groups._lock, events._lock]
     with contextlib.ExitStack() as held:
         for lock in locks:
             held.enter_context(lock)

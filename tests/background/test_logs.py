@@ -6,7 +6,7 @@ import pytest
 
 from cloudckpt.background.process import log_levels
 from cloudckpt.background.reports import forward_logs
-from cloudckpt.events.event import Event, emit
+from cloudckpt.events import Event, emit
 from dcp.children import in_a_child
 
 

@@ -14,7 +14,6 @@ import cloudckpt
 from cloudckpt import events
 from cloudckpt.config import MIB
 from cloudckpt.errors import ServerError
-from cloudckpt.events import event as event_module
 from cloudckpt.transfer import stats as stats_module
 from cloudckpt.transfer.stats import TransferStats
 
@@ -186,11 +185,11 @@ def test_who_wants_no_progress_is_told_of_none_and_causes_none(monkeypatch):
 
 def test_a_process_that_relays_tells_nobody_else(caplog, monkeypatch):
     caplog.set_level(logging.DEBUG, "cloudckpt.events")
-    monkeypatch.setattr(event_module, "_relay", None)  # put back at the end
+    monkeypatch.setattr(events, "_relay", None)  # put back at the end
     found: list[events.Event] = []
     relayed: list[events.Event] = []
     unsubscribe = events.subscribe(found.append)
-    event_module.relay(relayed.append)
+    events.relay(relayed.append)
     try:
         event = events.Event(phase="plan", uri="memory://x/run", rank=0, began=0.0)
         events.emit(event)

@@ -15,7 +15,7 @@ from opentelemetry.trace import StatusCode
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
-from cloudckpt.events import telemetry
+from cloudckpt import events
 
 from .values import numbered
 
@@ -25,10 +25,10 @@ def provider(monkeypatch):
     """A provider of spans; the global one can be set only once in a process."""
     made = TracerProvider()
     monkeypatch.setattr(trace, "get_tracer", made.get_tracer)
-    telemetry._tracer.cache_clear()
+    events._tracer.cache_clear()
     yield made
     made.shutdown()
-    telemetry._tracer.cache_clear()
+    events._tracer.cache_clear()
 
 
 @pytest.fixture

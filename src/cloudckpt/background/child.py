@@ -21,7 +21,7 @@ from cloudckpt.background.arena import Arena
 from cloudckpt.background.channel import send_descriptor, set_timeout
 from cloudckpt.background.worker import Job, Outcome, Settings, main
 from cloudckpt.errors import CloudCheckpointError, SaveProcessError
-from cloudckpt.events.event import emit
+from cloudckpt.events import emit
 from cloudckpt.stores.credentials import variables
 
 __all__ = ["Child"]

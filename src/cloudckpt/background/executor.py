@@ -17,7 +17,7 @@ from cloudckpt.background.process import SaveProcess
 from cloudckpt.dcp.failures import release_frames
 from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.errors import ProcessGroupError, SaveInProgressError
-from cloudckpt.events.event import subscribe
+from cloudckpt.events import subscribe
 from cloudckpt.stores.listings import forget_listings
 
 __all__ = ["Executor"]

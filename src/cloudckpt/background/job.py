@@ -15,8 +15,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from cloudckpt.api import ToSave
 from cloudckpt.background.stager import StagedState
 from cloudckpt.errors import AsyncSaveError, ClosedError, CloudCheckpointError, StagingError
-from cloudckpt.events.event import Event
-from cloudckpt.events.timeline import Timeline
+from cloudckpt.events import Event, Timeline
 from cloudckpt.transfer.stats import Transferred
 
 __all__ = [

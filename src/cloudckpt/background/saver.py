@@ -40,7 +40,7 @@ from cloudckpt.dcp.meeting import Meeting, Stance
 from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.errors import ClosedError, ConfigError, SaveInProgressError
-from cloudckpt.events.event import Span, subscribe
+from cloudckpt.events import Span, subscribe
 from cloudckpt.stores.registry import checkpoint_location
 from cloudckpt.uri import URILike
 

@@ -30,7 +30,7 @@ from cloudckpt.checkpoint.torch_private import set_group_timeout
 from cloudckpt.dcp.failures import portable_errors, release_frames
 from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.errors import CloudCheckpointError, ProcessGroupError, SaveProcessError
-from cloudckpt.events.event import relay
+from cloudckpt.events import relay
 from cloudckpt.stores.credentials import take_over
 
 __all__ = ["Job", "Outcome", "Settings", "main"]

@@ -1,6 +1,6 @@
 """The adapters that torch.distributed.checkpoint calls."""
 
 from cloudckpt.dcp.torch_log import tell_torchs_logger
-from cloudckpt.events.event import subscribe
+from cloudckpt.events import subscribe
 
 subscribe(tell_torchs_logger, progress=False)

@@ -31,7 +31,7 @@ from cloudckpt.errors import (
     CloudCheckpointError,
     ObjectNotFoundError,
 )
-from cloudckpt.events.event import Span
+from cloudckpt.events import Span
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.transfer.opening import open_store
 from cloudckpt.transfer.retry import Retrier, begun_anew, check_unchanged

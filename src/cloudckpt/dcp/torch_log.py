@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import state_dict_loader
 
 from cloudckpt.checkpoint.torch_private import dcp_logger
 from cloudckpt.errors import CloudCheckpointError
-from cloudckpt.events.event import Event
+from cloudckpt.events import Event
 
 __all__ = [
     "tell_torchs_logger",

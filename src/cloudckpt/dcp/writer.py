@@ -50,7 +50,7 @@ from cloudckpt.errors import (
     ShapeMismatchError,
     UnsupportedTensorError,
 )
-from cloudckpt.events.event import Event, Span, emit
+from cloudckpt.events import Event, Span, emit
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectStore, random_suffix
 from cloudckpt.stores.listings import forget_listings

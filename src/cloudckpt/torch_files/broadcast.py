@@ -20,7 +20,7 @@ from cloudckpt.checkpoint.torch_private import device_for_collectives
 from cloudckpt.config import Config
 from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.errors import ConfigError, InvalidURIError
-from cloudckpt.events.event import Span
+from cloudckpt.events import Span
 from cloudckpt.torch_files.batches import (
     BatchReader,
     Targets,

@@ -19,7 +19,7 @@ from cloudckpt.errors import (
     InvalidURIError,
     ObjectNotFoundError,
 )
-from cloudckpt.events.event import Span
+from cloudckpt.events import Span
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.stores.listings import forget_listings
 from cloudckpt.torch_files.torch_file import object_at

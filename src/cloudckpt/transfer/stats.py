@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 
 from cloudckpt.errors import StoreError, ThrottledError
-from cloudckpt.events.event import Event, emit, has_listeners
+from cloudckpt.events import Event, emit, has_listeners
 
 __all__ = ["Transferred", "TransferStats"]
 

@@ -1,0 +1,352 @@
+"""What saving and loading are doing, told meanwhile: to functions, the log and OpenTelemetry."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from cloudckpt.errors import MissingDependencyError
+from cloudckpt.fork import ModuleLock
+
+__all__ = [
+    "Event",
+    "Phase",
+    "Timeline",
+    "emit",
+    "has_listeners",
+    "progress_bar",
+    "record",
+    "subscribe",
+]
+
+logger = logging.getLogger("cloudckpt.events")
+
+Phase = Literal[
+    "plan", "stage", "upload", "commit", "load", "verify", "retry", "throttle", "progress"
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that a rank has done, or is doing.
+
+    Attributes:
+        phase: ``plan``: from the begin of a save to its first byte; ``stage``: the copy of an
+            asynchronous save; ``upload``: the data of this rank; ``commit``: manifest and metadata,
+            on the coordinator; ``load``: the data of this rank, with what ``verify`` took of all
+            its threads; ``retry`` and ``throttle``: a request is tried again, because it failed or
+            because the store asks to slow down; ``progress``: bytes so far, some times a second.
+        uri: The checkpoint, without secrets.
+        rank: In the group that saves or loads.
+        began: Seconds since the epoch.
+        seconds: How long it took; 0 for what is only counted.
+        bytes: That were moved.
+        total: Of ``progress``: the bytes that there will be, as far as that is known.
+        detail: Of ``retry`` and ``throttle``, and of what failed: the class of the error.
+        failed: Whether it ended with an error.
+    """
+
+    phase: Phase
+    uri: str
+    rank: int
+    began: float
+    seconds: float = 0.0
+    bytes: int = 0
+    total: int = 0
+    detail: str = ""
+    failed: bool = False
+
+
+Listener = Callable[[Event], None]
+
+
+@dataclass(frozen=True, eq=False)
+class _Subscription:
+    listener: Listener
+    progress: bool
+
+
+_lock = ModuleLock()  # the threads that save come and go as listeners
+_subscriptions: tuple[_Subscription, ...] = ()
+_relay: Listener | None = None
+
+
+def subscribe(listener: Listener, *, progress: bool = True) -> Callable[[], None]:
+    """Has a function called with each event of this process, and of its saving processes.
+
+    It is called on the threads that save and load, and should be quick; what it raises is logged.
+
+    Args:
+        listener: The function.
+        progress: Whether it is also told of ``progress``, which costs nothing if nobody is.
+
+    Returns:
+        A function that ends the subscription.
+    """
+    global _subscriptions
+    subscription = _Subscription(listener, progress)
+    with _lock:
+        _subscriptions = (*_subscriptions, subscription)
+
+    def unsubscribe() -> None:
+        global _subscriptions
+        with _lock:
+            _subscriptions = tuple(held for held in _subscriptions if held is not subscription)
+
+    return unsubscribe
+
+
+def relay(listener: Listener) -> None:
+    """Has a function called with each event, and nobody else.
+
+    For a process whose events another one tells: else what hears of both, as a log or a collector
+    of spans, would hear twice.
+    """
+    global _relay
+    _relay = listener
+
+
+def has_listeners() -> bool:
+    """Whether anybody would hear of progress."""
+    return _relay is not None or any(held.progress for held in _subscriptions)
+
+
+def emit(event: Event) -> None:
+    """Tells all listeners, the log (at level DEBUG), and OpenTelemetry if it is installed.
+
+    It never raises what they raise: nothing that listens may fail a save.
+    """
+    if _relay is not None:
+        _tell(_relay, event)
+        return
+    has_ended = event.phase != "progress"
+    for held in _subscriptions:
+        if has_ended or held.progress:
+            _tell(held.listener, event)
+    if has_ended:
+        _tell(_log, event)
+        _tell(_report_span, event)
+
+
+def _tell(listener: Listener, event: Event) -> None:
+    try:
+        listener(event)
+    except Exception:
+        logger.exception("a listener failed")
+
+
+def _log(event: Event) -> None:
+    if logger.isEnabledFor(logging.DEBUG):
+        logger.debug(
+            "%s of %s by rank %d: %.3f s, %d bytes%s%s",
+            event.phase,
+            event.uri,
+            event.rank,
+            event.seconds,
+            event.bytes,
+            ", failed" if event.failed else "",
+            f" ({event.detail})" if event.detail else "",
+            extra={"cloudckpt_event": event},
+        )
+
+
+@functools.cache
+def _tracer() -> Any:
+    try:
+        from opentelemetry import trace
+    except ImportError:
+        return None
+    return trace.get_tracer("cloudckpt")
+
+
+def _report_span(event: Event) -> None:
+    """Reports a phase that has ended, beneath the span that this thread is in, if any."""
+    tracer = _tracer() if event.seconds > 0 else None
+    if tracer is None:
+        return
+    start = int(event.began * 1e9)
+    # that of verify would end in the future: it sums up what threads did at the same time
+    end = min(start + int(event.seconds * 1e9), max(start, time.time_ns()))
+    attributes: dict[str, str | int | float | bool] = {
+        "cloudckpt.uri": event.uri,
+        "cloudckpt.rank": event.rank,
+        "cloudckpt.bytes": event.bytes,
+        "cloudckpt.seconds": event.seconds,
+        "cloudckpt.failed": event.failed,
+    }
+    if event.failed:
+        attributes["error.type"] = event.detail
+    span = tracer.start_span(f"cloudckpt.{event.phase}", start_time=start, attributes=attributes)
+    if event.failed:
+        from opentelemetry.trace import Status, StatusCode
+
+        span.set_status(Status(StatusCode.ERROR, event.detail))
+    span.end(end_time=end)
+
+
+class Span:
+    """Measures a phase; emits its event at the end of the ``with`` block, failed or not.
+
+    Attributes:
+        bytes: What was moved; to be set within the block.
+    """
+
+    def __init__(self, phase: Phase, uri: str, rank: int) -> None:
+        self._phase = phase
+        self._uri = uri
+        self._rank = rank
+        self.bytes = 0
+
+    def __enter__(self) -> Span:
+        self._wall, self._clock = time.time(), time.perf_counter()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
+        emit(
+            Event(
+                phase=self._phase,
+                uri=self._uri,
+                rank=self._rank,
+                began=self._wall,
+                seconds=time.perf_counter() - self._clock,
+                bytes=self.bytes,
+                detail="" if kind is None else kind.__name__,
+                failed=kind is not None,
+            )
+        )
+
+
+class Timeline:
+    """Events in the order in which they ended.
+
+    Attributes:
+        events: All but ``progress``.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def add(self, event: Event) -> None:
+        """Appends an event."""
+        if event.phase != "progress":
+            self.events.append(event)
+
+    def table(self) -> str:
+        """A line for each event: phase, begin and duration in seconds, MiB, rank, URI."""
+        if not self.events:
+            return "nothing was recorded"
+        first = min(event.began for event in self.events)
+        lines = [f"{'phase':<9} {'begin s':>9} {'took s':>9} {'MiB':>10} {'rank':>5}  uri"]
+        for event in sorted(self.events, key=lambda event: event.began):
+            note = " FAILED" if event.failed else ""
+            note += f" ({event.detail})" if event.detail else ""
+            lines.append(
+                f"{event.phase:<9} {event.began - first:>9.3f} {event.seconds:>9.3f} "
+                f"{event.bytes / 1024**2:>10.1f} {event.rank:>5}  {event.uri}{note}"
+            )
+        return "\n".join(lines)
+
+    def chrome_trace(self, path: str | os.PathLike[str]) -> None:
+        """Writes a file for ``chrome://tracing`` and Perfetto."""
+        entries = [
+            {
+                "name": event.phase,
+                "cat": "cloudckpt",
+                "ph": "X" if event.seconds > 0 else "i",
+                "ts": event.began * 1e6,
+                "dur": event.seconds * 1e6,
+                "pid": event.rank,
+                "tid": event.phase,
+                "args": {
+                    "uri": event.uri,
+                    "bytes": event.bytes,
+                    "detail": event.detail,
+                    "failed": event.failed,
+                },
+            }
+            for event in self.events
+        ]
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"traceEvents": entries, "displayTimeUnit": "ms"}, file)
+
+
+@contextlib.contextmanager
+def record(uri: str | None = None) -> Iterator[Timeline]:
+    """Collects the events of a ``with`` block, of one checkpoint if its URI is given.
+
+    Args:
+        uri: As events name it: ``s3://bucket/run/step-1000``, or ``file:///path``. None for all.
+    """
+    timeline = Timeline()
+
+    def listen(event: Event) -> None:
+        if uri is None or event.uri == uri:
+            timeline.add(event)
+
+    unsubscribe = subscribe(listen, progress=False)
+    try:
+        yield timeline
+    finally:
+        unsubscribe()
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[None]:
+    """Shows the bytes of saves and loads in a ``with`` block; nothing if there is no terminal.
+
+    Raises:
+        MissingDependencyError: If rich is not installed.
+    """
+    if not sys.stderr.isatty():
+        yield
+        return
+    try:
+        from rich.console import Console
+        from rich.markup import escape
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TaskID,
+            TransferSpeedColumn,
+        )
+    except ImportError as exc:
+        raise MissingDependencyError(
+            "a progress bar needs rich; install it with: pip install rich", cause=exc
+        ) from exc
+    columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        tasks: dict[tuple[str, int], TaskID] = {}
+        lock = threading.Lock()  # progress comes from all threads that move bytes
+
+        def listen(event: Event) -> None:
+            if event.phase not in ("progress", "upload", "load"):
+                return
+            name = f"{escape(event.uri)} rank {event.rank}"
+            key, has_ended = (event.uri, event.rank), event.phase != "progress"
+            with lock:
+                if key not in tasks:
+                    tasks[key] = progress.add_task(name, total=None)
+                task = tasks.pop(key) if has_ended else tasks[key]
+            if event.failed:
+                progress.update(task, description=f"{name} FAILED", completed=event.bytes)
+            else:
+                total = event.total or (event.bytes if has_ended else None)
+                progress.update(task, completed=event.bytes, total=total)
+            if has_ended:
+                progress.stop_task(task)
+
+        unsubscribe = subscribe(listen)
+        try:
+            yield
+        finally:
+            unsubscribe()
