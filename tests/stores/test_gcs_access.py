@@ -28,7 +28,7 @@ from cloudckpt.errors import (
     StoreError,
     TransientStoreError,
 )
-from cloudckpt.stores import gcs_token
+from cloudckpt.stores import gcs_access
 from cloudckpt.stores.gcs import GCSStore
 from cloudckpt.stores.registry import open_store
 from cloudckpt.testing.servers import free_port
@@ -208,7 +208,7 @@ def test_a_refused_renewal_counts_once_the_old_token_has_ended(open_with, secure
 
 
 def test_pauses_between_renewals_grow_to_half_a_minute():
-    pauses = [gcs_token._pause(failures) for failures in range(1, 10)]
+    pauses = [gcs_access._pause(failures) for failures in range(1, 10)]
     assert pauses == [0, 0, 1, 2, 4, 8, 16, 30, 30]
 
 
@@ -787,7 +787,7 @@ def test_silence_counts_only_where_googles_name_for_the_server_is_unknown(
         raise google.auth.exceptions.DefaultCredentialsError("none")
 
     monkeypatch.setattr("google.auth.default", find)
-    monkeypatch.setattr("cloudckpt.stores.gcs_token.Transport.__call__", ask)
+    monkeypatch.setattr("cloudckpt.stores.gcs_access._Transport.__call__", ask)
     monkeypatch.setattr("cloudckpt.stores.gcs_access.socket.getaddrinfo", look_up)
     monkeypatch.delenv("NO_GCE_CHECK")
     with pytest.raises(expected):

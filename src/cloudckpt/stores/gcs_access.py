@@ -1,32 +1,66 @@
-"""How a bucket is reached: the endpoint, and where credentials for it are found."""
+"""How a bucket is reached: the endpoint, where credentials are found, and the tokens they give.
+
+google-auth finds them and fetches tokens; what it says of a failure is put in our words.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import socket
+import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+from cloudckpt._version import __version__
 from cloudckpt.config import Config, GCSOptions
 from cloudckpt.config.options import check_endpoint
-from cloudckpt.errors import ConfigError, ConnectionLostError, CredentialsError
-from cloudckpt.stores.credentials import Credentials, check_credential
-from cloudckpt.stores.gcs_token import Token, Transport, in_our_words, told
+from cloudckpt.errors import (
+    ConfigError,
+    ConnectionLostError,
+    CredentialsError,
+    MissingDependencyError,
+    StoreError,
+)
+from cloudckpt.stores.credentials import (
+    Credentials,
+    Renewal,
+    Validity,
+    check_credential,
+    masked,
+    raise_alone,
+    reason,
+)
 from cloudckpt.stores.http import HttpOptions
 
-# isort: split
-# below the module that says what to install if they are missing
-import google.auth
-import google.auth.compute_engine
-import google.auth.credentials
-import google.auth.exceptions
-import google.auth.impersonated_credentials
-import requests.utils
+try:
+    import google.auth
+    import google.auth.compute_engine
+    import google.auth.credentials
+    import google.auth.exceptions
+    import google.auth.impersonated_credentials
+    import google.auth.transport.requests
+    import requests
+    import requests.utils
+except ImportError as exc:
+    raise MissingDependencyError(
+        "gs:// needs google-auth; install it with: pip install 'cloudckpt[gcs]'", cause=exc
+    ) from exc
 
 __all__ = ["BucketAccess"]
 
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 _METADATA_TIMEOUT = 3  # seconds, google-auth's own
+_LONGEST_PAUSE = 30.0  # seconds between renewals that fail while the old token holds
+_LONGEST_REASON = 300  # characters; it may be a proxy's page
+
+_VALIDITY = {
+    google.auth.credentials.TokenState.FRESH: Validity.GOOD,
+    google.auth.credentials.TokenState.STALE: Validity.DUE,
+    google.auth.credentials.TokenState.INVALID: Validity.ENDED,
+}
 
 
 class BucketAccess:
@@ -57,15 +91,15 @@ class BucketAccess:
                 f"credentials are only sent over https, but the endpoint is {self.endpoint}"
             )
 
-        def look() -> Token | _NoToken:
+        def look() -> _Token | _NoToken:
             if not is_wanted:
                 return _NoToken()
-            transport = Transport((config.connect_timeout, config.read_timeout))
+            transport = _Transport((config.connect_timeout, config.read_timeout))
             found = _credentials(config.gcs, transport, uri)
-            with in_our_words(transport, uri):
+            with _in_our_words(transport, uri):
                 universe = found.universe_domain  # the metadata server's, on Google's machines
             _check_universe(universe, self.endpoint, host, uri)
-            return Token(found, transport)
+            return _Token(found, transport)
 
         self.credentials = Credentials(look)
 
@@ -133,11 +167,11 @@ def _check_universe(universe: str, endpoint: str, host: str, uri: str) -> None:
 
 
 def _credentials(
-    options: GCSOptions, transport: Transport, uri: str
+    options: GCSOptions, transport: _Transport, uri: str
 ) -> google.auth.credentials.Credentials:
     """The credentials that the options name, or else the application default ones."""
     found: google.auth.credentials.Credentials
-    with in_our_words(transport, uri):
+    with _in_our_words(transport, uri):
         if options.credentials_file is not None:
             found = _from_file(options.credentials_file, transport)
         else:
@@ -153,7 +187,7 @@ def _credentials(
         )
 
 
-def _default(transport: Transport, uri: str) -> google.auth.credentials.Credentials:
+def _default(transport: _Transport, uri: str) -> google.auth.credentials.Credentials:
     """The application default credentials.
 
     Raises:
@@ -166,7 +200,7 @@ def _default(transport: Transport, uri: str) -> google.auth.credentials.Credenti
         found, _ = google.auth.default()
         return found
     except google.auth.exceptions.DefaultCredentialsError as exc:
-        cause = told(exc)
+        cause = _told(exc)
     if file := _default_file(name):
         raise CredentialsError(
             f"the Google credentials in {file} can't be used; write the file anew, or name another "
@@ -200,7 +234,7 @@ def _default_file(variable: str) -> str | None:
     return f"gcloud's {path}" if os.path.isfile(path) else None
 
 
-def _of_the_machine(transport: Transport, uri: str) -> google.auth.credentials.Credentials | None:
+def _of_the_machine(transport: _Transport, uri: str) -> google.auth.credentials.Credentials | None:
     """The account of this machine, if it is one of Google's, by one more look.
 
     google-auth takes a metadata server that is late, overloaded or just starting (in the first
@@ -227,7 +261,7 @@ def _of_the_machine(transport: Transport, uri: str) -> google.auth.credentials.C
     except google.auth.exceptions.TransportError as exc:
         if not _is_one_of_googles():
             return None
-        problem = told(exc)
+        problem = _told(exc)
     raise ConnectionLostError(
         "the metadata server, which has the credentials of Google's machines, does not answer for "
         "the moment, and no file with credentials was found",
@@ -251,10 +285,170 @@ def _is_one_of_googles() -> bool:
     return True
 
 
-def _from_file(path: str, transport: Transport) -> google.auth.credentials.Credentials:
+def _from_file(path: str, transport: _Transport) -> google.auth.credentials.Credentials:
     found: google.auth.credentials.Credentials
     with warnings.catch_warnings():
         # google-auth warns of files of unknown origin; this one is named by who runs the job
         warnings.simplefilter("ignore", DeprecationWarning)
         found, _ = google.auth.load_credentials_from_file(path, request=transport)
     return found
+
+
+class _Transport(google.auth.transport.requests.Request):
+    """How google-auth asks token endpoints and metadata servers: with our limits and our name.
+
+    It remembers how they answered. For several kinds of credentials google-auth says no more than
+    that a token was refused, also where the service was only overloaded.
+    """
+
+    def __init__(self, timeout: tuple[float, float]) -> None:
+        """``timeout``: seconds to connect, and to wait for an answer."""
+        session = requests.Session()
+        session.headers["User-Agent"] = f"cloudckpt/{__version__} {session.headers['User-Agent']}"
+        super().__init__(session)
+        self._timeout = timeout
+        self._heard = threading.local()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("timeout") is None:  # for ever
+            kwargs["timeout"] = self._timeout
+        self._heard.status = None
+        response = super().__call__(*args, **kwargs)
+        self._heard.status = response.status
+        return response
+
+    def __deepcopy__(self, memo: object) -> _Transport:
+        """Another one, as google-auth makes it for what it does in the background."""
+        return _Transport(self._timeout)
+
+    def forget(self) -> None:
+        """Begins anew to remember what this thread is answered."""
+        self._heard.status = None
+
+    def was_put_off(self) -> bool:
+        """Whether the last answer that this thread got asks to come again later."""
+        status = getattr(self._heard, "status", None)
+        return isinstance(status, int) and _is_later(status)
+
+
+class _Token:
+    """An access token that is always valid: see :class:`~cloudckpt.stores.credentials.Renewal`.
+
+    google-auth calls a token stale some minutes before it ends.
+    """
+
+    def __init__(
+        self, credentials: google.auth.credentials.Credentials, transport: _Transport
+    ) -> None:
+        self._credentials = credentials
+        self._transport = transport
+        self._renewal = Renewal(self._validity, self._renew, _pause)
+
+    def headers(self, method: str, url: str) -> dict[str, str]:
+        """What google-auth wants a request to carry: the token, and what else it knows of.
+
+        ``before_request`` is its hook for that. It finds out in the background where the account
+        may be used from (regional access boundaries), and says so in a header. A token that is not
+        fresh it would renew at once, on every thread.
+        """
+        self._renewal.ensure()
+        check_credential(self._credentials.token or "", "the access token of Google")
+        headers: dict[str, str] = {}
+        with _in_our_words(self._transport):
+            if self._validity() is Validity.GOOD:
+                self._credentials.before_request(self._transport, method, url, headers)
+            else:
+                self._credentials.apply(headers)
+        return headers
+
+    def secrets(self) -> tuple[str, ...]:
+        if self._validity() is Validity.ENDED:
+            self._renewal.ensure()
+        return (str(self._credentials.token),)
+
+    def _validity(self) -> Validity:
+        return _VALIDITY[self._credentials.token_state]
+
+    def _renew(self) -> None:
+        with _in_our_words(self._transport):
+            self._credentials.refresh(self._transport)
+
+
+def _pause(failures: int) -> float:
+    """The first two failures may be hiccups; from the third on, pauses grow."""
+    return min(2.0 ** (failures - 3), _LONGEST_PAUSE) if failures > 2 else 0.0
+
+
+@contextlib.contextmanager
+def _in_our_words(transport: _Transport, uri: str | None = None) -> Iterator[None]:
+    """Raises google-auth's errors as cloudckpt's, without what they hold of a token's answer.
+
+    They are certain: no request was sent to the store.
+    """
+    transport.forget()
+    try:
+        yield
+    except (google.auth.exceptions.GoogleAuthError, ValueError, OSError) as exc:
+        error: StoreError = CredentialsError(
+            "the Google credentials can't be used: they are expired, revoked, incomplete, or may "
+            "not act as the service account; sign in again, or check its roles",
+            uri=uri,
+            cause=_told(exc),
+            certain=True,
+        )
+        if _is_passing(exc) or transport.was_put_off():
+            error = ConnectionLostError(
+                "the access token could not be fetched for the moment",
+                uri=uri,
+                cause=_told(exc),
+                certain=True,
+            )
+        raise_alone(error)
+
+
+def _is_passing(exc: Exception) -> bool:
+    """Whether trying again may help."""
+    if getattr(exc, "retryable", False):
+        return True
+    first = exc.args[0] if exc.args else None
+    if isinstance(first, ValueError):  # a header or URL that requests does not send
+        return False
+    inner = first if isinstance(first, google.auth.exceptions.GoogleAuthError) else exc
+    if not isinstance(inner, _NO_ANSWER):
+        return False
+    answer = inner.args[1] if len(inner.args) > 1 else None
+    status = getattr(answer, "status", None)
+    return not isinstance(status, int) or _is_later(status)
+
+
+_NO_ANSWER = (
+    google.auth.exceptions.TransportError,
+    google.auth.exceptions.TimeoutError,
+    google.auth.exceptions.ResponseError,
+)
+
+
+def _is_later(status: int) -> bool:
+    return status in (408, 429) or status >= 500
+
+
+def _told(exc: Exception) -> str:
+    """What a token endpoint says of its refusal; the rest of its answer may hold secrets."""
+    if not isinstance(exc, google.auth.exceptions.GoogleAuthError):
+        # others may quote what they can't read, such as a private key
+        return reason(exc) if isinstance(exc, OSError) else type(exc).__name__
+    first = masked(str(exc.args[0])) if exc.args else ""  # whole: what is cut is not recognized
+    texts = [first.partition("\n")[0][:_LONGEST_REASON]] if first else []
+    answer = exc.args[1] if len(exc.args) > 1 else None
+    if isinstance(answer, Exception):
+        texts.append(_told(answer))
+    if isinstance(answer, str):
+        with contextlib.suppress(ValueError):
+            answer = json.loads(answer)
+    if isinstance(answer, Mapping):
+        error = answer.get("error")
+        message = (
+            error.get("message") if isinstance(error, Mapping) else answer.get("error_description")
+        )
+        texts += [str(message)] if message else []
+    return masked(f"{type(exc).__name__}: {': '.join(texts)}")
