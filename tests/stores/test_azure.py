@@ -8,10 +8,12 @@ import base64
 import dataclasses
 import datetime
 import email.utils
+import functools
 import itertools
 import logging
 import os
 import pickle
+import re
 import sys
 import threading
 import time
@@ -71,6 +73,18 @@ def _no_other_credentials(monkeypatch):
             monkeypatch.delenv(name)
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", ACCOUNT)
     monkeypatch.setenv("AZURE_STORAGE_KEY", KEY)
+
+
+@pytest.fixture(scope="module")
+def stub(stub_server):
+    with stub_server() as stub:
+        yield stub
+
+
+@pytest.fixture
+def server(stub):
+    stub.reset_script()
+    return stub
 
 
 @pytest.fixture
@@ -788,14 +802,21 @@ UNFIT = {
 
 
 @pytest.mark.parametrize("key", UNFIT.values(), ids=UNFIT)
+def test_a_name_that_azure_changes_or_refuses_is_refused(key):
+    with pytest.raises(InvalidRequestError, match="name") as caught:
+        azure_names.check_blob(key, f"az://container/{key}")
+    assert caught.value.certain
+    str(caught.value).encode()  # it can be printed
+
+
 @pytest.mark.parametrize(
     "verb",
     {
-        "put": lambda store, key: put(store, key),
+        "put": put,
         "create_upload": lambda store, key: store.create_upload(key, 1024),
         "put_part": lambda store, key: put_part(store, dataclasses.replace(UPLOAD, key=key)),
         "get": lambda store, key: store.get(key),
-        "get_range": lambda store, key: get_range(store, key),
+        "get_range": get_range,
         "head": lambda store, key: store.head(key),
         "delete": lambda store, key: store.delete([key]),
         "delete many": lambda store, key: store.delete(["run/a", key, "run/b"]),
@@ -803,13 +824,9 @@ UNFIT = {
     }.items(),
     ids=lambda verb: verb[0],
 )
-def test_a_name_that_azure_changes_or_refuses_is_refused_before_anything_is_sent(
-    store, server, verb, key
-):
-    with pytest.raises(InvalidRequestError, match="name") as caught:
-        verb[1](store, key)
-    assert caught.value.certain
-    str(caught.value).encode()  # it can be printed
+def test_no_request_is_sent_for_a_name_that_is_refused(store, server, verb):
+    with pytest.raises(InvalidRequestError, match="name"):
+        verb[1](store, "run/object.")
     assert server.requests == []
     assert list(store._begun) == []
 
@@ -839,10 +856,6 @@ def test_a_name_that_azure_takes_is_sent(store, server, key):
     assert unquote(urlsplit(server.requests[0].target).path) == f"/container/{key}"
 
 
-def save(location, config):
-    cloudckpt.save({"a": torch.zeros(3)}, checkpoint_id=location, config=config, no_dist=True)
-
-
 LOCATIONS = {
     "dot at the end": "az://container/run/step-1.",
     "dot before a slash": "az://container/run./step-1",
@@ -862,32 +875,30 @@ LOCATIONS = {
 
 
 @pytest.mark.parametrize("location", LOCATIONS.values(), ids=LOCATIONS)
-@pytest.mark.parametrize(
-    "use",
-    {
-        "save": save,
-        "async_save": lambda location, config: cloudckpt.async_save(
-            {"a": torch.zeros(3)}, checkpoint_id=location, config=config, no_dist=True
-        ),
-        "load": lambda location, config: cloudckpt.load(
-            {"a": torch.zeros(3)}, checkpoint_id=location, config=config, no_dist=True
-        ),
-        "exists": lambda location, config: cloudckpt.exists(location, config=config),
-    }.items(),
-    ids=lambda use: use[0],
-)
-def test_a_location_that_azure_changes_or_refuses_is_refused_at_once(server, use, location):
+def test_a_location_that_azure_changes_or_refuses_is_refused(location):
+    for is_checkpoint in (False, True):
+        with pytest.raises(InvalidURIError):
+            azure_names.check_location(CheckpointURI.parse(location), is_checkpoint=is_checkpoint)
+
+
+@pytest.mark.parametrize("use", ["save", "async_save", "load", "exists"])
+def test_a_location_that_is_refused_is_refused_at_once(server, use):
     config = Config(azure=AzureOptions(endpoint_url=server.url))
+    location = "az://container/run/step-1."
+    function = getattr(cloudckpt, use)
+    if use != "exists":
+        function = functools.partial(function, {"a": torch.zeros(3)}, no_dist=True)
     with pytest.raises(InvalidURIError):
-        use[1](location, config)
+        function(checkpoint_id=location, config=config)
     assert server.requests == []
 
 
 @pytest.mark.parametrize("prefix", ["x" * 961, "/".join("x" * 254)])
 def test_a_location_that_has_no_room_for_the_objects_beneath_is_refused_at_once(server, prefix):
     """The longest name, the manifest's or that of a high rank, would come last."""
+    config = Config(azure=AzureOptions(endpoint_url=server.url))
     with pytest.raises(InvalidURIError, match=r"960|253"):
-        save(f"az://container/{prefix}", Config(azure=AzureOptions(endpoint_url=server.url)))
+        cloudckpt.save({}, checkpoint_id=f"az://container/{prefix}", config=config, no_dist=True)
     assert server.requests == []
 
 
@@ -1448,117 +1459,142 @@ def test_an_error_of_a_whole_batch_may_stand_within_its_answer(store, server):
 
 # what the answers mean
 
-ANSWERS = [
-    (404, "BlobNotFound", ObjectNotFoundError),
-    (404, "ResourceNotFound", ObjectNotFoundError),
-    (404, "ContainerNotFound", BucketNotFoundError),
-    (404, "", ObjectNotFoundError),
-    (403, "AuthorizationFailure", AccessDeniedError),
-    (403, "AuthorizationPermissionMismatch", AccessDeniedError),
-    (403, "AuthorizationProtocolMismatch", AccessDeniedError),
-    (403, "AuthorizationSourceIPMismatch", AccessDeniedError),
-    (403, "InsufficientAccountPermissions", AccessDeniedError),
-    (403, "AccountIsDisabled", AccessDeniedError),
-    (403, "", AccessDeniedError),
-    (403, "AuthenticationFailed", CredentialsError),
-    (400, "InvalidAuthenticationInfo", CredentialsError),
-    (401, "InvalidAuthenticationInfo", CredentialsError),
-    (401, "NoAuthenticationInformation", CredentialsError),
-    (403, "KeyBasedAuthenticationNotPermitted", CredentialsError),
-    (401, "", CredentialsError),
-    (409, "BlobAlreadyExists", PreconditionFailedError),
-    (412, "ConditionNotMet", PreconditionFailedError),
-    (412, "", PreconditionFailedError),
-    (412, "LeaseIdMissing", InvalidRequestError),  # 412, but no condition of ours
-    (409, "BlobImmutableDueToPolicy", AccessDeniedError),
-    (409, "BlobImmutableDueToLegalHold", AccessDeniedError),
-    (409, "BlobArchived", InvalidRequestError),
-    (409, "BlobBeingRehydrated", InvalidRequestError),
-    (409, "InvalidBlobType", InvalidRequestError),
-    (409, "BlobUsesCustomerSpecifiedEncryption", InvalidRequestError),
-    (409, "BlobOperationNotSupported", InvalidRequestError),
-    (409, "SomethingNew", InvalidRequestError),
-    (403, "UnauthorizedBlobOverwrite", AccessDeniedError),
-    (403, "KeyVaultEncryptionKeyNotFound", AccessDeniedError),
-    (403, "KeyVaultVaultNotFound", AccessDeniedError),
-    (403, "KeyVaultAccessTokenCannotBeAcquired", AccessDeniedError),
-    (403, "KeyVaultSomethingNew", AccessDeniedError),
-    (404, "KeyVaultSomethingNew", AccessDeniedError),  # the blob is there all the same
-    (503, "KeyVaultSomethingNew", ThrottledError),
-    (429, "KeyVaultSomethingNew", ThrottledError),
-    (500, "KeyVaultSomethingNew", ServerError),
-    (400, "InvalidBlobTier", InvalidRequestError),
-    (409, "BlobTierInadequateForContentLength", InvalidRequestError),
-    (409, "ContentLengthLargerThanTierLimit", InvalidRequestError),
-    (409, "BlobAccessTierNotSupportedForAccountType", InvalidRequestError),
-    (409, "FeatureNotYetSupportedForHierarchicalNamespaceAccounts", InvalidRequestError),
-    (400, "BlobApiNotYetSupportedForHierarchicalNamespaceAccounts", InvalidRequestError),
-    (409, "ResourceTypeMismatch", InvalidRequestError),
-    (409, "PathConflict", InvalidRequestError),
-    (409, "DirectoryIsNotEmpty", InvalidRequestError),
-    (409, "PathAlreadyExists", PreconditionFailedError),
-    (409, "ResourceAlreadyExists", PreconditionFailedError),
-    (409, "FilesystemBeingDeleted", ServerError),
-    (400, "PathIsTooDeep", InvalidRequestError),
-    (400, "OutOfRangeInput", InvalidRequestError),
-    (400, "InvalidResourceName", InvalidRequestError),
-    (403, "RequestForbiddenByContainerEncryptionPolicy", AccessDeniedError),
-    (400, "AccountRequiresHttps", InvalidRequestError),
-    (400, "TlsVersionNotPermitted", TLSError),
-    (409, "PublicAccessNotPermitted", AccessDeniedError),
-    (412, "LeaseNotPresentWithBlobOperation", InvalidRequestError),
-    (409, "LeaseAlreadyPresent", InvalidRequestError),
-    (409, "ContainerImmutabilityPolicyLocked", AccessDeniedError),
-    (409, "BlockCountExceedsLimit", InvalidRequestError),
-    (409, "", InvalidRequestError),
-    (409, "ContainerBeingDeleted", ServerError),
-    (416, "InvalidRange", RangeNotSatisfiableError),
-    (416, "", RangeNotSatisfiableError),
-    (400, "InvalidBlockList", ObjectNotFoundError),
-    (400, "InvalidBlobOrBlock", InvalidRequestError),
-    (400, "InvalidHeaderValue", InvalidRequestError),
-    (413, "RequestBodyTooLarge", InvalidRequestError),
-    (400, "Md5Mismatch", ServerError),
-    (400, "Crc64Mismatch", ServerError),
-    (500, "InternalError", ServerError),
-    (500, "OperationTimedOut", ServerError),
-    (502, "", ServerError),
-    (504, "", ServerError),
-    (408, "", ServerError),
-    (503, "ServerBusy", ThrottledError),
-    (500, "ServerBusy", ThrottledError),
-    (503, "", ThrottledError),
-    (429, "", ThrottledError),
-    (429, "InsufficientAccountPermissions", ThrottledError),  # whatever it names
-]
+MEANINGS = {
+    ObjectNotFoundError: [
+        "400 InvalidBlockList",
+        "404",
+        "404 BlobNotFound",
+        "404 ResourceNotFound",
+    ],
+    BucketNotFoundError: [
+        "404 ContainerNotFound",
+    ],
+    AccessDeniedError: [
+        "403",
+        "403 AccountIsDisabled",
+        "403 AuthorizationFailure",
+        "403 AuthorizationPermissionMismatch",
+        "403 AuthorizationProtocolMismatch",
+        "403 AuthorizationSourceIPMismatch",
+        "403 InsufficientAccountPermissions",
+        "403 KeyVaultAccessTokenCannotBeAcquired",
+        "403 KeyVaultEncryptionKeyNotFound",
+        "403 KeyVaultSomethingNew",
+        "403 KeyVaultVaultNotFound",
+        "403 RequestForbiddenByContainerEncryptionPolicy",
+        "403 UnauthorizedBlobOverwrite",
+        "404 KeyVaultSomethingNew",
+        "409 BlobImmutableDueToLegalHold",
+        "409 BlobImmutableDueToPolicy",
+        "409 ContainerImmutabilityPolicyLocked",
+        "409 PublicAccessNotPermitted",
+    ],
+    CredentialsError: [
+        "400 InvalidAuthenticationInfo",
+        "401",
+        "401 InvalidAuthenticationInfo",
+        "401 NoAuthenticationInformation",
+        "403 AuthenticationFailed",
+        "403 KeyBasedAuthenticationNotPermitted",
+    ],
+    PreconditionFailedError: [
+        "409 BlobAlreadyExists",
+        "409 PathAlreadyExists",
+        "409 ResourceAlreadyExists",
+        "412",
+        "412 ConditionNotMet",
+    ],
+    InvalidRequestError: [
+        "400 AccountRequiresHttps",
+        "400 BlobApiNotYetSupportedForHierarchicalNamespaceAccounts",
+        "400 InvalidBlobOrBlock",
+        "400 InvalidBlobTier",
+        "400 InvalidHeaderValue",
+        "400 InvalidResourceName",
+        "400 OutOfRangeInput",
+        "400 PathIsTooDeep",
+        "409",
+        "409 BlobAccessTierNotSupportedForAccountType",
+        "409 BlobArchived",
+        "409 BlobBeingRehydrated",
+        "409 BlobOperationNotSupported",
+        "409 BlobTierInadequateForContentLength",
+        "409 BlobUsesCustomerSpecifiedEncryption",
+        "409 BlockCountExceedsLimit",
+        "409 ContentLengthLargerThanTierLimit",
+        "409 DirectoryIsNotEmpty",
+        "409 FeatureNotYetSupportedForHierarchicalNamespaceAccounts",
+        "409 InvalidBlobType",
+        "409 LeaseAlreadyPresent",
+        "409 PathConflict",
+        "409 ResourceTypeMismatch",
+        "409 SomethingNew",
+        "412 LeaseIdMissing",
+        "412 LeaseNotPresentWithBlobOperation",
+        "413 RequestBodyTooLarge",
+    ],
+    ThrottledError: [
+        "429",
+        "429 InsufficientAccountPermissions",
+        "429 KeyVaultSomethingNew",
+        "500 ServerBusy",
+        "503",
+        "503 KeyVaultSomethingNew",
+        "503 ServerBusy",
+    ],
+    ServerError: [
+        "400 Crc64Mismatch",
+        "400 Md5Mismatch",
+        "408",
+        "409 ContainerBeingDeleted",
+        "409 FilesystemBeingDeleted",
+        "500 InternalError",
+        "500 KeyVaultSomethingNew",
+        "500 OperationTimedOut",
+        "502",
+        "504",
+    ],
+    TLSError: [
+        "400 TlsVersionNotPermitted",
+    ],
+    RangeNotSatisfiableError: [
+        "416",
+        "416 InvalidRange",
+    ],
+}
 
 
-@pytest.mark.parametrize("place", ["header", "body"])
-@pytest.mark.parametrize(("status", "code", "expected"), ANSWERS)
-@pytest.mark.parametrize("verb", ["put", "get_range", "put_part", "complete_upload"])
-def test_an_answer_of_failure_has_a_name(store, server, verb, status, code, expected, place):
-    headers = {"x-ms-error-code": code} if code and place == "header" else {}
-    body = error_xml(code, "the vendor's\nwords") if code and place == "body" else b""
-    server.respond(lambda request: server.Answer(status, headers, body))
-    with pytest.raises(StoreError) as caught:
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [(answer, kind) for kind, answers in MEANINGS.items() for answer in answers],
+)
+def test_an_answer_of_failure_has_a_name(store, answer, expected):
+    status, _, code = answer.partition(" ")
+    for headers, body in (
+        ({"x-ms-error-code": code} if code else {}, b""),
+        ({}, error_xml(code, "the vendor's\nwords") if code else b""),
+    ):
+        error = store.failure(int(status), headers, body, "PUT", "az://container/run/object")
+        assert type(error) is expected
+        assert code in str(error)
+        assert f"HTTP {status}" in str(error)
+        assert ("the vendor's words" in str(error)) is bool(body)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_request_that_is_refused_is_told_by_its_error(store, server, verb):
+    code = {"x-ms-error-code": "AuthorizationPermissionMismatch"}
+    server.respond(lambda request: server.Answer(403, code))
+    with pytest.raises(AccessDeniedError, match="HTTP 403") as caught:
         VERBS[verb][0](store)
-    assert type(caught.value) is expected
-    assert caught.value.uri == "az://container/run/object"
-    assert code in str(caught.value)
-    assert f"HTTP {status}" in str(caught.value)
-    if body:
-        assert "the vendor's words" in str(caught.value)
-
-
-def test_a_missing_role_is_named(store, server):
-    server.answer(status=403, headers={"x-ms-error-code": "AuthorizationPermissionMismatch"})
-    with pytest.raises(AccessDeniedError, match="Storage Blob Data Contributor"):
-        put(store)
+    assert caught.value.uri.startswith("az://container/run/")
 
 
 @pytest.mark.parametrize(
     ("status", "code", "words"),
     [
+        (403, "AuthorizationPermissionMismatch", "Storage Blob Data Contributor"),
+        (409, "BlobOperationNotSupported", "Data Lake API; delete it first"),
         (403, "UnauthorizedBlobOverwrite", "may create blobs, but not replace"),
         (403, "KeyVaultEncryptionKeyNotFound", "the key .* is gone, disabled or expired"),
         (403, "KeyVaultVaultNotFound", "the key vault .* is gone"),
@@ -1575,21 +1611,15 @@ def test_a_missing_role_is_named(store, server):
         (400, "UnsupportedRestVersion", "2021-12-02"),
     ],
 )
-def test_a_refusal_says_what_to_do(store, server, status, code, words):
-    server.answer(status=status, headers={"x-ms-error-code": code})
-    with pytest.raises(StoreError, match=words):
-        put(store)
+def test_a_refusal_says_what_to_do(store, status, code, words):
+    error = store.failure(status, {"x-ms-error-code": code}, b"", "PUT", "az://container/x")
+    assert re.search(words, str(error))
 
 
-@pytest.mark.parametrize("code", ["AuthorizationPermissionMismatch", "SomethingNew"])
-def test_the_meaning_of_a_known_code_is_not_that_of_its_status(store, server, code):
-    server.answer(status=403, headers={"x-ms-error-code": code})
-    with pytest.raises(AccessDeniedError, match="Storage Blob Data Contributor"):
-        put(store)
-    server.answer(status=403, headers={"x-ms-error-code": "KeyVaultVaultNotFound"})
-    with pytest.raises(AccessDeniedError) as caught:
-        put(store)
-    assert "Contributor" not in str(caught.value)
+def test_the_meaning_of_a_known_code_is_not_that_of_its_status(store):
+    for code, is_about_roles in (("SomethingNew", True), ("KeyVaultVaultNotFound", False)):
+        error = store.failure(403, {"x-ms-error-code": code}, b"", "PUT", "az://container/x")
+        assert ("Contributor" in str(error)) is is_about_roles
 
 
 def test_a_header_or_parameter_that_azure_refuses_is_named_but_not_its_value(store, server):
@@ -1603,12 +1633,6 @@ def test_a_header_or_parameter_that_azure_refuses_is_named_but_not_its_value(sto
     with pytest.raises(InvalidRequestError, match="comp") as other:
         put(store)
     assert "SECRET" not in f"{caught.value} {other.value}"
-
-
-def test_a_file_of_the_data_lake_api_is_suspected(store, server):
-    server.answer(status=409, headers={"x-ms-error-code": "BlobOperationNotSupported"})
-    with pytest.raises(InvalidRequestError, match="Data Lake API; delete it first"):
-        put(store)
 
 
 def test_a_clock_that_is_wrong_is_suspected(store, server):
