@@ -586,95 +586,137 @@ def test_a_batch_without_blank_lines_is_understood(store, server):
 
 # what the answers mean
 
-ANSWERS = [
-    (400, "badDigest", ServerError),
-    (400, "crcMismatch", ServerError),
-    (400, "invalid", InvalidRequestError),
-    (400, "invalidDigest", ServerError),
-    (400, "somethingNew", InvalidRequestError),
-    (400, "userProjectMissing", InvalidRequestError),
-    (401, "authError", CredentialsError),
-    (401, "", CredentialsError),
-    (403, "forbidden", AccessDeniedError),
-    (403, "", AccessDeniedError),
-    (403, "insufficientPermissions", AccessDeniedError),
-    (403, "retentionPolicyNotMet", AccessDeniedError),
-    (403, "objectUnderActiveHold", AccessDeniedError),
-    (403, "userProjectAccessDenied", AccessDeniedError),
-    (403, "quotaExceeded", StorageFullError),
-    (403, "userRateLimitExceeded", ThrottledError),
-    (404, "notFound", ObjectNotFoundError),
-    (404, "", ObjectNotFoundError),
-    (405, "methodNotAllowed", InvalidRequestError),
-    (408, "uploadBrokenConnection", ServerError),
-    (408, "", ServerError),
-    (409, "conflict", ServerError),
-    (410, "gone", InvalidRequestError),
-    (412, "conditionNotMet", PreconditionFailedError),
-    (412, "orgPolicyConstraintFailed", AccessDeniedError),
-    (412, "", PreconditionFailedError),
-    (413, "uploadTooLarge", InvalidRequestError),
-    (416, "requestedRangeNotSatisfiable", RangeNotSatisfiableError),
-    (416, "", RangeNotSatisfiableError),
-    (429, "rateLimitExceeded", ThrottledError),
-    (429, "quotaExceeded", ThrottledError),
-    (429, "forbidden", ThrottledError),
-    (429, "orgPolicyConstraintFailed", ThrottledError),
-    (429, "", ThrottledError),
-    (500, "backendError", ServerError),
-    (502, "", ServerError),
-    (503, "backendError", ThrottledError),
-    (503, "", ThrottledError),
-    (504, "gatewayTimeout", ServerError),
-]
-CODES = [
-    (400, "BadDigest", ServerError),
-    (400, "CrcMismatch", ServerError),
-    (400, "InvalidDigest", ServerError),
-    (400, "InvalidArgument", InvalidRequestError),
-    (400, "EntityTooSmall", InvalidRequestError),
-    (400, "UserProjectMissing", InvalidRequestError),
-    (401, "AuthenticationRequired", CredentialsError),
-    (403, "AccessDenied", AccessDeniedError),
-    (403, "RetentionPolicyNotMet", AccessDeniedError),
-    (404, "NoSuchBucket", BucketNotFoundError),
-    (404, "NoSuchKey", ObjectNotFoundError),
-    (404, "NoSuchUpload", ObjectNotFoundError),
-    (408, "RequestTimeout", ServerError),
-    (412, "PreconditionFailed", PreconditionFailedError),
-    (429, "SlowDown", ThrottledError),
-    (429, "QuotaExceeded", ThrottledError),
-    (500, "InternalError", ServerError),
-    (501, "NotImplemented", InvalidRequestError),
-    (503, "ServiceUnavailable", ThrottledError),
-]
+REASONS = {
+    ServerError: [
+        "400 badDigest",
+        "400 crcMismatch",
+        "400 invalidDigest",
+        "408",
+        "408 uploadBrokenConnection",
+        "409 conflict",
+        "500 backendError",
+        "502",
+        "504 gatewayTimeout",
+    ],
+    InvalidRequestError: [
+        "400 invalid",
+        "400 somethingNew",
+        "400 userProjectMissing",
+        "405 methodNotAllowed",
+        "410 gone",
+        "413 uploadTooLarge",
+    ],
+    CredentialsError: [
+        "401",
+        "401 authError",
+    ],
+    AccessDeniedError: [
+        "403",
+        "403 forbidden",
+        "403 insufficientPermissions",
+        "403 objectUnderActiveHold",
+        "403 retentionPolicyNotMet",
+        "403 userProjectAccessDenied",
+        "412 orgPolicyConstraintFailed",
+    ],
+    StorageFullError: [
+        "403 quotaExceeded",
+    ],
+    ThrottledError: [
+        "403 userRateLimitExceeded",
+        "429",
+        "429 forbidden",
+        "429 orgPolicyConstraintFailed",
+        "429 quotaExceeded",
+        "429 rateLimitExceeded",
+        "503",
+        "503 backendError",
+    ],
+    ObjectNotFoundError: [
+        "404",
+        "404 notFound",
+    ],
+    PreconditionFailedError: [
+        "412",
+        "412 conditionNotMet",
+    ],
+    RangeNotSatisfiableError: [
+        "416",
+        "416 requestedRangeNotSatisfiable",
+    ],
+}
+CODES = {
+    ServerError: [
+        "400 BadDigest",
+        "400 CrcMismatch",
+        "400 InvalidDigest",
+        "408 RequestTimeout",
+        "500 InternalError",
+    ],
+    InvalidRequestError: [
+        "400 EntityTooSmall",
+        "400 InvalidArgument",
+        "400 UserProjectMissing",
+        "501 NotImplemented",
+    ],
+    CredentialsError: [
+        "401 AuthenticationRequired",
+    ],
+    AccessDeniedError: [
+        "403 AccessDenied",
+        "403 RetentionPolicyNotMet",
+    ],
+    BucketNotFoundError: [
+        "404 NoSuchBucket",
+    ],
+    ObjectNotFoundError: [
+        "404 NoSuchKey",
+        "404 NoSuchUpload",
+    ],
+    PreconditionFailedError: [
+        "412 PreconditionFailed",
+    ],
+    ThrottledError: [
+        "429 QuotaExceeded",
+        "429 SlowDown",
+        "503 ServiceUnavailable",
+    ],
+}
 
 
-@pytest.mark.parametrize(("status", "reason", "expected"), ANSWERS)
-@pytest.mark.parametrize("verb", ["put", "get_range", "head", "list"])
-def test_a_failure_of_the_json_api_has_a_name(store, server, verb, status, reason, expected):
-    body = error_json(status, reason, "Google's words") if reason else b""
-    server.respond(lambda request: server.Answer(status, body=body))
-    with pytest.raises(StoreError) as caught:
+def rows(table):
+    return [(answer, kind) for kind, answers in table.items() for answer in answers]
+
+
+def failure(store, status, body=b""):
+    return store.failure(int(status), {}, body, "PUT", "gs://bucket/run/object")
+
+
+@pytest.mark.parametrize(("answer", "expected"), rows(REASONS))
+def test_a_failure_of_the_json_api_has_a_name(store, answer, expected):
+    status, _, reason = answer.partition(" ")
+    error = failure(store, status, error_json(status, reason, "Google's words") if reason else b"")
+    assert type(error) is expected
+    for text in (f"HTTP {status}", reason, "Google's words" if reason else ""):
+        assert text in str(error)
+
+
+@pytest.mark.parametrize(("answer", "expected"), rows(CODES))
+def test_a_failure_of_the_xml_api_has_a_name(store, answer, expected):
+    status, _, code = answer.partition(" ")
+    error = failure(store, status, error_xml(code, "Google's words"))
+    assert type(error) is expected
+    for text in (f"HTTP {status}", code, "Google's words"):
+        assert text in str(error)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_request_that_is_refused_is_told_by_its_error(store, server, verb):
+    body = error_json(403, "forbidden") if verb in JSON else error_xml("AccessDenied")
+    server.respond(lambda request: server.Answer(403, body=body))
+    with pytest.raises(AccessDeniedError, match="HTTP 403") as caught:
         VERBS[verb][0](store)
-    assert type(caught.value) is expected
     assert caught.value.uri.startswith("gs://bucket/run/")
-    assert f"HTTP {status}" in str(caught.value)
-    if reason:
-        assert reason in str(caught.value)
-        assert "Google's words" in str(caught.value)
-
-
-@pytest.mark.parametrize(("status", "code", "expected"), CODES)
-@pytest.mark.parametrize("verb", ["create_upload", "put_part", "complete_upload"])
-def test_a_failure_of_the_xml_api_has_a_name(store, server, verb, status, code, expected):
-    server.respond(lambda request: server.Answer(status, body=error_xml(code, "Google's words")))
-    with pytest.raises(StoreError) as caught:
-        VERBS[verb][0](store)
-    assert type(caught.value) is expected
-    assert caught.value.uri == "gs://bucket/run/object"
-    assert code in str(caught.value)
-    assert "Google's words" in str(caught.value)
 
 
 @pytest.mark.parametrize(
