@@ -78,7 +78,7 @@ def content(state, key=KEY):
     return state.find("bucket", key).data
 
 
-@pytest.mark.parametrize(("count", "calls"), [(1, 1), (32, 1), (33, 3), (70, 4), (200, 8)])
+@pytest.mark.parametrize(("count", "calls"), [(1, 1), (32, 1), (33, 3), (70, 4)])
 def test_parts_are_composed_in_rounds_of_32(store, state, count, calls):
     upload, parts, data = sent(store, count)
     info = store.complete_upload(upload, parts)
@@ -135,13 +135,12 @@ def test_the_object_has_the_options_and_the_parts_only_those_that_it_takes_over(
     assert attributes.kms_key == key_name
 
 
-@pytest.mark.parametrize("of_bucket", ["STANDARD", "NEARLINE", "COLDLINE", "ARCHIVE"])
-@pytest.mark.parametrize("wanted", [None, "STANDARD", "NEARLINE", "ARCHIVE"])
-@pytest.mark.parametrize("count", [2, 33])
-def test_sources_have_the_class_of_the_result(open_gcs, state, of_bucket, wanted, count):
+@pytest.mark.parametrize("of_bucket", ["STANDARD", "NEARLINE"])
+@pytest.mark.parametrize("wanted", [None, "STANDARD", "ARCHIVE"])
+def test_sources_have_the_class_of_the_result(open_gcs, state, of_bucket, wanted):
     state.storage_class = of_bucket
     store = open_gcs(storage_class=wanted)
-    upload, parts, data = sent(store, count)
+    upload, parts, data = sent(store, 33)
     store.complete_upload(upload, parts)
     stored = state.find("bucket", KEY)
     assert (stored.data, stored.attributes.storage_class) == (data, wanted or of_bucket)

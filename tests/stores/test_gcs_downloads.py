@@ -28,6 +28,18 @@ NO_OBJECT = b"No such object: bucket/run/object"
 NO_BUCKET = b"<Error><Code>NoSuchBucket</Code><Message>No such bucket.</Message></Error>"
 
 
+@pytest.fixture(scope="module")
+def stub(stub_server):
+    with stub_server() as stub:
+        yield stub
+
+
+@pytest.fixture
+def server(stub):
+    stub.reset_script()
+    return stub
+
+
 @pytest.fixture
 def store(server):
     store = GCSStore("bucket", Config(gcs=GCSOptions(endpoint_url=server.url)))
@@ -196,9 +208,9 @@ class Older(GcsStub):
         return super().answer(dataclasses.replace(call, request=request))
 
 
-@pytest.mark.parametrize("stub", [GcsStub, Older])
-def test_checkpoints_are_saved_and_loaded_whatever_the_endpoint_has(stub):
-    with stub("bucket") as running:
+@pytest.mark.parametrize("kind", [GcsStub, Older])
+def test_checkpoints_are_saved_and_loaded_whatever_the_endpoint_has(kind):
+    with kind("bucket") as running:
         config = Config(gcs=GCSOptions(endpoint_url=running.url))
         place = {"checkpoint_id": "gs://bucket/run", "config": config}
         with pytest.raises(CheckpointNotFoundError):
