@@ -80,7 +80,7 @@ def test_listing_pages_groups_and_deletes(bucket: Any) -> None:
         bucket.delete_blob(keys[0])
 
 
-def test_our_store_uploads_in_parts_and_deletes_in_batches(
+def test_our_store_uploads_in_parts_and_deletes_one_by_one(
     bucket: Any, store: GCSStore, server: ServerHandle
 ) -> None:
     pieces = [os.urandom(5 * MIB), os.urandom(5 * MIB), b"end"]
@@ -95,9 +95,9 @@ def test_our_store_uploads_in_parts_and_deletes_in_batches(
     store.get_range("ü/big", 4 * MIB, [memoryview(across)], if_version=made.version)
     assert across == b"".join(pieces)[4 * MIB : 10 * MIB]
     bucket.blob("ü/other").upload_from_string(b"x")
-    store.delete(["ü/big", "ü/missing", "ü/other"])
+    for key in ("ü/big", "ü/missing", "ü/other"):
+        store.delete(key)
     assert not list(store.list(""))
-    assert server.counts().operations["DeleteObjects"]["requests"] >= 1
 
 
 def test_a_sink_drops_large_bodies(server: ServerHandle) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -52,8 +51,6 @@ def answer(request: Recorded) -> Answer:
     if request.host == _LOGIN:
         return _sign_in(path)
     written = {"ETag": TAG, "Last-Modified": "Sun, 22 Nov 2026 04:00:00 GMT"}
-    if query.get("comp") == ["batch"]:
-        return _batch(request)
     if request.method == "DELETE":
         return Answer(202)
     if request.method == "PUT":
@@ -103,16 +100,6 @@ def _content(request: Recorded, headers: Mapping[str, str]) -> Answer:
     part = DATA[int(first) : int(last) + 1]
     where = f"bytes {first}-{int(first) + len(part) - 1}/{len(DATA)}"
     return Answer(206, {**headers, "Content-Range": where}, part)
-
-
-def _batch(request: Recorded) -> Answer:
-    answers = [
-        f"--answers\r\nContent-Type: application/http\r\nContent-ID: {number}\r\n\r\n"
-        "HTTP/1.1 202 Accepted\r\nx-ms-request-id: 1\r\n\r\n"
-        for number in range(len(re.findall(rb"^DELETE ", request.body, re.MULTILINE)))
-    ]
-    kind = {"Content-Type": "multipart/mixed; boundary=answers"}
-    return Answer(202, kind, "".join([*answers, "--answers--\r\n"]).encode())
 
 
 def operations(folder: Path) -> Iterator[Operation]:
@@ -198,19 +185,11 @@ def _writing(
         lambda: store.abort_upload(UPLOAD),
         keep=lambda request: "comp=blocklist" in request.target,
     )
-    for what, keys in (("delete one", [KEY]), ("delete many", [KEY, "b & <c>", "d"])):
-        yield Operation(
-            f"{name}: {what}",
-            lambda keys=keys: _delete(client, keys),
-            lambda keys=keys: store.delete(keys),
-        )
-
-
-def _delete(client: ContainerClient, keys: list[str]) -> None:
-    if len(keys) == 1:
-        client.delete_blob(keys[0], delete_snapshots="include")
-    else:
-        client.delete_blobs(*keys, delete_snapshots="include")
+    yield Operation(
+        f"{name}: delete",
+        lambda: client.delete_blob(KEY, delete_snapshots="include"),
+        lambda: store.delete(KEY),
+    )
 
 
 def _reading(name: str, client: ContainerClient, store: AzureStore) -> Iterator[Operation]:

@@ -94,8 +94,6 @@ def _body(body: bytes, content_type: str, name: str) -> Iterator[tuple[str, str]
     """The fields of a body, whose own names begin with ``name``."""
     if boundary := _boundary(content_type):
         found = _parts(body, boundary)
-    elif content_type.startswith("application/http"):
-        found = _http(body)
     elif body.lstrip().startswith(b"<"):
         found = _xml(body)
     elif body.startswith(b"{"):
@@ -121,26 +119,8 @@ def _parts(body: bytes, boundary: str) -> Iterator[tuple[str, str]]:
         head, _, content = piece.removeprefix(b"\n").removesuffix(b"\n").partition(b"\n\n")
         headers = email.message_from_bytes(head + b"\n\n")
         for name, value in headers.items():
-            counted = name.lower() == "content-id" and re.search(r"\d+>?$", value)
-            yield f"part {number} {name.lower()}", "(a number)" if counted else value
+            yield f"part {number} {name.lower()}", value
         yield from _body(content, headers.get("Content-Type", ""), f"part {number}")
-
-
-def _http(body: bytes) -> Iterator[tuple[str, str]]:
-    """Those of a request within a batch."""
-    line, _, rest = body.partition(b"\n")
-    method, url, version = line.decode().split(" ")
-    origin = re.match(r"\w+://[^/]+", url)
-    if origin:
-        yield "origin", origin[0]
-    yield "version", version.strip()
-    message = email.message_from_bytes(rest)
-    target = url.removeprefix(origin[0]) if origin else url
-    headers = tuple(message.items())
-    content = str(message.get_payload()).strip().encode()
-    yield from _head(Recorded("", method, target, headers, content))
-    if content:
-        yield "content", content.decode()
 
 
 def _xml(body: bytes) -> Iterator[tuple[str, str]]:

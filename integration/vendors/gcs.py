@@ -47,8 +47,6 @@ def answer(request: Recorded) -> Answer:
         return Answer(404)  # google-auth asks for the account's regions, in a thread of its own
     path, _, text = request.target.partition("?")
     query = parse_qs(text, keep_blank_values=True)
-    if path.startswith("/batch/"):
-        return _batch(request)
     if "/storage/v1/" not in path:
         return _xml_answer(request, query)
     if request.method == "DELETE":
@@ -102,13 +100,6 @@ _MORE = (
 def _xml(root: str, content: str, headers: Mapping[str, str] | None = None) -> Answer:
     name = "http://s3.amazonaws.com/doc/2006-03-01/"
     return Answer(200, headers or {}, f'<{root} xmlns="{name}">{content}</{root}>'.encode())
-
-
-def _batch(request: Recorded) -> Answer:
-    calls = request.body.count(b"Content-Type: application/http")
-    part = "--answers\r\nContent-Type: application/http\r\n\r\nHTTP/1.1 204 No Content\r\n\r\n\r\n"
-    kind = {"Content-Type": "multipart/mixed; boundary=answers"}
-    return Answer(200, kind, (calls * part + "--answers--").encode())
 
 
 def operations(folder: Path) -> Iterator[Operation]:
@@ -248,12 +239,7 @@ def _writing(
         lambda: _send(bucket, "DELETE", f"/{quote(KEY)}?uploadId={UPLOAD.id}"),
         lambda: store.abort_upload(UPLOAD),
     )
-    for what, keys in (("delete one", [KEY]), ("delete many", [KEY, "b & <c>", "d"])):
-        yield Operation(
-            f"{name}: {what}",
-            lambda keys=keys: _delete(bucket, keys),
-            lambda keys=keys: store.delete(keys),
-        )
+    yield Operation(f"{name}: delete", lambda: bucket.blob(KEY).delete(), lambda: store.delete(KEY))
 
 
 def _composing(name: str, bucket: storage.Bucket, store: GCSStore) -> Operation:
@@ -311,9 +297,3 @@ def _send(bucket: storage.Bucket, method: str, target: str) -> None:
     payer = {"x-goog-user-project": bucket.user_project} if bucket.user_project else {}
     url = f"https://storage.googleapis.com/{bucket.name}{target}"
     bucket.client._http.request(method, url, headers=payer).raise_for_status()
-
-
-def _delete(bucket: storage.Bucket, keys: list[str]) -> None:
-    with bucket.client.batch():
-        for key in keys:
-            bucket.delete_blob(key)

@@ -218,15 +218,11 @@ def _writing(
         lambda: client.abort_multipart_upload(**of_upload),
         lambda: store.abort_upload(UPLOAD),
     )
-    for what, keys in (("delete one", [KEY]), ("delete many", [KEY, "b & <c>", "d"])):
-        objects = [{"Key": key} for key in keys]
-        yield Operation(
-            f"{name}: {what}",
-            lambda objects=objects: client.delete_objects(
-                Bucket=BUCKET, **always, Delete={"Objects": objects, "Quiet": True}
-            ),
-            lambda keys=keys: store.delete(keys),
-        )
+    yield Operation(
+        f"{name}: delete",
+        lambda: client.delete_object(Bucket=BUCKET, Key=KEY, **always),
+        lambda: store.delete(KEY),
+    )
 
 
 def _reading(

@@ -140,7 +140,7 @@ def test_what_changed_since_the_beginning_is_kept(store, retrier, before, change
     if change == "committed":
         write(store, THEIRS)
     else:
-        store.inner.delete([KEY])
+        store.inner.delete(KEY)
     with pytest.raises(CheckpointConflictError) as caught:
         finish(store, baseline, retrier)
     assert caught.value.uri == store.uri(KEY)

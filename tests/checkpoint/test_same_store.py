@@ -97,7 +97,7 @@ def test_a_store_that_does_not_answer_is_no_other_store(store, uri, written, ver
 @pytest.mark.parametrize("count", [FEW, MANY])
 def test_an_object_that_is_not_there_is_named_with_its_rank(store, uri, written, count, width):
     records = written(count)
-    store.inner.delete([uri.key(records[13].name)])
+    store.inner.delete(uri.key(records[13].name))
     with pytest.raises(DifferentCheckpointsError) as caught:
         look(store, uri, records, width=width)
     assert f"rank 13 has written {records[13].name}" in str(caught.value)

@@ -145,7 +145,8 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_not_found(verb, suffix, place
     key = CheckpointURI.parse(place.uri).key
 
     def delete() -> None:
-        store.delete([key(name) for name in sorted(place.names())])
+        for name in sorted(place.names()):
+            store.delete(key(name))
 
     with (
         overtaken(place, verb, suffix, delete),
@@ -157,7 +158,8 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_not_found(verb, suffix, place
 def test_an_object_that_is_gone_without_another_save_is_damage(place):
     save(place, 1)
     uri = CheckpointURI.parse(place.uri)
-    open_store(uri, place.config).delete([uri.key(name) for name in place.data()])
+    for name in place.data():
+        open_store(uri, place.config).delete(uri.key(name))
     with pytest.raises(CheckpointCorruptError, match="is gone"):
         load(place, no_dist=True)
 

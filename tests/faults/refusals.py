@@ -180,22 +180,6 @@ class AnswerFirst(Fault):
 
 
 @dataclass(frozen=True)
-class BusyInBatch(Fault):
-    """Carries out a batch of deletions, and says of one of them that it was too much at once."""
-
-    def inflict(self, hop: Hop) -> None:
-        answer = hop.forward()
-        if hop.request.naming is s3_naming:
-            error = "<Key>run</Key><Code>SlowDown</Code><Message>injected by a test</Message>"
-            body = f"<DeleteResult><Error>{error}</Error></DeleteResult>".encode()
-        else:
-            busy = b"HTTP/1.1 503 Service Unavailable"
-            body = re.sub(rb"HTTP/1\.1 \d+ [^\r\n]*", busy, answer.body, count=1)
-        assert body != answer.body
-        hop.send(replace(answer, body=body))
-
-
-@dataclass(frozen=True)
 class NoTag(Fault):
     """Carries the request out, and names no ETag in the answer: neither in its head nor body."""
 

@@ -114,13 +114,13 @@ class TestSilence:
             cloudckpt.save(filled(2, SMALL), checkpoint_id=uri, config=hasty)
         assert load_step(uri, direct, SMALL) == 1
 
-    @everywhere(operation=["CreateMultipartUpload", "CompleteMultipartUpload", "DeleteObjects"])
+    @everywhere(operation=["CreateMultipartUpload", "CompleteMultipartUpload", "DeleteObject"])
     @pytest.mark.parametrize(
         ("operation", "error"),
         [
             ("CreateMultipartUpload", "ConnectionLostError"),
             ("CompleteMultipartUpload", None),  # the store holds the object
-            ("DeleteObjects", None),  # the checkpoint is committed by then
+            ("DeleteObject", None),  # the checkpoint is committed by then
             ("*", "ConnectionLostError"),
         ],
     )

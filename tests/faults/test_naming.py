@@ -80,5 +80,5 @@ def test_every_request_of_a_save_and_a_load_has_a_name(dialect, store, proxy, sh
     begun = set() if dialect == "azure" else {"CreateMultipartUpload"}
     assert names == begun | {
         "HeadObject", "UploadPart", "CompleteMultipartUpload", "PutObject", "GetObject",
-        "DeleteObjects", "ListObjectsV2",
+        "DeleteObject", "ListObjectsV2",
     }  # fmt: skip

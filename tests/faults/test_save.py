@@ -26,7 +26,6 @@ from cloudckpt.testing.wire_faults import (
 
 from .dialects import Endpoint
 from .refusals import (
-    BusyInBatch,
     Refusal,
     denied,
     internal_error,
@@ -56,7 +55,7 @@ STEPS = {
     "manifest": ("PutObject", "*/.manifest.*", SMALL),
     "replaced": ("GetObject", "*/.metadata", SMALL),
     "commit": ("PutObject", "*/.metadata", SMALL),
-    "tidy": ("DeleteObjects", "*", SMALL),
+    "tidy": ("DeleteObject", "*", SMALL),
 }
 
 FAULTS = {
@@ -99,18 +98,6 @@ class TestPassingFaults:
         cloudckpt.save(filled(2), checkpoint_id=uri, config=shaky)
         assert rule.injected == 2
         assert load_step(uri, direct) == 2
-        store.assert_tidy()
-
-    @everywhere()
-    def test_a_deletion_that_fails_within_a_batch_is_tried_again(
-        self, saved, store, proxy, shaky, direct, dialect
-    ):
-        uri = saved()
-        rule = proxy.inject(BusyInBatch(), operation="DeleteObjects", times=2)
-        cloudckpt.save(filled(2, SMALL), checkpoint_id=uri, config=shaky)
-        # one is left by then, and one blob needs no batch
-        assert rule.injected == (1 if dialect == "azure" else 2)
-        assert load_step(uri, direct, SMALL) == 2
         store.assert_tidy()
 
     @everywhere(fault=["lost answer"])
@@ -319,7 +306,7 @@ class TestLastingFaults:
         self, saved, proxy, shaky, direct, caplog
     ):
         uri = saved()
-        proxy.inject(internal_error(), operation="DeleteObjects")
+        proxy.inject(internal_error(), operation="DeleteObject")
         with caplog.at_level(logging.WARNING, logger="cloudckpt"):
             cloudckpt.save(filled(2, SMALL), checkpoint_id=uri, config=shaky)
         assert "unneeded objects were left behind" in caplog.text

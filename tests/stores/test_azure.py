@@ -143,30 +143,6 @@ def blob(name, size=0, etag="0x1", attributes="", more=""):
     )
 
 
-def batch_answer(*answers):
-    """The answer to a batch, given ``(status, code)`` of each part."""
-    lines = []
-    for number, (status, code) in enumerate(answers):
-        body = error_xml(code, "the vendor's words").decode() if code else ""
-        lines += [
-            "--batchresponse_1",
-            "Content-Type: application/http",
-            f"Content-ID: {number}",
-            "",
-            f"HTTP/1.1 {status} Reason",
-            *([f"x-ms-error-code: {code}"] if code else []),
-            f"Content-Length: {len(body)}",
-            "",
-            body,
-        ]
-    lines += ["--batchresponse_1--", ""]
-    return {
-        "status": 202,
-        "headers": {"Content-Type": "multipart/mixed; boundary=batchresponse_1"},
-        "body": "\r\n".join(lines).encode(),
-    }
-
-
 # how each verb reaches the store
 
 CREATED = {"status": 201, "headers": {"ETag": '"0x1"'}}
@@ -189,11 +165,7 @@ VERBS = {
     ),
     "head": (lambda store: store.head("run/object"), {"headers": {"ETag": '"0x1"'}, "size": 9}),
     "list": (lambda store: list(store.list("run/")), {"body": page()}),
-    "delete": (lambda store: store.delete(["run/object"]), {"status": 202}),
-    "delete many": (
-        lambda store: store.delete(["run/object", "run/other"]),
-        batch_answer((202, ""), (202, "")),
-    ),
+    "delete": (lambda store: store.delete("run/object"), {"status": 202}),
 }
 WRITING = ("put", "complete_upload")
 
@@ -226,18 +198,6 @@ def signed_by_microsoft(method, target, headers, account=ACCOUNT):
 def assert_signed(request, **account):
     expected = signed_by_microsoft(request.method, request.target, request.headers, **account)
     assert request.headers["Authorization"] == expected
-
-
-def deletions_of(batch):
-    """``(target, headers)`` of the requests within a batch."""
-    boundary = batch.headers["Content-Type"].partition("boundary=")[2]
-    for part in batch.body.decode("ascii").split(f"--{boundary}\r\n")[1:]:
-        _, _, request = part.partition("\r\n\r\n")
-        first, *lines = request.split("\r\n\r\n")[0].splitlines()
-        method, target, _ = first.split(" ")
-        assert method == "DELETE"
-        named = (line.split(": ", 1) for line in lines if ": " in line)
-        yield target, dict(named)
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -289,29 +249,12 @@ def test_a_listing_is_signed_with_its_prefix_and_marker(store, server):
         assert_signed(request)
 
 
-def test_each_deletion_of_a_batch_is_signed(store, server):
-    deletions = list(deletions_of(call(store, server, "delete many")))
-    assert [target for target, _ in deletions] == ["/container/run/object", "/container/run/other"]
-    for target, headers in deletions:
-        assert headers["Authorization"] == signed_by_microsoft("DELETE", target, headers)
-
-
 @pytest.mark.parametrize("written", ["sv=1&sig=a%2Bb%3D", "?sv=1&sig=a%2Bb%3D"])
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_shared_access_signature_is_used_as_it_is(open_azure, server, monkeypatch, written, verb):
     monkeypatch.delenv("AZURE_STORAGE_KEY")
     monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", written)
     assert call(open_azure(), server, verb).target.endswith("sv=1&sig=a%2Bb%3D")
-
-
-def test_each_deletion_of_a_batch_has_the_signature(open_azure, server, monkeypatch):
-    monkeypatch.delenv("AZURE_STORAGE_KEY")
-    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", "sv=1&sig=abc")
-    targets = [target for target, _ in deletions_of(call(open_azure(), server, "delete many"))]
-    assert targets == [
-        "/container/run/object?sv=1&sig=abc",
-        "/container/run/other?sv=1&sig=abc",
-    ]
 
 
 # where credentials are found
@@ -470,11 +413,6 @@ def test_a_token_is_sent_with_every_request(token_store, tls_server, identity, v
     assert request.headers["Authorization"] == "Bearer SECRETTOKEN1"
     assert "sig=" not in request.target
     assert identity.asked == [(("https://storage.azure.com/.default",), {})]
-
-
-def test_each_deletion_of_a_batch_has_the_token(token_store, tls_server):
-    body = call(token_store, tls_server, "delete many").body.decode()
-    assert body.count("\r\nAuthorization: Bearer SECRETTOKEN1\r\n") == 2
 
 
 def test_a_token_is_renewed_before_it_ends(token_store, tls_server, identity, monkeypatch):
@@ -652,7 +590,7 @@ def test_every_endpoint_of_an_account_may_be_that_of_a_uri(server, monkeypatch, 
     assert [request.target for request in server.requests] == [f"{host}:443"]
 
 
-@pytest.mark.parametrize("verb", ["put", "put_part", "complete_upload", "delete", "delete many"])
+@pytest.mark.parametrize("verb", ["put", "put_part", "complete_upload", "delete"])
 def test_nothing_is_written_to_a_secondary_endpoint(server, monkeypatch, verb):
     monkeypatch.setenv("HTTP_PROXY", server.url)
     options = AzureOptions(endpoint_url="http://account-secondary.blob.core.windows.net")
@@ -756,7 +694,7 @@ def test_the_proxy_of_the_scheme_goes_before_that_for_all(server, monkeypatch):
     "key",
     ["with spaces", "a+b", "100%", "a%2Fb", "a&b=c;d,e:f@g", "größe/重み", "#1", "a?b=c", "a//b"],
 )
-@pytest.mark.parametrize("verb", ["put", "put_part", "get", "delete many"])
+@pytest.mark.parametrize("verb", ["put", "put_part", "get", "delete"])
 def test_any_key_arrives_as_it_is(store, server, verb, key):
     server.answer(**VERBS[verb][1])
     if verb == "put":
@@ -766,14 +704,10 @@ def test_any_key_arrives_as_it_is(store, server, verb, key):
     elif verb == "get":
         store.get(key)
     else:
-        store.delete([key, "other"])
+        store.delete(key)
     (request,) = server.requests
     assert_signed(request)
-    target = request.target
-    if verb == "delete many":
-        target, headers = next(deletions_of(request))
-        assert headers["Authorization"] == signed_by_microsoft("DELETE", target, headers)
-    assert unquote(urlsplit(target).path) == f"/container/{key}"
+    assert unquote(urlsplit(request.target).path) == f"/container/{key}"
 
 
 # Azure's "Naming and referencing containers, blobs, and metadata": no segment should end in a dot
@@ -818,9 +752,7 @@ def test_a_name_that_azure_changes_or_refuses_is_refused(key):
         "get": lambda store, key: store.get(key),
         "get_range": get_range,
         "head": lambda store, key: store.head(key),
-        "delete": lambda store, key: store.delete([key]),
-        "delete many": lambda store, key: store.delete(["run/a", key, "run/b"]),
-        "delete very many": lambda store, key: store.delete([*map(str, range(300)), key]),
+        "delete": lambda store, key: store.delete(key),
     }.items(),
     ids=lambda verb: verb[0],
 )
@@ -829,12 +761,6 @@ def test_no_request_is_sent_for_a_name_that_is_refused(store, server, verb):
         verb[1](store, "run/object.")
     assert server.requests == []
     assert list(store._begun) == []
-
-
-def test_a_name_that_is_refused_does_not_end_batches(store, server):
-    with pytest.raises(InvalidRequestError):
-        store.delete(["run/a.", "run/b"])
-    assert call(store, server, "delete many").method == "POST"
 
 
 @pytest.mark.parametrize(
@@ -1263,28 +1189,6 @@ def test_a_success_that_names_no_version_is_looked_up(store, server, verb):
     assert [request.method for request in server.requests] == ["PUT", "HEAD"]
 
 
-def test_deletions_of_a_batch_that_are_refused_are_sent_with_new_credentials(
-    open_azure, server, monkeypatch
-):
-    monkeypatch.delenv("AZURE_STORAGE_KEY")
-    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", "sv=1&sig=old")
-    store = open_azure()
-    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", "sv=1&sig=new")
-
-    def respond(request):
-        if not request.target.endswith("sig=new"):
-            return server.Answer(403, headers={"x-ms-error-code": "AuthenticationFailed"})
-        if request.method == "POST":
-            refused = 403 if b"sig=old" in request.body else 202
-            return server.Answer(**batch_answer((202, ""), (refused, "AuthenticationFailed")))
-        return server.Answer(202)
-
-    server.respond(respond)
-    store.delete(["run/a", "run/b"])
-    assert [request.method for request in server.requests] == ["POST", "POST", "DELETE"]
-    assert "/run/b?" in server.requests[-1].target
-
-
 def test_pages_are_asked_for_until_there_is_no_marker(store, server):
     server.answer(body=page(blob("run/a", 1, "0x1"), marker="a+b/="))
     server.answer(body=page(marker="next"))
@@ -1330,25 +1234,9 @@ def test_one_blob_is_deleted_with_its_snapshots(store, server):
     assert request.headers["x-ms-delete-snapshots"] == "include"
 
 
-def test_many_blobs_are_deleted_by_batches_of_256(store, server):
-    keys = [f"run/{number}" for number in range(257)]
-    server.answer(**batch_answer(*[(202, "")] * 256))
-    server.answer(status=202)
-    store.delete(keys)
-    batch, single = server.requests
-    assert (batch.method, single.method) == ("POST", "DELETE")
-    assert (query_of(batch)["comp"], query_of(batch)["restype"]) == ("batch", "container")
-    boundary = batch.headers["Content-Type"].partition("boundary=")[2]
-    parts = batch.body.decode().split(f"--{boundary}\r\n")[1:]
-    assert len(parts) == 256
-    assert all("\r\nx-ms-delete-snapshots: include\r\n" in part for part in parts)
-    assert all("x-ms-version" not in part for part in parts)
-    assert batch.body.endswith(f"--{boundary}--\r\n".encode())
-
-
-def test_blobs_of_a_batch_that_are_gone_are_no_error(store, server):
-    server.answer(**batch_answer((202, ""), (404, "BlobNotFound")))
-    store.delete(["run/a", "run/b"])
+def test_a_blob_that_is_gone_is_deleted(store, server):
+    server.answer(status=404, body=error_xml("BlobNotFound"))
+    store.delete("run/a")
 
 
 @pytest.mark.parametrize(
@@ -1362,99 +1250,10 @@ def test_blobs_of_a_batch_that_are_gone_are_no_error(store, server):
     ],
 )
 def test_a_blob_that_could_not_be_deleted_is_named(store, server, status, code, expected):
-    server.answer(**batch_answer((202, ""), (status, code)))
+    server.answer(status=status, body=error_xml(code, "the vendor's words"))
     with pytest.raises(expected, match="the vendor's words") as caught:
-        store.delete(["run/a", "run/b"])
+        store.delete("run/b")
     assert caught.value.uri == "az://container/run/b"
-
-
-# what a batch may refuse although single requests are allowed: a signature without the permissions
-# that a batch asks for, conditions of roles on single blobs, features that an account lacks
-REFUSED_IN_BATCHES = [
-    (403, "AuthorizationPermissionMismatch", AccessDeniedError),
-    (403, "AuthorizationFailure", AccessDeniedError),
-    (403, "AuthorizationResourceTypeMismatch", AccessDeniedError),
-    (400, "InvalidHeaderValue", InvalidRequestError),
-    (400, "UnsupportedHeader", InvalidRequestError),
-    (409, "FeatureNotYetSupportedForHierarchicalNamespaceAccounts", InvalidRequestError),
-    (409, "BlobOperationNotSupported", InvalidRequestError),
-    (501, "NotImplemented", InvalidRequestError),
-]
-
-
-@pytest.mark.parametrize(("status", "code", "expected"), REFUSED_IN_BATCHES)
-def test_blobs_that_a_batch_refuses_are_deleted_one_by_one(store, server, status, code, expected):
-    server.answer(**batch_answer((202, ""), (status, code), (404, "BlobNotFound"), (status, code)))
-    server.respond(lambda request: server.Answer(202))
-    store.delete(["run/a", "run/b", "run/c", "run/d"])
-    assert [(r.method, urlsplit(r.target).path) for r in server.requests[1:]] == [
-        ("DELETE", "/container/run/b"),
-        ("DELETE", "/container/run/d"),
-    ]
-
-
-@pytest.mark.parametrize(("status", "code", "expected"), REFUSED_IN_BATCHES)
-def test_a_batch_that_is_refused_within_its_answer_is_done_one_by_one(
-    store, server, status, code, expected
-):
-    answer = batch_answer((status, code))
-    server.answer(**{**answer, "body": answer["body"].replace(b"Content-ID: 0\r\n", b"")})
-    server.respond(lambda request: server.Answer(202))
-    store.delete(["run/a", "run/b"])
-    assert [request.method for request in server.requests] == ["POST", "DELETE", "DELETE"]
-
-
-@pytest.mark.parametrize(("status", "code", "expected"), REFUSED_IN_BATCHES)
-def test_a_blob_that_is_refused_alone_too_is_named(store, server, status, code, expected):
-    server.answer(**batch_answer((202, ""), (status, code)))
-    server.respond(lambda request: server.Answer(status, body=error_xml(code, "said again")))
-    with pytest.raises(expected, match="said again") as caught:
-        store.delete(["run/a", "run/b"])
-    assert caught.value.uri == "az://container/run/b"
-
-
-@pytest.mark.parametrize(
-    ("status", "code"),
-    [
-        (403, "AuthorizationFailure"),
-        (400, "InvalidQueryParameterValue"),
-        (405, "UnsupportedHttpVerb"),
-        (409, "FeatureNotYetSupportedForHierarchicalNamespaceAccounts"),
-        (409, "BlobApiNotYetSupportedForHierarchicalNamespaceAccounts"),
-    ],
-)
-def test_a_store_that_knows_no_batches_is_asked_one_by_one(store, server, status, code):
-    server.answer(status=status, headers={"x-ms-error-code": code})
-    server.respond(lambda request: server.Answer(202))
-    store.delete(["run/a", "run/b"])
-    store.delete(["run/c", "run/d"])
-    assert [r.method for r in server.requests] == ["POST", "DELETE", "DELETE", "DELETE", "DELETE"]
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        {"status": 202, "body": b"plain"},
-        {
-            "status": 202,
-            "headers": {"Content-Type": "multipart/mixed; boundary=b"},
-            "body": b"--b\r\nContent-Type: application/http\r\n\r\nnonsense\r\n--b--",
-        },
-        {"status": 202, "headers": {"Content-Type": "multipart/mixed; boundary=b"}, "body": b""},
-        batch_answer((202, "")),
-    ],
-)
-def test_an_answer_to_a_batch_that_is_none_is_a_broken_answer(store, server, answer):
-    server.answer(**answer)
-    with pytest.raises(TransientStoreError):
-        store.delete(["run/a", "run/b"])
-
-
-def test_an_error_of_a_whole_batch_may_stand_within_its_answer(store, server):
-    answer = batch_answer((503, "ServerBusy"))
-    server.answer(**{**answer, "body": answer["body"].replace(b"Content-ID: 0\r\n", b"")})
-    with pytest.raises(ThrottledError):
-        store.delete(["run/a", "run/b"])
 
 
 # what the answers mean

@@ -462,14 +462,14 @@ def test_an_authority_of_ones_own_may_name_a_tenant(store, storage, az, monkeypa
     assert store.head("run/object").size == 9
 
 
-def test_a_deletion_within_a_batch_may_name_the_tenant_too(store, storage, az):
+def test_the_answer_to_a_deletion_may_name_the_tenant_too(store, storage, az):
     def respond(request):
         if request.headers["Authorization"] != f"Bearer token-of-{OTHER_TENANT}":
             return refused(storage, challenge_of(OTHER_TENANT))
         return storage.Answer(202)
 
     storage.respond(respond)
-    store.delete(["run/object"])
+    store.delete("run/object")
     assert [request.method for request in storage.requests] == ["DELETE", "DELETE"]
 
 

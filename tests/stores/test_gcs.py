@@ -95,20 +95,6 @@ def error_xml(code, message="no details"):
     return xml_of("Error", Code=code, Message=message)
 
 
-def batch_of(*answers):
-    """An answer to a batch: Google's, of statuses and bodies."""
-    parts = [
-        f"--batch_x\r\nContent-Type: application/http\r\nContent-ID: <response-{number}>\r\n\r\n"
-        f"HTTP/1.1 {status} Text\r\nContent-Length: {len(body)}\r\n\r\n{body.decode()}\r\n"
-        for number, (status, body) in enumerate(answers, 1)
-    ]
-    content = "".join(parts) + "--batch_x--\r\n"
-    return {
-        "headers": {"Content-Type": "multipart/mixed; boundary=batch_x"},
-        "body": content.encode(),
-    }
-
-
 def put(store, key="run/object", data=b"data", **conditions):
     return store.put(key, [memoryview(data)], checksum=CRC32C.of(data), **conditions)
 
@@ -157,7 +143,7 @@ VERBS = {
     ),
     "head": (lambda store: store.head("run/object"), {"body": resource()}),
     "list": (lambda store: list(store.list("run/")), {"body": b'{"kind": "storage#objects"}'}),
-    "delete": (lambda store: store.delete(["run/object"]), batch_of((204, b""))),
+    "delete": (lambda store: store.delete("run/object"), {"status": 204}),
 }
 XML = ("create_upload", "put_part", "complete_upload", "abort_upload", "list_uploads")
 JSON = tuple(verb for verb in VERBS if verb not in XML)
@@ -201,7 +187,7 @@ def inserted(request):
         ("get_range", "GET", "/download/storage/v1/b/bucket/o/run%2Fobject"),
         ("head", "GET", "/storage/v1/b/bucket/o/run%2Fobject"),
         ("list", "GET", "/storage/v1/b/bucket/o"),
-        ("delete", "POST", "/batch/storage/v1"),
+        ("delete", "DELETE", "/storage/v1/b/bucket/o/run%2Fobject"),
     ],
 )
 def test_each_verb_has_its_request(store, server, verb, method, path):
@@ -220,14 +206,14 @@ def test_a_key_is_one_segment_of_the_json_api_and_a_path_of_the_xml_api(store, s
     put(store, key)
     server.answer(**VERBS["put_part"][1])
     store.put_part(dataclasses.replace(UPLOAD, key=key), 1, [memoryview(b"data")], checksum=CRC)
-    server.answer(**batch_of((204, b"")))
-    store.delete([key])
-    head, inserting, part, batch = server.requests
+    server.answer(status=204)
+    store.delete(key)
+    head, inserting, part, deletion = server.requests
     segment = urlsplit(head.target).path.removeprefix("/storage/v1/b/bucket/o/")
     assert (unquote(segment), "/" in segment) == (key, False)
     assert query_of(inserting)["name"] == key
     assert unquote(urlsplit(part.target).path) == f"/bucket/{key}"
-    assert f"DELETE /storage/v1/b/bucket/o/{segment} HTTP/1.1".encode() in batch.body
+    assert deletion.target == head.target.partition("?")[0]
 
 
 def test_no_emulator_is_given_credentials(store, server):
@@ -342,28 +328,6 @@ def test_a_generation_that_an_answer_leaves_out_is_asked_for(store, server):
     assert [request.method for request in server.requests] == ["POST", "GET"]
 
 
-@pytest.mark.parametrize("status", [404, 405, 501])
-def test_a_store_without_batches_deletes_one_by_one(open_gcs, server, status):
-    store = open_gcs()
-    missing = error_json(404, "notFound", "No such object: bucket/run/b")
-    answers = {"a": {"status": 204}, "b": {"status": 404, "body": missing}}
-
-    def respond(request):
-        if request.method == "POST":
-            return server.Answer(status)
-        return server.Answer(**answers[request.target[-1]])
-
-    server.respond(respond)
-    store.delete(["run/a", "run/b"])
-    store.delete(["run/b"])
-    assert [(r.method, r.target.rpartition("/")[2]) for r in server.requests] == [
-        ("POST", "v1"),
-        ("DELETE", "run%2Fa"),
-        ("DELETE", "run%2Fb"),
-        ("DELETE", "run%2Fb"),
-    ]
-
-
 def test_object_options_are_sent_with_every_new_object(open_gcs, server):
     store = open_gcs(
         kms_key_name="projects/p/locations/l/keyRings/r/cryptoKeys/k",
@@ -417,9 +381,7 @@ def test_nothing_of_it_is_sent_unasked(store, server, verb):
 def test_the_project_that_pays_is_named_in_every_request(open_gcs, server, verb):
     request = call(open_gcs(user_project="my-project"), server, verb)
     assert request.headers["x-goog-user-project"] == "my-project"
-    if verb == "delete":  # a batch
-        assert request.body.count(b"?userProject=my-project HTTP") == request.body.count(b"DELETE ")
-    elif verb not in XML:
+    if verb not in XML:
         assert query_of(request)["userProject"] == "my-project"
 
 
@@ -458,12 +420,13 @@ def test_what_the_answer_to_a_completion_lacks_is_asked_for(store, server):
 def test_an_object_that_was_put_together_wrongly_is_deleted(store, server, found):
     server.answer(body=xml_of("CompleteMultipartUploadResult", ETag='"x"'))
     server.answer(body=resource(**found))
-    server.answer(**batch_of((204, b"")))
+    server.answer(status=204)
     with pytest.raises(StoreError, match="wrongly") as caught:
         VERBS["complete_upload"][0](store)
     assert not isinstance(caught.value, TransientStoreError)
     assert caught.value.uri == "gs://bucket/run/object"
-    assert b"DELETE /storage/v1/b/bucket/o/run%2Fobject " in server.requests[-1].body
+    deletion = server.requests[-1]
+    assert (deletion.method, deletion.target) == ("DELETE", "/storage/v1/b/bucket/o/run%2Fobject")
 
 
 @pytest.mark.parametrize(
@@ -531,23 +494,10 @@ def test_a_listing_that_leads_back_is_ended(store, server):
     assert len(server.requests) == 2
 
 
-def test_a_hundred_objects_are_deleted_in_one_request(store, server):
-    counts = []
-
-    def respond(request):
-        counts.append(request.body.count(b"\r\nDELETE "))
-        return server.Answer(**batch_of(*[(204, b"")] * counts[-1]))
-
-    server.respond(respond)
-    store.delete(f"run/{number}" for number in [*range(230), 0])
-    assert counts == [100, 100, 30]
-    assert server.requests[0].headers["Content-Type"].startswith("multipart/mixed; boundary=")
-
-
 def test_an_object_that_is_gone_counts_as_deleted(store, server):
     gone = error_json(404, "notFound", "No such object: bucket/run/a")
-    server.answer(**batch_of((404, gone), (204, b"")))
-    store.delete(["run/a", "run/b"])
+    server.answer(status=404, body=gone)
+    store.delete("run/a")
 
 
 @pytest.mark.parametrize(
@@ -564,24 +514,10 @@ def test_an_object_that_is_gone_counts_as_deleted(store, server):
     ],
 )
 def test_an_object_that_could_not_be_deleted_is_named(store, server, status, body, expected):
-    server.answer(**batch_of((204, b""), (status, body), (204, b"")))
+    server.answer(status=status, body=body)
     with pytest.raises(expected) as caught:
-        store.delete(["run/a", "run/b", "run/c"])
+        store.delete("run/b")
     assert caught.value.uri == "gs://bucket/run/b"
-
-
-def test_a_batch_whose_answer_is_short_is_transient(store, server):
-    server.answer(**batch_of((204, b"")))
-    with pytest.raises(TransientStoreError):
-        store.delete(["run/a", "run/b"])
-
-
-def test_a_batch_without_blank_lines_is_understood(store, server):
-    server.answer(
-        body=b"--x\r\nContent-Type: application/http\r\nHTTP/1.1 204 No Content\r\n\r\n--x--"
-    )
-    store.delete(["run/a"])
-    assert len(server.requests) == 1
 
 
 # what the answers mean
@@ -759,9 +695,9 @@ def test_a_missing_permission_is_named(store, server):
     [("retentionPolicyNotMet", "retention policy"), ("objectUnderActiveHold", "hold")],
 )
 def test_what_must_be_kept_is_said_to_be_safe(store, server, reason, word):
-    server.answer(**batch_of((403, error_json(403, reason))))
+    server.answer(status=403, body=error_json(403, reason))
     with pytest.raises(AccessDeniedError, match=f"{word}.*nothing is lost"):
-        store.delete(["run/object"])
+        store.delete("run/object")
 
 
 def test_bytes_that_arrived_damaged_are_sent_again(store, server):

@@ -70,8 +70,8 @@ def is_compose(request):
     return request.path.endswith("/compose")
 
 
-def is_batch(request):
-    return request.path.startswith("/batch/")
+def is_deletion(request):
+    return request.method == "DELETE"
 
 
 def content(state, key=KEY):
@@ -276,7 +276,7 @@ def test_an_object_that_was_put_together_wrongly_is_deleted(store, state, wrong,
 def test_leftovers_that_can_not_be_deleted_for_now_do_not_make_the_object_undone(store, state):
     upload, parts, data = sent(store, 3)
     said = {"error": {"code": 429, "errors": [{"reason": "rateLimitExceeded"}]}}
-    state.inject(is_batch, 429, body=json.dumps(said).encode())
+    state.inject(is_deletion, 429, body=json.dumps(said).encode())
     with pytest.raises(ThrottledError) as caught:
         store.complete_upload(upload, parts)
     assert not caught.value.certain
@@ -320,7 +320,7 @@ def test_what_a_retention_policy_protects_is_kept(open_gcs, state, strategy):
     store.put(KEY, [memoryview(b"1")], checksum=CRC32C.of(b"1"))
     for change in (
         lambda: store.put(KEY, [memoryview(b"2")], checksum=CRC32C.of(b"2")),
-        lambda: store.delete([KEY]),
+        lambda: store.delete(KEY),
     ):
         with pytest.raises(AccessDeniedError, match="retention policy"):
             change()
@@ -336,7 +336,7 @@ def test_a_bucket_whose_requesters_pay_is_told_who_pays(open_gcs, state, strateg
     store.complete_upload(upload, [put_part(store, upload, 1, data)])
     assert [info.key for info in store.list("run/")] == [KEY]
     assert bytes(store.get(KEY)[0]) == data
-    store.delete([KEY])
+    store.delete(KEY)
     assert state.keys("bucket") == []
     assert list(store.list_uploads("run/")) == []
 
@@ -352,7 +352,7 @@ def test_a_bucket_that_is_not_there_is_named(open_gcs, state, strategy):
         lambda: store.head(KEY),
         lambda: list(store.list("run/")),
         lambda: list(store.list_uploads("run/")),
-        lambda: store.delete([KEY]),
+        lambda: store.delete(KEY),
     )
     for verb in verbs:
         with pytest.raises(StoreError, match="the bucket does not exist"):

@@ -250,7 +250,7 @@ NOT_THERE = RefusalError(501, "notImplemented", "Not implemented", "NotImplement
 
 
 class Sparse(GcsStub):
-    """The stub as Google's storage-testbench: no batches, no XML multipart uploads, and no sizes.
+    """The stub as Google's storage-testbench: no XML multipart uploads, and no sizes.
 
     Attributes:
         leaves_out: What metadata do not tell.
@@ -262,7 +262,7 @@ class Sparse(GcsStub):
 
     def answer(self, call):
         path, query = call.request.path, call.request.query
-        if path.startswith("/batch/") or "uploads" in query:
+        if "uploads" in query:
             self.state.injected(call.request)
             return RefusalError(
                 501, "notImplemented", "Not implemented", "NotImplemented"
@@ -293,15 +293,13 @@ def sparse_config(sparse, strategy, attempts=1):
 
 
 @pytest.mark.parametrize("left_out", [("size",), ("size", "crc32c")])
-def test_a_store_without_batches_and_sizes_is_saved_to_and_replaced(sparse, left_out):
+def test_a_store_without_sizes_is_saved_to_and_replaced(sparse, left_out):
     sparse.leaves_out = left_out
     config = sparse_config(sparse, "compose")
     save(state_of(3), config)
     save(state_of(4), config)
     assert_same(loaded(config), state_of(4))
     assert len(sparse.state.keys("bucket")) == 4  # what was replaced, and all parts, are deleted
-    batches = [r for r in sparse.state.requests if r.path.startswith("/batch/")]
-    assert len(batches) == 1  # it is not asked for what it does not have again
 
 
 def test_a_store_without_multipart_uploads_names_the_option_that_does_without(sparse):

@@ -1,8 +1,7 @@
 """What the stores ask of a cloud is what the roles of its Terraform module allow: no more, no less.
 
 All requests pass a proxy and are named by the operation that the cloud's documentation has for
-them; batches are opened, and what is in them is named too. S3 is moto, Azure is Azurite, and Google
-the stub of its protocol.
+them. S3 is moto, Azure is Azurite, and Google the stub of its protocol.
 """
 
 import dataclasses
@@ -11,7 +10,7 @@ import re
 import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
@@ -24,7 +23,7 @@ from cloudckpt import AzureOptions, Config, GCSOptions, RetryPolicy, S3Options
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.stores.registry import open_store
 from cloudckpt.testing.contract.data import put, put_part
-from cloudckpt.testing.hop import Answer, Fault, Hop
+from cloudckpt.testing.hop import Answer, Fault
 from cloudckpt.testing.proxy import FaultyProxy
 from cloudckpt.testing.servers import azurite_server
 from cloudckpt.testing.wire_faults import Reset, Respond
@@ -40,7 +39,6 @@ Known = dict[tuple[str, str, frozenset[str]], str]
 _S3: Known = {
     ("GET", "bucket", frozenset({"list-type"})): "ListObjectsV2",
     ("GET", "bucket", frozenset({"uploads"})): "ListMultipartUploads",
-    ("POST", "bucket", frozenset({"delete"})): "DeleteObjects",
     ("GET", "key", frozenset()): "GetObject",
     ("HEAD", "key", frozenset()): "HeadObject",
     ("PUT", "key", frozenset()): "PutObject",
@@ -48,6 +46,7 @@ _S3: Known = {
     ("PUT", "key", frozenset({"partNumber", "uploadId"})): "UploadPart",
     ("POST", "key", frozenset({"uploadId"})): "CompleteMultipartUpload",
     ("DELETE", "key", frozenset({"uploadId"})): "AbortMultipartUpload",
+    ("DELETE", "key", frozenset()): "DeleteObject",
 }
 _S3_PAGING = {
     "continuation-token",
@@ -61,7 +60,6 @@ _S3_PAGING = {
 
 _AZURE: Known = {
     ("GET", "container", frozenset({"restype", "comp=list"})): "List Blobs",
-    ("POST", "container", frozenset({"restype", "comp=batch"})): "Blob Batch",
     ("GET", "blob", frozenset()): "Get Blob",
     ("HEAD", "blob", frozenset()): "Get Blob Properties",
     ("PUT", "blob", frozenset()): "Put Blob",
@@ -91,8 +89,7 @@ _GCS_PATHS = {
     "objects": r"/storage/v1/b/[^/]+/o",
     "object": r"(/download)?/storage/v1/b/[^/]+/o/[^/]+",
     "compose": r"/storage/v1/b/[^/]+/o/[^/]+/compose",
-    "batch": r"/batch/storage/v1",
-    "json": r"/(upload/|download/|batch/)?storage/.*",
+    "json": r"/(upload/|download/)?storage/.*",
     "bucket": r"/[^/]+",
     "key": r"/[^/]+/.+",
 }
@@ -126,8 +123,6 @@ def gcs_operation(method: str, target: str) -> str:
     parts = urlsplit(target)
     about = next(kind for kind, form in _GCS_PATHS.items() if re.fullmatch(form, parts.path))
     asked = _asked(parts.query, {"alt", "uploadType"}) - _GCS_PAGING
-    if (method, about, asked) == ("POST", "batch", set()):
-        return "batch"
     return _GCS.get((method, about, frozenset(asked)), f"{method} {target}")
 
 
@@ -137,21 +132,6 @@ OPERATIONS: dict[str, Callable[[str, str], str]] = {
     "gcp": gcs_operation,
 }
 """By module: what names a request, from its method and its path with the query."""
-
-FREE = {"gcp": {"batch"}}
-"""What needs no permission: only the calls in Google's batches do."""
-
-
-class _Opened(Fault):
-    """Lets a batch pass, and keeps what is in it."""
-
-    def __init__(self) -> None:
-        self.inner: list[tuple[str, str]] = []
-
-    def inflict(self, hop: Hop) -> None:
-        calls = re.findall(rb"^([A-Z]+) (\S+) HTTP/1\.1\r$", hop.body(), re.MULTILINE)
-        self.inner += [(method.decode(), target.decode()) for method, target in calls]
-        super().inflict(hop)
 
 
 @dataclass
@@ -171,15 +151,9 @@ class Cloud:
     root: str
     configs: list[Config]
     denied: Respond
-    batches: _Opened = field(default_factory=_Opened)
 
     def clear(self) -> None:
         self.proxy.clear()
-        self.batches = _Opened()
-
-    def open_batches(self) -> None:
-        """From now on; rules that are to befall batches must have come before."""
-        self.proxy.inject(self.batches, where=lambda request: "batch" in request.target)
 
     def inject(self, fault: Fault, operation: str, times: int | None = None) -> None:
         name = OPERATIONS[self.name]
@@ -192,14 +166,11 @@ class Cloud:
 
     def operations_with(self, header: str | None) -> set[str]:
         """Those that were asked for with a header."""
-        asked = [
-            (request.method, request.target)
+        return {
+            OPERATIONS[self.name](request.method, request.target)
             for request in self.proxy.requests()
             if header is None or request.header(header) is not None
-        ]
-        inner = self.batches.inner if header is None else []
-        named = {OPERATIONS[self.name](*call) for call in [*asked, *inner]}
-        return named - FREE.get(self.name, set())
+        }
 
     def allowed(self, role: str) -> set[str]:
         """The operations that a role is made for."""
@@ -292,6 +263,11 @@ def _list_uploads(store: ObjectStore, key: str) -> None:
     assert [found.id for found in store.list_uploads(key)] == [upload.id]
 
 
+def _delete(store: ObjectStore, key: str) -> None:
+    store.delete(key)
+    store.delete(key + "-missing")
+
+
 def _head(store: ObjectStore, key: str) -> None:
     store.head(key)
     with pytest.raises(cloudckpt.CloudCheckpointError):
@@ -311,7 +287,7 @@ WRITING = {
     "complete_upload": _upload,
     "abort_upload": _abort,
     "list_uploads": _list_uploads,
-    "delete": lambda store, key: store.delete([key, key + "-missing"]),
+    "delete": _delete,
 }
 
 
@@ -325,7 +301,6 @@ def test_the_verbs_ask_for_exactly_what_the_role_allows(cloud, role):
     for number, store in enumerate(cloud.stores()):
         _put(store, f"run/{number}")
     cloud.clear()
-    cloud.open_batches()
     for number, store in enumerate(cloud.stores()):
         for name, verb in verbs.items():
             verb(store, f"run/{number}" if name in READING else f"run/{number}/{name}")
@@ -362,12 +337,12 @@ SAVED = {
     # what a save needs, an operation whose answer is lost and what is asked for then, one that is
     # denied and what is asked for then
     "aws": (
-        {"UploadPart", "DeleteObjects", "HeadObject", "PutObject"},
+        {"UploadPart", "DeleteObject", "HeadObject", "PutObject"},
         ("CreateMultipartUpload", "ListMultipartUploads"),
         ("UploadPart", "AbortMultipartUpload"),
     ),
     "azure": (
-        {"Put Block", "Put Block List", "Put Blob", "Blob Batch", "Delete Blob"},
+        {"Put Block", "Put Block List", "Put Blob", "Delete Blob"},
         ("Put Block List", "Get Blob Properties"),
         ("Put Block", "Delete Blob"),
     ),
@@ -382,7 +357,6 @@ SAVED = {
 def test_saving_asks_for_nothing_that_a_writer_may_not_do(cloud):
     needed, (lost, then), (denied, cleaning) = SAVED[cloud.name]
     uri, config = f"{cloud.root}/run-{uuid.uuid4().hex}", cloud.configs[0]
-    cloud.open_batches()
     for step in (1, 2):
         cloudckpt.save(_state(step), checkpoint_id=uri, config=config)
     assert needed <= cloud.operations
@@ -419,14 +393,15 @@ def test_loading_asks_for_nothing_that_a_reader_may_not_do(cloud):
         ("aws", "PUT", "/bucket/key?tagging"),
         ("aws", "GET", "/bucket?location"),
         ("aws", "GET", "/bucket/key?versionId=1"),
-        ("aws", "DELETE", "/bucket/key"),
+        ("aws", "DELETE", "/bucket/key?versionId=1"),
+        ("aws", "POST", "/bucket?delete"),
         ("aws", "HEAD", "/bucket"),
         ("azure", "PUT", "/account/container/blob?comp=tags"),
         ("azure", "PUT", "/account/container?restype=container"),
         ("azure", "GET", "/account/container?restype=container&comp=list&include=deleted"),
         ("azure", "GET", "/account/container/blob?versionid=1"),
         ("azure", "DELETE", "/account/container?restype=container"),
-        ("azure", "POST", "/account?comp=batch"),
+        ("azure", "POST", "/account/container?restype=container&comp=batch"),
         ("gcp", "POST", "/storage/v1/b/bucket/o/a/rewriteTo/b/bucket/o/b"),
         ("gcp", "PATCH", "/storage/v1/b/bucket/o/key"),
         ("gcp", "GET", "/storage/v1/b/bucket"),
@@ -437,4 +412,4 @@ def test_loading_asks_for_nothing_that_a_reader_may_not_do(cloud):
 )
 def test_an_operation_that_nobody_may_do_is_not_mistaken_for_another(cloud, method, target):
     named = OPERATIONS[cloud](method, target)
-    assert named not in {*permissions(cloud)["writer"], *FREE.get(cloud, ())}
+    assert named not in permissions(cloud)["writer"]

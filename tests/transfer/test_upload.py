@@ -29,7 +29,7 @@ from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.parts import Piece
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.stats import TransferStats
-from cloudckpt.transfer.upload import ObjectUpload, delete_quietly, put_new
+from cloudckpt.transfer.upload import ObjectUpload, put_new
 
 PART = 1000
 KEY = "run/object"
@@ -293,7 +293,7 @@ def test_an_object_with_a_random_key_replaces_none(store, size):
     with pytest.raises(PreconditionFailedError):
         send(store, pieces_of(data, 700), create_only=True)
     verb = "put" if size < PART else "complete_upload"
-    store.inner.delete([KEY])
+    store.inner.delete(KEY)
     store.fail(verb, ConnectionLostError, calls=[store.calls[verb] + 1], when="after")
     upload, _ = send(store, pieces_of(data, 700), create_only=True)  # met its own first try
     assert upload.info == store.inner.head(KEY)
@@ -440,19 +440,6 @@ def test_an_abort_that_failed_for_now_is_tried_again(store):
     with pytest.raises(StorageFullError):
         send(store, pieces_of(some_bytes(2500), 700))
     assert held(store) == []
-
-
-def test_deleting_nothing_asks_nothing(store):
-    delete_quietly(store, [], AT_ONCE)
-    assert store.calls["delete"] == 0
-
-
-def test_deleting_takes_all_keys_and_retries(store):
-    for key in ("a", "b", "c"):
-        store.inner.put(key, [], checksum=0)
-    store.fail("delete", ServerError, calls=[1])
-    delete_quietly(store, ["a", "c", "missing"], AT_ONCE)
-    assert held(store) == ["b"]
 
 
 # the faulty store itself

@@ -41,9 +41,10 @@ from cloudckpt.errors import (
 )
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectStore
+from cloudckpt.transfer.deleting import delete_quietly
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.retry import Retrier
-from cloudckpt.transfer.upload import creates_only, delete_quietly, put_new
+from cloudckpt.transfer.upload import creates_only, put_new
 from cloudckpt.uri import CheckpointURI
 
 __all__ = [
@@ -355,7 +356,8 @@ def publish(
 
     def discard() -> None:
         own = [*names, *(identity.name for identity in manifest_id)]
-        delete_quietly(store, [uri.key(name) for name in own], config.retry)
+        keys = [uri.key(name) for name in own]
+        delete_quietly(store, keys, config.retry, threads=config.connections)
 
     retrier = Retrier(config.retry)
     try:
@@ -402,7 +404,8 @@ def publish(
             cause=error,
         ) from error
     unneeded |= hidden(store, uri, baseline, Retrier.for_cleanup(config.retry))
-    delete_quietly(store, [uri.key(name) for name in unneeded.difference(names)], config.retry)
+    keys = [uri.key(name) for name in unneeded.difference(names)]
+    delete_quietly(store, keys, config.retry, threads=config.connections)
 
 
 def _check_complete(

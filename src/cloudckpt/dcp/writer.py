@@ -55,6 +55,7 @@ from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectStore, random_suffix
 from cloudckpt.stores.listings import forget_listings
 from cloudckpt.stores.registry import checkpoint_location
+from cloudckpt.transfer.deleting import delete_quietly
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.memory import settled
 from cloudckpt.transfer.opening import open_store
@@ -62,7 +63,7 @@ from cloudckpt.transfer.parts import choose_part_size
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.staging import StagingPool
 from cloudckpt.transfer.stats import Transferred, TransferStats
-from cloudckpt.transfer.upload import ObjectUpload, creates_only, delete_quietly
+from cloudckpt.transfer.upload import ObjectUpload, creates_only
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["CloudStorageWriter", "CommitHook"]
@@ -314,7 +315,7 @@ class CloudStorageWriter(StorageWriter):
         """Deletes what this rank has written in an attempt that was certainly not committed."""
         if self._written:
             keys = [self.uri.key(name) for name in self._written]
-            delete_quietly(self._store(), keys, self.config.retry)
+            delete_quietly(self._store(), keys, self.config.retry, threads=self.config.connections)
         self._written = []
 
     def look_whether_committed(self) -> bool | None:

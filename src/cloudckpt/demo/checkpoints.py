@@ -6,6 +6,7 @@ from functools import partial
 
 from cloudckpt.checkpoint.objects import METADATA
 from cloudckpt.config import Config
+from cloudckpt.transfer.deleting import delete_each
 from cloudckpt.transfer.opening import open_store
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.uri import CheckpointURI
@@ -41,4 +42,5 @@ def delete_objects(run: CheckpointURI) -> None:
     store, retrier = open_store(run, config), Retrier(config.retry)
     below = run.key("")
     keys = [info.key for info in retrier.call(lambda: list(store.list(below)))]
-    retrier.call(lambda: store.delete(keys))
+    if left := delete_each(store, keys, config.retry, threads=config.connections):
+        raise next(iter(left.values()))

@@ -10,10 +10,9 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
-import re
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from urllib.parse import quote, unquote, urlencode, urlsplit
+from collections.abc import Iterator, Mapping, Sequence
+from urllib.parse import quote, unquote, urlencode
 from xml.etree.ElementTree import Element
 
 import urllib3.exceptions
@@ -24,13 +23,11 @@ from cloudckpt.errors import (
     AccessDeniedError,
     ConnectionLostError,
     CredentialsError,
-    InvalidRequestError,
     ObjectNotFoundError,
     PreconditionFailedError,
     StoreError,
 )
 from cloudckpt.stores.azure_access import API_VERSION, ContainerAccess
-from cloudckpt.stores.azure_batch import SubAnswer, compose, parse
 from cloudckpt.stores.azure_errors import from_answer
 from cloudckpt.stores.azure_names import check_blob
 from cloudckpt.stores.base import (
@@ -43,7 +40,6 @@ from cloudckpt.stores.base import (
     nbytes,
     random_suffix,
 )
-from cloudckpt.stores.deletions import Failures, delete_all, one_by_one
 from cloudckpt.stores.http import HttpClient, Reply
 from cloudckpt.stores.rest import Pages, Request, RestStore, encode_key, encode_query
 from cloudckpt.stores.xml_answers import text, unqualified
@@ -54,15 +50,11 @@ __all__ = ["AzureStore"]
 _MAX_PUT = 5000 * 1024**2
 _MAX_BLOCK = 4000 * 1024**2
 _MAX_BLOCKS = 50_000  # of a blob
-_BLOBS_PER_BATCH = 256
 _BLOBS_PER_PAGE = "1000"
 
 # a block is named by its upload and its number: all blocks of a blob need names of one length
 _UPLOAD_ID = len(random_suffix())
 _NUMBER = len(f"{_MAX_BLOCKS}")
-
-_REFUSALS = (AccessDeniedError, CredentialsError, InvalidRequestError)
-_OF_THE_BLOB = re.compile(r"\w*(Immutab|LegalHold|Lease)\w* HTTP ")
 
 
 class AzureStore(RestStore):
@@ -88,7 +80,6 @@ class AzureStore(RestStore):
         )
         self._scope = _present({"x-ms-encryption-scope": options.encryption_scope})
         self._blob_headers = {**self._scope, **_blob_headers(options)}
-        self._batches = True
         self._begun: dict[str, Upload] = {}
         self._aborted: set[str] = set()
 
@@ -206,7 +197,7 @@ class AzureStore(RestStore):
         try:
             self.head(upload.key)
         except ObjectNotFoundError:
-            self.delete([upload.key])
+            self.delete(upload.key)
 
     def list_uploads(self, prefix: str) -> Iterator[Upload]:
         """The uploads that Azure has blocks of, and those that were begun here."""
@@ -280,57 +271,8 @@ class AzureStore(RestStore):
                 return
             pages.next(marker)
 
-    def delete(self, keys: Iterable[str]) -> None:
-        wanted = list(keys)
-        for key in wanted:
-            check_blob(key, self.uri(key))
-        delete_all(wanted, _BLOBS_PER_BATCH, self._delete_batch)
-
-    def _delete_batch(self, keys: Sequence[str]) -> Failures:
-        failures: Failures = []
-        if self._batches and len(keys) > 1:
-            try:
-                answers = self._batch(keys)
-            except _REFUSALS:
-                self._batches = False  # not for these credentials, or not known to this store
-            else:
-                failures = [failed for answer in answers for failed in self._failures(answer, keys)]
-                alone = {key for key, error in failures if _may_be_granted_alone(error)}
-                keys = [key for key in keys if key in alone]
-                failures = [failed for failed in failures if failed[0] not in alone]
-        return [*failures, *one_by_one(keys, self._delete)]
-
-    def _delete(self, key: str) -> None:
-        headers = {"x-ms-delete-snapshots": "include"}
-        with self.exchange("DELETE", self.object_url(key), headers, key=key):
-            pass
-
-    def _batch(self, keys: Sequence[str]) -> Sequence[SubAnswer]:
-        deletions: list[tuple[str, Mapping[str, str]]] = []
-        for key in keys:
-            url, headers = self._access.authorize(
-                "DELETE", self.object_url(key), {"x-ms-delete-snapshots": "include"}
-            )
-            parts = urlsplit(url)
-            target = f"{parts.path}?{parts.query}" if parts.query else parts.path
-            deletions.append((target, headers))
-        boundary = f"batch_{random_suffix()}"
-        body = [memoryview(compose(boundary, deletions))]
-        kind = {"Content-Type": f"multipart/mixed; boundary={boundary}"}
-        url = f"{self._access.url}?restype=container&comp=batch"
-        with self.exchange("POST", url, kind, body, key=keys[0]) as reply:
-            content_type = reply.headers.get("Content-Type", "")
-            return parse(content_type, reply.read_all(), len(keys), self.uri(keys[0]))
-
-    def _failures(self, answer: SubAnswer, keys: Sequence[str]) -> Failures:
-        """The keys whose deletion an answer of a batch refuses, and why."""
-        if answer.status < 300:
-            return []
-        number = answer.number if (answer.number or 0) < len(keys) else None  # None: all of them
-        refused = keys if number is None else [keys[number]]
-        uri = self.uri(refused[0])
-        error = self.failure(answer.status, answer.headers, answer.body, "DELETE", uri)
-        return [] if isinstance(error, ObjectNotFoundError) else [(key, error) for key in refused]
+    def delete(self, key: str) -> None:
+        self._delete(self.object_url(key), {"x-ms-delete-snapshots": "include"}, key)
 
     # what the requests are made of
 
@@ -365,15 +307,6 @@ class AzureStore(RestStore):
         # its eight bytes are little-endian here, unlike those of a CRC64NVME on S3
         spelled = base64.b64encode(CRC64NVME.pack([crc64])).decode("ascii")
         return {"x-ms-content-crc64": spelled}
-
-
-def _may_be_granted_alone(error: StoreError) -> bool:
-    """Whether what was refused in a batch may be granted to a request of its own.
-
-    The credentials may be others by now; and they, or the account, may not do in a batch what they
-    do alone. What the blob is does not depend on that.
-    """
-    return isinstance(error, _REFUSALS) and not _OF_THE_BLOB.match(error.cause or "")
 
 
 def block_id(upload: Upload, number: int) -> str:

@@ -17,7 +17,16 @@ from dataclasses import dataclass, field
 from cloudckpt.checksum import CRC32C, ChecksumAlgorithm
 from cloudckpt.errors import ObjectNotFoundError, PreconditionFailedError
 
-__all__ = ["Body", "Capabilities", "ObjectInfo", "ObjectStore", "Part", "Progress", "Upload"]
+__all__ = [
+    "Body",
+    "Capabilities",
+    "ObjectInfo",
+    "ObjectStore",
+    "Part",
+    "Progress",
+    "RangeReader",
+    "Upload",
+]
 
 _PIECE = 16 * 1024**2  # bytes that are read at a time
 
@@ -98,7 +107,45 @@ class Part:
     checksum: int
 
 
-class ObjectStore(ABC):
+class RangeReader(ABC):
+    """What a download needs: objects that are read by ranges. Safe to use from many threads."""
+
+    @abstractmethod
+    def get_range(
+        self,
+        key: str,
+        start: int,
+        into: Sequence[memoryview],
+        *,
+        if_version: str | None = None,
+        progress: Progress | None = None,
+    ) -> ObjectInfo:
+        """Fills ``into``, one view after the other, with the object's bytes from ``start``.
+
+        Args:
+            key: The key.
+            start: The first byte.
+            into: Writable byte views, not empty in total.
+            if_version: Fail with PreconditionFailedError if the object was replaced.
+            progress: See :data:`Progress`.
+
+        Raises:
+            ConnectionLostError: Also if the body was short; its ``received`` says what arrived.
+            RangeNotSatisfiableError: If the object ends before the range does.
+        """
+
+    def interrupt(self, threads: Collection[int]) -> None:  # noqa: B027 - most need nothing
+        """Breaks off what these threads (by identifier) are waiting for; their calls fail soon.
+
+        For readers whose calls may wait for a network; others do nothing.
+        """
+
+    @abstractmethod
+    def uri(self, key: str) -> str:
+        """The URI of ``key``, for messages."""
+
+
+class ObjectStore(RangeReader):
     """One bucket. Safe to use from many threads; made anew in every process.
 
     All methods raise :class:`~cloudckpt.errors.StoreError` or one of its children, which is
@@ -175,30 +222,6 @@ class ObjectStore(ABC):
         return self.get(key)
 
     @abstractmethod
-    def get_range(
-        self,
-        key: str,
-        start: int,
-        into: Sequence[memoryview],
-        *,
-        if_version: str | None = None,
-        progress: Progress | None = None,
-    ) -> ObjectInfo:
-        """Fills ``into``, one view after the other, with the object's bytes from ``start``.
-
-        Args:
-            key: The key.
-            start: The first byte.
-            into: Writable byte views, not empty in total.
-            if_version: Fail with PreconditionFailedError if the object was replaced.
-            progress: See :data:`Progress`.
-
-        Raises:
-            ConnectionLostError: Also if the body was short; its ``received`` says what arrived.
-            RangeNotSatisfiableError: If the object ends before the range does.
-        """
-
-    @abstractmethod
     def head(self, key: str) -> ObjectInfo:
         """Size and version of an object.
 
@@ -245,21 +268,14 @@ class ObjectStore(ABC):
         """The objects whose key begins with ``prefix``, in the order of keys, page by page."""
 
     @abstractmethod
-    def delete(self, keys: Iterable[str]) -> None:
-        """Removes objects; those that are not there are no error."""
+    def delete(self, key: str) -> None:
+        """Removes an object; that it is not there is no error."""
 
     @abstractmethod
     def close(self) -> None:
         """Gives connections back; the store can't be used afterwards."""
 
-    def interrupt(self, threads: Collection[int]) -> None:  # noqa: B027 - most need nothing
-        """Breaks off what these threads (by identifier) are waiting for; their calls fail soon.
-
-        For stores whose calls may wait for a network; others do nothing.
-        """
-
     def uri(self, key: str) -> str:
-        """The URI of ``key``, for messages."""
         return f"{self.root}/{key}"
 
 

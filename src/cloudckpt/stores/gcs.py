@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from urllib.parse import quote
 
@@ -208,8 +208,8 @@ class GCSStore(RestStore):
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         return (info for info in self._objects.list(prefix) if not is_temporary(info.key))
 
-    def delete(self, keys: Iterable[str]) -> None:
-        self._objects.delete(keys)
+    def delete(self, key: str) -> None:
+        self._objects.delete(key)
 
     def object_url(self, key: str, query: Mapping[str, str] | None = None) -> str:
         url = f"{self._bucket_url}/{encode_key(key)}"

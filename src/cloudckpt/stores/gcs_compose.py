@@ -130,7 +130,8 @@ class Composition:
     def abort(self, upload: Upload) -> None:
         """Deletes whatever there is of an upload."""
         found = self._objects.list(f"{upload.key}.{upload.id}.")
-        self._objects.delete([info.key for info in found if is_temporary(info.key)])
+        for key in [info.key for info in found if is_temporary(info.key)]:
+            self._objects.delete(key)
 
     def open_uploads(self, prefix: str) -> Iterator[Upload]:
         """The uploads under a prefix that left something behind."""

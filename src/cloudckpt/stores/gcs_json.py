@@ -9,7 +9,7 @@ import base64
 import contextlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -19,8 +19,6 @@ from cloudckpt.config import GCSOptions
 from cloudckpt.errors import (
     ConfigError,
     ConnectionLostError,
-    CredentialsError,
-    InvalidRequestError,
     ObjectNotFoundError,
     PreconditionFailedError,
     RangeNotSatisfiableError,
@@ -28,13 +26,11 @@ from cloudckpt.errors import (
     StoreError,
 )
 from cloudckpt.stores.base import Body, ObjectInfo, Progress, nbytes, random_suffix
-from cloudckpt.stores.deletions import Failures, delete_all, one_by_one
 from cloudckpt.stores.http import Reply
 from cloudckpt.stores.rest import Pages, RestStore, encode_query
 
 __all__ = ["JsonObjects", "Properties", "carried_out", "generation", "parse_crc32c"]
 
-_CALLS_PER_BATCH = 100  # https://cloud.google.com/storage/docs/batch
 _NO_GENERATION = str(2**63 - 1)  # generations are times: no object has the last one
 _RESOURCE = "name,size,generation,crc32c"
 
@@ -44,8 +40,6 @@ deleting it does not change what is cached: https://cloud.google.com/storage/doc
 
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # a token of RFC 9110
 _HEADER_VALUE = re.compile(r"[\x20-\x7e]*")
-
-_Answer = tuple[int, Mapping[str, str], bytes]  # status, headers and body of a call of a batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +130,6 @@ class JsonObjects:
         self._path = f"/storage/v1/b/{quote(bucket, safe='')}/o"
         self._checksums = checksums
         self._payer = payer
-        self._batches = True
 
     def url(self, key: str, query: Mapping[str, str]) -> str:
         """The URL of an object."""
@@ -279,64 +272,20 @@ class JsonObjects:
         if made.size == size and made.checksum in (None, crc32c):
             return made
         with contextlib.suppress(StoreError):
-            self.delete([made.key])
+            self.delete(made.key)
         raise StoreError(
             "the store put the parts together wrongly: size or CRC32C are not theirs; the object "
             "was deleted",
             uri=self._store.uri(made.key),
         )
 
-    def delete(self, keys: Iterable[str]) -> None:
-        """Removes objects; those that are not there are no error."""
-        delete_all(keys, _CALLS_PER_BATCH, self._delete_batch)
-
-    def _delete_batch(self, keys: Sequence[str]) -> Failures:
-        failures: Failures = []
-        if self._batches:
-            try:
-                answers = self._batch(keys)
-            except (InvalidRequestError, ObjectNotFoundError):
-                self._batches = False  # this store has none; Google's storage-testbench says 501
-            else:
-                failures = self._failures(keys, answers)
-                keys = [key for key, error in failures if isinstance(error, CredentialsError)]
-                failures = [failed for failed in failures if failed[0] not in keys]
-        return [*failures, *one_by_one(keys, self._delete)]  # with other credentials, perhaps
-
-    def _delete(self, key: str) -> None:
-        with self._store.exchange("DELETE", self.url(key, {}), {}, key=key):
+    def delete(self, key: str) -> None:
+        """Removes an object; that it is not there is no error."""
+        with (
+            contextlib.suppress(ObjectNotFoundError),
+            self._store.exchange("DELETE", self.url(key, {}), {}, key=key),
+        ):
             pass
-
-    def _batch(self, keys: Sequence[str]) -> Sequence[_Answer]:
-        """The answers to deletions that are sent in one request, in the order of the keys."""
-        boundary = f"cloudckpt-{random_suffix()}"
-        calls = [
-            f"--{boundary}\r\nContent-Type: application/http\r\n"
-            f"Content-ID: <{number}>\r\n\r\n"
-            f"DELETE {self._call(self._object_path(key), {})} HTTP/1.1\r\n\r\n\r\n"
-            for number, key in enumerate(keys, 1)
-        ]
-        body = "".join([*calls, f"--{boundary}--\r\n"]).encode("ascii")
-        headers = {"Content-Type": f"multipart/mixed; boundary={boundary}"}
-        url = f"{self._endpoint}/batch/storage/v1"
-        with self._store.exchange("POST", url, headers, [memoryview(body)], key=keys[0]) as reply:
-            answers = _batch_answers(reply.read_all())
-        if len(answers) != len(keys):
-            raise ServerError(
-                f"{len(keys)} calls were batched, but {len(answers)} answered",
-                uri=self._store.uri(keys[0]),
-            )
-        return answers
-
-    def _failures(self, keys: Sequence[str], answers: Sequence[_Answer]) -> Failures:
-        """The keys whose deletion was refused, and why."""
-        failures: Failures = []
-        for key, (status, fields, answer) in zip(keys, answers, strict=True):
-            if status >= 300:
-                error = self._store.failure(status, fields, answer, "delete", self._store.uri(key))
-                if not isinstance(error, ObjectNotFoundError):
-                    failures.append((key, error))
-        return failures
 
     def _answer(self, reply: Reply, key: str) -> dict[str, Any]:
         try:
@@ -421,19 +370,3 @@ def _of_payload(progress: Progress | None, before: int, size: int) -> Progress |
         progress(step)
 
     return moved
-
-
-_CALL = re.compile(rb"^HTTP/\d(?:\.\d)? (\d{3})[^\r\n]*\r?\n", re.MULTILINE)
-
-
-def _batch_answers(body: bytes) -> list[_Answer]:
-    """Status, headers and body of each call, in their order."""
-    begins = list(_CALL.finditer(body))
-    ends = [match.start() for match in begins[1:]] + [len(body)]
-    answers: list[_Answer] = []
-    for match, end in zip(begins, ends, strict=True):
-        head, _, content = body[match.end() : end].replace(b"\r\n", b"\n").partition(b"\n\n")
-        fields = (line.partition(":") for line in head.decode("latin-1").split("\n"))
-        headers = {name.strip(): value.strip() for name, _, value in fields}
-        answers.append((int(match.group(1)), headers, content.partition(b"\n--")[0]))
-    return answers

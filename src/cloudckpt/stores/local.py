@@ -12,7 +12,7 @@ import fcntl
 import os
 import stat
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cloudckpt.errors import (
@@ -38,7 +38,6 @@ from cloudckpt.stores.base import (
     random_suffix,
     skip,
 )
-from cloudckpt.stores.deletions import delete_all, one_by_one
 
 __all__ = ["LocalStore"]
 
@@ -181,11 +180,7 @@ class LocalStore(ObjectStore):
                 with contextlib.suppress(FileNotFoundError):
                     yield _info(str(path), path.stat())
 
-    def delete(self, keys: Iterable[str]) -> None:
-        wanted = list(keys)
-        delete_all(wanted, max(len(wanted), 1), lambda keys: one_by_one(keys, self._delete))
-
-    def _delete(self, key: str) -> None:
+    def delete(self, key: str) -> None:
         with self._errors(key):
             Path(key).unlink(missing_ok=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cloudckpt.errors import ObjectNotFoundError, PreconditionFailedError, RangeNotSatisfiableError
@@ -158,10 +158,9 @@ class MemoryStore(ObjectStore):
             if key.startswith(prefix)
         )
 
-    def delete(self, keys: Iterable[str]) -> None:
+    def delete(self, key: str) -> None:
         with self._bucket.lock:
-            for key in keys:
-                self._bucket.objects.pop(key, None)
+            self._bucket.objects.pop(key, None)
 
     def close(self) -> None:
         """The objects stay: they belong to the process."""

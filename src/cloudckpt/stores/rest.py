@@ -278,6 +278,16 @@ class RestStore(ObjectStore):
         with self.exchange("HEAD", self.object_url(key), {}, key=key) as reply:
             return ObjectInfo(key, reply.length or 0, self._version(reply, key))
 
+    def delete(self, key: str) -> None:
+        self._delete(self.object_url(key), {}, key)
+
+    def _delete(self, url: str, headers: Mapping[str, str], key: str) -> None:
+        with (
+            contextlib.suppress(ObjectNotFoundError),
+            self.exchange("DELETE", url, headers, key=key),
+        ):
+            pass
+
     def interrupt(self, threads: Collection[int]) -> None:
         self._http.interrupt(threads)
 

@@ -7,13 +7,11 @@ TLS), so the bytes of tensors are not hashed for the signature.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import functools
 import hashlib
 import re
-import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from cloudckpt.checksum import CRC32C, to_base64
@@ -38,7 +36,6 @@ from cloudckpt.stores.base import (
     Upload,
     nbytes,
 )
-from cloudckpt.stores.deletions import Failures, delete_all
 from cloudckpt.stores.http import HttpClient, Reply
 from cloudckpt.stores.rest import Pages, Request, RestStore, encode_key, encode_query
 from cloudckpt.stores.s3_access import (
@@ -47,7 +44,7 @@ from cloudckpt.stores.s3_access import (
     BucketAccess,
     object_headers,
 )
-from cloudckpt.stores.s3_errors import from_answer, from_code
+from cloudckpt.stores.s3_errors import from_answer
 from cloudckpt.stores.xml_answers import key_text, text, unqualified
 from cloudckpt.stores.xml_multipart import Dialect, XmlMultipart
 from cloudckpt.uri import CheckpointURI
@@ -58,7 +55,6 @@ __all__ = ["S3Store"]
 _MIN_PART = 5 * 1024**2
 _MAX_PART = 5 * 1024**3
 _MAX_PARTS = 10_000
-_KEYS_PER_DELETE = 1000
 _ARCHIVES = frozenset({"GLACIER", "DEEP_ARCHIVE"})
 
 _MD5 = re.compile(r"[0-9a-f]{32}")
@@ -275,36 +271,6 @@ class S3Store(RestStore):
                 return
             query["continuation-token"] = text(page, "NextContinuationToken")
             pages.next(query["continuation-token"])
-
-    def delete(self, keys: Iterable[str]) -> None:
-        delete_all(keys, _KEYS_PER_DELETE, self._delete)
-
-    def _delete(self, keys: Sequence[str]) -> Failures:
-        root = ElementTree.Element("Delete")
-        ElementTree.SubElement(root, "Quiet").text = "true"
-        for key in keys:
-            ElementTree.SubElement(ElementTree.SubElement(root, "Object"), "Key").text = key
-        body = ElementTree.tostring(root, "utf-8", xml_declaration=True)
-        digest = hashlib.md5(body, usedforsecurity=False).digest()  # every vendor knows this one
-        headers = {
-            "Content-MD5": base64.b64encode(digest).decode("ascii"),
-            "Content-Type": "application/xml",
-        }
-        url = f"{self._access.bucket_url}?delete"
-        uri = self.uri(keys[0])
-        with self.exchange("POST", url, headers, [memoryview(body)], key=keys[0]) as reply:
-            answer = reply.read_all()
-            root = unqualified(answer, uri)
-            if root.tag == "Error":
-                raise self.failure(reply.status, reply.headers, answer, "delete", uri)
-        failures: Failures = []
-        for failed in root.iterfind("Error"):
-            key = failed.findtext("Key") or ""
-            code, message = text(failed, "Code"), text(failed, "Message")
-            error = from_code(code, 0, message, "delete", self.uri(key))
-            # what is named in another way than it was asked for may be any of them
-            failures += [(name, error) for name in ([key] if key in keys else keys)]
-        return failures
 
     @contextlib.contextmanager
     def _sent(self, request: Request) -> Iterator[Reply]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -57,9 +57,9 @@ class _Fault:
     name: str
     seen: int = 0
 
-    def strike(self, verb: Verb, keys: Sequence[str]) -> _Strike | None:
+    def strike(self, verb: Verb, key: str) -> _Strike | None:
         """Whether this call fails; to be asked exactly once for each call."""
-        if verb != self.verb or not any(self.where(key) for key in keys):
+        if verb != self.verb or not self.where(key):
             return None
         self.seen += 1
         if self.calls is not None:
@@ -153,8 +153,7 @@ class FaultyStore(ObjectStore):
                 when its answer is lost.
             moved: See ``when``; ConnectionLostError gets it as ``received``, and the version of
                 the object that was read.
-            where: Which keys (or prefixes) the fault is about; calls without one of them are not
-                counted.
+            where: Which keys (or prefixes) the fault is about; calls for others are not counted.
         """
         if when == "during" and verb not in ("put", "put_part", "get_range"):
             raise ValueError(f"{verb} moves no payload that could be cut short")
@@ -180,7 +179,7 @@ class FaultyStore(ObjectStore):
     ) -> ObjectInfo:
         return self._call(
             "put",
-            [key],
+            key,
             lambda: self.inner.put(
                 key,
                 body,
@@ -193,7 +192,7 @@ class FaultyStore(ObjectStore):
         )
 
     def create_upload(self, key: str, part_size: int) -> Upload:
-        return self._call("create_upload", [key], lambda: self.inner.create_upload(key, part_size))
+        return self._call("create_upload", key, lambda: self.inner.create_upload(key, part_size))
 
     def put_part(
         self,
@@ -206,7 +205,7 @@ class FaultyStore(ObjectStore):
     ) -> Part:
         return self._call(
             "put_part",
-            [upload.key],
+            upload.key,
             lambda: self.inner.put_part(upload, number, body, checksum=checksum, progress=progress),
             progress,
         )
@@ -216,23 +215,21 @@ class FaultyStore(ObjectStore):
     ) -> ObjectInfo:
         return self._call(
             "complete_upload",
-            [upload.key],
+            upload.key,
             lambda: self.inner.complete_upload(upload, parts, if_absent=if_absent),
         )
 
     def abort_upload(self, upload: Upload) -> None:
-        self._call("abort_upload", [upload.key], lambda: self.inner.abort_upload(upload))
+        self._call("abort_upload", upload.key, lambda: self.inner.abort_upload(upload))
 
     def list_uploads(self, prefix: str) -> Iterator[Upload]:
-        return iter(
-            self._call("list_uploads", [prefix], lambda: [*self.inner.list_uploads(prefix)])
-        )
+        return iter(self._call("list_uploads", prefix, lambda: [*self.inner.list_uploads(prefix)]))
 
     def get(self, key: str) -> tuple[bytearray, ObjectInfo]:
-        return self._call("get", [key], lambda: self.inner.get(key))
+        return self._call("get", key, lambda: self.inner.get(key))
 
     def get_latest(self, key: str) -> tuple[bytearray, ObjectInfo]:
-        return self._call("get", [key], lambda: self.inner.get_latest(key))
+        return self._call("get", key, lambda: self.inner.get_latest(key))
 
     def get_range(
         self,
@@ -246,7 +243,7 @@ class FaultyStore(ObjectStore):
         def get(views: Sequence[memoryview]) -> ObjectInfo:
             return self.inner.get_range(key, start, views, if_version=if_version, progress=progress)
 
-        strike = self._struck("get_range", [key])
+        strike = self._struck("get_range", key)
         if strike is None:
             return get(into)
         version = None
@@ -260,14 +257,13 @@ class FaultyStore(ObjectStore):
         raise error
 
     def head(self, key: str) -> ObjectInfo:
-        return self._call("head", [key], lambda: self.inner.head(key))
+        return self._call("head", key, lambda: self.inner.head(key))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return iter(self._call("list", [prefix], lambda: [*self.inner.list(prefix)]))
+        return iter(self._call("list", prefix, lambda: [*self.inner.list(prefix)]))
 
-    def delete(self, keys: Iterable[str]) -> None:
-        wanted = [*keys]
-        self._call("delete", wanted, lambda: self.inner.delete(wanted))
+    def delete(self, key: str) -> None:
+        self._call("delete", key, lambda: self.inner.delete(key))
 
     def interrupt(self, threads: Collection[int]) -> None:
         self.inner.interrupt(threads)
@@ -278,11 +274,11 @@ class FaultyStore(ObjectStore):
     def uri(self, key: str) -> str:
         return self.inner.uri(key)
 
-    def _struck(self, verb: Verb, keys: Sequence[str]) -> _Strike | None:
+    def _struck(self, verb: Verb, key: str) -> _Strike | None:
         with self._lock:
             self.calls[verb] += 1
             # every rule is asked, so that each counts all the calls that it is about
-            strikes = [fault.strike(verb, keys) for fault in self._faults]
+            strikes = [fault.strike(verb, key) for fault in self._faults]
         return next((strike for strike in strikes if strike is not None), None)
 
     def _failure(self, strike: _Strike) -> BaseException:
@@ -293,11 +289,11 @@ class FaultyStore(ObjectStore):
     def _call(
         self,
         verb: Verb,
-        keys: Sequence[str],
+        key: str,
         call: Callable[[], T],
         progress: Progress | None = None,
     ) -> T:
-        strike = self._struck(verb, keys)
+        strike = self._struck(verb, key)
         if strike is None:
             return call()
         if strike.when == "after":

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import io
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
 from cloudckpt.config import MIB, Config
 from cloudckpt.errors import CheckpointCorruptError, PreconditionFailedError
-from cloudckpt.stores.base import ObjectInfo, ObjectStore, Progress
+from cloudckpt.stores.base import ObjectInfo, ObjectStore, Progress, RangeReader
 from cloudckpt.transfer.download import download
 from cloudckpt.transfer.landing import Source, Wanted
 from cloudckpt.transfer.memory import bytes_of
@@ -30,7 +30,7 @@ _WINDOWS = 2
 _GROWTH = 8
 
 
-class PinnedObject:
+class PinnedObject(RangeReader):
     """One version of an object: whatever is read of it belongs together.
 
     Attributes:
@@ -74,9 +74,8 @@ class PinnedObject:
         config = self._config
         if request_size is not None and config.request_size is None:
             config = dataclasses.replace(config, request_size=request_size)
-        # the download only reads, by the methods below
         try:
-            download(cast(ObjectStore, self), wanted, config, self._stats)
+            download(self, wanted, config, self._stats)
         except CheckpointCorruptError as error:
             uri = self._store.uri(self.key)
             check_unchanged(self._store, self.info, uri, config.retry, error)

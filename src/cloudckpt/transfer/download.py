@@ -17,7 +17,7 @@ from cloudckpt.errors import (
     RangeNotSatisfiableError,
 )
 from cloudckpt.gc_pause import paused_gc
-from cloudckpt.stores.base import ObjectInfo, ObjectStore, nbytes, skip
+from cloudckpt.stores.base import ObjectInfo, RangeReader, nbytes, skip
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.landing import Bad, Landing, Source, Span, Wanted
 from cloudckpt.transfer.parts import even_share
@@ -33,7 +33,7 @@ _GRAIN = 1024 * 1024  # where unverified data may be cut
 
 
 def download(
-    store: ObjectStore,
+    store: RangeReader,
     wanted: Sequence[Wanted],
     config: Config,
     stats: TransferStats,
@@ -51,7 +51,7 @@ def download(
 class _Download:
     def __init__(
         self,
-        store: ObjectStore,
+        store: RangeReader,
         wanted: Sequence[Wanted],
         config: Config,
         stats: TransferStats,

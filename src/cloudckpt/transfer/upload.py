@@ -16,12 +16,13 @@ from cloudckpt.errors import (
     TransientStoreError,
 )
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, Part, Upload
+from cloudckpt.transfer.deleting import delete_quietly
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.parts import PartCutter, PartPlan, Piece
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.stats import TransferStats
 
-__all__ = ["ObjectUpload", "creates_only", "delete_quietly", "put_new"]
+__all__ = ["ObjectUpload", "creates_only", "put_new"]
 
 T = TypeVar("T")
 logger = logging.getLogger("cloudckpt")
@@ -102,7 +103,7 @@ class ObjectUpload:
             self._abort(self._upload)
         if self._may_have_twin:
             self._abort_twins()
-        delete_quietly(self._store, [self.key], self._retrier.policy)
+        delete_quietly(self._store, [self.key], self._retrier.policy, threads=1)
 
     def _create(self) -> Upload:
         def create() -> Upload:
@@ -285,23 +286,3 @@ def _made(
     except StoreError as error:
         logger.warning("whether a request was carried out can't be seen: %s", error)
         return None
-
-
-def delete_quietly(store: ObjectStore, keys: list[str], policy: RetryPolicy) -> None:
-    """Deletes objects that nobody needs; a failure is logged, since it loses nothing."""
-    left = tuple(keys)
-
-    def delete() -> None:
-        nonlocal left
-        try:
-            store.delete(left)
-        except StoreError as error:
-            left = error.left or left
-            raise
-
-    if not keys:
-        return
-    try:
-        Retrier.for_cleanup(policy).call(delete)
-    except Exception as error:  # noqa: BLE001 - nothing that is wrong here may undo a commit
-        logger.warning("%d unneeded objects were left behind: %s", len(left), error)

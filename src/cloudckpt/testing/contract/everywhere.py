@@ -60,7 +60,7 @@ class CommonContract(Hooks):
         assert self.get_directly(store, key) == b"in parts"
         assert store.head(key) == info
         assert [info.key for info in store.list(prefix)] == [key]
-        store.delete([key])
+        store.delete(key)
         assert list(store.list(prefix)) == []
 
     @pytest.mark.parametrize("verb", ["put", "put_part", "get_range"])

@@ -15,8 +15,8 @@ class Hooks:
     """The store under test, and a way around it.
 
     Attributes:
-        object_count: How many objects the tests of listing and deleting make. Choose more than the
-            store lists or deletes in one request (1,000 for S3).
+        object_count: How many objects the test of listing makes. Choose more than the store lists
+            in one request (1,000 for S3).
         atomic_conditions: Whether of several ``put`` with ``if_absent`` at the same moment only one
             may succeed. Only for an emulator that can't do what the real store does.
     """

@@ -83,7 +83,7 @@ class WritingContract(Hooks):
         self, store: ObjectStore, prefix: str
     ) -> None:
         put(store, prefix + "object", b"old", if_absent=True)
-        store.delete([prefix + "object"])
+        store.delete(prefix + "object")
         put(store, prefix + "object", b"new", if_absent=True)
         assert self.get_directly(store, prefix + "object") == b"new"
 
@@ -121,7 +121,7 @@ class WritingContract(Hooks):
         self, store: ObjectStore, prefix: str
     ) -> None:
         old = put(store, prefix + "object", b"old")
-        store.delete([prefix + "object"])
+        store.delete(prefix + "object")
         with pytest.raises(PreconditionFailedError):
             put(store, prefix + "object", b"new", if_version=old.version)
         with pytest.raises(ObjectNotFoundError):

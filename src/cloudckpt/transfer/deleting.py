@@ -1,0 +1,98 @@
+"""Deletes many objects, in parallel; each is tried, whatever becomes of the others.
+
+One object that can't be deleted, for a hold or for the moment, must not keep the rest in the store,
+where they are billed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterable
+
+from cloudckpt.config import RetryPolicy
+from cloudckpt.errors import ConnectionLostError, StoreError, TransientStoreError
+from cloudckpt.stores.base import ObjectStore
+from cloudckpt.transfer.group import TaskGroup
+from cloudckpt.transfer.retry import Retrier
+
+__all__ = ["delete_each", "delete_quietly"]
+
+logger = logging.getLogger("cloudckpt")
+
+
+def delete_each(
+    store: ObjectStore, keys: Iterable[str], policy: RetryPolicy, *, threads: int
+) -> dict[str, StoreError]:
+    """Deletes objects, on up to ``threads`` threads, and tells which are left, and why.
+
+    Those whose deletion may succeed later are tried again, all of them together, as often and as
+    long as ``policy`` says: it bounds the whole, not each key. Once the connection is lost no
+    further key is tried before the next pause: each might wait as long for nothing.
+
+    Args:
+        store: The store.
+        keys: The keys; one that is repeated counts once, one that is not there is no failure.
+        policy: How often and how long to try.
+        threads: The most requests at a time.
+    """
+    left = list(dict.fromkeys(keys))
+    refused: dict[str, StoreError] = {}
+    passing: dict[str, StoreError] = {}
+
+    def attempt() -> None:
+        nonlocal left, passing
+        failed = _try_each(store, left, threads)
+        passing = {key: e for key, e in failed.items() if isinstance(e, TransientStoreError)}
+        refused.update((key, e) for key, e in failed.items() if key not in passing)
+        left = list(passing)
+        if passing:
+            raise passing[left[0]]
+
+    with contextlib.suppress(StoreError):  # it is told with its key
+        Retrier(policy).call(attempt)
+    return refused | passing
+
+
+def delete_quietly(
+    store: ObjectStore, keys: Iterable[str], policy: RetryPolicy, *, threads: int
+) -> None:
+    """Deletes objects that nobody needs, with a few tries; what is left is logged.
+
+    Its failure loses nothing, and must hide no error and undo no commit.
+    """
+    try:
+        left = delete_each(store, keys, Retrier.for_cleanup(policy).policy, threads=threads)
+    except Exception as error:  # noqa: BLE001 - see above
+        logger.warning("unneeded objects were left behind: %s", error)
+        return
+    if left:
+        reason = next(iter(left.values()))
+        logger.warning("%d unneeded objects were left behind: %s", len(left), reason)
+
+
+def _try_each(store: ObjectStore, keys: list[str], threads: int) -> dict[str, StoreError]:
+    """Deletes objects; those that are left, first those that had no turn, and why."""
+    group = TaskGroup(threads, name="cloudckpt-delete", interrupt=store.interrupt)
+    failed: dict[str, StoreError] = {}
+    lost: list[ConnectionLostError] = []
+    tried: set[str] = set()
+
+    def delete(key: str) -> None:
+        if lost:
+            return
+        tried.add(key)
+        try:
+            store.delete(key)
+        except StoreError as error:
+            failed[key] = error
+            if isinstance(error, ConnectionLostError):
+                lost.append(error)
+
+    def submit() -> None:
+        for key in keys:
+            group.submit(functools.partial(delete, key))
+
+    group.run(submit)
+    return {key: lost[0] for key in keys if key not in tried} | failed

@@ -1,0 +1,125 @@
+"""Each of many objects is tried to be deleted, whatever becomes of the others."""
+
+import errno
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+
+from cloudckpt import RetryPolicy
+from cloudckpt.errors import (
+    AccessDeniedError,
+    ConnectionLostError,
+    ServerError,
+    ThrottledError,
+)
+from cloudckpt.stores.local import LocalStore
+from cloudckpt.stores.memory import MemoryStore
+from cloudckpt.testing.faulty import FaultyStore
+from cloudckpt.transfer.deleting import delete_each, delete_quietly
+
+KEYS = [f"run/{number:02}" for number in range(20)]
+AT_ONCE = RetryPolicy(attempts=3, base=0.0, cap=0.0)
+
+
+@pytest.fixture
+def store(request):
+    store = FaultyStore(MemoryStore(request.node.nodeid))
+    for key in KEYS:
+        store.inner.put(key, [], checksum=0)
+    yield store
+    for key in held(store):
+        store.inner.delete(key)
+
+
+def held(store):
+    return [info.key for info in store.inner.list("")]
+
+
+def only(*keys):
+    return lambda key: key in keys
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_what_is_refused_does_not_keep_the_others_and_is_told(store, threads):
+    store.fail("delete", AccessDeniedError, where=only(KEYS[2]))
+    store.fail("delete", ServerError, where=only(KEYS[7]))
+    left = delete_each(store, [*KEYS, KEYS[0], "missing"], AT_ONCE, threads=threads)
+    assert {key: type(error) for key, error in left.items()} == {
+        KEYS[2]: AccessDeniedError,
+        KEYS[7]: ServerError,
+    }
+    assert "gave up after 3 tries" in str(left[KEYS[7]])
+    assert held(store) == [KEYS[2], KEYS[7]]
+
+
+def test_only_what_may_succeed_later_is_tried_again(store):
+    store.fail("delete", AccessDeniedError, where=only(KEYS[2]))
+    store.fail("delete", ThrottledError, where=only(KEYS[7]), calls=[1, 2])
+    left = delete_each(store, KEYS, AT_ONCE, threads=4)
+    assert list(left) == [KEYS[2]]
+    assert store.calls["delete"] == len(KEYS) + 2
+
+
+def test_a_store_that_can_not_be_reached_is_not_waited_for_again_and_again(store):
+    store.fail("delete", ConnectionLostError)
+    left = delete_each(store, KEYS, AT_ONCE, threads=2)
+    assert sorted(left) == KEYS
+    assert store.calls["delete"] <= 2 * AT_ONCE.attempts
+
+
+def test_those_that_had_no_turn_have_it_next(store):
+    store.fail("delete", ConnectionLostError, where=only(KEYS[0]))
+    assert list(delete_each(store, KEYS, AT_ONCE, threads=1)) == [KEYS[0]]
+    assert held(store) == [KEYS[0]]
+
+
+def test_as_many_are_deleted_at_a_time_as_there_are_threads(store):
+    together = threading.Barrier(4)
+
+    def wait(message):
+        together.wait(60)
+        return ServerError(message)
+
+    store.fail("delete", wait, where=only(*KEYS[:4]), calls=[1, 2, 3, 4])
+    assert delete_each(store, KEYS, AT_ONCE, threads=4) == {}
+    assert held(store) == []
+
+
+def test_deleting_nothing_asks_nothing(store):
+    assert delete_each(store, [], AT_ONCE, threads=4) == {}
+    assert store.calls["delete"] == 0
+
+
+@pytest.mark.parametrize("error", [ServerError, AccessDeniedError, RuntimeError])
+def test_what_is_left_of_a_clean_up_is_logged(store, caplog, error):
+    store.fail("delete", error, where=only(KEYS[3]))
+    with caplog.at_level(logging.WARNING, "cloudckpt"):
+        delete_quietly(store, KEYS, AT_ONCE, threads=1)
+    assert "unneeded objects were left behind: " in caplog.text
+    assert KEYS[3] in held(store)
+
+
+def test_a_clean_up_has_fewer_tries_than_others(store):
+    store.fail("delete", ServerError)
+    delete_quietly(store, KEYS[:1], RetryPolicy(attempts=50, base=0.0, cap=0.0), threads=1)
+    assert store.calls["delete"] == 3
+
+
+def test_a_file_that_can_not_be_deleted_does_not_keep_the_others(tmp_path, monkeypatch):
+    store = LocalStore()
+    keys = [str(tmp_path / name) for name in "abc"]
+    for key in keys:
+        store.put(key, [], checksum=0)
+    unlink = Path.unlink
+
+    def refusing(path, missing_ok=False):
+        if path.name == "b":
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refusing)
+    left = delete_each(store, keys, AT_ONCE, threads=4)
+    assert {key: type(error) for key, error in left.items()} == {keys[1]: AccessDeniedError}
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
