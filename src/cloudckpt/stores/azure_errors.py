@@ -24,6 +24,7 @@ from cloudckpt.stores.refusals import (
     DAMAGED,
     SLOW_DOWN,
     Meaning,
+    by_code,
     from_elsewhere,
     is_certain,
     meant,
@@ -44,216 +45,178 @@ _REFUSED: Meaning = (
     "the shared access signature is malformed or has expired, or this machine's clock is wrong by "
     "minutes",
 )
-_IMMUTABLE: Meaning = (
-    AccessDeniedError,
-    "an immutability policy or a legal hold forbids that this blob is replaced or deleted",
-)
-_ARCHIVED: Meaning = (
-    InvalidRequestError,
-    "the blob is in the archive tier; rehydrate it to an online tier first",
-)
-_LEASED: Meaning = (
-    InvalidRequestError,
-    "somebody holds a lease on the blob or its container; release or break it",
-)
-_OTHER_TYPE: Meaning = (
-    InvalidRequestError,
-    "under this name there is no block blob, but a directory or a blob of another type; or a part "
-    "of its path is no directory",
-)
-_KEY_VAULT: Meaning = (
-    AccessDeniedError,
-    "the account can't use the key vault with the key that encrypts it: look at the vault and its "
-    "firewall, the key, and what the managed identity of the account may do there",
-)
-_TIER: Meaning = (
-    InvalidRequestError,
-    "the account, or a blob of this kind and size, can't have this access tier; leave out or "
-    "change AzureOptions(access_tier=...)",
-)
-_HIERARCHICAL: Meaning = (
-    InvalidRequestError,
-    "the account has a hierarchical namespace, which does not support a part of this request; "
-    "leave tags empty",
-)
-_SCOPE: Meaning = (
-    InvalidRequestError,
-    "the encryption scope is not there or disabled; check AzureOptions(encryption_scope=...)",
-)
-_NAME: Meaning = (
-    InvalidRequestError,
-    "Azure does not take the name of the container or of the blob; in accounts with a hierarchical "
-    "namespace it has some 60 segments at most",
-)
-_TOO_LARGE: Meaning = (
-    InvalidRequestError,
-    "the store does not take so much in one request; set a smaller Config(part_size=...)",
-)
-_TOO_OLD: Meaning = (
-    InvalidRequestError,
-    "the store is older than version 2021-12-02 of the REST API, which cloudckpt speaks",
-)
-_BEING_DELETED: Meaning = (ServerError, "the container is being deleted")
-_EXISTS: Meaning = (PreconditionFailedError, "the blob exists already")
-
-_NO_BLOB: Meaning = (ObjectNotFoundError, "there is no such blob")
-_NOT_AS_EXPECTED: Meaning = (PreconditionFailedError, "the blob is not in the expected state")
-_TOO_SHORT: Meaning = (RangeNotSatisfiableError, "the blob ends before the range does")
-
-_BY_CODE: dict[str, Meaning] = {
-    "ContainerNotFound": (
-        BucketNotFoundError,
-        "the container does not exist; create it, or check its name and that of the account",
-    ),
-    "FilesystemNotFound": (BucketNotFoundError, "the container does not exist"),
-    "BlobNotFound": _NO_BLOB,
-    "PathNotFound": _NO_BLOB,
-    "ResourceNotFound": (ObjectNotFoundError, "there is no such container or blob"),
-    "InvalidBlockList": (
-        ObjectNotFoundError,
-        "the blocks of this upload are not there any more: it was completed or aborted, another "
-        "write of the same blob discarded them, or a week has passed",
-    ),
-    "BlobAlreadyExists": _EXISTS,
-    "ResourceAlreadyExists": _EXISTS,
-    "PathAlreadyExists": _EXISTS,
-    "ConditionNotMet": _NOT_AS_EXPECTED,
-    "TargetConditionNotMet": _NOT_AS_EXPECTED,
-    "InvalidRange": _TOO_SHORT,
+_BY_CODE = by_code(
+    {
+        BucketNotFoundError: {
+            "ContainerNotFound FilesystemNotFound": (
+                "the container does not exist; create it, or check its name and that of the account"
+            ),
+        },
+        ObjectNotFoundError: {
+            "ResourceNotFound": "there is no such container or blob",
+            "InvalidBlockList": (
+                "the blocks of this upload are not there any more: it was completed or aborted, "
+                "another write of the same blob discarded them, or a week has passed"
+            ),
+        },
+        PreconditionFailedError: {
+            "BlobAlreadyExists ResourceAlreadyExists PathAlreadyExists": "the blob exists already",
+        },
+        CredentialsError: {
+            "NoAuthenticationInformation": "the request arrived without credentials",
+            "KeyBasedAuthenticationNotPermitted": (
+                "the account forbids keys and what is signed with them; unset AZURE_STORAGE_* and "
+                "use Microsoft Entra ID (a managed identity, AZURE_CLIENT_ID or 'az login')"
+            ),
+        },
+        AccessDeniedError: {
+            "AuthorizationFailure": (
+                f"{_ROLE}; or the firewall of the account does not let this network in"
+            ),
+            "AuthorizationPermissionMismatch": (
+                f"{_ROLE}; in accounts with a hierarchical namespace the access control lists of "
+                "the folders count too"
+            ),
+            "UnauthorizedBlobOverwrite": (
+                "the credentials may create blobs, but not replace the one that is there; give "
+                "the shared access signature the permission w, or save to another location"
+            ),
+            "RequestForbiddenByContainerEncryptionPolicy": (
+                "the container allows its own encryption scope only; leave out "
+                "AzureOptions(encryption_scope=...), or name that one"
+            ),
+            "AuthorizationProtocolMismatch": (
+                "the shared access signature does not allow this protocol; use https"
+            ),
+            "AuthorizationSourceIPMismatch": (
+                "the shared access signature does not allow the address of this machine"
+            ),
+            "AuthorizationServiceMismatch": (
+                "the shared access signature is not for the blob service"
+            ),
+            "AuthorizationResourceTypeMismatch": (
+                "the shared access signature lacks the resource types container (c) and object (o)"
+            ),
+            "InsufficientAccountPermissions": "the account does not allow this",
+            "PublicAccessNotPermitted": "the account does not allow public access",
+            "AccountIsDisabled": "the storage account is disabled",
+            "ContainerDisabled": "an administrator has disabled the container",
+            "KeyVaultEncryptionKeyNotFound": (
+                "the key that encrypts the account is gone, disabled or expired in its key vault, "
+                "or the account may not use it any more: wrap and unwrap"
+            ),
+            "KeyVaultVaultNotFound": (
+                "the key vault with the key that encrypts the account is gone, or its firewall "
+                "does not let the account in"
+            ),
+            "KeyVaultAccessTokenCannotBeAcquired": (
+                "the account gets no token for the key vault with the key that encrypts it: its "
+                "managed identity was deleted, or has moved to another tenant"
+            ),
+        },
+        InvalidRequestError: {
+            "BlobArchived BlobBeingRehydrated": (
+                "the blob is in the archive tier; rehydrate it to an online tier first"
+            ),
+            (
+                "InvalidBlobType ResourceTypeMismatch PathConflict DirectoryNotEmpty "
+                "DirectoryIsNotEmpty"
+            ): (
+                "under this name there is no block blob, but a directory or a blob of another "
+                "type; or a part of its path is no directory"
+            ),
+            (
+                "InvalidResourceName InvalidUri OutOfRangeInput PathIsTooDeep "
+                "RequestUrlFailedToParse"
+            ): (
+                "Azure does not take the name of the container or of the blob; in accounts with a "
+                "hierarchical namespace it has some 60 segments at most"
+            ),
+            "RequestBodyTooLarge": (
+                "the store does not take so much in one request; set a smaller "
+                "Config(part_size=...)"
+            ),
+            "UnsupportedRestVersion": (
+                "the store is older than version 2021-12-02 of the REST API, which cloudckpt speaks"
+            ),
+            "AccountRequiresHttps": (
+                "the account is reached by https only; write https:// in the endpoint"
+            ),
+            "BlockCountExceedsLimit": (
+                "the blob has more blocks than Azure keeps, of unfinished uploads perhaps, which "
+                "go a week after the last; save to another location"
+            ),
+            "InvalidBlobOrBlock": (
+                "the blob holds unfinished blocks of another writer; save to another location"
+            ),
+            "BlobUsesCustomerSpecifiedEncryption": (
+                "the blob was written with a customer-provided key, which cloudckpt does not "
+                "support"
+            ),
+            "BlobOperationNotSupported": (
+                "the Blob API can't do this to a file that was made through the Data Lake API; "
+                "delete it first, or save to another location"
+            ),
+            "FeatureNotSupported": "the store does not know a part of this request",  # Azurite: 500
+        },
+        TLSError: {
+            "TlsVersionNotPermitted": (
+                "the account demands a newer version of TLS than this machine has"
+            ),
+        },
+        ServerError: {
+            "OperationTimedOut": "the store could not finish the operation in time",
+            "ContainerBeingDeleted FilesystemBeingDeleted": "the container is being deleted",
+            "AccountBeingCreated": "the storage account is still being created",
+        },
+    }
+) | {
     "AuthenticationFailed": _REFUSED,
     "InvalidAuthenticationInfo": _REFUSED,
-    "NoAuthenticationInformation": (CredentialsError, "the request arrived without credentials"),
-    "KeyBasedAuthenticationNotPermitted": (
-        CredentialsError,
-        "the account forbids keys and what is signed with them; unset AZURE_STORAGE_* and use "
-        "Microsoft Entra ID (a managed identity, AZURE_CLIENT_ID or 'az login')",
-    ),
-    "AuthorizationFailure": (
-        AccessDeniedError,
-        f"{_ROLE}; or the firewall of the account does not let this network in",
-    ),
-    "AuthorizationPermissionMismatch": (
-        AccessDeniedError,
-        f"{_ROLE}; in accounts with a hierarchical namespace the access control lists of the "
-        "folders count too",
-    ),
-    "UnauthorizedBlobOverwrite": (
-        AccessDeniedError,
-        "the credentials may create blobs, but not replace the one that is there; give the shared "
-        "access signature the permission w, or save to another location",
-    ),
-    "RequestForbiddenByContainerEncryptionPolicy": (
-        AccessDeniedError,
-        "the container allows its own encryption scope only; leave out "
-        "AzureOptions(encryption_scope=...), or name that one",
-    ),
-    "AuthorizationProtocolMismatch": (
-        AccessDeniedError,
-        "the shared access signature does not allow this protocol; use https",
-    ),
-    "AuthorizationSourceIPMismatch": (
-        AccessDeniedError,
-        "the shared access signature does not allow the address of this machine",
-    ),
-    "AuthorizationServiceMismatch": (
-        AccessDeniedError,
-        "the shared access signature is not for the blob service",
-    ),
-    "AuthorizationResourceTypeMismatch": (
-        AccessDeniedError,
-        "the shared access signature lacks the resource types container (c) and object (o)",
-    ),
-    "InsufficientAccountPermissions": (AccessDeniedError, "the account does not allow this"),
-    "PublicAccessNotPermitted": (AccessDeniedError, "the account does not allow public access"),
-    "AccountIsDisabled": (AccessDeniedError, "the storage account is disabled"),
-    "ContainerDisabled": (AccessDeniedError, "an administrator has disabled the container"),
-    "KeyVaultEncryptionKeyNotFound": (
-        AccessDeniedError,
-        "the key that encrypts the account is gone, disabled or expired in its key vault, or the "
-        "account may not use it any more: wrap and unwrap",
-    ),
-    "KeyVaultVaultNotFound": (
-        AccessDeniedError,
-        "the key vault with the key that encrypts the account is gone, or its firewall does not "
-        "let the account in",
-    ),
-    "KeyVaultAccessTokenCannotBeAcquired": (
-        AccessDeniedError,
-        "the account gets no token for the key vault with the key that encrypts it: its managed "
-        "identity was deleted, or has moved to another tenant",
-    ),
-    "BlobArchived": _ARCHIVED,
-    "BlobBeingRehydrated": _ARCHIVED,
-    "InvalidBlobType": _OTHER_TYPE,
-    "ResourceTypeMismatch": _OTHER_TYPE,
-    "PathConflict": _OTHER_TYPE,
-    "DirectoryNotEmpty": _OTHER_TYPE,
-    "DirectoryIsNotEmpty": _OTHER_TYPE,
-    "InvalidResourceName": _NAME,
-    "InvalidUri": _NAME,
-    "OutOfRangeInput": _NAME,
-    "PathIsTooDeep": _NAME,
-    "RequestUrlFailedToParse": _NAME,
-    "RequestBodyTooLarge": _TOO_LARGE,
-    "UnsupportedRestVersion": _TOO_OLD,
-    "AccountRequiresHttps": (
-        InvalidRequestError,
-        "the account is reached by https only; write https:// in the endpoint",
-    ),
-    "TlsVersionNotPermitted": (
-        TLSError,
-        "the account demands a newer version of TLS than this machine has",
-    ),
-    "BlockCountExceedsLimit": (
-        InvalidRequestError,
-        "the blob has more blocks than Azure keeps, of unfinished uploads perhaps, which go a week "
-        "after the last; save to another location",
-    ),
-    "InvalidBlobOrBlock": (
-        InvalidRequestError,
-        "the blob holds unfinished blocks of another writer; save to another location",
-    ),
-    "BlobUsesCustomerSpecifiedEncryption": (
-        InvalidRequestError,
-        "the blob was written with a customer-provided key, which cloudckpt does not support",
-    ),
-    "BlobOperationNotSupported": (
-        InvalidRequestError,
-        "the Blob API can't do this to a file that was made through the Data Lake API; delete it "
-        "first, or save to another location",
-    ),
-    "FeatureNotSupported": (  # Azurite's, with status 500
-        InvalidRequestError,
-        "the store does not know a part of this request",
-    ),
     "ServerBusy": SLOW_DOWN,
     "TooManyRequests": SLOW_DOWN,
-    "InternalError": (ServerError, "the store failed inside"),
-    "OperationTimedOut": (ServerError, "the store could not finish the operation in time"),
-    "ContainerBeingDeleted": _BEING_DELETED,
-    "FilesystemBeingDeleted": _BEING_DELETED,
-    "AccountBeingCreated": (ServerError, "the storage account is still being created"),
     "Md5Mismatch": DAMAGED,
     "Crc64Mismatch": DAMAGED,
 }
 
 # codes that Azure has, or may yet get, more of than it documents
-_BY_WORD: tuple[tuple[re.Pattern[str], Meaning], ...] = (
-    (re.compile("^KeyVault"), _KEY_VAULT),
-    (re.compile("ForHierarchicalNamespaceAccounts$"), _HIERARCHICAL),
-    (re.compile("Tier"), _TIER),
-    (re.compile("EncryptionScope"), _SCOPE),
-    (re.compile("Immutab|LegalHold"), _IMMUTABLE),
-    (re.compile("Lease"), _LEASED),
-)
+_BY_WORD: dict[str, Meaning] = {
+    "^KeyVault": (
+        AccessDeniedError,
+        "the account can't use the key vault with the key that encrypts it: look at the vault and "
+        "its firewall, the key, and what the managed identity of the account may do there",
+    ),
+    "ForHierarchicalNamespaceAccounts$": (
+        InvalidRequestError,
+        "the account has a hierarchical namespace, which does not support a part of this request; "
+        "leave tags empty",
+    ),
+    "Tier": (
+        InvalidRequestError,
+        "the account, or a blob of this kind and size, can't have this access tier; leave out or "
+        "change AzureOptions(access_tier=...)",
+    ),
+    "EncryptionScope": (
+        InvalidRequestError,
+        "the encryption scope is not there or disabled; check AzureOptions(encryption_scope=...)",
+    ),
+    "Immutab|LegalHold": (
+        AccessDeniedError,
+        "an immutability policy or a legal hold forbids that this blob is replaced or deleted",
+    ),
+    "Lease": (
+        InvalidRequestError,
+        "somebody holds a lease on the blob or its container; release or break it",
+    ),
+}
 
 _BY_STATUS: dict[int, Meaning] = {
     401: _REFUSED,
     403: (AccessDeniedError, _ROLE),
-    404: _NO_BLOB,
+    404: (ObjectNotFoundError, "there is no such blob"),
     409: (InvalidRequestError, "the state of the blob or container forbids this"),
-    412: _NOT_AS_EXPECTED,
-    416: _TOO_SHORT,
+    412: (PreconditionFailedError, "the blob is not in the expected state"),
+    416: (RangeNotSatisfiableError, "the blob ends before the range does"),
 }
 
 
@@ -304,7 +267,7 @@ def _documented(code: str, status: int) -> Meaning | None:
     """What Azure documents about a code, or about others of its kind."""
     if code in _BY_CODE or status >= 500 or status in (408, 429):
         return _BY_CODE.get(code)
-    return next((meaning for word, meaning in _BY_WORD if word.search(code)), None)
+    return next((meaning for word, meaning in _BY_WORD.items() if re.search(word, code)), None)
 
 
 def _detail(fields: Mapping[str, str]) -> str:

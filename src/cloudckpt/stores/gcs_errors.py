@@ -15,9 +15,7 @@ from collections.abc import Mapping
 from cloudckpt.errors import (
     AccessDeniedError,
     BucketNotFoundError,
-    CredentialsError,
     InvalidRequestError,
-    ServerError,
     StorageFullError,
     StoreError,
     ThrottledError,
@@ -26,12 +24,10 @@ from cloudckpt.stores.refusals import (
     CUT_SHORT,
     DAMAGED,
     EXPIRED,
-    NO_OBJECT,
     NO_UPLOAD,
-    NOT_AS_EXPECTED,
     SLOW_DOWN,
-    TOO_SHORT,
     Meaning,
+    by_code,
     from_elsewhere,
     is_certain,
     meant,
@@ -45,6 +41,7 @@ _LONGEST_BODY = 64 * 1024
 _LONGEST_TEXT = 500
 _OWN_TEXT = re.compile(r"No such object|bucket does not exist|storage\.\w+\.\w+|requester pays")
 
+_KEEP = "forbids to replace or delete the object; nothing is lost"
 _NO_BUCKET: Meaning = (
     BucketNotFoundError,
     "the bucket does not exist; check its name and the endpoint",
@@ -54,39 +51,35 @@ _NO_PROJECT: Meaning = (
     "the bucket's requesters pay: name the project to bill in GCSOptions(user_project=…)",
 )
 _UNAVAILABLE: Meaning = (ThrottledError, "the store is unavailable for the moment")
-_KEEP = "forbids to replace or delete the object; nothing is lost"
 
-_BY_REASON: dict[str, Meaning] = {
-    "accountDisabled": (AccessDeniedError, "the project's account is disabled"),
-    "authError": (CredentialsError, "the store does not accept these credentials"),
+_BY_REASON = by_code(
+    {
+        AccessDeniedError: {
+            "accountDisabled": "the project's account is disabled",
+            "objectUnderActiveHold": f"a hold {_KEEP} until it is released",
+            "orgPolicyConstraintFailed": "a policy of the organization forbids it",
+            "retentionPolicyNotMet": f"the retention policy {_KEEP} until it is over",
+            "userProjectAccessDenied": (
+                "the project to bill may not be used: it takes serviceusage.services.use"
+            ),
+        },
+        StorageFullError: {"quotaExceeded": "a quota is used up"},
+    }
+) | {
     "badDigest": DAMAGED,
-    "conditionNotMet": NOT_AS_EXPECTED,
     "crcMismatch": DAMAGED,
-    "expiredToken": EXPIRED,
-    "incompleteBody": CUT_SHORT,
     "invalidDigest": DAMAGED,
-    "invalidRange": TOO_SHORT,
-    "noSuchBucket": _NO_BUCKET,
-    "noSuchKey": NO_OBJECT,
-    "noSuchUpload": NO_UPLOAD,
-    "objectUnderActiveHold": (AccessDeniedError, f"a hold {_KEEP} until it is released"),
-    "orgPolicyConstraintFailed": (AccessDeniedError, "a policy of the organization forbids it"),
-    "preconditionFailed": NOT_AS_EXPECTED,
-    "quotaExceeded": (StorageFullError, "a quota is used up"),
-    "rateLimitExceeded": SLOW_DOWN,
-    "requestedRangeNotSatisfiable": TOO_SHORT,
-    "requestTimeout": (ServerError, "the store gave up waiting for the request"),
-    "retentionPolicyNotMet": (AccessDeniedError, f"the retention policy {_KEEP} until it is over"),
-    "serviceUnavailable": _UNAVAILABLE,
-    "slowDown": SLOW_DOWN,
+    "incompleteBody": CUT_SHORT,
     "uploadBrokenConnection": CUT_SHORT,
+    "expiredToken": EXPIRED,
+    "noSuchBucket": _NO_BUCKET,
+    "noSuchUpload": NO_UPLOAD,
+    "rateLimitExceeded": SLOW_DOWN,
+    "slowDown": SLOW_DOWN,
     "usageLimits.rateLimitExceeded": SLOW_DOWN,
-    "userProjectAccessDenied": (
-        AccessDeniedError,
-        "the project to bill may not be used: it takes serviceusage.services.use",
-    ),
-    "userProjectMissing": _NO_PROJECT,
     "userRateLimitExceeded": SLOW_DOWN,
+    "serviceUnavailable": _UNAVAILABLE,
+    "userProjectMissing": _NO_PROJECT,
 }
 
 _BY_STATUS: dict[int, Meaning] = {

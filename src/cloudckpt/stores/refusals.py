@@ -32,6 +32,7 @@ __all__ = [
     "SLOW_DOWN",
     "TOO_SHORT",
     "Meaning",
+    "by_code",
     "by_status",
     "is_certain",
     "from_elsewhere",
@@ -69,6 +70,16 @@ _BY_STATUS: Mapping[int, Meaning] = {
     503: (ThrottledError, "the store is unavailable for the moment"),
     507: (StorageFullError, "the store's disks are full"),
 }
+
+
+def by_code(texts: Mapping[type[StoreError], Mapping[str, str]]) -> dict[str, Meaning]:
+    """What each code means, given texts for the codes of each class, with spaces between codes."""
+    return {
+        code: (kind, text)
+        for kind, of_kind in texts.items()
+        for codes, text in of_kind.items()
+        for code in codes.split()
+    }
 
 
 def by_status(status: int) -> Meaning:
