@@ -8,6 +8,7 @@ import io
 import os
 import pathlib
 import pickle
+import pickletools
 import resource
 import sys
 import threading
@@ -16,7 +17,6 @@ import zipfile
 import pytest
 import torch
 
-from cloudckpt.checkpoint.numpy_values import Dtype
 from cloudckpt.checkpoint.values import check_trusted, load_item, load_plain
 from cloudckpt.errors import CheckpointCorruptError, CheckpointError, UntrustedPickleError
 
@@ -438,17 +438,14 @@ def pickled(value):
 
 def test_a_dtype_does_not_change_when_it_is_in_use():
     """An array would read what lies behind its memory."""
-    made = pickled(numpy.dtype("V8"))
+    whole = b"\x80\x02" + pickled(numpy.dtype("V8")) + b"."
+    made = pickletools.optimize(whole)[2:-1]  # without the memo
     head, build = made[: made.rindex(b"(")], made[made.rindex(b"(") :]
     assert build.endswith(b"b")
     check_trusted(containing(b"\x80\x02" + head + build + b"."), "item", URI)
     again = b"\x80\x02" + head + build + build + b"."
-    with pytest.raises(UntrustedPickleError, match="second state"):
+    with pytest.raises(UntrustedPickleError, match=r"changes numpy\.dtype"):
         check_trusted(containing(again), "item", URI)
-    used = Dtype("V8")
-    assert used.value == numpy.dtype("V8")
-    with pytest.raises(pickle.UnpicklingError, match="second state"):
-        used.__setstate__((3, "|", None, None, None, 8, 1, 0))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pathlib
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -98,8 +98,8 @@ class Building:
             only what such a value is pickled with, and raises ValueError or TypeError for the rest.
     """
 
-    deepest = 64
-    calls: Mapping[str, Callable[..., Any]] = _CALLS
+    deepest: ClassVar[int] = 64
+    calls: ClassVar[Mapping[str, Callable[..., Any]]] = _CALLS
 
     def __init__(self, allowed: Mapping[str, Any], entries: int) -> None:
         self.allowed = allowed

@@ -6,8 +6,8 @@ import contextlib
 import importlib
 import logging
 import sys
-from collections.abc import Iterator, Mapping
-from types import FunctionType, SimpleNamespace
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import IO, Any
 
 import torch
@@ -46,7 +46,7 @@ __all__ = [
     "device_for_collectives",
     "flatten_sharded_tensors",
     "flatten_state_dict",
-    "load_restricted",
+    "load_with",
     "set_group_timeout",
     "sparse_tensors_unchecked",
     "state_dict_being_planned",
@@ -54,36 +54,44 @@ __all__ = [
 ]
 
 
-def load_restricted(file: IO[bytes], map_location: Any, allowed: Mapping[str, Any]) -> Any:
-    """``torch.load`` with ``weights_only``, which allows these names too, for this one call.
+def load_with(
+    built: Callable[[bytes, Mapping[str, Any], Mapping[str, Any], Callable[[Any], Any]], Any],
+    file: IO[bytes],
+    map_location: Any,
+) -> Any:
+    """``torch.load``, with ``built`` in the place of torch's restricted unpickler.
 
-    ``torch.serialization.safe_globals`` would allow them to all threads of the process, which then
-    get what stands behind the names here, and a thread that ends would take them from the others.
-    So torch's own restricted unpickler is run with another look at its list: what it refuses, it
-    goes on refusing.
+    To allow more names to that one is no way: ``torch.serialization.safe_globals`` would allow them
+    to all threads of the process, and a thread that ends would take them from the others.
 
     Args:
+        built: Makes the value of the pickle, of what ``weights_only`` allows, by full names, of
+            what the user allows besides, and of what makes storages of persistent ids.
         file: A file of ``torch.save`` in the format of a zip archive.
         map_location: As in ``torch.load``.
-        allowed: What to call or to make, by the full names in the pickle.
 
     Raises:
-        UnpicklingError: If the pickle names or does anything else.
         NotImplementedError: If this torch unpickles in another way.
     """
     try:
         home: Any = importlib.import_module("torch._weights_only_unpickler")
         serialization: Any = torch.serialization
         open_zip, load = serialization._open_zipfile_reader, serialization._load
-        everywhere = home._get_user_allowed_globals()
-        code = home.Unpickler.load.__code__
+        of_torch, of_the_user = home._get_allowed_globals(), home._get_user_allowed_globals()
     except (ImportError, AttributeError) as exc:
         raise NotImplementedError(str(exc)) from exc
-    names = {**everywhere, **allowed}
-    look = {**vars(home), "_get_user_allowed_globals": lambda: names}
-    restricted = type("Unpickler", (home.Unpickler,), {"load": FunctionType(code, look)})
+
+    class Unpickler:
+        persistent_load: Callable[[Any], Any]  # set by torch
+
+        def __init__(self, pickled: IO[bytes], **_: Any) -> None:
+            self._pickled = pickled
+
+        def load(self) -> Any:
+            return built(self._pickled.read(), of_torch, of_the_user, self.persistent_load)
+
     with open_zip(file) as archive:
-        return load(archive, map_location, SimpleNamespace(Unpickler=restricted), encoding="utf-8")
+        return load(archive, map_location, SimpleNamespace(Unpickler=Unpickler))
 
 
 class _Unlisted(list[Any]):

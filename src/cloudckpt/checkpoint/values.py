@@ -2,9 +2,9 @@
 
 ``torch.load`` with ``weights_only`` reads most of them. Beyond that, values may be loaded whose
 rebuilding is harmless: numpy's arrays, scalars and dtypes (in :mod:`numpy_values`), paths, times,
-``io.BytesIO``, empty ``bytes``, ``frozenset``. A pickle does not get hold of their classes but of
-what stands for them, which takes only what such a value is pickled with: some planners unpickle an
-item that has passed once more, without restrictions.
+``io.BytesIO``, empty ``bytes``, ``frozenset``. They are built from a description of the pickle, and
+only of what such a value is pickled with: some planners unpickle an item that has passed once more,
+without restrictions.
 """
 
 from __future__ import annotations
@@ -15,15 +15,22 @@ import logging
 import pathlib
 import pickle
 import re
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
-from typing import IO, Any, TypeVar
+from typing import IO, Any, ClassVar, TypeVar
 
 import torch
 
+from cloudckpt.checkpoint.described import Building, DescriptionError, UnknownNameError
 from cloudckpt.checkpoint.envelope import unwarned
-from cloudckpt.checkpoint.numpy_values import Array, Made, StandIn, numpy_names
-from cloudckpt.checkpoint.torch_private import load_restricted
+from cloudckpt.checkpoint.inert_pickle import (
+    NO_STATE,
+    Called,
+    RefusedError,
+    describe,
+    full_name,
+)
+from cloudckpt.checkpoint.numpy_values import numpy_calls, numpy_classes
+from cloudckpt.checkpoint.torch_private import load_with
 from cloudckpt.errors import CheckpointCorruptError, CheckpointError, UntrustedPickleError
 
 __all__ = [
@@ -32,7 +39,6 @@ __all__ = [
     "load_item",
     "load_plain",
     "load_tensor",
-    "plain_names",
     "refused",
     "whatever_it_warns",
 ]
@@ -139,7 +145,6 @@ def refused(exc: pickle.UnpicklingError) -> str:
 _DAY = (int, bytes, str, type(None), datetime.timedelta, datetime.timezone)
 _TIMES = (datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone)
 _PATHS = (pathlib.PurePosixPath, pathlib.PureWindowsPath, type(pathlib.Path()))
-_DICTS = (dict, OrderedDict, Counter)
 
 
 def load_plain(file: IO[bytes], map_location: Any = "cpu") -> Any:
@@ -157,101 +162,95 @@ def load_plain(file: IO[bytes], map_location: Any = "cpu") -> Any:
         if file.read(4) != b"PK\3\4":
             raise
         file.seek(start)
-        made: list[Made] = []
         try:
-            value = load_restricted(file, map_location, plain_names(made))
+            return load_with(_built, file, map_location)
         except NotImplementedError:
             raise refused from None
-    return _Finishing(made).of(value)
 
 
-def plain_names(made: list[Made]) -> Mapping[str, Any]:
-    """What a pickle gets, by the full name that it asks for; ``made`` is as in ``numpy_names``."""
-    names: dict[str, Any] = {
-        "_io.BytesIO": io.BytesIO,  # its state is bytes, a position, and attributes
-        "builtins.bytes": StandIn(bytes, _checked(bytes)),
-        "builtins.frozenset": StandIn(frozenset, _checked(frozenset, list)),
-    }
-    for time in _TIMES:
-        names[f"datetime.{time.__name__}"] = StandIn(time, _checked(time, *[_DAY] * 8))
-    for path in _PATHS:
-        of_path = StandIn(path, _checked(path, *[str] * 1000))
-        for module in ("pathlib", "pathlib._local"):  # the latter in Python 3.13
-            names[f"{module}.{path.__name__}"] = of_path
-    return {**names, **numpy_names(made)}
+def _built(
+    data: bytes,
+    of_torch: Mapping[str, Any],
+    of_the_user: Mapping[str, Any],
+    persistent_load: Callable[[Any], Any],
+) -> Any:
+    """What ``data.pkl`` of a file describes.
+
+    Raises:
+        pickle.UnpicklingError: If that is nothing of this module, of torch's or of the user's.
+    """
+    try:
+        described = describe(data, persistent=True)
+        return _ItemBuilding(of_torch, of_the_user, persistent_load).value(described)
+    except UnknownNameError as unknown:
+        raise pickle.UnpicklingError(f"GLOBAL {unknown} is not allowed") from None
+    except (RefusedError, DescriptionError) as exc:
+        raise pickle.UnpicklingError(str(exc)) from exc
 
 
-def _checked(kind: Any, *accepted: Any) -> Callable[..., Any]:
-    """Calls ``kind`` with arguments of these classes, or with fewer."""
-
-    def call(*arguments: Any) -> Any:
-        fits = len(arguments) <= len(accepted) and all(
-            isinstance(argument, of) for argument, of in zip(arguments, accepted, strict=False)
-        )
-        if not fits:
-            raise pickle.UnpicklingError(f"{kind.__name__} with such arguments is not allowed")
+def _time(kind: Any) -> Callable[..., Any]:
+    def time(*arguments: Any) -> Any:
+        if not all(isinstance(argument, _DAY) for argument in arguments):
+            raise ValueError("such arguments")
         return kind(*arguments)
 
-    return call
+    return time
 
 
-class _Finishing:
-    """Puts arrays, dtypes and classes in the places of what stands for them."""
+class _ItemBuilding(Building):
+    """Builds the value of an item: ours, those that torch allows, and those of the user.
 
-    def __init__(self, made: list[Made]) -> None:
-        self._waiting = {id(entry) for entry in made}
-        self._made = made  # so that their identifiers stay taken
-        self._seen: dict[int, tuple[Any, Any]] = {}
+    Args:
+        of_torch: The classes, functions and constants that torch allows, by their names.
+        of_the_user: Those that the user allows.
+        persistent_load: What makes a storage of what the pickle says of it.
+    """
 
-    def of(self, value: Any) -> Any:
-        """The finished value.
+    deepest = 100
+    calls: ClassVar[Mapping[str, Callable[..., Any]]] = {
+        **Building.calls,
+        **{f"datetime.{kind.__name__}": _time(kind) for kind in _TIMES},
+    }
+    classes: ClassVar[Mapping[str, type[Any]]] = {
+        **{f"{kind.__module__}.{kind.__name__}": kind for kind in (bytes, frozenset, *_TIMES)},
+        **{f"pathlib.{kind.__name__}": kind for kind in _PATHS},
+        "_io.BytesIO": io.BytesIO,
+    }
 
-        Raises:
-            UnpicklingError: If an array is where it can't be replaced.
-        """
-        finished = self._of(value)
-        if self._waiting & {id(entry) for entry in self._made if isinstance(entry, Array)}:
-            raise pickle.UnpicklingError(
-                "an array is not allowed in anything but dicts, lists, tuples and sets"
-            )
-        return finished
+    def __init__(
+        self,
+        of_torch: Mapping[str, Any],
+        of_the_user: Mapping[str, Any],
+        persistent_load: Callable[[Any], Any],
+    ) -> None:
+        super().__init__(of_the_user, entries=1 << 62)  # what is shared stays so
+        self._of_torch = of_torch
+        self._of_numpy = numpy_calls()
+        self._constants = {**of_torch, **self.classes, **numpy_classes(), **of_the_user}
+        self._persistent_load = persistent_load
 
-    def _of(self, value: Any) -> Any:
-        if isinstance(value, StandIn):
-            return value.kind
-        kind = type(value)
-        if not isinstance(value, Made) and kind not in (*_DICTS, list, tuple, set, frozenset):
-            return value
-        if id(value) in self._seen:
-            return self._seen[id(value)][1]
-        self._seen[id(value)] = value, value
-        new = value
-        if isinstance(value, Made):
-            self._waiting.discard(id(value))
-            if isinstance(value, Array):
-                self._in_place(value.objects)
-            new = value.value
-        elif kind in (list, set) or kind in _DICTS:
-            self._in_place(value)
-        else:
-            entries = [self._of(entry) for entry in value]
-            if any(one is not other for one, other in zip(entries, value, strict=True)):
-                new = kind(entries)
-        self._seen[id(value)] = value, new
-        return new
+    def begun(self, thing: Any, container: Any) -> None:
+        self.note(thing, container)
 
-    def _in_place(self, value: Any) -> None:
-        if isinstance(value, list):
-            value[:] = [self._of(entry) for entry in value]
-        elif isinstance(value, set):
-            entries = [self._of(entry) for entry in value]
-            value.clear()
-            value.update(entries)
-        else:
-            items = [(self._of(key), self._of(entry)) for key, entry in value.items()]
-            value.clear()
-            for key, entry in items:
-                value[key] = entry
+    def constant(self, name: str) -> Any:
+        return self._constants[name] if name in self._constants else super().constant(name)
+
+    def instance(self, name: str, called: Called) -> Any:
+        if called.form == "persistent":
+            return self._persistent_load(self.value(called.arguments))
+        if called.contents is not None:
+            raise DescriptionError(f"{name} with contents")
+        state = self.value(called.state) if called.state is not NO_STATE else NO_STATE
+        arguments = self.entries(called.arguments)
+        if (name, called.form, arguments) == ("_io.BytesIO", "new", []):
+            made: Any = io.BytesIO()
+            made.__setstate__(state)
+            return made
+        if called.form == "call" and name in self._of_numpy:
+            return self._of_numpy[name](arguments, state)
+        if called.form == "call" and name in self._of_torch and state is NO_STATE:
+            return self._of_torch[name](*arguments)
+        raise UnknownNameError(name)
 
 
 logger = logging.getLogger("cloudckpt")
@@ -292,7 +291,10 @@ def _refused(data: bytes) -> str:
     """What the default load does not allow; empty if it allows all."""
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
-        others = sorted(set(names).difference(plain_names([]))) if names else []
+        known = {*_ItemBuilding.calls, *_ItemBuilding.classes, *numpy_calls(), *numpy_classes()}
+        others = sorted(
+            name for name in names if full_name(*name.rpartition(".")[::2]) not in known
+        )
         if names and not others and len(data) <= _TRIED:
             load_plain(io.BytesIO(data))
     except pickle.UnpicklingError as exc:
