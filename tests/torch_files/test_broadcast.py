@@ -1,6 +1,5 @@
 """Loading by broadcast: whatever befalls one rank, every rank is told, and none is left waiting."""
 
-import os
 import time
 
 import pytest
@@ -10,7 +9,9 @@ import torch.distributed as dist
 import cloudckpt
 from cloudckpt import CheckpointError, ConfigError, RanksFailedError, events
 from cloudckpt.format_utils import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
-from cloudckpt.torch_files import batches, broadcast
+from cloudckpt.torch_files import broadcast
+from cloudckpt.torch_files.batches import Targets
+from cloudckpt.torch_files.contents import FileContents
 from dcp.places import Place
 from dcp.values import numbered
 
@@ -65,9 +66,10 @@ def test_a_reader_of_another_group_than_the_load_is_told_on_every_rank(of, local
 def _interrupted(place: Place, rank: int, where: str) -> None:
     """Has an interrupt come on one rank, in the second batch."""
     module, name = {
-        "reading": (batches.BatchReader, "fill"),
+        "reading": (FileContents, "fill"),
+        "telling": (broadcast.dist, "all_reduce"),
         "waiting": (broadcast.dist, "broadcast"),
-        "copying": (batches.Targets, "deliver"),
+        "copying": (Targets, "deliver"),
     }[where]
     original, calls = getattr(module, name), []
 
@@ -85,11 +87,10 @@ def _interrupted(place: Place, rank: int, where: str) -> None:
         setattr(module, name, original)
 
 
-@pytest.mark.parametrize(
-    ("rank", "where"), [(0, "reading"), (0, "waiting"), (1, "waiting"), (1, "copying")]
-)
-def test_an_interrupt_of_one_rank_does_not_leave_the_other_waiting(rank, where, local, uri, ranks):
+@pytest.mark.parametrize("at", ["0 reading", "1 telling", "0 waiting", "1 waiting", "1 copying"])
+def test_an_interrupt_of_one_rank_does_not_leave_the_other_waiting(at, local, uri, ranks):
     began = time.monotonic()
+    rank, where = int(at[0]), at[2:]
     errors = ranks.errors(2, _interrupted, local.at("model.pt"), rank, where)
     assert type(errors[rank]) is KeyboardInterrupt
     assert type(errors[1 - rank]) is RanksFailedError
@@ -108,11 +109,11 @@ def _fail_by(place: Place) -> None:
     def fail(self, batch, room):
         raise NeedsMuchError("this", "that")
 
-    original, batches.BatchReader.fill = batches.BatchReader.fill, fail
+    original, FileContents.fill = FileContents.fill, fail
     try:
         load(place)
     finally:
-        batches.BatchReader.fill = original
+        FileContents.fill = original
 
 
 def test_an_error_that_cant_travel_is_told_by_its_text(local, uri, ranks):
@@ -122,17 +123,17 @@ def test_an_error_that_cant_travel_is_told_by_its_text(local, uri, ranks):
 
 
 def _without_memory(place: Place) -> None:
-    original = broadcast.room_for_batches
+    original = broadcast._room
 
     def fail(limit, device):
         raise MemoryError("none left")
 
     if dist.get_rank() == 1:
-        broadcast.room_for_batches = fail
+        broadcast._room = fail
     try:
         load(place)
     finally:
-        broadcast.room_for_batches = original
+        broadcast._room = original
 
 
 def test_a_rank_without_memory_for_a_batch_is_told_before_any_is_sent(local, uri, ranks):
@@ -151,28 +152,3 @@ def _told(place: Place) -> list[tuple[str, int, int]]:
 
 def test_each_rank_tells_of_its_load(local, uri, ranks):
     assert ranks(2, _told, local.at("model.pt")) == [[("load", 0, 0)], [("load", 1, 0)]]
-
-
-class Elsewhere(torch.Tensor):
-    """Memory that the processor can't read: of it, there are only copies."""
-
-    def cpu(self):
-        return self.as_subclass(torch.Tensor).clone()
-
-
-def test_a_header_in_other_memory_than_the_hosts_is_read():
-    room = torch.empty(128 * 1024, dtype=torch.uint8)
-    batches.write_header(room, None, "s3://bucket/model.pt")
-    elsewhere = room.as_subclass(Elsewhere)
-    assert [batches.read_header(elsewhere) for _ in range(100)] == [None] * 100
-    batches.write_header(room, KeyError("k" * 5000), "s3://bucket/model.pt")
-    assert {str(batches.read_header(elsewhere)) for _ in range(100)} == {repr("k" * 5000)}
-
-
-def test_an_error_that_is_too_long_for_a_header_is_cut():
-    room = torch.empty(128 * 1024, dtype=torch.uint8)
-    batches.write_header(room, KeyError("k" * 500_000), "s3://bucket/model.pt")
-    error = batches.read_header(room)
-    assert type(error) is CheckpointError
-    assert "KeyError" in str(error)
-    assert os.path.basename(error.uri) == "model.pt"

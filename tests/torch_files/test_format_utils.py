@@ -453,8 +453,13 @@ ODD = {
     "of an older torch": lambda: _rezipped(bytes_of_file(nested_state()), ".format_version"),
     "sparse": lambda: bytes_of_file({"s": torch.eye(5).to_sparse(), "t": numbered(9)}),
     "conjugated": lambda: bytes_of_file({"c": torch.randn(4, dtype=torch.cfloat).conj()}),
+    "quantized": lambda: bytes_of_file({"q": _quantized(), "t": numbered(9)}),
     "with attributes": lambda: bytes_of_file({"t": _attributed(), "u": numbered(3)}),
 }
+
+
+def _quantized():
+    return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
 
 
 def _attributed():
@@ -463,6 +468,7 @@ def _attributed():
     return tensor
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("kind", ODD)
 def test_unusual_files_are_read_as_torch_reads_them(kind, place):
     data = ODD[kind]()

@@ -48,7 +48,7 @@ def test_a_file_without_record_checksums_is_read(uri):
         torch.save(STATE, uri.prefix)
     file = opened(uri)
     assert same(file.load(), STATE)
-    assert file.place(file.skeleton()["t"]) is not None  # in parts, too
+    assert file.extent(file.skeleton()["t"]) is not None  # in parts, too
 
 
 def test_storages_that_are_aligned_to_pages_are_found(uri):
@@ -56,7 +56,7 @@ def test_storages_that_are_aligned_to_pages_are_found(uri):
         torch.save(STATE, uri.prefix)
     file = opened(uri)
     assert same(file.load(), STATE)
-    assert file.place(file.skeleton()["t"]).storage_offset % 4096 == 0
+    assert file.extent(file.skeleton()["t"])[0] % 4096 == 0
 
 
 def test_storages_behind_four_gibibytes_are_found(uri):
@@ -67,10 +67,11 @@ def test_storages_behind_four_gibibytes_are_found(uri):
         )
     assert os.stat(uri.prefix).st_size > 4 << 30
     file = opened(uri)
-    places = {name: file.place(tensor) for name, tensor in file.skeleton().items()}
-    assert places["large"].storage_nbytes == 4 << 30
-    assert places["last"].storage_offset > places["behind"].storage_offset > 4 << 30
-    assert torch.equal(file.read(places["behind"]), torch.zeros(77))
+    skeleton = file.skeleton()
+    places = {name: file.extent(tensor) for name, tensor in skeleton.items()}
+    assert places["large"][1] - places["large"][0] == 4 << 30
+    assert places["last"][0] > places["behind"][0] > 4 << 30
+    assert torch.equal(file.read(skeleton["behind"]), torch.zeros(77))
 
 
 @pytest.mark.parametrize("map_location", ["cpu", None])
@@ -85,7 +86,7 @@ def test_the_default_device_is_no_matter(uri):
         write_torch_file(STATE, uri, Config())
         file = opened(uri)
         loaded = file.load()
-        tensor = file.read(file.place(file.skeleton()["s"]))
+        tensor = file.read(file.skeleton()["s"])
     assert same(loaded, STATE)
     assert torch.equal(tensor, STATE["s"])
 
@@ -106,7 +107,7 @@ def test_tensors_of_inference_mode_are_filled(uri):
         targets = {key: torch.zeros(tuple(value.shape)) for key, value in STATE.items()}
     file = opened(uri)
     skeleton = file.skeleton()
-    file.read_into([(file.place(skeleton[key]), targets[key]) for key in STATE])
+    file.read_into([(skeleton[key], targets[key]) for key in STATE])
     assert same(targets, STATE)
 
 

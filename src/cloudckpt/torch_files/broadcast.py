@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,15 +22,8 @@ from cloudckpt.config import Config
 from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.errors import ConfigError, InvalidURIError
 from cloudckpt.events import Span
-from cloudckpt.torch_files.batches import (
-    BatchReader,
-    Targets,
-    batches,
-    read_header,
-    room_for_batches,
-    write_header,
-)
-from cloudckpt.torch_files.file_contents import FileContents, StoredTensor
+from cloudckpt.torch_files.batches import FileTensor, Targets, batches
+from cloudckpt.torch_files.contents import FileContents
 from cloudckpt.transfer.stats import Transferred
 from cloudckpt.uri import CheckpointURI, URILike
 
@@ -57,14 +51,12 @@ class _Script:
         tensors: The tensors.
         values: What is no tensor, as ``torch.save`` writes it.
         world: How many ranks take part.
-        reader: The global rank that reads.
         limit: The most bytes of a batch.
     """
 
-    tensors: tuple[StoredTensor, ...]
+    tensors: tuple[FileTensor, ...]
     values: Mapping[str, bytes]
     world: int
-    reader: int
     limit: int
 
 
@@ -77,8 +69,7 @@ class BroadcastingTorchSaveReader(StorageReader):
     default) besides its state, and no rank holds the whole file; tensors that were saved with gaps
     between their elements are held one at a time by the reading rank.
 
-    If the reading rank fails, or is interrupted, the others are told, and raise too; another rank
-    that fails first takes part in what the rest still waits for.
+    If a rank fails or is interrupted, all of them stop before the next batch, and raise.
 
     Attributes:
         checkpoint_id: The location, as a string.
@@ -132,8 +123,7 @@ class BroadcastingTorchSaveReader(StorageReader):
 
     def _forget(self) -> None:
         self._contents: FileContents | None = None
-        self._room: torch.Tensor | None = None
-        self._host: torch.Tensor | None = None
+        self._room = self._host = torch.empty(0, device="cpu")  # of one batch
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         """No metadata: :class:`DynamicMetaLoadPlanner` makes it from the state dict."""
@@ -162,7 +152,7 @@ class BroadcastingTorchSaveReader(StorageReader):
         if dist.is_initialized():
             ranks = dist.get_process_group_ranks(self._group)
             group, device = (len(ranks), hash(tuple(ranks))), device_for_collectives(self._group)
-        self._room = room_for_batches(limit, device)
+        self._room = self._host = _room(limit, device)
         return dataclasses.replace(plan, storage_data=_Offer(group, limit))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -180,16 +170,15 @@ class BroadcastingTorchSaveReader(StorageReader):
         assert self._uri is not None
         with portable_errors(str(self._uri)):
             limit = self._agreed(plans)
-            self._host = self._room
-            if self._room is not None and self._room.device.type != "cpu":
-                self._host = room_for_batches(limit, "cpu")
+            if not self._room.is_cpu:
+                self._host = _room(limit, "cpu")
             self._contents = FileContents(
                 self._uri, self.config, trust_pickle=self.trust_pickle, rank=self.coordinator_rank
             )
             tensors, values = self._contents.select(
                 {item.storage_index.fqn: item.type for plan in plans for item in plan.items}
             )
-        script = _Script(tensors, values, len(plans), self.coordinator_rank, limit)
+        script = _Script(tensors, values, len(plans), limit)
         return [dataclasses.replace(plan, storage_data=script) for plan in plans]
 
     def _agreed(self, plans: list[LoadPlan]) -> int:
@@ -207,13 +196,15 @@ class BroadcastingTorchSaveReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads or receives what the ranks need, a batch of at most ``memory_budget`` at a time.
 
+        A rank returns early if another one has failed, which torch then tells to all.
+
         Raises:
             ShapeMismatchError: If a tensor has another shape in the file than in the state dict.
-            CheckpointError: If the reading rank failed; of the same type as there.
+            CheckpointReplacedError: If the file was replaced meanwhile.
+            StoreError: If the store refuses or stays unreachable.
         """
-        script = plan.storage_data
+        script, uri = plan.storage_data, str(self._uri)
         assert isinstance(script, _Script)
-        uri = str(self._uri)
         rank = dist.get_rank() if dist.is_initialized() else 0
         with portable_errors(uri), Span("load", uri, rank) as span:
             try:
@@ -223,57 +214,58 @@ class BroadcastingTorchSaveReader(StorageReader):
                     self.transferred = self._contents.file.transferred
                     span.bytes = self.transferred.bytes
                 self._forget()
-            for item in plan.items:
-                if item.type == LoadItemType.BYTE_IO:
-                    value = script.values[item.storage_index.fqn]
-                    planner.load_bytes(item, io.BytesIO(value))
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
     def _receive(self, script: _Script, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Takes part in every broadcast even after a failure: the other ranks wait for it."""
-        uri, host = str(self._uri), self._host
-        memory = host if script.world == 1 else self._room
-        assert memory is not None
-        targets = Targets(planner)
-        failure = _failure_of(lambda: targets.add_all(plan, script.tensors, uri))
-        reader = None if self._contents is None else BatchReader(self._contents)
+        """Goes on from batch to batch as long as no rank has failed.
+
+        Before each batch all ranks tell each other whether they have. A rank that fails or is
+        interrupted stays until then: if it left at once, the others would wait for it in vain.
+        """
+        room, host, contents = self._room, self._host, self._contents
+        failures: list[BaseException] = []
+        failed = torch.zeros(1, dtype=torch.uint8, device=room.device)
+        with _kept(failures):
+            targets = Targets(plan, planner, script.tensors, str(self._uri))
         for batch in batches(script.tensors, script.limit):
-            room = memory[: batch.size]
-            if reader is not None:
-                assert host is not None
-                filled = host[: batch.size]
-                failure = failure or _failure_of(lambda: reader.fill(batch, filled))  # noqa: B023
-                write_header(filled, failure, uri)
-                if memory is not host:
-                    room.copy_(filled)
+            if contents is not None and not failures:
+                with _kept(failures):
+                    contents.fill(batch, host)
+                    if room is not host:
+                        room[: batch.size].copy_(host[: batch.size])
+            failed.fill_(bool(failures))
             if script.world > 1:
-                interrupt = self._broadcast(room, script.reader)
-                if interrupt is not None and not isinstance(failure, (Exception, type(None))):
-                    raise interrupt  # the second one: now at once
-                failure = failure or interrupt
-            if (sent := read_header(room)) is not None:
-                raise failure or sent
-            failure = failure or _failure_of(lambda: targets.deliver(batch, room))  # noqa: B023
-        if failure is not None:
-            raise failure
+                with _kept(failures, interrupts_only=True):
+                    dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._group)
+            if failed:
+                break
+            if script.world > 1:
+                with _kept(failures, interrupts_only=True):
+                    dist.broadcast(room[: batch.size], src=self.coordinator_rank, group=self._group)
+            with _kept(failures):
+                targets.deliver(batch, room)
+        if failures:
+            raise failures[0]
+        if failed:
+            return
         targets.commit()
-
-    def _broadcast(self, room: torch.Tensor, reader: int) -> BaseException | None:
-        """The interrupt that came while this rank waited, if any; the broadcast took place."""
-        try:
-            dist.broadcast(room, src=reader, group=self._group)
-        except Exception:
-            raise
-        except BaseException as interrupt:  # noqa: BLE001 - raised when nobody waits for this rank
-            return interrupt
-        return None
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, io.BytesIO(script.values[item.storage_index.fqn]))
 
 
-def _failure_of(action: Callable[[], None]) -> BaseException | None:
+def _room(nbytes: int, device: str) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+@contextlib.contextmanager
+def _kept(failures: list[BaseException], *, interrupts_only: bool = False) -> Iterator[None]:
+    """Adds what is raised to ``failures``; an interrupted collective has taken place, too."""
     try:
-        action()
-    except BaseException as error:  # noqa: BLE001 - raised when nobody waits for this rank
-        return error
-    return None
+        yield
+    except BaseException as error:
+        if interrupts_only and isinstance(error, Exception):
+            raise  # the group is broken, nobody waits
+        failures.append(error)

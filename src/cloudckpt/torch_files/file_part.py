@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from cloudckpt.errors import CheckpointError, ShapeMismatchError, UnsupportedTensorError
-from cloudckpt.torch_files.skeletons import NotPlainError, Place, has_tensors
-from cloudckpt.torch_files.torch_file import TorchFile
+from cloudckpt.torch_files.torch_file import TorchFile, tensors_in
 from cloudckpt.transfer.landing import copy_into
 
 __all__ = ["FilePart"]
@@ -35,9 +35,8 @@ class FilePart:
         self._file = file
         self._uri = uri
         self._device = map_location if isinstance(map_location, (str, torch.device)) else "cpu"
-        self._pairs: list[tuple[Place, torch.Tensor]] = []
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._others: list[tuple[_Path, torch.Tensor]] = []
-        self._loaded: Any = None
 
     def merged(self, target: Any, source: Any, path: _Path = ()) -> Any:
         """``target`` with what the file has for it; tensors are noted, to be fetched together."""
@@ -70,21 +69,14 @@ class FilePart:
             wanted.extend([None] * (len(source) - len(wanted)))
             pairs = enumerate(zip(wanted, source, strict=True))
             return type(source)(self.merged(t, s, (*path, at)) for at, (t, s) in pairs)
-        return self._value(source, path)
-
-    def _value(self, source: Any, path: _Path) -> Any:
-        try:
-            hides_tensors = has_tensors(source)
-        except NotPlainError:
-            hides_tensors = True
-        return self._whole(path) if hides_tensors else source
+        return source if tensors_in(source) == [] else self._whole(path)
 
     def _tensor(
         self, target: torch.Tensor | None, source: torch.Tensor, path: _Path
     ) -> torch.Tensor:
-        place = self._file.place(source)
+        is_plain = self._file.extent(source) is not None
         if target is None:
-            if place is None:
+            if not is_plain:
                 whole: torch.Tensor = self._whole(path)
                 return whole.to(self._device)
             target = torch.empty(source.shape, dtype=source.dtype, device=self._device)
@@ -102,10 +94,10 @@ class FilePart:
                 uri=self._uri,
                 item=_text(path),
             )
-        if place is None:
-            self._others.append((path, target))
+        if is_plain:
+            self._pairs.append((source, target))
         else:
-            self._pairs.append((place, target))
+            self._others.append((path, target))
         return target
 
     def fetch(self) -> None:
@@ -114,11 +106,13 @@ class FilePart:
         for path, target in self._others:
             copy_into(target, self._whole(path))
 
+    @functools.cached_property
+    def _all(self) -> Any:
+        """What was saved, for what only ``torch.load`` can build."""
+        return self._file.load()
+
     def _whole(self, path: _Path) -> Any:
-        """What only ``torch.load`` can build, which builds all."""
-        if self._loaded is None:
-            self._loaded = self._file.load()
-        value = self._loaded
+        value = self._all
         for key in path:
             value = value[key]
         return value

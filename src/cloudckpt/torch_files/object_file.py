@@ -13,7 +13,7 @@ from cloudckpt.config import MIB, Config
 from cloudckpt.errors import CheckpointCorruptError, PreconditionFailedError
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, Progress, RangeReader
 from cloudckpt.transfer.download import download
-from cloudckpt.transfer.landing import Source, Wanted
+from cloudckpt.transfer.landing import FlatSink, Source, Wanted
 from cloudckpt.transfer.memory import bytes_of
 from cloudckpt.transfer.retry import Retrier, check_unchanged
 from cloudckpt.transfer.stats import Transferred, TransferStats
@@ -25,9 +25,10 @@ __all__ = ["ObjectFile", "PinnedObject"]
 
 _FIRST_WINDOW = 64 * 1024
 _LARGEST_WINDOW = 32 * MIB
-_WINDOW_REQUEST = 4 * MIB
 _WINDOWS = 2
 _GROWTH = 8
+_REQUEST = 4 * MIB
+_REQUESTS = 64  # of that size at most: then larger ones occupy all connections, too
 
 
 class PinnedObject(RangeReader):
@@ -60,12 +61,16 @@ class PinnedObject(RangeReader):
         """What was received until now."""
         return self._stats.snapshot()
 
-    def source(self, offset: int, nbytes: int, item: str) -> Source:
-        """``nbytes`` bytes from ``offset``; ``item`` is their name in messages."""
-        return Source(self.key, offset, nbytes, None, self.info.size, item)
+    def source(self, offset: int, nbytes: int) -> Source:
+        """``nbytes`` bytes from ``offset``."""
+        return Source(self.key, offset, nbytes, None, self.info.size, self.key)
 
     def fetch(self, wanted: Sequence[Wanted], *, request_size: int | None = None) -> None:
         """Delivers what is wanted, over parallel connections; see :func:`download`.
+
+        Args:
+            wanted: Bytes of this object.
+            request_size: Unless the user has chosen one.
 
         Raises:
             CheckpointReplacedError: If the object was replaced or deleted since it was opened.
@@ -81,15 +86,15 @@ class PinnedObject(RangeReader):
             check_unchanged(self._store, self.info, uri, config.retry, error)
             raise
 
-    def read(
-        self, ranges: Sequence[tuple[int, memoryview]], *, request_size: int | None = None
-    ) -> None:
-        """Fills each view with the bytes from a position on."""
-        wanted = [
-            Wanted(self.source(start, view.nbytes, self.key), 0, view.nbytes, _ViewSink(view), True)
-            for start, view in ranges
-        ]
-        self.fetch(wanted, request_size=request_size)
+    def read(self, ranges: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Fills each tensor of bytes with those from a position on."""
+        wanted = []
+        for start, room in ranges:
+            sink = FlatSink(room, torch.uint8)
+            wanted.append(Wanted(self.source(start, room.nbytes), 0, room.nbytes, sink, True))
+        # each connection is to have a part of it
+        few = sum(room.nbytes for _, room in ranges) < _REQUESTS * _REQUEST
+        self.fetch(wanted, request_size=_REQUEST if few else None)
 
     def get_range(
         self,
@@ -116,23 +121,6 @@ class PinnedObject(RangeReader):
         return self._store.uri(key)
 
 
-class _ViewSink:
-    """Receives into memory of the caller."""
-
-    pinned = False
-    plain = True
-
-    def __init__(self, view: memoryview) -> None:
-        self._view = view
-
-    def direct(self, start: int, stop: int) -> memoryview | None:
-        return self._view[start:stop]
-
-    def deliver(self, start: int, data: torch.Tensor) -> None:
-        view = bytes_of(data)
-        self._view[start : start + view.nbytes] = view
-
-
 class ObjectFile(io.RawIOBase):
     """A seekable file over the ranges of an object.
 
@@ -154,7 +142,7 @@ class ObjectFile(io.RawIOBase):
         self._at = 0
         self._largest = min(_LARGEST_WINDOW, config.memory_budget // _WINDOWS)
         self._ahead = _FIRST_WINDOW
-        self._windows: list[tuple[int, memoryview]] = []
+        self._windows: list[tuple[int, torch.Tensor]] = []
 
     def readable(self) -> bool:
         return True
@@ -188,28 +176,28 @@ class ObjectFile(io.RawIOBase):
         return view.nbytes
 
     def _fill(self, view: memoryview) -> None:
-        start, stop = self._at, self._at + view.nbytes
         if view.nbytes >= self._largest:
-            self._object.read([(start, view)])
+            self._object.read([(self._at, torch.frombuffer(view, dtype=torch.uint8))])
             return
+        stop = self._at + view.nbytes
         for first, window in self._windows:
-            if first <= start and stop <= first + window.nbytes:
-                view[:] = window[start - first : stop - first]
-                return
-        first, window = self._look(start, view.nbytes)
-        view[:] = window[start - first : stop - first]
+            if first <= self._at and stop <= first + window.nbytes:
+                break
+        else:
+            first, window = self._look(view.nbytes)
+        view[:] = bytes_of(window)[self._at - first : stop - first]
 
-    def _look(self, start: int, count: int) -> tuple[int, memoryview]:
-        """A new window with ``count`` bytes from ``start``, and more that may follow."""
+    def _look(self, count: int) -> tuple[int, torch.Tensor]:
+        """A new window with ``count`` bytes from here, and more that may follow."""
         follows = any(
-            first <= start <= first + window.nbytes + _FIRST_WINDOW
+            first <= self._at <= first + window.nbytes + _FIRST_WINDOW
             for first, window in self._windows
         )
         self._ahead = min(self._ahead * _GROWTH, self._largest) if follows else _FIRST_WINDOW
         size = min(max(count, self._ahead), self._size)
-        first = min(start, self._size - size)  # at the end of the object: what stands before
+        first = min(self._at, self._size - size)  # at the end of the object: what stands before
         del self._windows[: len(self._windows) - _WINDOWS + 1]
-        window = memoryview(bytearray(size))
-        self._object.read([(first, window)], request_size=_WINDOW_REQUEST)
+        window = torch.empty(size, dtype=torch.uint8, device="cpu")
+        self._object.read([(first, window)])
         self._windows.append((first, window))
         return first, window

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterator, Sequence
 from typing import IO, Any, cast
 
 import torch
@@ -23,28 +24,30 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.torch_files.object_file import ObjectFile, PinnedObject
-from cloudckpt.torch_files.skeletons import (
-    NotPlainError,
-    Place,
-    new_storage,
-    replace_tensors,
-)
 from cloudckpt.torch_files.zip_directory import storage_sizes
 from cloudckpt.transfer.boxes import row_major_slices
 from cloudckpt.transfer.landing import BoxSink, FlatSink, Wanted, copy_into
-from cloudckpt.transfer.memory import bytes_of
+from cloudckpt.transfer.memory import extent
 from cloudckpt.transfer.opening import open_store
 from cloudckpt.transfer.parts import even_share
 from cloudckpt.transfer.stats import Transferred, TransferStats
 from cloudckpt.uri import CheckpointURI
 
-__all__ = ["TorchFile", "object_at"]
+__all__ = ["TorchFile", "object_at", "tensors_in"]
 
+_VALUES = (
+    *(int, float, complex, bool, str, bytes, bytearray, type(None)),
+    *(torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+_DICTS = (dict, OrderedDict, defaultdict, Counter)
 _OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # says nothing about the file
 
 
 class TorchFile:
     """A file of ``torch.save`` that is read over the network; all of it from one version.
+
+    torch unpickles the *skeleton*: what was saved, with tensors on the ``meta`` device, which have
+    no data but know their place in the file. Of these, any can be read, and all at once.
 
     Args:
         uri: Where it is.
@@ -75,7 +78,7 @@ class TorchFile:
             ) from error
         self._file = ObjectFile(self._object, config)
         with self._errors():
-            self._sizes: Mapping[int, int] = storage_sizes(self._file, self._uri)
+            self._sizes = storage_sizes(self._file, self._uri)
 
     @property
     def transferred(self) -> Transferred:
@@ -106,38 +109,51 @@ class TorchFile:
         """
         if str(map_location) != "cpu":
             return self._load_to(map_location)
-        if not self._sizes:
-            return self._load("cpu")
-        skeleton = self.skeleton()
-        rooms: dict[tuple[int, int], torch.UntypedStorage] = {}
-
-        def filled(tensor: torch.Tensor) -> torch.Tensor:
-            place = self.place(tensor)
-            if place is None:
-                raise NotPlainError
-            where = place.storage_offset, place.storage_nbytes
-            if where not in rooms:
-                rooms[where] = new_storage(place.storage_nbytes)
-            return place.view(rooms[where])
-
         try:
-            value = replace_tensors(skeleton, filled)
-        except NotPlainError:
-            rooms.clear()
+            value = self.skeleton()
+        except CheckpointCorruptError:
+            if self._file.failure is not None:
+                raise
+            value = None  # torch makes no nested or quantized tensors on the meta device
+        tensors = tensors_in(value) if value is not None else None
+        if tensors is None or any(self.extent(tensor) is None for tensor in tensors):
             return self._load("cpu")
-        self._object.read([(offset, _memory(room)) for (offset, _), room in rooms.items()])
+        storages: dict[int, torch.Tensor] = {}  # as bytes, by their place: views go on sharing one
+        for tensor in tensors:
+            place, size = _place(tensor) or 0, tensor.untyped_storage().nbytes()
+            if place not in storages:
+                storages[place] = _bytes(size)
+            torch.utils.swap_tensors(  # type: ignore[no-untyped-call]
+                tensor, _filled(tensor, storages[place])
+            )
+        self._object.read(list(storages.items()))
         return value
 
-    def place(self, tensor: torch.Tensor) -> Place | None:
-        """Where a tensor of the skeleton lies in the file; None if only ``torch.load`` can tell."""
-        place = Place.of(tensor)
-        if place is None or not place.storage_nbytes:
-            return place
-        found = self._sizes.get(place.storage_offset)  # else the file was made by another zip
-        return place if found == place.storage_nbytes else None
+    def extent(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """The first byte in the file of a tensor of the skeleton, and behind its last.
 
-    def read_into(self, pairs: Sequence[tuple[Place, torch.Tensor]]) -> None:
-        """Fetches tensors into targets of the same shape, of any device, strides and type.
+        None if only ``torch.load`` can tell: if the tensor is more than a view of a storage, or the
+        file was packed by another zip than torch's.
+        """
+        if (
+            type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+            or tensor.layout != torch.strided
+            or not tensor.is_meta
+            or tensor.is_quantized
+            or tensor.is_nested
+            or tensor.is_neg()
+            or tensor.is_conj()
+            or vars(tensor)
+        ):
+            return None
+        place, size = _place(tensor), tensor.untyped_storage().nbytes()
+        first, stop = extent(tensor) if tensor.numel() else (0, 0)
+        if place is None or stop > size or (size and self._sizes.get(place) != size):
+            return None
+        return place + first, place + stop
+
+    def read_into(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Fetches tensors of the skeleton into targets of the same shape, wherever these lie.
 
         Contiguous targets in host memory receive their bytes themselves, all others through
         ``memory_budget``. A tensor that was saved with gaps between its elements is fetched with
@@ -146,41 +162,41 @@ class TorchFile:
         Raises:
             CheckpointReplacedError: If the file was replaced or deleted meanwhile.
         """
-        wanted: list[Wanted] = []
-        for place, target in pairs:
-            if place.is_row_major:
-                wanted.extend(self._wanted(place, target.detach()))
-        self._object.fetch(wanted)
-        for place, target in pairs:
-            if not place.is_row_major:
-                copy_into(target, self.read(place))
+        gapless = [pair for pair in pairs if pair[0].is_contiguous()]
+        wanted = (self._wanted(tensor, target.detach()) for tensor, target in gapless)
+        self._object.fetch([want for of_one in wanted for want in of_one])
+        for tensor, target in pairs:
+            if not tensor.is_contiguous():
+                copy_into(target, self.read(tensor))
 
-    def read(self, place: Place) -> torch.Tensor:
-        """A tensor as it was saved, with its strides."""
-        first, stop = place.extent
-        room = new_storage(stop - first)
-        self._object.read([(place.storage_offset + first, _memory(room))])
-        return place.view(room, first)
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the skeleton as it was saved, with its strides."""
+        start, stop = self._extent(tensor)
+        room = _bytes(stop - start)
+        self._object.read([(start, room)])
+        return _filled(tensor, room, start - (_place(tensor) or 0))
 
-    def read_bytes(
-        self, ranges: Sequence[tuple[int, memoryview]], *, request_size: int | None = None
-    ) -> None:
-        """Fetches ranges of the file, each into its view, by requests of about that many bytes."""
-        self._object.read(ranges, request_size=request_size)
+    def read_ranges(self, ranges: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Fills each tensor of bytes with those of the file from a position on."""
+        self._object.read(ranges)
 
-    def _wanted(self, place: Place, target: torch.Tensor) -> Iterator[Wanted]:
-        nbytes = place.extent[1] - place.extent[0]
-        start = place.storage_offset + place.extent[0]
-        source, dtype = self._object.source(start, nbytes, place.name), place.dtype
+    def _extent(self, tensor: torch.Tensor) -> tuple[int, int]:
+        found = self.extent(tensor)
+        assert found is not None
+        return found
+
+    def _wanted(self, tensor: torch.Tensor, target: torch.Tensor) -> Iterator[Wanted]:
+        start, stop = self._extent(tensor)
+        source, dtype = self._object.source(start, stop - start), tensor.dtype
         if target.is_contiguous():
-            yield Wanted(source, 0, nbytes, FlatSink(target, dtype), True)
+            yield Wanted(source, 0, stop - start, FlatSink(target, dtype), True)
             return
         limit, at = self._config.request_size or even_share(0, self._config.connections), 0
-        for box in row_major_slices(place.shape, dtype.itemsize, limit):
+        for box in row_major_slices(tuple(tensor.shape), dtype.itemsize, limit):
             sink = BoxSink(target, box, dtype, None)
-            stop = at + torch.Size([length for _, length in box]).numel() * dtype.itemsize
-            yield Wanted(source, at, stop, sink, False)
-            at = stop
+            end = at + torch.Size([length for _, length in box]).numel() * dtype.itemsize
+            yield Wanted(source, at, end, sink, False)
+            at = end
 
     def _load_to(self, map_location: Any) -> Any:
         try:
@@ -198,15 +214,12 @@ class TorchFile:
 
     def _load(self, map_location: Any) -> Any:
         def load() -> Any:
-            self._file.seek(0)
+            file = cast(IO[bytes], self._file)
+            file.seek(0)
             if not self._trust_pickle:
-                return load_plain(cast(IO[bytes], self._file), map_location)
-            return torch.load(
-                cast(IO[bytes], self._file),
-                map_location=map_location,
-                weights_only=False,
-                mmap=False,  # whatever torch.utils.serialization.config says: this is no path
-            )
+                return load_plain(file, map_location)
+            # mmap: whatever torch.utils.serialization.config says, this is no path
+            return torch.load(file, map_location=map_location, weights_only=False, mmap=False)
 
         with self._errors():
             return whatever_it_warns(load)
@@ -247,6 +260,44 @@ def object_at(uri: CheckpointURI, config: Config) -> tuple[ObjectStore, str]:
     return open_store(uri, config), uri.prefix
 
 
-def _memory(storage: torch.UntypedStorage) -> memoryview:
-    """Its bytes; only valid as long as the caller keeps it."""
-    return bytes_of(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+def tensors_in(value: Any) -> list[torch.Tensor] | None:
+    """The tensors in dicts, lists, tuples and sets; None if there may be others, in an object."""
+    found: list[torch.Tensor] = []
+    waiting, seen = [value], set[int]()
+    while waiting:
+        value = waiting.pop()
+        if type(value) in _VALUES or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif type(value) in (list, tuple, set, frozenset):
+            waiting.extend(value)
+        elif type(value) in _DICTS:
+            waiting.extend(value)
+            waiting.extend(value.values())
+            waiting.extend(getattr(value, "__dict__", {}).values())  # state_dict()._metadata
+        else:
+            return None
+    return found
+
+
+def _place(tensor: torch.Tensor) -> int | None:
+    """The first byte in the file of the storage of a tensor of the skeleton."""
+    # torch's own readers use it, too
+    place = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+    return place if isinstance(place, int) else None
+
+
+def _bytes(count: int) -> torch.Tensor:
+    return torch.empty(count, dtype=torch.uint8, device="cpu")  # whatever the default device is
+
+
+def _filled(tensor: torch.Tensor, room: torch.Tensor, skipped: int = 0) -> torch.Tensor:
+    """A tensor of the skeleton over the bytes of its storage but the first ``skipped``."""
+    made = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    first = int(tensor.storage_offset()) - skipped // tensor.itemsize
+    made.set_(room.untyped_storage(), first, tensor.shape, tensor.stride())
+    if type(tensor) is torch.nn.Parameter:
+        return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made.requires_grad_(tensor.requires_grad)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,28 +13,22 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from cloudckpt.checkpoint.torch_private import flatten_state_dict
 from cloudckpt.config import Config
 from cloudckpt.errors import CheckpointError, MissingKeyError, UnsupportedTensorError
-from cloudckpt.torch_files.skeletons import NotPlainError, Place, has_tensors
-from cloudckpt.torch_files.torch_file import TorchFile
+from cloudckpt.torch_files.batches import Batch, FileTensor
+from cloudckpt.torch_files.torch_file import TorchFile, tensors_in
+from cloudckpt.transfer.landing import narrow
 from cloudckpt.uri import CheckpointURI
 
-__all__ = ["FileContents", "StoredTensor"]
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor of the file: its name, element type and shape."""
-
-    fqn: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+__all__ = ["FileContents"]
 
 
 class FileContents:
-    """The entries of a file, by the names that planners give them; no data of tensors is held.
+    """The entries of a file, by the names that planners give them.
+
+    No data of tensors is held, but for one tensor that was saved with gaps between its elements;
+    and for all, if there are entries that only ``torch.load`` can build.
 
     Attributes:
         file: The file.
-        uri: Its location.
 
     Raises:
         CheckpointNotFoundError: If there is no such file.
@@ -46,14 +40,14 @@ class FileContents:
     def __init__(
         self, uri: CheckpointURI, config: Config, *, trust_pickle: bool, rank: int
     ) -> None:
-        self.uri = str(uri)
         self.file = TorchFile(uri, config, trust_pickle=trust_pickle, rank=rank)
-        self._entries = _named(self.file.skeleton(), self.uri)
-        self._whole: Mapping[str, Any] | None = None
+        self._uri = str(uri)
+        self._entries = _named(self.file.skeleton(), self._uri)
+        self._held: tuple[str, torch.Tensor] | None = None
 
     def select(
         self, kinds: Mapping[str, LoadItemType]
-    ) -> tuple[tuple[StoredTensor, ...], Mapping[str, bytes]]:
+    ) -> tuple[tuple[FileTensor, ...], Mapping[str, bytes]]:
         """What is wanted, in the order of ``kinds``.
 
         Returns:
@@ -70,10 +64,10 @@ class FileContents:
             raise MissingKeyError(
                 f"{count} not in the file, the first: {missing[:5]}. It has "
                 f"{list(self._entries)[:5]}…; remove what is missing from the state dict",
-                uri=self.uri,
+                uri=self._uri,
                 item=missing[0],
             )
-        tensors: list[StoredTensor] = []
+        tensors: list[FileTensor] = []
         values: dict[str, bytes] = {}
         for fqn, kind in kinds.items():
             stored = self._entries[fqn]
@@ -81,39 +75,63 @@ class FileContents:
                 raise UnsupportedTensorError(
                     f"{fqn} is a {type(stored).__name__} in the file, and the state dict has "
                     f"{'none' if kind == LoadItemType.BYTE_IO else 'a tensor'} for it",
-                    uri=self.uri,
+                    uri=self._uri,
                     item=fqn,
                 )
             if isinstance(stored, torch.Tensor):
-                tensors.append(StoredTensor(fqn, stored.dtype, tuple(stored.shape)))
+                tensors.append(FileTensor(fqn, stored.dtype, tuple(stored.shape)))
             else:
                 values[fqn] = self._pickled(fqn, stored)
         return tuple(tensors), values
 
-    def place(self, fqn: str) -> Place | None:
-        """Where a tensor lies; None if only ``torch.load`` can tell."""
-        return self.file.place(self._entries[fqn])
+    def fill(self, batch: Batch, room: torch.Tensor) -> None:
+        """Reads what a batch carries, over parallel connections."""
+        ranges = []
+        for part in batch.slices:
+            entry = self._entries[part.tensor.fqn]
+            extent = self.file.extent(entry)
+            if extent is not None and entry.is_contiguous():
+                ranges.append((extent[0] + part.first, part.bytes_in(room)))
+            else:
+                part.view(room).copy_(narrow(self._tensor(part.tensor.fqn, entry), part.box))
+        self.file.read_ranges(ranges)
 
-    def whole(self) -> Mapping[str, Any]:
-        """All entries with their data, in memory."""
-        if self._whole is None:
-            self._whole = _named(self.file.load(), self.uri)
-        return self._whole
+    def _tensor(self, fqn: str, entry: torch.Tensor) -> torch.Tensor:
+        if self._held is None or self._held[0] != fqn:
+            self._held = None  # one at a time
+            self._held = fqn, self._read(fqn, entry).detach()
+        return self._held[1]
+
+    def _read(self, fqn: str, entry: torch.Tensor) -> torch.Tensor:
+        if self.file.extent(entry) is not None:
+            return self.file.read(entry)
+        tensor: torch.Tensor = self._whole[fqn]
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+            raise UnsupportedTensorError(
+                f"{fqn} is a {type(tensor).__name__} of layout {tensor.layout}, which can't be "
+                "sharded: convert it to a plain tensor and save it again",
+                uri=self._uri,
+                item=fqn,
+            )
+        return tensor
+
+    @functools.cached_property
+    def _whole(self) -> Mapping[str, Any]:
+        """All entries with their data, for those that only ``torch.load`` can build."""
+        return _named(self.file.load(), self._uri)
 
     def _pickled(self, fqn: str, value: Any) -> bytes:
-        try:
-            holds_tensors = has_tensors(value)
-        except NotPlainError:  # an object, which may hide tensors that have no data yet
-            holds_tensors, value = False, self.whole()[fqn]
-        if holds_tensors:
+        tensors = tensors_in(value)
+        if tensors:
             raise UnsupportedTensorError(
                 f"{fqn} holds tensors in the file, and the planner asks for it as one value: use "
                 "a planner that flattens the state dict, and give it the same structure",
-                uri=self.uri,
+                uri=self._uri,
                 item=fqn,
             )
         buffer = io.BytesIO()
-        torch.save(value, buffer)
+        # an object may hide tensors that have no data yet
+        torch.save(value if tensors is not None else self._whole[fqn], buffer)
         return buffer.getvalue()
 
 
