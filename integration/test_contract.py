@@ -12,7 +12,7 @@ class TestContract(StoreContract):
     def store(self, store, cloud):
         self.look = cloud.look
         if chosen(cloud.name)[0] == "gcp-storage-emulator":
-            self.object_count = 120  # two batches; it has no pages, and connections queue up
+            self.object_count = 120  # it has no pages, and connections queue up
         return store
 
     @pytest.fixture

@@ -75,7 +75,7 @@ def _s3(request: Request, trouble: str) -> Answer:
 
 def _google(request: Request, trouble: str) -> Answer:
     refusal = RefusalError(*GOOGLE[trouble])
-    if not request.target.startswith(("/storage/", "/upload/", "/download/", "/batch/")):
+    if not request.target.startswith(("/storage/", "/upload/", "/download/")):
         answer = refusal.as_xml()
     else:
         answer = refusal.as_text() if "alt=media" in request.target else refusal.as_json()

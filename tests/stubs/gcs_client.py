@@ -44,16 +44,6 @@ class Client:
     def xml(self, method, key, query=None, headers=None, body=None):
         return self.send(method, f"/bucket/{quote(key)}", query, headers, body)
 
-    def batch(self, *keys):
-        pieces = []
-        for number, key in enumerate(keys):
-            line = f"DELETE /storage/v1/b/bucket/o/{quote(key, safe='')} HTTP/1.1"
-            head = f"Content-Type: application/http\r\nContent-ID: <{number}>"
-            pieces.append(f"--cut\r\n{head}\r\n\r\n{line}\r\n\r\n\r\n")
-        kind = {"Content-Type": "multipart/mixed; boundary=cut"}
-        body = "".join(pieces) + "--cut--"
-        return self.send("POST", "/batch/storage/v1", None, kind, body)
-
     def begin(self, key, **headers):
         answer = self.xml("POST", key, {"uploads": ""}, headers)
         return ElementTree.fromstring(answer.data).findtext("{*}UploadId")

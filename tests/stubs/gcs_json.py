@@ -1,29 +1,25 @@
 """The JSON API of the Cloud Storage stub.
 
-Documented (https://cloud.google.com/storage/docs/json_api/v1 and .../docs/batch): paths,
-parameters, the object resource, uploads of both kinds, preconditions, compose with the deletion of
-its sources (.../docs/composing-objects), batches of at most 100 requests whose outer headers and
-parameters apply to each. Taken from reports: refusals of media requests are plain text. Assumed:
-the refusal of a batch that is too long, ``x-goog-hash`` with both hashes in one line, that
-``x-goog-hash`` of a media upload is verified like ``crc32c`` in the metadata. The log has the
-requests of a batch one by one, behind the batch, and an answer can be injected for each.
+Documented (https://cloud.google.com/storage/docs/json_api/v1): paths, parameters, the object
+resource, uploads of both kinds, preconditions, compose with the deletion of its sources
+(.../docs/composing-objects). Taken from reports: refusals of media requests are plain text.
+Assumed: ``x-goog-hash`` with both hashes in one line, that ``x-goog-hash`` of a media upload is
+verified like ``crc32c`` in the metadata.
 """
 
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from email.utils import formatdate
 from typing import Any
-from urllib.parse import parse_qsl, unquote, urlencode
+from urllib.parse import unquote, urlencode
 
 from . import gcs_answers as answers
 from .gcs_answers import Answer, Call, RefusalError, Request, json_answer
-from .gcs_multipart import header_lines, parts_of, related
+from .gcs_multipart import related
 from .gcs_state import (
     Attributes,
     State,
@@ -34,18 +30,16 @@ from .gcs_state import (
     whole_number,
 )
 
-_MOST_IN_BATCH = 100
 _MOST_SOURCES = 32
 
 _OBJECTS = re.compile(r"(?:/upload)?/storage/v1/b/([^/]+)/o")
 _OBJECT = re.compile(r"(?:/download)?/storage/v1/b/([^/]+)/o/([^/]+)")
 _COMPOSE = re.compile(r"/storage/v1/b/([^/]+)/o/([^/]+)/compose")
-_BATCH = "/batch/storage/v1"
 
 
 def is_json_api(path: str) -> bool:
     """Whether a path belongs to the JSON API."""
-    return re.match(r"(/upload|/download|/batch)?/storage/v1(/|$)", path) is not None
+    return re.match(r"(/upload|/download)?/storage/v1(/|$)", path) is not None
 
 
 def answer(state: State, call: Call) -> Answer:
@@ -53,8 +47,6 @@ def answer(state: State, call: Call) -> Answer:
     request = call.request
     media = request.query.get("alt") == "media"
     try:
-        if request.path == _BATCH and request.method == "POST":
-            return _batch(state, call)
         state.check_caller(call.bearer)
         payer = request.query.get("userProject") or request.headers.get("x-goog-user-project")
         state.check_payer(payer)
@@ -274,61 +266,3 @@ def _compose(state: State, call: Call) -> Answer:
 
 def _text(value: object) -> str | None:
     return None if value is None else str(value)
-
-
-def _batch(state: State, call: Call) -> Answer:
-    # Google's own client ends its lines with a line feed alone
-    body = call.body if b"\r\n" in call.body else call.body.replace(b"\n", b"\r\n")
-    parts = parts_of(body, call.request.headers.get("content-type", ""))
-    if len(parts) > _MOST_IN_BATCH:
-        raise answers.invalid(f"The batch request has more than {_MOST_IN_BATCH} calls.")
-    boundary = "batch_of_the_stub"
-    pieces = []
-    for headers, inner in parts:
-        result = _part_answer(state, _inner(call, inner))
-        content_id = headers.get("content-id")
-        lines = ["Content-Type: application/http"]
-        if content_id:
-            lines.append(f"Content-ID: <response-{content_id.strip('<>')}>")
-        lines += ["", f"HTTP/1.1 {result.status} {'OK' if result.status < 400 else 'Error'}"]
-        lines += [f"{name}: {value}" for name, value in result.headers]
-        lines += [f"Content-Length: {len(result.body)}", "", result.body.decode()]
-        pieces.append(f"--{boundary}\r\n" + "\r\n".join(lines) + "\r\n")
-    kind = ("Content-Type", f"multipart/mixed; boundary={boundary}")
-    return Answer(200, [kind], f"{''.join(pieces)}--{boundary}--\r\n".encode())
-
-
-def _part_answer(state: State, call: Call) -> Answer:
-    injection = state.injected(call.request)
-    if injection is None or injection.answer is None:
-        return answer(state, call)
-    if injection.carry_out:
-        answer(state, call)
-    return injection.answer
-
-
-def _inner(outer: Call, text: bytes) -> Call:
-    """A request of a batch, with what it takes over from the outer one."""
-    head, _, body = text.partition(b"\r\n\r\n")
-    line, _, rest = head.decode().partition("\r\n")
-    method, _, target = line.removesuffix(" HTTP/1.1").partition(" ")
-    path, _, query = re.sub("^https?://[^/]*", "", target).partition("?")
-    own = header_lines(rest)
-    bearer = outer.bearer
-    with contextlib.suppress(KeyError):
-        bearer = own.pop("authorization").removeprefix("Bearer ")
-    shared = {
-        name: value
-        for name, value in outer.request.headers.items()
-        if not name.startswith("content-")
-    }
-    parameters = {**outer.request.query, **dict(parse_qsl(query, keep_blank_values=True))}
-    request = replace(
-        outer.request,
-        method=method,
-        path=path,
-        query=parameters,
-        headers={**shared, **own},
-        size=len(body),
-    )
-    return Call(request, body, bearer)

@@ -1,4 +1,4 @@
-"""Bodies of several parts (RFC 2046), of uploads and of batches."""
+"""Bodies of several parts (RFC 2046), of uploads."""
 
 from __future__ import annotations
 

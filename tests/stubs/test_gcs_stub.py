@@ -1,7 +1,6 @@
 """The stub of Cloud Storage itself: what its modules say that it does."""
 
 import json
-import re
 import threading
 import time
 from urllib.parse import unquote
@@ -244,18 +243,6 @@ def test_what_few_may_read_is_not_cached(client):
     assert client.object("GET", "k", alt="media").headers["Cache-Control"] == "private, max-age=0"
     client.insert("k", b"new")
     assert client.object("GET", "k", alt="media").data == b"new"
-
-
-def test_a_batch_deletes(client):
-    for key in ("a", KEY):
-        client.insert(key)
-    client.state.inject(lambda request: request.path.endswith("/o/b"), 503)
-    answer = client.batch("a", "missing", "b", KEY)
-    statuses = re.findall(r"^HTTP/1.1 (\d+)", answer.data.decode(), re.MULTILINE)
-    assert statuses == ["204", "404", "503", "204"]
-    assert re.findall(r"Content-ID: <response-(\d)>", answer.data.decode()) == list("0123")
-    assert client.state.keys("bucket") == []
-    assert client.batch(*["k"] * 101).status == 400
 
 
 def test_a_multipart_upload(client):

@@ -42,7 +42,7 @@ __all__ = ["ContainerAccess"]
 
 API_VERSION = "2021-12-02"
 """The version of the REST API that requests are written for: the first that knows the cold tier,
-and later than those of batches within a container, encoded names in listings and large blocks."""
+and later than those of encoded names in listings and of large blocks."""
 
 _AZURE_HOST = re.compile(
     r"\.(core\.windows\.net|core\.chinacloudapi\.cn|core\.usgovcloudapi\.net|storage\.azure\.net)$"
