@@ -25,9 +25,6 @@ from cloudckpt.stores.refusals import (
     SLOW_DOWN,
     Meaning,
     by_code,
-    from_elsewhere,
-    is_certain,
-    meant,
     refusal,
 )
 from cloudckpt.stores.xml_answers import error_fields
@@ -249,18 +246,13 @@ def from_answer(
     given = {name.lower(): value for name, value in headers.items()}
     fields = error_fields(body)
     code = given.get("x-ms-error-code") or fields.get("Code", "")
-    if error := from_elsewhere(status, code, body, action, uri):
-        return error
-    known = _documented(code, status)
-    meaning = meant(status, known, _BY_STATUS)
-    if meaning is _REFUSED and refused is not None:
-        meaning = refused
+    known, own = _documented(code, status), _BY_STATUS
+    if refused is not None:
+        known, own = refused if known is _REFUSED else known, {**own, 401: refused}
     named = fields.get("HeaderName") or fields.get("QueryParameterName") or ""
     texts = (fields.get("Message", ""), named, _detail(fields))
     words = [" ".join(text.split()) for text in texts]
-    cause = ": ".join((f"{code} HTTP {status}".strip(), *filter(None, words)))
-    certain = is_certain(code, status, known)
-    return refusal(meaning, action, uri, cause, headers, certain=certain)
+    return refusal(status, code, words, action, uri, headers, known=known, own=own, page=body)
 
 
 def _documented(code: str, status: int) -> Meaning | None:

@@ -28,7 +28,7 @@ from cloudckpt.errors import (
     ThrottledError,
 )
 from cloudckpt.stores.credentials import Renewal, Validity, check_credential, raise_alone, reason
-from cloudckpt.stores.refusals import refusal
+from cloudckpt.stores.refusals import retry_after
 from cloudckpt.stores.tls import lasting_failure
 
 try:
@@ -212,14 +212,15 @@ class _Wire(RequestsTransport):  # type: ignore[misc]  # azure-core loads it lat
             raise
         status = response.status_code
         if _is_passing(request.url, host, status):
-            self.failures[host] = refusal(
-                (ThrottledError if status in _SLOW_DOWN else ServerError, "not for the moment"),
-                "getting an access token",
-                self._uri,
-                f"HTTP {status} of {host}",
-                response.headers,
+            kind = ThrottledError if status in _SLOW_DOWN else ServerError
+            error = kind(
+                "getting an access token: not for the moment",
+                uri=self._uri,
+                cause=f"HTTP {status} of {host}",
                 certain=True,
             )
+            error.retry_after = retry_after(response.headers)
+            self.failures[host] = error
         elif request.method == "POST" and 400 <= status < 500:
             self.was_refused = True
         return response

@@ -28,9 +28,6 @@ from cloudckpt.stores.refusals import (
     SLOW_DOWN,
     Meaning,
     by_code,
-    from_elsewhere,
-    is_certain,
-    meant,
     refusal,
 )
 from cloudckpt.stores.xml_answers import error_fields
@@ -94,14 +91,10 @@ def from_answer(
     body = _decompressed(headers, body)
     reason, message = _fields(body)
     page = body if body.lstrip()[:1] == b"<" else b""  # reads are refused with plain texts
-    if error := from_elsewhere(status, reason, page, action, uri):
-        return error
-    details = " ".join(text for text in (reason, f"HTTP {status}") if text)
-    cause = ": ".join(text for text in (details, message) if text)
     known = _known(status, reason, message)
-    meaning = meant(status, known, _BY_STATUS)
-    certain = is_certain(reason, status, known)
-    return refusal(meaning, action, uri, cause, headers, certain=certain)
+    return refusal(
+        status, reason, [message], action, uri, headers, known=known, own=_BY_STATUS, page=page
+    )
 
 
 def _known(status: int, reason: str, message: str) -> Meaning | None:

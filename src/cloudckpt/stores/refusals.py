@@ -1,11 +1,15 @@
-"""What refusals of all clouds have in common: the statuses of HTTP, and when to come back."""
+"""What refusals of all clouds have in common: from an answer to the error that it means.
+
+What a vendor's codes mean stands in a table of its own (``by_code``); :func:`refusal` makes the
+error of an answer from it.
+"""
 
 from __future__ import annotations
 
 import datetime
 import email.utils
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from cloudckpt.errors import (
     AccessDeniedError,
@@ -34,10 +38,8 @@ __all__ = [
     "Meaning",
     "by_code",
     "by_status",
-    "is_certain",
-    "from_elsewhere",
-    "meant",
     "refusal",
+    "retry_after",
 ]
 
 Meaning = tuple[type[StoreError], str]
@@ -55,7 +57,7 @@ TOO_SHORT: Meaning = (RangeNotSatisfiableError, "the object ends before the rang
 _CODE = re.compile(r"[A-Za-z][\w.]*")
 _REQUEST_IDS = ("x-amz-request-id", "x-amz-id-2", "x-guploader-uploadid", "x-ms-request-id")
 """The headers with which the vendors' support finds a request in their logs."""
-_TIMEOUTS = {"requesttimeout", "operationtimedout"}  # in lower case
+_TIMEOUTS = {"requesttimeout", "requesttimeoutexception", "operationtimedout"}  # in lower case
 
 _BY_STATUS: Mapping[int, Meaning] = {
     401: (CredentialsError, "the store does not accept these credentials"),
@@ -91,32 +93,67 @@ def by_status(status: int) -> Meaning:
     return InvalidRequestError, "the store rejects the request"
 
 
-def meant(status: int, known: Meaning | None, own: Mapping[int, Meaning]) -> Meaning:
-    """What an answer means: by its code, else by its status.
+def refusal(
+    status: int,
+    code: str,
+    words: Sequence[str],
+    action: str,
+    uri: str,
+    headers: Mapping[str, str],
+    *,
+    known: Meaning | None = None,
+    own: Mapping[int, Meaning] | None = None,
+    page: bytes = b"",
+    certain: bool | None = None,
+) -> StoreError:
+    """The error for an answer that is no success: by its code, else by its status.
 
-    429 always asks to slow down. The code may then name a quota, or a refusal as such, and would
-    end what goes well a minute later.
+    429 always asks to slow down: the code may then name a quota, or a refusal as such, and would
+    end what goes well a minute later. A 404 without a code, but with a page, is what some gateway
+    has answered in the store's place: taken for the store's word, it would make a training job
+    begin anew over its checkpoints. (A store that answers without any body can't be told from it.)
 
     Args:
-        status: The HTTP status.
+        status: The HTTP status; 0 if it is not known.
+        code: The error code, if the answer has one in the format of the vendor; else empty.
+        words: What else the store says.
+        action: What was tried.
+        uri: On what.
+        headers: Of the answer; they may tell when the store wants to be asked again.
         known: What the vendor documents about the code, if it does.
         own: What statuses mean to this vendor in particular.
+        page: The body, if stores of this kind answer with none but their own.
+        certain: Whether the request was certainly not carried out, if that is documented;
+            otherwise it is if the store itself says so, see :func:`_is_certain`.
     """
-    if status == 429:
-        return SLOW_DOWN
-    return known or own.get(status) or by_status(status)
+    if status == 404 and not code and page.strip():
+        return ServerError(
+            f"{action}: something between this machine and the store has answered in its place; "
+            "check the endpoint and the proxy",
+            uri=uri,
+            cause=f"HTTP {status} without an error code of the store",
+        )
+    meaning = SLOW_DOWN if status == 429 else known or (own or {}).get(status) or by_status(status)
+    if certain is None:
+        certain = _is_certain(code, status, known)
+    given = {name.lower(): value.strip() for name, value in headers.items()}
+    said = " ".join(filter(None, (code, f"HTTP {status}" if status else "")))
+    cause = ": ".join(filter(None, (said, *words)))
+    identity = " ".join(given[name] for name in _REQUEST_IDS if given.get(name))
+    if identity:
+        cause += f"; request {identity}"
+    kind, text = meaning
+    error = kind(f"{action}: {text}", uri=uri, cause=masked(cause) or None, certain=certain)
+    if isinstance(error, TransientStoreError):
+        error.retry_after = retry_after(given)
+    return error
 
 
-def is_certain(code: str, status: int, known: Meaning | None) -> bool:
+def _is_certain(code: str, status: int, known: Meaning | None) -> bool:
     """Whether an answer is the store's own word that it has not carried out the request.
 
     A gateway that answers in the store's place may carry the request out later: Envoy's 503 says
     that its connection to the store broke, perhaps behind the request.
-
-    Args:
-        code: The error code, if the answer has one in the format of the vendor; else empty.
-        status: The HTTP status.
-        known: What the vendor documents about the code, if it does.
     """
     if not _CODE.fullmatch(code) or code.lower() in _TIMEOUTS:
         return False
@@ -125,67 +162,11 @@ def is_certain(code: str, status: int, known: Meaning | None) -> bool:
     return 300 <= status < 500
 
 
-def from_elsewhere(
-    status: int, code: str, body: bytes, action: str, uri: str
-) -> ServerError | None:
-    """The error for a 404 that some gateway has answered in the store's place; else None.
-
-    The page of a proxy or of a captive portal says nothing about objects; taken for the store's
-    word, it would make a training job begin anew over its checkpoints. A store that answers
-    without any body can't be told from those.
-
-    Args:
-        status: The HTTP status.
-        code: The error code of the store, if there is one in the body or the headers.
-        body: The body, if stores of this kind answer with none but their own.
-        action: What was tried.
-        uri: On what.
-    """
-    if status != 404 or code or not body.strip():
-        return None
-    return ServerError(
-        f"{action}: something between this machine and the store has answered in its place; check "
-        "the endpoint and the proxy",
-        uri=uri,
-        cause=f"HTTP {status} without an error code of the store",
-    )
-
-
-def refusal(
-    meaning: Meaning,
-    action: str,
-    uri: str,
-    cause: str | None,
-    headers: Mapping[str, str],
-    *,
-    certain: bool,
-) -> StoreError:
-    """The error; it knows when the store wants to be asked again, if the answer says so.
-
-    Args:
-        meaning: What the answer means.
-        action: What was tried.
-        uri: On what.
-        cause: The store's own words.
-        headers: Of the answer, in any case.
-        certain: See :func:`is_certain`.
-    """
-    kind, text = meaning
-    given = {name.lower(): value.strip() for name, value in headers.items()}
-    identity = " ".join(given[name] for name in _REQUEST_IDS if given.get(name))
-    words = "; ".join((*filter(None, [cause]), *([f"request {identity}"] if identity else ())))
-    error = kind(
-        f"{action}: {text}", uri=uri, cause=masked(words) if words else None, certain=certain
-    )
-    if isinstance(error, TransientStoreError):
-        error.retry_after = _retry_after(given)
-    return error
-
-
-def _retry_after(headers: Mapping[str, str]) -> float | None:
+def retry_after(headers: Mapping[str, str]) -> float | None:
     """Seconds that the store wants us to wait: a number or a date, as HTTP has it."""
+    given = {name.lower(): value.strip() for name, value in headers.items()}
     for name, a_second in (("x-ms-retry-after-ms", 1000), ("retry-after", 1)):
-        wait = headers.get(name, "")
+        wait = given.get(name, "")
         if wait.isascii() and wait.isdigit():
             return float(wait) / a_second
     try:

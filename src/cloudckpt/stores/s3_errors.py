@@ -29,9 +29,8 @@ from cloudckpt.stores.refusals import (
     SLOW_DOWN,
     TOO_SHORT,
     Meaning,
-    from_elsewhere,
-    is_certain,
-    meant,
+    by_code,
+    by_status,
     refusal,
 )
 from cloudckpt.stores.xml_answers import error_fields
@@ -39,108 +38,102 @@ from cloudckpt.stores.xml_answers import error_fields
 __all__ = ["from_answer", "from_code"]
 
 _ELSEWHERE: Meaning = (WrongRegionError, "the bucket is in another region")
-_FAILED: Meaning = (ServerError, "the store failed inside")
-_NO_KEY: Meaning = (
-    InvalidRequestError,
-    "there is no such KMS key; check its name, its region and kms_key_id",
-)
-_KEY_STATE: Meaning = (
-    InvalidRequestError,
-    "the KMS key is not in a state in which it can be used: pending deletion, or without material",
-)
-_GAVE_UP: Meaning = (ServerError, "the store gave up waiting for the request")
+_KMS = "KMS refuses, or can't use, the key of the encryption"
 
-_BY_CODE: dict[str, Meaning] = {
-    "NoSuchBucket": (
-        BucketNotFoundError,
-        "the bucket does not exist; check its name and the endpoint",
-    ),
+_BY_CODE = {
     "NoSuchKey": NO_OBJECT,
     "NoSuchUpload": NO_UPLOAD,
     "InvalidRange": TOO_SHORT,
     "PreconditionFailed": NOT_AS_EXPECTED,
-    "AccessDenied": (
-        AccessDeniedError,
-        "access denied; check the IAM, bucket and key policies for these credentials",
-    ),
-    "InvalidObjectState": (
-        InvalidRequestError,
-        "the object is archived; restore it from its storage class first",
-    ),
-    "NotImplemented": (InvalidRequestError, "the store does not know this operation"),
-    "AllAccessDisabled": (AccessDeniedError, "all access to the bucket is disabled"),
-    "AccountProblem": (AccessDeniedError, "there is a problem with the AWS account"),
-    "NotSignedUp": (AccessDeniedError, "the AWS account is not signed up for S3"),
-    "UnauthorizedAccess": (AccessDeniedError, "the AWS account may not use this region"),
-    "KMS.AccessDeniedException": (
-        AccessDeniedError,
-        "the KMS key may not be used; check its policy and the IAM policies",
-    ),
-    "KMS.DisabledException": (InvalidRequestError, "the KMS key is disabled; enable it"),
-    "KMS.NotFoundException": _NO_KEY,
-    "KMS.InvalidArnException": _NO_KEY,
-    "KMS.InvalidKeyUsageException": (
-        InvalidRequestError,
-        "the KMS key is not for this; give a symmetric key for encryption",
-    ),
-    "KMS.KMSInvalidStateException": _KEY_STATE,
-    "KMS.InvalidStateException": _KEY_STATE,
-    "KMS.KeyUnavailableException": (ServerError, "the KMS key is unavailable for the moment"),
-    "KMS.DependencyTimeoutException": (ServerError, "KMS did not answer the store in time"),
-    "KMS.KMSInternalException": (ServerError, "KMS failed inside"),
-    "KMS.ThrottlingException": (ThrottledError, "KMS asks to slow down; consider bucket_key=True"),
-    "ExpiredToken": EXPIRED,
-    "ExpiredTokenException": EXPIRED,
-    "TokenRefreshRequired": (CredentialsError, "the credentials must be refreshed"),
-    "InvalidToken": (CredentialsError, "the session token is malformed"),
-    "InvalidSecurity": (CredentialsError, "the credentials are not valid"),
-    "InvalidAccessKeyId": (CredentialsError, "the store does not know this access key"),
-    "InvalidClientTokenId": (CredentialsError, "AWS does not know this access key"),
-    "UnrecognizedClientException": (CredentialsError, "AWS does not know this access key"),
-    "SignatureDoesNotMatch": (
-        CredentialsError,
-        "the secret key does not fit the access key (or a proxy changed the request)",
-    ),
-    "RequestTimeTooSkewed": (CredentialsError, "this machine's clock is wrong by minutes"),
-    "RequestExpired": (CredentialsError, "this machine's clock is wrong by minutes"),
-    "PermanentRedirect": _ELSEWHERE,
-    "TemporaryRedirect": _ELSEWHERE,
-    "AuthorizationHeaderMalformed": (WrongRegionError, "the request was signed for another region"),
-    "IllegalLocationConstraintException": _ELSEWHERE,
-    "QuotaExceeded": (StorageFullError, "the quota is used up"),
-    "XMinioStorageFull": (StorageFullError, "the store's disks are full"),
-    "SlowDown": SLOW_DOWN,
-    "SlowDownRead": SLOW_DOWN,
-    "SlowDownWrite": SLOW_DOWN,
-    "Throttling": SLOW_DOWN,
-    "ThrottlingException": SLOW_DOWN,
-    "ThrottledException": SLOW_DOWN,
-    "TooManyRequests": SLOW_DOWN,
-    "TooManyRequestsException": SLOW_DOWN,
-    "RequestLimitExceeded": SLOW_DOWN,
-    "RequestThrottled": SLOW_DOWN,
-    "RequestThrottledException": SLOW_DOWN,
-    "BandwidthLimitExceeded": SLOW_DOWN,
-    "PriorRequestNotComplete": (ThrottledError, "an earlier request is still under way"),
-    "ServiceUnavailable": (ThrottledError, "the store is unavailable for the moment"),
-    "InternalError": _FAILED,
-    "InternalFailure": _FAILED,
-    "InternalServerError": _FAILED,
-    "InternalServerException": _FAILED,
-    "RequestTimeout": _GAVE_UP,
-    "RequestTimeoutException": _GAVE_UP,
-    "OperationAborted": (
-        ServerError,
-        "not carried out: another operation on the same object is under way",
-    ),
-    "ConditionalRequestConflict": (
-        ServerError,
-        "not written: another write of the same object is under way",
-    ),
-    "BadDigest": DAMAGED,
-    "XAmzContentSHA256Mismatch": DAMAGED,
-    "XAmzContentChecksumMismatch": DAMAGED,
     "IncompleteBody": CUT_SHORT,
+    **dict.fromkeys(
+        ("BadDigest", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"), DAMAGED
+    ),
+    **dict.fromkeys(("ExpiredToken", "ExpiredTokenException"), EXPIRED),
+    **by_code(
+        {
+            BucketNotFoundError: {
+                "NoSuchBucket": "the bucket does not exist; check its name and the endpoint",
+            },
+            AccessDeniedError: {
+                "AccessDenied": (
+                    "access denied; check the IAM, bucket and key policies for these credentials"
+                ),
+                "AllAccessDisabled": "all access to the bucket is disabled",
+                "AccountProblem": "there is a problem with the AWS account",
+                "NotSignedUp": "the AWS account is not signed up for S3",
+                "UnauthorizedAccess": "the AWS account may not use this region",
+                "KMS.AccessDeniedException": (
+                    "the KMS key may not be used; check its policy and the IAM policies"
+                ),
+            },
+            InvalidRequestError: {
+                "InvalidObjectState": (
+                    "the object is archived; restore it from its storage class first"
+                ),
+                "NotImplemented": "the store does not know this operation",
+                "KMS.DisabledException": "the KMS key is disabled; enable it",
+                "KMS.NotFoundException KMS.InvalidArnException": (
+                    "there is no such KMS key; check its name, its region and kms_key_id"
+                ),
+                "KMS.InvalidKeyUsageException": (
+                    "the KMS key is not for this; give a symmetric key for encryption"
+                ),
+                "KMS.KMSInvalidStateException KMS.InvalidStateException": (
+                    "the KMS key is not in a state in which it can be used: pending deletion, or "
+                    "without material"
+                ),
+            },
+            CredentialsError: {
+                "TokenRefreshRequired": "the credentials must be refreshed",
+                "InvalidToken": "the session token is malformed",
+                "InvalidSecurity": "the credentials are not valid",
+                "InvalidAccessKeyId": "the store does not know this access key",
+                "InvalidClientTokenId UnrecognizedClientException": (
+                    "AWS does not know this access key"
+                ),
+                "SignatureDoesNotMatch": (
+                    "the secret key does not fit the access key (or a proxy changed the request)"
+                ),
+                "RequestTimeTooSkewed RequestExpired": ("this machine's clock is wrong by minutes"),
+            },
+            WrongRegionError: {
+                "PermanentRedirect TemporaryRedirect IllegalLocationConstraintException": (
+                    _ELSEWHERE[1]
+                ),
+                "AuthorizationHeaderMalformed": "the request was signed for another region",
+            },
+            StorageFullError: {
+                "QuotaExceeded": "the quota is used up",
+                "XMinioStorageFull": "the store's disks are full",
+            },
+            ThrottledError: {
+                "SlowDown SlowDownRead SlowDownWrite Throttling ThrottlingException "
+                "ThrottledException TooManyRequests TooManyRequestsException RequestLimitExceeded "
+                "RequestThrottled RequestThrottledException BandwidthLimitExceeded": SLOW_DOWN[1],
+                "PriorRequestNotComplete": "an earlier request is still under way",
+                "ServiceUnavailable": "the store is unavailable for the moment",
+                "KMS.ThrottlingException": "KMS asks to slow down; consider bucket_key=True",
+            },
+            ServerError: {
+                "InternalError InternalFailure InternalServerError InternalServerException": (
+                    "the store failed inside"
+                ),
+                "RequestTimeout RequestTimeoutException": (
+                    "the store gave up waiting for the request"
+                ),
+                "OperationAborted": (
+                    "not carried out: another operation on the same object is under way"
+                ),
+                "ConditionalRequestConflict": (
+                    "not written: another write of the same object is under way"
+                ),
+                "KMS.KeyUnavailableException": "the KMS key is unavailable for the moment",
+                "KMS.DependencyTimeoutException": "KMS did not answer the store in time",
+                "KMS.KMSInternalException": "KMS failed inside",
+            },
+        }
+    ),
 }
 
 _BY_STATUS: dict[int, Meaning] = {301: _ELSEWHERE, 307: _ELSEWHERE}
@@ -156,28 +149,36 @@ def from_code(
     action: str,
     uri: str,
     headers: Mapping[str, str] | None = None,
+    *,
     region: str = "",
+    page: bytes = b"",
 ) -> StoreError:
     """The error for an S3 error code, or where it is unknown or absent, for the HTTP status.
 
-    ``region`` is what the body says of where the bucket is.
+    ``region`` is what the body says of where the bucket is; ``page`` as of :func:`refusal`.
     """
     given = {name.lower(): value for name, value in (headers or {}).items()}
-    known = _BY_CODE.get(code)
-    kind, meaning = meant(status, known, _BY_STATUS)
-    if known is None and code.startswith("KMS."):
-        meaning = "KMS refuses, or can't use, the key of the encryption"
     region = given.get("x-amz-bucket-region") or region
-    if status == 400 and not code and region:  # the answer to HEAD has no body to tell more
-        kind, meaning = _ELSEWHERE
-    if kind is WrongRegionError and region:
-        meaning += f"; set AWS_REGION={region}"
-    details = [text for text in (code, f"HTTP {status}" if status else "", message) if text]
-    cause = ": ".join((" ".join(details[:2]), *details[2:])) or None
-    certain = code in _NOT_DONE or (known is not _GAVE_UP and is_certain(code, status, known))
-    error = refusal((kind, meaning), action, uri, cause, given, certain=certain)
-    if isinstance(error, WrongRegionError):
-        error.region = region or None
+    known = _BY_CODE.get(code)
+    if known is None and code.startswith("KMS."):
+        known = by_status(status)[0], _KMS
+    elif status == 400 and not code and region:  # the answer to HEAD has no body to tell more
+        known = _ELSEWHERE
+    error = refusal(
+        status,
+        code,
+        [message],
+        action,
+        uri,
+        given,
+        known=known,
+        own=_BY_STATUS,
+        page=page,
+        certain=True if code in _NOT_DONE else None,
+    )
+    if isinstance(error, WrongRegionError) and region:
+        error.message += f"; set AWS_REGION={region}"
+        error.region = region
     return error
 
 
@@ -186,14 +187,6 @@ def from_answer(
 ) -> StoreError:
     """The error for an answer that is no success."""
     fields = error_fields(body)
-    if error := from_elsewhere(status, fields.get("Code", ""), body, action, uri):
-        return error
-    return from_code(
-        fields.get("Code", ""),
-        status,
-        fields.get("Message", ""),
-        action,
-        uri,
-        headers,
-        fields.get("Region", ""),
-    )
+    code, message = fields.get("Code", ""), fields.get("Message", "")
+    region = fields.get("Region", "")
+    return from_code(code, status, message, action, uri, headers, region=region, page=body)
