@@ -1,21 +1,33 @@
-"""Processes that do not outlive the one that started them."""
+"""The ranks of a phase: started, listened to, killed, reaped."""
 
 from __future__ import annotations
 
+import json
 import os
+import queue
 import subprocess
 import sys
+import tempfile
 import threading
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from typing import IO
 
-__all__ = ["Child", "ChildError", "end_with_parent"]
+import torch.distributed as dist
 
+from cloudckpt.demo.messages import Event, Failed, Job, decode
+
+__all__ = ["ChildError", "Ranks", "end_with_parent"]
+
+_SILENCE = 120.0  # seconds without a word from any rank that are taken for a hang
+_LAST_WORDS = 30.0  # seconds for the others to notice that one rank is gone
 _GRACE = 10.0  # seconds for a killed process to be gone
+_TOLD = 4096  # bytes of standard error that are shown
+_LOOPBACK = "127.0.0.1"
 
 
 class ChildError(RuntimeError):
-    """A child process failed or hangs; the message has the last lines of its standard error."""
+    """A rank failed or hangs; the message has the end of its standard error."""
 
 
 def end_with_parent() -> None:
@@ -33,64 +45,142 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
-class Child:
-    """A module of this package, run as a process.
+class Ranks:
+    """Processes that train together, as ``torchrun`` would start them.
 
-    It must call :func:`end_with_parent`. It stands in a session of its own, so that Ctrl-C reaches
-    the driver alone, which then ends its children in order.
+    Use it in a ``with`` statement; none of the processes outlives that, nor this process. They
+    stand in sessions of their own, so that Ctrl-C reaches this process alone, which then ends them.
 
     Args:
-        module: The module to run.
-        arguments: Its command line.
-        environment: Its environment.
+        job: What they are to do.
+        count: How many.
     """
 
-    def __init__(self, module: str, *arguments: str, environment: Mapping[str, str]) -> None:
-        self._process = subprocess.Popen(  # noqa: S603 - a module of this package
-            [sys.executable, "-m", module, *arguments],
+    def __init__(self, job: Job, count: int) -> None:
+        self._lines: queue.Queue[tuple[int, str | None]] = queue.Queue()
+        self._patience = _SILENCE
+        self._processes: list[subprocess.Popen[str]] = []
+        self._errors: list[IO[bytes]] = []
+        self._listeners: list[threading.Thread] = []
+        # they meet here: a store of ours needs no port that might be taken, and outlives rank 0
+        self._meeting = dist.TCPStore(  # type: ignore[attr-defined]
+            _LOOPBACK, 0, is_master=True, wait_for_workers=False
+        )
+        try:
+            for rank in range(count):
+                self._start(rank, count, job)
+        except BaseException:
+            self._end()
+            raise
+
+    def _start(self, rank: int, count: int, job: Job) -> None:
+        environment = {
+            # torch makes this folder even if nothing is compiled: let it be one that exists
+            "TORCHINDUCTOR_CACHE_DIR": tempfile.gettempdir(),
+            **os.environ,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(count),
+            "MASTER_ADDR": _LOOPBACK,
+            "MASTER_PORT": str(self._meeting.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+        }
+        errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed at the end of the block
+        self._errors.append(errors)
+        process = subprocess.Popen(  # noqa: S603 - a module of this package
+            [sys.executable, "-m", "cloudckpt.demo.train", json.dumps(asdict(job))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=dict(environment),
+            stderr=errors,
+            env=environment,
             text=True,
-            errors="replace",
             start_new_session=True,
         )
-        self._complaints: deque[str] = deque(maxlen=30)
-        self._listener = threading.Thread(target=self._listen, daemon=True)
-        self._listener.start()
+        self._processes.append(process)
+        listener = threading.Thread(target=self._listen, args=(rank, process), daemon=True)
+        listener.start()
+        self._listeners.append(listener)
 
-    def _listen(self) -> None:
-        assert self._process.stderr is not None  # a pipe
-        self._complaints.extend(self._process.stderr)
+    def _listen(self, rank: int, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None  # a pipe
+        for line in process.stdout:
+            self._lines.put((rank, line))
+        self._lines.put((rank, None))
 
-    def lines(self) -> Iterator[str]:
-        """What it prints, line by line, until it ends."""
-        assert self._process.stdout is not None  # a pipe
-        yield from self._process.stdout
-
-    def kill(self) -> None:
-        """Sends SIGKILL; does nothing if it has ended."""
-        self._process.kill()
-
-    def wait(self, seconds: float) -> int:
-        """Its exit code, negative if a signal has ended it.
+    def events(self) -> Iterator[tuple[int, Event]]:
+        """What the ranks tell, with the rank that does, until all of them have ended.
 
         Raises:
-            subprocess.TimeoutExpired: If it still runs after so long.
+            ChildError: If they fall silent, or do not end soon after one of them has failed.
         """
-        return self._process.wait(seconds)
+        running = set(range(len(self._processes)))
+        while running:
+            try:
+                rank, line = self._lines.get(timeout=self._patience)
+            except queue.Empty:
+                raise ChildError(
+                    f"rank(s) {sorted(running)} said nothing for {self._patience:.0f} s"
+                    f"{self._complaints(range(len(self._processes)))}"
+                ) from None
+            if line is None:
+                running.discard(rank)
+                self._patience = _LAST_WORDS
+            elif (event := decode(line)) is not None:
+                if isinstance(event, Failed):
+                    self._patience = _LAST_WORDS
+                yield rank, event
 
-    def complaints(self) -> str:
-        """The last lines of its standard error."""
-        self._listener.join(1.0)
-        return "".join(self._complaints)
+    def kill(self, rank: int) -> None:
+        """Ends a rank by SIGKILL, as a machine that is taken away."""
+        self._processes[rank].kill()
 
-    def end(self) -> None:
-        """Makes sure that it has ended, by force, and gives its pipes back."""
-        self._process.kill()
-        self._process.wait(_GRACE)
-        self._listener.join(_GRACE)
-        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
-            if pipe is not None:
-                pipe.close()
+    def exit_codes(self) -> list[int]:
+        """How the ranks have ended: negative numbers are signals.
+
+        Raises:
+            ChildError: If one has not ended.
+        """
+        try:
+            return [process.wait(_LAST_WORDS) for process in self._processes]
+        except subprocess.TimeoutExpired as exc:
+            raise ChildError("a rank has closed its output, but does not end") from exc
+
+    def require_success(self) -> None:
+        """Checks that no rank has failed.
+
+        Raises:
+            ChildError: If one has; the message has its last words.
+        """
+        failed = [rank for rank, code in enumerate(self.exit_codes()) if code != 0]
+        if failed:
+            raise ChildError(f"rank(s) {failed} failed{self._complaints(failed)}")
+
+    def _complaints(self, ranks: Iterable[int]) -> str:
+        texts = []
+        for rank in ranks:
+            file = self._errors[rank]
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TOLD))
+            texts.append(f"\n--- rank {rank} ---\n{file.read().decode(errors='replace')}")
+        return "".join(texts)
+
+    def _end(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait(_GRACE)
+        for listener in self._listeners:
+            listener.join(_GRACE)
+        for process in self._processes:
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+        for file in self._errors:
+            file.close()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()

@@ -14,16 +14,17 @@ from types import FrameType
 from rich.console import Console
 
 import cloudckpt
-from cloudckpt.demo.checkpoints import abort_uploads, committed, delete_objects
-from cloudckpt.demo.crash import find_remains, wait_until_torn
-from cloudckpt.demo.events import Staged
-from cloudckpt.demo.job import Job, step_uri
+from cloudckpt.demo.bucket import (
+    bucket_of_user,
+    committed,
+    embedded_bucket,
+    find_remains,
+    wait_until_torn,
+)
+from cloudckpt.demo.children import Ranks
+from cloudckpt.demo.messages import Check, Job, Phase, Staged, step_uri
 from cloudckpt.demo.model import GPT
-from cloudckpt.demo.ranks import Ranks
-from cloudckpt.demo.record import Check, Phase
 from cloudckpt.demo.report import Screen
-from cloudckpt.demo.server import embedded_bucket
-from cloudckpt.stores.base import random_suffix
 from cloudckpt.uri import CheckpointURI
 
 __all__ = ["run"]
@@ -47,13 +48,15 @@ def run(location: str | None, *, steps: int, keep: bool, console: Console) -> bo
         Whether everything that was checked is as it should be.
 
     Raises:
-        ChildError: If the server or a rank failed that should not have.
+        ChildError: If a rank failed that should not have.
         CloudCheckpointError: If the bucket can't be used.
     """
-    place = _bucket_of_user(location, keep, console) if location else embedded_bucket()
+    place = bucket_of_user(location, keep=keep) if location else embedded_bucket()
     with _terminated_as_interrupted(), place as run_uri:
-        story = _Story(run_uri, steps, Screen(console))
-        return story.tell()
+        passed = _Story(run_uri, steps, Screen(console)).tell()
+    if keep:
+        console.print(f"the checkpoints are kept at {run_uri}", soft_wrap=True)
+    return passed
 
 
 class _Story:
@@ -206,24 +209,6 @@ def _is_not_found(checkpoint: CheckpointURI) -> bool:
 def _brief(error: str) -> str:
     """The first sentence of an error of gloo, without the place in its source."""
     return re.sub(r"\[/[^]]*\] ", "", error).partition(". ")[0]
-
-
-@contextlib.contextmanager
-def _bucket_of_user(location: str, keep: bool, console: Console) -> Iterator[CheckpointURI]:
-    """A prefix of our own beneath the user's URI, which is empty again in the end."""
-    uri = CheckpointURI.parse(location)
-    if not uri.is_cloud:
-        raise cloudckpt.InvalidURIError(f"{location!r} is no bucket; write s3://bucket/path")
-    run_uri = uri.join(f"cloudckpt-demo-{random_suffix()}")
-    committed(run_uri)  # tells now whether bucket and credentials are any good
-    try:
-        yield run_uri
-    finally:
-        abort_uploads(run_uri)
-        if keep:
-            console.print(f"the checkpoints are kept at {run_uri}", soft_wrap=True)
-        else:
-            delete_objects(run_uri)
 
 
 @contextlib.contextmanager

@@ -5,30 +5,76 @@ An ordinary FSDP2 script, in the environment that ``torchrun`` would give it.
 
 from __future__ import annotations
 
+import io
+import json
 import sys
+import threading
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import cloudckpt
 from cloudckpt import AsyncCheckpointer, SaveFuture, make_async_checkpointer
 from cloudckpt.demo.children import end_with_parent
-from cloudckpt.demo.crash import StallingPlanner
-from cloudckpt.demo.events import Committed, Failed, Measured, Resumed, Staged, Stepped, tell
-from cloudckpt.demo.job import Job, step_uri
-from cloudckpt.demo.model import CONTEXT, GPT
-from cloudckpt.demo.state import TrainingState
-from cloudckpt.demo.text import StdlibText
+from cloudckpt.demo.messages import (
+    Committed,
+    Failed,
+    Job,
+    Measured,
+    Resumed,
+    Staged,
+    Stepped,
+    step_uri,
+    tell,
+)
+from cloudckpt.demo.model import CONTEXT, GPT, StdlibText
 
 __all__ = ["train"]
 
 _GLOBAL_BATCH = 8  # sequences of a step, over all ranks
 _SEED = 1
 _PATIENCE = timedelta(seconds=120)  # with which ranks wait for each other
+
+
+class TrainingState(Stateful):
+    """All that a checkpoint holds.
+
+    Attributes:
+        step: The last step that was trained; it is the position in the data, too.
+        held_out_loss: The loss after it, which tells after loading whether all is as it was.
+    """
+
+    def __init__(self, model: GPT, optimizer: torch.optim.Optimizer) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.step = 0
+        self.held_out_loss = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sharded tensors of model and optimizer under names that no resharding changes."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        counters = {"step": self.step, "held_out_loss": self.held_out_loss}
+        return {"model": model, "optimizer": optimizer, **counters}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what was loaded."""
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state_dict["model"],
+            optim_state_dict=state_dict["optimizer"],
+        )
+        self.step = state_dict["step"]
+        self.held_out_loss = state_dict["held_out_loss"]
 
 
 def train(job: Job) -> None:
@@ -77,11 +123,8 @@ def run(state: TrainingState, text: StdlibText, job: Job, checkpointer: AsyncChe
 
 def resume(state: TrainingState, checkpoint: str, text: StdlibText) -> None:
     """Loads a checkpoint, whatever number of ranks has saved it."""
-    began = time.perf_counter()
     cloudckpt.load({"app": state}, checkpoint_id=checkpoint)
-    seconds = time.perf_counter() - began
-    again = evaluate(state, text)
-    tell_once(Resumed(state.step, seconds, recorded=state.held_out_loss, again=again))
+    tell_once(Resumed(state.step, recorded=state.held_out_loss, again=evaluate(state, text)))
 
 
 def save(state: TrainingState, job: Job, checkpointer: AsyncCheckpointer) -> SaveFuture:
@@ -143,12 +186,31 @@ def tell_once(event: Resumed | Stepped) -> None:
         tell(event)
 
 
+class StallingPlanner(DefaultSavePlanner):
+    """Hands over three quarters of the rank's items, and then nothing more, ever.
+
+    So a save is cut in its middle on any machine and at any speed: it stays open, with data in the
+    store, until the driver has seen that and kills the rank.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._resolved = 0
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        self._resolved += 1
+        if self._resolved > len(self.plan.items) * 3 // 4:
+            threading.Event().wait()
+        data: torch.Tensor | io.BytesIO = super().resolve_data(write_item)
+        return data
+
+
 def main() -> None:
     """Runs the job given as an argument and reports how it failed, if it did."""
     end_with_parent()
     torch.set_num_threads(1)  # ranks share few cores; more threads would wait for each other
     try:
-        train(Job.from_json(sys.argv[1]))
+        train(Job(**json.loads(sys.argv[1])))
     except Exception as exc:
         tell(Failed(f"{type(exc).__name__}: {exc}"[:500]))  # few enough to be written at once
         raise

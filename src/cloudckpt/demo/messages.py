@@ -1,14 +1,127 @@
-"""What happened: the phases of the demo, and what was found out about them."""
+"""What the driver asks of ranks, what they tell it, and what it notes of that."""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import mean, median
+from typing import get_args
 
-from cloudckpt.demo.events import Committed, Event, Failed, Measured, Resumed, Staged, Stepped
+__all__ = [
+    "Check",
+    "Committed",
+    "Event",
+    "Failed",
+    "Job",
+    "Measured",
+    "Phase",
+    "Resumed",
+    "Staged",
+    "Stepped",
+    "decode",
+    "step_uri",
+    "tell",
+]
 
-__all__ = ["Check", "Phase"]
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What the ranks are to do.
+
+    Attributes:
+        run: The URI beneath which the checkpoints stand.
+        resume: The checkpoint to go on from, or None to begin.
+        last_step: Where to stop.
+        save_every: Steps from one checkpoint to the next.
+        stall_at: The step in whose save rank 1 stops, for the driver to kill it there.
+        measure: Whether the last save is to be synchronous, so that its CPU can be told apart.
+    """
+
+    run: str
+    resume: str | None
+    last_step: int
+    save_every: int
+    stall_at: int | None = None
+    measure: bool = False
+
+
+def step_uri(run: str, step: int) -> str:
+    """Where the checkpoint of a step stands; the names sort by step."""
+    return f"{run}/step-{step:08d}"
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A checkpoint was loaded; the loss on held-out text was ``recorded`` and is now ``again``."""
+
+    step: int
+    recorded: float
+    again: float
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """A step was trained in so many seconds; ``loss`` is the mean over all ranks."""
+
+    step: int
+    loss: float
+    seconds: float
+    beside_save: bool
+
+
+@dataclass(frozen=True)
+class Staged:
+    """``async_save`` returned, after ``stall`` seconds; training goes on."""
+
+    step: int
+    stall: float
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A save is committed; ``bytes`` and ``seconds`` are those of this rank's upload."""
+
+    step: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A save during which the process did nothing else took so many seconds of CPU."""
+
+    cpu_seconds: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The rank ends with this error."""
+
+    error: str
+
+
+Event = Resumed | Stepped | Staged | Committed | Measured | Failed
+
+_KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
+
+
+def tell(event: Event) -> None:
+    """Sends an event to the driver, whole even if several threads do so at a time."""
+    line = json.dumps({type(event).__name__: asdict(event)})
+    sys.stdout.flush()
+    os.write(sys.stdout.fileno(), f"{line}\n".encode())
+
+
+def decode(line: str) -> Event | None:
+    """The event of a line; None if the line is something else that was printed."""
+    if not line.startswith("{"):
+        return None
+    kind, fields = next(iter(json.loads(line).items()))
+    return _KINDS[kind](**fields)
 
 
 @dataclass(frozen=True)
