@@ -25,8 +25,8 @@ from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.transfer.boxes import plan_boxes, row_major_slices
 from cloudckpt.transfer.download import download
-from cloudckpt.transfer.landing import BoxSink, BytesSink, FlatSink, Source, Wanted, narrow
-from cloudckpt.transfer.memory import Claims, has_memory, settled, shows_its_memory
+from cloudckpt.transfer.landing import BoxSink, BytesSink, FlatSink, Source, Wanted
+from cloudckpt.transfer.memory import Claims, has_memory, narrow, settled, shows_its_memory
 from cloudckpt.transfer.parts import even_share
 from cloudckpt.transfer.stats import TransferStats
 

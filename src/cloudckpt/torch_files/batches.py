@@ -11,7 +11,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 
 from cloudckpt.errors import ShapeMismatchError
 from cloudckpt.transfer.boxes import Box, aligned, row_major_slices
-from cloudckpt.transfer.landing import copy_into, narrow
+from cloudckpt.transfer.landing import copy_into
+from cloudckpt.transfer.memory import narrow
 
 __all__ = ["Batch", "FileTensor", "Slice", "Targets", "batches"]
 

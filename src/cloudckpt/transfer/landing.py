@@ -11,7 +11,7 @@ import torch
 
 from cloudckpt.checksum import Blocks
 from cloudckpt.transfer.boxes import ALIGNMENT, Box, row_major_strides
-from cloudckpt.transfer.memory import bytes_of, is_plain
+from cloudckpt.transfer.memory import bytes_of, is_plain, narrow
 
 __all__ = [
     "Bad",
@@ -24,7 +24,6 @@ __all__ = [
     "Span",
     "Wanted",
     "copy_into",
-    "narrow",
 ]
 
 _DIRECT = 64 * 1024  # fewer bytes are cheaper to copy than to receive in a call of their own
@@ -125,14 +124,6 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
 def _mode_of(target: torch.Tensor) -> AbstractContextManager[object]:
     """The mode in which a tensor may be changed; each thread has its own."""
     return torch.inference_mode() if target.is_inference() else torch.no_grad()
-
-
-def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """The view of a box."""
-    for axis, (start, length) in enumerate(box):
-        if length != tensor.shape[axis]:
-            tensor = tensor.narrow(axis, start, length)
-    return tensor
 
 
 def _viewed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from cloudckpt.transfer.boxes import reach
+from cloudckpt.transfer.boxes import Box, reach
 
 __all__ = [
     "Claims",
@@ -21,6 +21,7 @@ __all__ = [
     "has_memory",
     "host_buffer",
     "is_plain",
+    "narrow",
     "settled",
     "shows_its_memory",
 ]
@@ -69,6 +70,14 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
     itemsize = tensor.itemsize
     first = int(tensor.storage_offset()) * itemsize
     return first, first + reach(tensor.shape, tensor.stride()) * itemsize
+
+
+def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """The view of a box."""
+    for axis, (start, length) in enumerate(box):
+        if length != tensor.shape[axis]:
+            tensor = tensor.narrow(axis, start, length)
+    return tensor
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

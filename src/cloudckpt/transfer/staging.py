@@ -11,14 +11,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
 from cloudckpt.config import MIB
 from cloudckpt.transfer.boxes import ALIGNMENT, aligned, padding, row_major_slices
 from cloudckpt.transfer.group import Cancellation
-from cloudckpt.transfer.memory import bytes_of, host_buffer
+from cloudckpt.transfer.memory import bytes_of, host_buffer, narrow
 from cloudckpt.transfer.parts import Piece
 from cloudckpt.transfer.upload import ObjectUpload
 
@@ -54,21 +53,6 @@ class Slab:
             self._pool.take_back(self)
 
 
-@dataclass(frozen=True)
-class _Copier:
-    """Copies on a side stream of an accelerator, or plainly on a CPU."""
-
-    stream: torch.Stream | None
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Event | None:
-        if self.stream is None:
-            target.copy_(source)
-            return None
-        with self.stream:
-            target.copy_(source, non_blocking=True)
-            return self.stream.record_event()
-
-
 class StagingPool:
     """Slabs of host memory, ``budget`` bytes in all, in use by one save, which closes it.
 
@@ -94,22 +78,26 @@ class StagingPool:
         """
         # not before: pinning starts CUDA, which a process may do without, and must after a fork
         self._pinned = self._pinned or tensor.is_cuda
-        copier = self._copier(tensor.device)
+        stream = self._side_stream(tensor.device)
         start = 0
         for box in row_major_slices(tuple(tensor.shape), tensor.itemsize, self.slab_bytes):
-            source = tensor
-            for axis, (first, length) in enumerate(box):
-                source = source.narrow(axis, first, length)
+            source = narrow(tensor, box)
             nbytes = source.numel() * source.itemsize
             slab, first = self.reserve(nbytes)
-            memory = slab.memory[first : first + nbytes]
-            event = copier.copy(memory.view(tensor.dtype).view(source.shape), source)
+            memory = slab.memory[first : first + nbytes].view(tensor.dtype).view(source.shape)
+            ready = None
+            if stream is None:
+                memory.copy_(source)
+            else:
+                with stream:
+                    memory.copy_(source, non_blocking=True)
+                    ready = stream.record_event().synchronize
             yield Piece(
                 slab.view[first : first + nbytes],
                 start=start,
                 lease=slab,
                 owner=tensor,  # its memory must not be reused before the copy has been made
-                ready=event.synchronize if event is not None else None,
+                ready=ready,
             )
             start += nbytes
 
@@ -159,14 +147,15 @@ class StagingPool:
             self._made += 1
         return Slab(self, self.slab_bytes, self._pinned)
 
-    def _copier(self, device: torch.device) -> _Copier:
+    def _side_stream(self, device: torch.device) -> torch.Stream | None:
+        """The stream of an accelerator that copies beside what it computes."""
         if device.type == "cpu":
-            return _Copier(None)
+            return None
         if device not in self._streams:
             self._streams[device] = torch.Stream(device)
         stream = self._streams[device]
         stream.wait_stream(torch.accelerator.current_stream(device))  # what makes the tensor
-        return _Copier(stream)
+        return stream
 
 
 class Packer:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from cloudckpt.errors import StoreError, ThrottledError
-from cloudckpt.events import Event, emit, has_listeners
+from cloudckpt.events import Event, Phase, emit, has_listeners
 
 __all__ = ["Transferred", "TransferStats"]
 
@@ -61,17 +62,7 @@ class TransferStats:
                 return
             self._told = now
             moved = self._bytes
-        emit(
-            Event(
-                phase="progress",
-                uri=self._uri,
-                rank=self._rank,
-                began=self._began_wall,
-                seconds=now - self._began,
-                bytes=moved,
-                total=self._total,
-            )
-        )
+        self._emit("progress", seconds=now - self._began, bytes=moved, total=self._total)
 
     def add_verified(self, count: int, seconds: float) -> None:
         """Counts bytes whose checksum was compared, and the time of the thread that did it."""
@@ -82,16 +73,7 @@ class TransferStats:
     def tell_verified(self) -> None:
         """Emits the event of all verification up to now."""
         if self._verified:
-            emit(
-                Event(
-                    phase="verify",
-                    uri=self._uri,
-                    rank=self._rank,
-                    began=self._began_wall,
-                    seconds=self._verifying,
-                    bytes=self._verified,
-                )
-            )
+            self._emit("verify", seconds=self._verifying, bytes=self._verified)
 
     def add_requests(self, count: int) -> None:
         with self._lock:
@@ -100,15 +82,12 @@ class TransferStats:
     def add_retry(self, error: StoreError) -> None:
         with self._lock:
             self._retries += 1
-        emit(
-            Event(
-                phase="throttle" if isinstance(error, ThrottledError) else "retry",
-                uri=self._uri,
-                rank=self._rank,
-                began=time.time(),
-                detail=type(error).__name__,
-            )
-        )
+        phase: Phase = "throttle" if isinstance(error, ThrottledError) else "retry"
+        self._emit(phase, began=time.time(), detail=type(error).__name__)
+
+    def _emit(self, phase: Phase, *, began: float | None = None, **measured: Any) -> None:
+        began = self._began_wall if began is None else began
+        emit(Event(phase=phase, uri=self._uri, rank=self._rank, began=began, **measured))
 
     def snapshot(self) -> Transferred:
         """The sums up to now."""
