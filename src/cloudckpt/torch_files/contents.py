@@ -15,7 +15,7 @@ from cloudckpt.config import Config
 from cloudckpt.errors import CheckpointError, MissingKeyError, UnsupportedTensorError
 from cloudckpt.torch_files.batches import Batch, FileTensor
 from cloudckpt.torch_files.torch_file import TorchFile, tensors_in
-from cloudckpt.transfer.landing import narrow
+from cloudckpt.transfer.memory import narrow
 from cloudckpt.uri import CheckpointURI
 
 __all__ = ["FileContents"]
