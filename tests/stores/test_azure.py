@@ -1466,80 +1466,6 @@ def test_a_blob_that_was_to_be_replaced_and_is_gone_is_a_failed_condition(store,
         put(store, if_version='"0x1"')
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"<html><body>nginx</body></html>", b"\xff\xfe<", b"<Error>"]
-)
-def test_an_answer_that_is_no_azure_error_is_judged_by_its_status(store, server, body):
-    server.answer(status=503, body=body)
-    with pytest.raises(ThrottledError):
-        put(store)
-
-
-@pytest.mark.parametrize(("status", "code"), [(503, "ServerBusy"), (500, "OperationTimedOut")])
-def test_retry_after_is_passed_on(store, server, status, code):
-    server.answer(status=status, headers={"Retry-After": "7", "x-ms-error-code": code})
-    with pytest.raises(TransientStoreError) as caught:
-        put(store)
-    assert caught.value.retry_after == 7.0
-
-
-def test_retry_after_may_be_a_date(store, server):
-    later = email.utils.formatdate(time.time() + 3600, usegmt=True)
-    server.answer(status=503, headers={"Retry-After": later, "x-ms-error-code": "ServerBusy"})
-    with pytest.raises(ThrottledError) as caught:
-        put(store)
-    assert 3000 < caught.value.retry_after <= 3600
-
-
-def test_retry_after_in_milliseconds_is_passed_on(store, server):
-    """Azure sends both; the finer one counts."""
-    headers = {"Retry-After": "2", "x-ms-retry-after-ms": "1500", "x-ms-error-code": "ServerBusy"}
-    server.answer(status=503, headers=headers)
-    with pytest.raises(ThrottledError) as caught:
-        put(store)
-    assert caught.value.retry_after == 1.5
-
-
-@pytest.mark.parametrize(
-    "value", ["soon", "-1", "", "1.5", email.utils.formatdate(0, usegmt=True), "٣"]
-)
-def test_a_retry_after_that_is_no_number_of_seconds_does_no_harm(store, server, value):
-    server.answer(status=503, headers={"Retry-After": value.encode().decode("latin-1")})
-    with pytest.raises(ThrottledError) as caught:
-        put(store)
-    assert caught.value.retry_after is None
-
-
-@pytest.mark.parametrize("verb", ["put", "complete_upload", "get", "get_range", "head"])
-def test_an_answer_without_a_version_is_a_broken_answer(store, server, verb):
-    function, answer = VERBS[verb]
-    headers = {name: value for name, value in answer["headers"].items() if name != "ETag"}
-    server.answer(**{**answer, "headers": headers})
-    with pytest.raises(TransientStoreError) as caught:
-        function(store)
-    assert caught.value.uri == "az://container/run/object"
-
-
-def test_a_truncated_blob_tells_how_much_came(store, server):
-    server.answer(
-        status=206,
-        headers={"ETag": '"0x1"', "Content-Range": "bytes 0-999/1000"},
-        body=b"x" * 300,
-        size=1000,
-        hang_up=True,
-    )
-    with pytest.raises(ConnectionLostError) as caught:
-        get_range(store, size=1000)
-    assert (caught.value.received, caught.value.version) == (300, '"0x1"')
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_a_connection_that_closes_without_an_answer_is_lost(store, server, verb):
-    server.answer(mute=True)
-    with pytest.raises(ConnectionLostError):
-        VERBS[verb][0](store)
-
-
 def test_an_account_that_does_not_exist_is_suspected():
     options = AzureOptions(endpoint_url="http://nobody.invalid")
     store = AzureStore("container", Config(azure=options, connect_timeout=5.0))
@@ -1547,15 +1473,6 @@ def test_an_account_that_does_not_exist_is_suspected():
         store.head("run/object")
     assert caught.value.uri == "az://container/run/object"
     store.close()
-
-
-def test_a_store_makes_one_attempt(store, server):
-    for verb, (function, _) in VERBS.items():
-        server.reset_script()
-        server.respond(lambda request: server.Answer(503, {"x-ms-error-code": "ServerBusy"}))
-        with pytest.raises(ThrottledError):
-            function(store)
-        assert len(server.requests) == 1, verb
 
 
 # secrets

@@ -5,7 +5,6 @@ and ``test_gcs_contract`` have a stub that behaves as a bucket does.
 """
 
 import dataclasses
-import email.utils
 import json
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -31,7 +30,6 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores.base import Part, Upload
 from cloudckpt.stores.gcs import GCSStore
-from cloudckpt.testing.servers import free_port
 from cloudckpt.transfer.retry import Retrier
 
 UPLOAD = Upload("run/object", "id/with+odd=chars&more", 5 * 1024**2)
@@ -731,35 +729,6 @@ def test_requester_pays_says_what_to_set(store, server, verb):
         VERBS[verb][0](store)
 
 
-@pytest.mark.parametrize("verb", ["put", "get", "create_upload", "list"])
-@pytest.mark.parametrize("status", [429, 503, 500])
-def test_retry_after_is_passed_on(store, server, verb, status):
-    server.answer(status=status, headers={"Retry-After": "7"})
-    with pytest.raises(TransientStoreError) as caught:
-        VERBS[verb][0](store)
-    assert caught.value.retry_after == 7.0
-
-
-@pytest.mark.parametrize(
-    "value", ["soon", "-1", "", email.utils.formatdate(0, usegmt=True), "1.5", "٣"]
-)
-def test_a_retry_after_that_is_no_number_of_seconds_does_no_harm(store, server, value):
-    headers = {"Retry-After": value.encode().decode("latin-1")}
-    server.answer(status=503, headers=headers)
-    with pytest.raises(ThrottledError) as caught:
-        put(store)
-    assert caught.value.retry_after is None
-
-
-@pytest.mark.parametrize(
-    "body", [b"<html>nginx", b"\xff\xfe<", b"{", b"{}", b'{"error": 5}', b"[]"]
-)
-def test_an_answer_that_is_no_error_of_googles_is_judged_by_its_status(store, server, body):
-    server.answer(status=503, body=body)
-    with pytest.raises(ThrottledError):
-        put(store)
-
-
 @pytest.mark.parametrize("verb", ["put", "head"])
 @pytest.mark.parametrize(
     "body", [b"", b"<html>", b"[]", b"{}", b'{"size": "4"}', b'{"size": "x", "g']
@@ -775,37 +744,3 @@ def test_an_object_of_another_size_than_what_was_sent_is_a_broken_answer(store, 
     server.answer(body=resource(size=3))
     with pytest.raises(ServerError, match="3 stored"):
         put(store)
-
-
-def test_a_truncated_object_tells_how_much_came(store, server):
-    headers = {"x-goog-generation": VERSION, "Content-Range": "bytes 0-999/1000"}
-    server.answer(status=206, headers=headers, body=b"x" * 300, size=1000, hang_up=True)
-    with pytest.raises(ConnectionLostError) as caught:
-        get_range(store, size=1000)
-    assert (caught.value.received, caught.value.version) == (300, VERSION)
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_an_endpoint_that_is_not_there_is_a_lost_connection(verb):
-    options = GCSOptions(endpoint_url=f"http://127.0.0.1:{free_port()}")
-    store = GCSStore("bucket", Config(gcs=options))
-    with pytest.raises(ConnectionLostError) as caught:
-        VERBS[verb][0](store)
-    store.close()
-    assert caught.value.uri.startswith("gs://bucket/run/")
-
-
-def test_a_store_makes_one_attempt(store, server):
-    for verb, (function, _) in VERBS.items():
-        server.reset_script()
-        server.respond(lambda request: server.Answer(503))
-        with pytest.raises(ThrottledError):
-            function(store)
-        assert len(server.requests) == 1, verb
-
-
-@pytest.mark.parametrize("key", ["a/../b", "a/./b"])
-def test_a_key_with_dot_segments_is_refused(store, server, key):
-    with pytest.raises(InvalidRequestError):
-        put(store, key)
-    assert server.requests == []

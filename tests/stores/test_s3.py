@@ -7,7 +7,6 @@ What moto does not show (errors, signatures, headers) is tested against the scri
 import base64
 import dataclasses
 import datetime
-import email.utils
 import hashlib
 import hmac
 import itertools
@@ -828,15 +827,6 @@ def test_an_answer_of_failure_has_a_name(store, server, verb, status, code, expe
     assert f"HTTP {status}" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"<html><body>nginx</body></html>", b"\xff\xfe<", b"<Error>"]
-)
-def test_an_answer_that_is_no_s3_error_is_judged_by_its_status(store, server, body):
-    server.answer(status=503, body=body)
-    with pytest.raises(ThrottledError):
-        put(store)
-
-
 @pytest.mark.parametrize("before", [b" ", b"\r\n \n"])
 def test_white_space_before_the_xml_of_an_answer_does_no_harm(store, server, before):
     """It keeps a connection alive while an upload is completed."""
@@ -847,27 +837,6 @@ def test_white_space_before_the_xml_of_an_answer_does_no_harm(store, server, bef
         server.answer(status=status, body=declared + error_xml("NoSuchUpload"))
         with pytest.raises(ObjectNotFoundError):
             VERBS["complete_upload"][0](store)
-
-
-@pytest.mark.parametrize("verb", ["put", "get_range", "create_upload", "complete_upload"])
-@pytest.mark.parametrize(("status", "code"), [(503, "SlowDown"), (500, "InternalError")])
-def test_retry_after_is_passed_on(store, server, verb, status, code):
-    server.respond(
-        lambda request: server.Answer(status, {"Retry-After": "7"}, body=error_xml(code))
-    )
-    with pytest.raises(TransientStoreError) as caught:
-        VERBS[verb][0](store)
-    assert caught.value.retry_after == 7.0
-
-
-@pytest.mark.parametrize(
-    "value", ["soon", "-1", "", email.utils.formatdate(0, usegmt=True), "1.5", "٣"]
-)
-def test_a_retry_after_that_is_no_number_of_seconds_does_no_harm(store, server, value):
-    headers = {"Retry-After": value.encode().decode("latin-1")}
-    server.answer(status=503, headers=headers, body=error_xml("SlowDown"))
-    with pytest.raises(ThrottledError):
-        put(store)
 
 
 @pytest.mark.parametrize(
@@ -1223,30 +1192,6 @@ def test_an_unusable_content_range_is_a_broken_answer(store, server, content_ran
         get_range(store)
 
 
-@pytest.mark.parametrize("verb", ["put", "put_part", "get", "get_range", "head"])
-def test_an_answer_without_a_version_is_a_broken_answer(store, server, verb):
-    function, answer = VERBS[verb]
-    headers = {name: value for name, value in answer["headers"].items() if name != "ETag"}
-    server.respond(lambda request: server.Answer(**{**answer, "headers": headers}))
-    with pytest.raises(TransientStoreError) as caught:
-        function(store)
-    assert caught.value.uri == "s3://bucket/run/object"
-
-
-def test_a_truncated_object_tells_how_much_came(store, server):
-    server.answer(
-        status=206,
-        headers={"ETag": '"tag"', "Content-Range": "bytes 0-999/1000"},
-        body=b"x" * 300,
-        size=1000,
-        hang_up=True,
-    )
-    with pytest.raises(ConnectionLostError) as caught:
-        get_range(store, size=1000)
-    assert caught.value.received == 300
-    assert caught.value.uri == "s3://bucket/run/object"
-
-
 def test_a_stalled_object_is_given_up(open_s3, server):
     server.answer(
         status=206,
@@ -1256,29 +1201,6 @@ def test_a_stalled_object_is_given_up(open_s3, server):
     )
     with pytest.raises(ConnectionLostError, match="stalled"):
         get_range(open_s3(stall_timeout=0.5), size=100_000)
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_an_endpoint_that_is_not_there_is_a_lost_connection(dead_store, verb):
-    with pytest.raises(ConnectionLostError) as caught:
-        VERBS[verb][0](dead_store)
-    assert caught.value.uri.startswith("s3://bucket/run/")
-    assert "refused" in str(caught.value) or "Could not connect" in str(caught.value)
-
-
-@pytest.fixture(scope="module")
-def dead_store():
-    options = S3Options(endpoint_url=f"http://127.0.0.1:{free_port()}", addressing_style="path")
-    store = S3Store("bucket", Config(s3=options))
-    yield store
-    store.close()
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_a_connection_that_closes_without_an_answer_is_lost(store, server, verb):
-    server.answer(mute=True)
-    with pytest.raises(ConnectionLostError):
-        VERBS[verb][0](store)
 
 
 @pytest.mark.parametrize(
@@ -1306,15 +1228,6 @@ def test_an_upload_without_an_id_is_a_broken_answer(store, server):
     server.answer(body=b"", size=300, hang_up=True)
     with pytest.raises(TransientStoreError):
         store.create_upload("run/object", 5 * 1024**2)
-
-
-def test_a_store_makes_one_attempt(store, server):
-    for verb, (function, _) in VERBS.items():
-        server.reset_script()
-        server.respond(lambda request: server.Answer(503, body=error_xml("SlowDown")))
-        with pytest.raises(ThrottledError):
-            function(store)
-        assert len(server.requests) == 1, verb
 
 
 # conditions

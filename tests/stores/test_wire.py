@@ -1,0 +1,176 @@
+"""What the stores of all clouds make of the wire, whatever dialect they speak on it."""
+
+import email.utils
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+pytest.importorskip("azure.storage.blob")
+
+import test_azure
+import test_gcs
+import test_s3
+
+from cloudckpt import AzureOptions, Config, GCSOptions, S3Options
+from cloudckpt.errors import (
+    ConnectionLostError,
+    InvalidRequestError,
+    ThrottledError,
+    TransientStoreError,
+)
+from cloudckpt.stores.azure import AzureStore
+from cloudckpt.stores.base import ObjectStore
+from cloudckpt.stores.gcs import GCSStore
+from cloudckpt.stores.s3 import S3Store
+from cloudckpt.testing.servers import free_port
+
+
+def s3(url):
+    options = S3Options(endpoint_url=url, addressing_style="path", anonymous=True)
+    return S3Store("bucket", Config(s3=options))
+
+
+def google(url):
+    return GCSStore("bucket", Config(gcs=GCSOptions(endpoint_url=url)))
+
+
+def azure(url):
+    options = AzureOptions(endpoint_url=url, account="account", anonymous=True)
+    return AzureStore("bucket", Config(azure=options))
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """A way to speak to a store.
+
+    Attributes:
+        open: Opens a store at a URL.
+        verbs: How each verb reaches it: a function, and an answer that suits it.
+        versions: Where answers tell the version of an object.
+        versioned: The verbs that need to be told it.
+    """
+
+    open: Callable[[str], ObjectStore]
+    verbs: Mapping[str, tuple[Callable[[ObjectStore], object], Mapping[str, Any]]]
+    versions: Mapping[str, str] = field(default_factory=lambda: {"ETag": '"tag"'})
+    versioned: tuple[str, ...] = ("put", "get", "get_range", "head")
+
+
+DIALECTS = {
+    "s3": Dialect(s3, test_s3.VERBS, versioned=("put", "put_part", "get", "get_range", "head")),
+    "google": Dialect(google, test_gcs.VERBS, {"x-goog-generation": "7"}, ("put", "head")),
+    "azure": Dialect(azure, test_azure.VERBS, versioned=("put", "complete_upload", "get", "head")),
+}
+
+
+@pytest.fixture(scope="module")
+def stub(stub_server):
+    with stub_server() as stub:
+        yield stub
+
+
+@pytest.fixture
+def server(stub):
+    stub.reset_script()
+    return stub
+
+
+@pytest.fixture(scope="module", params=DIALECTS)
+def dialect(request):
+    return DIALECTS[request.param]
+
+
+@pytest.fixture(scope="module")
+def store(dialect, stub):
+    store = dialect.open(stub.url)
+    yield store
+    store.close()
+
+
+def failure(store, status, headers=(), body=b""):
+    return store.failure(status, dict(headers), body, "PUT", store.uri("run/object"))
+
+
+def test_a_store_makes_one_attempt(dialect, store, server):
+    for verb, (function, _) in dialect.verbs.items():
+        server.reset_script()
+        server.respond(lambda request: server.Answer(503))
+        with pytest.raises(ThrottledError):
+            function(store)
+        assert len(server.requests) == 1, verb
+
+
+def test_a_connection_that_closes_without_an_answer_is_lost(dialect, store, server):
+    for function, _ in dialect.verbs.values():
+        server.answer(mute=True)
+        with pytest.raises(ConnectionLostError):
+            function(store)
+
+
+def test_an_endpoint_that_is_not_there_is_a_lost_connection(dialect):
+    store = dialect.open(f"http://127.0.0.1:{free_port()}")
+    for function, _ in dialect.verbs.values():
+        with pytest.raises(ConnectionLostError, match="refused") as caught:
+            function(store)
+        assert caught.value.uri.startswith(store.uri("run/"))
+    store.close()
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>nginx</html>", b"\xff\xfe<", b"<Error>", b"{", b"5"])
+def test_an_answer_that_is_no_error_of_the_vendor_is_judged_by_its_status(store, body):
+    assert type(failure(store, 503, body=body)) is ThrottledError
+
+
+def test_an_answer_without_a_version_is_a_broken_answer(dialect, store, server):
+    for verb in dialect.versioned:
+        function, answer = dialect.verbs[verb]
+        in_body = "ETag" not in dialect.versions
+        nothing = {**answer, "headers": {}, "body": b"{}" if in_body else answer.get("body", b"")}
+        server.respond(lambda request, nothing=nothing: server.Answer(**nothing))
+        with pytest.raises(TransientStoreError) as caught:
+            function(store)
+        assert caught.value.uri == store.uri("run/object")
+
+
+def test_a_truncated_object_tells_how_much_came(dialect, store, server):
+    headers = {**dialect.versions, "Content-Range": "bytes 0-999/1000"}
+    server.answer(status=206, headers=headers, body=b"x" * 300, size=1000, hang_up=True)
+    with pytest.raises(ConnectionLostError) as caught:
+        store.get_range("run/object", 0, [memoryview(bytearray(1000))])
+    assert (caught.value.received, caught.value.version) == (300, *dialect.versions.values())
+    assert caught.value.uri == store.uri("run/object")
+
+
+@pytest.mark.parametrize("key", ["a/../b", "a/./b"])
+def test_a_key_with_dot_segments_is_never_sent(store, server, key):
+    with pytest.raises(InvalidRequestError):
+        store.put(key, [memoryview(b"data")], checksum=0)
+    assert server.requests == []
+
+
+# when to come back
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_retry_after_is_passed_on(store, status):
+    assert failure(store, status, {"Retry-After": "7"}).retry_after == 7.0
+
+
+def test_retry_after_may_be_a_date(store):
+    later = email.utils.formatdate(time.time() + 3600, usegmt=True)
+    assert 3000 < failure(store, 503, {"Retry-After": later}).retry_after <= 3600
+
+
+def test_of_two_retry_afters_the_finer_counts(store):
+    headers = {"Retry-After": "2", "x-ms-retry-after-ms": "1500"}  # Azure sends both
+    assert failure(store, 503, headers).retry_after == 1.5
+
+
+@pytest.mark.parametrize(
+    "value", ["soon", "-1", "", "1.5", email.utils.formatdate(0, usegmt=True), "٣"]
+)
+def test_a_retry_after_that_is_no_number_of_seconds_does_no_harm(store, value):
+    assert failure(store, 503, {"Retry-After": value}).retry_after is None
