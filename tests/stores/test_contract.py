@@ -1,5 +1,6 @@
 """Every store keeps the contract of the seam."""
 
+import time
 import uuid
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from cloudckpt import Config, S3Options
 from cloudckpt.stores.local import LocalStore
-from cloudckpt.stores.memory import MemoryStore
+from cloudckpt.stores.memory import MemoryObject, MemoryStore
 from cloudckpt.stores.s3 import S3Store
 from cloudckpt.testing.contract import StoreContract
 from cloudckpt.testing.faulty import FaultyStore
@@ -22,7 +23,8 @@ class TestMemory(StoreContract):
 
     def put_directly(self, store, key, data):
         bucket = store._bucket
-        bucket.objects[key] = (data, f"directly-{next(bucket.versions)}")
+        version = f"directly-{next(bucket.versions)}"
+        bucket.objects[key] = MemoryObject(data, version, time.time())
 
     def get_directly(self, store, key):
         return store._bucket.objects[key][0]

@@ -203,15 +203,27 @@ def _list(state: State, call: Call) -> Answer:
             raise answers.invalid("Invalid page token") from None
     limit = whole_number(query.get("maxResults"))
     limit = min(limit or state.page, state.page)
+    prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
     with state.lock:
-        keys = [key for key in state.keys(bucket, query.get("prefix", "")) if key.encode() > after]
-        items = [_resource(state.objects[bucket, key]) for key in keys[:limit]]
+        names = dict.fromkeys(_listed(key, prefix, delimiter) for key in state.keys(bucket, prefix))
+        names = [name for name in names if name.encode() > after]
+        shown = [state.objects.get((bucket, name)) for name in names[:limit]]
     page: dict[str, Any] = {"kind": "storage#objects"}
-    if items:
+    if items := [_resource(stored) for stored in shown if stored is not None]:
         page["items"] = items
-    if len(keys) > limit:
-        page["nextPageToken"] = base64.b64encode(keys[limit - 1].encode()).decode()
+    if folders := [name for name, at in zip(names, shown, strict=False) if at is None]:
+        page["prefixes"] = folders
+    if len(names) > limit:
+        page["nextPageToken"] = base64.b64encode(names[limit - 1].encode()).decode()
     return json_answer(page)
+
+
+def _listed(key: str, prefix: str, delimiter: str) -> str:
+    """What a listing shows of a key: itself, or what it has in common with others."""
+    rest = key.removeprefix(prefix)
+    if not delimiter or delimiter not in rest:
+        return key
+    return prefix + rest.partition(delimiter)[0] + delimiter
 
 
 def _delete(state: State, call: Call) -> Answer:

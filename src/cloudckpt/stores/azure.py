@@ -41,7 +41,14 @@ from cloudckpt.stores.base import (
     random_suffix,
 )
 from cloudckpt.stores.http import HttpClient, Reply
-from cloudckpt.stores.rest import Pages, Request, RestStore, encode_key, encode_query
+from cloudckpt.stores.rest import (
+    Pages,
+    Request,
+    RestStore,
+    encode_key,
+    encode_query,
+    http_date,
+)
 from cloudckpt.stores.xml_answers import text, unqualified
 
 __all__ = ["AzureStore"]
@@ -244,10 +251,20 @@ class AzureStore(RestStore):
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         for name, properties in self._blobs(prefix, {}):
             tag = text(properties, "Etag").strip('"')
-            yield ObjectInfo(name, int(text(properties, "Content-Length")), f'"{tag}"')
+            size, modified = text(properties, "Content-Length"), text(properties, "Last-Modified")
+            yield ObjectInfo(name, int(size), f'"{tag}"', modified=http_date(modified))
 
     def _blobs(self, prefix: str, query: Mapping[str, str]) -> Iterator[tuple[str, Element]]:
-        """Names and properties of blobs, page by page."""
+        """Names and properties of blobs."""
+        for page in self._pages(prefix, query):
+            for blob in page.iterfind("Blobs/Blob"):
+                properties = blob.find("Properties")
+                # accounts with a hierarchical namespace list directories too
+                if properties is not None and text(properties, "ResourceType") != "directory":
+                    yield _name(blob), properties
+
+    def _pages(self, prefix: str, query: Mapping[str, str]) -> Iterator[Element]:
+        """The pages of a listing."""
         query = {
             "restype": "container",
             "comp": "list",
@@ -261,18 +278,22 @@ class AzureStore(RestStore):
             url = f"{self._access.url}?{encode_query({**query, **more})}"
             with self.exchange("GET", url, {}, key=prefix) as reply:
                 page = unqualified(reply.read_all(), self.uri(prefix))
-            for blob in page.iterfind("Blobs/Blob"):
-                properties = blob.find("Properties")
-                # accounts with a hierarchical namespace list directories too
-                if properties is not None and text(properties, "ResourceType") != "directory":
-                    yield _name(blob), properties
+            yield page
             marker = page.findtext("NextMarker") or ""
             if not marker:
                 return
             pages.next(marker)
 
-    def delete(self, key: str) -> None:
-        self._delete(self.object_url(key), {"x-ms-delete-snapshots": "include"}, key)
+    def list_folders(self, prefix: str) -> Iterator[str]:
+        for page in self._pages(prefix, {"delimiter": "/"}):
+            for folder in page.iterfind("Blobs/BlobPrefix"):
+                yield _name(folder).removeprefix(prefix).rstrip("/")
+
+    def delete(self, key: str, *, if_version: str | None = None) -> None:
+        headers = {"x-ms-delete-snapshots": "include"}
+        if if_version is not None:
+            headers |= self._if_version(if_version)
+        self._delete(self.object_url(key), headers, key)
 
     # what the requests are made of
 

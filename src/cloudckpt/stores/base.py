@@ -74,12 +74,14 @@ class ObjectInfo:
         size: Bytes.
         version: What changes when the object is replaced (ETag, generation); opaque.
         checksum: That of the bytes, by ``capabilities.checksum``, if the store has told it.
+        modified: When it was written, in seconds since 1970 by the store's clock; listings tell it.
     """
 
     key: str
     size: int
     version: str
     checksum: int | None = field(default=None, compare=False)
+    modified: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,8 +270,24 @@ class ObjectStore(RangeReader):
         """The objects whose key begins with ``prefix``, in the order of keys, page by page."""
 
     @abstractmethod
-    def delete(self, key: str) -> None:
-        """Removes an object; that it is not there is no error."""
+    def list_folders(self, prefix: str) -> Iterator[str]:
+        """The names beneath ``prefix`` that have keys beneath them, in order, page by page.
+
+        It takes a request for each thousand names, however many keys there are.
+
+        Args:
+            prefix: Empty, or ends in a slash.
+        """
+
+    @abstractmethod
+    def delete(self, key: str, *, if_version: str | None = None) -> None:
+        """Removes an object; that it is not there is no error.
+
+        Args:
+            key: The key.
+            if_version: Fail with PreconditionFailedError if the key holds another version. Servers
+                other than the clouds' own may ignore it, as it is younger than that of `put`.
+        """
 
     @abstractmethod
     def close(self) -> None:

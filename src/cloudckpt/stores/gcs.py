@@ -208,8 +208,11 @@ class GCSStore(RestStore):
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         return (info for info in self._objects.list(prefix) if not is_temporary(info.key))
 
-    def delete(self, key: str) -> None:
-        self._objects.delete(key)
+    def list_folders(self, prefix: str) -> Iterator[str]:
+        return self._objects.list_folders(prefix)
+
+    def delete(self, key: str, *, if_version: str | None = None) -> None:
+        self._objects.delete(key, if_version)
 
     def object_url(self, key: str, query: Mapping[str, str] | None = None) -> str:
         url = f"{self._bucket_url}/{encode_key(key)}"

@@ -27,12 +27,13 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores.base import Body, ObjectInfo, Progress, nbytes, random_suffix
 from cloudckpt.stores.http import Reply
-from cloudckpt.stores.rest import Pages, RestStore, encode_query
+from cloudckpt.stores.rest import Pages, RestStore, encode_query, iso_date
 
 __all__ = ["JsonObjects", "Properties", "carried_out", "generation", "parse_crc32c"]
 
 _NO_GENERATION = str(2**63 - 1)  # generations are times: no object has the last one
 _RESOURCE = "name,size,generation,crc32c"
+_LISTED = "name,size,generation,updated"
 
 _CACHE_CONTROL = "no-store"
 """Google caches what everybody may read for an hour, unless the object forbids it; replacing or
@@ -212,14 +213,24 @@ class JsonObjects:
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """The objects whose key begins with ``prefix``, page by page."""
-        query = {"prefix": prefix, "fields": "items(name,size,generation),nextPageToken"}
+        for page in self._pages(prefix, {"fields": f"items({_LISTED}),nextPageToken"}):
+            for item in page.get("items", ()):
+                yield self._stored(item, str(item.get("name", "")))
+
+    def list_folders(self, prefix: str) -> Iterator[str]:
+        """The names beneath ``prefix`` that have objects beneath them, page by page."""
+        for page in self._pages(prefix, {"delimiter": "/", "fields": "prefixes,nextPageToken"}):
+            for folder in page.get("prefixes", ()):
+                yield str(folder).removeprefix(prefix).rstrip("/")
+
+    def _pages(self, prefix: str, query: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+        query = {"prefix": prefix, **query}
         pages = Pages(self._store.uri(prefix))
         while True:
             url = self._endpoint + self._call(self._path, query)
             with self._store.exchange("GET", url, {}, key=prefix) as reply:
                 page = self._answer(reply, prefix)
-            for item in page.get("items", ()):
-                yield self._stored(item, str(item.get("name", "")))
+            yield page
             if not (token := page.get("nextPageToken")):
                 return
             query["pageToken"] = str(token)
@@ -279,11 +290,12 @@ class JsonObjects:
             uri=self._store.uri(made.key),
         )
 
-    def delete(self, key: str) -> None:
-        """Removes an object; that it is not there is no error."""
+    def delete(self, key: str, if_version: str | None = None) -> None:
+        """Removes an object, if it has this generation; that it is not there is no error."""
+        query = {} if if_version is None else {"ifGenerationMatch": generation(if_version)}
         with (
             contextlib.suppress(ObjectNotFoundError),
-            self._store.exchange("DELETE", self.url(key, {}), {}, key=key),
+            self._store.exchange("DELETE", self.url(key, query), {}, key=key),
         ):
             pass
 
@@ -311,7 +323,8 @@ class JsonObjects:
                 "the answer lacks the size or generation", uri=self._store.uri(key)
             ) from exc
         crc32c = parse_crc32c(f"crc32c={resource.get('crc32c', '')}")
-        return ObjectInfo(key, size, version, crc32c)
+        modified = iso_date(str(resource.get("updated", "")))
+        return ObjectInfo(key, size, version, crc32c, modified)
 
     def _size(self, key: str, version: str) -> int:
         """The size of an object whose metadata leave it out.

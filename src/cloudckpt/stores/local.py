@@ -180,9 +180,25 @@ class LocalStore(ObjectStore):
                 with contextlib.suppress(FileNotFoundError):
                     yield _info(str(path), path.stat())
 
-    def delete(self, key: str) -> None:
+    def list_folders(self, prefix: str) -> Iterator[str]:
+        try:
+            with os.scandir(prefix) as entries:
+                folders = [entry.name for entry in entries if entry.is_dir()]
+        except OSError:
+            return iter(())
+        return (name for name in sorted(folders) if any(_files(os.path.join(prefix, name))))
+
+    def delete(self, key: str, *, if_version: str | None = None) -> None:
         with self._errors(key):
-            Path(key).unlink(missing_ok=True)
+            if if_version is None:
+                Path(key).unlink(missing_ok=True)
+                return
+            with contextlib.suppress(FileNotFoundError), _locked(Path(key).parent):
+                if self._version(key) not in (None, if_version):
+                    raise PreconditionFailedError(
+                        "the file was replaced", uri=self.uri(key), certain=True
+                    )
+                Path(key).unlink(missing_ok=True)
 
     def close(self) -> None:
         """No file stays open between two calls."""
@@ -293,7 +309,7 @@ class LocalStore(ObjectStore):
 
 def _info(key: str, found: os.stat_result) -> ObjectInfo:
     version = f"{found.st_ino:x}-{found.st_mtime_ns:x}-{found.st_size:x}"
-    return ObjectInfo(key, found.st_size, version)
+    return ObjectInfo(key, found.st_size, version, modified=found.st_mtime)
 
 
 def _files(folder: str) -> Iterator[Path]:

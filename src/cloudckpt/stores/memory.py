@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from cloudckpt.errors import ObjectNotFoundError, PreconditionFailedError, RangeNotSatisfiableError
 from cloudckpt.stores.base import (
@@ -19,12 +21,20 @@ from cloudckpt.stores.base import (
     nbytes,
 )
 
-__all__ = ["MemoryStore"]
+__all__ = ["MemoryObject", "MemoryStore"]
+
+
+class MemoryObject(NamedTuple):
+    """An object: its bytes, its version, and when it was written, in seconds since 1970."""
+
+    data: bytes
+    version: str
+    modified: float
 
 
 @dataclass
 class _Bucket:
-    objects: dict[str, tuple[bytes, str]] = field(default_factory=dict)
+    objects: dict[str, MemoryObject] = field(default_factory=dict)
     uploads: dict[str, tuple[Upload, dict[int, bytes]]] = field(default_factory=dict)
     lock: threading.RLock = field(default_factory=threading.RLock)
     versions: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -68,12 +78,12 @@ class MemoryStore(ObjectStore):
                 raise PreconditionFailedError(
                     "the object exists already", uri=self.uri(key), certain=True
                 )
-            if if_version is not None and (held is None or held[1] != if_version):
+            if if_version is not None and (held is None or held.version != if_version):
                 raise PreconditionFailedError(
                     "the object was replaced", uri=self.uri(key), certain=True
                 )
             version = str(next(self._bucket.versions))
-            self._bucket.objects[key] = (data, version)
+            self._bucket.objects[key] = MemoryObject(data, version, time.time())
         return ObjectInfo(key, len(data), version)
 
     def create_upload(self, key: str, part_size: int) -> Upload:
@@ -118,7 +128,7 @@ class MemoryStore(ObjectStore):
         return (upload for upload in held if upload.key.startswith(prefix))
 
     def get(self, key: str) -> tuple[bytearray, ObjectInfo]:
-        data, version = self._held(key)
+        data, version, _ = self._held(key)
         return bytearray(data), ObjectInfo(key, len(data), version)
 
     def get_range(
@@ -130,7 +140,7 @@ class MemoryStore(ObjectStore):
         if_version: str | None = None,
         progress: Progress | None = None,
     ) -> ObjectInfo:
-        data, version = self._held(key)
+        data, version, _ = self._held(key)
         if if_version is not None and version != if_version:
             raise PreconditionFailedError("the object was replaced", uri=self.uri(key))
         if start + nbytes(into) > len(data):
@@ -146,26 +156,35 @@ class MemoryStore(ObjectStore):
         return ObjectInfo(key, len(data), version)
 
     def head(self, key: str) -> ObjectInfo:
-        data, version = self._held(key)
+        data, version, _ = self._held(key)
         return ObjectInfo(key, len(data), version)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         with self._bucket.lock:
             held = sorted(self._bucket.objects.items())
         return (
-            ObjectInfo(key, len(data), version)
-            for key, (data, version) in held
+            ObjectInfo(key, len(data), version, modified=modified)
+            for key, (data, version, modified) in held
             if key.startswith(prefix)
         )
 
-    def delete(self, key: str) -> None:
+    def list_folders(self, prefix: str) -> Iterator[str]:
+        below = (info.key.removeprefix(prefix) for info in self.list(prefix))
+        return iter(dict.fromkeys(name.partition("/")[0] for name in below if "/" in name))
+
+    def delete(self, key: str, *, if_version: str | None = None) -> None:
         with self._bucket.lock:
+            held = self._bucket.objects.get(key)
+            if if_version is not None and held is not None and held.version != if_version:
+                raise PreconditionFailedError(
+                    "the object was replaced", uri=self.uri(key), certain=True
+                )
             self._bucket.objects.pop(key, None)
 
     def close(self) -> None:
         """The objects stay: they belong to the process."""
 
-    def _held(self, key: str) -> tuple[bytes, str]:
+    def _held(self, key: str) -> MemoryObject:
         with self._bucket.lock:
             if key not in self._bucket.objects:
                 raise ObjectNotFoundError(

@@ -6,6 +6,8 @@ import contextlib
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -24,7 +26,15 @@ from cloudckpt.stores.base import Body, ObjectInfo, ObjectStore, Progress, nbyte
 from cloudckpt.stores.credentials import Credentials, conceal
 from cloudckpt.stores.http import HttpClient, Reply
 
-__all__ = ["Pages", "Request", "RestStore", "encode_key", "encode_query"]
+__all__ = [
+    "Pages",
+    "Request",
+    "RestStore",
+    "encode_key",
+    "encode_query",
+    "http_date",
+    "iso_date",
+]
 
 _SUCCESS = frozenset({200, 201, 202, 204, 206})
 
@@ -40,6 +50,22 @@ def encode_query(query: Mapping[str, str]) -> str:
         urlencode({name: value}, quote_via=quote) if value else quote(name)
         for name, value in query.items()
     )
+
+
+def iso_date(text: str) -> float | None:
+    """Seconds since 1970 of a time as RFC 3339 writes it; None if it is none."""
+    try:
+        return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
+    except ValueError:
+        return None
+
+
+def http_date(text: str) -> float | None:
+    """Seconds since 1970 of a time as headers write it; None if it is none."""
+    try:
+        return parsedate_to_datetime(text).timestamp()
+    except (TypeError, ValueError):
+        return None
 
 
 class Pages:
@@ -278,8 +304,9 @@ class RestStore(ObjectStore):
         with self.exchange("HEAD", self.object_url(key), {}, key=key) as reply:
             return ObjectInfo(key, reply.length or 0, self._version(reply, key))
 
-    def delete(self, key: str) -> None:
-        self._delete(self.object_url(key), {}, key)
+    def delete(self, key: str, *, if_version: str | None = None) -> None:
+        headers = {} if if_version is None else self._if_version(if_version)
+        self._delete(self.object_url(key), headers, key)
 
     def _delete(self, url: str, headers: Mapping[str, str], key: str) -> None:
         with (

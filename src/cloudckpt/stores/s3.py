@@ -13,6 +13,7 @@ import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from xml.etree.ElementTree import Element
 
 from cloudckpt.checksum import CRC32C, to_base64
 from cloudckpt.config import Config
@@ -37,7 +38,14 @@ from cloudckpt.stores.base import (
     nbytes,
 )
 from cloudckpt.stores.http import HttpClient, Reply
-from cloudckpt.stores.rest import Pages, Request, RestStore, encode_key, encode_query
+from cloudckpt.stores.rest import (
+    Pages,
+    Request,
+    RestStore,
+    encode_key,
+    encode_query,
+    iso_date,
+)
 from cloudckpt.stores.s3_access import (
     PAYLOAD_DIGEST,
     UNSIGNED_PAYLOAD,
@@ -258,15 +266,35 @@ class S3Store(RestStore):
         return self._multipart.open_uploads(prefix)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        query = {"list-type": "2", "encoding-type": "url", "prefix": prefix}
+        for page in self._pages(prefix, {}):
+            for entry in page.iterfind("Contents"):
+                size, modified = int(text(entry, "Size")), iso_date(text(entry, "LastModified"))
+                key = key_text(page, entry, "Key")
+                yield ObjectInfo(key, size, text(entry, "ETag"), modified=modified)
+
+    def list_folders(self, prefix: str) -> Iterator[str]:
+        for page in self._pages(prefix, {"delimiter": "/"}):
+            for folder in page.iterfind("CommonPrefixes"):
+                yield key_text(page, folder, "Prefix").removeprefix(prefix).rstrip("/")
+
+    def delete(self, key: str, *, if_version: str | None = None) -> None:
+        spellings = self._spellings(if_version)
+        for tag in spellings:
+            try:
+                super().delete(key, if_version=tag)
+                return
+            except PreconditionFailedError:
+                if tag is spellings[-1]:
+                    raise
+
+    def _pages(self, prefix: str, query: Mapping[str, str]) -> Iterator[Element]:
+        query = {"list-type": "2", "encoding-type": "url", "prefix": prefix, **query}
         pages = Pages(self.uri(prefix))
         while True:
             url = f"{self._access.bucket_url}?{encode_query(query)}"
             with self.exchange("GET", url, {}, key=prefix) as reply:
                 page = unqualified(reply.read_all(), self.uri(prefix))
-            for entry in page.iterfind("Contents"):
-                key = key_text(page, entry, "Key")
-                yield ObjectInfo(key, int(text(entry, "Size")), text(entry, "ETag"))
+            yield page
             if text(page, "IsTruncated") != "true":
                 return
             query["continuation-token"] = text(page, "NextContinuationToken")

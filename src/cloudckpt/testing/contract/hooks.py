@@ -19,10 +19,12 @@ class Hooks:
             in one request (1,000 for S3).
         atomic_conditions: Whether of several ``put`` with ``if_absent`` at the same moment only one
             may succeed. Only for an emulator that can't do what the real store does.
+        honours_conditional_deletes: Whether ``delete`` with ``if_version`` takes no other version.
     """
 
     object_count = 1100
     atomic_conditions = True
+    honours_conditional_deletes = True
 
     @pytest.fixture
     def store(self) -> Iterator[ObjectStore]:

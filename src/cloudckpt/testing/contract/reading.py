@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -144,8 +145,28 @@ class ReadingContract(Hooks):
         infos = [put(store, f"{prefix}{n}", b"x" * n) for n in range(3)]
         assert list(store.list(prefix)) == infos
 
+    def test_list_tells_when_objects_were_written(self, store: ObjectStore, prefix: str) -> None:
+        for name in ("a", "b"):
+            self.put_directly(store, prefix + name, b"")
+        times = [info.modified for info in store.list(prefix)]
+        assert len(times) == 2
+        for written in times:
+            assert written is not None
+            assert abs(written - time.time()) < 86_400  # the store has a clock of its own
+
     def test_list_of_nothing_is_empty(self, store: ObjectStore, prefix: str) -> None:
         assert list(store.list(prefix + "nothing/")) == []
+        assert list(store.list_folders(prefix + "nothing/")) == []
+
+    def test_folders_are_listed_once_and_without_what_is_in_them(
+        self, store: ObjectStore, prefix: str
+    ) -> None:
+        for name in ("file", "b/x", "a/1", "a/2", "a/deep/3", "a b/x", "é+%/x", "a-file"):
+            self.put_directly(store, f"{prefix}run/{name}", b"")
+        self.put_directly(store, prefix + "running/x", b"")
+        assert sorted(store.list_folders(prefix + "run/")) == ["a", "a b", "b", "é+%"]
+        assert list(store.list_folders(prefix + "run/a/")) == ["deep"]
+        assert list(store.list_folders(prefix + "run/b/")) == []
 
     def test_many_objects_are_listed_and_deleted(self, store: ObjectStore, prefix: str) -> None:
         keys = [f"{prefix}{n:05}" for n in range(self.object_count)]
@@ -164,3 +185,19 @@ class ReadingContract(Hooks):
         for name in ("a", "missing", "c", "a", "no/folder"):
             store.delete(prefix + name)
         assert [info.key for info in store.list(prefix)] == [prefix + "b"]
+
+    def test_delete_on_a_condition_takes_that_version_only(
+        self, store: ObjectStore, prefix: str
+    ) -> None:
+        key = prefix + "object"
+        old = put(store, key, b"old")
+        new = put(store, key, b"new one")
+        if self.honours_conditional_deletes:
+            with pytest.raises(PreconditionFailedError) as caught:
+                store.delete(key, if_version=old.version)
+            assert caught.value.uri == store.uri(key)
+            assert store.head(key) == new
+        store.delete(key, if_version=new.version)
+        with pytest.raises(ObjectNotFoundError):
+            store.head(key)
+        store.delete(key, if_version=new.version)
