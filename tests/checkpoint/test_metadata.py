@@ -485,6 +485,6 @@ def test_a_warning_that_is_turned_into_an_error_is_no_damage(monkeypatch):
         raise FutureWarning("a class has moved")
 
     data = dump_metadata(example())
-    monkeypatch.setattr(module, "describe", warn)
+    monkeypatch.setattr(module, "build", warn)
     with pytest.raises(FutureWarning, match="has moved"):
         load_metadata(data, "s3://bucket/run")

@@ -1,6 +1,9 @@
 """``install``: stock ``torch.distributed.checkpoint`` takes cloud URIs, or says that it can't.
 
-What is replaced, and why that is all of it. torch's checkpoint stack reaches the disk in four ways:
+torch's file writer and reader take any string for a local path: given ``s3://bucket/run`` they save
+to a folder named ``s3:`` beneath the working directory and report success. Which attributes of
+torch are replaced to prevent that, and why that is all of them: torch's checkpoint stack reaches
+the disk in four ways,
 
 - through ``FileSystemWriter`` and ``Reader``, ``FsspecWriter`` and ``Reader`` and what is derived
   from them. Every path of theirs passes through a method of the two ``FileSystem`` classes, which
@@ -12,41 +15,38 @@ What is replaced, and why that is all of it. torch's checkpoint stack reaches th
   replicas on disk, the experimental writer and reader.
 - in a process of its own, to which nothing of ``install`` comes by itself: the daemon of
   ``async_save`` is handed our writer, the experimental one installs before it begins.
+
+A URI that ``pathlib`` has folded (``s3:/bucket/run``) is refused and never unfolded: who folds a
+path also makes folders and writes files next to the checkpoint, all of which would be lost.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from cloudckpt.config import Config
 from cloudckpt.dcp.reader import CloudStorageReader
-from cloudckpt.dcp.roads import (
-    Options,
-    becoming_ours,
-    guarded,
-    keep_local,
-    keep_off,
-    our_uri,
-    paths_of,
-)
 from cloudckpt.dcp.writer import CloudStorageWriter
-from cloudckpt.errors import InstallError
+from cloudckpt.errors import ConfigError, InstallError, InvalidURIError
 from cloudckpt.fork import ModuleLock
 from cloudckpt.stores.listings import forget_listings
+from cloudckpt.uri import CLOUD_SCHEMES, CheckpointURI, text_of, unfolded
 
 __all__ = ["install", "uninstall"]
 
 _DCP = "torch.distributed.checkpoint"
-_SETUP = "_storage_setup"
-_THREAD = "_ThreadBasedAsyncCheckpointExecutor"
-_PROCESS = "_ProcessBasedAsyncCheckpointExecutor"
 _OPENED_BY_TORCH = (
     ("torch.serialization", "_open_file_like", "torch.load"),
     ("torch.serialization", "_open_zipfile_writer", "torch.save"),
@@ -59,11 +59,37 @@ _OPENED_BY_EXPERIMENTS = (
     (f"{_DCP}._experimental.checkpoint_writer", "CheckpointWriter.write", "CheckpointWriter"),
     (f"{_DCP}._experimental.checkpoint_reader", "CheckpointReader.read", "CheckpointReader"),
 )
+_PATH = re.compile(r"path|_dir$|^name_or_buffer$")
+"""What torch calls its parameters that are paths."""
+_OF_SPEED = {"cache_staged_state_dict", "per_thread_copy_ahead", "single_file_per_rank"}
+_OF_SPEED |= {"sync_files", "thread_count"}
+"""Options of torch's writers that say how fast, and not what is saved."""
 
 _Change = tuple[Any, str, Any]
+"""An object of torch, the name of its attribute, and what stands there instead."""
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What the writers and readers that are made instead of torch's are given."""
+
+    config: Config | None = None
+    trust_pickle: bool = False
+
+    def make(self, uri: str, *, reads: bool) -> Any:
+        """Ours, for a location of ours."""
+        return _OURS[reads](uri, **self.arguments(reads=reads))
+
+    def arguments(self, *, reads: bool) -> dict[str, Any]:
+        """What its constructor takes besides the location."""
+        common = {"config": self.config}
+        return common | {"trust_pickle": self.trust_pickle} if reads else common
+
+
+_OURS: dict[bool, Any] = {True: CloudStorageReader, False: CloudStorageWriter}
 _lock = ModuleLock()
 _replaced: list[_Change] = []
-_chosen = Options()
+_chosen = _Options()
 
 
 def install(config: Config | None = None, trust_pickle: bool = False) -> None:
@@ -92,7 +118,7 @@ def install(config: Config | None = None, trust_pickle: bool = False) -> None:
     global _chosen
     with _lock:
         changes = [] if _replaced else list(_changes())
-        _chosen = Options(config, trust_pickle)
+        _chosen = _Options(config, trust_pickle)
         for owner, name, value in changes:
             _replaced.append((owner, name, vars(owner)[name]))
             setattr(owner, name, value)
@@ -109,23 +135,20 @@ def uninstall() -> None:
             setattr(owner, name, value)
 
 
-def _options() -> Options:
-    return _chosen
-
-
 def _changes() -> Iterator[_Change]:
     storage, saver, loader = (
         _module(f"{_DCP}.{name}")
         for name in ("_storage_utils", "state_dict_saver", "state_dict_loader")
     )
-    original = _in(storage, _SETUP, "storage", "checkpoint_id", "reader")
+    setup = "_storage_setup"
+    original = _in(storage, setup, "storage", "checkpoint_id", "reader")
     for module in (storage, saver, loader):
-        _in(module, _SETUP)
-        yield module, _SETUP, _choosing(original)
-    yield saver, _THREAD, _settling(_in(saver, _THREAD))
-    process = _in(saver, _PROCESS)
-    _in(process, "_execute_save_impl")
-    yield saver, _PROCESS, _forgetting(_settling(process))
+        _in(module, setup)
+        yield module, setup, _choosing(original)
+    threads, process = "_ThreadBasedAsyncCheckpointExecutor", "_ProcessBasedAsyncCheckpointExecutor"
+    yield saver, threads, _settling(_in(saver, threads))
+    _in(_in(saver, process), "_execute_save_impl")
+    yield saver, process, _forgetting(_settling(_in(saver, process)))
     yield from _file_systems()
     for where in _OPENED_BY_TORCH:
         yield _refusing(*where)
@@ -134,11 +157,11 @@ def _changes() -> Iterator[_Change]:
 
 def _file_systems() -> Iterator[_Change]:
     files, fsspec = _module(f"{_DCP}.filesystem"), _fsspec_module()
-    yield from _of_file_system(_in(files, "FileSystem"), "torch's FileSystem", keep_local)
+    yield from _of_file_system(_in(files, "FileSystem"), "torch's FileSystem", _keep_local)
     yield from _constructors(files, "FileSystem")
     if fsspec is not None:
         name = "_FileSystem" if hasattr(fsspec, "_FileSystem") else "FileSystem"  # 2.15, before
-        yield from _of_file_system(_in(fsspec, name), "torch's FileSystem for fsspec", keep_off)
+        yield from _of_file_system(_in(fsspec, name), "torch's FileSystem for fsspec", _keep_off)
         yield from _constructors(fsspec, "Fsspec")
 
 
@@ -147,8 +170,8 @@ def _of_file_system(kind: Any, road: str, check: Callable[..., None]) -> Iterato
     for name in ("init_path", "create_stream", "mkdir", "rename", "rm_file"):
         _in(kind, name)
     for name, method in list(vars(kind).items()):
-        if inspect.isfunction(method) and paths_of(method):
-            yield kind, name, guarded(method, road, check)
+        if inspect.isfunction(method) and _paths_of(method):
+            yield kind, name, _guarded(method, road, check)
 
 
 def _constructors(module: Any, prefix: str) -> Iterator[_Change]:
@@ -156,7 +179,7 @@ def _constructors(module: Any, prefix: str) -> Iterator[_Change]:
         kind = _in(module, prefix + ("Reader" if reads else "Writer"))
         _in(kind, "__init__", "self", "path", more=True)
         is_remote = prefix == "Fsspec"
-        yield kind, "__init__", becoming_ours(kind, _options, reads=reads, is_remote=is_remote)
+        yield kind, "__init__", _becoming_ours(kind, reads=reads, is_remote=is_remote)
 
 
 def _experimental() -> Iterator[_Change]:
@@ -179,9 +202,12 @@ def _refusing(module: str, path: str, road: str) -> _Change:
     for part in outer:
         owner = _in(owner, part)
     found = _in(owner, name)
-    if not paths_of(found):
+    if not _paths_of(found):
         raise _unlike(road, "takes no path")
-    return owner, name, guarded(found, road, keep_local)
+    return owner, name, _guarded(found, road, _keep_local)
+
+
+# ---- what is looked for in torch
 
 
 def _module(name: str) -> Any:
@@ -224,15 +250,72 @@ def _unlike(what: str, how: str) -> InstallError:
     )
 
 
+# ---- which locations are ours
+
+
+def _our_uri(location: object) -> str | None:
+    """The location as a string, if it is in a store of ours; None if it is torch's to judge."""
+    if isinstance(location, CheckpointURI):
+        return str(location)
+    text = text_of(location) or ""
+    scheme, separator, _ = text.partition("://")
+    if not separator:
+        return None
+    if scheme.lower() in CLOUD_SCHEMES:
+        return text
+    try:
+        return text if CheckpointURI.parse(text).is_cloud else None  # Azure's other forms
+    except InvalidURIError:
+        return None
+
+
+def _keep_off(location: object, road: str) -> None:
+    """Refuses what ``road`` would take for a local folder named after the scheme of a store.
+
+    Raises:
+        InvalidURIError: If the location lost a slash; the message has the string to pass instead.
+        InstallError: If it is whole, and this part of torch can't be led to a store.
+    """
+    if not isinstance(location, (str, os.PathLike, CheckpointURI)):
+        return
+    text = text_of(location)
+    if text is not None and (_our_uri(text) is not None or unfolded(text) is not None):
+        raise _no_road(text, road)
+
+
+def _keep_local(location: object, road: str) -> None:
+    """As :func:`_keep_off`, where every string is a path, those that fsspec knows included."""
+    _keep_off(location, road)
+    if isinstance(location, (str, os.PathLike)):
+        text = text_of(location)
+        if text is not None and unfolded(str(PurePath(text))) is not None:
+            raise _no_road(text, road)
+
+
+def _no_road(text: str, road: str) -> InstallError:
+    uri = CheckpointURI.parse(text)  # which names what is wrong with one that is folded or unknown
+    return InstallError(
+        f"{road} is none of what install() leads to a store, and would use a local folder or "
+        "another library; give checkpoint_id= alone to torch's save and load, or use cloudckpt's "
+        "own classes and functions",
+        uri=str(uri),
+    )
+
+
+# ---- what stands in the place of torch's functions and classes
+
+
 def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``_storage_setup``: where torch makes a writer or reader for a ``checkpoint_id``."""
+
     @functools.wraps(original)
     def _storage_setup(storage: Any, checkpoint_id: Any, reader: bool = False) -> Any:
         if storage:
             return original(storage, _as_known(storage, checkpoint_id), reader)
-        uri = our_uri(checkpoint_id)
+        uri = _our_uri(checkpoint_id)
         if uri is not None:
             return _chosen.make(uri, reads=reader)
-        keep_off(checkpoint_id, "torch")
+        _keep_off(checkpoint_id, "torch")
         return original(storage, checkpoint_id, reader)
 
     return _storage_setup
@@ -241,7 +324,7 @@ def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
 def _as_known(storage: Any, checkpoint_id: Any) -> Any:
     """The location as a string if the storage is ours: path objects may be any library's."""
     if isinstance(storage, (CloudStorageWriter, CloudStorageReader)):
-        return our_uri(checkpoint_id) or checkpoint_id
+        return _our_uri(checkpoint_id) or checkpoint_id
     return checkpoint_id
 
 
@@ -260,12 +343,12 @@ def _settling(original: Any) -> Any:
                 checkpoint_id = _as_known(storage_writer, checkpoint_id)
                 files = type(getattr(storage_writer, "fs", None))
                 if files.__module__.startswith("torch."):  # its reset would refuse, elsewhere
-                    check = keep_local if files is FileSystem else keep_off
+                    check = _keep_local if files is FileSystem else _keep_off
                     check(checkpoint_id, type(storage_writer).__name__)
-            elif (uri := our_uri(checkpoint_id)) is not None:
+            elif (uri := _our_uri(checkpoint_id)) is not None:
                 checkpoint_id, storage_writer = uri, _chosen.make(uri, reads=False)
             else:
-                keep_off(checkpoint_id, "torch")
+                _keep_off(checkpoint_id, "torch")
             return super().execute_save(
                 *args, checkpoint_id=checkpoint_id, storage_writer=storage_writer, **kwargs
             )
@@ -287,11 +370,111 @@ def _forgetting(original: Any) -> Any:
     return _Executor
 
 
+def _paths_of(function: Callable[..., Any]) -> list[str]:
+    """Which parameters of a function of torch are paths."""
+    return [name for name in inspect.signature(function).parameters if _PATH.search(name)]
+
+
+_brings_its_own: ContextVar[bool] = ContextVar("cloudckpt_brings_its_own", default=False)
+"""Whether a constructor of torch's file writer runs whose object gets another file system: it names
+a path before that takes it."""
+
+
+def _guarded(original: Callable[..., Any], road: str, check: Callable[..., None]) -> Any:
+    """A function of torch that refuses locations in stores."""
+    signature, paths = inspect.signature(original), _paths_of(original)
+    is_pure = original.__name__ == "init_path"
+
+    @functools.wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        if not (is_pure and check is _keep_local and _brings_its_own.get()):
+            given = signature.bind(*args, **kwargs).arguments
+            for name in paths:
+                check(given.get(name), road)
+        return original(*args, **kwargs)
+
+    return method
+
+
+def _becoming_ours(kind: type, *, reads: bool, is_remote: bool) -> Any:
+    """The constructor of a class of torch that makes ours of an object for a location of ours.
+
+    The class is changed and not its name in a module, since frameworks have imported that before.
+    Objects of a class that was derived from it stay what they are: only that class knows what it
+    adds. They are refused, unless the class says (``validate_checkpoint_id``) that it takes such
+    locations, as those of the stores' own libraries do, which bring a file system of their own;
+    what is derived from fsspec's is refused in any case.
+
+    Args:
+        kind: The class.
+        reads: Whether it is a reader.
+        is_remote: Whether it has another file system than that of local paths.
+    """
+    original = vars(kind)["__init__"]
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        given = signature.bind(self, *args, **kwargs).arguments
+        uri = _our_uri(given["path"])
+        if uri is not None and type(self) is kind:
+            arguments = _chosen.arguments(reads=reads)
+            arguments |= _counterparts(uri, kind.__name__, given, signature, arguments)
+            # and no __new__: a class that has once been given one can't be rid of it entirely
+            self.__class__ = _OURS[reads]
+            _OURS[reads].__init__(self, uri, **arguments)
+            return
+        if uri is not None and (is_remote or not _takes(type(self), uri)):
+            raise _no_road(uri, type(self).__name__)
+        token = _brings_its_own.set(uri is not None or is_remote or _brings_its_own.get())
+        try:
+            original(self, *args, **kwargs)
+        finally:
+            _brings_its_own.reset(token)
+
+    return __init__
+
+
+def _takes(kind: Any, uri: str) -> bool:
+    try:
+        return bool(kind.validate_checkpoint_id(uri))
+    except Exception:  # noqa: BLE001 - such as that of fsspec, if the store's library is not there
+        return False
+
+
+def _counterparts(
+    uri: str,
+    name: str,
+    given: Mapping[str, Any],
+    signature: inspect.Signature,
+    arguments: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What the options of torch's constructor are called here.
+
+    Raises:
+        ConfigError: If one would change what is stored, or where.
+    """
+    for option, value in given.items():
+        if option in _OF_SPEED | {"self", "path", "overwrite"} or not value:
+            continue
+        if value != signature.parameters[option].default:
+            named = ", ".join(value) if isinstance(value, dict) else option
+            raise ConfigError(
+                f"{name} was given {named}, which means nothing to cloudckpt; leave it out, and "
+                "pass what all locations need to cloudckpt.install(config=...)",
+                uri=str(CheckpointURI.parse(uri)),
+            )
+    if "overwrite" not in given:
+        return {}
+    config = arguments["config"] or Config()
+    return {"config": dataclasses.replace(config, overwrite=bool(given["overwrite"]))}
+
+
 @dataclass(frozen=True)
 class _Installed:
     """Installs in a new process, then does what that was to do first."""
 
-    options: Options
+    options: _Options
     begin: Callable[..., None]
 
     def __call__(self, *args: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import time
@@ -16,24 +15,15 @@ from torch.distributed.checkpoint.planner import (
     SavePlan,
     SavePlanner,
     WriteItem,
-    WriteItemType,
 )
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from cloudckpt.checkpoint.commit import Baseline, begin, publish
 from cloudckpt.checkpoint.notes import Notes
-from cloudckpt.checkpoint.objects import METADATA, ObjectRecord, data_name, metadata_name
-from cloudckpt.checkpoint.shard import (
-    OpenObject,
-    PendingItem,
-    ShardWriter,
-    check_supported,
-    travels_as_bytes,
-)
+from cloudckpt.checkpoint.objects import METADATA, data_name, metadata_name
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.torch_private import state_dict_being_planned, traverse_state_dict
-from cloudckpt.checkpoint.values import forewarn
 from cloudckpt.config import Config
 from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.dcp.planners import CloudSavePlanner
@@ -42,12 +32,12 @@ from cloudckpt.dcp.same_checkpoint import (
     collect_written,
     structure_result,
 )
+from cloudckpt.dcp.saving import expected_size, send
 from cloudckpt.errors import (
     CheckpointExistsError,
     CloudCheckpointError,
     CommitUnknownError,
     IncompleteSaveError,
-    ShapeMismatchError,
     UnsupportedTensorError,
 )
 from cloudckpt.events import Event, Span, emit
@@ -56,14 +46,9 @@ from cloudckpt.stores.base import ObjectStore, random_suffix
 from cloudckpt.stores.listings import forget_listings
 from cloudckpt.stores.registry import checkpoint_location
 from cloudckpt.transfer.deleting import delete_quietly
-from cloudckpt.transfer.group import TaskGroup
-from cloudckpt.transfer.memory import settled
 from cloudckpt.transfer.opening import open_store
-from cloudckpt.transfer.parts import choose_part_size
 from cloudckpt.transfer.retry import Retrier
-from cloudckpt.transfer.staging import StagingPool
 from cloudckpt.transfer.stats import Transferred, TransferStats
-from cloudckpt.transfer.upload import ObjectUpload, creates_only
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["CloudStorageWriter", "CommitHook"]
@@ -224,9 +209,13 @@ class CloudStorageWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Sends this rank's items; returns when the store has all of them."""
         self._tell_plan()
+        stats = TransferStats(str(self.uri), self._rank, expected_size(plan.items))
         with portable_errors(str(self.uri)), Span("upload", str(self.uri), self._rank) as span:
-            results = self._send(plan.items, planner) if plan.items else []
-            span.bytes = self.transferred.bytes if self.transferred is not None else 0
+            try:
+                results = self._send(plan.items, planner, stats)
+            finally:
+                self.transferred = stats.snapshot()
+            span.bytes = self.transferred.bytes
         if self._structure:
             results.append(structure_result(self._structure, str(self.uri)))
         future: Future[list[WriteResult]] = Future()
@@ -335,66 +324,21 @@ class CloudStorageWriter(StorageWriter):
                     self.committed = True
         return self.committed
 
-    def _send(self, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        store, config = self._store(), self.config
-        uploads: list[ObjectUpload] = []
-        expected = sum(_expected_size(item) for item in items)
-        stats = TransferStats(str(self.uri), self._rank, expected)
-        group = TaskGroup(config.connections, name="cloudckpt-save", interrupt=store.interrupt)
-        retrier = Retrier(config.retry, group.cancellation, on_retry=stats.add_retry)
-        pool = StagingPool(config.memory_budget, group.cancellation)
-        attempt, where = random_suffix(), str(self.uri)
+    def _send(
+        self, items: list[WriteItem], planner: SavePlanner, stats: TransferStats
+    ) -> list[WriteResult]:
+        attempt = random_suffix()
 
-        def open_object(ordinal: int, staged: bool) -> OpenObject:
-            budget = config.memory_budget if staged else None
-            limits = store.capabilities
-            part_size = choose_part_size(
-                expected,
-                config.part_size,
-                limits,
-                connections=config.connections,
-                copied=budget,
-            )
+        def named(ordinal: int) -> str:
             name = data_name(self._rank, ordinal, attempt)
-            upload = ObjectUpload(
-                store,
-                self.uri.key(name),
-                part_size,
-                group,
-                retrier,
-                stats,
-                create_only=creates_only(store, config),
-            )
-            uploads.append(upload)
             self._written.append(name)
-            return OpenObject(upload, name, part_size * limits.max_parts)
-
-        shard = ShardWriter(
-            open_object, pool, checksum=store.capabilities.checksum, zip_crc32=config.zip_crc32
-        )
-        pending: list[tuple[WriteItem, PendingItem]] = []
-
-        def produce() -> None:
-            for item in items:
-                pending.append((item, _write(item, planner, shard, where)))
-            shard.close()
+            return name
 
         try:
-            group.run(produce)
+            return send(items, planner, self._store(), self.uri, self.config, stats, named)
         except BaseException:
-            for upload in uploads:
-                upload.abandon()
-            self._written = []
+            self._written = []  # nothing of it is left in the store
             raise
-        finally:
-            pool.close()
-            self.transferred = stats.snapshot()
-        objects: dict[str, ObjectRecord] = {}
-        with paused_gc():
-            return [
-                WriteResult(item.index, written.length, (where, written.record(objects)))
-                for item, written in pending
-            ]
 
     def _commit_key(self) -> str:
         return self.uri.key(metadata_name(None if self._use_collectives else self._rank))
@@ -444,55 +388,3 @@ def _flattens(planner: DefaultSavePlanner, state_dict: dict[str, Any]) -> bool:
     return len(paths) == len(planner.mappings) and all(
         planner.mappings.get(".".join(map(str, path))) == path for path in paths
     )
-
-
-def _write(item: WriteItem, planner: SavePlanner, shard: ShardWriter, uri: str) -> PendingItem:
-    data, fqn, is_bytes = (
-        planner.resolve_data(item),
-        item.index.fqn,
-        item.type == WriteItemType.BYTE_IO,
-    )
-    if not isinstance(data, io.BytesIO if is_bytes else torch.Tensor):
-        raise UnsupportedTensorError(
-            f"{fqn} is planned as {'bytes' if is_bytes else 'a tensor'}, and resolve_data of the "
-            f"planner has returned a {type(data).__name__}",
-            item=fqn,
-        )
-    if isinstance(data, io.BytesIO):
-        content = data.getvalue()  # shared with the stream, no copy
-        if isinstance(planner, DefaultSavePlanner):
-            forewarn(content, fqn, _kind(planner, item), uri)
-        return shard.add_bytes(content)
-    tensor = settled(data).detach()
-    check_supported(tensor, fqn)
-    # another type than planned is converted by every reader: torch's cached plans don't heed types
-    if item.tensor_data is not None and tensor.shape != item.tensor_data.chunk.sizes:
-        raise ShapeMismatchError(
-            f"{fqn} is planned with shape {tuple(item.tensor_data.chunk.sizes)}, and resolve_data "
-            f"of the planner has returned one of shape {tuple(tensor.shape)}",
-            item=fqn,
-        )
-    if travels_as_bytes(tensor):
-        buffer = io.BytesIO()
-        torch.save(tensor, buffer)
-        forewarn(buffer.getvalue(), fqn, type(tensor), uri)
-        return shard.add_bytes(buffer.getvalue())
-    if type(tensor) is not torch.Tensor:
-        tensor = tensor.as_subclass(torch.Tensor)
-    return shard.add_tensor(tensor, fqn)
-
-
-def _kind(planner: DefaultSavePlanner, item: WriteItem) -> type:
-    """The class of a value that is no tensor."""
-    try:
-        return type(planner.lookup_object(item.index))
-    except Exception:  # noqa: BLE001 - of a planner that makes its values in resolve_data
-        return object
-
-
-def _expected_size(item: WriteItem) -> int:
-    """About how many bytes an item will take; planners may change their mind."""
-    if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
-        return item.bytes_io_data.nbytes if item.bytes_io_data is not None else 4096
-    sizes = item.tensor_data.chunk.sizes
-    return sizes.numel() * item.tensor_data.properties.dtype.itemsize + 1536

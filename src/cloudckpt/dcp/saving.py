@@ -1,0 +1,172 @@
+"""One ``write_data``: what a save plan holds, the uploads, and what they have become."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import (
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from cloudckpt.checkpoint.objects import ObjectRecord
+from cloudckpt.checkpoint.shard import (
+    OpenObject,
+    PendingItem,
+    ShardWriter,
+    check_supported,
+    travels_as_bytes,
+)
+from cloudckpt.checkpoint.values import forewarn
+from cloudckpt.config import Config
+from cloudckpt.errors import (
+    ShapeMismatchError,
+    UnsupportedTensorError,
+)
+from cloudckpt.gc_pause import paused_gc
+from cloudckpt.stores.base import ObjectStore
+from cloudckpt.transfer.group import TaskGroup
+from cloudckpt.transfer.memory import settled
+from cloudckpt.transfer.parts import choose_part_size
+from cloudckpt.transfer.retry import Retrier
+from cloudckpt.transfer.staging import StagingPool
+from cloudckpt.transfer.stats import TransferStats
+from cloudckpt.transfer.upload import ObjectUpload, creates_only
+from cloudckpt.uri import CheckpointURI
+
+__all__ = ["expected_size", "send"]
+
+
+def expected_size(items: Sequence[WriteItem]) -> int:
+    """About how many bytes items will take; planners may change their mind."""
+    return sum(map(_size_of, items))
+
+
+def _size_of(item: WriteItem) -> int:
+    if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
+        return item.bytes_io_data.nbytes if item.bytes_io_data is not None else 4096
+    sizes = item.tensor_data.chunk.sizes
+    return sizes.numel() * item.tensor_data.properties.dtype.itemsize + 1536
+
+
+def send(
+    items: Sequence[WriteItem],
+    planner: SavePlanner,
+    store: ObjectStore,
+    uri: CheckpointURI,
+    config: Config,
+    stats: TransferStats,
+    named: Callable[[int], str],
+) -> list[WriteResult]:
+    """Sends the items of one rank; returns when the store has all of them.
+
+    If it raises, nothing of them is left there.
+
+    Args:
+        items: What to send.
+        planner: Has the data.
+        store: The store of ``uri``.
+        uri: The checkpoint.
+        config: The options.
+        stats: Counts what is sent.
+        named: The name of an object, by its number (0, 1, …); asked for before it is begun.
+
+    Returns:
+        Of each item its place: the location and the record.
+    """
+    if not items:
+        return []
+    uploads: list[ObjectUpload] = []
+    group = TaskGroup(config.connections, name="cloudckpt-save", interrupt=store.interrupt)
+    retrier = Retrier(config.retry, group.cancellation, on_retry=stats.add_retry)
+    pool = StagingPool(config.memory_budget, group.cancellation)
+    where, expected = str(uri), expected_size(items)
+
+    def open_object(ordinal: int, staged: bool) -> OpenObject:
+        part_size = choose_part_size(
+            expected,
+            config.part_size,
+            store.capabilities,
+            connections=config.connections,
+            copied=config.memory_budget if staged else None,
+        )
+        name, create_only = named(ordinal), creates_only(store, config)
+        upload = ObjectUpload(
+            store, uri.key(name), part_size, group, retrier, stats, create_only=create_only
+        )
+        uploads.append(upload)
+        return OpenObject(upload, name, part_size * store.capabilities.max_parts)
+
+    shard = ShardWriter(
+        open_object, pool, checksum=store.capabilities.checksum, zip_crc32=config.zip_crc32
+    )
+    pending: list[tuple[WriteItem, PendingItem]] = []
+
+    def produce() -> None:
+        for item in items:
+            pending.append((item, _write(item, planner, shard, where)))
+        shard.close()
+
+    try:
+        group.run(produce)
+    except BaseException:
+        for upload in uploads:
+            upload.abandon()
+        raise
+    finally:
+        pool.close()
+    objects: dict[str, ObjectRecord] = {}
+    with paused_gc():
+        return [
+            WriteResult(item.index, written.length, (where, written.record(objects)))
+            for item, written in pending
+        ]
+
+
+def _write(item: WriteItem, planner: SavePlanner, shard: ShardWriter, uri: str) -> PendingItem:
+    data, fqn, is_bytes = (
+        planner.resolve_data(item),
+        item.index.fqn,
+        item.type == WriteItemType.BYTE_IO,
+    )
+    if not isinstance(data, io.BytesIO if is_bytes else torch.Tensor):
+        raise UnsupportedTensorError(
+            f"{fqn} is planned as {'bytes' if is_bytes else 'a tensor'}, and resolve_data of the "
+            f"planner has returned a {type(data).__name__}",
+            item=fqn,
+        )
+    if isinstance(data, io.BytesIO):
+        content = data.getvalue()  # shared with the stream, no copy
+        if isinstance(planner, DefaultSavePlanner):
+            forewarn(content, fqn, _kind(planner, item), uri)
+        return shard.add_bytes(content)
+    tensor = settled(data).detach()
+    check_supported(tensor, fqn)
+    # another type than planned is converted by every reader: torch's cached plans don't heed types
+    if item.tensor_data is not None and tensor.shape != item.tensor_data.chunk.sizes:
+        raise ShapeMismatchError(
+            f"{fqn} is planned with shape {tuple(item.tensor_data.chunk.sizes)}, and resolve_data "
+            f"of the planner has returned one of shape {tuple(tensor.shape)}",
+            item=fqn,
+        )
+    if travels_as_bytes(tensor):
+        buffer = io.BytesIO()
+        torch.save(tensor, buffer)
+        forewarn(buffer.getvalue(), fqn, type(tensor), uri)
+        return shard.add_bytes(buffer.getvalue())
+    if type(tensor) is not torch.Tensor:
+        tensor = tensor.as_subclass(torch.Tensor)
+    return shard.add_tensor(tensor, fqn)
+
+
+def _kind(planner: DefaultSavePlanner, item: WriteItem) -> type:
+    """The class of a value that is no tensor."""
+    try:
+        return type(planner.lookup_object(item.index))
+    except Exception:  # noqa: BLE001 - of a planner that makes its values in resolve_data
+        return object
