@@ -12,7 +12,7 @@ from cloudckpt import Config
 from cloudckpt.checkpoint.places import StoredTensor, locate
 from cloudckpt.checksum import CRC32C
 from cloudckpt.stores.memory import MemoryStore
-from cloudckpt.transfer.landing import Source
+from cloudckpt.transfer.landing import StoredBytes
 from cloudckpt.transfer.stats import TransferStats
 
 
@@ -47,13 +47,13 @@ def item(shape, stride):
 def found(data):
     store = MemoryStore(uuid.uuid4().hex)
     store.put("item", [memoryview(data)], checksum=CRC32C.of(data))
-    wanted = Source("item", 0, len(data), None, None, "weight")
+    wanted = StoredBytes("item", 0, len(data), None, None, "weight")
     return locate(store, [wanted], Config(), TransferStats())[wanted]
 
 
 def test_the_elements_are_found():
     data = item((2, 5), (5, 1))
-    elements = Source("item", data.index(bytes(40)), 40, None, None, "weight")
+    elements = StoredBytes("item", data.index(bytes(40)), 40, None, None, "weight")
     assert found(data) == StoredTensor(elements, torch.float32, (2, 5))
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cloudckpt.transfer.boxes import plan_boxes, row_major_strides
 from cloudckpt.transfer.download import pack_requests
-from cloudckpt.transfer.landing import Span
+from cloudckpt.transfer.landing import BytesSink, Segment, StoredBytes, Wanted
 
 KIB, MIB = 1024, 1024 * 1024
 
@@ -188,31 +188,44 @@ GRAINS = st.just(0) | st.integers(1, 60)
 GAPS = st.integers(0, 80)
 
 
+def segment(start, stop, grain, origin, name):
+    raw = StoredBytes("object", origin, 0, None, None, str(name))
+    return Segment(Wanted(raw, 0, 0, BytesSink(0), grain > 0), start, stop, grain)
+
+
+def name(segment):
+    return segment.want.source.item
+
+
+def origin(segment):
+    return segment.want.source.offset
+
+
 @st.composite
 def neighbours(draw, *, grains=GRAINS, gaps=GAPS):
-    """Spans of one object that do not overlap, in any order."""
-    spans, at = [], draw(st.integers(0, 1000))
+    """Segments of one object that do not overlap, in any order."""
+    segments, at = [], draw(st.integers(0, 1000))
     for owner in range(draw(st.integers(0, 10))):
         at += draw(gaps)
         length = draw(st.integers(1, 400))
-        origin = at - draw(st.integers(0, 30))
-        spans.append(Span(at, at + length, draw(grains), origin, owner))
+        back = draw(st.integers(0, 30))
+        segments.append(segment(at, at + length, draw(grains), at - back, owner))
         at += length
-    return draw(st.permutations(spans))
+    return draw(st.permutations(segments))
 
 
 @st.composite
-def any_spans(draw):
-    spans = []
+def any_segments(draw):
+    segments = []
     for owner in range(draw(st.integers(0, 10))):
         start, length = draw(st.integers(0, 800)), draw(st.integers(1, 400))
         grain, back = draw(GRAINS), draw(st.integers(0, 30))
-        spans.append(Span(start, start + length, grain, start - back, owner))
-    return spans
+        segments.append(segment(start, start + length, grain, start - back, owner))
+    return segments
 
 
 PACKINGS = {
-    "spans": neighbours() | any_spans(),
+    "segments": neighbours() | any_segments(),
     "limit": st.integers(1, 500),
     "merge_gap": st.integers(0, 100),
 }
@@ -220,34 +233,34 @@ PACKINGS = {
 
 @settings(deadline=None, max_examples=200)
 @given(**PACKINGS)
-def test_the_pieces_of_a_span_are_the_span(spans, limit, merge_gap):
-    requests = list(pack_requests(spans, limit=limit, merge_gap=merge_gap))
+def test_the_pieces_of_a_segment_are_the_segment(segments, limit, merge_gap):
+    requests = list(pack_requests(segments, limit=limit, merge_gap=merge_gap))
     pieces = {}
     for piece in itertools.chain(*requests):
-        pieces.setdefault(piece.owner, []).append(piece)
-    assert sorted(pieces) == list(range(len(spans)))
-    for span in spans:
-        found = pieces[span.owner]
-        assert (found[0].start, found[-1].stop) == (span.start, span.stop)
+        pieces.setdefault(name(piece), []).append(piece)
+    assert pieces.keys() == {name(one) for one in segments}
+    for one in segments:
+        found = pieces[name(one)]
+        assert (found[0].start, found[-1].stop) == (one.start, one.stop)
         assert all(one.stop == next.start for one, next in itertools.pairwise(found))
         assert all(piece.start < piece.stop for piece in found)
 
 
 @settings(deadline=None, max_examples=200)
 @given(**PACKINGS)
-def test_a_span_is_cut_at_its_grain_alone(spans, limit, merge_gap):
-    by_owner = {span.owner: span for span in spans}
-    for piece in itertools.chain(*pack_requests(spans, limit=limit, merge_gap=merge_gap)):
-        span = by_owner[piece.owner]
-        for place in {piece.start, piece.stop} - {span.start, span.stop}:
-            assert span.grain > 0
-            assert (place - span.origin) % span.grain == 0
+def test_a_segment_is_cut_at_its_grain_alone(segments, limit, merge_gap):
+    by_name = {name(one): one for one in segments}
+    for piece in itertools.chain(*pack_requests(segments, limit=limit, merge_gap=merge_gap)):
+        one = by_name[name(piece)]
+        for place in {piece.start, piece.stop} - {one.start, one.stop}:
+            assert one.grain > 0
+            assert (place - origin(one)) % one.grain == 0
 
 
 @settings(deadline=None, max_examples=200)
 @given(**PACKINGS)
-def test_the_pieces_of_a_request_follow_each_other_within_merge_gap(spans, limit, merge_gap):
-    for request in pack_requests(spans, limit=limit, merge_gap=merge_gap):
+def test_the_pieces_of_a_request_follow_each_other_within_merge_gap(segments, limit, merge_gap):
+    for request in pack_requests(segments, limit=limit, merge_gap=merge_gap):
         assert request
         for one, following in itertools.pairwise(request):
             assert 0 <= following.start - one.stop <= merge_gap
@@ -255,44 +268,46 @@ def test_the_pieces_of_a_request_follow_each_other_within_merge_gap(spans, limit
 
 @settings(deadline=None, max_examples=200)
 @given(**PACKINGS)
-def test_a_request_exceeds_the_limit_only_for_one_span_that_can_not_be_cut(spans, limit, merge_gap):
-    for request in pack_requests(spans, limit=limit, merge_gap=merge_gap):
+def test_a_request_exceeds_the_limit_only_for_one_segment_that_can_not_be_cut(
+    segments, limit, merge_gap
+):
+    for request in pack_requests(segments, limit=limit, merge_gap=merge_gap):
         if request[-1].stop - request[0].start <= limit:
             continue
         assert len(request) == 1
         (piece,) = request
         if piece.grain:
-            within = (piece.start + limit - piece.origin) // piece.grain
-            assert piece.origin + within * piece.grain <= piece.start
+            within = (piece.start + limit - origin(piece)) // piece.grain
+            assert origin(piece) + within * piece.grain <= piece.start
 
 
 @settings(deadline=None, max_examples=200)
 @given(
-    spans=neighbours(grains=st.integers(1, 60), gaps=st.just(0)),
+    segments=neighbours(grains=st.integers(1, 60), gaps=st.just(0)),
     limit=st.integers(360, 3000),
     merge_gap=st.integers(0, 100),
 )
-def test_a_run_that_can_be_cut_takes_few_requests(spans, limit, merge_gap):
+def test_a_run_that_can_be_cut_takes_few_requests(segments, limit, merge_gap):
     """With grains of at most a sixth of the limit: no more than a fifth too many."""
-    total = sum(span.stop - span.start for span in spans)
-    requests = list(pack_requests(spans, limit=limit, merge_gap=merge_gap))
+    total = sum(one.stop - one.start for one in segments)
+    requests = list(pack_requests(segments, limit=limit, merge_gap=merge_gap))
     assert len(requests) <= math.ceil(total / limit) * 1.2 + 1
 
 
-def test_spans_that_overlap_are_read_twice():
-    spans = [Span(0, 100, 1, 0, 0), Span(50, 150, 1, 0, 1)]
-    requests = list(pack_requests(spans, limit=1000, merge_gap=1000))
+def test_segments_that_overlap_are_read_twice():
+    segments = [segment(0, 100, 1, 0, 0), segment(50, 150, 1, 0, 1)]
+    requests = list(pack_requests(segments, limit=1000, merge_gap=1000))
     assert [(r[0].start, r[-1].stop) for r in requests] == [(0, 100), (50, 150)]
 
 
-def test_equal_spans_are_both_read():
-    spans = [Span(0, 100, 0, 0, 0), Span(0, 100, 0, 0, 1)]
-    requests = list(pack_requests(spans, limit=1000, merge_gap=1000))
-    assert sorted(piece.owner for request in requests for piece in request) == [0, 1]
+def test_equal_segments_are_both_read():
+    segments = [segment(0, 100, 0, 0, 0), segment(0, 100, 0, 0, 1)]
+    requests = list(pack_requests(segments, limit=1000, merge_gap=1000))
+    assert sorted(name(piece) for request in requests for piece in request) == ["0", "1"]
 
 
 def test_a_billion_bytes_are_planned_quickly():
-    """Large spans are cut as the requests are asked for, not in advance."""
-    spans = [Span(0, 1 << 50, MIB, 0, 0)]
-    first = next(pack_requests(spans, limit=16 * MIB, merge_gap=0))
+    """Large segments are cut as the requests are asked for, not in advance."""
+    segments = [segment(0, 1 << 50, MIB, 0, 0)]
+    first = next(pack_requests(segments, limit=16 * MIB, merge_gap=0))
     assert (first[0].start, first[0].stop) == (0, 16 * MIB)

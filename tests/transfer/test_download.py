@@ -25,7 +25,7 @@ from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.testing.faulty import FaultyStore
 from cloudckpt.transfer.download import download
 from cloudckpt.transfer.group import Cancellation
-from cloudckpt.transfer.landing import BoxSink, BytesSink, FlatSink, Source, Wanted
+from cloudckpt.transfer.landing import BoxSink, BytesSink, FlatSink, StoredBytes, Wanted
 from cloudckpt.transfer.staging import ScratchPool
 from cloudckpt.transfer.stats import TransferStats
 
@@ -60,9 +60,9 @@ def source_of(data, *, key="object", offset=0, nbytes=None, block=BLOCK, item="i
     nbytes = len(data) - offset if nbytes is None else nbytes
     raw = data[offset : offset + nbytes]
     if not block:
-        return Source(key, offset, nbytes, None, None, item)
+        return StoredBytes(key, offset, nbytes, None, None, item)
     right = [CRC32C.of(raw[at : at + block]) for at in range(0, nbytes, block)]
-    return Source(key, offset, nbytes, Blocks(CRC32C, block, right), len(data), item)
+    return StoredBytes(key, offset, nbytes, Blocks(CRC32C, block, right), len(data), item)
 
 
 def bytes_wanted(source, start=0, stop=None, *, divisible=True):

@@ -28,7 +28,7 @@ from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.transfer.boxes import is_row_major
 from cloudckpt.transfer.download import download
-from cloudckpt.transfer.landing import BytesSink, Source, Wanted
+from cloudckpt.transfer.landing import BytesSink, StoredBytes, Wanted
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI
 
@@ -46,7 +46,7 @@ __all__ = [
 class StoredTensor:
     """A plain tensor in the checkpoint: its elements in row-major order, their type, its shape."""
 
-    elements: Source
+    elements: StoredBytes
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -61,7 +61,7 @@ class ItemPlace:
         transforms: The stream transforms (compression) that torch's writer applied to it.
     """
 
-    whole: Source
+    whole: StoredBytes
     tensor: StoredTensor | None
     transforms: Sequence[str] = ()
 
@@ -122,7 +122,7 @@ class Places:
     def _whole(self, index: MetadataIndex) -> ItemPlace:
         entry = self._entry(index)
         key = self._uri.key(checked(entry.relative_path, str(self._uri)))
-        whole = Source(key, entry.offset, entry.length, None, None, index.fqn)
+        whole = StoredBytes(key, entry.offset, entry.length, None, None, index.fqn)
         # older versions of torch do not write this field
         return ItemPlace(whole, None, getattr(entry, "transform_descriptors", None) or ())
 
@@ -137,7 +137,7 @@ class Places:
         ):
             raise self._corrupt("manifest and metadata contradict each other", index)
         checksum = manifest.checksum
-        raw = Source(
+        raw = StoredBytes(
             self._uri.key(record.object.name),
             record.raw_offset,
             record.raw_length,
@@ -171,10 +171,10 @@ _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 
 
 def locate(
-    store: ObjectStore, items: Sequence[Source], config: Config, stats: TransferStats
-) -> Mapping[Source, StoredTensor | None]:
+    store: ObjectStore, items: Sequence[StoredBytes], config: Config, stats: TransferStats
+) -> Mapping[StoredBytes, StoredTensor | None]:
     """The plain tensors in items without a manifest; None for what only ``torch.load`` can read."""
-    edges: dict[Source, tuple[BytesSink, BytesSink]] = {}
+    edges: dict[StoredBytes, tuple[BytesSink, BytesSink]] = {}
     wanted: list[Wanted] = []
     for item in dict.fromkeys(items):
         edge = min(_EDGE, item.nbytes)
@@ -188,14 +188,14 @@ def locate(
     }
 
 
-def _parse(item: Source, head: bytes, tail: bytes) -> StoredTensor | None:
+def _parse(item: StoredBytes, head: bytes, tail: bytes) -> StoredTensor | None:
     try:
         return _found(item, head, tail)
     except Exception:  # noqa: BLE001 - zipfile raises errors of many kinds for what is damaged
         return None
 
 
-def _found(item: Source, head: bytes, tail: bytes) -> StoredTensor | None:
+def _found(item: StoredBytes, head: bytes, tail: bytes) -> StoredTensor | None:
     with zipfile.ZipFile(_Edges(head, tail, item.nbytes)) as archive:
         entries = {info.filename: info for info in archive.infolist()}
         root = next(name for name in entries if name.endswith("data.pkl"))

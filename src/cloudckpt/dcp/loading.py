@@ -25,7 +25,7 @@ from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.transfer.boxes import plan_boxes, row_major_slices
 from cloudckpt.transfer.download import download
-from cloudckpt.transfer.landing import BoxSink, BytesSink, FlatSink, Source, Wanted
+from cloudckpt.transfer.landing import BoxSink, BytesSink, FlatSink, StoredBytes, Wanted
 from cloudckpt.transfer.memory import Claims, has_memory, narrow, settled, shows_its_memory
 from cloudckpt.transfer.parts import even_share
 from cloudckpt.transfer.stats import TransferStats
@@ -148,7 +148,7 @@ class Load:
 
         self._afterwards.append(finish)
 
-    def _want_all(self, source: Source) -> BytesSink:
+    def _want_all(self, source: StoredBytes) -> BytesSink:
         sink = BytesSink(source.nbytes)
         self._wanted[0].append(Wanted(source, 0, source.nbytes, sink, True))
         return sink

@@ -13,7 +13,7 @@ from cloudckpt.config import MIB, Config
 from cloudckpt.errors import CheckpointCorruptError, PreconditionFailedError
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, Progress, RangeReader
 from cloudckpt.transfer.download import download
-from cloudckpt.transfer.landing import FlatSink, Source, Wanted
+from cloudckpt.transfer.landing import FlatSink, StoredBytes, Wanted
 from cloudckpt.transfer.memory import bytes_of
 from cloudckpt.transfer.retry import Retrier, check_unchanged
 from cloudckpt.transfer.stats import Transferred, TransferStats
@@ -61,9 +61,9 @@ class PinnedObject(RangeReader):
         """What was received until now."""
         return self._stats.snapshot()
 
-    def source(self, offset: int, nbytes: int) -> Source:
+    def source(self, offset: int, nbytes: int) -> StoredBytes:
         """``nbytes`` bytes from ``offset``."""
-        return Source(self.key, offset, nbytes, None, self.info.size, self.key)
+        return StoredBytes(self.key, offset, nbytes, None, self.info.size, self.key)
 
     def fetch(self, wanted: Sequence[Wanted], *, request_size: int | None = None) -> None:
         """Delivers what is wanted, over parallel connections; see :func:`download`.

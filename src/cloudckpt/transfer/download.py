@@ -18,8 +18,9 @@ from cloudckpt.errors import (
 )
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectInfo, RangeReader, nbytes, skip
+from cloudckpt.transfer.boxes import aligned
 from cloudckpt.transfer.group import TaskGroup
-from cloudckpt.transfer.landing import Bad, Landing, Source, Span, Wanted
+from cloudckpt.transfer.landing import Bad, Landing, Segment, StoredBytes, Wanted
 from cloudckpt.transfer.parts import even_share
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.staging import ScratchPool
@@ -73,22 +74,22 @@ class _Download:
             requests = self._requests()
 
         def produce() -> None:
-            for key, spans in requests:
-                self._group.submit(functools.partial(self._fetch, key, spans))
+            for request in requests:
+                self._group.submit(functools.partial(self._fetch, request))
 
         self._group.run(produce)
 
-    def _requests(self) -> list[tuple[str, list[Span]]]:
+    def _requests(self) -> list[list[Segment]]:
         config = self._config
         limit = config.request_size or self._even_share()
-        by_key: dict[str, list[Span]] = {}
-        for index, want in enumerate(self._wanted):
+        by_key: dict[str, list[Segment]] = {}
+        for want in self._wanted:
             if want.stop > want.start:
-                by_key.setdefault(want.source.key, []).append(self._span(index, want))
+                by_key.setdefault(want.source.key, []).append(self._whole_blocks(want))
         return [
-            (key, request)
-            for key, spans in by_key.items()
-            for request in pack_requests(spans, limit=limit, merge_gap=config.merge_gap)
+            request
+            for segments in by_key.values()
+            for request in pack_requests(segments, limit=limit, merge_gap=config.merge_gap)
         ]
 
     def _even_share(self) -> int:
@@ -98,27 +99,28 @@ class _Download:
         total = sum(want.stop - want.start for want in self._wanted)
         return even_share(total, self._config.connections)
 
-    def _span(self, index: int, want: Wanted) -> Span:
+    def _whole_blocks(self, want: Wanted) -> Segment:
         """The bytes to ask for: whole blocks, if they can be verified."""
         source = want.source
         start, stop, grain = want.start, want.stop, _GRAIN
         if self._config.verify and source.blocks is not None:
             grain = source.blocks.size
             start = start // grain * grain
-            stop = min(-(-stop // grain) * grain, source.nbytes)
+            stop = min(aligned(stop, grain), source.nbytes)
         origin = source.offset
-        return Span(origin + start, origin + stop, grain if want.divisible else 0, origin, index)
+        return Segment(want, origin + start, origin + stop, grain if want.divisible else 0)
 
-    def _fetch(self, key: str, spans: list[Span]) -> None:
+    def _fetch(self, request: Sequence[Segment]) -> None:
+        key = request[0].want.source.key
         with paused_gc():
-            landing = Landing(spans, self._wanted)
+            landing = Landing(request)
         with self._scratch.borrowed(landing.scratch_bytes, pinned=landing.pinned) as scratch:
             views = landing.place(scratch)
-            self._receive(key, spans, views)
+            self._receive(request[0], views)
             bad = self._first_bad(landing)
             if bad is not None:
                 logger.warning("%s: fetched again after a wrong checksum of %s", key, bad.item)
-                self._receive(key, spans, views)
+                self._receive(request[0], views)
                 if (bad := self._first_bad(landing)) is not None:
                     raise CheckpointCorruptError(
                         f"bytes {bad.start} to {bad.stop} of the object do not match their "
@@ -129,10 +131,11 @@ class _Download:
                     )
             landing.deliver()
 
-    def _receive(self, key: str, spans: list[Span], views: Sequence[memoryview]) -> None:
-        """One range into ``views``; a retry goes on where the connection broke."""
-        start, rest = spans[0].start, list(views)
-        source = self._wanted[spans[0].owner].source
+    def _receive(self, first: Segment, views: Sequence[memoryview]) -> None:
+        """The range from ``first`` on; a retry goes on where the connection broke."""
+        start, rest = first.start, list(views)
+        source = first.want.source
+        key = source.key
         with self._lock:
             seen = self._seen.get(key)
         version = seen.version if seen is not None else None
@@ -168,16 +171,16 @@ class _Download:
                 cause=error,
             ) from error
         self._stats.add_requests(1)
-        self._compare(key, info, source)
+        self._compare(info, source)
 
-    def _compare(self, key: str, info: ObjectInfo, source: Source) -> None:
+    def _compare(self, info: ObjectInfo, source: StoredBytes) -> None:
         with self._lock:
-            first = self._seen.setdefault(key, info)
+            first = self._seen.setdefault(source.key, info)
         if first.version != info.version or source.object_size not in (None, info.size):
             raise CheckpointCorruptError(
                 f"the object has {info.size} bytes instead of {source.object_size}, or was "
                 "replaced while it was read; load another checkpoint",
-                uri=self._store.uri(key),
+                uri=self._store.uri(source.key),
                 item=source.item,
             )
 
@@ -195,23 +198,25 @@ class _Download:
             self._stats.add_verified(landing.size, time.perf_counter() - began)
 
 
-def pack_requests(spans: Sequence[Span], *, limit: int, merge_gap: int) -> Iterator[list[Span]]:
-    """Groups the spans of one object into requests, in the order of their bytes.
+def pack_requests(
+    segments: Sequence[Segment], *, limit: int, merge_gap: int
+) -> Iterator[list[Segment]]:
+    """Groups the segments of one object into requests, in the order of their bytes.
 
     Neighbours at most ``merge_gap`` bytes apart share a request until it has ``limit`` bytes; a
-    span that crosses the limit is cut there. Spans that overlap are read twice. A single span that
-    can't be cut may exceed the limit.
+    segment that crosses the limit is cut there. Segments that overlap are read twice. A single one
+    that can't be cut may exceed the limit.
     """
-    request: list[Span] = []
-    waiting = sorted(spans, key=lambda span: (span.start, span.stop), reverse=True)
+    request: list[Segment] = []
+    waiting = sorted(segments, key=lambda segment: (segment.start, segment.stop), reverse=True)
     while waiting:
-        span = waiting.pop()
-        begin = request[0].start if request else span.start
-        if request and not 0 <= span.start - request[-1].stop <= merge_gap:
+        segment = waiting.pop()
+        begin = request[0].start if request else segment.start
+        if request and not 0 <= segment.start - request[-1].stop <= merge_gap:
             yield request
-            request, begin = [], span.start
-        if span.stop - begin > limit:
-            parts = span.cut(begin + limit)
+            request, begin = [], segment.start
+        if segment.stop - begin > limit:
+            parts = segment.cut(begin + limit)
             if parts is not None:
                 head, rest = parts
                 yield [*request, head]
@@ -221,8 +226,8 @@ def pack_requests(spans: Sequence[Span], *, limit: int, merge_gap: int) -> Itera
             if request:
                 yield request
                 request = []
-                waiting.append(span)
+                waiting.append(segment)
                 continue
-        request.append(span)
+        request.append(segment)
     if request:
         yield request

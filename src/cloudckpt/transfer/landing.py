@@ -20,8 +20,8 @@ __all__ = [
     "FlatSink",
     "Landing",
     "Sink",
-    "Source",
-    "Span",
+    "Segment",
+    "StoredBytes",
     "Wanted",
     "copy_into",
 ]
@@ -134,7 +134,7 @@ def _viewed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class StoredBytes:
     """Raw data of an item in an object.
 
     Attributes:
@@ -166,7 +166,7 @@ class Wanted:
         divisible: Whether the sink accepts the bytes in several deliveries.
     """
 
-    source: Source
+    source: StoredBytes
     start: int
     stop: int
     sink: Sink
@@ -174,32 +174,31 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """Bytes of one object that are wanted for one purpose.
+class Segment:
+    """Bytes of an object that are asked for on behalf of one who wants them.
 
     Attributes:
-        start: The first byte, relative to the object.
-        stop: Behind the last byte.
-        grain: The span may be cut every ``grain`` bytes; 0 if it may not.
-        origin: A place where it may be cut.
-        owner: What the bytes are for: an index into the caller's list.
+        want: What is wanted; the segment may hold less of it, and more around it: whole blocks.
+        start: The first byte in the object.
+        stop: Behind the last one.
+        grain: It may be cut at multiples of so many bytes of the raw data; not at all if 0.
     """
 
+    want: Wanted
     start: int
     stop: int
     grain: int
-    origin: int
-    owner: int
 
-    def cut(self, limit: int) -> tuple[Span, Span] | None:
+    def cut(self, limit: int) -> tuple[Segment, Segment] | None:
         """The longest head that ends by ``limit``, and the rest; None if there is none."""
         if self.grain == 0:
             return None
-        at = self.origin + (limit - self.origin) // self.grain * self.grain
+        origin = self.want.source.offset
+        at = origin + (limit - origin) // self.grain * self.grain
         if not self.start < at < self.stop:
             return None
-        head = Span(self.start, at, self.grain, self.origin, self.owner)
-        return head, Span(at, self.stop, self.grain, self.origin, self.owner)
+        head = Segment(self.want, self.start, at, self.grain)
+        return head, Segment(self.want, at, self.stop, self.grain)
 
 
 @dataclass(frozen=True)
@@ -211,90 +210,83 @@ class Bad:
     stop: int
 
 
-class Segment:
-    """One span of a request: what is wanted of it, and where its bytes land."""
+class _Landed:
+    """A segment, and where its bytes land."""
 
-    __slots__ = (
-        *("span", "want", "start", "stop", "before", "behind"),
-        *("target", "is_direct", "views", "landed"),
-    )
+    __slots__ = ("before", "behind", "data", "first", "is_direct", "segment", "target", "views")
 
-    def __init__(self, span: Span, want: Wanted) -> None:
-        self.span = span
-        self.want = want
-        origin = want.source.offset
-        self.start = max(want.start, span.start - origin)  # wanted, relative to the raw data
-        self.stop = min(want.stop, span.stop - origin)
-        self.before = self.start - (span.start - origin)  # bytes read for their block's sake
-        self.behind = (span.stop - origin) - self.stop
-        begin = self.start - want.start
-        self.target = want.sink.direct(begin, begin + self.stop - self.start)
+    def __init__(self, segment: Segment) -> None:
+        want, origin = segment.want, segment.want.source.offset
+        start = max(origin + want.start, segment.start)
+        stop = min(origin + want.stop, segment.stop)
+        self.segment = segment
+        self.before = start - segment.start  # bytes read for their block's sake
+        self.behind = segment.stop - stop
+        self.first = start - origin - want.start  # of the sink's bytes
+        self.target = want.sink.direct(self.first, self.first + stop - start)
         self.is_direct = self.target is not None and self.target.nbytes >= _DIRECT
         self.views: list[memoryview] = []
-        self.landed: torch.Tensor | None = None
+        self.data: torch.Tensor | None = None  # what is wanted, if it landed in scratch memory
 
     def deliver(self) -> None:
         """Hands over what landed in scratch memory."""
-        if self.landed is None:
+        if self.data is None:
             return
         if self.target is not None:
-            self.target[:] = bytes_of(self.landed)
+            self.target[:] = bytes_of(self.data)
         else:
-            self.want.sink.deliver(self.start - self.want.start, self.landed)
+            self.segment.want.sink.deliver(self.first, self.data)
 
 
 class Landing:
     """The memory that one request is received into.
 
     Large plain targets receive their bytes themselves. All else (small targets, targets that need
-    a copy, the rest of a block, gaps between spans) lies in one piece of scratch memory, at the
+    a copy, the rest of a block, gaps between segments) lies in one piece of scratch memory, at the
     object's own alignment.
     """
 
-    def __init__(self, spans: Sequence[Span], wanted: Sequence[Wanted]) -> None:
-        self.segments = [Segment(span, wanted[span.owner]) for span in spans]
-        self._places: list[tuple[int, int, Segment | None, memoryview | None]] = []
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self._landed = [_Landed(segment) for segment in segments]
+        self._places: list[tuple[int, int, _Landed | None, memoryview | None]] = []
         self.scratch_bytes = 0
-        self._lay_out()
+        position = segments[0].start
+        for landed in self._landed:
+            segment = landed.segment
+            if segment.start > position:
+                self._scratch(position, segment.start - position, None)
+            if landed.is_direct:
+                self._scratch(segment.start, landed.before, landed)
+                self._places.append((0, 0, landed, landed.target))
+                self._scratch(segment.stop - landed.behind, landed.behind, landed)
+            else:
+                self._scratch(segment.start, segment.stop - segment.start, landed)
+            position = segment.stop
 
     @property
     def size(self) -> int:
-        """Bytes that are received."""
-        return sum(segment.span.stop - segment.span.start for segment in self.segments)
+        """Bytes that are received for somebody."""
+        return sum(landed.segment.stop - landed.segment.start for landed in self._landed)
 
-    def _lay_out(self) -> None:
-        position = self.segments[0].span.start
-        for segment in self.segments:
-            span = segment.span
-            if span.start > position:
-                self._scratch(position, span.start - position, None)
-            if segment.is_direct:
-                self._scratch(span.start, segment.before, segment)
-                self._places.append((0, 0, segment, segment.target))
-                self._scratch(span.stop - segment.behind, segment.behind, segment)
-            else:
-                self._scratch(span.start, span.stop - span.start, segment)
-            position = span.stop
-
-    def _scratch(self, position: int, count: int, segment: Segment | None) -> None:
+    def _scratch(self, position: int, count: int, landed: _Landed | None) -> None:
         if count == 0:
             return
         if not self._places or self._places[-1][3] is not None:
             self.scratch_bytes += (position - self.scratch_bytes) % ALIGNMENT
-        self._places.append((self.scratch_bytes, count, segment, None))
+        self._places.append((self.scratch_bytes, count, landed, None))
         self.scratch_bytes += count
 
     @property
     def pinned(self) -> bool:
         """Whether page-locked memory helps to deliver."""
-        return any(segment.want.sink.pinned for segment in self.segments)
+        return any(landed.segment.want.sink.pinned for landed in self._landed)
 
     def place(self, scratch: torch.Tensor) -> list[memoryview]:
         """The views to receive into, those that are neighbours in memory made one."""
         memory = bytes_of(scratch)
         merged: list[memoryview] = []
         run: tuple[int, int] | None = None
-        for at, count, segment, target in self._places:
+        for at, count, landed, target in self._places:
             if target is not None:
                 view = target
                 if run is not None:
@@ -304,24 +296,23 @@ class Landing:
             else:
                 view = memory[at : at + count]
                 run = (at, at + count) if run is None else (run[0], at + count)
-                if segment is not None and not segment.is_direct:
-                    first = at + segment.before
-                    segment.landed = scratch[first : first + segment.stop - segment.start]
-            if segment is not None:
-                segment.views.append(view)
+                if landed is not None and not landed.is_direct:
+                    landed.data = scratch[at + landed.before : at + count - landed.behind]
+            if landed is not None:
+                landed.views.append(view)
         if run is not None:
             merged.append(memory[run[0] : run[1]])
         return merged
 
     def first_bad(self) -> Bad | None:
         """The first block that does not match its checksum."""
-        for segment in self.segments:
-            source = segment.want.source
+        for landed in self._landed:
+            source = landed.segment.want.source
             blocks = source.blocks
             if blocks is None:
                 continue
-            first = (segment.span.start - source.offset) // blocks.size
-            bad = blocks.first_bad(first, segment.views)
+            first = (landed.segment.start - source.offset) // blocks.size
+            bad = blocks.first_bad(first, landed.views)
             if bad is not None:
                 start = source.offset + bad * blocks.size
                 stop = min(start + blocks.size, source.offset + source.nbytes)
@@ -330,5 +321,5 @@ class Landing:
 
     def deliver(self) -> None:
         """Hands over what did not land in its target by itself."""
-        for segment in self.segments:
-            segment.deliver()
+        for landed in self._landed:
+            landed.deliver()
