@@ -8,18 +8,26 @@ Rank ``n`` saves ``checkpoint_{n}.pt`` beneath the location, a plain file of ``t
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from cloudckpt.config import Config
-from cloudckpt.errors import InstallError
+from cloudckpt.errors import (
+    CheckpointError,
+    InstallError,
+    ShapeMismatchError,
+    UnsupportedTensorError,
+)
 from cloudckpt.events import Span
-from cloudckpt.torch_files.file_part import FilePart
-from cloudckpt.torch_files.torch_file import TorchFile
+from cloudckpt.torch_files.torch_file import TorchFile, tensors_in
 from cloudckpt.torch_files.torch_save import write_torch_file
+from cloudckpt.transfer.landing import copy_into
 from cloudckpt.transfer.stats import Transferred
 from cloudckpt.uri import CheckpointURI
 
@@ -173,7 +181,7 @@ class CloudCheckpointReader(CheckpointReader):
             try:
                 if state_dict is None:
                     return file.load(map_location), []
-                part = FilePart(file, map_location, str(uri))
+                part = _FilePart(file, map_location, str(uri))
                 updated = part.merged(state_dict, file.skeleton())
                 part.fetch()
             finally:
@@ -183,6 +191,120 @@ class CloudCheckpointReader(CheckpointReader):
             more = f" and {len(part.missing) - 10} more" if len(part.missing) > 10 else ""
             logger.warning("%s lacks the keys %s%s", uri, part.missing[:10], more)
         return updated, part.missing
+
+
+_Path = tuple[Any, ...]
+"""Keys and indices that lead to an entry."""
+
+
+class _FilePart:
+    """The part of a file that a state dict names: first :meth:`merged`, then :meth:`fetch`.
+
+    Args:
+        file: The file.
+        map_location: A device for tensors that are made here; anything else stands for the host.
+        uri: The file, for messages.
+
+    Attributes:
+        missing: What the file does not have.
+    """
+
+    def __init__(self, file: TorchFile, map_location: Any, uri: str) -> None:
+        self.missing: list[str] = []
+        self._file = file
+        self._uri = uri
+        self._device = map_location if isinstance(map_location, (str, torch.device)) else "cpu"
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def merged(self, target: Any, source: Any, path: _Path = ()) -> Any:
+        """``target`` with what the file has for it; plain tensors are noted, to be read at once."""
+        if target is not None and not _is_like(target, source):
+            theirs = f"the file has a {type(source).__name__} there"
+            raise self._misfit(path, f"is a {type(target).__name__}, and {theirs}")
+        if isinstance(source, torch.Tensor):
+            return self._tensor(target, source, path)
+        if isinstance(source, Mapping):
+            target = dict.fromkeys(source) if target is None else target
+            for key in list(target):
+                below = (*path, key)
+                if key in source:
+                    target[key] = self.merged(target[key], source[key], below)
+                else:
+                    self.missing.append(_text(below))
+            return target
+        if type(source) in (list, tuple):
+            wanted = list(target) if target is not None else []
+            if len(wanted) > len(source):
+                counts = f"has {len(wanted)} entries, and the file {len(source)}"
+                raise self._misfit(path, counts)
+            wanted.extend([None] * (len(source) - len(wanted)))
+            pairs = enumerate(zip(wanted, source, strict=True))
+            return type(source)(self.merged(t, s, (*path, at)) for at, (t, s) in pairs)
+        return source if tensors_in(source) == [] else self._whole(path)
+
+    def _tensor(
+        self, target: torch.Tensor | None, source: torch.Tensor, path: _Path
+    ) -> torch.Tensor:
+        is_plain = self._file.extent(source) is not None
+        if target is None and not is_plain:
+            whole: torch.Tensor = self._whole(path)
+            return whole.to(self._device)
+        if target is None:
+            target = torch.empty(source.shape, dtype=source.dtype, device=self._device)
+        elif target.shape != source.shape or target.dtype != source.dtype:
+            raise self._misfit(
+                path,
+                f"has shape {tuple(source.shape)} and type {source.dtype} in the file, and "
+                f"{tuple(target.shape)} and {target.dtype} in the state dict",
+                ShapeMismatchError,
+            )
+        elif target.layout != source.layout:
+            raise self._misfit(
+                path,
+                f"has the layout {source.layout} in the file, and {target.layout} in the state "
+                "dict: give None for it",
+                UnsupportedTensorError,
+            )
+        if is_plain:
+            self._pairs.append((source, target))
+        else:
+            copy_into(target, self._whole(path))
+        return target
+
+    def _misfit(
+        self, path: _Path, what: str, kind: type[CheckpointError] = CheckpointError
+    ) -> CheckpointError:
+        return kind(f"{_text(path)} {what}", uri=self._uri, item=_text(path))
+
+    def fetch(self) -> None:
+        """Fills the tensors that were noted."""
+        self._file.read_into(self._pairs)
+
+    @functools.cached_property
+    def _all(self) -> Any:
+        """What was saved, for what only ``torch.load`` can build."""
+        return self._file.load()
+
+    def _whole(self, path: _Path) -> Any:
+        value = self._all
+        for key in path:
+            value = value[key]
+        return value
+
+
+def _text(path: _Path) -> str:
+    """A path as torch's reader writes it."""
+    text = ""
+    for key in path:
+        text += f"[{key}]" if type(key) is int else f".{key}" if text else str(key)
+    return text or "the state dict"
+
+
+def _is_like(target: Any, source: Any) -> bool:
+    for kind in (torch.Tensor, Mapping, list, tuple):
+        if isinstance(source, kind):
+            return isinstance(target, kind)
+    return isinstance(target, type(source))
 
 
 def _rank_info() -> RankInfo:

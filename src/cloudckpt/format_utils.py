@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from cloudckpt.api import save
+from cloudckpt.api import ToLoad, load_prepared, save
 from cloudckpt.config import Config
 from cloudckpt.dcp.planners import DynamicMetaLoadPlanner, EverythingPlanner
 from cloudckpt.dcp.reader import CloudStorageReader
@@ -70,7 +70,7 @@ def dcp_to_torch_save(
     check_destination(target, config)
     reader = CloudStorageReader(checkpoint, config=config, trust_pickle=trust_pickle)
     planner = EverythingPlanner(reader.checkpoint_id)
-    begun_anew(lambda: _read_all(reader, planner))
+    load_prepared({}, lambda: ToLoad(reader, planner), no_dist=True)
     return write_torch_file(planner.content(reader.structure), target, config)
 
 
@@ -127,13 +127,3 @@ def _load_file(uri: CheckpointURI, config: Config, trust_pickle: bool) -> Any:
             return file.load()
         finally:
             span.bytes = file.transferred.bytes
-
-
-def _read_all(reader: CloudStorageReader, planner: EverythingPlanner) -> None:
-    """All of a checkpoint, as torch's loader does it on one rank."""
-    metadata = reader.read_metadata()
-    planner.set_up_planner({}, metadata, True)
-    reader.set_up_storage_reader(metadata, True)
-    plan = reader.prepare_local_plan(planner.create_local_plan())
-    (plan,) = reader.prepare_global_plan(planner.create_global_plan([plan]))
-    reader.read_data(planner.finish_plan(plan), planner).wait()

@@ -32,7 +32,7 @@ from cloudckpt.stores.s3 import S3Store
 from cloudckpt.testing.contract.data import put, put_part, some_bytes
 from cloudckpt.testing.proxy import FaultyProxy
 from cloudckpt.testing.wire_faults import Reset, s3_error
-from cloudckpt.torch_files.upload_stream import upload_stream
+from cloudckpt.torch_files.torch_save import upload_stream
 from cloudckpt.transfer.stats import TransferStats
 
 KEY = "run/object"

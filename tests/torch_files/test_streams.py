@@ -20,7 +20,7 @@ from cloudckpt.stores.base import Capabilities
 from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.testing.faulty import FaultyStore
 from cloudckpt.torch_files.object_file import ObjectFile, PinnedObject
-from cloudckpt.torch_files.upload_stream import UploadStream, upload_stream
+from cloudckpt.torch_files.torch_save import UploadStream, upload_stream
 from cloudckpt.transfer.stats import TransferStats
 
 KEY = "run/model.pt"

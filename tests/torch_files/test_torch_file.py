@@ -17,8 +17,7 @@ from cloudckpt.testing.faulty import FaultyStore
 from cloudckpt.torch_files import torch_file
 from cloudckpt.torch_files.object_file import ObjectFile
 from cloudckpt.torch_files.torch_file import TorchFile
-from cloudckpt.torch_files.torch_save import write_torch_file
-from cloudckpt.torch_files.upload_stream import UploadStream
+from cloudckpt.torch_files.torch_save import UploadStream, write_torch_file
 from cloudckpt.transfer import stats as stats_module
 from cloudckpt.transfer.landing import copy_into
 from cloudckpt.uri import CheckpointURI

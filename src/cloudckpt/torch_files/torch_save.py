@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import io
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import PurePosixPath
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -16,6 +17,7 @@ from cloudckpt.errors import (
     CheckpointError,
     CheckpointExistsError,
     CloudCheckpointError,
+    InvalidRequestError,
     InvalidURIError,
     ObjectNotFoundError,
 )
@@ -23,12 +25,22 @@ from cloudckpt.events import Span
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.stores.listings import forget_listings
 from cloudckpt.torch_files.torch_file import object_at
-from cloudckpt.torch_files.upload_stream import UploadStream, upload_stream
+from cloudckpt.transfer.group import TaskGroup
+from cloudckpt.transfer.parts import Piece, choose_part_size
 from cloudckpt.transfer.retry import Retrier
+from cloudckpt.transfer.staging import Slab, StagingPool
 from cloudckpt.transfer.stats import Transferred, TransferStats
+from cloudckpt.transfer.upload import ObjectUpload
 from cloudckpt.uri import CheckpointURI
 
-__all__ = ["check_destination", "write_torch_file"]
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+__all__ = ["UploadStream", "check_destination", "upload_stream", "write_torch_file"]
+
+logger = logging.getLogger("cloudckpt")
+
+_PARTS_IN_BUDGET = 6  # see choose_part_size
 
 _OTHER_FORMATS = {
     ".gguf": "GGUF",
@@ -98,29 +110,164 @@ def write_torch_file(
     store, key = check_destination(uri, config)
     expected = _size_of(value)
     stats = TransferStats(str(uri), rank, expected)
+
+    def dump(stream: UploadStream) -> None:
+        try:
+            torch.save(value, cast(IO[bytes], stream))
+        except (CloudCheckpointError, Warning, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as exc:
+            raise CheckpointError(
+                "torch.save can't write this state: remove or convert what it names",
+                uri=str(uri),
+                cause=exc,
+            ) from exc
+
     with Span("upload", str(uri), rank) as span:
         try:
-            write = functools.partial(_dump, value, uri=str(uri))
-            upload_stream(store, key, write, config, stats, expected=expected)
+            upload_stream(store, key, dump, config, stats, expected=expected)
         finally:
             span.bytes = stats.snapshot().bytes
             forget_listings()
     return stats.snapshot()
 
 
-def _dump(value: Any, stream: UploadStream, uri: str) -> None:
-    try:
-        torch.save(value, cast(IO[bytes], stream))
-    except Exception as exc:
-        if stream.failure is not None or isinstance(
-            exc, (CloudCheckpointError, Warning, MemoryError, torch.OutOfMemoryError)
-        ):
+class _NamedUpload(ObjectUpload):
+    """An upload to a key that its user has chosen: what else is at that key is not touched."""
+
+    def abandon(self) -> None:
+        if self._upload is not None and self.info is None:
+            self._abort(self._upload)
+        self._abort_twins()
+
+    def _abort_twins(self) -> None:
+        if self._may_have_twin:
+            # unlike one with a random key, it can't be told from an upload of somebody else
+            logger.warning(
+                "%s: an empty multipart upload may have been left behind",
+                self._store.uri(self.key),
+            )
+
+
+class UploadStream(io.RawIOBase):
+    """A file that is sent while it is written; what is written is copied, so it may change after.
+
+    Attributes:
+        failure: The first error of a write, or an interrupt. Writers written in C++ replace it by
+            an error of their own.
+    """
+
+    def __init__(self, upload: ObjectUpload, pool: StagingPool, most: int, uri: str) -> None:
+        super().__init__()
+        self.failure: BaseException | None = None
+        self._upload = upload
+        self._pool = pool
+        self._slab_bytes = pool.slab_bytes
+        self._most = most
+        self._uri = uri
+        self._at = 0
+        self._slab: Slab | None = None
+        self._filled = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def write(self, data: ReadableBuffer) -> int:
+        """Takes all of ``data``; blocks while the network is behind."""
+        if self.failure is not None:
+            raise self.failure
+        view = memoryview(data).cast("B")
+        count = view.nbytes
+        try:
+            self._copy(view)
+        except BaseException as error:
+            self.failure = error
             raise
-        raise CheckpointError(
-            "torch.save can't write this state: remove or convert what it names",
-            uri=uri,
-            cause=exc,
-        ) from exc
+        self._at += count
+        return count
+
+    def _copy(self, view: memoryview) -> None:
+        if self._at + view.nbytes > self._most:
+            raise InvalidRequestError(
+                f"the object exceeds {self._most} bytes, the most that parts of this size add up "
+                "to: raise Config(memory_budget=...), on which the size of parts depends",
+                uri=self._uri,
+            )
+        while view.nbytes:
+            if self._slab is None:
+                self._slab, _ = self._pool.reserve(self._slab_bytes)
+                self._filled = 0
+            count = min(view.nbytes, self._slab_bytes - self._filled)
+            self._slab.view[self._filled : self._filled + count] = view[:count]
+            self._filled += count
+            view = view[count:]
+            if self._filled == self._slab_bytes:
+                self._pass_on()
+
+    def _pass_on(self) -> None:
+        if self._slab is not None:
+            slab, self._slab = self._slab, None
+            self._upload.write(Piece(slab.view[: self._filled], lease=slab))
+
+    def finish(self) -> None:
+        """Says that nothing follows."""
+        self._pass_on()
+        self._upload.close()
+
+
+def upload_stream(
+    store: ObjectStore,
+    key: str,
+    write: Callable[[UploadStream], None],
+    config: Config,
+    stats: TransferStats,
+    *,
+    expected: int,
+) -> None:
+    """Sends what ``write`` writes as the object ``key``, which appears, or is replaced, at the end.
+
+    If ``write`` raises, nothing changes at the key, and no parts are left in the store; only if the
+    answer to the last request was lost may the new object be there, whole. The memory in use is
+    ``memory_budget``; for objects of more than about 100 GiB, whose parts must be larger, it is
+    1/1500 of ``expected``, the bytes that will be written, about.
+
+    Raises:
+        StoreError: If the store refuses or stays unreachable; ``write`` sees the same error, or
+            TransferCancelledError, from its next write.
+    """
+    limits = store.capabilities
+    least = expected // (limits.max_parts * 9 // 10)
+    wanted = config.part_size and max(config.part_size, least)
+    budget = max(config.memory_budget, _PARTS_IN_BUDGET * least)
+    group = TaskGroup(config.connections, name="cloudckpt-save", interrupt=store.interrupt)
+    retrier = Retrier(config.retry, group.cancellation, on_retry=stats.add_retry)
+    pool = StagingPool(budget, group.cancellation)
+    part_size = choose_part_size(
+        expected, wanted, limits, connections=config.connections, copied=budget
+    )
+    upload = _NamedUpload(store, key, part_size, group, retrier, stats)
+    most = part_size * limits.max_parts
+    stream = UploadStream(upload, pool, most, store.uri(key))
+
+    def produce() -> None:
+        try:
+            write(stream)
+        except Exception as error:
+            if stream.failure is not None and stream.failure is not error:
+                raise stream.failure from error
+            raise
+        stream.finish()
+
+    try:
+        group.run(produce)
+    except BaseException:
+        upload.abandon()
+        raise
+    finally:
+        pool.close()
 
 
 def _size_of(value: Any) -> int:
