@@ -57,7 +57,6 @@ from cloudckpt.stores import azure_names, azure_tokens
 from cloudckpt.stores.azure import AzureStore, block_id
 from cloudckpt.stores.base import ObjectInfo, Part, Upload
 from cloudckpt.stores.registry import open_store
-from cloudckpt.testing.servers import free_port
 
 ACCOUNT = "account"
 KEY = base64.b64encode(b"SECRETKEY" * 4).decode()
@@ -664,30 +663,6 @@ def test_an_emulators_account_is_in_the_path(server, monkeypatch):
     store.close()
     assert urlsplit(request.target).path == "/devstoreaccount1/container/run/object"
     assert_signed(request, account="devstoreaccount1")
-
-
-def test_no_proxy_is_respected(server, monkeypatch, open_azure):
-    monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{free_port()}")
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    assert urlsplit(call(open_azure(), server, "put").target).path == "/container/run/object"
-
-
-@pytest.mark.parametrize("variable", ["HTTP_PROXY", "ALL_PROXY", "all_proxy"])
-def test_a_proxy_may_be_written_without_its_scheme(server, monkeypatch, variable):
-    monkeypatch.setenv(variable, server.url.removeprefix("http://"))
-    options = AzureOptions(endpoint_url="http://store.example")
-    store = AzureStore("container", Config(azure=options))
-    assert call(store, server, "put").target.startswith("http://store.example/container/run/object")
-    store.close()
-
-
-def test_the_proxy_of_the_scheme_goes_before_that_for_all(server, monkeypatch):
-    monkeypatch.setenv("HTTP_PROXY", server.url)
-    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:9")
-    options = AzureOptions(endpoint_url="http://store.example")
-    store = AzureStore("container", Config(azure=options))
-    assert call(store, server, "put").target.startswith("http://store.example/container/run/object")
-    store.close()
 
 
 @pytest.mark.parametrize(

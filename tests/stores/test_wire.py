@@ -151,6 +151,43 @@ def test_a_key_with_dot_segments_is_never_sent(store, server, key):
     assert server.requests == []
 
 
+# proxies
+
+
+def asked(dialect, url, server):
+    """The request to put an object with a store at a URL."""
+    store = dialect.open(url)
+    function, answer = dialect.verbs["put"]
+    server.answer(**answer)
+    function(store)
+    store.close()
+    return server.requests[-1].target
+
+
+@pytest.mark.parametrize("hosts", ["127.0.0.1", ".internal,127.0.0.1"])
+def test_no_proxy_is_respected(dialect, server, monkeypatch, hosts):
+    monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("NO_PROXY", hosts)
+    assert asked(dialect, server.url, server).startswith("/")
+
+
+def test_a_proxy_may_be_written_without_its_scheme(dialect, server, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", server.url.removeprefix("http://"))
+    assert asked(dialect, "http://store.example", server).startswith("http://store.example/")
+
+
+@pytest.mark.parametrize("dialect", ["google", "azure"], indirect=True)  # boto3 knows none
+@pytest.mark.parametrize("variable", ["ALL_PROXY", "all_proxy"])
+def test_a_proxy_for_all_is_asked_unless_there_is_one_for_the_scheme(
+    dialect, server, monkeypatch, variable
+):
+    monkeypatch.setenv(variable, server.url.removeprefix("http://"))
+    assert asked(dialect, "http://store.example", server).startswith("http://store.example/")
+    monkeypatch.setenv("HTTP_PROXY", server.url)
+    monkeypatch.setenv(variable, "socks5://127.0.0.1:9")
+    assert asked(dialect, "http://store.example", server).startswith("http://store.example/")
+
+
 # when to come back
 
 
