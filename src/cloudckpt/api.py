@@ -32,8 +32,7 @@ from cloudckpt.errors import (
     ProcessGroupError,
 )
 from cloudckpt.stores.listings import forget_listings
-from cloudckpt.transfer.opening import open_store
-from cloudckpt.transfer.retry import Restarts, Retrier
+from cloudckpt.transfer.retry import Restarts, Retrier, open_store
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = [

@@ -28,10 +28,10 @@ from cloudckpt.errors import (
     TLSError,
     TransientStoreError,
 )
-from cloudckpt.stores import instance_metadata
+from cloudckpt.stores import s3_credentials
 from cloudckpt.stores.s3 import S3Store
 from cloudckpt.testing.servers import free_port
-from cloudckpt.transfer.opening import open_store
+from cloudckpt.transfer.retry import open_store
 from stubs.aws_services import AwsServices
 
 PATIENT = RetryPolicy(attempts=10, base=0.0, cap=0.0, deadline=60.0)
@@ -223,7 +223,7 @@ def test_where_no_metadata_are_to_be_expected_there_are_no_credentials(
 ):
     nowhere = f"http://127.0.0.1:{free_port()}"
     monkeypatch.setattr(botocore.utils.IMDSFetcher, "_select_base_url", lambda *_: nowhere)
-    monkeypatch.setattr(instance_metadata, "_is_ec2", lambda: is_ec2)
+    monkeypatch.setattr(s3_credentials, "_is_ec2", lambda: is_ec2)
     with pytest.raises(ConnectionLostError if is_ec2 else CredentialsError):
         open_s3()
 

@@ -33,8 +33,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.events import Span
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
-from cloudckpt.transfer.opening import open_store
-from cloudckpt.transfer.retry import Retrier, begun_anew, check_unchanged
+from cloudckpt.transfer.retry import Retrier, begun_anew, check_unchanged, open_store
 from cloudckpt.transfer.stats import Transferred, TransferStats
 from cloudckpt.uri import CheckpointURI, URILike
 

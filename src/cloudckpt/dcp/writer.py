@@ -46,8 +46,7 @@ from cloudckpt.stores.base import ObjectStore, random_suffix
 from cloudckpt.stores.listings import forget_listings
 from cloudckpt.stores.registry import checkpoint_location
 from cloudckpt.transfer.deleting import delete_quietly
-from cloudckpt.transfer.opening import open_store
-from cloudckpt.transfer.retry import Retrier
+from cloudckpt.transfer.retry import Retrier, open_store
 from cloudckpt.transfer.stats import Transferred, TransferStats
 from cloudckpt.uri import CheckpointURI, URILike
 

@@ -15,8 +15,7 @@ from cloudckpt.checkpoint.objects import METADATA
 from cloudckpt.config import MIB, Config
 from cloudckpt.stores.base import ObjectStore, random_suffix
 from cloudckpt.transfer.deleting import delete_each
-from cloudckpt.transfer.opening import open_store
-from cloudckpt.transfer.retry import Retrier
+from cloudckpt.transfer.retry import Retrier, open_store
 from cloudckpt.uri import CheckpointURI
 
 __all__ = [

@@ -49,7 +49,7 @@ from cloudckpt.stores.rest import (
     encode_query,
     http_date,
 )
-from cloudckpt.stores.xml_answers import text, unqualified
+from cloudckpt.stores.xml_api import text, unqualified
 
 __all__ = ["AzureStore"]
 

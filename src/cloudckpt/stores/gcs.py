@@ -34,7 +34,7 @@ from cloudckpt.stores.gcs_errors import from_answer
 from cloudckpt.stores.gcs_json import JsonObjects, Properties, carried_out, generation, parse_crc32c
 from cloudckpt.stores.http import HttpClient, Reply
 from cloudckpt.stores.rest import Request, RestStore, encode_key, encode_query
-from cloudckpt.stores.xml_multipart import Dialect, XmlMultipart
+from cloudckpt.stores.xml_api import Dialect, XmlMultipart
 
 __all__ = ["GCSStore"]
 

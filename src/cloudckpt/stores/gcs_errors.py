@@ -30,7 +30,7 @@ from cloudckpt.stores.refusals import (
     by_code,
     refusal,
 )
-from cloudckpt.stores.xml_answers import error_fields
+from cloudckpt.stores.xml_api import error_fields
 
 __all__ = ["from_answer"]
 

@@ -53,8 +53,7 @@ from cloudckpt.stores.s3_access import (
     object_headers,
 )
 from cloudckpt.stores.s3_errors import from_answer
-from cloudckpt.stores.xml_answers import key_text, text, unqualified
-from cloudckpt.stores.xml_multipart import Dialect, XmlMultipart
+from cloudckpt.stores.xml_api import Dialect, XmlMultipart, key_text, text, unqualified
 from cloudckpt.uri import CheckpointURI
 
 __all__ = ["S3Store"]

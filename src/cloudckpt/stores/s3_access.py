@@ -41,8 +41,7 @@ try:
     from botocore.httpsession import get_cert_path
     from botocore.utils import get_environ_proxies
 
-    from cloudckpt.stores.instance_metadata import METADATA_SETTINGS
-    from cloudckpt.stores.s3_credentials import Keys
+    from cloudckpt.stores.s3_credentials import METADATA_SETTINGS, Keys
 except ImportError as exc:
     raise MissingDependencyError(
         "s3:// needs boto3; install it with: pip install 'cloudckpt[s3]'", cause=exc

@@ -33,7 +33,7 @@ from cloudckpt.stores.refusals import (
     by_status,
     refusal,
 )
-from cloudckpt.stores.xml_answers import error_fields
+from cloudckpt.stores.xml_api import error_fields
 
 __all__ = ["from_answer", "from_code"]
 

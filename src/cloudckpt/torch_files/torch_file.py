@@ -28,8 +28,8 @@ from cloudckpt.torch_files.zip_directory import storage_sizes
 from cloudckpt.transfer.boxes import row_major_slices
 from cloudckpt.transfer.landing import BoxSink, FlatSink, Wanted, copy_into
 from cloudckpt.transfer.memory import extent
-from cloudckpt.transfer.opening import open_store
 from cloudckpt.transfer.parts import even_share
+from cloudckpt.transfer.retry import open_store
 from cloudckpt.transfer.stats import Transferred, TransferStats
 from cloudckpt.uri import CheckpointURI
 

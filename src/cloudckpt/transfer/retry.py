@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from cloudckpt.config import RetryPolicy
+from cloudckpt.config import Config, RetryPolicy
 from cloudckpt.errors import (
     CheckpointReplacedError,
     CloudCheckpointError,
@@ -19,10 +19,12 @@ from cloudckpt.errors import (
     ThrottledError,
     TransientStoreError,
 )
+from cloudckpt.stores import registry
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.transfer.group import Cancellation
+from cloudckpt.uri import CheckpointURI
 
-__all__ = ["Restarts", "Retrier", "begun_anew", "check_unchanged"]
+__all__ = ["Restarts", "Retrier", "begun_anew", "check_unchanged", "open_store"]
 
 T = TypeVar("T")
 logger = logging.getLogger("cloudckpt")
@@ -111,6 +113,20 @@ class Retrier:
 
     def _pauses(self) -> _Pauses:
         return _Pauses(self.policy, self._clock, self._draw)
+
+
+def open_store(uri: CheckpointURI, config: Config) -> ObjectStore:
+    """The store that the registry opens, tried as ``config.retry`` says.
+
+    Its credentials come from services, of an instance or of an identity platform, which may fail
+    for a moment: that would end a save before its first request.
+
+    Raises:
+        StoreError: If there are no credentials for it, none that can be used, or none in time.
+        ConfigError: If it can't be reached with these options.
+        MissingDependencyError: If its packages are not installed.
+    """
+    return Retrier(config.retry).call(lambda: registry.open_store(uri, config))
 
 
 class _Pauses:

@@ -1,14 +1,17 @@
-"""What the tests of the contract send, and how."""
+"""What a subclass of the contract provides, and what its tests send."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+import pytest
 
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, Part, Upload
 
 __all__ = [
     "SEVERAL_STEPS",
+    "Hooks",
     "checksum",
     "cut",
     "in_order",
@@ -23,6 +26,40 @@ SEVERAL_STEPS = 9 * 1024 * 1024 + 17
 """Bytes that no store moves in one go."""
 
 _SMALLEST_PART = 64 * 1024
+
+
+class Hooks:
+    """The store under test, and a way around it.
+
+    Attributes:
+        object_count: How many objects the test of listing makes. Choose more than the store lists
+            in one request (1,000 for S3).
+        atomic_conditions: Whether of several ``put`` with ``if_absent`` at the same moment only one
+            may succeed. Only for an emulator that can't do what the real store does.
+        honours_conditional_deletes: Whether ``delete`` with ``if_version`` takes no other version.
+    """
+
+    object_count = 1100
+    atomic_conditions = True
+    honours_conditional_deletes = True
+
+    @pytest.fixture
+    def store(self) -> Iterator[ObjectStore]:
+        """The store under test."""
+        raise NotImplementedError("a subclass of StoreContract provides the fixture 'store'")
+
+    @pytest.fixture
+    def prefix(self) -> str:
+        """What all keys of a test begin with; an absolute path for a file system."""
+        return "contract/"
+
+    def put_directly(self, store: ObjectStore, key: str, data: bytes) -> None:
+        """Creates an object without the store under test."""
+        raise NotImplementedError("a subclass of StoreContract provides 'put_directly'")
+
+    def get_directly(self, store: ObjectStore, key: str) -> bytes:
+        """The bytes of an object that exists, without the store under test."""
+        raise NotImplementedError("a subclass of StoreContract provides 'get_directly'")
 
 
 def some_bytes(size: int, seed: int = 0) -> bytes:

@@ -5,7 +5,7 @@ import tracemalloc
 import pytest
 
 from cloudckpt.errors import ServerError
-from cloudckpt.stores.xml_answers import error_fields, text, unqualified
+from cloudckpt.stores.xml_api import error_fields, text, unqualified
 
 URI = "s3://bucket/run"
 
