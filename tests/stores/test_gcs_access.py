@@ -934,7 +934,7 @@ def test_google_is_the_default(stub_server, monkeypatch, domain, host, verb):
     store.close()
     assert asked == [("CONNECT", f"{host}:443")]
     assert store.capabilities.conditional_writes is True
-    assert store._checksums is True
+    assert store.capabilities.verifies
 
 
 @pytest.mark.parametrize("scheme", ["http://", ""])

@@ -19,6 +19,7 @@ from cloudckpt.errors import (
 from cloudckpt.stores.base import Part, Upload
 from cloudckpt.stores.gcs import GCSStore
 from cloudckpt.stores.gcs_compose import is_temporary
+from stubs import gcs_answers as answers
 from stubs.gcs import GcsStub
 
 KEY = "run/step-1/__0_0.0123456789abcdef.distcp"
@@ -184,6 +185,28 @@ def test_no_part_is_taken_when_another_process_has_aborted(open_gcs, state):
     open_gcs().abort_upload(upload)
     with pytest.raises(ObjectNotFoundError):
         put_part(open_gcs(), upload, 3, b"too late")
+    assert state.keys("bucket") == []
+
+
+def test_an_abort_tries_every_part_and_tells_what_is_worth_another_try(store, state):
+    upload, _, _ = sent(store, 3)
+    for number, refusal in (
+        (0, answers.retained("b", "k", "2027")),
+        (2, answers.too_fast("b", "k")),
+    ):
+        said = refusal.as_json()
+        state.inject(
+            lambda request, end=f"0-000{number}.cloudckpt-part": (
+                request.method == "DELETE" and request.path.endswith(end)
+            ),
+            said.status,
+            said.headers,
+            said.body,
+        )
+    with pytest.raises(ThrottledError):
+        store.abort_upload(upload)
+    assert len(state.keys("bucket")) == 2
+    store.abort_upload(upload)
     assert state.keys("bucket") == []
 
 

@@ -31,7 +31,13 @@ from cloudckpt.stores.base import Body, Capabilities, ObjectInfo, Part, Progress
 from cloudckpt.stores.gcs_access import BucketAccess
 from cloudckpt.stores.gcs_compose import MAX_PARTS, Composition, is_temporary
 from cloudckpt.stores.gcs_errors import from_answer
-from cloudckpt.stores.gcs_json import JsonObjects, Properties, carried_out, generation, parse_crc32c
+from cloudckpt.stores.gcs_json import (
+    JsonObjects,
+    carried_out,
+    creation_headers,
+    generation,
+    parse_crc32c,
+)
 from cloudckpt.stores.http import HttpClient, Reply
 from cloudckpt.stores.rest import Request, RestStore, encode_key, encode_query
 from cloudckpt.stores.xml_api import Dialect, XmlMultipart
@@ -58,21 +64,22 @@ class GCSStore(RestStore):
     def __init__(self, bucket: str, config: Config) -> None:
         root = f"gs://{bucket}"
         options = config.gcs
-        self._properties = Properties.of(options)
+        creation = {"Content-Type": "application/octet-stream", **creation_headers(options)}
         self._access = BucketAccess(config, root)
         super().__init__(root, HttpClient(self._access.http_options), self._access.credentials)
         endpoint, is_google = self._access.endpoint, self._access.is_google
         self._downloads = _Downloads(endpoint, is_google=is_google)
-        self._checksums = is_google if options.checksum == "auto" else options.checksum == "on"
-        self._objects = JsonObjects(
-            self, endpoint, bucket, checksums=self._checksums, payer=options.user_project
-        )
+        checksums = is_google if options.checksum == "auto" else options.checksum == "on"
+        self._objects = JsonObjects(self, endpoint, bucket, options, checksums=checksums)
         self._bucket_url = f"{endpoint}/{quote(bucket, safe='')}"  # of the XML API
-        self._multipart = XmlMultipart(self, self._bucket_url, self._dialect())
+        dialect = Dialect(creation=creation)
+        if checksums:
+            dialect = replace(dialect, part=lambda crc: {"x-goog-hash": f"crc32c={to_base64(crc)}"})
+        self._multipart = XmlMultipart(self, self._bucket_url, dialect)
         self._has_cached = False  # whether data of the bucket may come from a cache
         self._composition: Composition | None = None
         if options.upload_strategy == "compose":
-            self._composition = Composition(self._objects, self._properties)
+            self._composition = Composition(self._objects)
         self._uploads = self._composition or self._multipart
         self.capabilities = Capabilities(
             conditional_writes=True if is_google else None,
@@ -81,16 +88,7 @@ class GCSStore(RestStore):
             max_part_size=_MAX_PART,
             max_parts=MAX_PARTS if self._composition else _MAX_MULTIPART_PARTS,
             max_put_size=_MAX_PART,
-            verifies=self._checksums,
-        )
-
-    def _dialect(self) -> Dialect:
-        creation = {"Content-Type": "application/octet-stream", **self._properties.headers()}
-        if not self._checksums:
-            return Dialect(creation=creation)
-        return Dialect(
-            creation=creation,
-            part=lambda crc32c: {"x-goog-hash": f"crc32c={to_base64(crc32c)}"},
+            verifies=checksums,
         )
 
     def put(
@@ -105,12 +103,7 @@ class GCSStore(RestStore):
     ) -> ObjectInfo:
         wanted = "0" if if_absent else None if if_version is None else generation(if_version)
         return self._objects.insert(
-            key,
-            body,
-            crc32c=checksum,
-            properties=self._properties,
-            if_generation=wanted,
-            progress=progress,
+            key, body, crc32c=checksum, if_generation=wanted, progress=progress
         )
 
     def create_upload(self, key: str, part_size: int) -> Upload:

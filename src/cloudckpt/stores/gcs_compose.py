@@ -14,7 +14,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cloudckpt.checksum import CRC32C
-from cloudckpt.errors import ObjectNotFoundError, StoreError, TransientStoreError
+from cloudckpt.errors import (
+    ConnectionLostError,
+    ObjectNotFoundError,
+    StoreError,
+    TransientStoreError,
+)
 from cloudckpt.stores.base import (
     Body,
     ObjectInfo,
@@ -24,7 +29,7 @@ from cloudckpt.stores.base import (
     nbytes,
     random_suffix,
 )
-from cloudckpt.stores.gcs_json import JsonObjects, Properties, carried_out
+from cloudckpt.stores.gcs_json import JsonObjects, carried_out
 
 __all__ = ["MAX_PARTS", "Composition", "is_temporary"]
 
@@ -55,15 +60,13 @@ class _Piece:
 class Composition:
     """The uploads of one bucket."""
 
-    def __init__(self, objects: JsonObjects, properties: Properties) -> None:
+    def __init__(self, objects: JsonObjects) -> None:
         self._objects = objects
-        self._properties = properties
-        self._of_parts = properties.of_parts()
 
     def create(self, key: str, part_size: int) -> Upload:
         """Begins an upload."""
         upload = Upload(key, random_suffix(), part_size)
-        self._objects.insert(_name(upload, 0, 0), [], crc32c=0, properties=self._of_parts)
+        self._objects.insert(_name(upload, 0, 0), [], crc32c=0, is_part=True)
         return upload
 
     def put_part(
@@ -75,7 +78,7 @@ class Composition:
             _name(upload, 0, number),
             body,
             crc32c=checksum,
-            properties=self._of_parts,
+            is_part=True,
             progress=progress,
         )
         return Part(number, nbytes(body), info.version, checksum)
@@ -94,7 +97,7 @@ class Composition:
                 self._joined_piece(_name(upload, 1, number), group)
                 for number, group in enumerate(groups, 1)
             ]
-        info = self._compose(upload.key, pieces, self._properties, if_absent=if_absent)
+        info = self._compose(upload.key, pieces, if_absent=if_absent)
         try:
             with carried_out():
                 self.abort(upload)
@@ -108,7 +111,7 @@ class Composition:
         """A temporary object made of others, by this request or by an earlier try."""
         size, crc32c = _joined(pieces)
         try:
-            info = self._compose(key, pieces, self._of_parts)
+            info = self._compose(key, pieces, is_part=True)
         except TransientStoreError:
             raise
         except StoreError as refused:  # because it has taken place, and the sources are gone?
@@ -121,17 +124,30 @@ class Composition:
         return _Piece(key, size, crc32c, info.version)
 
     def _compose(
-        self, key: str, pieces: list[_Piece], properties: Properties, *, if_absent: bool = False
+        self, key: str, pieces: list[_Piece], *, is_part: bool = False, if_absent: bool = False
     ) -> ObjectInfo:
         sources = [(piece.key, piece.version) for piece in pieces]
-        made = self._objects.compose(key, sources, properties, if_absent=if_absent)
+        made = self._objects.compose(key, sources, is_part=is_part, if_absent=if_absent)
         return self._objects.checked(made, *_joined(pieces))
 
     def abort(self, upload: Upload) -> None:
-        """Deletes whatever there is of an upload."""
+        """Deletes whatever there is of an upload; each object is tried, whatever became of others.
+
+        Raises:
+            StoreError: If one is left; of several errors one that is worth another try.
+        """
         found = self._objects.list(f"{upload.key}.{upload.id}.")
+        failures: list[StoreError] = []
         for key in [info.key for info in found if is_temporary(info.key)]:
-            self._objects.delete(key)
+            try:
+                self._objects.delete(key)
+            except ConnectionLostError:
+                raise  # the next request might wait as long for nothing
+            except StoreError as error:
+                failures.append(error)
+        failures.sort(key=lambda error: not isinstance(error, TransientStoreError))
+        if failures:
+            raise failures[0]
 
     def open_uploads(self, prefix: str) -> Iterator[Upload]:
         """The uploads under a prefix that left something behind."""

@@ -10,7 +10,7 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
@@ -29,7 +29,7 @@ from cloudckpt.stores.base import Body, ObjectInfo, Progress, nbytes, random_suf
 from cloudckpt.stores.http import Reply
 from cloudckpt.stores.rest import Pages, RestStore, encode_query, iso_date
 
-__all__ = ["JsonObjects", "Properties", "carried_out", "generation", "parse_crc32c"]
+__all__ = ["JsonObjects", "carried_out", "creation_headers", "generation", "parse_crc32c"]
 
 _NO_GENERATION = str(2**63 - 1)  # generations are times: no object has the last one
 _RESOURCE = "name,size,generation,crc32c"
@@ -39,71 +39,39 @@ _CACHE_CONTROL = "no-store"
 """Google caches what everybody may read for an hour, unless the object forbids it; replacing or
 deleting it does not change what is cached: https://cloud.google.com/storage/docs/caching"""
 
-_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # a token of RFC 9110
 _HEADER_VALUE = re.compile(r"[\x20-\x7e]*")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Properties:
-    """What every new object gets, besides being kept from caches.
+def creation_headers(options: GCSOptions) -> dict[str, str]:
+    """What the options say about new objects, as the XML API takes it.
 
-    Attributes:
-        storage_class: If not the bucket's default.
-        custom_time: RFC 3339.
-        metadata: Names and values.
-        kms_key: The customer-managed key, if not the bucket's default.
+    Raises:
+        ConfigError: If it can't travel in headers.
     """
+    wanted = {
+        "Cache-Control": _CACHE_CONTROL,
+        "x-goog-storage-class": options.storage_class,
+        "x-goog-custom-time": options.custom_time,
+        "x-goog-encryption-kms-key-name": options.kms_key_name,
+        **{f"x-goog-meta-{name}": value for name, value in options.metadata},
+    }
+    headers = {name: value for name, value in wanted.items() if value is not None}
+    for name, value in headers.items():
+        if not _HEADER_VALUE.fullmatch(value):
+            raise ConfigError(f"{name}={value!r} can't be sent in a header; write plain ASCII")
+    return headers
 
-    storage_class: str | None = None
-    custom_time: str | None = None
-    metadata: tuple[tuple[str, str], ...] = ()
-    kms_key: str | None = None
 
-    @classmethod
-    def of(cls, options: GCSOptions) -> Properties:
-        """Those that the options ask for.
-
-        Raises:
-            ConfigError: If one can't travel in a header of the XML API.
-        """
-        found = cls(
-            storage_class=options.storage_class,
-            custom_time=options.custom_time,
-            metadata=options.metadata,
-            kms_key=options.kms_key_name,
-        )
-        for name, value in found.headers().items():
-            if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value):
-                raise ConfigError(f"{name}={value!r} can't be sent in a header; write plain ASCII")
-        return found
-
-    def of_parts(self) -> Properties:
-        """Those of the parts that an object is composed of: their class must be that of the object.
-
-        https://cloud.google.com/storage/docs/composite-objects
-        """
-        return Properties(storage_class=self.storage_class, kms_key=self.kms_key)
-
-    def resource(self) -> dict[str, Any]:
-        """As the JSON API takes them; the key is a parameter of the request."""
-        wanted = {
-            "cacheControl": _CACHE_CONTROL,
-            "storageClass": self.storage_class,
-            "customTime": self.custom_time,
-            "metadata": dict(self.metadata) or None,
-        }
-        return {name: value for name, value in wanted.items() if value is not None}
-
-    def headers(self) -> dict[str, str]:
-        """As the XML API takes them."""
-        wanted = {
-            "Cache-Control": _CACHE_CONTROL,
-            "x-goog-storage-class": self.storage_class,
-            "x-goog-custom-time": self.custom_time,
-            "x-goog-encryption-kms-key-name": self.kms_key,
-            **{f"x-goog-meta-{name}": value for name, value in self.metadata},
-        }
-        return {name: value for name, value in wanted.items() if value is not None}
+def _resource_of(options: GCSOptions) -> dict[str, Any]:
+    """The same as the JSON API takes it; the key of the encryption is a parameter of requests."""
+    wanted = {
+        "contentType": "application/octet-stream",
+        "cacheControl": _CACHE_CONTROL,
+        "storageClass": options.storage_class,
+        "customTime": options.custom_time,
+        "metadata": dict(options.metadata) or None,
+    }
+    return {name: value for name, value in wanted.items() if value is not None}
 
 
 class JsonObjects:
@@ -113,8 +81,8 @@ class JsonObjects:
         store: Whose requests they are.
         endpoint: The URL that paths are appended to.
         bucket: The bucket's name.
+        options: What new objects get, and who pays.
         checksums: Whether to send CRC32C for the store to verify.
-        payer: The project to bill, for buckets whose requesters pay.
     """
 
     def __init__(
@@ -122,15 +90,17 @@ class JsonObjects:
         store: RestStore,
         endpoint: str,
         bucket: str,
+        options: GCSOptions,
         *,
         checksums: bool,
-        payer: str | None = None,
     ) -> None:
         self._store = store
         self._endpoint = endpoint
         self._path = f"/storage/v1/b/{quote(bucket, safe='')}/o"
+        self._options = options
+        # https://cloud.google.com/storage/docs/composite-objects: parts have the object's class
+        self._of_parts = replace(options, custom_time=None, metadata=())
         self._checksums = checksums
-        self._payer = payer
 
     def url(self, key: str, query: Mapping[str, str]) -> str:
         """The URL of an object."""
@@ -139,8 +109,8 @@ class JsonObjects:
     def _call(self, path: str, query: Mapping[str, str]) -> str:
         """A path with its query. The discovery document demands ``userProject`` there."""
         given = {name: value for name, value in query.items() if value}
-        if self._payer is not None:
-            given["userProject"] = self._payer
+        if self._options.user_project is not None:
+            given["userProject"] = self._options.user_project
         return f"{path}?{encode_query(given)}" if given else path
 
     def _object_path(self, key: str) -> str:
@@ -152,7 +122,7 @@ class JsonObjects:
         body: Body,
         *,
         crc32c: int,
-        properties: Properties,
+        is_part: bool = False,
         if_generation: str | None = None,
         progress: Progress | None = None,
     ) -> ObjectInfo:
@@ -162,11 +132,12 @@ class JsonObjects:
             key: The key.
             body: The bytes.
             crc32c: Of the bytes.
-            properties: Of the object.
+            is_part: Whether it is to be composed with others: it gets what must be alike then.
             if_generation: Only if the object has this generation; "0" if there must be none.
             progress: See :data:`~cloudckpt.stores.base.Progress`.
         """
-        resource = {"contentType": "application/octet-stream", **properties.resource()}
+        options = self._of_parts if is_part else self._options
+        resource = _resource_of(options)
         if self._checksums:
             resource["crc32c"] = to_base64(crc32c)
         boundary = f"cloudckpt-{random_suffix()}{random_suffix()}"
@@ -178,8 +149,8 @@ class JsonObjects:
         query = {"uploadType": "multipart", "name": key, "fields": _RESOURCE}
         if if_generation is not None:
             query["ifGenerationMatch"] = if_generation
-        if properties.kms_key is not None:
-            query["kmsKeyName"] = properties.kms_key
+        if options.kms_key_name is not None:
+            query["kmsKeyName"] = options.kms_key_name
         size = nbytes(body)
         with self._store.exchange(
             "POST",
@@ -240,8 +211,8 @@ class JsonObjects:
         self,
         key: str,
         sources: Sequence[tuple[str, str]],
-        properties: Properties,
         *,
+        is_part: bool = False,
         if_absent: bool = False,
     ) -> ObjectInfo:
         """Concatenates up to 32 objects, given by key and generation, and deletes them.
@@ -249,23 +220,21 @@ class JsonObjects:
         What is deleted by this request, and not later, is billed neither as soft-deleted nor for
         the shortest duration of its storage class.
         """
+        options = self._of_parts if is_part else self._options
         content = json.dumps(
             {
                 "sourceObjects": [
                     {"name": name, "generation": version} for name, version in sources
                 ],
-                "destination": {
-                    "contentType": "application/octet-stream",
-                    **properties.resource(),
-                },
+                "destination": _resource_of(options),
                 "deleteSourceObjects": True,
             }
         ).encode()
         query = {"fields": _RESOURCE}
         if if_absent:
             query["ifGenerationMatch"] = "0"
-        if properties.kms_key is not None:
-            query["kmsKeyName"] = properties.kms_key
+        if options.kms_key_name is not None:
+            query["kmsKeyName"] = options.kms_key_name
         url = self._endpoint + self._call(f"{self._object_path(key)}/compose", query)
         headers = {"Content-Type": "application/json"}
         body = [memoryview(content)]
@@ -350,7 +319,7 @@ class JsonObjects:
 
 @contextlib.contextmanager
 def carried_out() -> Iterator[None]:
-    """For what is asked behind a write: its failure is no word of the store against the write."""
+    """Around a look behind a write: its failure does not mean that nothing was written."""
     try:
         yield
     except StoreError as error:
