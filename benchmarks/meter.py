@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.counter import counted
+
 _KIB = 1024
 
 
@@ -21,6 +23,8 @@ class Cost:
     """User and system seconds of this process, native threads included, and of ended children."""
     extra_memory: int
     """Bytes: peak resident memory during the operation less resident memory just before."""
+    futex_calls: int | None = None
+    """Calls that wait for a lock or wake who does; None where they can't be counted."""
 
 
 def measure(operation: Callable[[], None]) -> Cost:
@@ -33,9 +37,10 @@ def measure(operation: Callable[[], None]) -> Cost:
     Path("/proc/self/clear_refs").write_text("5")
     resident = _status("VmRSS")
     cpu, wall = _cpu_seconds(), time.perf_counter()
-    operation()
-    wall, cpu = time.perf_counter() - wall, _cpu_seconds() - cpu
-    return Cost(wall, cpu, max(0, _status("VmHWM") - resident))
+    with counted("futex") as futex:
+        operation()
+        wall, cpu = time.perf_counter() - wall, _cpu_seconds() - cpu
+    return Cost(wall, cpu, max(0, _status("VmHWM") - resident), futex.count)
 
 
 def _cpu_seconds() -> float:

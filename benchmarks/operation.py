@@ -133,6 +133,8 @@ def _perform(
     if action == "save":
         subject.save(filled(_WARM_UP), warm_name)
         state = filled(spec)
+        if here.is_beside_python:
+            threading.Thread(target=_hold_the_gil, daemon=True).start()
         return asdict(measure(lambda: subject.save(state, name)))
     subject.load(blank(_WARM_UP), warm_name)
     state = blank(spec)
