@@ -17,12 +17,17 @@ from hypothesis import strategies as st
 
 import cloudckpt
 from cloudckpt.errors import ConfigError, ConnectionLostError, ServerError, TLSError
-from cloudckpt.stores import watch
+from cloudckpt.stores import long_reads, steps, watch
 from cloudckpt.stores.http import HttpClient, HttpOptions
-from cloudckpt.stores.steps import STEP
 from cloudckpt.testing.servers import free_port
 
 MIB = 1024 * 1024
+STEP = MIB
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch):
+    monkeypatch.setattr(steps, "STEP", STEP)
 
 
 def options(**changes):
@@ -183,6 +188,35 @@ def test_a_large_answer_is_not_copied(server, client):
     finally:
         tracemalloc.stop()
     assert peak < 8 * MIB
+
+
+def test_a_large_answer_is_received_in_one_call_for_each_step(server, client, monkeypatch):
+    """Each call gives the GIL away, and the kernel alone would end it with what it has."""
+    calls = []
+    receive = long_reads.LongReadSocket.recv_into
+
+    def counted(self, buffer, *others):
+        count = receive(self, buffer, *others)
+        calls.append(count)
+        return count
+
+    monkeypatch.setattr(long_reads.LongReadSocket, "recv_into", counted)
+    body = random.Random(9).randbytes(10 * STEP)
+    server.answer(body=body)
+    assert get(client, server.url, len(body)) == body
+    assert len([count for count in calls if count > 64 * 1024]) == 10
+    assert len(calls) <= 15  # the head of the answer may come in pieces
+
+
+def test_a_connection_that_is_watched_has_no_timeout_whatever_urllib3_sets(server, client):
+    """Each would take system calls that give the GIL away."""
+    server.answer(server.Answer(body=b"data"), server.Answer(body=b"data"))
+    for _ in range(2):
+        with client.send("GET", server.url, {}) as reply:
+            sock = reply._sock
+            sock.settimeout(5.0)
+            assert sock.gettimeout() is None
+            reply.read_into([memoryview(bytearray(4))])
 
 
 @pytest.mark.parametrize("framing", ["length", "chunked", "none"])

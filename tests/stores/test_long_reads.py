@@ -21,18 +21,23 @@ import pytest
 
 from authority import Authority
 from cloudckpt.errors import ConnectionLostError, TLSError
-from cloudckpt.stores import long_reads
+from cloudckpt.stores import long_reads, steps
 from cloudckpt.stores.http import HttpClient, HttpOptions
-from cloudckpt.stores.steps import STEP
 from forwarding import forward_proxy
 
 MIB = 1024 * 1024
+STEP = MIB
 BODY = random.Random(0).randbytes(3 * STEP + 12_345)
 NOISE = Path(__file__).parents[1] / "stubs" / "noise.py"
 ROUNDS = os.environ.get("CLOUDCKPT_TEST_NOISE", "150")
 NATIVE = long_reads.obstacle() is None
 BOTH = pytest.mark.parametrize("native", [True, False], ids=["native", "plain"])
 pytestmark = BOTH
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch):
+    monkeypatch.setattr(steps, "STEP", STEP)
 
 
 @pytest.fixture(scope="module")

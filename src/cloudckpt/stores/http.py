@@ -31,8 +31,13 @@ from cloudckpt.config import Config
 from cloudckpt.errors import ConfigError, ConnectionLostError, InvalidRequestError
 from cloudckpt.stores.base import Body, Progress
 from cloudckpt.stores.credentials import masked, raise_alone
-from cloudckpt.stores.long_reads import LongReadSocket, has_unread
-from cloudckpt.stores.steps import STEP, StoppedError, steps
+from cloudckpt.stores.long_reads import (
+    LongReadSocket,
+    LongReadTLSSocket,
+    WatchedSocket,
+    has_unread,
+)
+from cloudckpt.stores.steps import StoppedError, cut, steps
 from cloudckpt.stores.tls import causes, lasting_failure
 from cloudckpt.stores.watch import Connection, Counter, LateError, Watch, break_connection
 
@@ -137,6 +142,10 @@ class _Connecting(_Ours):
                 super().connect()
         finally:
             self.connecting = False
+        if type(self.sock) is socket.socket:
+            self.sock = LongReadSocket.of(self.sock)
+        if isinstance(self.sock, WatchedSocket):
+            self.sock.watched()
 
 
 class _ConnectingByTLS(_Connecting):
@@ -159,7 +168,7 @@ class _ConnectingByTLS(_Connecting):
             )
             if not self.ca_certs:
                 context.load_default_certs()
-            context.sslsocket_class = LongReadSocket
+            context.sslsocket_class = LongReadTLSSocket
             self.ssl_context = context
         super().connect()
 
@@ -203,11 +212,11 @@ class Reply:
             ConnectionLostError: If the body ends early or stalls; ``received`` says what arrived.
         """
         received = 0
-        for view in views:
-            position = 0
-            while position < view.nbytes:
+        for piece in (piece for view in views for piece in cut(view)):
+            left = piece
+            while left.nbytes:
                 try:
-                    count = self._step(view[position : position + STEP])
+                    count = self._step(left)
                 except (OSError, http.client.HTTPException) as exc:
                     raise ConnectionLostError(
                         f"the connection broke after {received} bytes", received=received, cause=exc
@@ -216,7 +225,7 @@ class Reply:
                     raise ConnectionLostError(
                         f"the answer ended after {received} bytes", received=received
                     )
-                position += count
+                left = left[count:]
                 received += count
                 if progress is not None:
                     progress(count)

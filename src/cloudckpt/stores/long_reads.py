@@ -1,4 +1,7 @@
-"""Reads of a TLS connection that do not queue for the GIL.
+"""Reads that do not queue for the GIL: a whole buffer in one call.
+
+Without TLS, ``MSG_WAITALL`` lets the kernel fill the buffer; a call would else return with what it
+has, some hundred kilobytes. The rest is about TLS.
 
 Python's ``SSLSocket.recv_into`` returns one TLS record, 16 KiB: a GiB takes 65,000 calls, each of
 which gives the GIL away and waits for it. With sixteen connections on four cores that queue costs
@@ -25,6 +28,7 @@ import ctypes
 import functools
 import logging
 import platform
+import socket
 import ssl
 import sys
 import sysconfig
@@ -35,7 +39,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-__all__ = ["LongReadSocket", "has_unread", "obstacle"]
+__all__ = ["LongReadSocket", "LongReadTLSSocket", "WatchedSocket", "has_unread", "obstacle"]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -204,11 +208,47 @@ def has_unread(sock: object) -> bool:
     """Whether more has come by TLS than was asked for, and is in the kernel no longer."""
     if not isinstance(sock, ssl.SSLSocket):
         return False
-    chain = sock._chain if isinstance(sock, LongReadSocket) else None
+    chain = sock._chain if isinstance(sock, LongReadTLSSocket) else None
     return sock.pending() > 0 or (chain is not None and chain.unread > 0)
 
 
-class LongReadSocket(ssl.SSLSocket):
+class WatchedSocket(socket.socket):
+    """A connection without a timeout: the watch ends what takes too long.
+
+    urllib3 sets timeouts before each request and each answer. Each would be a system call, which
+    gives the GIL away, and another one to take it back.
+    """
+
+    is_watched = False
+
+    def settimeout(self, value: float | None) -> None:
+        """As that of ``socket``, as long as nobody watches."""
+        if not self.is_watched:
+            super().settimeout(value)
+
+    def watched(self) -> None:
+        """From now on there are no timeouts."""
+        self.settimeout(None)
+        self.is_watched = True
+
+
+class LongReadSocket(WatchedSocket):
+    """A connection whose long reads are one call each, where it has no timeout."""
+
+    @classmethod
+    def of(cls, sock: socket.socket) -> LongReadSocket:
+        """Takes the connection of another socket over, which is closed then."""
+        return cls(sock.family, sock.type, sock.proto, fileno=sock.detach())
+
+    def recv_into(self, buffer: WriteableBuffer, nbytes: int = 0, flags: int = 0) -> int:
+        """As that of ``socket``, but a long read ends when it is full or nothing follows."""
+        wanted = nbytes or memoryview(buffer).nbytes
+        if wanted > _LONG and not flags and self.gettimeout() is None:
+            flags = socket.MSG_WAITALL
+        return super().recv_into(buffer, nbytes, flags)
+
+
+class LongReadTLSSocket(WatchedSocket, ssl.SSLSocket):
     """A TLS connection whose long reads are one native call each, where that is possible.
 
     A read of more than 64 KiB into a socket without a timeout then returns when the buffer is full

@@ -106,7 +106,7 @@ class Watch:
 
     A socket's timeout does not tell a stall from a slow link. That of a receiving call limits the
     wait for the *next* bytes: a peer that drips one byte a second would hold a transfer forever.
-    That of a sending call limits the whole of it: 4 MiB at 60 KB/s take more than a minute. So the
+    That of a sending call limits the whole of it: 16 MiB at 200 KB/s take more than a minute. So the
     sockets have none, and one thread looks at all transfers once a second. It asks the kernel, not
     the transfer, how many bytes have moved: the transfer is in the middle of a call for megabytes.
 
