@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import math
 import signal
 import sys
 import threading
@@ -129,6 +130,18 @@ def test_a_producer_does_not_run_ahead_of_the_tasks():
     group.run(produce)
     opener.join()
     assert excess <= 2
+
+
+def test_a_producer_of_tasks_that_keep_no_memory_is_not_held_up():
+    gate = Gate()
+
+    def produce():
+        for _ in range(100):
+            group.submit(gate.wait)
+        gate.open()
+
+    group = TaskGroup(2, most_waiting=math.inf)
+    group.run(produce)
 
 
 def test_the_first_error_is_raised_as_it_is():

@@ -153,6 +153,7 @@ def test_bytes_that_are_still_on_their_way_are_waited_for():
         memory[:] = b"data"
 
     (part,) = cut([Piece(memoryview(memory), ready=arrive)], 10)
+    part.await_bytes()
     assert part.checksum(CRC32C) == CRC32C.of(b"data")
 
 

@@ -26,7 +26,7 @@ from cloudckpt.errors import (
 from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.testing.faulty import FaultyStore
 from cloudckpt.transfer.group import TaskGroup
-from cloudckpt.transfer.parts import Piece
+from cloudckpt.transfer.parts import PartPlan, Piece
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.upload import ObjectUpload, put_new
@@ -485,3 +485,37 @@ def test_a_share_of_calls_fails_and_always_the_same():
 def test_only_payload_can_be_cut_short(store, verb):
     with pytest.raises(ValueError, match=verb):
         store.fail(verb, ServerError, when="during")
+
+
+def test_few_threads_at_a_time_compute_checksums(store, monkeypatch):
+    """There is a call for each block, and each gives the GIL away: many threads would queue."""
+    inside, most, lock = 0, 0, threading.Lock()
+    usual = PartPlan.checksum
+
+    def watched(self, algorithm):
+        nonlocal inside, most
+        with lock:
+            inside += 1
+            most = max(most, inside)
+        threading.Event().wait(0.001)  # gives others the chance to be too many
+        try:
+            return usual(self, algorithm)
+        finally:
+            with lock:
+                inside -= 1
+
+    monkeypatch.setattr(PartPlan, "checksum", watched)
+    send(store, pieces_of(random.Random(4).randbytes(60 * PART), PART), width=16)
+    assert most <= 2
+
+
+def test_a_part_that_is_still_copied_does_not_keep_others_from_their_checksums(store):
+    arrived, in_time = threading.Event(), []
+
+    def wait():
+        in_time.append(arrived.wait(10))
+
+    slow = [Piece(memoryview(bytes(PART)), ready=wait) for _ in range(4)]
+    last = Piece(memoryview(bytes(PART)), ready=arrived.set)
+    send(store, [*slow, last, Piece(memoryview(b"end"))], width=8)
+    assert in_time == [True] * 4

@@ -106,9 +106,10 @@ class Watch:
 
     A socket's timeout does not tell a stall from a slow link. That of a receiving call limits the
     wait for the *next* bytes: a peer that drips one byte a second would hold a transfer forever.
-    That of a sending call limits the whole of it: 16 MiB at 200 KB/s take more than a minute. So the
-    sockets have none, and one thread looks at all transfers once a second. It asks the kernel, not
-    the transfer, how many bytes have moved: the transfer is in the middle of a call for megabytes.
+    That of a sending call limits the whole of it: 16 MiB at 200 KB/s take more than a minute. So
+    the sockets have none, and one thread looks at all transfers once a second. It asks the kernel,
+    not the transfer, how many bytes have moved: the transfer is in the middle of a call for
+    megabytes.
 
     A step whose bytes are counted ends when fewer than :data:`SLOWEST` bytes a second have moved
     for ``limit`` seconds. Where the kernel does not count (elsewhere than on Linux), and in a step

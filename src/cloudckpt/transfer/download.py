@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -62,7 +63,10 @@ class _Download:
         self._config = config
         self._stats = stats
         self._group = TaskGroup(
-            config.connections, name="cloudckpt-load", interrupt=store.interrupt
+            config.connections,
+            name="cloudckpt-load",
+            most_waiting=math.inf,
+            interrupt=store.interrupt,
         )
         self._retrier = Retrier(config.retry, self._group.cancellation, on_retry=stats.add_retry)
         self._scratch = ScratchPool(config.memory_budget, self._group.cancellation)

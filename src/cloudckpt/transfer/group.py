@@ -11,7 +11,6 @@ from cloudckpt.errors import TransferCancelledError
 __all__ = ["Cancellation", "TaskGroup"]
 
 
-_MOST_WAITING = 2
 _PATIENCE = 0.2
 """Seconds for what was broken off to end. No wait is longer: a signal that comes between the last
 look and the wait would else be handled only when the wait ends."""
@@ -43,6 +42,11 @@ class TaskGroup:
 
     ``submit`` blocks while two tasks wait, so that a producer can't run ahead of the network: what
     waits keeps memory alive.
+
+    Attributes:
+        cancellation: What running tasks look at.
+        few: Lets two of the threads in at a time, for what gives the GIL away often and for short:
+            more of them would mostly queue for it.
     """
 
     def __init__(
@@ -50,16 +54,21 @@ class TaskGroup:
         width: int,
         *,
         name: str = "cloudckpt",
+        most_waiting: float = 2,
         interrupt: Callable[[Collection[int]], None] = lambda threads: None,
     ) -> None:
         """
         Args:
             width: The most threads.
             name: How they are called.
+            most_waiting: How many tasks may wait for a thread before ``submit`` blocks; infinite
+                for tasks that keep no memory alive, as the producer has to be woken for each one.
             interrupt: Breaks off what threads, given by their identifiers, are waiting for.
         """
         self.cancellation = Cancellation()
+        self.few = threading.Semaphore(2)
         self._width = width
+        self._most_waiting = most_waiting
         self._name = name
         self._interrupt = interrupt
         self._tasks: deque[Callable[[], None]] = deque()
@@ -97,7 +106,7 @@ class TaskGroup:
             TransferCancelledError: If an earlier task has failed.
         """
         with self._changed:
-            while len(self._tasks) >= _MOST_WAITING and self._error is None:
+            while len(self._tasks) >= self._most_waiting and self._error is None:
                 self._changed.wait(_PATIENCE)
             if self._error is not None:
                 self.cancellation.check()

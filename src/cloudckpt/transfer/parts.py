@@ -66,15 +66,19 @@ class PartPlan:
     size: int = 0
     sums: list[int] = field(default_factory=list)
 
-    def checksum(self, algorithm: ChecksumAlgorithm) -> int:
-        """That of the part; collects those of the items in it, which are of the same kind.
-
-        To be asked for once; ``sums`` keeps those of the pieces.
-        """
-        found: list[tuple[int, int]] = []
+    def await_bytes(self) -> None:
+        """Returns when all bytes are there."""
         for piece in self.pieces:
             if piece.ready is not None:
                 piece.ready()
+
+    def checksum(self, algorithm: ChecksumAlgorithm) -> int:
+        """That of the part; collects those of the items in it, which are of the same kind.
+
+        To be asked for once, when all bytes are there; ``sums`` keeps those of the pieces.
+        """
+        found: list[tuple[int, int]] = []
+        for piece in self.pieces:
             if piece.checksums is None:
                 found.append((algorithm.of(piece.view), piece.view.nbytes))
             else:

@@ -187,8 +187,13 @@ class ObjectUpload:
                 cause=error,
             ) from error
 
+    def _checksum(self, part: PartPlan) -> int:
+        part.await_bytes()
+        with self._group.few:  # the call for each block gives the GIL away
+            return part.checksum(self.algorithm)
+
     def _put(self, part: PartPlan) -> None:
-        checksum = part.checksum(self.algorithm)
+        checksum = self._checksum(part)
         body = [piece.view for piece in part.pieces]
         self.info = self._deliver(
             part,
@@ -208,7 +213,7 @@ class ObjectUpload:
     def _put_part(self, part: PartPlan) -> None:
         upload = self._upload
         assert upload is not None  # created before the first part was submitted
-        checksum = part.checksum(self.algorithm)
+        checksum = self._checksum(part)
         body = [piece.view for piece in part.pieces]
         sent = self._deliver(
             part,
