@@ -51,8 +51,7 @@ def paused_gc() -> _Pause:
 
 def _after_fork() -> None:
     """A child has none of the threads that were in a block when its parent forked."""
-    global _lock, _pauses, _paused_here
-    _lock = ModuleLock()
+    global _pauses, _paused_here
     _pauses = weakref.WeakSet()
     if _paused_here:
         gc.enable()

@@ -1,4 +1,4 @@
-"""The plan of a download: every wanted byte once, few requests, little waste."""
+"""Boxes of tensors and the requests for them: every byte once, few requests, little waste."""
 
 import itertools
 import math
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from cloudckpt.transfer.boxes import plan_boxes, row_major_strides
+from cloudckpt.transfer.boxes import plan_boxes, row_major_slices, row_major_strides
 from cloudckpt.transfer.download import pack_requests
 from cloudckpt.transfer.landing import BytesSink, Segment, StoredBytes, Wanted
 
@@ -179,6 +179,36 @@ def test_half_of_every_row_is_read_alone_if_rows_are_long():
     reads = list(plan_boxes([10, 4096], [0, 0], [10, 2048], 4, limit=64 * KIB, merge_gap=KIB))
     assert [read.stop - read.start for read in reads] == [8192] * 10
     assert all(read.contiguous for read in reads)
+
+
+# slices
+
+
+@settings(deadline=None)
+@given(
+    shape=st.lists(st.integers(0, 7), max_size=4),
+    itemsize=st.sampled_from([1, 2, 4, 8, 16]),
+    limit=st.integers(1, 400),
+)
+def test_slices_cover_a_tensor_once_in_row_major_order(shape, itemsize, limit):
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    seen = []
+    for part in row_major_slices(shape, itemsize, limit):
+        elements = numbers[(*(slice(at, at + length) for at, length in part.box), ...)].reshape(-1)
+        assert (part.start, part.stop) == (
+            elements[0] * itemsize,
+            (elements[-1] + 1) * itemsize,
+        )
+        assert elements.size * itemsize <= max(limit, itemsize)
+        assert (np.diff(elements) == 1).all()
+        assert part.contiguous
+        seen.append(elements)
+    assert np.concatenate([np.array([], int), *seen]).tolist() == list(range(numbers.size))
+
+
+def test_slices_are_as_large_as_the_limit_allows():
+    parts = list(row_major_slices((1000, 4), 4, 1600))
+    assert [part.box[0] for part in parts] == [(at, 100) for at in range(0, 1000, 100)]
 
 
 # requests

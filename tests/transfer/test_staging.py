@@ -1,7 +1,6 @@
 """Copies of what can't be sent as it lies: exact, bounded in memory, never reused too soon."""
 
 import itertools
-import math
 import queue
 import threading
 import weakref
@@ -9,12 +8,9 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cloudckpt.errors import TransferCancelledError
 from cloudckpt.transfer import staging
-from cloudckpt.transfer.boxes import row_major_slices
 from cloudckpt.transfer.group import Cancellation
 from cloudckpt.transfer.memory import bytes_of, host_buffer, is_plain
 from cloudckpt.transfer.staging import StagingPool
@@ -43,32 +39,6 @@ def drain(pool, tensor):
 def expected(tensor):
     plain = tensor.resolve_conj().resolve_neg().contiguous()
     return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-# slices
-
-
-@settings(deadline=None)
-@given(
-    shape=st.lists(st.integers(0, 7), max_size=4),
-    itemsize=st.sampled_from([1, 2, 4, 8, 16]),
-    limit=st.integers(1, 400),
-)
-def test_slices_cover_a_tensor_once_in_row_major_order(shape, itemsize, limit):
-    numbers = np.arange(math.prod(shape)).reshape(shape)
-    seen = [
-        numbers[(*(slice(at, at + length) for at, length in box), ...)].reshape(-1)
-        for box in row_major_slices(tuple(shape), itemsize, limit)
-    ]
-    assert np.concatenate([np.array([], int), *seen]).tolist() == list(range(numbers.size))
-    for elements in seen:
-        assert elements.size * itemsize <= max(limit, itemsize)
-        assert (np.diff(elements) == 1).all()
-
-
-def test_slices_are_as_large_as_the_limit_allows():
-    boxes = list(row_major_slices((1000, 4), 4, 1600))
-    assert [box[0] for box in boxes] == [(at, 100) for at in range(0, 1000, 100)]
 
 
 # pieces

@@ -109,12 +109,10 @@ class Load:
                 flat = FlatSink(part, dtype)
                 wanted.append(Wanted(source, read.start, read.stop, flat, True))
                 continue
-            start = read.start
-            for box in row_major_slices(tuple(part.shape), dtype.itemsize, limit):
-                rows = BoxSink(part, box, dtype, None)
-                stop = start + torch.Size([length for _, length in box]).numel() * dtype.itemsize
-                wanted.append(Wanted(source, start, stop, rows, False))
-                start = stop
+            for rows in row_major_slices(part.shape, dtype.itemsize, limit):
+                sink = BoxSink(part, rows.box, dtype, None)
+                start, stop = read.start + rows.start, read.start + rows.stop
+                wanted.append(Wanted(source, start, stop, sink, False))
 
     def _want_bytes(self, item: ReadItem, place: ItemPlace) -> None:
         sink = self._want_all(place.whole)

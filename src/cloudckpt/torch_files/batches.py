@@ -66,15 +66,13 @@ def batches(tensors: Iterable[FileTensor], limit: int) -> Iterator[Batch]:
     """Batches of at most ``limit`` bytes; the same on every rank."""
     batch = Batch()
     for tensor in tensors:
-        first = 0
-        for box in row_major_slices(tensor.shape, tensor.dtype.itemsize, limit):
-            part = Slice(tensor, box, first, aligned(batch.size))
+        for rows in row_major_slices(tensor.shape, tensor.dtype.itemsize, limit):
+            part = Slice(tensor, rows.box, rows.start, aligned(batch.size))
             if batch.slices and part.at + part.nbytes > limit:
                 yield batch
-                batch, part = Batch(), Slice(tensor, box, first, 0)
+                batch, part = Batch(), Slice(tensor, rows.box, rows.start, 0)
             batch.slices.append(part)
             batch.size = part.at + part.nbytes
-            first += part.nbytes
     if batch.slices:
         yield batch
 

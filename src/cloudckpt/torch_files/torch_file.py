@@ -191,12 +191,10 @@ class TorchFile:
         if target.is_contiguous():
             yield Wanted(source, 0, stop - start, FlatSink(target, dtype), True)
             return
-        limit, at = self._config.request_size or even_share(0, self._config.connections), 0
-        for box in row_major_slices(tuple(tensor.shape), dtype.itemsize, limit):
-            sink = BoxSink(target, box, dtype, None)
-            end = at + torch.Size([length for _, length in box]).numel() * dtype.itemsize
-            yield Wanted(source, at, end, sink, False)
-            at = end
+        limit = self._config.request_size or even_share(0, self._config.connections)
+        for rows in row_major_slices(tensor.shape, dtype.itemsize, limit):
+            sink = BoxSink(target, rows.box, dtype, None)
+            yield Wanted(source, rows.start, rows.stop, sink, False)
 
     def _load_to(self, map_location: Any) -> Any:
         try:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 __all__ = [
     "ALIGNMENT",
     "Box",
-    "BoxRead",
+    "BoxBytes",
     "aligned",
     "is_row_major",
     "padding",
@@ -65,12 +65,28 @@ def reach(shape: Sequence[int], strides: Sequence[int]) -> int:
     return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
 
 
-def row_major_slices(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Box]:
-    """Boxes that follow one another in row-major order, each of at most ``limit`` bytes.
+@dataclass(frozen=True, slots=True)
+class BoxBytes:
+    """A box, and the bytes of a row-major tensor that hold it.
 
-    Yields:
-        ``(start, length)`` for each dimension. Together the boxes cover ``shape`` once; each is
-        contiguous in a row-major tensor of that shape.
+    Attributes:
+        box: The box.
+        start: The first byte.
+        stop: Behind the last one.
+        contiguous: Whether the bytes are the box in row-major order; otherwise the box's elements
+            stand among others, at the strides of the tensor.
+    """
+
+    box: Box
+    start: int
+    stop: int
+    contiguous: bool
+
+
+def row_major_slices(shape: Sequence[int], itemsize: int, limit: int) -> Iterator[BoxBytes]:
+    """Cuts a tensor into contiguous boxes that follow one another, each of at most ``limit`` bytes.
+
+    A single element may exceed it.
     """
     if 0 in shape:
         return
@@ -80,32 +96,15 @@ def row_major_slices(shape: tuple[int, ...], itemsize: int, limit: int) -> Itera
         inner *= shape[cut]
     full = tuple((0, size) for size in shape[cut:])
     if cut == 0:
-        yield full
+        yield BoxBytes(full, 0, inner, True)
         return
-    rows = max(1, limit // inner)
-    axis = cut - 1
+    rows, axis, at = max(1, limit // inner), cut - 1, 0
     for outer in itertools.product(*map(range, shape[:axis])):
         prefix = tuple((index, 1) for index in outer)
         for start in range(0, shape[axis], rows):
-            yield (*prefix, (start, min(rows, shape[axis] - start)), *full)
-
-
-@dataclass(frozen=True, slots=True)
-class BoxRead:
-    """A box of the wanted region and the bytes that hold it.
-
-    Attributes:
-        box: The box, relative to the wanted region.
-        start: The first byte, relative to the raw data.
-        stop: Behind the last byte.
-        contiguous: Whether the bytes are the box in row-major order; otherwise the box's elements
-            stand among others, at the strides of the source.
-    """
-
-    box: Box
-    start: int
-    stop: int
-    contiguous: bool
+            count = min(rows, shape[axis] - start)
+            yield BoxBytes((*prefix, (start, count), *full), at, at + count * inner, True)
+            at += count * inner
 
 
 def plan_boxes(
@@ -116,8 +115,8 @@ def plan_boxes(
     *,
     limit: int,
     merge_gap: int,
-) -> Iterator[BoxRead]:
-    """How to read a region of a row-major tensor.
+) -> Iterator[BoxBytes]:
+    """How to read a region of a row-major tensor; the boxes are relative to the region.
 
     Rows that follow each other are one range. A strided region is read by the cheaper way at each
     level: with the bytes in between, if those are at most ``merge_gap``, or else range by range.
@@ -149,13 +148,13 @@ def plan_boxes(
             break
         cover -= 1
 
-    def walk(a: int, prefix: Box, first: int) -> Iterator[BoxRead]:
+    def walk(a: int, prefix: Box, first: int) -> Iterator[BoxBytes]:
         """Boxes at the indices ``prefix`` of the dimensions before ``a``."""
         rest = tuple((0, length) for length in lengths[a:])
         contiguous = a >= run or all(length == 1 for length in lengths[a:run])
         if a >= cover and (contiguous or extent[a] * itemsize <= limit):
             stop = first + extent[a]
-            yield BoxRead((*prefix, *rest), first * itemsize, stop * itemsize, contiguous)
+            yield BoxBytes((*prefix, *rest), first * itemsize, stop * itemsize, contiguous)
             return
         rows = 1
         if a >= cover and extent[a + 1] * itemsize <= limit:
@@ -169,7 +168,7 @@ def plan_boxes(
                 stop = at + (count - 1) * strides[a] + extent[a + 1]
                 box = (*prefix, (start, count), *rest[1:])
                 dense = stop - at == math.prod(length for _, length in box)
-                yield BoxRead(box, at * itemsize, stop * itemsize, dense)
+                yield BoxBytes(box, at * itemsize, stop * itemsize, dense)
 
     origin = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
     yield from walk(0, (), origin)

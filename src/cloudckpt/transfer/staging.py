@@ -79,10 +79,8 @@ class StagingPool:
         # not before: pinning starts CUDA, which a process may do without, and must after a fork
         self._pinned = self._pinned or tensor.is_cuda
         stream = self._side_stream(tensor.device)
-        start = 0
-        for box in row_major_slices(tuple(tensor.shape), tensor.itemsize, self.slab_bytes):
-            source = narrow(tensor, box)
-            nbytes = source.numel() * source.itemsize
+        for part in row_major_slices(tensor.shape, tensor.itemsize, self.slab_bytes):
+            source, nbytes = narrow(tensor, part.box), part.stop - part.start
             slab, first = self.reserve(nbytes)
             memory = slab.memory[first : first + nbytes].view(tensor.dtype).view(source.shape)
             ready = None
@@ -94,12 +92,11 @@ class StagingPool:
                     ready = stream.record_event().synchronize
             yield Piece(
                 slab.view[first : first + nbytes],
-                start=start,
+                start=part.start,
                 lease=slab,
                 owner=tensor,  # its memory must not be reused before the copy has been made
                 ready=ready,
             )
-            start += nbytes
 
     def close(self) -> None:
         """Says that no more room is needed; slabs are freed as soon as nobody holds them."""

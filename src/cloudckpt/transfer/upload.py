@@ -83,12 +83,10 @@ class ObjectUpload:
     def close(self) -> None:
         """Says that nothing follows."""
         last = self._cutter.finish()
-        if last is not None and (self._first is not None or self._upload is not None):
+        if last is not None:
             self._send(last)
-            last = None
-        single = self._first if self._first is not None else last
         if self._upload is None:
-            whole = single if single is not None else PartPlan(1)
+            whole = self._first or PartPlan(1)
             self._group.submit(lambda: self._put(whole))
             return
         with self._lock:
