@@ -33,6 +33,10 @@ from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.errors import *  # noqa: F403 - all errors are public, and listed there
 from cloudckpt.errors import __all__ as _errors
+from cloudckpt.runs.catalog import CheckpointSummary, latest, list_checkpoints
+from cloudckpt.runs.deleting import delete
+from cloudckpt.runs.manager import CheckpointManager
+from cloudckpt.runs.preemption import Preemption
 from cloudckpt.transfer.stats import Transferred
 from cloudckpt.uri import CheckpointURI
 
@@ -40,6 +44,8 @@ __all__ = [
     "AsyncCheckpointer",
     "AzureOptions",
     "BackgroundOptions",
+    "CheckpointManager",
+    "CheckpointSummary",
     "CheckpointURI",
     "Checkpointer",
     "CheckpointerConfig",
@@ -48,6 +54,7 @@ __all__ = [
     "CommitHook",
     "Config",
     "GCSOptions",
+    "Preemption",
     "RetryPolicy",
     "S3Options",
     "SaveFuture",
@@ -58,8 +65,11 @@ __all__ = [
     "add_safe_metadata_globals",
     "async_save",
     "close_async_savers",
+    "delete",
     "exists",
     "install",
+    "latest",
+    "list_checkpoints",
     "load",
     "make_async_checkpointer",
     "make_sync_checkpointer",

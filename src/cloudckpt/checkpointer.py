@@ -93,8 +93,8 @@ class Checkpointer(ABC):
         Args:
             state_dict: What to save; ``Stateful`` values are asked for theirs.
             uri: Where to: ``s3://bucket/run/step-1000`` or another location.
-            **kwargs: ``planner``, to use another than that of the configuration; ``notes``, to be
-                kept with the checkpoint.
+            **kwargs: ``planner``, to use another than that of the configuration; ``notes``, or what
+                returns them, to be kept with the checkpoint.
 
         Returns:
             None if the checkpoint is committed; else a future that is done when the trainer may
@@ -161,6 +161,14 @@ class Checkpointer(ABC):
         [(reader, planner)] = everything
         return planner.content(reader.structure)
 
+    def wait(self) -> None:
+        """Waits until all saves are committed, or have failed.
+
+        Raises:
+            CloudCheckpointError: The first failure that no call has raised yet.
+        """
+        self._check_open()
+
     def close(self) -> None:
         """Waits for what is under way, and gives back memory and processes."""
         self._closed = True
@@ -179,6 +187,8 @@ class Checkpointer(ABC):
             raise ConfigError("save takes the state dict first, then the URI")
         hook = self._config.commit_hook
         notes = kwargs.get("notes")
+        if callable(notes):
+            notes = notes()
         return CloudStorageWriter(uri, config=self._config.config, commit_hook=hook, notes=notes)
 
     def __enter__(self) -> Self:
@@ -244,6 +254,10 @@ class AsyncCheckpointer(Checkpointer):
         planner = kwargs.get("planner") or self._planner
         pending = self._saver.save(state_dict, prepare, planner=planner)
         return pending.staged, pending.written
+
+    def wait(self) -> None:
+        super().wait()
+        self._saver.wait()
 
     def close(self) -> None:
         """Waits for the saves under way, and raises the first failure that was not told yet.

@@ -372,6 +372,17 @@ class AsyncSaver:
                 f"the save has not ended within {self._options.close_timeout:g} s", uri=where
             )
 
+    def wait(self) -> None:
+        """Waits for the saves under way, if this saver tells of failures.
+
+        Raises:
+            CloudCheckpointError: The first failure that no call has raised yet.
+        """
+        concurrent.futures.wait([written for _, written in self._untold.values()])
+        if (found := self._next_failure()) is not None:
+            del self._untold[found[0]]
+            raise found[1]
+
     @property
     def belongs_here(self) -> bool:
         """Whether this process has made it, and not one from which this one was forked."""

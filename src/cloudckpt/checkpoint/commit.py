@@ -54,6 +54,7 @@ __all__ = [
     "commit",
     "conditions_work",
     "hidden",
+    "objects_of",
     "publish",
     "replaced",
 ]
@@ -264,7 +265,7 @@ def replaced(store: ObjectStore, baseline: Baseline, retrier: Retrier) -> set[st
             "save began; this save is discarded",
             uri=store.uri(baseline.key),
         )
-    return _objects_of(data, store.uri(baseline.key))
+    return objects_of(data, store.uri(baseline.key))
 
 
 def hidden(
@@ -283,13 +284,13 @@ def hidden(
             name = listed.key.removeprefix(uri.key(""))
             if is_metadata_of_a_rank(name):
                 data, _ = retrier.call(functools.partial(store.get_latest, listed.key))
-                names |= {name} | _objects_of(data, store.uri(listed.key))
+                names |= {name} | objects_of(data, store.uri(listed.key))
     except Exception as error:  # noqa: BLE001 - nothing that is wrong here may undo a commit
         logger.warning("an older checkpoint without collectives may be left behind: %s", error)
     return names
 
 
-def _objects_of(metadata: bytes | bytearray, uri: str) -> set[str]:
+def objects_of(metadata: bytes | bytearray, uri: str) -> set[str]:
     """The names of the data objects and of the manifest; none if the metadata can't be trusted.
 
     What it names may be anything beneath the prefix, also the commit object that is there by now or

@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -189,6 +189,24 @@ class Meeting:
             raise
         self.hold(own).raise_alike()
         return made
+
+    def told_by_first(self, compute: Callable[[], T]) -> T:
+        """What ``compute`` returns on the first rank, on all ranks; a collective call.
+
+        Args:
+            compute: Called on the first rank only. What it raises is raised on all ranks.
+
+        Raises:
+            CloudCheckpointError: See :meth:`begin`.
+        """
+        if self.group is None:
+            return compute()
+        is_first = dist.get_rank(self.group) == 0
+        made = [self.begin(compute if is_first else lambda: None)]
+        with self._exchange(None, has_begun=False):
+            device = torch.device(device_for_collectives(self.group))
+            dist.broadcast_object_list(made, group=self.group, group_src=0, device=device)
+        return cast(T, made[0])
 
     @contextlib.contextmanager
     def _exchange(self, failure: BaseException | None, has_begun: bool) -> Iterator[None]:

@@ -293,7 +293,12 @@ class AzureStore(RestStore):
         headers = {"x-ms-delete-snapshots": "include"}
         if if_version is not None:
             headers |= self._if_version(if_version)
-        self._delete(self.object_url(key), headers, key)
+        try:
+            self._delete(self.object_url(key), headers, key)
+        except PreconditionFailedError:
+            with contextlib.suppress(ObjectNotFoundError):  # of which it says the same
+                self.head(key)
+                raise
 
     # what the requests are made of
 

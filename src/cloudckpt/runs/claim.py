@@ -1,0 +1,110 @@
+"""Which job writes to a run: a small object that the latest to begin has written.
+
+Two jobs that save into one run delete each other's checkpoints and mix two trainings under
+consecutive steps, and each of their commits succeeds. So a job writes its name into the run before
+its first save, and looks whether it is still there before each commit. A job that is started
+again takes over from the one that was killed; if that one lives on somewhere, it is told.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from dataclasses import dataclass
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from cloudckpt.config import Config
+from cloudckpt.dcp.writer import CommitHook
+from cloudckpt.errors import CheckpointConflictError, ObjectNotFoundError
+from cloudckpt.stores.base import ObjectStore, random_suffix
+from cloudckpt.transfer.retry import Retrier, open_store
+from cloudckpt.uri import CheckpointURI
+
+__all__ = ["CLAIM", "Claim", "ClaimHook"]
+
+CLAIM = ".cloudckpt-job.json"
+"""The object beneath the folder of a run."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """That a job writes to a run.
+
+    Attributes:
+        run: The folder of the run.
+        config: How it is reached.
+        version: Of the object that says so.
+    """
+
+    run: CheckpointURI
+    config: Config
+    version: str
+
+    @classmethod
+    def make(cls, run: CheckpointURI, config: Config) -> Claim:
+        """Claims a run, from whatever job has done so before.
+
+        Raises:
+            StoreError: If the store refuses or stays unreachable.
+        """
+        who = {
+            "job": random_suffix(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "began": time.time(),
+        }
+        content = json.dumps(who).encode()
+        store, key = open_store(run, config), run.key(CLAIM)
+        checksum = store.capabilities.checksum.of(content)
+        info = Retrier(config.retry).call(
+            lambda: store.put(key, [memoryview(content)], checksum=checksum)
+        )
+        return cls(run, config, info.version)
+
+    def check(self) -> None:
+        """Sees that no other job has claimed the run since.
+
+        Raises:
+            CheckpointConflictError: If one has, or somebody has deleted the claim.
+            StoreError: If the store refuses or stays unreachable.
+        """
+        store, key = open_store(self.run, self.config), self.run.key(CLAIM)
+        try:
+            if Retrier(self.config.retry).call(lambda: store.head(key)).version == self.version:
+                return
+            other = f"another job has begun to save into this run: {_who(store, key)}"
+        except ObjectNotFoundError:
+            other = f"somebody has deleted {CLAIM} from this run, and may delete more"
+        raise CheckpointConflictError(
+            f"{other}. Two trainings in one run would delete and replace each other's checkpoints: "
+            "give one of them a folder of its own, or end it",
+            uri=str(self.run),
+        )
+
+
+class ClaimHook(CommitHook):
+    """Checks the claim of the run before each commit, and calls the hook of the user."""
+
+    def __init__(self, inner: CommitHook | None) -> None:
+        self.claim: Claim | None = None
+        self._inner = inner if inner is not None else CommitHook()
+
+    def before_commit(self, uri: str, metadata: Metadata) -> None:
+        if self.claim is not None:
+            self.claim.check()
+        self._inner.before_commit(uri, metadata)
+
+    def after_commit(self, uri: str, metadata: Metadata) -> None:
+        self._inner.after_commit(uri, metadata)
+
+
+def _who(store: ObjectStore, key: str) -> str:
+    """Which other job it is, for a message."""
+    try:
+        said = json.loads(bytes(store.get_latest(key)[0]))
+        return f"process {int(said['pid'])} on host {str(said['host'])[:100]!r}"
+    except Exception:  # noqa: BLE001 - the message does without it
+        return "it does not say which"

@@ -1,0 +1,85 @@
+"""Deletes checkpoints: first what makes them visible, then what they are made of."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from cloudckpt.checkpoint.commit import objects_of
+from cloudckpt.checkpoint.objects import METADATA, is_metadata_of_a_rank
+from cloudckpt.config import Config
+from cloudckpt.errors import (
+    CheckpointNotFoundError,
+    CheckpointReplacedError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+)
+from cloudckpt.stores.base import ObjectInfo, ObjectStore
+from cloudckpt.transfer.deleting import delete_each
+from cloudckpt.transfer.retry import Retrier, open_store
+from cloudckpt.uri import CheckpointURI, URILike
+
+__all__ = ["delete"]
+
+
+def delete(checkpoint_id: URILike, *, config: Config | None = None) -> None:
+    """Deletes a committed checkpoint.
+
+    Its commit object goes first, on the condition that no other save has replaced it meanwhile: so
+    nobody ever sees a checkpoint without its data, and a save that is under way stays whole. Then
+    go the objects that it names. Others beneath its location are not touched. If this is cut off
+    in between, what is left is invisible.
+
+    Args:
+        checkpoint_id: ``s3://bucket/path`` or another location.
+        config: Options.
+
+    Raises:
+        InvalidURIError: If it is no location.
+        CheckpointNotFoundError: If there is no committed checkpoint.
+        CheckpointReplacedError: If another save has replaced it meanwhile; it stays as it is.
+        StoreError: If the store refuses or stays unreachable.
+    """
+    uri = CheckpointURI.parse(checkpoint_id)
+    config = config if config is not None else Config()
+    store, retrier = open_store(uri, config), Retrier(config.retry)
+    names: set[str] = set()
+    commits = _commits(store, uri, retrier)
+    for commit in commits:
+        try:
+            data, found = retrier.call(partial(store.get_latest, commit.key))
+        except ObjectNotFoundError as error:
+            raise _replaced(uri) from error
+        names |= objects_of(data, store.uri(commit.key))
+        try:
+            retrier.call(partial(store.delete, commit.key, if_version=found.version))
+        except PreconditionFailedError as error:
+            raise _replaced(uri) from error
+    keys = [uri.key(name) for name in sorted(names)]
+    left = delete_each(store, keys, config.retry, threads=config.connections)
+    if left:
+        reason = next(iter(left.values()))
+        reason.message += f" (objects of a deleted checkpoint that are left behind: {len(left)})"
+        raise reason
+
+
+def _commits(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> list[ObjectInfo]:
+    """The objects that make a checkpoint visible, those last that hide others.
+
+    Raises:
+        CheckpointNotFoundError: If there are none.
+    """
+    below = uri.key("")
+    listed = retrier.call(lambda: list(store.list(below)))
+    of_ranks = [o for o in listed if is_metadata_of_a_rank(o.key.removeprefix(below))]
+    of_all = [o for o in listed if o.key == uri.key(METADATA)]
+    if not of_ranks and not of_all:
+        raise CheckpointNotFoundError("there is no committed checkpoint to delete", uri=str(uri))
+    return [*of_ranks, *of_all]
+
+
+def _replaced(uri: CheckpointURI) -> CheckpointReplacedError:
+    return CheckpointReplacedError(
+        "another save has replaced it, or it was deleted, since its deletion began; what is there "
+        "now was left as it is",
+        uri=str(uri),
+    )

@@ -1,0 +1,137 @@
+"""What the checkpoints of a run are called, and which of them are kept."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from string import Formatter
+from typing import Literal
+
+from cloudckpt.errors import ConfigError
+
+__all__ = ["DEFAULT_PATTERN", "Retention", "StepNames"]
+
+DEFAULT_PATTERN = "step-{step}"
+"""torchtitan's names, too."""
+
+_HIGHEST = 10**18  # steps are whole numbers of up to eighteen digits
+
+
+class StepNames:
+    """The names of the folders in which the steps of a run are saved, and the steps of names.
+
+    A name is that of a step only if the step gives just this name: ``step-007`` is a folder of
+    somebody else beside ``step-7``.
+    """
+
+    def __init__(self, pattern: str = DEFAULT_PATTERN) -> None:
+        """
+        Args:
+            pattern: The name with ``{step}`` in it, or ``{step:08d}`` for leading zeros.
+
+        Raises:
+            ConfigError: If it is no such pattern.
+        """
+        self.pattern = pattern
+        example = "write a name with {step} in it once, such as 'step-{step}' or '{step:08d}'"
+        try:
+            fields = [field for _, field, _, _ in Formatter().parse(pattern) if field is not None]
+            made = pattern.format(step=1)
+        except (ValueError, KeyError, IndexError, AttributeError, TypeError) as exc:
+            raise ConfigError(f"step_name={pattern!r} can't be filled in: {example}") from exc
+        if fields != ["step"] or "/" in made or "\\" in made:
+            raise ConfigError(f"step_name={pattern!r} is the name of no folder: {example}")
+        before, after = (re.escape(text) for text in self._around())
+        self._pattern = re.compile(f"{before}([0-9]+){after}")
+        if any(self.step(self._with(step)) != step for step in (0, 7, _HIGHEST - 1)):
+            raise ConfigError(f"step_name={pattern!r} does not write plain digits: {example}")
+
+    def _with(self, step: int) -> str:
+        return self.pattern.format(step=step)
+
+    def _around(self) -> tuple[str, str]:
+        """What stands before and behind the number."""
+        pieces = list(Formatter().parse(self.pattern))
+        index = next(i for i, (_, field, _, _) in enumerate(pieces) if field is not None)
+        before = "".join(text for text, _, _, _ in pieces[: index + 1])
+        return before, "".join(text for text, _, _, _ in pieces[index + 1 :])
+
+    def name(self, step: int) -> str:
+        """The name of a step's folder.
+
+        Raises:
+            ConfigError: If it is no step: a whole number from 0 on.
+        """
+        if type(step) is not int or not 0 <= step < _HIGHEST:
+            raise ConfigError(f"step={step!r}: a step is a whole number from 0 to 10**18 - 1")
+        return self._with(step)
+
+    def step(self, name: str) -> int | None:
+        """The step whose folder has this name; None if it is another folder."""
+        match = self._pattern.fullmatch(name)
+        if match is None or len(match[1]) > 18:
+            return None
+        step = int(match[1])
+        return step if self._with(step) == name else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """Which steps of a run are kept when a new one has been committed.
+
+    The newest is always kept, whatever its score.
+
+    Attributes:
+        max_to_keep: How many: the newest, or the best if steps have scores. None keeps all.
+        keep_period: Steps that it divides are kept besides.
+        best_mode: Whether the lowest or the highest scores are the best.
+    """
+
+    max_to_keep: int | None = None
+    keep_period: int | None = None
+    best_mode: Literal["min", "max"] = "min"
+
+    def __post_init__(self) -> None:
+        for name, value in (("max_to_keep", self.max_to_keep), ("keep_period", self.keep_period)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigError(
+                    f"{name}={value!r}: give a whole number from 1 on, or None; no option deletes "
+                    "all checkpoints of a run"
+                )
+        if self.best_mode not in ("min", "max"):
+            raise ConfigError(f"best_mode={self.best_mode!r}: write 'min' or 'max'")
+
+    def unneeded(
+        self, committed: Collection[int], scores: Mapping[int, float] | None = None
+    ) -> list[int]:
+        """The steps that may be deleted, oldest first.
+
+        Args:
+            committed: The steps whose checkpoints are committed.
+            scores: Of those that have one; None if steps have none. A step without a score, or
+                with one that is not a number, is worse than all that have one.
+        """
+        if self.max_to_keep is None or not committed:
+            return []
+        newest_first = sorted(committed, reverse=True)
+        newest = newest_first[0]
+        if scores is not None:
+            newest_first.sort(key=lambda step: self._badness(scores.get(step)))
+        kept = {newest, *newest_first[: self.max_to_keep]}
+        if self.keep_period is not None:
+            kept.update(step for step in committed if step % self.keep_period == 0)
+        return sorted(set(committed) - kept)
+
+    def best(self, scores: Mapping[int, float]) -> int | None:
+        """The step with the best score, of equal ones the newest; None if none has a score."""
+        usable = [step for step, score in scores.items() if not math.isnan(score)]
+        if not usable:
+            return None
+        return min(usable, key=lambda step: (self._badness(scores[step]), -step))
+
+    def _badness(self, score: float | None) -> tuple[bool, float]:
+        if score is None or math.isnan(score):
+            return True, 0.0
+        return False, score if self.best_mode == "min" else -score

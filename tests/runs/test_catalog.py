@@ -1,0 +1,155 @@
+"""Which checkpoints a run has, found by few requests."""
+
+from __future__ import annotations
+
+import time
+import uuid
+
+import pytest
+import torch
+
+import cloudckpt
+from cloudckpt import Config, RetryPolicy
+from cloudckpt.errors import AccessDeniedError, BucketNotFoundError, ConfigError
+from cloudckpt.runs.catalog import latest, list_checkpoints
+from cloudckpt.stores import registry
+from cloudckpt.stores.memory import MemoryStore
+
+CONFIG = Config(retry=RetryPolicy(attempts=3, base=0.0, cap=0.0))
+
+
+class Counting(MemoryStore):
+    """Counts requests as a store would answer them: listings a thousand at a time."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.requests: list[str] = []
+
+    def list(self, prefix):
+        found = list(super().list(prefix))
+        self.requests += ["list"] * (len(found) // 1000 + 1)
+        return iter(found)
+
+    def list_folders(self, prefix):
+        found = list(super().list_folders(prefix))
+        self.requests = self.requests[: -1 - len(list(super().list(prefix))) // 1000]
+        self.requests += ["folders"] * (len(found) // 1000 + 1)
+        return iter(found)
+
+    def get_range(self, *args, **kwargs):
+        self.requests.append("get")
+        return super().get_range(*args, **kwargs)
+
+
+@pytest.fixture
+def store(monkeypatch) -> Counting:
+    made = Counting(uuid.uuid4().hex)
+    monkeypatch.setattr(registry, "_OPENERS", {"memory": lambda: lambda uri, config: made})
+    return made
+
+
+def put(store: MemoryStore, *keys: str, size: int = 3) -> None:
+    for key in keys:
+        store.put(key, [memoryview(b"x" * size)], checksum=0)
+
+
+def commit(store: MemoryStore, *steps: int) -> None:
+    for step in steps:
+        put(store, f"run/step-{step}/__0_0.0123456789abcdef.distcp", f"run/step-{step}/.metadata")
+
+
+def test_checkpoints_are_listed_by_step_and_torn_ones_are_told_apart(store) -> None:
+    commit(store, 10, 9, 100)
+    put(store, "run/step-11/__3_1.0123456789abcdef.distcp", size=50)
+    put(store, "run/final/.metadata", "run/logs/events", "run/file", "runner/step-1/.metadata")
+    found = list_checkpoints(f"{store.root}/run", config=CONFIG)
+    assert [
+        (one.uri.rpartition("/")[2], one.step, one.is_committed, one.nbytes) for one in found
+    ] == [
+        ("step-9", 9, True, 6),
+        ("step-10", 10, True, 6),
+        ("step-11", 11, False, 50),
+        ("step-100", 100, True, 6),
+        ("final", None, True, 3),
+    ]
+    for one in found:
+        assert one.modified is not None
+        assert abs(one.modified - time.time()) < 600
+
+
+def test_a_run_that_is_not_there_has_none(store) -> None:
+    assert list_checkpoints(f"{store.root}/run", config=CONFIG) == []
+    assert latest(f"{store.root}/run", config=CONFIG) is None
+
+
+def test_the_latest_is_the_highest_committed_step(store) -> None:
+    commit(store, 9, 10)
+    put(store, "run/step-11/__0_0.0123456789abcdef.distcp", "run/step-099/.metadata")
+    assert latest(f"{store.root}/run", config=CONFIG) == f"{store.root}/run/step-10"
+    assert latest(f"{store.root}/run", step_name="{step:03d}", config=CONFIG) is None
+
+
+def test_the_latest_of_a_thousand_steps_takes_three_requests(store) -> None:
+    commit(store, *range(1, 1001))
+    store.requests.clear()
+    assert latest(f"{store.root}/run", config=CONFIG) == f"{store.root}/run/step-1000"
+    assert len(store.requests) <= 3
+
+
+def test_a_listing_takes_one_request_for_each_checkpoint_and_thousand_names(store) -> None:
+    commit(store, *range(2500))
+    store.requests.clear()
+    assert len(list_checkpoints(f"{store.root}/run", config=CONFIG)) == 2500
+    assert store.requests.count("folders") == 3
+    assert store.requests.count("list") == 2500
+    assert len(store.requests) == 2503
+
+
+def test_other_names_of_steps_are_found_by_their_pattern(store, caplog) -> None:
+    put(store, "run/epoch=3-step=7/.metadata", "run/epoch=3-step=12/.metadata")
+    where = f"{store.root}/run"
+    found = latest(where, step_name="epoch=3-step={step}", config=CONFIG)
+    assert found == f"{where}/epoch=3-step=12"
+    assert latest(where, config=CONFIG) is None
+    assert "no folder is called 'step-{step}'" in caplog.text
+    with pytest.raises(ConfigError):
+        latest(where, step_name="epoch", config=CONFIG)
+
+
+def test_names_with_spaces_and_other_letters_are_found(store) -> None:
+    put(store, "mein lauf/schritt ü 7/.metadata")
+    [found] = list_checkpoints(
+        f"{store.root}/mein lauf", step_name="schritt ü {step}", config=CONFIG
+    )
+    assert found.step == 7
+    assert cloudckpt.exists(found.uri, config=CONFIG)
+
+
+def test_a_store_that_refuses_is_no_empty_run(store, monkeypatch) -> None:
+    commit(store, 1)
+
+    def refuse(prefix):
+        raise AccessDeniedError("no", uri=store.uri(prefix), certain=True)
+
+    monkeypatch.setattr(store, "list_folders", refuse)
+    for ask in (latest, list_checkpoints):
+        with pytest.raises(AccessDeniedError):
+            ask(f"{store.root}/run", config=CONFIG)
+
+
+def test_a_bucket_that_is_not_there_is_no_empty_run(s3_config) -> None:
+    for ask in (latest, list_checkpoints):
+        with pytest.raises(BucketNotFoundError):
+            ask("s3://no-such-bucket-of-ours/run", config=s3_config)
+
+
+def test_a_run_on_s3_is_listed_and_shrinks(bucket, s3_config) -> None:
+    uri, config = f"s3://{bucket}/run", s3_config
+    for step in (1, 2):
+        cloudckpt.save({"w": torch.ones(1000)}, checkpoint_id=f"{uri}/step-{step}", config=config)
+    found = list_checkpoints(uri, config=config)
+    assert [(one.step, one.is_committed) for one in found] == [(1, True), (2, True)]
+    assert all(one.nbytes > 4000 for one in found)
+    assert latest(uri, config=config) == f"{uri}/step-2"
+    cloudckpt.delete(f"{uri}/step-2", config=config)
+    assert latest(uri, config=config) == f"{uri}/step-1"

@@ -1,0 +1,165 @@
+"""Deletion makes a checkpoint invisible before it takes its data, and touches nothing else."""
+
+from __future__ import annotations
+
+import uuid
+
+import pytest
+import torch
+
+import cloudckpt
+from cloudckpt import Config, RetryPolicy
+from cloudckpt.errors import (
+    AccessDeniedError,
+    CheckpointNotFoundError,
+    CheckpointReplacedError,
+    ConnectionLostError,
+)
+from cloudckpt.runs.deleting import delete
+from cloudckpt.stores import registry
+from cloudckpt.stores.memory import MemoryStore
+from cloudckpt.uri import CheckpointURI
+
+CONFIG = Config(retry=RetryPolicy(attempts=3, base=0.0, cap=0.0))
+
+
+class Watched(MemoryStore):
+    """Calls a function before each deletion."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.deleted: list[str] = []
+        self.before = lambda key: None
+
+    def delete(self, key, *, if_version=None):
+        self.before(key)
+        super().delete(key, if_version=if_version)
+        self.deleted.append(key)
+
+
+@pytest.fixture
+def store(monkeypatch) -> Watched:
+    made = Watched(uuid.uuid4().hex)
+    monkeypatch.setattr(registry, "_OPENERS", {"memory": lambda: lambda uri, config: made})
+    return made
+
+
+def save(store: Watched, step: int, value: float = 1.0, **kwargs) -> CheckpointURI:
+    uri = CheckpointURI.parse(f"{store.root}/run/step-{step}")
+    state = {"w": torch.full((50,), value), "n": step}
+    cloudckpt.save(state, checkpoint_id=uri, config=CONFIG, **kwargs)
+    store.deleted.clear()
+    return uri
+
+
+def keys(store: Watched, below: str = "") -> list[str]:
+    return [info.key for info in store.list(below)]
+
+
+def test_nothing_of_a_deleted_checkpoint_is_left_and_its_neighbours_are(store) -> None:
+    uri, other = save(store, 7), save(store, 70)
+    neighbours = keys(store, "run/step-70/")
+    delete(uri, config=CONFIG)
+    assert keys(store) == neighbours
+    assert store.deleted[0] == "run/step-7/.metadata"
+    assert cloudckpt.exists(other, config=CONFIG)
+    assert not cloudckpt.exists(uri, config=CONFIG)
+
+
+def test_what_it_does_not_know_stays(store) -> None:
+    uri = save(store, 7)
+    for name in ("notes.txt", "__0_0.0123456789abcdef.distcp", "sub/file"):
+        store.put(uri.key(name), [memoryview(b"x")], checksum=0)
+    delete(uri, config=CONFIG)
+    assert [key.removeprefix("run/step-7/") for key in keys(store)] == [
+        "__0_0.0123456789abcdef.distcp",
+        "notes.txt",
+        "sub/file",
+    ]
+
+
+def test_a_checkpoint_saved_without_collectives_is_deleted_too(store) -> None:
+    uri = save(store, 7, use_collectives=False)
+    delete(uri, config=CONFIG)
+    assert keys(store) == []
+
+
+def test_a_hidden_older_checkpoint_does_not_come_to_light(store) -> None:
+    uri = save(store, 7, use_collectives=False)
+    hidden = {key: store.get(key)[0] for key in keys(store)}
+    save(store, 7, value=2.0)
+    for key, data in hidden.items():
+        store.put(key, [memoryview(data)], checksum=0)
+    seen: list[bool] = []
+    store.before = lambda key: seen.append(cloudckpt.exists(uri, config=CONFIG))
+    delete(uri, config=CONFIG)
+    assert keys(store) == []
+    assert seen == sorted(seen, reverse=True)
+
+
+def test_without_a_committed_checkpoint_nothing_is_deleted(store) -> None:
+    uri = CheckpointURI.parse(f"{store.root}/run/step-7")
+    store.put(uri.key("__0_0.0123456789abcdef.distcp"), [memoryview(b"x")], checksum=0)
+    with pytest.raises(CheckpointNotFoundError):
+        delete(uri, config=CONFIG)
+    assert len(keys(store)) == 1
+
+
+def test_a_save_that_commits_meanwhile_stays_whole(store) -> None:
+    uri = save(store, 7)
+    raced: list[str] = []
+
+    def race(key: str) -> None:
+        if key.endswith("/.metadata") and not raced:
+            raced.append(key)
+            save(store, 7, value=2.0)
+
+    store.before = race
+    with pytest.raises(CheckpointReplacedError):
+        delete(uri, config=CONFIG)
+    found = {"w": torch.zeros(50), "n": 0}
+    cloudckpt.load(found, checkpoint_id=uri, config=CONFIG)
+    assert torch.equal(found["w"], torch.full((50,), 2.0))
+
+
+def test_a_denied_deletion_leaves_the_checkpoint_as_it_was(store) -> None:
+    uri = save(store, 7)
+    before = keys(store)
+
+    def deny(key: str) -> None:
+        raise AccessDeniedError("no", uri=store.uri(key), certain=True)
+
+    store.before = deny
+    with pytest.raises(AccessDeniedError):
+        delete(uri, config=CONFIG)
+    assert keys(store) == before
+
+
+def test_what_can_not_be_deleted_is_told_and_the_rest_is_gone(store) -> None:
+    uri = save(store, 7)
+    held: list[str] = []
+
+    def hold(key: str) -> None:
+        if key.endswith(".distcp"):
+            held.append(key)
+            raise AccessDeniedError("on hold", uri=store.uri(key), certain=True)
+
+    store.before = hold
+    with pytest.raises(AccessDeniedError, match=r"on hold \(.*left behind: 1\)"):
+        delete(uri, config=CONFIG)
+    assert keys(store) == sorted(set(held))
+
+
+def test_a_lost_answer_is_no_failure(store) -> None:
+    uri = save(store, 7)
+    lost: set[str] = set()
+
+    def lose(key: str) -> None:
+        if key not in lost:
+            lost.add(key)
+            MemoryStore.delete(store, key)
+            raise ConnectionLostError("the answer was lost", uri=store.uri(key))
+
+    store.before = lose
+    delete(uri, config=CONFIG)
+    assert keys(store) == []

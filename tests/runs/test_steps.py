@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cloudckpt.errors import ConfigError
+from cloudckpt.runs.steps import Retention, StepNames
+
+PATTERNS = [
+    "step-{step}",
+    "{step}",
+    "{step:08d}",
+    "ckpt_{step:04}.d",
+    "a{{b}}-{step}",
+    "1-{step}-2",
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@given(step=st.integers(0, 10**18 - 1))
+def test_a_step_is_found_by_the_name_that_it_gives(pattern: str, step: int) -> None:
+    names = StepNames(pattern)
+    assert names.step(names.name(step)) == step
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name"),
+    [
+        ("step-{step}", "step-007"),
+        ("step-{step}", "step-"),
+        ("step-{step}", "step-7b"),
+        ("step-{step}", "xstep-7"),
+        ("step-{step}", "step--7"),
+        ("step-{step}", "step-7\n"),
+        ("step-{step}", "step-\u0667"),
+        ("step-{step}", "step-" + "9" * 19),
+        ("{step:08d}", "7"),
+        ("{step:08d}", "000000007"),
+        ("step.{step}", "stepx7"),
+    ],
+    ids=repr,
+)
+def test_what_a_step_would_be_called_otherwise_is_another_folder(pattern: str, name: str) -> None:
+    assert StepNames(pattern).step(name) is None
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["", "step", "step-{}", "{0}", "{step}/{step}", "{step}{step}", "a/{step}", "{step", "{other}",
+     "{step.real}", "{step!r:>5}{x}", "{step:s}", "{step:>8}", "{step:x}", "{step:,}"],
+)  # fmt: skip
+def test_a_pattern_that_names_no_folder_is_refused(pattern: str) -> None:
+    with pytest.raises(ConfigError, match="step_name"):
+        StepNames(pattern)
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, True, "7", None, 10**18])
+def test_what_is_no_step_has_no_name(step: object) -> None:
+    with pytest.raises(ConfigError, match="a step is a whole number"):
+        StepNames().name(step)  # type: ignore[arg-type]
+
+
+def test_without_a_limit_all_steps_are_kept() -> None:
+    assert Retention().unneeded(range(100)) == []
+
+
+def test_the_newest_and_every_period_are_kept() -> None:
+    kept = Retention(max_to_keep=2, keep_period=10)
+    assert kept.unneeded([5, 10, 15, 20, 25, 30, 35]) == [5, 15, 25]
+
+
+def test_the_best_are_kept_and_the_newest_whatever_its_score() -> None:
+    scores = {1: 0.5, 2: 0.1, 3: 0.2, 4: 0.9}
+    assert Retention(max_to_keep=2).unneeded([1, 2, 3, 4], scores) == [1]
+    assert Retention(max_to_keep=2, best_mode="max").unneeded([1, 2, 3, 4, 5], scores) == [2, 3]
+
+
+def test_a_score_that_is_no_number_is_the_worst() -> None:
+    scores = {1: 1.0, 2: math.nan, 4: math.inf}
+    assert Retention(max_to_keep=1).unneeded([1, 2, 3, 4, 5], scores) == [2, 3, 4]
+    assert Retention().best(scores) == 1
+    assert Retention(best_mode="max").best({1: math.nan}) is None
+
+
+def test_of_equal_scores_the_newest_is_the_best() -> None:
+    assert Retention().best({1: 0.5, 7: 0.5, 3: 0.5}) == 7
+    assert Retention().best({}) is None
+
+
+@given(
+    committed=st.sets(st.integers(0, 50)),
+    most=st.integers(1, 5),
+    period=st.none() | st.integers(1, 9),
+    scores=st.none() | st.dictionaries(st.integers(0, 50), st.floats()),
+)
+def test_the_newest_is_never_deleted_nor_what_is_not_there(
+    committed: set[int], most: int, period: int | None, scores: dict[int, float] | None
+) -> None:
+    unneeded = Retention(max_to_keep=most, keep_period=period).unneeded(committed, scores)
+    assert set(unneeded) <= committed
+    assert unneeded == sorted(set(unneeded))
+    if committed:
+        assert max(committed) not in unneeded
+        assert len(committed) - len(unneeded) >= min(most, len(committed))
+
+
+@pytest.mark.parametrize("option", ["max_to_keep", "keep_period"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "3"])
+def test_a_limit_that_would_keep_nothing_is_refused(option: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=option):
+        Retention(**{option: value})  # type: ignore[arg-type]
+
+
+def test_there_are_two_ways_to_be_the_best() -> None:
+    with pytest.raises(ConfigError, match="best_mode"):
+        Retention(best_mode="lowest")  # type: ignore[arg-type]
