@@ -8,7 +8,7 @@
 from cloudckpt._version import __version__
 from cloudckpt.api import exists, load, save
 from cloudckpt.background.async_save import async_save, close_async_savers
-from cloudckpt.background.job import SaveFuture
+from cloudckpt.background.save import SaveFuture
 from cloudckpt.background.stager import Stager
 from cloudckpt.checkpoint.metadata import add_safe_metadata_globals
 from cloudckpt.checkpointer import (

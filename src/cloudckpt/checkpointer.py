@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from typing_extensions import Self
 
 from cloudckpt import api
-from cloudckpt.background.job import SaveFuture
+from cloudckpt.background.save import SaveFuture
 from cloudckpt.background.saver import AsyncSaver
 from cloudckpt.config import Config
 from cloudckpt.dcp.planners import (

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cloudckpt.background.channel import (
+from cloudckpt.background.handoff import (
     as_socket,
     receive_descriptor,
     send_descriptor,

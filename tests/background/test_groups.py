@@ -22,7 +22,7 @@ from cloudckpt import (
     SaveProcessError,
     events,
 )
-from cloudckpt.background import async_save, groups, process
+from cloudckpt.background import async_save, groups
 from cloudckpt.background.groups import give_back, open_group
 from cloudckpt.background.saver import AsyncSaver
 from dcp.children import in_a_child
@@ -208,7 +208,7 @@ def test_a_rank_that_does_not_come_ends_the_wait_of_the_others(ranks, tmp_path):
 def _far_apart(place: Place) -> None:
     """Ranks on machines of the same name."""
     with (
-        mock.patch.object(process, "_machine", return_value=f"machine {dist.get_rank()}"),
+        mock.patch.object(groups, "_machine", return_value=f"machine {dist.get_rank()}"),
         mock.patch.object(socket, "gethostname", return_value="trainer"),
         mock.patch.object(socket, "getfqdn", return_value="trainer.invalid"),
         mock.patch.dict(os.environ, {"MASTER_ADDR": "127.0.0.1"}),
@@ -230,14 +230,14 @@ def test_a_group_without_the_first_rank_meets_at_an_address_of_its_own_machine(f
     monkeypatch.setattr(socket, "getfqdn", lambda: "trainer.example")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.77")
     master = ["127.0.0.77"] if first == 0 else []
-    assert process._addresses(None) == [*master, "127.0.0.1", "trainer.example", "trainer"]
+    assert groups._addresses(None) == [*master, "127.0.0.1", "trainer.example", "trainer"]
 
 
 def _out_of_reach(place: Place) -> str:
     rank = dist.get_rank()
     with (
-        mock.patch.object(process, "_machine", return_value=f"machine {rank}"),
-        mock.patch.object(process, "_addresses", return_value=["trainer.invalid"]),
+        mock.patch.object(groups, "_machine", return_value=f"machine {rank}"),
+        mock.patch.object(groups, "_addresses", return_value=["trainer.invalid"]),
         pytest.raises(SaveProcessError) as caught,
     ):
         AsyncSaver(kind=AsyncCheckpointerType.PROCESS)
@@ -252,8 +252,8 @@ def test_a_machine_that_is_out_of_reach_is_told_to_all_ranks(ranks, local):
 
 def test_another_server_at_the_first_ranks_address_is_not_taken_for_its_store():
     with socket.create_server(("127.0.0.1", 0)) as stranger:
-        offer = process._Offer("elsewhere", ["127.0.0.1"], stranger.getsockname()[1], "token")
-        assert process._reached("127.0.0.1", offer, datetime.timedelta(seconds=1)) is None
+        offer = groups._Offer("elsewhere", ["127.0.0.1"], stranger.getsockname()[1], "token")
+        assert groups._reached("127.0.0.1", offer, datetime.timedelta(seconds=1)) is None
 
 
 # ---- forks

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from cloudckpt.background.process import log_levels
-from cloudckpt.background.reports import forward_logs
+from cloudckpt.background.worker import forward_logs
 from cloudckpt.events import Event, emit
 from dcp.children import in_a_child
 

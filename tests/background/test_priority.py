@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from cloudckpt import BackgroundOptions, ConfigError, MissingDependencyError
-from cloudckpt.background import priority
+from cloudckpt.background import worker
 from cloudckpt.background.saver import AsyncSaver
 from dcp.children import in_a_child
 
@@ -29,7 +29,7 @@ def refused(kind=ConfigError, **options) -> str:
 
 
 def _idle() -> tuple[int, int]:
-    priority.stand_back(0, "idle")
+    worker.yield_to_trainer(0, "idle")
     return tuple(map(int, psutil.Process().ionice()))
 
 
@@ -45,7 +45,7 @@ def test_a_missing_psutil_is_told_with_what_to_install(monkeypatch):
 
 
 def test_a_system_without_io_priorities_is_told(monkeypatch):
-    monkeypatch.setattr(priority.sys, "platform", "darwin")
+    monkeypatch.setattr(worker.sys, "platform", "darwin")
     assert "only Linux" in refused(io_priority=3)
 
 
@@ -65,5 +65,5 @@ def test_a_thread_needs_no_io_priority(monkeypatch):
 
 def test_a_priority_that_can_not_be_had_in_the_process_is_only_logged(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "psutil", None)
-    priority.stand_back(0, 5)
+    worker.yield_to_trainer(0, 5)
     assert "the I/O priority stays as it is" in caplog.text

@@ -31,7 +31,7 @@ from cloudckpt import (
     StagingMemoryError,
 )
 from cloudckpt.background import arena as arenas
-from cloudckpt.background.child import Child
+from cloudckpt.background.process import _Life
 from cloudckpt.background.saver import AsyncSaver
 from cloudckpt.config import MIB
 from dcp.values import assert_same, blank_like, numbered
@@ -333,7 +333,7 @@ def test_a_process_that_dies_before_it_is_ready_is_replaced(local):
 def test_an_outcome_that_nobody_waited_for_is_not_taken_for_that_of_the_next_save(one, local, gate):
     begin(one, 0, local).result(PATIENCE)
     pid = pid_of(one)
-    with mock.patch.object(Child, "_receive", side_effect=RuntimeError("lost")):
+    with mock.patch.object(_Life, "_receive", side_effect=RuntimeError("lost")):
         error = begin(one, 1, local.at("1"), gate).exception(PATIENCE)
     assert "lost" in str(error)
     assert not is_running(pid)  # it could commit what the next save writes to its memory
@@ -369,6 +369,45 @@ def test_a_process_that_is_asked_to_end_in_a_save_finishes_it(local, gate):
         begin(one, 2, local.at("2")).result(PATIENCE)  # in a new one: it had said that it ends
         assert eventually(lambda: not is_running(pid))
     assert [step_at(local), step_at(local.at("2"))] == [1, 2]
+
+
+def test_a_process_that_is_asked_to_end_finishes_what_waits_behind_its_save_too(local, gate):
+    with saver(options=BackgroundOptions(when_busy="double_buffer")) as one:
+        first, pid = begin(one, 1, local, gate), pid_of(one)
+        gate.wait()
+        os.kill(pid, signal.SIGTERM)
+        second = begin(one, 2, local.at("2"))
+        gate.open()
+        first.result(PATIENCE)
+        second.result(PATIENCE)
+        assert eventually(lambda: not is_running(pid))
+        begin(one, 3, local.at("3")).result(PATIENCE)
+    assert [step_at(place) for place in (local, local.at("2"), local.at("3"))] == [1, 2, 3]
+
+
+class Terminating:
+    """A Stateful that is asked for its state when SIGTERM comes."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+
+    def state_dict(self) -> dict:
+        os.kill(self._pid, signal.SIGTERM)
+        eventually(lambda: not is_running(self._pid), 0.5)
+        return {}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        raise NotImplementedError
+
+
+def test_a_process_that_is_asked_to_end_while_the_copy_is_made_carries_out_that_save(local):
+    with saver() as one:
+        begin(one, 1, local).result(PATIENCE)
+        pid = pid_of(one)
+        state = {**filled(2, SMALL), "model": Terminating(pid)}
+        one.save(state, local.writer()).written.result(PATIENCE)
+        assert eventually(lambda: not is_running(pid))
+    assert step_at(local) == 2
 
 
 def test_a_process_that_is_asked_to_end_between_two_saves_does_so_at_once(local):
@@ -443,7 +482,7 @@ def test_closing_again_ends_a_process_that_an_interrupt_has_left(local, gate):
     gate.open()
     future.result(PATIENCE)
     with (
-        mock.patch.object(Child, "end", side_effect=KeyboardInterrupt),
+        mock.patch.object(_Life, "end", side_effect=KeyboardInterrupt),
         pytest.raises(KeyboardInterrupt),
     ):
         other.close()

@@ -1,6 +1,5 @@
 """The saving processes of two ranks: when one dies or fails, all hear of it and go on together."""
 
-import functools
 import os
 import signal
 import sys
@@ -25,6 +24,7 @@ from cloudckpt import (
     StagingMemoryError,
 )
 from cloudckpt.background import arena as arenas
+from cloudckpt.background import process
 from cloudckpt.background.process import SaveProcess
 from cloudckpt.background.saver import AsyncSaver
 from dcp.places import Place
@@ -177,10 +177,6 @@ def tells_the_others_that_a_rank_has_committed_before_it_died(
     _works(saver, 2, place)
 
 
-def _until(file: Path) -> None:
-    assert eventually(file.exists, PATIENCE)
-
-
 def _dies_before_the_other_has_begun(
     saver: AsyncSaver, place: Place, folder: Path, dying: int
 ) -> None:
@@ -188,20 +184,20 @@ def _dies_before_the_other_has_begun(
     dead, save = folder / "dead", SaveProcess.save
     if dist.get_rank() == dying:
         future = begin(saver, 1, place)
-        assert eventually(lambda: saver._process._child.is_busy, PATIENCE)
+        assert eventually(lambda: saver._process._life._is_busy, PATIENCE)
         _kill(saver)
         assert isinstance(future.exception(SOON), SaveProcessError)
         dead.touch()
     else:
 
         def late(*arguments):
-            _until(dead)
-            return save(*arguments)
+            assert eventually(dead.exists, PATIENCE)
+            return save(saver._process, *arguments)
 
-        with mock.patch.object(saver._process, "save", functools.partial(late, saver._process)):
+        with mock.patch.object(saver._process, "save", late):
             error = begin(saver, 1, place).exception(PATIENCE)
-        assert isinstance(error, SaveProcessError), repr(error)
-        assert "another rank died" in str(error)
+        assert isinstance(error, ProcessGroupError), repr(error)
+        assert error.committed is False
     dist.barrier()
     assert place.names() == []
     dist.barrier()
@@ -218,28 +214,79 @@ def tells_a_rank_that_begins_after_the_death_of_the_first(
     _dies_before_the_other_has_begun(saver, place, folder, dying=0)
 
 
-def tells_a_rank_that_waits_for_the_others_of_a_failed_start(
-    saver: AsyncSaver, place: Place, folder: Path
-):
-    busy = folder / "busy"
-    if dist.get_rank() == 0:
-        future = begin(saver, 1, place)
-        assert eventually(lambda: saver._process._child.is_busy, PATIENCE)
-        busy.touch()
-        error = future.exception(SOON)
-        assert isinstance(error, SaveProcessError), repr(error)
-    else:
-        failure = SaveProcessError("no processes left")
+def tells_all_of_a_death_before_the_processes_have_met(_: AsyncSaver, place: Place, folder: Path):
+    save = SaveProcess.save
+    with AsyncSaver(kind=AsyncCheckpointerType.PROCESS) as saver:
 
-        def fail():
-            _until(busy)
+        def dies_first(*arguments):
             _kill(saver)
-            raise failure
+            return save(saver._process, *arguments)
 
-        with mock.patch.object(saver._process, "_current", fail):
-            assert begin(saver, 1, place).exception(PATIENCE) is failure
+        if dist.get_rank() == 1:
+            with mock.patch.object(saver._process, "save", dies_first):
+                error = begin(saver, 1, place).exception(SOON)
+        else:
+            error = begin(saver, 1, place).exception(SOON)
+        assert isinstance(error, SaveProcessError), repr(error)
+        assert "before it was ready" in str(error)
+        dist.barrier()
+        _works(saver, 2, place)
+
+
+def goes_on_after_deaths_before_the_first_save(_: AsyncSaver, place: Place, __: Path):
+    with AsyncSaver(kind=AsyncCheckpointerType.PROCESS) as saver:
+        if dist.get_rank() == 0:
+            _kill(saver)
+        _works(saver, 1, place)
+
+
+def fails_what_was_queued_behind_a_death_on_all(_: AsyncSaver, place: Place, folder: Path):
+    options = BackgroundOptions(when_busy="double_buffer")
+    with AsyncSaver(kind=AsyncCheckpointerType.PROCESS, options=options) as saver:
+        gate = Gate(folder, rank=1)
+        first = begin(saver, 1, place.at("1"), gate)
+        second = begin(saver, 2, place.at("2"))
+        if dist.get_rank() == 1:
+            gate.wait()
+            _kill(saver)
+        for future in (first, second):
+            error = future.exception(SOON)
+            assert isinstance(error, (ProcessGroupError, SaveProcessError)), repr(error)
+        dist.barrier()
+        assert place.at("2").names() == []
+        _works(saver, 3, place.at("3"))
+
+
+def goes_on_after_an_interrupt_behind_the_meeting(saver: AsyncSaver, place: Place, _: Path):
+    if dist.get_rank() == 0:
+        with (
+            mock.patch.object(saver, "_hand_over", side_effect=KeyboardInterrupt),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            begin(saver, 1, place)
+    else:
+        error = begin(saver, 1, place).exception(SOON)
+        assert isinstance(error, ProcessGroupError), repr(error)
+    dist.barrier()
+    assert place.names() == []
     dist.barrier()
     _works(saver, 2, place)
+
+
+def tells_all_of_a_process_that_one_cannot_replace(saver: AsyncSaver, place: Place, _: Path):
+    _works(saver, 1, place)
+    if dist.get_rank() == 1:
+        _kill(saver)
+        failure = SaveProcessError("no processes left")
+        with (
+            mock.patch.object(process, "_Life", side_effect=failure),
+            pytest.raises(SaveProcessError, match="no processes left"),
+        ):
+            begin(saver, 2, place)
+    else:
+        with pytest.raises(SaveProcessError, match="no processes left"):
+            begin(saver, 2, place)
+    _works(saver, 3, place)
 
 
 FAILURES = [
@@ -257,7 +304,11 @@ DEATHS = [
     tells_the_others_that_a_rank_has_committed_before_it_died,
     tells_a_rank_that_begins_after_a_death,
     tells_a_rank_that_begins_after_the_death_of_the_first,
-    tells_a_rank_that_waits_for_the_others_of_a_failed_start,
+    goes_on_after_an_interrupt_behind_the_meeting,
+    tells_all_of_a_process_that_one_cannot_replace,
+    tells_all_of_a_death_before_the_processes_have_met,
+    goes_on_after_deaths_before_the_first_save,
+    fails_what_was_queued_behind_a_death_on_all,
 ]
 
 

@@ -32,7 +32,7 @@ from cloudckpt import (
     StagingMemoryError,
 )
 from cloudckpt.background import arena as arenas
-from cloudckpt.background.job import PickledResult, SaveJob
+from cloudckpt.background.save import PickledResult, Save
 from cloudckpt.background.saver import AsyncSaver
 from dcp.children import in_a_child
 from dcp.places import Place
@@ -166,13 +166,13 @@ def test_a_log_handler_that_raises_does_not_keep_a_failure_from_its_future(local
 
 def test_a_save_that_could_not_be_copied_does_not_occupy_its_place(local, monkeypatch):
     """The other ranks still hear of it when the next one begins."""
-    may_fail, prepared = threading.Event(), SaveJob.prepared
+    may_fail, prepared = threading.Event(), Save.prepared
 
     def slow_to_fail(job):
         assert job.failure is None or may_fail.wait(PATIENCE)
         return prepared(job)
 
-    monkeypatch.setattr(SaveJob, "prepared", slow_to_fail)
+    monkeypatch.setattr(Save, "prepared", slow_to_fail)
     with saver(when_busy="double_buffer") as one, ThreadPoolExecutor(1) as pool:
         second = one.save({"lock": Lock()}, local.writer()).written
         third = pool.submit(begin, one, 3, local)

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from cloudckpt.api import writer_for
-from cloudckpt.background.job import SaveFuture
+from cloudckpt.background.save import SaveFuture
 from cloudckpt.background.saver import AsyncSaver, alike
 from cloudckpt.config import BackgroundOptions, Config
 from cloudckpt.dcp.meeting import Meeting

@@ -1,18 +1,115 @@
-"""A staged state dict on its way to the saving process: its structure, without its bytes."""
+"""What passes between a trainer and its saving process: messages, and the copy without its bytes.
+
+The trainer sends a ``Job`` for each save, with its tensors as places in an arena, whose descriptor
+follows once; ``COMING`` before it, or ``NOT_COMING`` instead of it if the ranks do not begin; and
+``END``. The process answers with pairs of a kind and its content: ``ready`` or ``failed to start``,
+``outcome`` for each job, and between them ``alive``, ``log`` and ``event``.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import pickle
+import socket
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
 from cloudckpt.background.arena import Arena
-from cloudckpt.errors import StagingError
+from cloudckpt.errors import CloudCheckpointError, StagingError
 from cloudckpt.transfer.memory import extent
 
-__all__ = ["pack", "unpack"]
+__all__ = [
+    "COMING",
+    "END",
+    "NOT_COMING",
+    "Job",
+    "Outcome",
+    "Settings",
+    "as_socket",
+    "pack",
+    "receive_descriptor",
+    "send_descriptor",
+    "set_timeout",
+    "unpack",
+]
+
+COMING, NOT_COMING, END = "a save is coming", "it is not", "end"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a saving process is told when it starts.
+
+    Attributes:
+        trainer: The process it serves.
+        rank: Of the trainer in its group.
+        world: Ranks of the group.
+        store: Host and port at which the processes of all ranks meet; None if there is no group.
+        place: In that store, what these processes have for themselves.
+        nice: By how much to yield the CPU.
+        io_priority: Of its reads and writes; None leaves it as it is.
+        start_timeout: Seconds to meet the others.
+        collective_timeout: Seconds to wait for them in a save.
+        heartbeat_timeout: Seconds in which the trainer must hear of it while it saves.
+        log_levels: From which on records of a logger are sent to the trainer.
+    """
+
+    trainer: int
+    rank: int
+    world: int
+    store: tuple[str, int] | None
+    place: str
+    nice: int
+    io_priority: str | int | None
+    start_timeout: float
+    collective_timeout: float
+    heartbeat_timeout: float
+    log_levels: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One save.
+
+    Attributes:
+        payload: See :func:`pack`; empty if ``failure`` is given.
+        arena: The number of the arena of its tensors.
+        size: Bytes of that arena, whose descriptor follows if it is a new one.
+        is_new: Whether that is so.
+        kept: The arenas that the trainer still has.
+        failure: Why this rank can't take part; the other ranks are told.
+        variables: Where the trainer's environment has credentials now.
+    """
+
+    payload: bytes = b""
+    arena: int | None = None
+    size: int = 0
+    is_new: bool = False
+    kept: frozenset[int] = frozenset()
+    failure: CloudCheckpointError | None = None
+    variables: dict[str, str] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a save ended.
+
+    Attributes:
+        result: The pickled metadata and what was transferred, if it succeeded.
+        error: Why it failed.
+        is_last: Whether the process takes no other save, unless that is on its way already.
+    """
+
+    result: bytes | None = None
+    error: BaseException | None = None
+    is_last: bool = False
 
 
 def pack(state_dict: dict[str, Any], others: object, arena: Arena | None) -> bytes:
@@ -95,3 +192,42 @@ class _Unpacker(pickle.Unpickler):
         first, size, dtype, shape, stride = place
         made = torch.empty(0, dtype=dtype, device="cpu")
         return made.set_(self._memory.storage(first, size), 0, shape, stride)
+
+
+@contextlib.contextmanager
+def as_socket(channel: Connection) -> Iterator[socket.socket]:
+    """The same channel, for what a ``Connection`` can't do.
+
+    If the program has called ``socket.setdefaulttimeout()``, a new socket object lets the channel
+    itself not wait, for a moment: nobody else may use it then.
+    """
+    with socket.socket(fileno=os.dup(channel.fileno())) as end:
+        end.setblocking(True)
+        yield end
+
+
+def set_timeout(channel: Connection, seconds: float) -> None:
+    """Lets reads and writes fail that take longer: the other side may stop amid a message."""
+    whole = int(seconds)
+    value = struct.pack("ll", whole, int((seconds - whole) * 1e6))
+    with as_socket(channel) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+
+
+def send_descriptor(channel: Connection, fd: int) -> None:
+    """Sends a file descriptor behind what was sent before."""
+    with as_socket(channel) as end:
+        socket.send_fds(end, [b"\0"], [fd])
+
+
+def receive_descriptor(end: socket.socket) -> int:
+    """A file descriptor, which is the caller's then.
+
+    Raises:
+        EOFError: If the other side is gone.
+    """
+    _, found, _, _ = socket.recv_fds(end, 1, 1)
+    if not found:
+        raise EOFError
+    return found[0]

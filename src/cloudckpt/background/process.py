@@ -1,47 +1,92 @@
-"""The saving processes of all ranks, seen from their trainers: started, replaced, in step."""
+"""The process beside a trainer that carries out its saves, seen from the trainer.
+
+How saving processes are replaced
+---------------------------------
+
+The saving processes of all ranks have one process group (gloo), which none can leave and none can
+join later. So they are replaced together or not at all, by the one meeting that the trainers hold
+before each save (``saver``). There each says whether its process is *fit*: alive, with a group that
+is whole, and not about to end after SIGTERM. If one is not, all trainers wait for the saves that
+are under way, end their processes and start new ones. Each counts these replacements; as all
+replace together, all have the same count, and it names the place in the first rank's store where
+the new processes find each other. Then the trainers meet once more: all go on, or all raise alike.
+
+From then on no rank asks another what it is doing: each hands over every save that the meeting has
+passed, in the order of the meetings, to the process of this replacement. A rank that could not copy
+or pickle its state hands over the reason, which the processes tell each other. A rank that can't
+even do that ends its process, and is not fit in the next meeting. What this rules out:
+
+- *A process dies between two saves*: its trainer is not fit in the next meeting. All are replaced
+  before anything is sent, and no save is lost.
+- *It dies between the meeting and the end of the save*: its connections break. The processes of the
+  other ranks fail in their next collective call, say so and end as well. The save fails on all
+  ranks, and those that were queued behind it in double buffering do, too; the next meeting replaces
+  all. None can be left waiting for a process that is gone, nor pair one save with another's.
+- *It dies before it has joined the group*: nobody has a connection to it yet. Its trainer leaves a
+  note in the store (``BROKEN``), where those look whose processes wait for it.
+- *A trainer is interrupted between the meeting and the handing over*: the others would wait for its
+  part, or pair it with its next save. It ends its process, and is not fit.
+- *A replacement fails on one rank, or is interrupted there*: the count has been advanced before
+  anything could fail, and that rank has no process, so it is not fit. The new processes of the
+  others wait for it in vain, under a count that the next meeting leaves behind.
+- *SIGTERM reaches a process while its trainer makes a copy*: it has been told before the meeting
+  that a save is coming, and ends behind it.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
+import multiprocessing
 import os
-import socket
+import pickle
 import threading
-import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
-from datetime import timedelta
+import time
+import weakref
+from collections.abc import Callable
+from multiprocessing import connection as channels
+from multiprocessing import process as processes
+from multiprocessing import util
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from cloudckpt.background.arena import Arena
-from cloudckpt.background.child import Child
-from cloudckpt.background.handoff import pack
-from cloudckpt.background.worker import Settings
+from cloudckpt.background.groups import MeetingPlace
+from cloudckpt.background.handoff import (
+    COMING,
+    END,
+    NOT_COMING,
+    Job,
+    Outcome,
+    Settings,
+    pack,
+    send_descriptor,
+    set_timeout,
+)
+from cloudckpt.background.worker import main
 from cloudckpt.config import BackgroundOptions
-from cloudckpt.errors import CloudCheckpointError, ProcessGroupError, SaveProcessError
-from cloudckpt.stores.base import random_suffix
+from cloudckpt.errors import CloudCheckpointError, SaveProcessError
+from cloudckpt.events import emit
+from cloudckpt.stores.credentials import variables
 
 __all__ = ["SaveProcess", "log_levels"]
 
-logger = logging.getLogger("cloudckpt")
+_LOOK = 1.0  # seconds between two looks whether the process is alive
+_FAREWELL = 5.0  # seconds for it to end by itself
 
-_ROUNDS = 3  # tries of a save that no rank had begun
+_AFTERMATH = (
+    "nothing of this save is visible unless it had committed, and the next save starts a new one"
+)
+
+_numbers = itertools.count()
 
 
 class SaveProcess:
     """A process beside this rank that carries out its saves, one after the other.
 
-    The processes of all ranks have a process group of their own (gloo), so that neither planning
-    nor coordination uses the trainer's interpreter. When one of them dies, all of them are
-    replaced: they meet again under the next *generation*, a number kept in a store that lives in
-    the first rank's trainer.
-
-    Constructing it is a collective call for the ranks of ``group``; the process starts in the
-    background.
+    Constructing it is a collective call for the ranks of ``group``, and so is :meth:`replace`; the
+    process starts in the background.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, options: BackgroundOptions) -> None:
@@ -49,24 +94,62 @@ class SaveProcess:
         Args:
             group: The ranks that save together; None for this process alone.
             options: See there.
+
+        Raises:
+            SaveProcessError: If it can't be started, or does not reach the first rank's trainer.
         """
         self._options = options
         self._rank = 0 if group is None else dist.get_rank(group)
         self._world = 1 if group is None else dist.get_world_size(group)
-        self._store: TCPStore | None = None
-        self._address: tuple[str, int] | None = None
-        if group is not None:
-            self._store, self._address = _meeting_place(group, options)
-        self._generation = 0
-        self._child: Child | None = None
+        self._place = None if group is None else MeetingPlace(group, options.start_timeout)
+        self._starts = 0
+        self._life: _Life | None = None
         self._closed = False
         self._lock = threading.Lock()
-        with self._lock:
-            self._start(0)
+        self._start()
+
+    @property
+    def pid(self) -> int | None:
+        """The process, if it is there."""
+        life = self._life
+        return None if life is None else life.pid
+
+    def expect(self) -> bool:
+        """Tells the process that a save may be coming; returns whether it can carry that out."""
+        life = self._life
+        return life is not None and life.is_fit() and life.tell(COMING)
+
+    def expect_none(self) -> None:
+        """Tells it that no save is coming."""
+        if (life := self._life) is not None:
+            life.tell(NOT_COMING)
+
+    def replace(self, wait: Callable[[], None]) -> None:
+        """Ends the process and starts another, as all ranks do at this moment.
+
+        Args:
+            wait: Waits for the saves under way; if it raises, the process is left to them, and is
+                not fit.
+
+        Raises:
+            SaveProcessError: If none can be started.
+        """
+        self._starts += 1
+        if self._life is not None:
+            self._life.is_leaving = True
+        wait()
+        if self._life is not None:
+            self._life.end(0, "all ranks have new ones")
+        self._start()
+        self.expect()
+
+    def give_up(self) -> None:
+        """Ends the process, since this rank can't hand over a save that all ranks begin."""
+        if (life := self._life) is not None:
+            life.end(0, "the call that began a save was interrupted")
 
     def save(
         self,
-        number: int,
         state_dict: dict[str, Any],
         arena: Arena | None,
         others: object,
@@ -75,14 +158,13 @@ class SaveProcess:
         """Carries out a save; returns the pickled metadata and what was transferred.
 
         Args:
-            number: Counted alike on all ranks.
             state_dict: The staged state dict.
             arena: Where it is.
             others: The writer, the planner and how to save.
             failure: Why this rank can't take part; the other ranks are told.
 
         Raises:
-            SaveProcessError: If the process died or did not start.
+            SaveProcessError: If the process has died or did not start.
             CloudCheckpointError: The failure of the save.
         """
         payload = b""
@@ -91,143 +173,71 @@ class SaveProcess:
                 payload = pack(state_dict, others, arena)
             except CloudCheckpointError as error:
                 failure = error
-        for attempt in itertools.count(1):
-            try:
-                child = self._current()
-                child.wait_until_ready(lambda: self._look(number, among_the_new=True))
-                self._look(number)
-                outcome = child.carry_out(
-                    number, payload, arena, failure, lambda: self._look(number)
-                )
-            except _InVainError as vain:
-                if vain.retry:
-                    continue
-                if child.is_busy:
-                    self._replace()
-                raise SaveProcessError(
-                    "the saving process of another rank died in this save", cause=str(vain)
-                ) from None
-            except Exception as error:
-                self._give_up(number, error)
-                self._replace()  # it may still read the staged copy, which the next save writes to
-                raise
-            if outcome.result is not None:
-                return outcome.result
-            if outcome.superseded:
-                raise SaveProcessError(
-                    "another rank's saving process died in this save, and the others went on"
-                )
-            reason = outcome.error or SaveProcessError("the saving process gave no reason")
-            if outcome.begun:
-                if isinstance(reason, ProcessGroupError):
-                    self._replace()
-                raise reason
-            self._replace()  # no rank has begun: the processes that are left meet again
-            if attempt >= _ROUNDS:
-                lost = SaveProcessError(
-                    "the saving processes of the ranks lost each other", cause=reason
-                )
-                self._give_up(number, lost)
-                raise lost from reason
-        raise AssertionError("unreachable")
+        life = self._life
+        if life is None:
+            raise SaveProcessError("the saving process could not be started")
+        try:
+            life.wait_until_ready(self._look)
+            outcome = life.carry_out(payload, arena, failure)
+        except BaseException:
+            # it may still read the staged copy, which the next save writes to
+            life.end(0, "the save before failed in it")
+            if not life.is_ready and self._place is not None:
+                self._place.leave_note(self._name(_BROKEN))
+            raise
+        if outcome.result is None:
+            raise outcome.error or SaveProcessError("the saving process gave no reason")
+        return outcome.result
 
     def close(self, timeout: float) -> None:
         """Ends the process, at once if it does not end in time."""
         with self._lock:
             self._closed = True
-            child = self._child
-        if child is not None:
-            child.end(timeout)
-            self._child = None  # not before: an interrupt leaves it for the next call
+            life = self._life
+        if life is not None:
+            life.end(timeout, "the saver was closed")
+            self._life = None  # not before: an interrupt leaves it for the next call
 
-    @property
-    def pid(self) -> int | None:
-        """The process, if it is there."""
-        child = self._child
-        return None if child is None else child.pid
-
-    def _current(self) -> Child:
-        """The process of the current generation; a new one if the old one belongs to the past."""
-        child = self._child
-        if child is not None and (child.is_busy or child.is_leaving or not child.is_alive()):
-            self._replace()  # those of the other ranks have lost it, too
-        generation = self._agreed_generation()
+    def _start(self) -> None:
         with self._lock:
-            if self._closed or self._child is None or generation != self._generation:
-                self._start(generation)
-            assert self._child is not None
-            return self._child
+            self._life = None
+            if self._closed:
+                raise SaveProcessError("the saver was closed")
+            self._life = _Life(
+                Settings(
+                    trainer=os.getpid(),
+                    rank=self._rank,
+                    world=self._world,
+                    store=None if self._place is None else self._place.address,
+                    place=self._name("group"),
+                    nice=self._options.nice,
+                    io_priority=self._options.io_priority,
+                    start_timeout=self._options.start_timeout,
+                    collective_timeout=self._options.collective_timeout,
+                    heartbeat_timeout=self._options.heartbeat_timeout,
+                    log_levels=log_levels(),
+                ),
+                self._options.close_timeout,
+            )
 
-    def _start(self, generation: int) -> None:
-        if self._closed:
-            raise SaveProcessError("the saver was closed")
-        if self._child is not None:
-            self._child.end(0)
-        self._generation = generation
-        self._child = Child(
-            Settings(
-                trainer=os.getpid(),
-                rank=self._rank,
-                world=self._world,
-                store=self._address,
-                generation=generation,
-                nice=self._options.nice,
-                io_priority=self._options.io_priority,
-                start_timeout=self._options.start_timeout,
-                collective_timeout=self._options.collective_timeout,
-                heartbeat_timeout=self._options.heartbeat_timeout,
-                log_levels=log_levels(),
-            ),
-            self._options.close_timeout,
-        )
+    def _name(self, what: str) -> str:
+        """A name in the store that no other replacement uses."""
+        return f"{self._starts}/{what}"
 
-    def _agreed_generation(self) -> int:
-        if self._store is None:
-            return self._generation
-        try:
-            return int(self._store.get(_GENERATION))
-        except Exception as exc:
-            raise _unreachable(exc) from exc
-
-    def _give_up(self, number: int, error: Exception) -> None:
-        """Tells the other ranks, which may wait for this one to begin."""
-        if self._store is not None:
-            with contextlib.suppress(Exception):
-                self._store.set(f"{_GIVEN_UP}/{number}", str(error))
-
-    def _look(self, number: int, *, among_the_new: bool = False) -> None:
-        """Whether it is of use to wait for the other ranks.
+    def _look(self) -> None:
+        """Whether it is of use to wait until the processes have met.
 
         Raises:
-            _InVainError: If one has given up this save, or (among new processes) if they meet
-                under a later generation.
+            SaveProcessError: If one of them never will.
         """
-        if self._store is None:
-            return
-        key = f"{_GIVEN_UP}/{number}"
-        try:
-            reason = self._store.get(key).decode() if self._store.check([key]) else None
-        except Exception as exc:
-            raise _unreachable(exc) from exc
-        if reason is not None:
-            raise _InVainError(reason)
-        if among_the_new and self._agreed_generation() != self._generation:
-            raise _InVainError("they have been replaced again", retry=True)
+        if self._place is not None and self._place.has_note(self._name(_BROKEN)):
+            raise SaveProcessError(
+                "the saving process of another rank ended before it was ready; nothing was begun, "
+                "and the next save starts new ones"
+            )
 
-    def _replace(self) -> None:
-        """Asks all ranks for new processes; this rank's starts at once, to meet the others."""
-        with self._lock, contextlib.suppress(Exception):
-            if self._child is not None:
-                self._child.end(0)
-                self._child = None
-            old = self._generation
-            if self._store is None:
-                self._generation += 1
-            else:
-                # only one of those who ask for it advances it
-                self._store.compare_set(_GENERATION, str(old), str(old + 1))
-                self._generation = int(self._store.get(_GENERATION))
-            self._start(self._generation)
+
+_BROKEN = "broken"
 
 
 def log_levels() -> dict[str, int]:
@@ -240,115 +250,224 @@ def log_levels() -> dict[str, int]:
     }
 
 
-_GENERATION = "cloudckpt/generation"
-_GIVEN_UP = "cloudckpt/given-up"
-_TOKEN = "cloudckpt/token"  # noqa: S105 - no secret
-_LOOPBACK = "127.0.0.1"
-_ADDRESS_TIMEOUT = 10.0  # seconds to reach an address
-
-
-class _InVainError(Exception):
-    """The other ranks will not come to this save, or are elsewhere."""
-
-    def __init__(self, reason: str, *, retry: bool = False) -> None:
-        super().__init__(reason)
-        self.retry = retry
-
-
-def _unreachable(cause: Exception) -> SaveProcessError:
-    return SaveProcessError(
-        "the first rank's trainer, at which the saving processes meet, does not answer", cause=cause
-    )
-
-
-@dataclass(frozen=True)
-class _Offer:
-    """Where the first rank's trainer has its store.
+class _Life:
+    """One process, from its start to its end.
 
     Attributes:
-        machine: Its own, see :func:`_machine`.
-        addresses: By which other machines may reach it, the likeliest first.
-        port: Of the store.
-        token: What is found there: another machine may have something else at that address.
+        is_ready: Whether it has said that it has met those of the other ranks.
+        is_leaving: Whether it is to carry out no saves but those that were promised it.
     """
 
-    machine: str
-    addresses: Sequence[str]
-    port: int
-    token: str
+    def __init__(self, settings: Settings, exit_timeout: float) -> None:
+        """
+        Args:
+            settings: What it is told.
+            exit_timeout: Seconds that the end of the interpreter waits for a save under way.
+        """
+        context = multiprocessing.get_context("spawn")
+        self._channel, theirs = context.Pipe()
+        self._sending = threading.Lock()
+        self._timeout = settings.start_timeout
+        self._patience = settings.heartbeat_timeout
+        set_timeout(self._channel, self._patience)
+        self._exit_timeout = exit_timeout
+        self.is_ready = self.is_leaving = self._is_busy = False
+        self._ended_for = ""  # why this trainer has ended it
+        self._ending = threading.Lock()
+        self._arenas: weakref.WeakKeyDictionary[Arena, int] = weakref.WeakKeyDictionary()
+        self._process = context.Process(
+            target=main, args=(theirs, settings), name="cloudckpt-save", daemon=True
+        )
+        try:
+            with theirs:
+                self._process.start()
+        except (OSError, AssertionError, RuntimeError) as exc:
+            self._channel.close()
+            raise SaveProcessError(
+                "the saving process can't be started; a training script must guard its entry with "
+                "if __name__ == '__main__', and must not itself be a daemonic process",
+                cause=exc,
+            ) from exc
+        _lives.add(self)
+        self._at_exit = util.Finalize(None, self._end_at_exit, exitpriority=0)
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    def is_fit(self) -> bool:
+        """Whether it can take another save."""
+        has_ended = channels.wait([self._process.sentinel], timeout=0)
+        return not (self.is_leaving or self._ended_for or has_ended)
+
+    def tell(self, message: object) -> bool:
+        """Sends a message; returns whether it could be sent."""
+        try:
+            with self._sending:
+                self._channel.send(message)
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def wait_until_ready(self, look: Callable[[], None]) -> None:
+        """Waits until it has met those of the other ranks.
+
+        Args:
+            look: Called now and then; may raise to end the wait.
+
+        Raises:
+            SaveProcessError: If it ends before, or is not ready in time.
+        """
+        if not self.is_ready:
+            self._receive("ready", look, time.monotonic() + self._timeout)
+            self.is_ready = True
+
+    def carry_out(
+        self, payload: bytes, arena: Arena | None, failure: CloudCheckpointError | None
+    ) -> Outcome:
+        """Sends a job and waits for its outcome.
+
+        Args:
+            payload: What to save.
+            arena: Where it is.
+            failure: Why this rank can't take part.
+
+        Raises:
+            SaveProcessError: If the process ends before, or gives no sign of life.
+        """
+        if self._ended_for:
+            raise self._death(None)
+        is_new = arena is not None and arena not in self._arenas
+        if arena is not None and is_new:
+            self._arenas[arena] = next(_numbers)
+        job = Job(
+            payload=payload,
+            arena=None if arena is None else self._arenas[arena],
+            size=0 if arena is None else arena.size,
+            is_new=is_new,
+            kept=frozenset(self._arenas[known] for known in self._arenas if known.fd >= 0),
+            failure=failure,
+            variables=variables(),
+        )
+        self._is_busy = True
+        try:
+            with self._sending:
+                self._channel.send(job)
+                if arena is not None and is_new:
+                    send_descriptor(self._channel, arena.fd)
+        except (OSError, pickle.PicklingError) as exc:
+            raise self._death(exc) from exc
+        outcome: Outcome = self._receive("outcome")
+        self._is_busy = False
+        if outcome.is_last:
+            self.is_leaving = True
+        return outcome
+
+    def _receive(
+        self,
+        wanted: str,
+        look: Callable[[], None] = lambda: None,
+        deadline: float | None = None,
+    ) -> Any:
+        """The next message of a kind; log records and events on the way are handled here."""
+        silent = 0.0
+        while True:
+            try:
+                ready = channels.wait([self._channel, self._process.sentinel], timeout=_LOOK)
+                if self._channel.poll():
+                    kind, content = self._channel.recv()
+                    silent = 0.0
+                elif not self._process.is_alive():
+                    raise self._death(None)
+                elif deadline is not None and time.monotonic() > deadline:
+                    raise SaveProcessError(
+                        f"the saving process was not ready within {self._timeout:g} s"
+                    )
+                elif wanted == "outcome" and silent >= self._patience:
+                    raise SaveProcessError(
+                        f"the saving process gave no sign of life for {silent:g} s and is ended; "
+                        f"{_AFTERMATH}"
+                    )
+                else:
+                    if not ready:  # else it is about to end
+                        silent += _LOOK  # not by the clock: that runs on while both are suspended
+                    look()
+                    continue
+            except (EOFError, OSError) as exc:
+                raise self._death(exc) from exc
+            if kind == "log":
+                target = logging.getLogger(content.name)
+                if target.isEnabledFor(content.levelno):
+                    target.handle(content)
+            elif kind == "event":
+                emit(content)
+            elif kind == "failed to start":
+                raise content
+            elif kind == wanted:
+                return content
+
+    def _death(self, cause: BaseException | None) -> SaveProcessError:
+        self._process.join(_FAREWELL)
+        code = self._process.exitcode
+        if self._ended_for:
+            return SaveProcessError(
+                f"the saving process was ended before this save had, because {self._ended_for}; "
+                "nothing of this save is visible unless it had committed"
+            )
+        if code is not None:
+            how = f"was ended by signal {-code}" if code < 0 else f"ended ({code})"
+        elif channels.wait([self._process.sentinel], timeout=0):
+            how = "ended"  # somebody else was told how
+        elif isinstance(cause, BlockingIOError):  # what the channel's time limit raises
+            how = f"did not read or write for {self._patience:g} s"
+        else:
+            how = "can't be reached"
+        if not self.is_ready:
+            return SaveProcessError(
+                f"the saving process {how} before it was ready; it says why on standard error. A "
+                "training script must guard its entry with if __name__ == '__main__'",
+                cause=cause,
+            )
+        return SaveProcessError(
+            f"the saving process {how}; {_AFTERMATH}",
+            cause=cause,
+        )
+
+    def end(self, timeout: float, why: str) -> None:
+        """Ends the process: by request within ``timeout`` seconds, else by force.
+
+        Both who closes the saver and the thread of a save that fails may do so.
+
+        Args:
+            timeout: Seconds.
+            why: For the saves that fail by it.
+        """
+        self._ended_for = self._ended_for or why
+        with self._ending:
+            if timeout > 0 and self.tell(END):
+                self._process.join(timeout)
+            if self._process.is_alive():
+                self._process.kill()
+                self._process.join(_FAREWELL)
+            self._channel.close()
+            self._at_exit.cancel()
+
+    def _end_at_exit(self) -> None:
+        """Before multiprocessing does so, and waits without an end."""
+        if self._is_busy:
+            self._process.terminate()
+            self._process.join(self._exit_timeout)
+        self.end(0, "the trainer has ended")
 
 
-def _meeting_place(
-    group: dist.ProcessGroup, options: BackgroundOptions
-) -> tuple[TCPStore, tuple[str, int]]:
-    """A store in the first rank's trainer, and where this rank and its processes reach it.
-
-    Raises:
-        SaveProcessError: If this rank reaches it by none of its addresses.
-    """
-    timeout = timedelta(seconds=options.start_timeout)
-    found: list[Any] = [None]
-    store: TCPStore | None = None
-    if dist.get_rank(group) == 0:
-        store = TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        offer = _Offer(_machine(), _addresses(group), store.port, random_suffix())
-        store.set(_TOKEN, offer.token)
-        store.set(_GENERATION, "0")
-        found = [offer]
-    dist.broadcast_object_list(found, src=dist.get_global_rank(group, 0), group=group)
-    offer = found[0]
-    if store is not None:
-        return store, (_LOOPBACK, offer.port)
-    here = [_LOOPBACK] if offer.machine == _machine() else []
-    for address in (*here, *offer.addresses):
-        if (reached := _reached(address, offer, timeout)) is not None:
-            return reached, (address, offer.port)
-    raise SaveProcessError(
-        f"the saving processes can't meet: port {offer.port} of the first rank's machine is "
-        f"reached by none of its addresses {list(offer.addresses)}. Set MASTER_ADDR to one that "
-        "all machines reach, and let them reach each other's ports"
-    )
+_lives: weakref.WeakSet[_Life] = weakref.WeakSet()
 
 
-def _reached(address: str, offer: _Offer, timeout: timedelta) -> TCPStore | None:
-    """The store of an offer, if it is what this address leads to."""
-    patience = min(_ADDRESS_TIMEOUT, timeout.total_seconds())
-    found: list[TCPStore] = []
-
-    def reach() -> None:
-        with contextlib.suppress(OSError, RuntimeError, ValueError):  # also those of torch's stores
-            socket.create_connection((address, offer.port), patience).close()
-            store = TCPStore(address, offer.port, timeout=timedelta(seconds=patience))
-            if store.get(_TOKEN).decode() == offer.token:
-                store.set_timeout(timeout)
-                found.append(store)
-
-    # a server that is no store, and says nothing, would hold torch's client for good
-    thread = threading.Thread(target=reach, name="cloudckpt-meet", daemon=True)
-    thread.start()
-    thread.join(2 * patience)
-    return found[0] if found else None
+def _after_fork() -> None:
+    """The parent's processes are not the child's to end: multiprocessing would, at its exit."""
+    known: set[processes.BaseProcess] = getattr(processes, "_children", set())
+    for life in list(_lives):
+        known.discard(life._process)
 
 
-def _machine() -> str:
-    """The same for processes that reach each other by the loopback address.
-
-    Host names do not tell: those of containers are often equal.
-    """
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')}"
-    except OSError:  # not on Linux
-        return f"{socket.gethostname()} {uuid.getnode()}"
-
-
-def _addresses(group: dist.ProcessGroup) -> list[str]:
-    """What other machines may know this one by."""
-    known: list[str] = []
-    if master := os.environ.get("MASTER_ADDR"):
-        if dist.get_global_rank(group, 0) == 0:
-            known.append(master)
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
-            way.connect((master, 9))  # sends nothing: the kernel chooses the address of the route
-            known.append(way.getsockname()[0])
-    return list(dict.fromkeys((*known, socket.getfqdn(), socket.gethostname())))
+os.register_at_fork(after_in_child=_after_fork)

@@ -4,42 +4,44 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextvars
+import functools
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from cloudckpt import api
-from cloudckpt.background.executor import Executor
-from cloudckpt.background.groups import give_back, open_group
-from cloudckpt.background.job import (
+from cloudckpt.background.groups import exists, give_back, open_group
+from cloudckpt.background.process import SaveProcess
+from cloudckpt.background.save import (
     PendingSave,
+    PickledResult,
+    Save,
     SaveFuture,
-    SaveJob,
     as_ours,
-    never_to_begin,
     pass_on,
     skipped,
 )
-from cloudckpt.background.priority import check_io_priority
-from cloudckpt.background.process import SaveProcess
 from cloudckpt.background.stager import Stager
+from cloudckpt.background.worker import check_io_priority
 from cloudckpt.config import BackgroundOptions
 from cloudckpt.dcp.failures import release_frames
 from cloudckpt.dcp.meeting import Meeting, Stance
 from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.dcp.writer import CloudStorageWriter
-from cloudckpt.errors import ClosedError, ConfigError, SaveInProgressError
+from cloudckpt.errors import ClosedError, ConfigError, ProcessGroupError, SaveInProgressError
 from cloudckpt.events import Span, subscribe
 from cloudckpt.stores.registry import checkpoint_location
 from cloudckpt.uri import URILike
@@ -101,11 +103,12 @@ class AsyncSaver:
         except BaseException:
             self._abandon()
             raise
-        self._executor = Executor(self._group, self._process, no_dist=self._no_dist)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cloudckpt-async")
         self._rank = 0 if self._group is None else dist.get_rank(self._group)
         self._number = 0
-        self._under_way: list[_UnderWay] = []
+        self._is_owed = False  # whether all ranks begin a save that this one has not handed over
+        self._is_broken = False  # whether a collective of a save may still be under way on a rank
+        self._under_way: list[Save] = []
         self._untold: dict[int, tuple[str, SaveFuture]] = {}  # whose outcome nobody was told yet
         self._lock = threading.Lock()
         self._closed = False
@@ -189,44 +192,54 @@ class AsyncSaver:
                 "this saver was made before torch.distributed was initialized, and would save this "
                 "rank alone; make it later, or with no_dist=True"
             )
-        begun = self._begin(writer, checkpoint_id, together=use_collectives)
-        if begun is None:
-            return skipped()
-        writer, where = begun
-        self._number += 1
-        written = SaveFuture()
-        written.set_running_or_notify_cancel()
-        job = SaveJob(
-            self._number, where, writer, planner or CloudSavePlanner(), use_collectives, written
-        )
-        staged: Future[None] = Future()
-        staged.set_running_or_notify_cancel()  # whoever waits for one that was cancelled waits on
+        try:
+            begun = self._begin(writer, checkpoint_id, together=use_collectives)
+            if begun is None:
+                return skipped()
+            self._number += 1
+            save = Save(
+                self._number, begun[1], begun[0], planner or CloudSavePlanner(), use_collectives
+            )
+            return self._hand_over(state_dict, save, checkpoint_id, stager)
+        finally:
+            if self._is_owed and self._process is not None:
+                self._process.give_up()  # the processes of the others would wait for this rank's
+
+    def _hand_over(
+        self,
+        state_dict: dict[str, Any],
+        save: Save,
+        checkpoint_id: URILike | None,
+        stager: AsyncStager | None,
+    ) -> PendingSave:
+        """Makes the copy, and gives it to the thread; or the reason why there is none."""
         raised: BaseException | None = None
         try:
             if checkpoint_id is not None:
-                writer.reset(str(checkpoint_id))
-            self._copy(state_dict, job, staged, stager)
+                save.writer.reset(str(checkpoint_id))
+            self._copy(state_dict, save, stager)
         except BaseException as error:  # noqa: BLE001 - the other ranks must hear of it
-            job.failure = as_ours(error, where)
-            if not staged.done():  # an interrupt may come just behind
-                staged.set_exception(job.failure)
+            save.failure = as_ours(error, save.where)
+            if not save.staged.done():  # an interrupt may come just behind
+                save.staged.set_exception(save.failure)
             if isinstance(error, SaveInProgressError) or not isinstance(error, Exception):
                 raised = error
-        if job.failure is not None:
-            release_frames(job.failure, apart_from=sys.exc_info()[1])
-        pending = PendingSave(staged, written, job.copying is not None)
+        if save.failure is not None:
+            release_frames(save.failure, apart_from=sys.exc_info()[1])
+        pending = PendingSave(save.staged, save.written, save.copying is not None)
         here = contextvars.copy_context()  # with the span of the caller, for those of the save
         try:
             with self._lock:
-                self._thread.submit(here.run, self._executor.run, job, staged)
-                self._under_way.append(_UnderWay(where, writer, written, job.failure is not None))
+                self._thread.submit(here.run, save.run, self._carry_out)
+                self._under_way.append(save)
+            self._is_owed = False
         except RuntimeError as exc:
-            told = never_to_begin(job, exc, closed=self._closed)
+            told = save.refuse(exc, closed=self._closed)
             raised = told if raised is None else raised
         if raised is not None:
             raise raised
         if self._tells_failures:
-            self._untold[job.number] = where, written
+            self._untold[save.number] = save.where, save.written
         return pending
 
     def _begin(
@@ -236,7 +249,11 @@ class AsyncSaver:
         *,
         together: bool,
     ) -> tuple[StorageWriter, str] | None:
-        """Takes this save's turn, and meets the other ranks; None if it is to be skipped."""
+        """Takes this save's turn, and meets the other ranks; None if it is to be skipped.
+
+        All ranks begin the save, or none does; all have new saving processes then, if one needs
+        one. ``process`` says why nothing else has to be agreed on.
+        """
         skips, stance = self._options.when_busy == "skip", Stance()
         made: tuple[StorageWriter, str] | None = None
         try:
@@ -252,11 +269,23 @@ class AsyncSaver:
             stance = Stance(failure=error)
         if stance.failure is None and (found := self._next_failure()) is not None:
             stance = replace(stance, earlier=found[0], failure=found[1])
+        process = self._process
+        if process is not None:
+            stance = replace(stance, is_fit=process.expect())
+        self._is_owed = True
         verdict = self._meeting.hold(stance)
+        self._is_owed = not verdict.stances and not verdict.any_is_busy
+        if process is not None and not self._is_owed:
+            process.expect_none()
         for number in verdict.earlier:
             self._untold.pop(number, None)  # also where it has not ended yet: all have heard of it
         verdict.raise_alike()
-        return None if verdict.any_is_busy else made
+        if not self._is_owed:
+            return None
+        if process is not None and not verdict.all_are_fit:
+            wait = functools.partial(self._wait_for, self._under_way, self._deadline())
+            self._meeting.begin(functools.partial(process.replace, wait))
+        return made
 
     def _next_failure(self) -> tuple[int, BaseException] | None:
         """The number of the first save that has failed and was not told yet, and its failure."""
@@ -272,56 +301,92 @@ class AsyncSaver:
 
         Those that have failed here are waited for in any case: they only tell the other ranks.
         """
-        deadline = time.monotonic() + self._options.patience
+        deadline = self._deadline()
         for save in list(self._under_way):
-            if save.has_failed_here or self._options.when_busy == "wait":
-                concurrent.futures.wait([save.written], max(0.0, deadline - time.monotonic()))
-                if not save.written.done():
-                    raise SaveInProgressError(
-                        f"the save before has not ended within {self._options.patience:g} s",
-                        uri=save.where,
-                    )
+            if save.failure is not None or self._options.when_busy == "wait":
+                self._wait_for([save], deadline)
             elif (save.where == where or save.writer is writer) and not save.written.done():
                 raise SaveInProgressError(
                     "a save to this place, or with this writer, is still under way", uri=where
                 )
 
-    def _copy(
-        self,
-        state_dict: dict[str, Any],
-        job: SaveJob,
-        staged: Future[None],
-        stager: AsyncStager | None,
-    ) -> None:
-        unsubscribe = subscribe(job.listen, progress=False)
+    def _deadline(self) -> float:
+        return time.monotonic() + self._options.patience
+
+    def _wait_for(self, saves: list[Save], deadline: float) -> None:
+        for save in saves:
+            concurrent.futures.wait([save.written], max(0.0, deadline - time.monotonic()))
+            if not save.written.done():
+                raise SaveInProgressError(
+                    f"the save before has not ended within {self._options.patience:g} s",
+                    uri=save.where,
+                )
+
+    def _copy(self, state_dict: dict[str, Any], save: Save, stager: AsyncStager | None) -> None:
+        unsubscribe = subscribe(save.listen, progress=False)
         try:
             state = api.content_of(state_dict)
-            with Span("stage", job.where, self._rank) as span:
-                self._stage(state, job, staged, stager or self._stager)
-                span.bytes = 0 if job.staged is None else job.staged.size
+            with Span("stage", save.where, self._rank) as span:
+                self._stage(state, save, stager or self._stager)
+                span.bytes = 0 if save.copy is None else save.copy.size
         finally:
             unsubscribe()
 
-    def _stage(
-        self,
-        state: dict[str, Any],
-        job: SaveJob,
-        staged: Future[None],
-        stager: AsyncStager | None,
-    ) -> None:
+    def _stage(self, state: dict[str, Any], save: Save, stager: AsyncStager | None) -> None:
         if stager is None:
             assert self._own_stager is not None
-            job.staged, copied = self._own_stager.begin(state, self._options.patience)
+            save.copy, copied = self._own_stager.begin(state, self._options.patience)
             copied.result()
-            staged.set_result(None)
+            save.staged.set_result(None)
             return
         made = stager.stage(state)
         if isinstance(made, Future):
-            job.copying = made
-            made.add_done_callback(lambda done: pass_on(done, staged))
+            save.copying = made
+            made.add_done_callback(lambda done: pass_on(done, save.staged))
         else:
-            job.state = made
-            staged.set_result(None)
+            save.state = made
+            save.staged.set_result(None)
+
+    def _carry_out(self, save: Save) -> Any:
+        """Saves a copy; in the thread."""
+        try:
+            if self._process is not None:
+                return self._in_process(self._process, save)
+            return self._in_thread(save)
+        except BaseException as error:
+            if isinstance(error, ProcessGroupError) or not isinstance(error, Exception):
+                self._is_broken = True
+            raise
+
+    def _in_process(self, process: SaveProcess, save: Save) -> PickledResult:
+        arena = None if save.copy is None else save.copy.arena
+        others = (save.writer, save.planner, save.use_collectives)
+        made = PickledResult(process.save(save.content, arena, others, save.failure))
+        if isinstance(save.writer, CloudStorageWriter):
+            save.writer.transferred = save.written.transferred = made.transferred()
+        return made
+
+    def _in_thread(self, save: Save) -> Metadata:
+        if self._group is not None and not exists(self._group):
+            raise ProcessGroupError(  # torch would save each rank alone, as if it were all
+                "the process group was destroyed before this save was begun; wait for saves first",
+                uri=save.where,
+                committed=False,
+            )
+        try:
+            metadata = api.save_prepared(
+                save.content,
+                save.prepared,
+                process_group=self._group,
+                no_dist=self._no_dist,
+                use_collectives=save.use_collectives,
+            )
+        finally:
+            if isinstance(save.planner, DefaultSavePlanner):
+                save.planner.state_dict = {}  # it would keep the copy until it plans the next save
+        if isinstance(save.writer, CloudStorageWriter):
+            save.written.transferred = save.writer.transferred
+        return metadata
 
     def close(self) -> None:
         """Waits for the saves under way, up to ``close_timeout`` seconds.
@@ -349,7 +414,7 @@ class AsyncSaver:
             if self._ended.is_set():
                 return
             self._ended.set()
-        if idle and not self._executor.is_broken:
+        if idle and not self._is_broken:
             self._give_back_groups()
 
     def _give_back_groups(self) -> None:
@@ -396,14 +461,6 @@ class AsyncSaver:
 
 
 _FAREWELL = 10.0  # seconds for an idle saving process to end
-
-
-@dataclass(frozen=True)
-class _UnderWay:
-    where: str
-    writer: StorageWriter
-    written: SaveFuture
-    has_failed_here: bool
 
 
 def _has_ranks() -> bool:

@@ -2,7 +2,7 @@
 
 A rank may be unable to begin: its location is no URI, its ``state_dict()`` raises, an earlier save
 of its is still under way. torch's own steps tell the others of failures within them, and of nothing
-before. So the ranks meet first, in one reduction of four numbers; only if a rank objects, or two
+before. So the ranks meet first, in one reduction of five numbers; only if a rank objects, or two
 mean different locations, do they exchange what each has to say.
 """
 
@@ -43,6 +43,7 @@ class Stance:
             the ranks need not mean the same.
         options: What else must be the same, as a text.
         is_busy: Whether a save of its is under way.
+        is_fit: Whether its saving process can take the save; True without one.
     """
 
     failure: BaseException | None = None
@@ -50,6 +51,7 @@ class Stance:
     location: str = ""
     options: str = ""
     is_busy: bool = False
+    is_fit: bool = True
 
     @property
     def digest(self) -> int:
@@ -65,11 +67,13 @@ class Verdict:
     Attributes:
         rank: This rank in the group.
         any_is_busy: Whether some rank is busy.
+        all_are_fit: Whether the saving processes of all ranks are fit.
         stances: Those of all ranks, if one objects or two mean different locations; else none.
     """
 
     rank: int
     any_is_busy: bool
+    all_are_fit: bool
     stances: Sequence[Stance] = ()
 
     @property
@@ -152,23 +156,25 @@ class Meeting:
             ProcessGroupError: If the ranks lost each other.
         """
         if self.group is None:
-            return Verdict(0, stance.is_busy, [stance] if stance.failure is not None else [])
+            objections = [stance] if stance.failure is not None else []
+            return Verdict(0, stance.is_busy, stance.is_fit, objections)
         rank = dist.get_rank(self.group)
         digest = stance.digest
         # of the digests the highest and the lowest, in one reduction
-        asked = [int(stance.failure is not None), int(stance.is_busy), digest, -digest]
+        flags = (stance.failure is not None, stance.is_busy, not stance.is_fit)
+        asked = [*map(int, flags), digest, -digest]
         with self._exchange(stance.failure, has_begun):
             device = device_for_collectives(self.group)
             seen = torch.tensor(asked, dtype=torch.int64, device=device)
             dist.all_reduce(seen, dist.ReduceOp.MAX, group=self.group)
-            objected, busy, highest, lowest = seen.tolist()
+            objected, busy, unfit, highest, lowest = seen.tolist()
             if not objected and highest == -lowest:
-                return Verdict(rank, bool(busy))
+                return Verdict(rank, bool(busy), not unfit)
             found: list[Stance] = [stance] * dist.get_world_size(self.group)
             told = replace(stance, failure=portable(stance.failure, stance.location or None))
             dist.all_gather_object(found, told, group=self.group)
         found[rank] = stance  # with its own traceback
-        return Verdict(rank, bool(busy), found)
+        return Verdict(rank, bool(busy), not unfit, found)
 
     def begin(self, prepare: Callable[[], T], stance: Callable[[T], Stance] = _no_objection) -> T:
         """What ``prepare`` returns, if it does so on all ranks; a collective call.

@@ -1,11 +1,14 @@
-"""One asynchronous save: what it needs, and what is told of it."""
+"""One save in the background: what it needs, and what is told of it."""
 
 from __future__ import annotations
 
+import concurrent.futures
+import logging
 import pickle
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -14,20 +17,29 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 from cloudckpt.api import ToSave
 from cloudckpt.background.stager import StagedState
-from cloudckpt.errors import AsyncSaveError, ClosedError, CloudCheckpointError, StagingError
-from cloudckpt.events import Event, Timeline
+from cloudckpt.dcp.failures import release_frames
+from cloudckpt.errors import (
+    AsyncSaveError,
+    ClosedError,
+    CloudCheckpointError,
+    SaveInProgressError,
+    StagingError,
+)
+from cloudckpt.events import Event, Timeline, subscribe
+from cloudckpt.stores.listings import forget_listings
 from cloudckpt.transfer.stats import Transferred
 
 __all__ = [
     "PendingSave",
     "PickledResult",
+    "Save",
     "SaveFuture",
-    "SaveJob",
     "as_ours",
-    "never_to_begin",
     "pass_on",
     "skipped",
 ]
+
+logger = logging.getLogger("cloudckpt")
 
 
 class SaveFuture(Future[Metadata | None]):
@@ -98,18 +110,19 @@ class PendingSave:
 
 
 @dataclass
-class SaveJob:
+class Save:
     """A save, from the call to its end.
 
     Attributes:
-        number: Counted alike on all ranks.
+        number: Of this save among those of its saver.
         where: The place, as events and errors name it.
         writer: Writes to it.
         planner: As in torch.
         use_collectives: As in torch.
         written: Its outcome.
+        staged: Done when the copy is.
         state: The copy, if a stager of the caller's made it.
-        staged: The copy, if ours did.
+        copy: The copy, if ours did.
         copying: The copy, if a stager of the caller's is still at it.
         failure: Why this rank can't take part.
     """
@@ -119,17 +132,22 @@ class SaveJob:
     writer: StorageWriter
     planner: SavePlanner
     use_collectives: bool
-    written: SaveFuture
+    written: SaveFuture = field(default_factory=SaveFuture)
+    staged: Future[None] = field(default_factory=Future)
     state: dict[str, Any] | None = None
-    staged: StagedState | None = None
+    copy: StagedState | None = None
     copying: Future[dict[str, Any]] | None = None
     failure: CloudCheckpointError | None = None
+
+    def __post_init__(self) -> None:
+        self.written.set_running_or_notify_cancel()
+        self.staged.set_running_or_notify_cancel()  # who waits for one that was cancelled waits on
 
     @property
     def content(self) -> dict[str, Any]:
         """The copy."""
-        if self.staged is not None:
-            return self.staged.state_dict
+        if self.copy is not None:
+            return self.copy.state_dict
         return self.state or {}
 
     def prepared(self) -> ToSave:
@@ -143,25 +161,70 @@ class SaveJob:
         self.writer.reset(None)
         return ToSave(self.writer, self.planner)
 
+    def run(self, carry_out: Callable[[Save], Any]) -> None:
+        """Has the copy saved when it is there, and tells the future the outcome."""
+        if self.written.done():  # a thread could not be started, and then could
+            return
+        told = self.failure
+        unsubscribe = subscribe(self.listen, progress=False)
+        result, error = self._result_of(carry_out)
+        forget_listings()  # those of the trainer: a saving process has its own
+        unsubscribe()
+        self._end()
+        if error is None:
+            self.written.set_result(result)
+            return
+        release_frames(error, apart_from=told)
+        self.written.set_exception(error)
+        if not isinstance(error, SaveInProgressError):  # that is raised by save itself
+            # nobody may ever ask the future, as when the trainer ends
+            logger.error("the save to %s failed in the background: %s", self.where, error)
+
+    def _result_of(
+        self, carry_out: Callable[[Save], Any]
+    ) -> tuple[Any, None] | tuple[None, BaseException]:
+        """The result, or the error; a frame of its own, which the error keeps."""
+        try:
+            concurrent.futures.wait([self.staged])
+            if self.copying is not None:
+                try:
+                    self.state = self.copying.result()
+                except BaseException as error:  # noqa: BLE001 - the other ranks must hear of it
+                    self.failure = as_ours(error, "")
+            return carry_out(self), None
+        except BaseException as error:  # noqa: BLE001 - told by the future
+            return None, error
+
+    def refuse(self, cause: RuntimeError, *, closed: bool) -> AsyncSaveError:
+        """Settles it with an error, which it returns, since there is no thread for it."""
+        made: AsyncSaveError
+        if closed:
+            made = ClosedError("the saver was closed", uri=self.where)
+        elif threading.main_thread().is_alive():
+            made = AsyncSaveError(
+                "no thread can be started to save in", uri=self.where, cause=cause
+            )
+        else:
+            made = AsyncSaveError(
+                "the interpreter is shutting down and begins no save in the background any more; "
+                "begin the last one before the script ends, not in an atexit handler",
+                uri=self.where,
+            )
+        made.__cause__ = cause
+        self._end()
+        self.written.set_exception(made)
+        return made
+
     def listen(self, event: Event) -> None:
         """Notes what this save is doing."""
         if event.uri == self.where:
             self.written.timeline.add(event)
 
-    def take_copy(self) -> None:
-        """The result of a stager of the caller's that made its copy in the background."""
-        if self.copying is None:
-            return
-        try:
-            self.state = self.copying.result()
-        except BaseException as error:  # noqa: BLE001 - the other ranks must hear of it
-            self.failure = as_ours(error, "")
-
-    def end(self) -> None:
+    def _end(self) -> None:
         """Gives the copy's memory back."""
         self.state = self.copying = None
-        if self.staged is not None:
-            self.staged.release()
+        if self.copy is not None:
+            self.copy.release()
 
 
 def as_ours(error: BaseException, where: str) -> CloudCheckpointError:
@@ -173,25 +236,6 @@ def as_ours(error: BaseException, where: str) -> CloudCheckpointError:
     made: AsyncSaveError = StagingError("the state dict could not be copied", cause=error)
     made.uri = where or None
     made.__cause__ = error
-    return made
-
-
-def never_to_begin(job: SaveJob, cause: RuntimeError, *, closed: bool) -> AsyncSaveError:
-    """Settles a save for which there is no thread, with the error that it returns."""
-    made: AsyncSaveError
-    if closed:
-        made = ClosedError("the saver was closed", uri=job.where)
-    elif threading.main_thread().is_alive():
-        made = AsyncSaveError("no thread can be started to save in", uri=job.where, cause=cause)
-    else:
-        made = AsyncSaveError(
-            "the interpreter is shutting down and begins no save in the background any more; "
-            "begin the last one before the script ends, not in an atexit handler",
-            uri=job.where,
-        )
-    made.__cause__ = cause
-    job.end()
-    job.written.set_exception(made)
     return made
 
 
