@@ -32,7 +32,7 @@ from cloudckpt.errors import (
     ProcessGroupError,
 )
 from cloudckpt.stores.listings import forget_listings
-from cloudckpt.transfer.retry import Restarts, Retrier, open_store
+from cloudckpt.transfer.retry import Retrier, begun_anew, open_store
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = [
@@ -244,10 +244,8 @@ def load_prepared(
         process_group=process_group,
         no_dist=no_dist,
     )
-    restarts, rank = Restarts(), _rank(process_group, no_dist)
-    while (failure := _failure_of(load_it, made.reader, meeting, rank)) is not None:
-        restarts.wait(failure)
-        made.reader.reset()
+    rank = _rank(process_group, no_dist)
+    begun_anew(lambda: _load_once(load_it, made.reader, meeting, rank))
     for key, value in list(state_dict.items()):
         if isinstance(value, Stateful):
             value.load_state_dict(state[str(key)])
@@ -270,24 +268,22 @@ def _both(prepare: Callable[[], T], content: Callable[[], S]) -> tuple[T, S]:
     return made, content()
 
 
-def _failure_of(
+def _load_once(
     load_it: Callable[[], None], reader: StorageReader, meeting: Meeting, rank: int
-) -> CheckpointReplacedError | None:
-    """Loads once. If a writer has overtaken it, all ranks return that; they raise all else."""
+) -> None:
+    """Loads; all ranks raise the same. If a writer has overtaken it, the reader may begin anew."""
     ours = reader if isinstance(reader, CloudStorageReader) else None
     try:
         with told_once():
             _each_alone(meeting, load_it, lambda: ours is not None and ours.reads_alone)
-    except CheckpointException as exc:
+    except (CheckpointException, RuntimeError) as exc:
         cause = _cause(exc, rank, _location(reader))
         if isinstance(cause, CheckpointReplacedError):
-            return cause
+            reader.reset()
         raise cause from exc
-    except RuntimeError as exc:
-        raise _cause(exc, rank, _location(reader)) from exc
-    except CheckpointReplacedError as error:
-        return error
-    return None
+    except CheckpointReplacedError:
+        reader.reset()
+        raise
 
 
 def exists(checkpoint_id: URILike, *, config: Config | None = None) -> bool:

@@ -24,7 +24,7 @@ from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.transfer.group import Cancellation
 from cloudckpt.uri import CheckpointURI
 
-__all__ = ["Restarts", "Retrier", "begun_anew", "check_unchanged", "open_store"]
+__all__ = ["Retrier", "begun_anew", "check_unchanged", "open_store"]
 
 T = TypeVar("T")
 logger = logging.getLogger("cloudckpt")
@@ -205,52 +205,37 @@ def check_unchanged(
         ) from error
 
 
-class Restarts:
-    """Counts how often one load was overtaken by writers."""
-
-    def __init__(self) -> None:
-        self._overtaken = 0
-        self._saves: tuple[str | None, str | None] | None = None
-
-    def wait(self, error: CheckpointReplacedError) -> None:
-        """Returns, a moment later, if the load may begin anew.
-
-        Raises:
-            CheckpointReplacedError: If it was overtaken too often, or a part of it was.
-            DifferentCheckpointsError: If two ranks read two saves that nobody replaces.
-        """
-        if error.times > 1:
-            raise error
-        if error.saves is not None and error.saves == self._saves:
-            raise DifferentCheckpointsError(
-                "ranks read different saves under this location, again and again: they reach "
-                "different stores by it. Compare their endpoint_url (AWS_ENDPOINT_URL), account or "
-                "mount",
-                uri=error.uri,
-            ) from error
-        self._saves = error.saves
-        self._overtaken += 1
-        if self._overtaken >= _RESTARTS:
-            raise CheckpointReplacedError(
-                f"it was replaced {self._overtaken} times while it was loaded: load a location "
-                "that nobody overwrites, or stop the writer",
-                times=self._overtaken,
-                uri=error.uri,
-                cause=error.cause,
-            ) from error
-        logger.info("the load begins anew: %s", error)
-        time.sleep(_FIRST_PAUSE * 2 ** (self._overtaken - 1))
-
-
 def begun_anew(load: Callable[[], T]) -> T:
     """What ``load`` returns, which is called again when what it loads was replaced meanwhile.
 
     Raises:
-        CheckpointReplacedError: If that happened at every try.
+        CheckpointReplacedError: If that happened too often, or ``load`` has given up a part of it.
+        DifferentCheckpointsError: If two ranks read the same two saves again: nobody replaces them.
     """
-    restarts = Restarts()
+    overtaken = 0
+    saves: tuple[str | None, str | None] | None = None
     while True:
         try:
             return load()
         except CheckpointReplacedError as error:
-            restarts.wait(error)
+            if error.times > 1:
+                raise
+            if error.saves is not None and error.saves == saves:
+                raise DifferentCheckpointsError(
+                    "ranks read different saves under this location, again and again: they reach "
+                    "different stores by it. Compare their endpoint_url (AWS_ENDPOINT_URL), "
+                    "account or mount",
+                    uri=error.uri,
+                ) from error
+            saves = error.saves
+            overtaken += 1
+            if overtaken >= _RESTARTS:
+                raise CheckpointReplacedError(
+                    f"it was replaced {overtaken} times while it was loaded: load a location that "
+                    "nobody overwrites, or stop the writer",
+                    times=overtaken,
+                    uri=error.uri,
+                    cause=error.cause,
+                ) from error
+            logger.info("the load begins anew: %s", error)
+        time.sleep(_FIRST_PAUSE * 2 ** (overtaken - 1))
