@@ -1,5 +1,6 @@
 """Google's store: endpoints, credentials, and the renewal of tokens."""
 
+import contextlib
 import copy
 import datetime
 import itertools
@@ -93,20 +94,30 @@ class FakeCredentials(google.auth.credentials.Credentials):
 
 
 @pytest.fixture
-def open_with(secure, monkeypatch):
-    """Opens a store whose application default credentials are given."""
+def open_gcs(secure):
+    """Opens stores on the stub, with options of Google's store."""
     opened = []
 
-    def open_one(credentials, **options):
-        found = itertools.chain([credentials], iter(credentials.found_again, None))
-        monkeypatch.setattr("google.auth.default", lambda: (next(found), "project"))
-        options = GCSOptions(endpoint_url=secure.url, **options)
-        opened.append(GCSStore("bucket", Config(gcs=options)))
+    def open_one(*, read_timeout=60.0, **options):
+        options = GCSOptions(**{"endpoint_url": secure.url, **options})
+        opened.append(GCSStore("bucket", Config(gcs=options, read_timeout=read_timeout)))
         return opened[-1]
 
     yield open_one
     for store in opened:
         store.close()
+
+
+@pytest.fixture
+def open_with(open_gcs, monkeypatch):
+    """Opens a store whose application default credentials are given."""
+
+    def open_one(credentials, **options):
+        found = itertools.chain([credentials], iter(credentials.found_again, None))
+        monkeypatch.setattr("google.auth.default", lambda: (next(found), "project"))
+        return open_gcs(**options)
+
+    return open_one
 
 
 def bearer(request):
@@ -206,13 +217,6 @@ def test_pauses_between_renewals_grow_to_half_a_minute():
     assert pauses == [0, 0, 1, 2, 4, 8, 16, 30, 30]
 
 
-def test_a_token_that_the_store_rejects_is_replaced(open_with, secure):
-    store = open_with(FakeCredentials())
-    secure.answer(status=401, body=error_json(401, "authError", "Invalid Credentials"))
-    call(store, secure, "head")
-    assert [bearer(request) for request in secure.requests] == ["Bearer token-1", "Bearer token-2"]
-
-
 def test_a_token_that_the_store_goes_on_to_reject_is_told_after_one_other(open_with, secure):
     store = open_with(FakeCredentials())
     refused = error_json(401, "authError", "Invalid Credentials")
@@ -282,52 +286,39 @@ def workload_file(tmp_path, token_server):
 
 @pytest.mark.parametrize("kind", ["account_file", "workload_file"])
 @pytest.mark.parametrize("source", ["option", "variable"])
-def test_credentials_are_read_from_a_file(secure, token_server, request, kind, source, monkeypatch):
+def test_credentials_are_read_from_a_file(
+    open_gcs, secure, token_server, request, kind, source, monkeypatch
+):
     path = str(request.getfixturevalue(kind))
-    options = GCSOptions(endpoint_url=secure.url)
-    if source == "option":
-        options = GCSOptions(endpoint_url=secure.url, credentials_file=path)
-    else:
+    if source == "variable":
         monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", path)
-    store = GCSStore("bucket", Config(gcs=options))
+    store = open_gcs(credentials_file=path if source == "option" else None)
     assert bearer(call(store, secure, "put")) == "Bearer the-token"
-    store.close()
     assert [one.method for one in token_server.requests] == ["POST"]
 
 
-def test_a_token_endpoint_that_is_silent_is_given_up(secure, account_file, token_server):
+def test_a_token_endpoint_that_is_silent_is_given_up(open_gcs, account_file, token_server):
     token_server.respond(lambda request: token_server.Answer(silent=True))
-    options = GCSOptions(endpoint_url=secure.url, credentials_file=str(account_file))
-    store = GCSStore("bucket", Config(gcs=options, read_timeout=0.3))
+    store = open_gcs(credentials_file=str(account_file), read_timeout=0.3)
     with pytest.raises(ConnectionLostError, match="token"):
         store.head("run/object")
-    store.close()
 
 
-def test_a_token_endpoint_that_refuses_is_believed(secure, account_file, token_server):
+def test_a_token_endpoint_that_refuses_is_believed(open_gcs, account_file, token_server):
     body = {"error": "invalid_grant", "error_description": "Invalid JWT Signature."}
     token_server.respond(lambda request: token_server.Answer(400, body=json.dumps(body).encode()))
-    options = GCSOptions(endpoint_url=secure.url, credentials_file=str(account_file))
-    store = GCSStore("bucket", Config(gcs=options))
     with pytest.raises(CredentialsError, match="Invalid JWT Signature"):
+        open_gcs(credentials_file=str(account_file)).head("run/object")
+
+
+def test_a_service_account_is_acted_as(open_gcs, account_file, server, monkeypatch):
+    other = "other@project.iam.gserviceaccount.com"
+    store = open_gcs(credentials_file=str(account_file), impersonate=other)
+    monkeypatch.setenv("HTTPS_PROXY", server.url)
+    server.answer(status=502)
+    with pytest.raises(StoreError):
         store.head("run/object")
-    store.close()
-
-
-def test_a_service_account_is_acted_as(secure, account_file, stub_server, monkeypatch):
-    options = GCSOptions(
-        endpoint_url=secure.url,
-        credentials_file=str(account_file),
-        impersonate="other@project.iam.gserviceaccount.com",
-    )
-    store = GCSStore("bucket", Config(gcs=options))
-    with stub_server() as proxy:
-        monkeypatch.setenv("HTTPS_PROXY", proxy.url)
-        proxy.answer(status=502)
-        with pytest.raises(StoreError):
-            store.head("run/object")
-        asked = [(request.method, request.target) for request in proxy.requests]
-    store.close()
+    asked = [(request.method, request.target) for request in server.requests]
     assert asked == [("CONNECT", "iamcredentials.googleapis.com:443")]
 
 
@@ -460,20 +451,6 @@ def source(request, monkeypatch):
     path = request.getfixturevalue(request.param)
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(path))
     return server
-
-
-@pytest.fixture
-def open_gcs(secure):
-    opened = []
-
-    def open_one(**options):
-        config = Config(gcs=GCSOptions(endpoint_url=secure.url, **options))
-        opened.append(GCSStore("bucket", config))
-        return opened[-1]
-
-    yield open_one
-    for store in opened:
-        store.close()
 
 
 def tokens_given_out(server):
@@ -845,19 +822,14 @@ def test_the_universe_of_a_machine_is_compared(open_gcs, secure, metadata_server
     ],
 )
 def test_the_universe_of_the_credentials_must_be_that_of_the_endpoint(
-    monkeypatch, endpoint, variable, universe, fits
+    open_with, monkeypatch, endpoint, variable, universe, fits
 ):
     credentials = FakeCredentials()
     credentials._universe_domain = universe
-    monkeypatch.setattr("google.auth.default", lambda: (credentials, None))
     if variable is not None:
         monkeypatch.setenv("GOOGLE_CLOUD_UNIVERSE_DOMAIN", variable)
-    config = Config(gcs=GCSOptions(endpoint_url=endpoint))
-    if fits:
-        GCSStore("bucket", config).close()
-    else:
-        with pytest.raises(CredentialsError, match=f"universe {universe}"):
-            GCSStore("bucket", config)
+    with contextlib.nullcontext() if fits else pytest.raises(CredentialsError, match=universe):
+        open_with(credentials, endpoint_url=endpoint)
     assert credentials.refreshes == 0
 
 
@@ -917,41 +889,40 @@ def test_a_refusal_shows_googles_name_for_the_request(open_with, secure):
     ("domain", "host"),
     [(None, "storage.googleapis.com"), ("cloud.example", "storage.cloud.example")],
 )
-@pytest.mark.parametrize("verb", ["put", "create_upload"])
-def test_google_is_the_default(stub_server, monkeypatch, domain, host, verb):
+def test_google_is_the_default(open_with, server, monkeypatch, domain, host):
     credentials = FakeCredentials()
-    monkeypatch.setattr("google.auth.default", lambda: (credentials, None))
     if domain is not None:
         monkeypatch.setenv("GOOGLE_CLOUD_UNIVERSE_DOMAIN", domain)
         credentials._universe_domain = domain
-    with stub_server() as proxy:
-        monkeypatch.setenv("HTTPS_PROXY", proxy.url)
-        store = GCSStore("bucket", Config())
-        proxy.answer(status=502)
+    monkeypatch.setenv("HTTPS_PROXY", server.url)
+    store = open_with(credentials, endpoint_url=None)
+    for verb in ("put", "create_upload"):
+        server.answer(status=502)
         with pytest.raises(ConnectionLostError):
             VERBS[verb][0](store)
-        asked = [(request.method, request.target) for request in proxy.requests]
-    store.close()
-    assert asked == [("CONNECT", f"{host}:443")]
+        assert (server.requests[-1].method, server.requests[-1].target) == (
+            "CONNECT",
+            f"{host}:443",
+        )
     assert store.capabilities.conditional_writes is True
     assert store.capabilities.verifies
 
 
 @pytest.mark.parametrize("scheme", ["http://", ""])
-def test_an_emulator_is_found_by_the_variable_of_googles_tools(server, monkeypatch, scheme):
+def test_an_emulator_is_found_by_the_variable_of_googles_tools(
+    open_gcs, server, monkeypatch, scheme
+):
     host = server.url.removeprefix("http://")
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", scheme + host)
-    store = GCSStore("bucket", Config())
+    store = open_gcs(endpoint_url=None)
     assert "Authorization" not in call(store, server, "put").headers
     assert store.capabilities.conditional_writes is None
-    store.close()
 
 
-def test_the_option_wins_over_the_variable(server, monkeypatch):
+def test_the_option_wins_over_the_variable(open_gcs, server, monkeypatch):
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://nobody.example")
-    store = GCSStore("bucket", Config(gcs=GCSOptions(endpoint_url=f"{server.url}/")))
+    store = open_gcs(endpoint_url=f"{server.url}/")
     assert call(store, server, "head").target.startswith("/storage/v1/b/bucket/o/")
-    store.close()
 
 
 @pytest.mark.parametrize(
@@ -964,25 +935,18 @@ def test_the_option_wins_over_the_variable(server, monkeypatch):
         ("http://storage.googleapis.com", None),
     ],
 )
-def test_only_google_is_known_to_honour_conditions(monkeypatch, endpoint, known):
-    monkeypatch.setattr("google.auth.default", lambda: (FakeCredentials(), None))
-    store = GCSStore("bucket", Config(gcs=GCSOptions(endpoint_url=endpoint)))
+def test_only_google_is_known_to_honour_conditions(open_with, endpoint, known):
+    store = open_with(FakeCredentials(), endpoint_url=endpoint)
     assert store.capabilities.conditional_writes is known
-    store.close()
 
 
-@pytest.mark.parametrize("variable", ["ALL_PROXY", "all_proxy"])
-@pytest.mark.parametrize("scheme", ["http", "https"])
-def test_a_proxy_for_all_is_asked(server, monkeypatch, variable, scheme):
-    monkeypatch.setenv(variable, server.url.removeprefix("http://"))
-    options = GCSOptions(endpoint_url=f"{scheme}://store.example", anonymous=True)
-    store = GCSStore("bucket", Config(gcs=options))
+def test_a_proxy_for_all_is_asked_for_tls(open_gcs, server, monkeypatch):
+    monkeypatch.setenv("ALL_PROXY", server.url.removeprefix("http://"))
+    store = open_gcs(endpoint_url="https://store.example", anonymous=True)
     server.answer(status=502)
     with pytest.raises(TransientStoreError):
         store.head("run/object")
-    store.close()
-    expected = "store.example:443" if scheme == "https" else "http://store.example/storage/v1/b/"
-    assert server.requests[0].target.startswith(expected)
+    assert server.requests[0].target == "store.example:443"
 
 
 def test_no_message_has_a_secret(open_with, secure):
