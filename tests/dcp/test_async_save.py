@@ -190,8 +190,11 @@ _found: dict[str, dict[str, str]] = {}
 
 
 @pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
-@pytest.mark.parametrize("world", [1, 2], ids=["one rank", "two ranks"])
-@pytest.mark.parametrize("kind", [THREAD, PROCESS], ids=["thread", "process"])
+@pytest.mark.parametrize(
+    ("kind", "world"),
+    [(THREAD, 1), (THREAD, 2), (PROCESS, 2)],
+    ids=["thread-one rank", "thread-two ranks", "process-two ranks"],
+)
 def test_async_save(kind, world, check, places, ranks):
     if (kind, world) not in _found:
         _found[kind, world] = dict.fromkeys([c.__name__ for c in CHECKS], "the ranks have failed")

@@ -22,7 +22,7 @@ from cloudckpt import (
     make_sync_checkpointer,
 )
 
-from .places import Place
+from .places import Place, on_disk
 from .values import assert_same, numbered
 
 THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
@@ -72,6 +72,7 @@ def test_a_synchronous_save_is_committed_when_it_returns(place):
         assert_same(checkpointer.load(place.uri), state(1))
 
 
+@on_disk
 def test_an_asynchronous_save_returns_two_futures(place, kind):
     with make_async_checkpointer(config_of(place, kind=kind)) as checkpointer:
         content = state(1)
@@ -121,9 +122,9 @@ def test_a_strict_load_names_the_keys_that_are_missing(place):
         assert caught.value.uri == place.uri
 
 
-def test_a_checkpoint_that_is_not_there_is_named(place, kind):
+def test_a_checkpoint_that_is_not_there_is_named(place):
     with (
-        make_async_checkpointer(config_of(place, kind=kind)) as checkpointer,
+        make_async_checkpointer(config_of(place, kind=THREAD)) as checkpointer,
         pytest.raises(CheckpointNotFoundError),
     ):
         checkpointer.load(place.uri)
@@ -190,7 +191,7 @@ def test_a_failed_last_save_is_told_by_close(local, kind):
 
 @pytest.mark.parametrize("make", [make_sync_checkpointer, make_async_checkpointer])
 def test_a_closed_checkpointer_says_so(local, make):
-    checkpointer = make(config_of(local))
+    checkpointer = make(config_of(local, kind=THREAD))
     checkpointer.close()
     with pytest.raises(ClosedError):
         checkpointer.save(state(), local.uri)
@@ -213,6 +214,7 @@ def _on_ranks(place: Place, kind) -> None:
         assert_same(everything, {"w": full, "step": 1})
 
 
+@pytest.mark.parametrize(("place", "kind"), [("local", THREAD), ("s3", PROCESS)], indirect=True)
 def test_sharded_tensors_are_saved_and_resharded(place, kind, ranks):
     ranks(2, _on_ranks, place, kind)
 

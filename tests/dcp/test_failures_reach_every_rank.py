@@ -39,7 +39,7 @@ from cloudckpt.stores.registry import open_store
 from cloudckpt.uri import CheckpointURI
 
 from .layouts import LAYOUTS, Layout, full_state, spread
-from .places import Place
+from .places import Place, on_disk, on_s3
 from .values import assert_same, numbered
 
 MIB = 1024 * 1024
@@ -98,6 +98,7 @@ def _failing_save(kind: str, place: Place) -> None:
 
 
 @pytest.mark.parametrize("kind", ["an exception", "one of ours"])
+@on_s3
 def test_a_planner_that_raises_on_one_rank_fails_the_save_on_all(kind, place, ranks):
     told = ranks.errors(3, _failing_save, kind, place)
     expected = RanksFailedError if kind == "an exception" else UnsupportedTensorError
@@ -109,6 +110,7 @@ def test_a_planner_that_raises_on_one_rank_fails_the_save_on_all(kind, place, ra
     assert place.unfinished() == []
 
 
+@on_s3
 def test_an_interrupt_on_one_rank_is_told_to_all_and_nothing_becomes_visible(place, ranks):
     told = ranks.errors(3, _failing_save, "an interrupt", place)
     assert [type(error) for error in told] == [
@@ -153,6 +155,7 @@ def _failing_replacement(place: Place) -> None:
     assert_same(load(loaded, place)["t"], numbered(60, 10))
 
 
+@on_s3
 def test_a_failed_replacement_leaves_the_checkpoint_that_was_there(place, ranks):
     ranks(3, _failing_replacement, place)
 
@@ -164,6 +167,7 @@ def _odd_tensor_on_one_rank(place: Place) -> None:
     save({**state, **_rows({"r": numbered(30, 3)})}, place)
 
 
+@on_disk
 def test_an_unsupported_tensor_on_one_rank_is_named_on_all(place, ranks):
     told = ranks.errors(3, _odd_tensor_on_one_rank, place)
     assert [type(error) for error in told] == [UnsupportedTensorError] * 3
@@ -183,6 +187,7 @@ def _forgetful_save(place: Place) -> None:
     save(_rows({"t": numbered(60, 10)}), place, planner=Forgetful())
 
 
+@on_disk
 def test_a_planned_item_that_nobody_wrote_prevents_the_commit(place, ranks):
     told = ranks.errors(3, _forgetful_save, place)
     assert [type(error) for error in told] == [IncompleteSaveError] * 3
@@ -195,6 +200,7 @@ def _hole(place: Place) -> None:
     save({} if _is_last() else state, place)
 
 
+@on_disk
 def test_a_shard_that_no_rank_plans_is_named_on_all(place, ranks):
     told = ranks.errors(3, _hole, place)
     assert [type(error) for error in told] == [RanksFailedError] * 3
@@ -233,6 +239,7 @@ def _overtaken(place: Place, replaces: bool) -> None:
 
 
 @pytest.mark.parametrize("replaces", [False, True], ids=["new", "replacement"])
+@on_s3
 def test_a_save_that_lost_the_race_is_told_on_all_ranks_and_cleans_up(replaces, place, ranks):
     told = ranks.errors(3, _overtaken, place, replaces)
     assert [type(error) for error in told] == [CheckpointConflictError] * 3
@@ -290,6 +297,7 @@ def _surprised_by_a_listing(place: Place) -> None:
         store.__dict__.pop("list", None)
 
 
+@on_disk
 def test_a_surprise_behind_the_commit_undoes_nothing(place, ranks):
     assert ranks.errors(2, _surprised_by_a_listing, place) == [None, None]
     assert_same(load({"t": torch.zeros(60, 10)}, place)["t"], numbered(60, 10))
@@ -536,6 +544,7 @@ def _load_with_extra(who: str, place: Place) -> None:
 
 
 @pytest.mark.parametrize("who", ["all", "the last"])
+@on_disk
 def test_a_key_that_is_not_stored_is_named_on_all_ranks(who, place, ranks):
     ranks(2, _saved, place)
     told = ranks.errors(3, _load_with_extra, who, place)
@@ -553,6 +562,7 @@ def _load_misshapen(who: str, place: Place) -> None:
 
 
 @pytest.mark.parametrize("who", ["all", "the last"])
+@on_disk
 def test_another_shape_is_named_on_all_ranks(who, place, ranks):
     ranks(2, _saved, place)
     told = ranks.errors(3, _load_misshapen, who, place)
@@ -586,6 +596,7 @@ def _load_apart(place: Place) -> None:
     load({"t": torch.zeros(5)}, place)
 
 
+@on_disk
 def test_a_checkpoint_of_fewer_ranks_without_collectives_says_whose_part_is_missing(place, ranks):
     ranks(2, _save_apart, place)
     told = ranks.errors(3, _load_apart, place)
@@ -696,6 +707,7 @@ def _damage(place: Place, name: str) -> None:
             file.write(data)
 
 
+@on_s3
 def test_damage_that_one_rank_meets_is_told_to_all(place, ranks):
     ranks(2, _saved, place)
     places = place.reader().read_metadata().storage_data.items()
@@ -799,6 +811,7 @@ def _save_to_own_place(place: Place) -> None:
     save(_rows(full_state()), place.at(f"step-{dist.get_rank()}"))
 
 
+@on_disk
 def test_ranks_that_save_to_different_places_commit_nothing(place, ranks):
     told = ranks.errors(2, _save_to_own_place, place)
     assert [type(error) for error in told] == [DifferentCheckpointsError] * 2
@@ -816,6 +829,7 @@ def _load_own_step(place: Place) -> None:
     load(_rows(full_state(), blank=True), place.at(f"step-{dist.get_rank()}"))
 
 
+@on_disk
 def test_ranks_that_load_different_steps_are_told(place, ranks):
     ranks(2, _save_two, place)
     told = ranks.errors(2, _load_own_step, place)
@@ -842,6 +856,7 @@ def _load_replaced(place: Place) -> None:
     cloudckpt.load({"t": torch.zeros(100)}, storage_reader=reader)
 
 
+@on_disk
 def test_a_checkpoint_that_is_replaced_between_the_ranks_is_not_mixed(place, ranks):
     save({"t": numbered(100)}, place, no_dist=True)
     told = ranks.errors(2, _load_replaced, place)

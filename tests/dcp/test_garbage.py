@@ -97,7 +97,11 @@ def saved(place: Place) -> Iterator[Place]:
     cloudckpt.close_async_savers()
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(
+    ("place", "operation"),
+    [*(("s3", operation) for operation in OPERATIONS), ("local", "save"), ("local", "load")],
+    indirect=["place"],
+)
 def test_no_tensor_is_left_to_the_collector(saved, operation):
     OPERATIONS[operation](saved)  # what is made once and kept
     with garbage() as left:

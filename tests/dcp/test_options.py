@@ -25,7 +25,7 @@ from cloudckpt import (
 )
 
 from .layouts import LAYOUTS, Layout, check_local_parts, full_state, spread
-from .places import Place
+from .places import Place, on_disk, on_s3
 from .values import assert_same, blank_like, numbered
 
 
@@ -50,6 +50,7 @@ def _each_alone(place: Place) -> None:
     )
 
 
+@on_disk
 def test_no_dist_lets_each_rank_save_and_load_alone(place, ranks):
     ranks(3, _each_alone, place)
     assert sum(name.endswith("/.metadata") for name in place.names()) == 3
@@ -78,6 +79,7 @@ def _in_a_group(members: list[int], place: Place) -> None:
 
 
 @pytest.mark.parametrize("members", [[1, 3], [2, 3], [0, 1, 2], [3]], ids=str)
+@on_disk
 def test_a_group_of_some_ranks_saves_and_loads(members, place, ranks):
     ranks(4, _in_a_group, members, place)
     shards = {name.split(".")[0].split("_")[2] for name in place.data()}
@@ -200,6 +202,7 @@ def _save_halved(layout: Layout, place: Place) -> None:
 
 
 @pytest.mark.parametrize("layout", ["2 rows", "2 columns", "2x2 blocks"])
+@on_disk
 def test_a_planner_may_change_the_dtype_of_what_it_saves(layout, place, ranks):
     ranks(LAYOUTS[layout].world, _save_halved, LAYOUTS[layout], place)
     stored = place.reader().read_metadata().state_dict_metadata["t"]
@@ -209,6 +212,7 @@ def test_a_planner_may_change_the_dtype_of_what_it_saves(layout, place, ranks):
     assert_same(loaded["t"], numbered(40, 50, dtype=torch.float16))
 
 
+@on_disk
 def test_a_load_planner_is_told_of_every_item_and_may_place_it_itself(place):
     state = {"a": numbered(400, 500), "b": numbered(3).t(), "c": {"d": 5}, "e": torch.empty(0)}
     save(state, place)
@@ -318,6 +322,7 @@ def _save_with_cached_plans(place: Place, one_writer: bool) -> list[list[str]]:
 
 @pytest.mark.parametrize("one_writer", [True, False], ids=["one writer", "a writer a save"])
 @pytest.mark.parametrize("world", [1, 3])
+@on_disk
 def test_cached_plans_never_mix_two_checkpoints(world, one_writer, place, ranks):
     seen = ranks(world, _save_with_cached_plans, place, one_writer)[0]
     names = [name for names in seen for name in names if name != ".metadata"]
@@ -336,6 +341,7 @@ def _replace_with_cached_plans(place: Place) -> list[list[str]]:
     return seen
 
 
+@on_disk
 def test_cached_plans_replace_a_checkpoint_whole_each_time(place, ranks):
     seen = ranks(2, _replace_with_cached_plans, place)[0]
     for before, after in itertools.pairwise(seen):
@@ -383,6 +389,7 @@ def _many_saves(place: Place, door: str) -> None:
 
 
 @pytest.mark.parametrize("door", ["torch", "cloudckpt"])
+@on_disk
 def test_a_writer_and_a_reader_serve_one_checkpoint_after_another(door, place, ranks):
     ranks(2, _many_saves, place, door)
     assert len(place.at("step-0").names()) == len(place.at("step-1").names()) == 4
@@ -398,6 +405,7 @@ def _never_reset(place: Place) -> None:
         assert_same(loaded, state)
 
 
+@on_disk
 def test_a_writer_that_nobody_resets_replaces_its_checkpoint(place, ranks):
     ranks(2, _never_reset, place)
     assert len(place.names()) == 4
@@ -526,6 +534,7 @@ def _save_step(step: int, place: Place) -> None:
 
 
 @pytest.mark.parametrize("worlds", [(2, 2), (1, 3), (4, 1)], ids=str)
+@on_s3
 def test_overwriting_leaves_exactly_the_objects_of_the_new_attempt(worlds, place, ranks):
     ranks(worlds[0], _save_step, 1, place)
     before = place.names()

@@ -28,6 +28,7 @@ from cloudckpt.format_utils import (
 )
 from cloudckpt.stores.registry import open_store
 from cloudckpt.torch_files.torch_save import write_torch_file
+from cloudckpt.transfer import retry
 from cloudckpt.uri import CheckpointURI
 
 from .layouts import LAYOUTS, Layout, spread
@@ -125,7 +126,8 @@ def test_a_load_of_what_one_rank_saved_by_itself_begins_anew(verb, suffix, after
 
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize(("verb", "suffix"), REQUESTS)
-def test_a_load_that_is_always_overtaken_ends_by_name(verb, suffix, verify, local):
+def test_a_load_that_is_always_overtaken_ends_by_name(verb, suffix, verify, local, monkeypatch):
+    monkeypatch.setattr(retry, "_FIRST_PAUSE", 0.0)
     place = local.having(verify=verify)
     save(place, 1)
     steps = iter(range(2, 100))

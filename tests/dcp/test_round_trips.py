@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 import cloudckpt
 
 from .layouts import LAYOUTS, check_local_parts, full_state, spread
-from .places import Place
+from .places import Place, on_disk
 from .values import assert_same, numbered
 
 DOORS = ["cloudckpt", "torch"]
@@ -185,6 +185,7 @@ def _load_sharded(place: Place) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 4), (4, 1), (4, 4)])
+@on_disk
 def test_a_sharded_tensor_loads_on_another_number_of_ranks(before, after, place, ranks):
     ranks(before, _save_sharded, place)
     ranks(after, _load_sharded, place)
@@ -266,6 +267,7 @@ _UNEVEN, _EVEN = 11, 12  # rows of the larger layer; tensor parallelism wants th
     ],
     ids=lambda side: side if isinstance(side, int) else f"{side[0]} on {side[1]}",
 )
+@on_disk
 def test_a_model_and_its_adam_resume_resharded(before, after, width, place, ranks):
     saved = ranks(before[1], _save_trained, before[0], width, place)[0]
     loaded = ranks(after[1], _load_trained, after[0], width, place)[0]

@@ -104,17 +104,19 @@ def by_stock_with_cached_plans(content, place):
 
 
 @pytest.mark.parametrize(
-    "save",
+    ("save", "place"),
     [
-        by_checkpointer,
-        by_async_checkpointer,
-        by_process_of_checkpointer,
-        by_save,
-        by_save_with_torchs_planner,
-        by_stock,
-        by_stock_with_cached_plans,
+        (by_checkpointer, "local"),
+        (by_async_checkpointer, "local"),
+        (by_process_of_checkpointer, "local"),
+        (by_save, "local"),
+        (by_save, "s3"),
+        (by_save_with_torchs_planner, "local"),
+        (by_stock, "s3"),
+        (by_stock_with_cached_plans, "local"),
     ],
-    ids=lambda save: save.__name__,
+    ids=lambda value: getattr(value, "__name__", value),
+    indirect=["place"],
 )
 def test_everything_comes_back_as_it_was_saved(save, place):
     save(state(), place)

@@ -27,6 +27,7 @@ from cloudckpt.dcp import loading
 from cloudckpt.transfer.download import download
 
 from .children import in_a_child
+from .places import on_disk
 from .values import assert_same, blank_like, numbered
 
 DTYPES = [
@@ -246,6 +247,7 @@ def test_the_result_of_a_collective_is_a_plain_tensor_when_it_has_come(local, mo
 
 
 @pytest.mark.parametrize("size", [10, 60_000, 300_000])
+@on_disk
 def test_of_items_that_are_loaded_into_the_same_memory_the_last_one_counts(place, size):
     """As with torch: weights that were saved apart are loaded into a model that ties them."""
     saved = {name: torch.full((size,), float(n)) for n, name in enumerate("abc")}
@@ -334,6 +336,7 @@ PLAIN = {
 }
 
 
+@on_disk
 def test_values_that_are_no_tensors_come_back_as_they_were(place):
     assert_same(_round_trip(PLAIN, place), PLAIN)
 
@@ -535,6 +538,7 @@ def _items(place):
 
 
 @pytest.mark.parametrize("zip_crc32", [False, True])
+@on_disk
 def test_each_item_is_a_file_that_torch_load_reads(zip_crc32, place):
     place = place.having(zip_crc32=zip_crc32)
     state = {**VIEWS, **{str(d): _patterned(d, 3, 4) for d in DTYPES}, "step": 5}

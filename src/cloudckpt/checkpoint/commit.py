@@ -11,9 +11,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from cloudckpt.checkpoint.manifest import ItemKey, ItemRecord, Manifest, ManifestId
+from cloudckpt.checkpoint.manifest import ItemRecord, Manifest, ManifestId
 from cloudckpt.checkpoint.metadata import dump_metadata, load_metadata
 from cloudckpt.checkpoint.objects import METADATA, checked, is_metadata_of_a_rank, look_for
 from cloudckpt.checkpoint.structure import Structure
@@ -53,10 +54,8 @@ __all__ = [
     "begin",
     "commit",
     "conditions_work",
-    "hidden",
     "objects_of",
     "publish",
-    "replaced",
 ]
 
 logger = logging.getLogger("cloudckpt")
@@ -244,10 +243,7 @@ def _unknown(store: ObjectStore, key: str, error: StoreError) -> CommitUnknownEr
     )
 
 
-logger = logging.getLogger("cloudckpt")
-
-
-def replaced(store: ObjectStore, baseline: Baseline, retrier: Retrier) -> set[str]:
+def _replaced(store: ObjectStore, baseline: Baseline, retrier: Retrier) -> set[str]:
     """The names of the objects of the checkpoint that was there when the save began.
 
     Raises:
@@ -268,7 +264,7 @@ def replaced(store: ObjectStore, baseline: Baseline, retrier: Retrier) -> set[st
     return objects_of(data, store.uri(baseline.key))
 
 
-def hidden(
+def _hidden(
     store: ObjectStore, uri: CheckpointURI, baseline: Baseline, retrier: Retrier
 ) -> set[str]:
     """The names of the objects of a checkpoint without collectives that a new one now hides.
@@ -352,12 +348,10 @@ def publish(
         StoreError: If it did not take place, and will not.
     """
     objects = {record.object.name: record.object for record in written.values()}
-    names = sorted(objects)
-    manifest_id: list[ManifestId] = []
+    sent = sorted(objects)
 
-    def discard() -> None:
-        own = [*names, *(identity.name for identity in manifest_id)]
-        keys = [uri.key(name) for name in own]
+    def delete(names: Iterable[str]) -> None:
+        keys = [uri.key(name) for name in names]
         delete_quietly(store, keys, config.retry, threads=config.connections)
 
     retrier = Retrier(config.retry)
@@ -365,13 +359,13 @@ def publish(
         _check_complete(metadata, written, str(uri))
         with paused_gc():
             manifest = Manifest(
-                {_item_key(index): record for index, record in written.items()},
+                {(index.fqn, _tuple(index.offset)): record for index, record in written.items()},
                 store.capabilities.checksum,
                 structure,
             )
             content = manifest.to_json()
         identity = manifest.identify(attempt, content)
-        manifest_id.append(identity)
+        sent.append(identity.name)
         key, view = uri.key(identity.name), memoryview(content)
         create_only = creates_only(store, config)
         others = [record for name, record in objects.items() if name not in own]
@@ -385,16 +379,16 @@ def publish(
         group.run(look_and_put)
         probe = Probe(key, content)
         conditional = conditions_work(store, config.conditional_writes, probe, retrier)
-        unneeded = replaced(store, baseline, retrier)
+        unneeded = _replaced(store, baseline, retrier)
         _fill_in(metadata, written, StorageMeta(str(uri), str(identity)))
         data = dump_metadata(metadata, notes)
     except BaseException:
-        discard()  # nothing can have become visible yet
+        delete(sent)  # nothing can have become visible yet
         raise
     try:
         commit(store, baseline, data, conditional=conditional, retrier=retrier)
     except (CheckpointConflictError, StoreError):
-        discard()  # only these two say for certain that nothing became visible
+        delete(sent)  # only these two say for certain that nothing became visible
         raise
     except CommitUnknownError:
         raise
@@ -404,9 +398,12 @@ def publish(
             uri=str(uri),
             cause=error,
         ) from error
-    unneeded |= hidden(store, uri, baseline, Retrier.for_cleanup(config.retry))
-    keys = [uri.key(name) for name in unneeded.difference(names)]
-    delete_quietly(store, keys, config.retry, threads=config.connections)
+    unneeded |= _hidden(store, uri, baseline, Retrier.for_cleanup(config.retry))
+    delete(unneeded.difference(objects))
+
+
+def _tuple(offset: torch.Size | None) -> tuple[int, ...] | None:
+    return None if offset is None else tuple(offset)
 
 
 def _check_complete(
@@ -426,10 +423,6 @@ def _check_complete(
                     uri=uri,
                     item=fqn,
                 )
-
-
-def _item_key(index: MetadataIndex) -> ItemKey:
-    return index.fqn, None if index.offset is None else tuple(index.offset)
 
 
 def _fill_in(

@@ -38,21 +38,57 @@ __all__ = [
     "forewarn",
     "load_item",
     "load_plain",
+    "load_saved",
     "load_tensor",
-    "refused",
-    "whatever_it_warns",
+    "untrusted",
 ]
 
 _Loaded = TypeVar("_Loaded")
 
 
-def whatever_it_warns(load: Callable[[], _Loaded]) -> _Loaded:
-    """What ``load`` returns, also where warnings are errors: one of torch's is no damage."""
+def load_saved(file: IO[bytes], map_location: Any = "cpu", *, trust: bool = False) -> Any:
+    """What ``torch.save`` has written, from where ``file`` stands.
+
+    A warning of torch's is no damage, also where warnings are errors.
+
+    Args:
+        file: A seekable file.
+        map_location: As in ``torch.load``.
+        trust: Whether its pickle may run any code.
+
+    Raises:
+        pickle.UnpicklingError: If it may not, and needs code that is not allowed.
+    """
+    start = file.tell()
+
+    def load() -> Any:
+        file.seek(start)
+        if not trust:
+            return load_plain(file, map_location)
+        # whatever torch.utils.serialization.config says of mmap: this is no path
+        return torch.load(file, map_location=map_location, weights_only=False, mmap=False)
+
     try:
         return load()
     except Warning:
         with unwarned():
             return load()
+
+
+def untrusted(
+    what: str, cause: pickle.UnpicklingError, uri: str, item: str | None = None
+) -> UntrustedPickleError:
+    """The error for what needs code that is not allowed; names the class, if that is known."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(cause))
+    named = re.search(r"GLOBAL (\S+)", text)
+    return UntrustedPickleError(
+        f"{what} can't be loaded without running code that is not on torch's allow-list: if you "
+        "trust whoever can write to this location, pass trust_pickle=True, or allow the class by "
+        "torch.serialization.add_safe_globals([...])",
+        uri=uri,
+        item=item,
+        cause=f"{named[1]} is not allowed" if named else text.partition("\n")[0],
+    )
 
 
 def check_trusted(data: bytes | bytearray, item: str, uri: str) -> None:
@@ -74,16 +110,9 @@ def load_item(data: bytes | bytearray, item: str, uri: str, *, map_location: Any
         CheckpointError: If there is no such device as ``map_location``, or the item, names.
     """
     try:
-        return whatever_it_warns(lambda: load_plain(io.BytesIO(data), map_location))
+        return load_saved(io.BytesIO(data), map_location)
     except pickle.UnpicklingError as exc:
-        raise UntrustedPickleError(
-            f"{item} can't be loaded without running code that is not on torch's allow-list: if "
-            "you trust whoever can write to this location, pass trust_pickle=True, or allow the "
-            "class by torch.serialization.add_safe_globals([...])",
-            uri=uri,
-            item=item,
-            cause=refused(exc),
-        ) from None
+        raise untrusted(item, exc, uri, item) from None
     except Exception as exc:
         if map_location != "cpu":
             check_trusted(data, item, uri)  # which fails, too, if it is the item that can't be read
@@ -106,25 +135,11 @@ def load_tensor(data: io.BytesIO, item: str, uri: str, *, trust: bool) -> torch.
         UntrustedPickleError: If it needs code that torch does not allow.
         CheckpointCorruptError: If it can't be read, or is no tensor.
     """
-    start = data.tell()
-
-    def load() -> Any:
-        data.seek(start)
-        if not trust:
-            return load_plain(data)
-        return torch.load(data, map_location="cpu", weights_only=False, mmap=False)
-
     try:
-        loaded = whatever_it_warns(load)
-    except pickle.UnpicklingError as exc:
-        raise UntrustedPickleError(
-            f"{item} needs a class that is not on torch's allow-list: allow it by "
-            "torch.serialization.add_safe_globals([...]), or pass trust_pickle=True",
-            uri=uri,
-            item=item,
-            cause=refused(exc),
-        ) from None
+        loaded = load_saved(data, trust=trust)
     except Exception as exc:
+        if isinstance(exc, pickle.UnpicklingError) and not trust:
+            raise untrusted(item, exc, uri, item) from None
         raise CheckpointCorruptError(
             f"{item} can't be read", uri=uri, item=item, cause=exc
         ) from exc
@@ -133,13 +148,6 @@ def load_tensor(data: io.BytesIO, item: str, uri: str, *, trust: bool) -> torch.
             f"{item} is a {type(loaded).__name__}, not a tensor", uri=uri, item=item
         )
     return loaded
-
-
-def refused(exc: pickle.UnpicklingError) -> str:
-    """What torch did not allow: the name of the class, if its long message has one."""
-    text = re.sub(r"\x1b\[[0-9;]*m", "", str(exc))
-    named = re.search(r"GLOBAL (\S+)", text)
-    return f"{named[1]} is not allowed" if named else text.partition("\n")[0]
 
 
 _DAY = (int, bytes, str, type(None), datetime.timedelta, datetime.timezone)
@@ -298,7 +306,7 @@ def _refused(data: bytes) -> str:
         if names and not others and len(data) <= _TRIED:
             load_plain(io.BytesIO(data))
     except pickle.UnpicklingError as exc:
-        return refused(exc)
+        return str(untrusted("", exc, "").cause)
     except Exception:  # noqa: BLE001 - a save does not fail because of a warning
         return ""
     return f"{', '.join(others)} is not allowed" if others else ""

@@ -11,7 +11,7 @@ from typing import IO, Any, cast
 import torch
 
 from cloudckpt.checkpoint.torch_private import sparse_tensors_unchecked
-from cloudckpt.checkpoint.values import load_plain, refused, whatever_it_warns
+from cloudckpt.checkpoint.values import load_saved, untrusted
 from cloudckpt.config import Config
 from cloudckpt.errors import (
     CheckpointCorruptError,
@@ -20,7 +20,6 @@ from cloudckpt.errors import (
     CloudCheckpointError,
     InvalidURIError,
     ObjectNotFoundError,
-    UntrustedPickleError,
 )
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.torch_files.object_file import ObjectFile, PinnedObject
@@ -211,16 +210,10 @@ class TorchFile:
             ) from error
 
     def _load(self, map_location: Any) -> Any:
-        def load() -> Any:
-            file = cast(IO[bytes], self._file)
-            file.seek(0)
-            if not self._trust_pickle:
-                return load_plain(file, map_location)
-            # mmap: whatever torch.utils.serialization.config says, this is no path
-            return torch.load(file, map_location=map_location, weights_only=False, mmap=False)
-
+        file = cast(IO[bytes], self._file)
+        file.seek(0)
         with self._errors():
-            return whatever_it_warns(load)
+            return load_saved(file, map_location, trust=self._trust_pickle)
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
@@ -232,14 +225,7 @@ class TorchFile:
             if isinstance(exc, (CloudCheckpointError, Warning, *_OUT_OF_MEMORY)):
                 raise
             if isinstance(exc, pickle.UnpicklingError) and not self._trust_pickle:
-                raise UntrustedPickleError(
-                    "the file can't be loaded without running code that is not on torch's "
-                    "allow-list: if you trust whoever can write to this location, pass "
-                    "trust_pickle=True, or allow the class by "
-                    "torch.serialization.add_safe_globals([...])",
-                    uri=self._uri,
-                    cause=refused(exc),
-                ) from None
+                raise untrusted("the file", exc, self._uri) from None
             raise CheckpointCorruptError(
                 "torch.load can't read the file: it is damaged, or was written by something else",
                 uri=self._uri,
