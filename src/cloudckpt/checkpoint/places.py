@@ -7,16 +7,20 @@ reading these few tells where the tensor's bytes are.
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import struct
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from cloudckpt.checkpoint.envelope import unwarned
 from cloudckpt.checkpoint.inert_pickle import Called, describe
 from cloudckpt.checkpoint.manifest import ItemRecord, Manifest
 from cloudckpt.checkpoint.objects import checked
@@ -167,6 +171,7 @@ class Places:
 _EDGE = 4096
 """Bytes looked at on either side: torch's directory takes about 700, its first records as many."""
 
+_ENCRYPTED = 1  # flag of a record
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 
 
@@ -195,76 +200,41 @@ def _parse(item: StoredBytes, head: bytes, tail: bytes) -> StoredTensor | None:
         return None
 
 
-def _found(item: StoredBytes, head: bytes, tail: bytes) -> StoredTensor | None:
-    with zipfile.ZipFile(_Edges(head, tail, item.nbytes)) as archive:
+def _found(item: StoredBytes, head: bytes, tail: bytes) -> StoredTensor:
+    with zipfile.ZipFile(io.BytesIO(tail)) as archive:  # it lacks the records, and reads none
         entries = {info.filename: info for info in archive.infolist()}
-        root = next(name for name in entries if name.endswith("data.pkl"))
-        root = root.removesuffix("data.pkl")
-        described = describe_tensor(archive.read(root + "data.pkl"))
-        order = archive.read(root + "byteorder") if root + "byteorder" in entries else b"little"
+    missing = item.nbytes - len(tail)  # from the offsets of the directory, as zipfile tells them
+
+    def start_of(info: zipfile.ZipInfo) -> int:
+        at = missing + info.header_offset
+        if at < 0 or info.compress_type != zipfile.ZIP_STORED or info.flag_bits & _ENCRYPTED:
+            raise ValueError("a record that is compressed, encrypted, or nowhere")
+        *_, name_length, extra_length = _LOCAL_HEADER.unpack_from(head, at)
+        return int(at + _LOCAL_HEADER.size + name_length + extra_length)
+
+    def content_of(info: zipfile.ZipInfo) -> bytes:
+        start = start_of(info)
+        content = head[start : start + info.file_size]
+        if zlib.crc32(content) != info.CRC:
+            raise ValueError("a record that is damaged, or not in the first bytes")
+        return content
+
+    pickled = next(name for name in entries if name.endswith("data.pkl"))
+    root = pickled.removesuffix("data.pkl")
+    order = content_of(entries[f"{root}byteorder"]) if f"{root}byteorder" in entries else b"little"
+    described = describe_tensor(content_of(entries[pickled]))
     if described is None or not described.is_row_major or order != b"little":
-        return None
-    info = entries.get(f"{root}data/{described.record}")
-    if info is None or info.compress_type != zipfile.ZIP_STORED:
-        return None
-    at = info.header_offset
-    header = head[at : at + _LOCAL_HEADER.size]
-    if len(header) < _LOCAL_HEADER.size:
-        return None
-    *_, name_length, extra_length = _LOCAL_HEADER.unpack(header)
-    begin = at + _LOCAL_HEADER.size + name_length + extra_length
-    skipped = described.storage_offset * described.dtype.itemsize
+        raise ValueError("no plain tensor, or of another byte order")
+    info = entries[f"{root}data/{described.record}"]
+    begin, skipped = start_of(info), described.storage_offset * described.dtype.itemsize
     numel = math.prod(described.shape)
-    if torch.Size(described.shape).numel() != numel:  # more than torch can count
-        return None
     nbytes = numel * described.dtype.itemsize
+    if torch.Size(described.shape).numel() != numel:
+        raise ValueError("more elements than torch can count")
     if skipped + nbytes > info.file_size or begin + info.file_size > item.nbytes:
-        return None
+        raise ValueError("a tensor outside of its record")
     elements = replace(item, offset=item.offset + begin + skipped, nbytes=nbytes)
     return StoredTensor(elements, described.dtype, described.shape)
-
-
-class _OutsideError(Exception):
-    pass
-
-
-class _Edges(io.RawIOBase):
-    """A file of which only both ends are known."""
-
-    def __init__(self, head: bytes, tail: bytes, length: int) -> None:
-        self._head = head
-        self._tail = tail
-        self._length = length
-        self._position = 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
-        if base + offset < 0:
-            raise OSError("before the beginning")
-        self._position = base + offset
-        return self._position
-
-    def read(self, size: int | None = -1) -> bytes:
-        stop = self._length if size is None or size < 0 else self._position + size
-        stop = min(stop, self._length)
-        start, tail_start = self._position, self._length - len(self._tail)
-        if stop <= len(self._head):
-            data = self._head[start:stop]
-        elif start >= tail_start:
-            data = self._tail[start - tail_start : stop - tail_start]
-        else:
-            raise _OutsideError
-        self._position = stop
-        return data
 
 
 @dataclass(frozen=True)
@@ -299,6 +269,15 @@ def describe_tensor(data: bytes) -> TensorDescription | None:
         return None
 
 
+@functools.cache
+def _type_of_storage(name: str) -> Any:
+    """The element type of a storage class of torch; of a few, none of which is made."""
+    if not name.endswith("Storage"):
+        raise ValueError(f"{name} is no storage")
+    with unwarned():  # such classes are deprecated, and still what torch.save uses
+        return getattr(torch, name.rpartition(".")[2]).dtype
+
+
 def _plain_tensor(described: Called) -> TensorDescription:
     """What a call of torch's function for a tensor, or a parameter, describes."""
     if described.function.name == "torch._utils._rebuild_parameter":
@@ -309,7 +288,7 @@ def _plain_tensor(described: Called) -> TensorDescription:
     if version == "v3":  # the element type is named beside an untyped storage
         dtype = getattr(torch, more.pop(0).name.removeprefix("torch."))
     else:
-        dtype = getattr(torch, kind.name.rpartition(".")[2]).dtype
+        dtype = _type_of_storage(kind.name)
     is_plain = version in ("v2", "v3") and described.form == "call" and not any(more)
     if not is_plain or storage.form != "persistent" or not isinstance(dtype, torch.dtype):
         raise ValueError("a tensor with metadata, such as the conjugate bit, or none")
