@@ -4,6 +4,8 @@ import os
 import uuid
 from collections.abc import Iterator
 
+import botocore.loaders
+import botocore.session
 import pytest
 
 from cloudckpt import Config, RetryPolicy, S3Options
@@ -26,6 +28,16 @@ def _own_surroundings() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _descriptions_of_aws_are_read_once() -> Iterator[None]:
+    """botocore parses megabytes of JSON for each session: six sevenths of the time in which a
+    store of S3 is opened, as nearly every test does."""
+    loader = botocore.loaders.create_loader()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(botocore.session, "create_loader", lambda *paths: loader)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -811,20 +811,24 @@ ANSWERS = [
 
 
 @pytest.mark.parametrize(("status", "code", "expected"), ANSWERS)
-@pytest.mark.parametrize("verb", ["put", "get_range", "create_upload", "complete_upload"])
-def test_an_answer_of_failure_has_a_name(store, server, verb, status, code, expected):
+def test_an_answer_of_failure_has_a_name(store, status, code, expected):
     body = error_xml(code, "the vendor's words") if code else b""
-    server.respond(
-        lambda request: server.Answer(status, {"x-amz-bucket-region": "eu-west-3"}, body)
-    )
-    with pytest.raises(StoreError) as caught:
-        VERBS[verb][0](store)
-    assert type(caught.value) is expected
-    assert caught.value.uri == "s3://bucket/run/object"
+    headers = {"x-amz-bucket-region": "eu-west-3"}
+    error = store.failure(status, headers, body, "PUT", "s3://bucket/run/object")
+    assert type(error) is expected
+    assert error.uri == "s3://bucket/run/object"
     if code:
-        assert code in str(caught.value)
-        assert "the vendor's words" in str(caught.value)
-    assert f"HTTP {status}" in str(caught.value)
+        assert code in str(error)
+        assert "the vendor's words" in str(error)
+    assert f"HTTP {status}" in str(error)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_refusal_of_any_request_is_told(store, server, verb):
+    server.respond(lambda request: server.Answer(403, body=error_xml("AccessDenied", "words")))
+    with pytest.raises(AccessDeniedError, match="words") as caught:
+        VERBS[verb][0](store)
+    assert caught.value.uri.startswith("s3://bucket/run/")
 
 
 @pytest.mark.parametrize("before", [b" ", b"\r\n \n"])
@@ -849,11 +853,11 @@ def test_white_space_before_the_xml_of_an_answer_does_no_harm(store, server, bef
         ("KMS.SomethingNew", "KMS refuses"),
     ],
 )
-def test_what_is_wrong_with_the_key_of_the_encryption_is_said(store, server, code, text):
-    server.answer(status=400, body=error_xml(code))
-    with pytest.raises(InvalidRequestError, match=text) as caught:
-        put(store)
-    assert caught.value.certain
+def test_what_is_wrong_with_the_key_of_the_encryption_is_said(store, code, text):
+    error = store.failure(400, {}, error_xml(code), "PUT", "s3://bucket/run/object")
+    assert type(error) is InvalidRequestError
+    assert text in str(error)
+    assert error.certain
 
 
 @pytest.mark.parametrize("status", [409, 200])

@@ -418,13 +418,12 @@ REFUSALS = {
     "conflict": (409, "ConditionalRequestConflict", ServerError),
     "gone": (404, "NoSuchUpload", ObjectNotFoundError),
 }
-CASES = [("CompleteMultipartUpload", "*.distcp", refusal) for refusal in REFUSALS] + [
-    ("PutObject", path, refusal)
-    for path in ("*.distcp", "*/.manifest.*")
-    for refusal in REFUSALS
-    if refusal != "gone"
+CASES = [
+    *(("CompleteMultipartUpload", "*.distcp", refusal) for refusal in REFUSALS),
+    ("PutObject", "*.distcp", "locked"),
+    ("PutObject", "*/.manifest.*", "conflict"),
 ]
-COMMITS = [("PutObject", "*/.metadata", name) for name in REFUSALS if name != "gone"]
+COMMITS = [("PutObject", "*/.metadata", "exists")]
 
 
 def state_for(operation):
