@@ -98,7 +98,7 @@ class _Download:
 
     def _even_share(self) -> int:
         """The size of requests; small if they need scratch memory, of which there is little."""
-        if not all(want.sink.plain for want in self._wanted):
+        if any(want.sink.memory is None for want in self._wanted):
             return even_share(0, self._config.connections)
         total = sum(want.stop - want.start for want in self._wanted)
         return even_share(total, self._config.connections)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -29,65 +28,62 @@ __all__ = [
 _DIRECT = 64 * 1024  # fewer bytes are cheaper to copy than to receive in a call of their own
 
 
-class Sink(Protocol):
-    """A consumer of the bytes of one range."""
+class Sink:
+    """Takes the bytes of one range.
 
-    pinned: bool
-    """Whether pinned memory makes :meth:`deliver` faster."""
+    Attributes:
+        memory: Where they belong, byte for byte, so that they can be received there; else None.
+        pinned: Whether pinned memory makes :meth:`deliver` faster.
+    """
 
-    plain: bool
-    """Whether bytes can go straight into the target."""
+    __slots__ = ("memory", "pinned")
 
-    def direct(self, start: int, stop: int) -> memoryview | None:
-        """The memory that bytes ``start`` to ``stop`` of the range belong to, if it is plain."""
+    def __init__(self, memory: memoryview | None, *, pinned: bool = False) -> None:
+        self.memory = memory
+        self.pinned = pinned
 
     def deliver(self, start: int, data: torch.Tensor) -> None:
         """Takes bytes from ``start`` of the range on, as a tensor of uint8."""
+        assert self.memory is not None  # else this is overridden
+        view = bytes_of(data)
+        self.memory[start : start + view.nbytes] = view
 
 
-class BytesSink:
+class BytesSink(Sink):
     """Keeps the bytes: for items that are not tensors."""
 
-    pinned = False
-    plain = True
+    __slots__ = ("data",)
 
     def __init__(self, nbytes: int) -> None:
         self.data = bytearray(nbytes)
-
-    def direct(self, start: int, stop: int) -> memoryview | None:
-        return memoryview(self.data)[start:stop]
-
-    def deliver(self, start: int, data: torch.Tensor) -> None:
-        view = bytes_of(data)
-        self.data[start : start + view.nbytes] = view
+        super().__init__(memoryview(self.data))
 
 
-class FlatSink:
+class FlatSink(Sink):
     """A target whose elements lie in the order of the range; the range may come in any cuts."""
 
-    __slots__ = ("_bytes", "_dtype", "_flat", "pinned", "plain")
+    __slots__ = ("_dtype", "_flat")
 
     def __init__(self, target: torch.Tensor, dtype: torch.dtype) -> None:
-        self.pinned = target.device.type == "cuda"
+        fits = is_plain(target) and target.dtype == dtype
+        super().__init__(bytes_of(target) if fits else None, pinned=target.is_cuda)
         self._flat = target.reshape(-1) if target.dim() != 1 else target
         self._dtype = dtype
-        self.plain = is_plain(target) and target.dtype == dtype
-        self._bytes = bytes_of(target) if self.plain else memoryview(b"")
-
-    def direct(self, start: int, stop: int) -> memoryview | None:
-        return self._bytes[start:stop] if self.plain else None
 
     def deliver(self, start: int, data: torch.Tensor) -> None:
+        if self.memory is not None:
+            super().deliver(start, data)
+            return
         elements = _viewed(data, self._dtype)
         first = start // self._dtype.itemsize
         with _mode_of(self._flat):
             self._flat[first : first + elements.numel()].copy_(elements)
 
 
-class BoxSink:
+class BoxSink(Sink):
     """A box of a target, taken out of a range that also holds other elements, or not in order."""
 
-    plain = False
+    __slots__ = ("_dtype", "_strides", "_target")
 
     def __init__(
         self,
@@ -97,13 +93,10 @@ class BoxSink:
         source_shape: tuple[int, ...] | None,
     ) -> None:
         """``source_shape``: that of the stored tensor; None if the range is the box itself."""
-        self.pinned = target.device.type == "cuda"
+        super().__init__(None, pinned=target.is_cuda)
         self._target = narrow(target, box)
         self._dtype = dtype
         self._strides = None if source_shape is None else row_major_strides(source_shape)
-
-    def direct(self, start: int, stop: int) -> memoryview | None:
-        return None
 
     def deliver(self, start: int, data: torch.Tensor) -> None:
         elements = _viewed(data, self._dtype)
@@ -213,7 +206,7 @@ class Bad:
 class _Landed:
     """A segment, and where its bytes land."""
 
-    __slots__ = ("before", "behind", "data", "first", "is_direct", "segment", "target", "views")
+    __slots__ = ("before", "behind", "data", "first", "segment", "target", "views")
 
     def __init__(self, segment: Segment) -> None:
         want, origin = segment.want, segment.want.source.offset
@@ -223,18 +216,15 @@ class _Landed:
         self.before = start - segment.start  # bytes read for their block's sake
         self.behind = segment.stop - stop
         self.first = start - origin - want.start  # of the sink's bytes
-        self.target = want.sink.direct(self.first, self.first + stop - start)
-        self.is_direct = self.target is not None and self.target.nbytes >= _DIRECT
+        self.target: memoryview | None = None  # where they are received, if not in scratch memory
+        if want.sink.memory is not None and stop - start >= _DIRECT:
+            self.target = want.sink.memory[self.first : self.first + stop - start]
         self.views: list[memoryview] = []
         self.data: torch.Tensor | None = None  # what is wanted, if it landed in scratch memory
 
     def deliver(self) -> None:
         """Hands over what landed in scratch memory."""
-        if self.data is None:
-            return
-        if self.target is not None:
-            self.target[:] = bytes_of(self.data)
-        else:
+        if self.data is not None:
             self.segment.want.sink.deliver(self.first, self.data)
 
 
@@ -255,7 +245,7 @@ class Landing:
             segment = landed.segment
             if segment.start > position:
                 self._scratch(position, segment.start - position, None)
-            if landed.is_direct:
+            if landed.target is not None:
                 self._scratch(segment.start, landed.before, landed)
                 self._places.append((0, 0, landed, landed.target))
                 self._scratch(segment.stop - landed.behind, landed.behind, landed)
@@ -296,7 +286,7 @@ class Landing:
             else:
                 view = memory[at : at + count]
                 run = (at, at + count) if run is None else (run[0], at + count)
-                if landed is not None and not landed.is_direct:
+                if landed is not None and landed.target is None:
                     landed.data = scratch[at + landed.before : at + count - landed.behind]
             if landed is not None:
                 landed.views.append(view)
