@@ -115,20 +115,7 @@ class AzureStore(RestStore):
             headers["If-None-Match"] = "*"
         if if_version is not None:
             headers["If-Match"] = if_version
-        try:
-            url = self.object_url(key)
-            with self.exchange("PUT", url, headers, body, progress, key=key) as reply:
-                made = self._made(reply, key, nbytes(body))
-        except ObjectNotFoundError as error:
-            if if_version is None:
-                raise
-            raise PreconditionFailedError(
-                "the object that was to be replaced is gone",
-                uri=self.uri(key),
-                cause=error,
-                certain=error.certain,
-            ) from error
-        return made or self._looked_up(key, nbytes(body))
+        return self._written(key, headers, body, progress)
 
     # uploads in parts
 

@@ -11,8 +11,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from urllib.parse import SplitResult, quote, unquote, urlsplit
-from urllib.request import getproxies_environment, proxy_bypass
+from urllib.parse import quote, unquote, urlsplit
 
 from cloudckpt.config import Config
 from cloudckpt.config.options import check_endpoint
@@ -29,7 +28,6 @@ from cloudckpt.stores.http import HttpOptions
 from cloudckpt.stores.refusals import Meaning
 
 try:
-    import certifi
     from azure.storage.blob import ContainerClient
 except ImportError as exc:
     raise MissingDependencyError(
@@ -87,7 +85,7 @@ class ContainerAccess:
         self.url = f"{place.endpoint}/{quote(container)}"
         parts = urlsplit(place.endpoint)
         self.is_azure = _is_azure(parts.hostname)
-        self.http_options = _http_options(parts, config)
+        self.http_options = HttpOptions.of_environment(config, place.endpoint)
 
         def look() -> _Source:
             if config.azure.anonymous:
@@ -333,14 +331,6 @@ def _check_cloud(given: _Given, place: _Place, uri: str) -> None:
             f"{hosts[1]}, which is another cloud; correct one of them, or unset the variable",
             uri=uri,
         )
-
-
-def _http_options(endpoint: SplitResult, config: Config) -> HttpOptions:
-    """Proxies and certificates as Azure's SDKs find them."""
-    found = {} if proxy_bypass(endpoint.netloc) else getproxies_environment()
-    proxy = found.get(endpoint.scheme) or found.get("all") or None
-    bundle = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE")
-    return HttpOptions.of(config, proxy=proxy, ca_bundle=bundle or certifi.where())
 
 
 def _hide_signature(record: logging.LogRecord) -> bool:

@@ -43,7 +43,6 @@ try:
     import google.auth.impersonated_credentials
     import google.auth.transport.requests
     import requests
-    import requests.utils
 except ImportError as exc:
     raise MissingDependencyError(
         "gs:// needs google-auth; install it with: pip install 'cloudckpt[gcs]'", cause=exc
@@ -77,13 +76,7 @@ class BucketAccess:
         self.endpoint, is_trusted = _endpoint(config.gcs)
         host = self.endpoint.split("/")[2].partition(":")[0]
         self.is_google = is_trusted and host.endswith(f".{_universe()}")
-        self.http_options = HttpOptions.of(
-            config,
-            proxy=_proxy(self.endpoint),
-            ca_bundle=os.environ.get("REQUESTS_CA_BUNDLE")
-            or os.environ.get("CURL_CA_BUNDLE")
-            or requests.utils.DEFAULT_CA_BUNDLE_PATH,
-        )
+        self.http_options = HttpOptions.of_environment(config, self.endpoint)
         self._payer = config.gcs.user_project
         is_wanted = is_trusted and not config.gcs.anonymous
         if not is_wanted and (config.gcs.credentials_file or config.gcs.impersonate):
@@ -140,12 +133,6 @@ def _endpoint(options: GCSOptions) -> tuple[str, bool]:
         check_endpoint(url, "STORAGE_EMULATOR_HOST")
         return url.rstrip("/"), False
     return f"https://storage.{_universe()}", True
-
-
-def _proxy(endpoint: str) -> str | None:
-    """The proxy of an endpoint, if there is one, as requests finds it."""
-    found = requests.utils.get_environ_proxies(endpoint)
-    return requests.utils.select_proxy(endpoint, found)
 
 
 def _check_universe(universe: str, endpoint: str, host: str, uri: str) -> None:

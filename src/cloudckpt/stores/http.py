@@ -11,6 +11,7 @@ import base64
 import contextlib
 import errno
 import http.client
+import os
 import re
 import socket
 import ssl
@@ -77,6 +78,22 @@ class HttpOptions:
             stall_timeout=config.stall_timeout,
             native_tls=config.native_tls,
             **others,
+        )
+
+    @classmethod
+    def of_environment(cls, config: Config, endpoint: str) -> HttpOptions:
+        """With the proxy and the certificates that ``requests`` finds in the environment.
+
+        Google's and Azure's own clients send their requests by it.
+        """
+        import requests.utils
+
+        found = requests.utils.get_environ_proxies(endpoint)
+        bundle = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE")
+        return cls.of(
+            config,
+            proxy=requests.utils.select_proxy(endpoint, found),
+            ca_bundle=bundle or requests.utils.DEFAULT_CA_BUNDLE_PATH,
         )
 
 

@@ -17,6 +17,7 @@ from cloudckpt.errors import (
     CredentialsError,
     InvalidRequestError,
     ObjectNotFoundError,
+    PreconditionFailedError,
     RangeNotSatisfiableError,
     ServerError,
     StoreError,
@@ -168,6 +169,29 @@ class RestStore(ObjectStore):
         """The object that a request has written, if the answer names its version."""
         tag = reply.headers.get("ETag")
         return ObjectInfo(key, size, tag) if tag else None
+
+    def _written(
+        self, key: str, headers: Mapping[str, str], body: Body, progress: Progress | None
+    ) -> ObjectInfo:
+        """Writes an object by one PUT.
+
+        Raises:
+            PreconditionFailedError: Also if it was to replace one (``If-Match``) that is gone.
+        """
+        try:
+            url = self.object_url(key)
+            with self.exchange("PUT", url, headers, body, progress, key=key) as reply:
+                made = self._made(reply, key, nbytes(body))
+        except ObjectNotFoundError as error:
+            if "If-Match" not in headers:
+                raise
+            raise PreconditionFailedError(
+                "the object that was to be replaced is gone",
+                uri=self.uri(key),
+                cause=error,
+                certain=error.certain,
+            ) from error
+        return made or self._looked_up(key, nbytes(body))
 
     def _looked_up(self, key: str, size: int) -> ObjectInfo:
         """The object that the store says to have written, without naming its version.

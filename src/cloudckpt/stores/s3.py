@@ -35,7 +35,6 @@ from cloudckpt.stores.base import (
     Part,
     Progress,
     Upload,
-    nbytes,
 )
 from cloudckpt.stores.http import HttpClient, Reply
 from cloudckpt.stores.rest import (
@@ -146,7 +145,7 @@ class S3Store(RestStore):
             if tag is not None:
                 headers["If-Match"] = tag
             try:
-                info = self._put(key, headers, body, progress)
+                info = self._written(key, headers, body, progress)
             except StoreError as error:
                 error.certain = certain = certain and error.certain
                 if not isinstance(error, PreconditionFailedError):
@@ -156,25 +155,6 @@ class S3Store(RestStore):
                 self._knows_quotes = self._knows_quotes or tag == if_version is not None
                 return info
         raise refused
-
-    def _put(
-        self, key: str, headers: Mapping[str, str], body: Body, progress: Progress | None
-    ) -> ObjectInfo:
-        try:
-            with self.exchange(
-                "PUT", self.object_url(key), headers, body, progress, key=key
-            ) as reply:
-                made = self._made(reply, key, nbytes(body))
-        except ObjectNotFoundError as error:
-            if "If-Match" not in headers:
-                raise
-            raise PreconditionFailedError(
-                "the object that was to be replaced is gone",
-                uri=self.uri(key),
-                cause=error,
-                certain=error.certain,
-            ) from error
-        return made or self._looked_up(key, nbytes(body))
 
     def _spellings(self, version: str | None) -> list[str | None]:
         """How to write an ETag in If-Match: Ceph RGW 16 knows its own only without the quotes."""
