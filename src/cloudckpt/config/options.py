@@ -7,11 +7,12 @@ that merely stands below a field.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cache, cached_property
 from types import NoneType, UnionType
 from typing import (
     Annotated,
@@ -57,14 +58,14 @@ _UNITS = {"b": 1, "kib": 1024, "mib": MIB, "gib": GIB}
 _FLAGS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
 
 
-def option(default: T, doc: str, *, least: float | None = None, most: float | None = None) -> T:
+def option(default: T, doc: str, *, least: float | None = None, most: float = math.inf) -> T:
     """Declares a field of :class:`Options`.
 
     Args:
         default: What it is without argument and variable.
         doc: What it means.
-        least: The least number that works.
-        most: The greatest.
+        least: The least number that works, if there is one.
+        most: The greatest one, if there is a least.
     """
     return cast(T, _Option(default, doc, least, most))
 
@@ -81,7 +82,7 @@ class _Option:
     default: Any
     doc: str
     least: float | None = None
-    most: float | None = None
+    most: float = math.inf
     is_timeout: bool = False
 
     def __set_name__(self, owner: type[Options], name: str) -> None:
@@ -94,7 +95,7 @@ class _Option:
     @cached_property
     def _annotation(self) -> tuple[Any, bool]:
         """Its type, and whether it may be None."""
-        hint = get_type_hints(self.owner, include_extras=True)[self.name]
+        hint = _hints_of(self.owner)[self.name]
         kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         return kinds[0], NoneType in kinds
 
@@ -135,11 +136,14 @@ class _Option:
         show = _size if kind == Bytes else str
         if self.is_timeout:
             require(0 < value <= _LONGEST_WAIT, f"{shown}: write 0 to {_LONGEST_WAIT} seconds")
-        elif self.least is not None and self.most is not None:
-            between = f"{show(self.least)} to {show(self.most)}"
-            require(self.least <= value <= self.most, f"{shown}: write {between}")
         elif self.least is not None:
-            require(value >= self.least, f"{shown}: at least {show(self.least)} is needed")
+            least, most = show(self.least), show(self.most)
+            allowed = (
+                f"at least {least} is needed"
+                if self.most == math.inf
+                else f"write {least} to {most}"
+            )
+            require(self.least <= value <= self.most, f"{shown}: {allowed}")
         return value
 
 
@@ -169,6 +173,11 @@ class Options:
 
     def _check(self) -> None:
         """Raises ConfigError if values that are right by themselves don't go together."""
+
+
+@cache
+def _hints_of(cls: Any) -> dict[str, Any]:
+    return get_type_hints(cls, include_extras=True)
 
 
 def documented_options(cls: type[Any]) -> list[tuple[str, str, Any, str]]:
