@@ -85,7 +85,7 @@ class _Option:
     most: float = math.inf
     is_timeout: bool = False
 
-    def __set_name__(self, owner: type[Options], name: str) -> None:
+    def __set_name__(self, owner: Any, name: str) -> None:
         self.owner, self.name = owner, name
         self.variable = f"{owner.variables}{name.upper()}"
 
