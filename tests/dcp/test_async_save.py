@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 import cloudckpt
-from cloudckpt import CheckpointExistsError, CloudCheckpointError, RanksFailedError
+from cloudckpt import CheckpointExistsError, RanksFailedError
 
 from .layouts import Layout, spread
 from .places import Place
@@ -85,7 +85,7 @@ def saves_what_was_there_when_it_was_called(place: Place, kind) -> None:
 
 
 def saves_one_after_the_other_and_replaces(place: Place, kind) -> None:
-    for step in (3, 4, 5):
+    for step in (3, 4):
         _save(_state(step), place, kind).result(_PATIENCE)
         _check(step, place)
     dist.barrier()
@@ -129,24 +129,15 @@ def refuses_to_overwrite_on_every_rank(place: Place, kind) -> None:
     _check(1, place)
 
 
-def tells_every_rank_why_one_failed(place: Place, kind) -> None:
+def tells_every_rank_why_one_failed_and_saves_again(place: Place, kind) -> None:
     error = _save(_state(1), place, kind, planner=Refusing()).exception(_PATIENCE)
     assert isinstance(error, RanksFailedError), repr(error)
     assert "ArithmeticError: the dog ate it" in str(error)
     assert f"rank {dist.get_world_size() - 1}" in str(error)
-    assert ".metadata" not in place.names()
-
-
-def leaves_nothing_behind_after_a_failure(place: Place, kind) -> None:
-    error = _save(_state(1), place, kind, planner=Refusing()).exception(_PATIENCE)
-    assert isinstance(error, CloudCheckpointError), repr(error)
     dist.barrier()
     assert place.names() == []
     assert place.unfinished() == []
-
-
-def saves_again_after_a_failure(place: Place, kind) -> None:
-    assert _save(_state(1), place, kind, planner=Refusing()).exception(_PATIENCE) is not None
+    dist.barrier()
     _save(_state(2), place, kind).result(_PATIENCE)
     _check(2, place)
 
@@ -159,9 +150,7 @@ CHECKS = [
     takes_a_stager_of_the_callers,
     takes_an_asynchronous_stager,
     refuses_to_overwrite_on_every_rank,
-    tells_every_rank_why_one_failed,
-    leaves_nothing_behind_after_a_failure,
-    saves_again_after_a_failure,
+    tells_every_rank_why_one_failed_and_saves_again,
 ]
 
 

@@ -105,8 +105,14 @@ def _closed():
 
 @pytest.mark.usefixtures("_closed")
 @pytest.mark.parametrize(
-    "save",
-    [_plain, _stock, _behind_install, _in_a_thread, _in_a_stock_thread, _in_a_process],
+    ("listing", "save"),
+    [
+        *((Remembering, save) for save in (_plain, _stock, _behind_install, _in_a_thread)),
+        *((Remembering, save) for save in (_in_a_stock_thread, _in_a_process)),
+        (Derived, _plain),
+        (Derived, _in_a_stock_thread),
+    ],
+    indirect=["listing"],
 )
 def test_a_new_checkpoint_is_listed_and_a_replaced_one_is_not(save, listing, installed, s3):
     save(s3)

@@ -298,7 +298,7 @@ def _save_with_cached_plans(place: Place, one_writer: bool) -> list[list[str]]:
     rank, seen = dist.get_rank(), []
     writer = place.writer()
     planner = DefaultSavePlanner(enable_plan_caching=True)
-    for step in range(8):
+    for step in range(5):
         here = place.at(f"step-{step}")
         if step % 2:  # a trainer keeps its planner, or makes one a save: the cache is the class's
             planner = DefaultSavePlanner(enable_plan_caching=True)
@@ -313,15 +313,18 @@ def _save_with_cached_plans(place: Place, one_writer: bool) -> list[list[str]]:
             save(_cached_state(step, rank), here, planner=planner)
         dist.barrier()
         seen.append(here.names())
-    for step in range(8):
+    for step in range(5):
         state = _cached_state(step, rank)
         loaded = load(blank_like(state), place.at(f"step-{step}"))
         assert_same(loaded, state, f"step {step}")
     return seen
 
 
-@pytest.mark.parametrize("one_writer", [True, False], ids=["one writer", "a writer a save"])
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize(
+    ("world", "one_writer"),
+    [(1, False), (3, True), (3, False)],
+    ids=["alone", "one writer", "a writer a save"],
+)
 @on_disk
 def test_cached_plans_never_mix_two_checkpoints(world, one_writer, place, ranks):
     seen = ranks(world, _save_with_cached_plans, place, one_writer)[0]
@@ -331,7 +334,7 @@ def test_cached_plans_never_mix_two_checkpoints(world, one_writer, place, ranks)
 
 def _replace_with_cached_plans(place: Place) -> list[list[str]]:
     rank, seen = dist.get_rank(), []
-    for step in range(6):
+    for step in range(4):
         planner = DefaultSavePlanner(enable_plan_caching=True)
         save(_cached_state(step, rank), place, planner=planner)
         state = _cached_state(step, rank)

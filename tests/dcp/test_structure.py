@@ -380,7 +380,7 @@ NESTED = st.recursive(
 
 
 @settings(
-    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(content=st.dictionaries(KEYS, NESTED, max_size=4))
 @pytest.mark.parametrize("save", [by_save, by_stock], ids=lambda save: save.__name__)
