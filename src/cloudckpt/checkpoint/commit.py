@@ -48,15 +48,7 @@ from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.upload import creates_only, put_new
 from cloudckpt.uri import CheckpointURI
 
-__all__ = [
-    "Baseline",
-    "Probe",
-    "begin",
-    "commit",
-    "conditions_work",
-    "objects_of",
-    "publish",
-]
+__all__ = ["Baseline", "Probe", "begin", "commit", "conditions_work", "objects_of", "publish"]
 
 logger = logging.getLogger("cloudckpt")
 

@@ -14,18 +14,10 @@ import struct
 from collections.abc import Iterable
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 from cloudckpt.checkpoint.described import UnknownNameError
-from cloudckpt.checkpoint.inert_pickle import (
-    RefusedError,
-    full_name,
-    home,
-)
+from cloudckpt.checkpoint.inert_pickle import RefusedError, full_name, home
 from cloudckpt.checkpoint.metadata_fields import build
 from cloudckpt.checksum import CRC32C
 from cloudckpt.errors import CheckpointCorruptError, UntrustedPickleError

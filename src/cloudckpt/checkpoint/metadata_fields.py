@@ -19,13 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from cloudckpt.checkpoint.described import Building, DescriptionError, UnknownNameError
-from cloudckpt.checkpoint.inert_pickle import (
-    NO_STATE,
-    Called,
-    Dict,
-    Global,
-    describe,
-)
+from cloudckpt.checkpoint.inert_pickle import NO_STATE, Called, Dict, Global, describe
 from cloudckpt.checkpoint.torch_private import OldTensorProperties, StorageInfo
 
 __all__ = ["build"]

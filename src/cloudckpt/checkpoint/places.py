@@ -36,14 +36,7 @@ from cloudckpt.transfer.landing import BytesSink, StoredBytes, Wanted
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI
 
-__all__ = [
-    "ItemPlace",
-    "Places",
-    "StoredTensor",
-    "TensorDescription",
-    "describe_tensor",
-    "locate",
-]
+__all__ = ["ItemPlace", "Places", "StoredTensor", "TensorDescription", "describe_tensor", "locate"]
 
 
 @dataclass(frozen=True, slots=True)

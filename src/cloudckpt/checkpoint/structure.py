@@ -22,15 +22,7 @@ import torch
 
 from cloudckpt.errors import CheckpointCorruptError, KeyCollisionError
 
-__all__ = [
-    "Key",
-    "KeyNames",
-    "Path",
-    "Structure",
-    "collision",
-    "find_collision",
-    "shown",
-]
+__all__ = ["Key", "KeyNames", "Path", "Structure", "collision", "find_collision", "shown"]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -174,20 +166,74 @@ class Structure:
             ) from exc
 
 
-class _Node(dict["str | int", Any]):
-    """A container that is being built; ``late`` has the entries that hold nothing, by place."""
+class _Tree:
+    """Nested containers, built without recursion: paths come from the store."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path = path
-        self.late: dict[str | int, int] = {}
+    def __init__(self) -> None:
+        # by path, those inside others behind them
+        self._containers: dict[Path, dict[str | int, Any]] = {(): {}}
+        self._late: dict[Path, dict[str | int, int]] = {}
+        """Of a container the entries that hold nothing, and their places among the others."""
 
-    def ordered(self) -> Iterator[str | int]:
-        """Its elements in the order of the dict that was saved."""
-        waiting = sorted(self.late.items(), key=lambda item: item[1], reverse=True)
-        count = 0
-        for element in self:
-            if element in self.late:
+    def add(self, path: Path, value: Any) -> None:
+        """A value that was stored."""
+        if not path:
+            raise ValueError("a value has an empty path")
+        container = self._container(path[:-1])
+        if container is None:
+            raise ValueError(f"{shown(path)} lies in what is no container")
+        if path[-1] in container:
+            raise ValueError(f"{shown(path)} is there twice")
+        container[path[-1]] = value
+
+    def add_empty(self, path: Path, places: tuple[int, ...]) -> None:
+        """An empty dict; nothing, if another rank had something else there."""
+        self._container(path, places)
+
+    def _container(self, path: Path, places: tuple[int, ...] = ()) -> dict[str | int, Any] | None:
+        """The container at a path, made if there is none; None if there is a value on the way."""
+        container = self._containers[()]
+        for depth, element in enumerate(path):
+            inner = self._containers.get(path[: depth + 1])
+            if inner is None:
+                if element in container:
+                    return None
+                inner = container[element] = self._containers[path[: depth + 1]] = {}
+                if places:
+                    self._late.setdefault(path[:depth], {})[element] = places[depth]
+            container = inner
+        return container
+
+    def built(self, keys: Mapping[Path, Mapping[str, Key]]) -> dict[Any, Any]:
+        """All of it, with the keys that were saved in the place of their texts."""
+        holes = _HOLES
+        made: Any = None
+        for path, container in reversed(self._containers.items()):
+            if any(isinstance(name, int) for name in container):
+                if not all(isinstance(name, int) for name in container):
+                    raise ValueError(f"{shown(path)} is a list and a dict")
+                length = max(container) + 1  # type: ignore[operator]
+                holes -= length - len(container)
+                if holes < 0:
+                    raise ValueError(f"{shown(path)} has too few entries for its length")
+                made = [container.get(index) for index in range(length)]
+            else:
+                names = keys.get(path, {})
+                made = {names.get(name, name): container[name] for name in self._ordered(path)}
+                if len(made) != len(container):
+                    raise ValueError(f"{shown(path)} has a key twice")
+            if path:
+                self._containers[path[:-1]][path[-1]] = made
+        if not isinstance(made, dict):
+            raise ValueError("it is a list")
+        return made
+
+    def _ordered(self, path: Path) -> Iterator[Any]:
+        """The elements of a container in the order of the dict that was saved."""
+        late, count = self._late.get(path, {}), 0
+        waiting = sorted(late.items(), key=lambda item: item[1], reverse=True)
+        for element in self._containers[path]:
+            if element in late:
                 continue
             while waiting and waiting[-1][1] <= count:
                 yield waiting.pop()[0]
@@ -195,81 +241,6 @@ class _Node(dict["str | int", Any]):
             yield element
             count += 1
         yield from (element for element, _ in reversed(waiting))
-
-
-class _Tree:
-    """Nested containers, built without recursion: paths come from the store."""
-
-    def __init__(self) -> None:
-        self._root = _Node(())
-        self._nodes: list[tuple[_Node | None, str | int, _Node]] = [(None, "", self._root)]
-
-    def add(self, path: Path, value: Any) -> None:
-        if not path:
-            raise ValueError("a value has an empty path")
-        node = self._root
-        for element in path[:-1]:
-            child = node.get(element)
-            if child is None:
-                child = self._new(node, element)
-            elif not isinstance(child, _Node):
-                raise ValueError(f"{shown(path)} lies in what is no container")
-            node = child
-        if path[-1] in node:
-            raise ValueError(f"{shown(path)} is there twice")
-        node[path[-1]] = _Value(value)
-
-    def add_empty(self, path: Path, places: tuple[int, ...]) -> None:
-        """An empty dict; nothing, if another rank had something else there."""
-        node = self._root
-        for element, place in zip(path, places, strict=True):
-            child = node.get(element)
-            if child is None:
-                child = self._new(node, element)
-                node.late[element] = place
-            elif not isinstance(child, _Node):
-                return
-            node = child
-
-    def _new(self, parent: _Node, element: str | int) -> _Node:
-        node = parent[element] = _Node((*parent.path, element))
-        self._nodes.append((parent, element, node))
-        return node
-
-    def built(self, keys: Mapping[Path, Mapping[str, Key]]) -> dict[Any, Any]:
-        holes = _HOLES
-        for parent, element, node in reversed(self._nodes):  # those inside others first
-            made: Any
-            if any(isinstance(name, int) for name in node):
-                if not all(isinstance(name, int) for name in node):
-                    raise ValueError(f"{shown(node.path)} is a list and a dict")
-                length = max(node) + 1  # type: ignore[operator]
-                holes -= length - len(node)
-                if holes < 0:
-                    raise ValueError(f"{shown(node.path)} has too few entries for its length")
-                made = [None] * length
-                for index, entry in node.items():
-                    made[index] = entry.value
-            else:
-                names = keys.get(node.path, {})
-                made = {names.get(name, name): node[name].value for name in node.ordered()}  # type: ignore[arg-type]
-                if len(made) != len(node):
-                    raise ValueError(f"{shown(node.path)} has a key twice")
-            if parent is None:
-                break
-            parent[element] = _Value(made)
-        if not isinstance(made, dict):
-            raise ValueError("it is a list")
-        return made
-
-
-class _Value:
-    """A value in a tree: what is loaded may be a dict itself."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
 
 
 def _tell(path: Path, what: str, uri: str | None) -> None:

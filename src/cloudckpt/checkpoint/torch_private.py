@@ -11,13 +11,8 @@ from types import SimpleNamespace
 from typing import IO, Any
 
 import torch
-from torch.distributed._shard.sharded_tensor.metadata import (
-    TensorProperties as OldTensorProperties,
-)
-from torch.distributed.checkpoint._extension import (
-    ExtensionRegistry,
-    StreamTransformExtension,
-)
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldTensorProperties
+from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._sharded_tensor_utils import (
     _flatten_sharded_tensors as flatten_sharded_tensors,
@@ -26,9 +21,7 @@ from torch.distributed.checkpoint._traverse import traverse_state_dict
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
-from torch.distributed.distributed_c10d import (
-    _get_object_coll_device as device_for_collectives,
-)
+from torch.distributed.distributed_c10d import _get_object_coll_device as device_for_collectives
 
 try:
     from torch.distributed import set_timeout as set_group_timeout  # type: ignore[attr-defined, unused-ignore]

@@ -22,13 +22,7 @@ import torch
 
 from cloudckpt.checkpoint.described import Building, DescriptionError, UnknownNameError
 from cloudckpt.checkpoint.envelope import unwarned
-from cloudckpt.checkpoint.inert_pickle import (
-    NO_STATE,
-    Called,
-    RefusedError,
-    describe,
-    full_name,
-)
+from cloudckpt.checkpoint.inert_pickle import NO_STATE, Called, RefusedError, describe, full_name
 from cloudckpt.checkpoint.numpy_values import numpy_calls, numpy_classes
 from cloudckpt.checkpoint.torch_private import load_with
 from cloudckpt.errors import CheckpointCorruptError, CheckpointError, UntrustedPickleError

@@ -16,11 +16,7 @@ from cloudckpt.checkpoint.torch_private import ExtensionRegistry, StreamTransfor
 from cloudckpt.checkpoint.values import check_trusted, load_item, load_tensor
 from cloudckpt.config import Config
 from cloudckpt.dcp.planners import KeepingKeysPlanner
-from cloudckpt.errors import (
-    CheckpointCorruptError,
-    ShapeMismatchError,
-    UnsupportedTensorError,
-)
+from cloudckpt.errors import CheckpointCorruptError, ShapeMismatchError, UnsupportedTensorError
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.transfer.boxes import plan_boxes, row_major_slices

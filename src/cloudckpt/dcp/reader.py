@@ -57,11 +57,7 @@ class CloudStorageReader(StorageReader):
     """
 
     def __init__(
-        self,
-        checkpoint_id: URILike,
-        *,
-        config: Config | None = None,
-        trust_pickle: bool = False,
+        self, checkpoint_id: URILike, *, config: Config | None = None, trust_pickle: bool = False
     ) -> None:
         """
         Args:

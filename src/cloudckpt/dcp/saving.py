@@ -7,11 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import (
-    SavePlanner,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from cloudckpt.checkpoint.objects import ObjectRecord
@@ -24,10 +20,7 @@ from cloudckpt.checkpoint.shard import (
 )
 from cloudckpt.checkpoint.values import forewarn
 from cloudckpt.config import Config
-from cloudckpt.errors import (
-    ShapeMismatchError,
-    UnsupportedTensorError,
-)
+from cloudckpt.errors import ShapeMismatchError, UnsupportedTensorError
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.transfer.group import TaskGroup

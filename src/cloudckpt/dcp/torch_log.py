@@ -15,10 +15,7 @@ from cloudckpt.checkpoint.torch_private import dcp_logger
 from cloudckpt.errors import CloudCheckpointError
 from cloudckpt.events import Event
 
-__all__ = [
-    "tell_torchs_logger",
-    "told_once",
-]
+__all__ = ["tell_torchs_logger", "told_once"]
 
 
 def tell_torchs_logger(event: Event) -> None:

@@ -11,11 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -27,11 +23,7 @@ from cloudckpt.checkpoint.torch_private import state_dict_being_planned, travers
 from cloudckpt.config import Config
 from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.dcp.planners import CloudSavePlanner
-from cloudckpt.dcp.same_checkpoint import (
-    collect_structure,
-    collect_written,
-    structure_result,
-)
+from cloudckpt.dcp.same_checkpoint import collect_structure, collect_written, structure_result
 from cloudckpt.dcp.saving import expected_size, send
 from cloudckpt.errors import (
     CheckpointExistsError,
@@ -291,11 +283,7 @@ class CloudStorageWriter(StorageWriter):
         seconds = time.time() - self._began
         emit(
             Event(
-                phase="plan",
-                uri=str(self.uri),
-                rank=self._rank,
-                began=self._began,
-                seconds=seconds,
+                phase="plan", uri=str(self.uri), rank=self._rank, began=self._began, seconds=seconds
             )
         )
 
