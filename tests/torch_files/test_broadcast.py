@@ -19,22 +19,23 @@ MIB = 1024 * 1024
 _SOON = 30.0  # seconds; a collective that nobody joins takes 60
 
 
-@pytest.fixture
-def uri(local) -> str:
+@pytest.fixture(scope="module")
+def model(places) -> Place:
     """A file whose tensors need several batches."""
-    torch.save({"t": numbered(3000, 3000), "u": numbered(4, 5)}, f"{local.path}/model.pt")
-    return local.at("model.pt").uri
+    folder = places("local")
+    torch.save({"t": numbered(2200, 2200), "u": numbered(4, 5)}, f"{folder.path}/model.pt")
+    return folder.at("model.pt")
 
 
 def load(place: Place, *, group=None, reader_group=None, **options):
-    state = {"t": torch.zeros(3000, 3000), "u": torch.zeros(4, 5)}
+    state = {"t": torch.zeros(2200, 2200), "u": torch.zeros(4, 5)}
     reader = BroadcastingTorchSaveReader(
         place.uri, process_group=reader_group, config=place.having(**options).config
     )
     cloudckpt.load(
         state, storage_reader=reader, planner=DynamicMetaLoadPlanner(), process_group=group
     )
-    assert torch.equal(state["t"], numbered(3000, 3000))
+    assert torch.equal(state["t"], numbered(2200, 2200))
     assert torch.equal(state["u"], numbered(4, 5))
     return reader
 
@@ -43,8 +44,8 @@ def _with_budgets(place: Place) -> None:
     load(place, memory_budget=(64 if dist.get_rank() == 0 else 32) * MIB)
 
 
-def test_ranks_may_have_different_options(local, uri, ranks):
-    ranks(2, _with_budgets, local.at("model.pt"))
+def test_ranks_may_have_different_options(model, ranks):
+    ranks(2, _with_budgets, model)
 
 
 def _without_group(place: Place, of: tuple[int, ...]) -> None:
@@ -55,9 +56,9 @@ def _without_group(place: Place, of: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("of", [(0, 1), (0,), (1,)])
-def test_a_reader_of_another_group_than_the_load_is_told_on_every_rank(of, local, uri, ranks):
+def test_a_reader_of_another_group_than_the_load_is_told_on_every_rank(of, model, ranks):
     began = time.monotonic()
-    errors = ranks.errors(3, _without_group, local.at("model.pt"), of)
+    errors = ranks.errors(3, _without_group, model, of)
     assert [type(error) for error in errors] == [ConfigError, ConfigError, type(None)]
     assert "process_group" in str(errors[0])
     assert time.monotonic() - began < _SOON
@@ -88,10 +89,10 @@ def _interrupted(place: Place, rank: int, where: str) -> None:
 
 
 @pytest.mark.parametrize("at", ["0 reading", "1 telling", "0 waiting", "1 waiting", "1 copying"])
-def test_an_interrupt_of_one_rank_does_not_leave_the_other_waiting(at, local, uri, ranks):
+def test_an_interrupt_of_one_rank_does_not_leave_the_other_waiting(at, model, ranks):
     began = time.monotonic()
     rank, where = int(at[0]), at[2:]
-    errors = ranks.errors(2, _interrupted, local.at("model.pt"), rank, where)
+    errors = ranks.errors(2, _interrupted, model, rank, where)
     assert type(errors[rank]) is KeyboardInterrupt
     assert type(errors[1 - rank]) is RanksFailedError
     assert "KeyboardInterrupt" in str(errors[1 - rank])
@@ -116,8 +117,8 @@ def _fail_by(place: Place) -> None:
         FileContents.fill = original
 
 
-def test_an_error_that_cant_travel_is_told_by_its_text(local, uri, ranks):
-    errors = ranks.errors(2, _fail_by, local.at("model.pt"))
+def test_an_error_that_cant_travel_is_told_by_its_text(model, ranks):
+    errors = ranks.errors(2, _fail_by, model)
     assert [type(error) for error in errors] == [CheckpointError, CheckpointError]
     assert all("this and that" in str(error) for error in errors)
 
@@ -136,9 +137,9 @@ def _without_memory(place: Place) -> None:
         broadcast._room = original
 
 
-def test_a_rank_without_memory_for_a_batch_is_told_before_any_is_sent(local, uri, ranks):
+def test_a_rank_without_memory_for_a_batch_is_told_before_any_is_sent(model, ranks):
     began = time.monotonic()
-    errors = ranks.errors(2, _without_memory, local.at("model.pt"))
+    errors = ranks.errors(2, _without_memory, model)
     assert all("none left" in str(error) for error in errors)
     assert time.monotonic() - began < _SOON
 
@@ -150,5 +151,5 @@ def _told(place: Place) -> list[tuple[str, int, int]]:
     return [(event.phase, event.rank, event.bytes - received) for event in timeline.events]
 
 
-def test_each_rank_tells_of_its_load(local, uri, ranks):
-    assert ranks(2, _told, local.at("model.pt")) == [[("load", 0, 0)], [("load", 1, 0)]]
+def test_each_rank_tells_of_its_load(model, ranks):
+    assert ranks(2, _told, model) == [[("load", 0, 0)], [("load", 1, 0)]]
