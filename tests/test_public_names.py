@@ -8,6 +8,7 @@ from cloudckpt import errors
 
 PUBLIC = {
     "AzureOptions",
+    "CheckpointContents",
     "CheckpointManager",
     "CheckpointSummary",
     "CheckpointURI",
@@ -18,7 +19,9 @@ PUBLIC = {
     "Preemption",
     "RetryPolicy",
     "S3Options",
+    "StoredItem",
     "Transferred",
+    "Verified",
     "__version__",
     "add_safe_metadata_globals",
     "async_save",
@@ -26,10 +29,12 @@ PUBLIC = {
     "exists",
     "latest",
     "list_checkpoints",
+    "inspect",
     "install",
     "load",
     "save",
     "uninstall",
+    "verify",
     # errors
     "AccessDeniedError",
     "make_sync_checkpointer",

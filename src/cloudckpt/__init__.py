@@ -34,6 +34,7 @@ from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.errors import *  # noqa: F403 - all errors are public, and listed there
 from cloudckpt.errors import __all__ as _errors
 from cloudckpt.runs.catalog import CheckpointSummary, latest, list_checkpoints
+from cloudckpt.runs.contents import CheckpointContents, StoredItem, Verified, inspect, verify
 from cloudckpt.runs.deleting import delete
 from cloudckpt.runs.manager import CheckpointManager
 from cloudckpt.runs.preemption import Preemption
@@ -44,6 +45,7 @@ __all__ = [
     "AsyncCheckpointer",
     "AzureOptions",
     "BackgroundOptions",
+    "CheckpointContents",
     "CheckpointManager",
     "CheckpointSummary",
     "CheckpointURI",
@@ -59,14 +61,17 @@ __all__ = [
     "S3Options",
     "SaveFuture",
     "Stager",
+    "StoredItem",
     "SyncCheckpointer",
     "Transferred",
+    "Verified",
     "__version__",
     "add_safe_metadata_globals",
     "async_save",
     "close_async_savers",
     "delete",
     "exists",
+    "inspect",
     "install",
     "latest",
     "list_checkpoints",
@@ -75,5 +80,6 @@ __all__ = [
     "make_sync_checkpointer",
     "save",
     "uninstall",
+    "verify",
     *_errors,
 ]

@@ -59,9 +59,9 @@ def data_name(rank: int, ordinal: int, attempt: str) -> str:
     return f"__{rank}_{ordinal}.{attempt}.distcp"
 
 
-def rank_of(data_name: str) -> int:
-    """Who has written a shard object."""
-    return int(data_name.removeprefix("__").partition("_")[0])
+def rank_of(name: str) -> int:
+    """Who has written a shard object, or a commit object of its own."""
+    return int(re.match(r"__(\d+)[_.]", name)[1])  # type: ignore[index]
 
 
 def manifest_name(attempt: str) -> str:

@@ -108,6 +108,16 @@ class Places:
         found = locate(store, probed, config, stats)
         return [replace(place, tensor=found.get(place.whole)) for place in places]
 
+    def whole(self, index: MetadataIndex) -> StoredBytes:
+        """The bytes of an item, with their checksums if there is a manifest.
+
+        Raises:
+            CheckpointCorruptError: If it has no place, or a contradictory one.
+        """
+        if self._manifest is not None:
+            return self._in_manifest(index, self._manifest).whole
+        return self._whole(index).whole
+
     def _entry(self, index: MetadataIndex) -> StorageInfo:
         entry = self._entries.get(index)
         if not isinstance(entry, StorageInfo):

@@ -92,6 +92,11 @@ class CloudStorageReader(StorageReader):
         """How what was saved was nested, beyond what the metadata says; once that was read."""
         return self._manifest.structure if self._manifest is not None else Structure()
 
+    @property
+    def has_checksums(self) -> bool:
+        """Whether the checkpoint can be verified; once its metadata was read."""
+        return self._manifest is not None
+
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether the location can be parsed."""
@@ -213,13 +218,17 @@ class CloudStorageReader(StorageReader):
     ) -> None:
         if isinstance(metadata, _UnreadableMetadata):
             raise metadata.failure
+        self._places = self.places_in(metadata)
+        # torch says so only to a parameter named exactly `kwargs`
+        self.reads_alone = not kwargs.get("use_collectives", True)
+
+    def places_in(self, metadata: Metadata) -> Places:
+        """Where the items are, of which this reader has read the metadata last."""
         if not isinstance(metadata.storage_data, dict):
             raise CheckpointCorruptError(
                 "the metadata does not say where the items are", uri=str(self.uri)
             )
-        self._places = Places(self.uri, metadata.storage_data, self._manifest)
-        # torch says so only to a parameter named exactly `kwargs`
-        self.reads_alone = not kwargs.get("use_collectives", True)
+        return Places(self.uri, metadata.storage_data, self._manifest)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return dataclasses.replace(plan, storage_data=Source(str(self.uri), self._save_id))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -132,6 +133,18 @@ class Run:
     def notes(self, step: int) -> Notes:
         """What is noted with the checkpoint of a step."""
         return read_notes(self.store, self.uri(step), self.retrier)
+
+    def committed(self) -> list[int]:
+        """The steps whose checkpoints can be loaded, oldest first; all are looked at."""
+        steps = self.steps()
+        found = self.each(self.is_committed, steps)
+        return [step for step, is_there in zip(steps, found, strict=True) if is_there]
+
+    def scores(self, steps: list[int], metric: str) -> dict[int, float]:
+        """A metric of some steps, as they were saved with it; not a number where they were not."""
+        notes = self.each(self.notes, steps)
+        pairs = zip(steps, notes, strict=True)
+        return {step: found.metrics.get(metric, math.nan) for step, found in pairs}
 
     def committed_steps(self) -> Iterator[int]:
         """The steps whose checkpoints can be loaded, newest first; each is looked at in turn."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Literal
 
 from cloudckpt.checkpoint.commit import objects_of
 from cloudckpt.checkpoint.objects import METADATA, is_metadata_of_a_rank
@@ -13,12 +14,14 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     PreconditionFailedError,
 )
+from cloudckpt.runs.catalog import Run
+from cloudckpt.runs.steps import DEFAULT_PATTERN, Retention
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.transfer.deleting import delete_each
 from cloudckpt.transfer.retry import Retrier, open_store
 from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["delete"]
+__all__ = ["delete", "unneeded"]
 
 
 def delete(checkpoint_id: URILike, *, config: Config | None = None) -> None:
@@ -60,6 +63,32 @@ def delete(checkpoint_id: URILike, *, config: Config | None = None) -> None:
         reason = next(iter(left.values()))
         reason.message += f" (objects of a deleted checkpoint that are left behind: {len(left)})"
         raise reason
+
+
+def unneeded(
+    run: URILike,
+    *,
+    max_to_keep: int,
+    keep_period: int | None = None,
+    best_metric: str | None = None,
+    best_mode: Literal["min", "max"] = "min",
+    step_name: str = DEFAULT_PATTERN,
+    config: Config | None = None,
+) -> list[str]:
+    """The committed checkpoints of a run that are not to be kept, oldest first.
+
+    The arguments are those of :class:`CheckpointManager`; the newest is always kept.
+
+    Raises:
+        ConfigError: If an option makes no sense.
+        InvalidURIError: If it is no location.
+        StoreError: If the store refuses or stays unreachable.
+    """
+    kept = Retention(max_to_keep=max_to_keep, keep_period=keep_period, best_mode=best_mode)
+    found = Run(run, step_name=step_name, config=config)
+    steps = found.committed()
+    scores = None if best_metric is None else found.scores(steps, best_metric)
+    return [str(found.uri(step)) for step in kept.unneeded(steps, scores)]
 
 
 def _commits(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> list[ObjectInfo]:

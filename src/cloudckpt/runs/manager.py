@@ -129,7 +129,7 @@ class CheckpointManager:
 
     def all_steps(self) -> list[int]:
         """The steps whose checkpoints are committed, oldest first; the store is asked."""
-        return self._meeting.told_by_first(self._committed)
+        return self._meeting.told_by_first(self._run.committed)
 
     def latest_step(self) -> int | None:
         """The newest step whose checkpoint is committed; None if there is none."""
@@ -144,7 +144,7 @@ class CheckpointManager:
         if self._best_metric is None:
             raise ConfigError("best_step() needs best_metric=, the metric that is to be compared")
         return self._meeting.told_by_first(
-            lambda: self._retention.best(self._known_scores(self._committed()))
+            lambda: self._retention.best(self._known_scores(self._run.committed()))
         )
 
     def metrics(self, step: int) -> dict[str, float]:
@@ -307,11 +307,6 @@ class CheckpointManager:
             self._checkpointer.load(self.uri(step), state, strict=True)
         self._newest = step
 
-    def _committed(self) -> list[int]:
-        steps = self._run.steps()
-        committed = self._run.each(self._run.is_committed, steps)
-        return [step for step, is_there in zip(steps, committed, strict=True) if is_there]
-
     def _on_written(self, step: int, score: float, written: Future[Any]) -> None:
         if not written.cancelled() and written.exception() is None:
             self._on_commit(step, score)
@@ -329,7 +324,7 @@ class CheckpointManager:
         """
         try:
             if self._steps is None:
-                self._steps = set(self._committed())
+                self._steps = set(self._run.committed())
             self._steps.add(step)
             known = [one for one in self._steps if one <= step]
             scores = None
@@ -362,9 +357,7 @@ class CheckpointManager:
 
     def _known_scores(self, steps: list[int]) -> dict[int, float]:
         unread = [step for step in steps if step not in self._scores]
-        notes = self._run.each(self._run.notes, unread)
-        for step, found in zip(unread, notes, strict=True):
-            self._scores[step] = found.metrics.get(str(self._best_metric), math.nan)
+        self._scores.update(self._run.scores(unread, str(self._best_metric)))
         return {step: self._scores[step] for step in steps}
 
     def _check_open(self) -> None:

@@ -1,0 +1,6 @@
+"""``python -m cloudckpt``."""
+
+from cloudckpt.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""What is in a checkpoint, and whether all of it is as it was written."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from cloudckpt.checkpoint.notes import Notes, read_notes
+from cloudckpt.checkpoint.objects import is_metadata_of_a_rank, rank_of
+from cloudckpt.checkpoint.places import Places
+from cloudckpt.config import Config
+from cloudckpt.dcp.reader import CloudStorageReader
+from cloudckpt.errors import CheckpointNotFoundError
+from cloudckpt.transfer.download import download
+from cloudckpt.transfer.landing import Sink, StoredBytes, Wanted
+from cloudckpt.transfer.retry import Retrier, open_store
+from cloudckpt.transfer.stats import TransferStats
+from cloudckpt.uri import CheckpointURI, URILike
+
+__all__ = ["CheckpointContents", "StoredItem", "Verified", "inspect", "verify"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredItem:
+    """An entry of a state dict, as it is stored.
+
+    Attributes:
+        name: Its fully qualified name.
+        shape: Of the whole tensor; None if it is no tensor.
+        dtype: The type of its elements without ``torch.``; None if it is no tensor.
+        nbytes: Bytes of the whole tensor, or of the pickled value.
+        chunks: In how many pieces it is stored.
+    """
+
+    name: str
+    shape: tuple[int, ...] | None
+    dtype: str | None
+    nbytes: int
+    chunks: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointContents:
+    """What is in a checkpoint.
+
+    Attributes:
+        uri: Where it is.
+        items: Its entries, by name.
+        notes: What was noted with it.
+        has_checksums: Whether its blocks can be verified; those of torch's own writers can't.
+    """
+
+    uri: str
+    items: tuple[StoredItem, ...]
+    notes: Notes
+    has_checksums: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all entries."""
+        return sum(item.nbytes for item in self.items)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """What has been read, and was found to be as it was written.
+
+    Attributes:
+        items: How many pieces of entries.
+        nbytes: Their bytes.
+        has_checksums: Whether each block was compared with its checksum; else it is only known that
+            all bytes are there.
+    """
+
+    items: int
+    nbytes: int
+    has_checksums: bool
+
+
+def inspect(checkpoint_id: URILike, *, config: Config | None = None) -> CheckpointContents:
+    """What is in a committed checkpoint: names, shapes, types, sizes, notes; no tensor is read.
+
+    Args:
+        checkpoint_id: ``s3://bucket/path`` or another location.
+        config: Options.
+
+    Raises:
+        CheckpointNotFoundError: If there is no committed checkpoint.
+        CheckpointCorruptError: If its metadata is damaged.
+        StoreError: If the store refuses or stays unreachable.
+    """
+    uri = CheckpointURI.parse(checkpoint_id)
+    config = config if config is not None else Config()
+    store = open_store(uri, config)
+    items: dict[str, StoredItem] = {}
+    has_checksums = True
+    for part in _parts(uri, config):
+        has_checksums = has_checksums and part.has_checksums
+        for name, entry in part.metadata.state_dict_metadata.items():
+            found = part.item(name, entry)
+            items[name] = found if name not in items else _together(items[name], found)
+    try:
+        notes = read_notes(store, uri, Retrier(config.retry))
+    except CheckpointNotFoundError:  # it is one of single ranks
+        notes = Notes()
+    return CheckpointContents(
+        uri=str(uri),
+        items=tuple(items[name] for name in sorted(items)),
+        notes=notes,
+        has_checksums=has_checksums,
+    )
+
+
+def verify(
+    checkpoint_id: URILike,
+    *,
+    config: Config | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Verified:
+    """Reads all of a committed checkpoint, and compares each block with its checksum.
+
+    The bytes pass through memory of at most ``memory_budget``. Of a checkpoint of torch's own
+    writers, which has no checksums, it is seen that all bytes are there.
+
+    Args:
+        checkpoint_id: ``s3://bucket/path`` or another location.
+        config: Options.
+        progress: Called with the bytes that were read and those that there are, by any thread.
+
+    Raises:
+        CheckpointNotFoundError: If there is no committed checkpoint.
+        CheckpointCorruptError: If anything of it is missing, or not as it was written; it names the
+            first item that is.
+        StoreError: If the store refuses or stays unreachable.
+    """
+    uri = CheckpointURI.parse(checkpoint_id)
+    config = config if config is not None else Config()
+    config = dataclasses.replace(config, verify=True)
+    store = open_store(uri, config)
+    sources: list[StoredBytes] = []
+    has_checksums = True
+    for part in _parts(uri, config):
+        has_checksums = has_checksums and part.has_checksums
+        sources += part.sources()
+    total, lock, done = sum(source.nbytes for source in sources), threading.Lock(), 0
+
+    def seen(count: int) -> None:
+        nonlocal done
+        with lock:
+            done += count
+        progress(done, total)
+
+    sink = _Discarded(seen)
+    wanted = [Wanted(source, 0, source.nbytes, sink, True) for source in sources]
+    download(store, wanted, config, TransferStats(str(uri)))
+    return Verified(items=len(sources), nbytes=total, has_checksums=has_checksums)
+
+
+class _Discarded(Sink):
+    """Takes bytes that were verified, and keeps none."""
+
+    __slots__ = ("_seen",)
+
+    def __init__(self, seen: Callable[[int], None]) -> None:
+        super().__init__(None)
+        self._seen = seen
+
+    def deliver(self, start: int, data: torch.Tensor) -> None:
+        self._seen(data.numel())
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one commit object says: all of the checkpoint, or what one rank has saved by itself."""
+
+    metadata: Metadata
+    places: Places
+    has_checksums: bool
+
+    def item(self, name: str, entry: object) -> StoredItem:
+        """An entry of the metadata."""
+        if isinstance(entry, TensorStorageMetadata):
+            dtype = entry.properties.dtype
+            return StoredItem(
+                name=name,
+                shape=tuple(entry.size),
+                dtype=str(dtype).removeprefix("torch."),
+                nbytes=math.prod(entry.size) * dtype.itemsize,
+                chunks=len(entry.chunks),
+            )
+        nbytes = self.places.whole(MetadataIndex(name)).nbytes
+        return StoredItem(name=name, shape=None, dtype=None, nbytes=nbytes, chunks=1)
+
+    def sources(self) -> list[StoredBytes]:
+        """The bytes of all that it promises."""
+        found: list[StoredBytes] = []
+        for name, entry in self.metadata.state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata):
+                indices = [MetadataIndex(name, chunk.offsets) for chunk in entry.chunks]
+            else:
+                indices = [MetadataIndex(name)]
+            found += [self.places.whole(index) for index in indices]
+        return found
+
+
+def _parts(uri: CheckpointURI, config: Config) -> Iterator[_Part]:
+    """What the commit objects say: one, or one of each rank that has saved by itself."""
+    reader = CloudStorageReader(uri, config=config)
+    try:
+        yield _part(reader, reader.read_metadata())
+        return
+    except CheckpointNotFoundError:
+        ranks = _ranks(uri, config)
+        if not ranks:
+            raise
+    for rank in ranks:
+        reader = CloudStorageReader(uri, config=config)
+        yield _part(reader, reader.read_metadata(rank=rank))
+
+
+def _part(reader: CloudStorageReader, metadata: Metadata) -> _Part:
+    return _Part(metadata, reader.places_in(metadata), reader.has_checksums)
+
+
+def _ranks(uri: CheckpointURI, config: Config) -> list[int]:
+    store, start = open_store(uri, config), uri.key("__")
+    listed = Retrier(config.retry).call(lambda: list(store.list(start)))
+    names = (info.key.removeprefix(uri.key("")) for info in listed)
+    return sorted(rank_of(name) for name in names if is_metadata_of_a_rank(name))
+
+
+def _together(one: StoredItem, other: StoredItem) -> StoredItem:
+    """What two ranks have saved under one name, each by itself."""
+    chunks = one.chunks + other.chunks
+    if one.shape is not None:
+        return dataclasses.replace(one, chunks=chunks)
+    return dataclasses.replace(one, chunks=chunks, nbytes=one.nbytes + other.nbytes)
