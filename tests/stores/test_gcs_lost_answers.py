@@ -31,7 +31,7 @@ from stubs.gcs_multipart import related
 from stubs.gcs_state import Attributes
 
 URI = "gs://bucket/run/step-1"
-STATE = {"large": numbered(2 * 1024**2 - 5, dtype=torch.int64), "small": numbered(7, 5)}
+STATE = {"large": numbered(11 * 2**17 - 5, dtype=torch.int64), "small": numbered(7, 5)}
 
 REFUSALS = {
     "retention": (answers.retained("bucket", "object", "2027-01-01T00:00:00Z"), AccessDeniedError),
@@ -97,15 +97,18 @@ WRITES = {"data": is_data, "manifest": is_manifest, "completion": is_completion}
 
 # which error a repetition meets makes no difference to what is done: each of them once
 repeated = pytest.mark.parametrize(
-    ("write", "refusal"),
+    ("config", "write", "refusal"),
     [
-        ("data", "retention"),
-        ("data", "condition"),
-        ("manifest", "hold"),
-        ("manifest", "no permission"),
-        ("completion", "conflict"),
-        ("completion", "gone"),
+        ("multipart", "data", "retention"),
+        ("multipart", "data", "condition"),
+        ("multipart", "manifest", "hold"),
+        ("multipart", "manifest", "no permission"),
+        ("multipart", "completion", "conflict"),
+        ("multipart", "completion", "gone"),
+        ("compose", "completion", "conflict"),
+        ("compose", "completion", "gone"),
     ],
+    indirect=["config"],
 )
 
 
