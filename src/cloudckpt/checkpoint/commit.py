@@ -1,9 +1,38 @@
 """The commit: one conditional write of ``.metadata`` makes a checkpoint visible, or nothing does.
 
-Before the first data byte the coordinator notes which version of ``.metadata`` is there, if any.
-At the end it writes its own on the condition that nothing has changed: ``if_absent`` for a new
-checkpoint, ``if_version`` for a replacement. Of two writers that race, one wins and the other is
-told; a process that was thought dead and comes back late can't overwrite its successor.
+A save goes like this:
+
+1. :func:`begin` notes which version of ``.metadata`` is there, if any: the :class:`Baseline`.
+2. Each rank uploads its objects, whose names have a random part. Two attempts never write to the
+   same key, nothing is renamed, and nothing is deleted yet.
+3. :func:`publish`, on the rank that commits, looks whether all that the metadata promise was
+   written, and whether it sees the objects of the other ranks as they have written them. It writes
+   the manifest, tries whether the store honours conditions where nobody knows, and reads the names
+   of the objects that will have no purpose from the very version of the baseline.
+4. :func:`commit` writes ``.metadata`` on the condition that it is still that version, or still
+   missing. It is one PUT at any size: some stores ignore conditions where multipart uploads end.
+5. What was replaced is deleted.
+
+So these can't happen, where A and B are two jobs, or a process that was thought dead and the one
+that was started in its place:
+
+- *Both begin, A commits, then B.* B's condition does not hold: it gets a conflict, and deletes
+  what it has written itself, which A's checkpoint does not name.
+- *A lists what it replaces, B commits, A deletes B's objects.* A deletes behind its own commit
+  only, and what that replaces is what A has listed, by the condition.
+- *A dies.* Before its commit nothing is visible, and what was there is whole. Behind it the new
+  checkpoint is whole, and objects of the old one may stay, which no metadata name.
+- *The store carries out A's commit, and the answer is lost.* Sent again, it is refused, for A
+  itself has changed the version. So a try counts as failed only if the store itself says so
+  (``StoreError.certain``). Behind any other, ``.metadata`` is compared with what was sent: if it is
+  A's, the save has succeeded; if the store has refused a try and another's is there, B was faster.
+- *A gateway answers 503, and has A's commit carried out seconds later.* Nobody knows that it will
+  not, also when nothing is there yet: that is a :class:`CommitUnknownError`, and nothing is deleted
+  that the checkpoint would need.
+- *A reader has the old metadata when step 5 deletes their objects.* It finds that the metadata were
+  replaced and begins anew (``transfer.retry.begun_anew``); it never takes this for damage.
+
+With ``use_collectives=False`` each rank commits a ``__{rank}.metadata`` of its own like this.
 """
 
 from __future__ import annotations
