@@ -246,7 +246,7 @@ def _found(
         if info.checksum is not None:
             checksum = store.capabilities.checksum.of(data)
             return (info.size, info.checksum) == (len(data), checksum), info.version
-        held, info = retrier.call(lambda: store.get(key))
+        held, info = retrier.call(lambda: store.get_latest(key))
     except StoreError as error:
         if isinstance(error, ObjectNotFoundError) and error.certain:
             return False, None

@@ -157,9 +157,9 @@ class AzureStore(RestStore):
         url = self.object_url(upload.key, {"comp": "blocklist"})
         size = sum(part.size for part in parts)
         with self.exchange("PUT", url, headers, body, key=upload.key, is_long=True) as reply:
-            made = self._made(reply, upload.key, size)
+            tag = reply.headers.get("ETag")
         self._begun.pop(upload.id, None)
-        return made or self._looked_up(upload.key, size)
+        return self._made(upload.key, size, tag)
 
     def holds(
         self, key: str, *, size: int, checksum: int, parts: Sequence[Part] = ()
@@ -173,7 +173,7 @@ class AzureStore(RestStore):
             return None
         if sorted(blocks) != sorted((part.tag, str(part.size)) for part in parts):
             return None
-        return ObjectInfo(key, size, version) if version else self._looked_up(key, size)
+        return self._made(key, size, version)
 
     def abort_upload(self, upload: Upload) -> None:
         """Discards the blocks of a blob that was never completed, unless others have some there.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from email.utils import parsedate_to_datetime
@@ -35,6 +35,7 @@ __all__ = [
     "encode_query",
     "http_date",
     "iso_date",
+    "once_more",
 ]
 
 _SUCCESS = frozenset({200, 201, 202, 204, 206})
@@ -119,6 +120,33 @@ class Request:
     is_long: bool = False
 
 
+@contextlib.contextmanager
+def once_more(
+    attempt: Callable[[], contextlib.AbstractContextManager[Reply]],
+    mends: Callable[[StoreError], bool],
+) -> Iterator[Reply]:
+    """The answer to an attempt; to a second one, if what refused the first could be mended.
+
+    A failure of the second attempt is certain only if that of the first is.
+    """
+    was_certain = True
+    with contextlib.ExitStack() as stack:
+        try:
+            reply = None
+            try:
+                reply = stack.enter_context(attempt())
+            except StoreError as refused:
+                was_certain = refused.certain
+                if not mends(refused):
+                    raise
+            if reply is None:  # here, so that its errors do not lead to the first one
+                reply = stack.enter_context(attempt())
+            yield reply
+        except StoreError as error:
+            error.certain = error.certain and was_certain
+            raise
+
+
 class RestStore(ObjectStore):
     """A store whose objects are read with GET, HEAD and Range.
 
@@ -165,41 +193,15 @@ class RestStore(ObjectStore):
         """What other credentials may mend, if there are any."""
         return (CredentialsError,)
 
-    def _made(self, reply: Reply, key: str, size: int) -> ObjectInfo | None:
-        """The object that a request has written, if the answer names its version."""
-        tag = reply.headers.get("ETag")
-        return ObjectInfo(key, size, tag) if tag else None
-
-    def _written(
-        self, key: str, headers: Mapping[str, str], body: Body, progress: Progress | None
-    ) -> ObjectInfo:
-        """Writes an object by one PUT.
-
-        Raises:
-            PreconditionFailedError: Also if it was to replace one (``If-Match``) that is gone.
-        """
-        try:
-            url = self.object_url(key)
-            with self.exchange("PUT", url, headers, body, progress, key=key) as reply:
-                made = self._made(reply, key, nbytes(body))
-        except ObjectNotFoundError as error:
-            if "If-Match" not in headers:
-                raise
-            raise PreconditionFailedError(
-                "the object that was to be replaced is gone",
-                uri=self.uri(key),
-                cause=error,
-                certain=error.certain,
-            ) from error
-        return made or self._looked_up(key, nbytes(body))
-
-    def _looked_up(self, key: str, size: int) -> ObjectInfo:
-        """The object that the store says to have written, without naming its version.
+    def _made(self, key: str, size: int, tag: str | None) -> ObjectInfo:
+        """The object that the store says to have written; if it named no ETag, it is looked at.
 
         Raises:
             ServerError: If there is none, another one, or none to be seen: the request may have
                 been carried out all the same.
         """
+        if tag:
+            return ObjectInfo(key, size, tag)
         problem = "it is not there"
         try:
             found = self.head(key)
@@ -232,53 +234,67 @@ class RestStore(ObjectStore):
     @contextlib.contextmanager
     def _sent(self, request: Request) -> Iterator[Reply]:
         """The answer to a request; stores override this for what they know of requests."""
-        method, key, headers = request.method, request.key, request.headers
-        if not {".", ".."}.isdisjoint(key.split("/")):
-            raise InvalidRequestError(
-                "'.' and '..' can't be part of a key", uri=self.uri(key), certain=True
-            )
-        if request.body or method in ("PUT", "POST"):
-            headers = {"Content-Length": str(nbytes(request.body)), **headers}
+        uri = self.uri(request.key)
+        if not {".", ".."}.isdisjoint(request.key.split("/")):
+            raise InvalidRequestError("'.' and '..' can't be part of a key", uri=uri, certain=True)
         secrets: list[str] = []
 
-        @contextlib.contextmanager
-        def attempt() -> Iterator[Reply]:
-            try:
-                target, fields = self._authorized(method, request.url, headers)
-                secrets[:] = self._credentials.current.secrets()
-            except StoreError as error:
-                error.certain = True  # nothing was sent
-                if isinstance(error, CredentialsError):
-                    self._credentials.fail()
-                raise
-            with self._http.send(
-                method, target, fields, request.body, request.progress, is_long=request.is_long
-            ) as reply:
-                if reply.status not in _SUCCESS:
-                    answer = reply.read() if method != "HEAD" else b""
-                    raise self.failure(reply.status, reply.headers, answer, method, self.uri(key))
-                yield reply
+        def renews(refused: StoreError) -> bool:
+            if not secrets or not isinstance(refused, self._refusals()):
+                return False
+            return self._credentials.renew(used, secrets)
 
-        was_certain = True  # of the first try
         try:
-            with contextlib.ExitStack() as stack:
-                used, reply = self._credentials.source(), None
-                try:
-                    reply = stack.enter_context(attempt())
-                except self._refusals() as refused:
-                    was_certain = refused.certain
-                    if not secrets or not self._credentials.renew(used, secrets):
-                        raise
-                if reply is None:
-                    reply = stack.enter_context(attempt())
+            used = self._credentials.source()
+            with once_more(lambda: self._attempt(request, secrets), renews) as reply:
                 yield reply
         except CloudCheckpointError as error:
             if error.uri is None:
-                error.uri = self.uri(key)
-            if isinstance(error, StoreError):
-                error.certain = error.certain and was_certain
+                error.uri = uri
             conceal(error, secrets)
             raise
+
+    @contextlib.contextmanager
+    def _attempt(self, request: Request, secrets: list[str]) -> Iterator[Reply]:
+        """One attempt; ``secrets`` becomes what it is authorized with."""
+        method, headers = request.method, request.headers
+        if request.body or method in ("PUT", "POST"):
+            headers = {"Content-Length": str(nbytes(request.body)), **headers}
+        try:
+            url, headers = self._authorized(method, request.url, headers)
+            secrets[:] = self._credentials.current.secrets()
+        except StoreError as error:
+            error.certain = True  # nothing was sent
+            if isinstance(error, CredentialsError):
+                self._credentials.fail()
+            raise
+        with self._http.send(
+            method, url, headers, request.body, request.progress, is_long=request.is_long
+        ) as reply:
+            if reply.status not in _SUCCESS:
+                answer = reply.read() if method != "HEAD" else b""
+                uri = self.uri(request.key)
+                raise self.failure(reply.status, reply.headers, answer, method, uri)
+            yield reply
+
+    def _written(
+        self, key: str, headers: Mapping[str, str], body: Body, progress: Progress | None
+    ) -> ObjectInfo:
+        """Writes an object by PUT; that it is gone is a failed condition, if there is one."""
+        url, size = self.object_url(key), nbytes(body)
+        try:
+            with self.exchange("PUT", url, headers, body, progress, key=key) as reply:
+                tag = reply.headers.get("ETag")
+        except ObjectNotFoundError as error:
+            if "If-Match" not in headers:
+                raise
+            raise PreconditionFailedError(
+                "the object that was to be replaced is gone",
+                uri=self.uri(key),
+                cause=error,
+                certain=error.certain,
+            ) from error
+        return self._made(key, size, tag)
 
     def get(self, key: str) -> tuple[bytearray, ObjectInfo]:
         with self.exchange("GET", self._content_url(key, None), {}, key=key) as reply:

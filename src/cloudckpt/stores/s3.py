@@ -44,6 +44,7 @@ from cloudckpt.stores.rest import (
     encode_key,
     encode_query,
     iso_date,
+    once_more,
 )
 from cloudckpt.stores.s3_access import (
     PAYLOAD_DIGEST,
@@ -284,23 +285,19 @@ class S3Store(RestStore):
         """The same; a request to the wrong region is sent once more, to the one that S3 names."""
         digest = self._access.payload_digest(request.method, request.body)
         request = replace(request, headers={**request.headers, PAYLOAD_DIGEST: digest})
-        used, attempt = self._access.region, functools.partial(super()._sent, request)
-        was_certain = True  # of the first try
+        used = self._access.region
+
+        def follows(refused: StoreError) -> bool:
+            if not isinstance(refused, WrongRegionError) or refused.region is None:
+                return False
+            return self._access.follow(refused.region, used)
+
+        attempt = functools.partial(super()._sent, request)
         try:
-            with contextlib.ExitStack() as stack:
-                reply = None
-                try:
-                    reply = stack.enter_context(attempt())
-                except WrongRegionError as refused:
-                    if refused.region is None or not self._access.follow(refused.region, used):
-                        raise
-                    was_certain = refused.certain
-                if reply is None:
-                    reply = stack.enter_context(attempt())
+            with once_more(attempt, follows) as reply:
                 yield reply
-        except StoreError as error:
-            error.certain = error.certain and was_certain
-            if isinstance(error, AccessDeniedError) and digest == UNSIGNED_PAYLOAD:
+        except AccessDeniedError as error:
+            if digest == UNSIGNED_PAYLOAD:
                 error.message += (
                     "; if a policy denies unsigned payloads (s3:x-amz-content-sha256), set "
                     "S3Options(payload_signing='on') or CLOUDCKPT_S3_PAYLOAD_SIGNING=on"
