@@ -773,6 +773,15 @@ def test_unusual_files_are_resharded_too(kind, local):
     assert_same(plain(state), plain(nested_state()))
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_tensors_beside_a_quantized_one_are_resharded(local):
+    put(local, "model.pt", ODD["quantized"]())
+    reader = BroadcastingTorchSaveReader(local.at("model.pt").uri, config=local.config)
+    state = {"t": torch.zeros(9)}
+    cloudckpt.load(state, storage_reader=reader, planner=DynamicMetaLoadPlanner())
+    assert torch.equal(state["t"], numbered(9))
+
+
 def test_a_sparse_tensor_is_not_resharded(local):
     put(local, "model.pt", ODD["sparse"]())
     reader = BroadcastingTorchSaveReader(local.at("model.pt").uri, config=local.config)

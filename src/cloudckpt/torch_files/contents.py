@@ -105,7 +105,7 @@ class FileContents:
     def _read(self, fqn: str, entry: torch.Tensor) -> torch.Tensor:
         if self.file.extent(entry) is not None:
             return self.file.read(entry)
-        tensor: torch.Tensor = self._whole[fqn]
+        tensor = self._whole[fqn] if entry.is_meta else entry
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
             raise UnsupportedTensorError(
                 f"{fqn} is a {type(tensor).__name__} of layout {tensor.layout}, which can't be "

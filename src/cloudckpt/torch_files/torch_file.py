@@ -77,7 +77,9 @@ class TorchFile:
             ) from error
         self._file = ObjectFile(self._object, config)
         with self._errors():
-            self._sizes = storage_sizes(self._file, self._uri)
+            sizes = storage_sizes(self._file, self._uri)
+        self._sizes = sizes or {}
+        self._is_native = sizes is not None
 
     @property
     def transferred(self) -> Transferred:
@@ -87,12 +89,21 @@ class TorchFile:
     def skeleton(self) -> Any:
         """What was saved, with tensors on the ``meta`` device: nothing of their data is read.
 
+        They do have data if torch can't do that: in files of another byte order, where it swaps
+        what is not there and crashes, and in those with nested or quantized tensors.
+
         Raises:
             UntrustedPickleError: If it needs code that is not on torch's allow-list.
             CheckpointCorruptError: If it can't be read.
         """
-        with sparse_tensors_unchecked():
-            return self._load("meta")
+        return self._parsed()[0]
+
+    def _parsed(self) -> tuple[Any, bool]:
+        """The skeleton, and whether its tensors have their data."""
+        if self._is_native:
+            with contextlib.suppress(CheckpointCorruptError), sparse_tensors_unchecked():
+                return self._load("meta"), False
+        return self._load("cpu"), True
 
     def load(self, map_location: Any = "cpu") -> Any:
         """What was saved.
@@ -108,13 +119,10 @@ class TorchFile:
         """
         if str(map_location) != "cpu":
             return self._load_to(map_location)
-        try:
-            value = self.skeleton()
-        except CheckpointCorruptError:
-            if self._file.failure is not None:
-                raise
-            value = None  # torch makes no nested or quantized tensors on the meta device
-        tensors = tensors_in(value) if value is not None else None
+        value, is_whole = self._parsed()
+        if is_whole:
+            return value
+        tensors = tensors_in(value)
         if tensors is None or any(self.extent(tensor) is None for tensor in tensors):
             return self._load("cpu")
         storages: dict[int, torch.Tensor] = {}  # as bytes, by their place: views go on sharing one

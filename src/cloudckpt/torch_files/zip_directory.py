@@ -17,10 +17,11 @@ _HAS_DESCRIPTOR = 0x08  # flag of a record that has its sizes behind it
 _MAX32 = 0xFFFFFFFF
 
 
-def storage_sizes(file: io.RawIOBase, uri: str) -> Mapping[int, int]:
+def storage_sizes(file: io.RawIOBase, uri: str) -> Mapping[int, int] | None:
     """The size of each record, by the offset of its bytes in the file.
 
-    Empty if only ``torch.load`` can tell: for files of another byte order, and of torch before 2.7.
+    Empty for files of torch before 2.7, where only ``torch.load`` can tell. None if the bytes of
+    elements are not in the order of this machine, or may not be.
 
     Raises:
         CheckpointError: If the file is in the legacy format, or a TorchScript archive.
@@ -53,8 +54,11 @@ def storage_sizes(file: io.RawIOBase, uri: str) -> Mapping[int, int]:
             "the file is a zip archive, but not one of torch.save", uri=uri
         )
     places = _places(entries, directory)
-    if ".format_version" not in names or _byte_order(file, names, places) != sys.byteorder:
-        return {}  # torch.load converts, and reads each header to find the data
+    folders = {entry.filename.partition("/")[0] for entry in entries}
+    if len(folders) > 1 or _byte_order(file, names, places) != sys.byteorder:
+        return None
+    if ".format_version" not in names:
+        return {}
     return {start: size for start, size in places.values() if size}
 
 
