@@ -75,12 +75,14 @@ class CloudStorageReader(StorageReader):
         self.reset()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"uri": self.uri, "config": self.config, "trust_pickle": self.trust_pickle}
+        return {
+            "checkpoint_id": self.uri,
+            "config": self.config,
+            "trust_pickle": self.trust_pickle,
+        }
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__init__(  # type: ignore[misc]
-            state["uri"], config=state["config"], trust_pickle=state["trust_pickle"]
-        )
+        self.__init__(**state)  # type: ignore[misc]
 
     @property
     def checkpoint_id(self) -> str:

@@ -117,20 +117,11 @@ class CloudStorageWriter(StorageWriter):
         self.committed: bool | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            "uri": self.uri,
-            "config": self.config,
-            "commit_hook": self.commit_hook,
-            "notes": self.notes,
-        }
+        kept = {"config": self.config, "commit_hook": self.commit_hook, "notes": self.notes}
+        return {"checkpoint_id": self.uri, **kept}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__init__(  # type: ignore[misc]
-            state["uri"],
-            config=state["config"],
-            commit_hook=state["commit_hook"],
-            notes=state["notes"],
-        )
+        self.__init__(**state)  # type: ignore[misc]
 
     @property
     def checkpoint_id(self) -> str:
@@ -175,10 +166,8 @@ class CloudStorageWriter(StorageWriter):
         if not self._use_collectives:
             self._refuse_to_be_hidden()
         if self.commits:
-            self._baseline = begin(
-                self._store(), self._commit_key(), overwrite=self.config.overwrite,
-                retrier=self._retrier(),
-            )  # fmt: skip
+            key, overwrite = self._commit_key(), self.config.overwrite
+            self._baseline = begin(self._store(), key, overwrite=overwrite, retrier=self._retrier())
         return plan
 
     def _refuse_to_be_hidden(self) -> None:
