@@ -31,6 +31,8 @@ from cloudckpt import (
     StagingMemoryError,
 )
 from cloudckpt.background import arena as arenas
+from cloudckpt.background import server
+from cloudckpt.background.handoff import Job
 from cloudckpt.background.process import _Life
 from cloudckpt.background.saver import AsyncSaver
 from cloudckpt.config import MIB
@@ -508,10 +510,30 @@ def test_closing_ends_a_save_that_takes_too_long(local, gate):
 def test_a_job_that_could_not_be_sent_is_not_blamed_on_a_time_limit(local):
     with saver() as one:
         begin(one, 1, local).result(PATIENCE)
-        with mock.patch.object(Connection, "send", side_effect=OSError("no buffer space")):
+        send = Connection.send
+
+        def refuse(connection, message):
+            if isinstance(message, Job):
+                raise OSError("no buffer space")
+            send(connection, message)
+
+        with mock.patch.object(Connection, "send", refuse):
             error = begin(one, 2, local).exception(PATIENCE)
         assert isinstance(error, SaveProcessError)
         assert "can't be reached" in str(error)
         assert "no buffer space" in str(error)
         begin(one, 3, local).result(PATIENCE)
     assert step_at(local) == 3
+
+
+def test_a_server_that_dies_takes_its_saving_processes_along_and_is_replaced(local, gate):
+    with saver() as dying:
+        future, pid = begin(dying, 1, local, gate), pid_of(dying)
+        gate.wait()
+        os.kill(server._server.process.pid, signal.SIGKILL)
+        assert isinstance(future.exception(PATIENCE), SaveProcessError)
+        assert not is_running(pid)
+        gate.open()
+        assert ".metadata" not in local.names()
+        begin(dying, 2, local).result(PATIENCE)
+    assert step_at(local) == 2

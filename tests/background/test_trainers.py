@@ -136,6 +136,34 @@ def test_a_fork_that_ends_leaves_the_saving_process_of_its_parent_alone(local, t
     assert step_at(local) == 2
 
 
+THREADED = """
+import os
+import threading
+
+import cloudckpt
+from background.waiting import eventually, is_running
+from faults.states import SMALL, filled
+
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+if __name__ == "__main__":
+    with cloudckpt.make_async_checkpointer() as one:
+        one.save(filled(1, SMALL), {uri!r})[1].result(150)
+        pid = one._saver._process.pid
+        os.kill(pid, 9)
+        assert eventually(lambda: not is_running(pid))
+        one.save(filled(2, SMALL), {uri!r})[1].result(150)
+    print("saved")
+"""
+
+
+def test_a_script_that_starts_threads_when_it_is_imported_has_saving_processes_too(local, tmp_path):
+    done = _run(tmp_path, THREADED.format(uri=local.uri))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "saved\n"
+    assert step_at(local) == 2
+
+
 WITHIN_ANOTHER = """
 import multiprocessing
 import time

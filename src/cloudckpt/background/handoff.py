@@ -48,7 +48,6 @@ class Settings:
     """What a saving process is told when it starts.
 
     Attributes:
-        trainer: The process it serves.
         rank: Of the trainer in its group.
         world: Ranks of the group.
         store: Host and port at which the processes of all ranks meet; None if there is no group.
@@ -61,7 +60,6 @@ class Settings:
         log_levels: From which on records of a logger are sent to the trainer.
     """
 
-    trainer: int
     rank: int
     world: int
     store: tuple[str, int] | None

@@ -38,14 +38,12 @@ from __future__ import annotations
 import itertools
 import logging
 import multiprocessing
-import os
 import pickle
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from multiprocessing import connection as channels
-from multiprocessing import process as processes
 from multiprocessing import util
 from typing import Any
 
@@ -64,7 +62,7 @@ from cloudckpt.background.handoff import (
     send_descriptor,
     set_timeout,
 )
-from cloudckpt.background.worker import main
+from cloudckpt.background.server import fork_worker
 from cloudckpt.config import BackgroundOptions
 from cloudckpt.errors import CloudCheckpointError, SaveProcessError
 from cloudckpt.events import emit
@@ -205,7 +203,6 @@ class SaveProcess:
                 raise SaveProcessError("the saver was closed")
             self._life = _Life(
                 Settings(
-                    trainer=os.getpid(),
                     rank=self._rank,
                     world=self._world,
                     store=None if self._place is None else self._place.address,
@@ -264,8 +261,7 @@ class _Life:
             settings: What it is told.
             exit_timeout: Seconds that the end of the interpreter waits for a save under way.
         """
-        context = multiprocessing.get_context("spawn")
-        self._channel, theirs = context.Pipe()
+        self._channel, theirs = multiprocessing.Pipe()
         self._sending = threading.Lock()
         self._timeout = settings.start_timeout
         self._patience = settings.heartbeat_timeout
@@ -275,12 +271,9 @@ class _Life:
         self._ended_for = ""  # why this trainer has ended it
         self._ending = threading.Lock()
         self._arenas: weakref.WeakKeyDictionary[Arena, int] = weakref.WeakKeyDictionary()
-        self._process = context.Process(
-            target=main, args=(theirs, settings), name="cloudckpt-save", daemon=True
-        )
         try:
             with theirs:
-                self._process.start()
+                self._process = fork_worker(theirs, settings)
         except (OSError, AssertionError, RuntimeError) as exc:
             self._channel.close()
             raise SaveProcessError(
@@ -288,8 +281,7 @@ class _Life:
                 "if __name__ == '__main__', and must not itself be a daemonic process",
                 cause=exc,
             ) from exc
-        _lives.add(self)
-        self._at_exit = util.Finalize(None, self._end_at_exit, exitpriority=0)
+        self._at_exit = util.Finalize(None, self._end_at_exit, exitpriority=1)
 
     @property
     def pid(self) -> int | None:
@@ -297,8 +289,7 @@ class _Life:
 
     def is_fit(self) -> bool:
         """Whether it can take another save."""
-        has_ended = channels.wait([self._process.sentinel], timeout=0)
-        return not (self.is_leaving or self._ended_for or has_ended)
+        return not (self.is_leaving or self._ended_for) and self._process.is_alive()
 
     def tell(self, message: object) -> bool:
         """Sends a message; returns whether it could be sent."""
@@ -416,8 +407,8 @@ class _Life:
             )
         if code is not None:
             how = f"was ended by signal {-code}" if code < 0 else f"ended ({code})"
-        elif channels.wait([self._process.sentinel], timeout=0):
-            how = "ended"  # somebody else was told how
+        elif not self._process.is_alive():
+            how = "ended"
         elif isinstance(cause, BlockingIOError):  # what the channel's time limit raises
             how = f"did not read or write for {self._patience:g} s"
         else:
@@ -453,21 +444,8 @@ class _Life:
             self._at_exit.cancel()
 
     def _end_at_exit(self) -> None:
-        """Before multiprocessing does so, and waits without an end."""
+        """Before its server is ended, and it with that."""
         if self._is_busy:
             self._process.terminate()
             self._process.join(self._exit_timeout)
         self.end(0, "the trainer has ended")
-
-
-_lives: weakref.WeakSet[_Life] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    """The parent's processes are not the child's to end: multiprocessing would, at its exit."""
-    known: set[processes.BaseProcess] = getattr(processes, "_children", set())
-    for life in list(_lives):
-        known.discard(life._process)
-
-
-os.register_at_fork(after_in_child=_after_fork)

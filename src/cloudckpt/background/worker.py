@@ -58,14 +58,20 @@ _LOOK = 0.5  # seconds between two looks whether the trainer is alive
 _BEATS = 5  # signs of life in the time in which one must come
 
 
-def main(connection: Connection, settings: Settings) -> None:
-    """Serves until the trainer says so, or is gone."""
+def main(connection: Connection, parent: int, settings: Settings) -> None:
+    """Serves until the trainer says so, or is gone.
+
+    Args:
+        connection: To the trainer.
+        parent: The process that ends when the trainer is gone.
+        settings: What this process is told.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
     with as_socket(connection) as end:  # now, while no other thread uses the connection
         termination = Termination(connection)
         sender = Sender(connection)
         pulse = Pulse(sender, settings.heartbeat_timeout / _BEATS)
-        threading.Thread(target=_watch, args=(settings.trainer, pulse), daemon=True).start()
+        threading.Thread(target=_watch, args=(parent, pulse), daemon=True).start()
         forward_logs(sender, settings.log_levels)
         relay(lambda event: sender.send("event", event))  # told by the trainer, not here, too
         yield_to_trainer(settings.nice, settings.io_priority)
@@ -83,13 +89,13 @@ def main(connection: Connection, settings: Settings) -> None:
         _serve(connection, end, sender, pulse, termination)
 
 
-def _watch(trainer: int, pulse: Pulse) -> None:
+def _watch(parent: int, pulse: Pulse) -> None:
     """Tells the trainer of life, and ends this process soon after it, however that ended.
 
     A process that outlives its trainer could at most commit late, and the commit is conditional;
     but it would hold memory and send bytes for nobody.
     """
-    while os.getppid() == trainer:
+    while os.getppid() == parent:
         time.sleep(min(_LOOK, pulse.interval))
         pulse.beat()
     os._exit(1)
