@@ -1,5 +1,6 @@
 """The saving processes of two ranks: when one dies or fails, all hear of it and go on together."""
 
+import dataclasses
 import os
 import signal
 import sys
@@ -214,18 +215,24 @@ def tells_a_rank_that_begins_after_the_death_of_the_first(
     _dies_before_the_other_has_begun(saver, place, folder, dying=0)
 
 
-def tells_all_of_a_death_before_the_processes_have_met(_: AsyncSaver, place: Place, folder: Path):
-    save = SaveProcess.save
-    with AsyncSaver(kind=AsyncCheckpointerType.PROCESS) as saver:
+def tells_all_of_a_death_before_the_processes_have_met(_: AsyncSaver, place: Place, __: Path):
+    save, fork = SaveProcess.save, process.fork_worker
 
-        def dies_first(*arguments):
-            _kill(saver)
-            return save(saver._process, *arguments)
+    def astray(channel, settings):
+        """A process that looks for the others where they are not."""
+        own = "elsewhere" if dist.get_rank() == 1 else settings.place
+        return fork(channel, dataclasses.replace(settings, place=own))
 
+    with mock.patch.object(process, "fork_worker", astray):
+        saver = AsyncSaver(kind=AsyncCheckpointerType.PROCESS)
+
+    def dies_first(*arguments):
         if dist.get_rank() == 1:
-            with mock.patch.object(saver._process, "save", dies_first):
-                error = begin(saver, 1, place).exception(SOON)
-        else:
+            _kill(saver)
+        return save(saver._process, *arguments)
+
+    with saver:
+        with mock.patch.object(saver._process, "save", dies_first):
             error = begin(saver, 1, place).exception(SOON)
         assert isinstance(error, SaveProcessError), repr(error)
         assert "before it was ready" in str(error)
