@@ -19,10 +19,7 @@ import torch
 
 from cloudckpt.errors import StagingMemoryError
 
-__all__ = ["ALIGNMENT", "Arena", "Memory", "available_memory"]
-
-ALIGNMENT = 64
-"""Bytes; what torch.save aligns storages to, and more than any dtype needs."""
+__all__ = ["Arena", "Memory", "available_memory"]
 
 
 class Arena:

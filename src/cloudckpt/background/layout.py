@@ -14,8 +14,9 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from cloudckpt.background.arena import ALIGNMENT, Memory
+from cloudckpt.background.arena import Memory
 from cloudckpt.errors import StagingError
+from cloudckpt.transfer.boxes import aligned
 from cloudckpt.transfer.memory import extent, has_memory, settled, shows_its_memory
 
 __all__ = ["Layout", "Region"]
@@ -117,7 +118,7 @@ class Layout:
         for region in layout.regions:
             region.first -= region.first % region.grain
             region.place = place
-            place += -(-region.size // ALIGNMENT) * ALIGNMENT
+            place += aligned(region.size)
         layout.size = place
         return layout
 
