@@ -398,6 +398,14 @@ STRANGE = {
 }
 
 
+def test_an_aligned_structure_of_numpy_before_2_comes_back():
+    """Its flags were a signed byte."""
+    kind = numpy.dtype([("a", "i1"), ("b", "f8")], align=True)
+    _, (code, *_), (*state, flags) = kind.__reduce__()
+    data = saved(dtype(code, (*state, flags - 256)))
+    assert_same(loaded(data), kind)
+
+
 @pytest.mark.parametrize("what", [*HUGE, *STRANGE])
 def test_what_no_such_value_is_pickled_as_is_refused(what):
     data = saved([{**HUGE, **STRANGE}[what]])
