@@ -128,7 +128,7 @@ class Credentials(Generic[S]):
 
 
 class Validity(enum.Enum):
-    """Of a token: it is good; to be renewed, and good until it is; of no use."""
+    """Of a token or keys: good; to be renewed, and good until they are; of no use."""
 
     GOOD = enum.auto()
     DUE = enum.auto()
@@ -136,7 +136,7 @@ class Validity(enum.Enum):
 
 
 class Renewal:
-    """Keeps a token valid: it is renewed ahead of its end, once for all threads.
+    """Keeps a token, or keys, valid: renewed ahead of their end, once for all threads.
 
     While one thread renews it, the others go on with the old one; they wait only if that has ended.
     Threads that have waited for a renewal in vain are told why, and do not ask again, each. A token
@@ -179,7 +179,7 @@ class Renewal:
             finally:
                 self._lock.release()
         elif self._validity() is Validity.ENDED:
-            raise ConnectionLostError("the access token was not fetched in time", certain=True)
+            raise ConnectionLostError("the credentials were not fetched in time", certain=True)
 
     def _state(self) -> Validity:
         state = self._validity()
@@ -203,7 +203,7 @@ class Renewal:
             if self._validity() is Validity.ENDED:
                 raise
             if self._failures == 1:
-                logger.warning("the access token, still valid, could not be renewed: %s", error)
+                logger.warning("the credentials, still valid, could not be renewed: %s", error)
 
 
 def check_credential(value: str, name: str, uri: str | None = None, *, header: bool = True) -> None:

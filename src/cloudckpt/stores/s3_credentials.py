@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import re
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,22 +30,25 @@ from cloudckpt.errors import (
     ThrottledError,
     TransientStoreError,
 )
-from cloudckpt.stores.credentials import check_credential, masked, raise_alone, reason
+from cloudckpt.stores.credentials import (
+    Renewal,
+    Validity,
+    check_credential,
+    masked,
+    raise_alone,
+    reason,
+)
 from cloudckpt.stores.refusals import by_status
 from cloudckpt.stores.s3_errors import from_code
 from cloudckpt.stores.tls import lasting_failure
 
 __all__ = ["METADATA_SETTINGS", "Keys"]
 
-logger = logging.getLogger("cloudckpt")
-
-
 _FOR_NOW = "the AWS credentials can't be fetched for now"
 _UNUSABLE = (
     "the AWS credentials can't be used; check AWS_PROFILE, the AWS_* variables and ~/.aws, "
     "or sign in again"
 )
-_PAUSE = 30.0  # seconds between attempts to renew credentials that are still good
 _NAMES = (
     ("AWS_ACCESS_KEY_ID", "aws_access_key_id"),
     ("AWS_SECRET_ACCESS_KEY", "aws_secret_access_key"),
@@ -68,8 +68,7 @@ class Keys:
         self._uri = uri
         self._found: Any = None
         self._latest: tuple[str, ...] = ()
-        self._renewing = threading.Lock()
-        self._pause_until = 0.0
+        self._renewal = Renewal(self._validity, self._renew)
         if session is None:
             return
         with _translated(uri):
@@ -85,26 +84,17 @@ class Keys:
 
     def fetch(self) -> tuple[str, ...]:
         """Access key, secret key and session token, which may be empty; renews them if due."""
-        if self._found is None:
-            return ()
-        if not self._renewing.acquire(blocking=not self._are_good()):
-            return self._latest  # another thread is renewing them
-        try:
-            if time.monotonic() >= self._pause_until or not self._are_good():
-                self._latest = self._read()
-        except StoreError as error:
-            if not self._are_good():
-                raise
-            self._pause_until = time.monotonic() + _PAUSE
-            logger.warning("the credentials that are still good are used: %s", error)
-        finally:
-            self._renewing.release()
+        if self._found is not None:
+            self._renewal.ensure()
         return self._latest
 
-    def _are_good(self) -> bool:
-        """Whether there are some, and they have not expired."""
+    def _validity(self) -> Validity:
         is_due = getattr(self._found, "refresh_needed", None)
-        return bool(self._latest) and not (is_due is not None and is_due(0))
+        has_ended = not self._latest or (is_due is not None and is_due(0))
+        return Validity.ENDED if has_ended else Validity.DUE  # whether they are, botocore knows
+
+    def _renew(self) -> None:
+        self._latest = self._read()
 
     def _read(self) -> tuple[str, ...]:
         with self._explained():
