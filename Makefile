@@ -17,18 +17,54 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # a worker has up to ten processes, most of which wait
 WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((n < 2 ? 2 : n > 4 ? 4 : n)))
 
+# --cov: what the tests reach is counted, for a third more CPU; CI does
+COV ?=
+
+# a soak: how long it takes about, and what its chance follows from
+SECONDS ?= 60
+SEED ?= $(shell date +%s)
+
+# the oldest and the newest Python that are supported, and tests of what depends on it: TLS, pickles,
+# threads, and processes that are forked and spawned
+PYTHONS ?= 3.10 3.13
+OF_THE_INTERPRETER := tests/stores/test_long_reads.py tests/checkpoint/test_pickles.py \
+	tests/faults/test_pickles.py tests/transfer/test_group.py tests/test_forks.py tests/test_ranks.py \
+	tests/test_errors.py tests/dcp/test_processes.py tests/background/test_trainers.py
+
 # all workers order sets alike, as their lists of tests have to be the same
 HASHSEED ?= $(shell date +%s)
 
+# threads come and go in tests: glibc would give each a heap of its own, and keep it
+WORKER := PYTHONHASHSEED=$(HASHSEED) MALLOC_ARENA_MAX=2
+
 COMPOSE := docker compose --file integration/compose.yaml
 
-.PHONY: demo test integration integration-docker integration-real compare check bench format clean
+.PHONY: demo test soak test-pythons integration integration-docker integration-real compare check bench format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/cloudckpt demo
 
 test: $(VENV)/.test integration/node_modules/.stamp
-	PYTHONHASHSEED=$(HASHSEED) $(BIN)/python -m pytest --cov -n $(WORKERS) --dist loadfile --max-worker-restart 1
+	$(WORKER) $(BIN)/python -m pytest $(COV) -n $(WORKERS) --dist loadfile --max-worker-restart 1
+
+soak: $(VENV)/.test integration/node_modules/.stamp
+	$(WORKER) $(BIN)/python -m pytest tests/soak --seconds $(SECONDS) --seed $(SEED) -n $(WORKERS)
+
+test-pythons: $(PYTHONS:%=test-python-%)
+
+# skipped, and said, where this machine has no such Python, or pip finds no torch for it
+test-python-%: constraints.txt pyproject.toml
+	@found=; for python in python$* "$$(PYENV_VERSION=$$(pyenv latest $* 2>/dev/null) pyenv which python 2>/dev/null)"; do \
+		if "$$python" -c "import sys; assert sys.version.startswith('$*.')" 2>/dev/null; then found=$$python; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then echo "SKIPPED: Python $* is not here"; exit 0; fi; \
+	if [ ! -e .venv-$*/.test ] || [ pyproject.toml -nt .venv-$*/.test ]; then \
+		"$$found" -m venv .venv-$* && \
+		.venv-$*/bin/python -m pip install --quiet --no-compile --disable-pip-version-check "$$(grep '^torch==' constraints.txt)" \
+			|| { echo "SKIPPED: no torch can be had for Python $*"; exit 0; }; \
+		.venv-$*/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --editable '.[test]' && touch .venv-$*/.test || exit 1; \
+	fi; \
+	CLOUDCKPT_TEST_NOISE=30 .venv-$*/bin/python -m pytest -q -p no:cacheprovider $(OF_THE_INTERPRETER)
 
 integration: $(VENV)/.integration integration/node_modules/.stamp
 	$(BIN)/python -m pytest integration
@@ -89,4 +125,4 @@ integration/node_modules/.stamp: integration/package.json integration/package-lo
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-newest integration/node_modules
+	rm -rf .venv .venv-newest $(PYTHONS:%=.venv-%) integration/node_modules

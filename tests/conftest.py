@@ -13,6 +13,8 @@ from cloudckpt.testing.servers import DUMMY_AWS, moto_server
 from dcp.places import boto_client
 from ranks import Ranks
 
+collect_ignore = ["soak"]  # unless it is named
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_surroundings() -> Iterator[None]:

@@ -7,10 +7,12 @@ runs tests; it has a single thread, so that its children are sound.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
 import signal
+import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -64,29 +66,31 @@ def child(job: Callable[..., Any], *, patience: float = 150.0, **arguments: Any)
     """Runs ``job(**arguments)`` in a child, which may be killed, stopped and interrupted.
 
     The child has the environment of this process. SIGALRM ends it after ``patience`` seconds, and
-    the end of the block kills it.
+    the end of the block kills it; where its threads stood at that signal is printed.
     """
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(
-        target=_carry_out, args=(theirs, dict(os.environ), patience, job, arguments)
-    )
-    process.start()
-    theirs.close()
-    try:
-        yield Child(process, ours)
-    finally:
-        process.kill()
-        process.join()
-        ours.close()
+    with tempfile.NamedTemporaryFile("r", prefix="child-") as stacks:
+        surroundings = (dict(os.environ), patience, stacks.name)
+        process = context.Process(target=_carry_out, args=(theirs, surroundings, job, arguments))
+        process.start()
+        theirs.close()
+        try:
+            yield Child(process, ours)
+        finally:
+            process.kill()
+            process.join()
+            ours.close()
+            print(stacks.read(), end="")
 
 
 def _carry_out(
     pipe: Connection,
-    environment: Mapping[str, str],
-    patience: float,
+    surroundings: tuple[Mapping[str, str], float, str],
     job: Callable[..., Any],
     arguments: dict[str, Any],
 ) -> None:
+    environment, patience, stacks = surroundings
+    faulthandler.register(signal.SIGALRM, open(stacks, "w"), chain=True)  # noqa: SIM115
     signal.setitimer(signal.ITIMER_REAL, patience)
     os.environ.clear()
     os.environ.update(environment)

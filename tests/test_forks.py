@@ -41,9 +41,10 @@ def test_a_child_that_raises_has_no_result():
         assert one.wait() == (1, None)
 
 
-def test_a_child_that_hangs_ends_with_its_patience():
-    with child(_hang, patience=0.2) as one:
+def test_a_child_that_hangs_ends_with_its_patience_and_says_where(capsys):
+    with child(_hang, patience=0.5) as one:
         assert one.wait() == (-signal.SIGALRM, None)
+    assert "in _hang" in capsys.readouterr().out
 
 
 def test_a_child_that_is_left_is_killed():

@@ -22,11 +22,6 @@ from .states import SMALL, filled, impatient
 _counter = itertools.count(1)
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "elsewhere(**parameters): those for others than S3")
-    config.addinivalue_line("markers", "everywhere: in all dialects, see selection")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     items[:] = [item for item in items if here not in item.path.parents or is_wanted(item)]
@@ -41,8 +36,8 @@ def _places(s3_url, authority) -> Iterator[Callable[[str], Place]]:
     """Servers that are started when the first test asks for them."""
     with contextlib.ExitStack() as stack:
         openers = {
-            "s3": lambda: s3_place(s3_url),
-            "s3+tls": lambda: s3_place(s3_url, authority.server()),
+            "s3": lambda: s3_place(s3_url, authority.server()),
+            "plain s3": lambda: s3_place(s3_url),
             "google": google_place,
             "azure": azure_place,
         }
@@ -66,7 +61,7 @@ def authority(tmp_path_factory) -> Authority:
 def dialect(request, monkeypatch, authority) -> str:
     """The dialect of this test, see ``selection``."""
     name = getattr(request, "param", "s3")
-    if name == "s3+tls":
+    if name == "s3":
         monkeypatch.setenv("AWS_CA_BUNDLE", authority.bundle)
     if name == "azure" and WITHOUT_AZURITE:
         pytest.skip("CLOUDCKPT_TEST_WITHOUT_AZURITE is set")
@@ -81,9 +76,11 @@ def _place(dialect, _places) -> Place:
 
 
 @pytest.fixture
-def store(_place) -> Folder:
+def store(_place) -> Iterator[Folder]:
     """The folder of this test."""
-    return Folder(_place.bucket, f"{uuid.uuid4().hex[:12]}/")
+    folder = Folder(_place.bucket, f"{uuid.uuid4().hex[:12]}/")
+    yield folder
+    folder.forget()
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """The dialects that the suite speaks: S3, Google's with both of its ways to upload, and Azure's.
 
-``s3+tls`` is S3 with TLS between us and the proxy that breaks things.
+S3 is spoken over TLS, up to the proxy that breaks things, and ``plain s3`` is the same without it.
 
 Operations and troubles are called the same in all of them, see ``cloudckpt.testing.naming`` and
 ``refusals``; so most tests don't know which they run in.
@@ -29,7 +29,7 @@ class Endpoint(NamedTuple):
 def vendor_options(endpoint: Endpoint) -> dict[str, Any]:
     """The options of a Config that lead to an endpoint."""
     dialect, url = endpoint
-    if dialect in ("s3", "s3+tls"):
+    if dialect in ("s3", "plain s3"):
         return {"s3": S3Options(endpoint_url=url, addressing_style="path")}
     if dialect == "azure":
         return {"azure": AzureOptions(endpoint_url=f"{url}/{AZURITE.account}")}

@@ -17,21 +17,29 @@ from .states import filled
 
 
 def _outcome(action: Any) -> dict[str, Any]:
-    """What came of it: the error's class and text, the seconds, and the threads that are left."""
-    began = time.monotonic()
+    """What came of it: the error's class and text, and the threads that stay behind."""
     error: BaseException | None = None
     try:
         action()
     except BaseException as exc:  # noqa: BLE001 - the test looks at it
         error = exc
-    names = [thread.name for thread in threading.enumerate()]
     return {
         "error": None if error is None else type(error).__name__,
         "committed": getattr(error, "committed", None),
         "text": str(error),
-        "seconds": time.monotonic() - began,
-        "threads": [n for n in names if n.startswith("cloudckpt") and n != "cloudckpt-watch"],
+        "threads": _threads_that_stay(),
     }
+
+
+def _threads_that_stay() -> list[str]:
+    """The threads of cloudckpt that do not end soon, but for the watch over connections."""
+    patience = time.monotonic() + 5.0  # one that was just begun has to find out that all is over
+    while True:
+        names = [thread.name for thread in threading.enumerate()]
+        names = [n for n in names if n.startswith("cloudckpt") and n != "cloudckpt-watch"]
+        if not names or time.monotonic() > patience:
+            return names
+        time.sleep(0.01)
 
 
 def save(uri: str, config: Config, step: int, nbytes: int) -> dict[str, Any]:

@@ -46,6 +46,9 @@ class Bucket(ABC):
     @abstractmethod
     def delete(self, key: str) -> None: ...
 
+    def forget(self, prefix: str) -> None:  # noqa: B027 - servers keep what no test asks for again
+        """Gives back the memory of what is there, if it is that of this process."""
+
 
 class S3Bucket(Bucket):
     """By boto3."""
@@ -105,6 +108,14 @@ class GoogleBucket(Bucket):
     def delete(self, key: str) -> None:
         self._state.delete(BUCKET, key)
 
+    def forget(self, prefix: str) -> None:
+        with self._state.lock:
+            begun = {i: u for i, u in self._state.uploads.items() if u.key.startswith(prefix)}
+            for upload in begun:
+                del self._state.uploads[upload]
+        for key in self._state.keys(BUCKET, prefix):
+            self._state.delete(BUCKET, key)
+
 
 class AzureBucket(Bucket):
     """By Azure's SDK; blobs with nothing but uncommitted blocks count as uploads."""
@@ -150,6 +161,10 @@ class Folder:
 
     def uri_of(self, key: str) -> str:
         return f"{self.root}/{key}"
+
+    def forget(self) -> None:
+        """Gives back the memory of what is there, if it is that of this process."""
+        self._bucket.forget(self._prefix)
 
     def objects(self) -> set[str]:
         """Their keys."""

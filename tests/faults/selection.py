@@ -1,8 +1,8 @@
 """Which tests run in which dialect.
 
-All of them run on S3. On the others run those in which the dialect matters, and of their parameters
-those that a decorator chooses. Of the tests for everywhere, those run on S3 over TLS in which a
-connection is broken, cut off or silent. What a dialect has nothing like is not generated.
+All of them run on S3, over TLS. On the others, without TLS, run those in which the dialect matters,
+and of their parameters those that a decorator chooses. What a dialect has nothing like is not
+generated.
 """
 
 from collections.abc import Mapping
@@ -10,11 +10,8 @@ from typing import Any
 
 import pytest
 
-from cloudckpt.testing.hop import Fault
-
 from .refusals import TROUBLES
 
-_WIRE_FAULTS = ("reset", "lost answer", "reset within the body", "cut answer", "late answer")
 _BODILESS = ("look", "begin", "replaced")  # steps of a save whose requests have no body
 
 
@@ -29,13 +26,8 @@ def on(*dialects: str, **chosen: Any):
 
 
 def everywhere(**chosen: Any):
-    """``on`` the three vendors; over TLS if a test is about what happens to a connection."""
-
-    def decorate(function):
-        function = pytest.mark.everywhere(function)
-        return on("s3", "s3+tls", "google", "azure", **chosen)(function)
-
-    return decorate
+    """``on`` the three vendors."""
+    return on("s3", "google", "azure", **chosen)
 
 
 def is_wanted(item: pytest.Item) -> bool:
@@ -45,10 +37,6 @@ def is_wanted(item: pytest.Item) -> bool:
     dialect = parameters.get("dialect", "s3")
     mark = item.get_closest_marker("elsewhere")
     chosen = mark.kwargs if mark is not None and dialect != "s3" else {}
-    if dialect == "s3+tls" and item.get_closest_marker("everywhere") is not None:
-        fault = parameters.get("fault")
-        if fault not in _WIRE_FAULTS and not isinstance(fault, Fault) and "moment" not in chosen:
-            return False
     return _exists(dialect, parameters) and all(
         parameters[name] in values for name, values in chosen.items()
     )

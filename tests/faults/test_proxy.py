@@ -48,6 +48,12 @@ def store(s3_client, bucket):
 
 
 @pytest.fixture
+def dialect():
+    """Without TLS: what is said here is looked at byte by byte."""
+    return "plain s3"
+
+
+@pytest.fixture
 def through(proxy):
     """boto3 through the proxy."""
     once = botocore.config.Config(retries={"total_max_attempts": 1})

@@ -19,7 +19,7 @@ def hurried(endpoint):
     return impatient(endpoint, **SHORT, retry=ONCE)
 
 
-@on("s3", "s3+tls")
+@on("s3", "plain s3")
 class TestSlowLinks:
     @pytest.mark.timeout(150)
     def test_a_save_takes_the_time_it_needs(self, store, proxy, hurried, direct):

@@ -205,6 +205,25 @@ def test_an_error_breaks_off_what_other_tasks_wait_for():
     assert set(threads) <= set(broken)
 
 
+def test_a_thread_that_an_interrupt_caught_at_its_start_is_waited_for(monkeypatch):
+    """``Thread.start`` waits for the thread; broken off there, it leaves one that begins later."""
+    start, begun = threading.Thread.start, []
+
+    def interrupted(thread):
+        begun.append(thread)
+        later = threading.Timer(0.02, lambda: start(thread))
+        start(later)
+        raise KeyboardInterrupt
+
+    group = TaskGroup(2)
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        group.run(lambda: group.submit(lambda: None))
+    [thread] = begun
+    assert thread.ident is not None
+    assert not thread.is_alive()
+
+
 def test_tasks_that_wait_are_dropped_after_an_error():
     ran, failing, gate = [], Gate(), Gate()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection
 
@@ -118,7 +119,13 @@ class TaskGroup:
                     target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True
                 )
                 self._threads.append(thread)
-                thread.start()
+                try:
+                    thread.start()
+                except BaseException:  # Ctrl-C: the thread begins within moments, or never
+                    patience = time.monotonic() + _PATIENCE
+                    while thread.ident is None and time.monotonic() < patience:
+                        time.sleep(0.001)
+                    raise
 
     def _work(self) -> None:
         try:

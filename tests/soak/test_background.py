@@ -9,11 +9,13 @@ import random
 import signal
 import uuid
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+from background.jobs import config_for, save_on_and_on
+from background.saves import PATIENCE, begin, step_at
+from background.waiting import eventually, is_running, processes_of
 from cloudckpt import SaveProcessError
 from cloudckpt.background.saver import AsyncSaver
 from cloudckpt.testing.proxy import FaultyProxy
@@ -22,26 +24,11 @@ from dcp.places import Place
 from faults.states import BIG
 from forks import child
 
-from .jobs import config_for, save_on_and_on
-from .saves import PATIENCE, begin, step_at
-from .waiting import eventually, is_running, processes_of
-
-pytestmark = pytest.mark.timeout(800)
-
-KILLS = int(os.environ.get("CLOUDCKPT_TEST_KILLS", "12"))
-"""Kills of saving processes; half as many trainers are killed. Each costs seconds of CPU."""
-
-LANES = 2  # victims at a time
-BATCH = 5  # kills of a lane in one test
-
-
-def _batches(kills: int) -> list[list[tuple[str, int]]]:
-    """Lanes with a seed and a number of kills, some for each test."""
-    lanes = [min(BATCH, kills - start) for start in range(0, kills, BATCH)]
-    if len(lanes) == 1:  # too few for a batch: share them
-        lanes = [kills - kills // LANES, kills // LANES]
-    numbered = [(f"seed {number}", count) for number, count in enumerate(lanes) if count]
-    return [numbered[start : start + LANES] for start in range(0, len(numbered), LANES)]
+pytestmark = [
+    pytest.mark.timeout(0),
+    pytest.mark.parametrize("dialect", ["plain s3"], indirect=True),
+]
+lanes = pytest.mark.parametrize("lane", range(2))  # each with a chance of its own
 
 
 def _kill_somewhere(
@@ -69,30 +56,20 @@ def _shared_memory_of(pids: list[int]) -> list[str]:
     return [name for name in os.listdir("/dev/shm") if any(str(pid) in name for pid in pids)]
 
 
-def _in_lanes(lane: Callable, batch: list[tuple[str, int]], places: list[Place], *more) -> None:
-    with ThreadPoolExecutor(LANES) as pool:
-        for done in [
-            pool.submit(lane, seed, kills, place, *more)
-            for (seed, kills), place in zip(batch, places, strict=False)
-        ]:
-            done.result()
-
-
-# ---- the saving process
-
-
-def _kill_processes(seed: str, kills: int, place: Place, proxy: FaultyProxy) -> None:
-    rng = random.Random(f"process/{seed}")
-    direct = Place(place.uri, place.config)
-    shaky = Place(place.uri, config_for(proxy.url))
+@lanes
+def test_a_saving_process_that_is_killed_leaves_one_step_and_the_next_save_works(
+    lane, proxy, places, rng, rounds
+):
+    direct = places("s3")
+    shaky = Place(direct.uri, config_for(proxy.url))
     with AsyncSaver(no_dist=True, kind=AsyncCheckpointerType.PROCESS) as saver:
         begin(saver, 0, shaky, nbytes=BIG).result(PATIENCE)
         step, last, victims = 0, 0, []
-        for _ in range(kills):
+        for _ in rounds():
             assert saver._process is not None
             victims.append(saver._process.pid)
             pid = saver._process.pid
-            _kill_somewhere(proxy, place.uri, rng, lambda pid=pid: os.kill(pid, signal.SIGKILL))
+            _kill_somewhere(proxy, direct.uri, rng, lambda pid=pid: os.kill(pid, signal.SIGKILL))
             error = None
             while error is None:
                 step += 1
@@ -102,7 +79,7 @@ def _kill_processes(seed: str, kills: int, place: Place, proxy: FaultyProxy) -> 
             assert isinstance(error, SaveProcessError), repr(error)
             assert "signal 9" in str(error)
             assert not is_running(pid)
-            assert _quiet(proxy, place.uri)
+            assert _quiet(proxy, direct.uri)
             found = step_at(direct, BIG)
             assert found in (last, step)
             step += 1  # the next save works and replaces, whatever the kill has left
@@ -112,39 +89,26 @@ def _kill_processes(seed: str, kills: int, place: Place, proxy: FaultyProxy) -> 
         assert _shared_memory_of([os.getpid(), *victims]) == []
 
 
-@pytest.mark.parametrize("batch", _batches(KILLS), ids=lambda batch: batch[0][0])
-def test_a_saving_process_that_is_killed_leaves_one_step_and_the_next_save_works(
-    batch, proxy, places
+@lanes
+def test_a_trainer_that_is_killed_leaves_one_step_and_no_process(
+    lane, proxy, places, rng, rounds, tmp_path
 ):
-    _in_lanes(_kill_processes, batch, [places("s3") for _ in batch], proxy)
-
-
-# ---- the trainer
-
-
-def _kill_trainers(seed: str, kills: int, place: Place, proxy: FaultyProxy, folder) -> None:
-    rng = random.Random(f"trainer/{seed}")
-    direct, log = Place(place.uri, place.config), folder / seed
+    direct, log = places("s3"), tmp_path / "steps"
     last = 0
-    for _ in range(kills):
+    for _ in rounds():
         family = uuid.uuid4().hex
         log.write_text(str(last))
-        arguments = {"uri": place.uri, "endpoint": proxy.url, "log": str(log), "nbytes": BIG}
+        arguments = {"uri": direct.uri, "endpoint": proxy.url, "log": str(log), "nbytes": BIG}
         with child(save_on_and_on, family=family, first=last + 1, **arguments) as trainer:
-            _kill_somewhere(proxy, place.uri, rng, lambda: trainer.signal(signal.SIGKILL))
+            _kill_somewhere(proxy, direct.uri, rng, lambda: trainer.signal(signal.SIGKILL))
             assert eventually(lambda: not is_running(trainer.pid), 150)
             beside = processes_of(family)
             assert eventually(lambda: not processes_of(family), 10)  # noqa: B023
-        assert _quiet(proxy, place.uri)
+        assert _quiet(proxy, direct.uri)
         told = int(log.read_text().split()[-1])
-        if ".metadata" in place.names():
+        if ".metadata" in direct.names():
             last = step_at(direct, BIG)
             assert last in (told, told + 1)  # killed before it could hear of it, or write it down
         else:
             assert told == 0
         assert _shared_memory_of([trainer.pid, *beside]) == []
-
-
-@pytest.mark.parametrize("batch", _batches(KILLS // 2), ids=lambda batch: batch[0][0])
-def test_a_trainer_that_is_killed_leaves_one_step_and_no_process(batch, proxy, places, tmp_path):
-    _in_lanes(_kill_trainers, batch, [places("s3") for _ in batch], proxy, tmp_path)

@@ -1,0 +1,63 @@
+"""How long a soak goes on, and with which luck. ``make soak`` runs it, ``make test`` does not."""
+
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from dcp.conftest import places
+from faults.conftest import (
+    _no_thread_stays_behind,
+    _place,
+    _places,
+    authority,
+    dialect,
+    direct,
+    endpoint,
+    proxy,
+    shaky,
+    store,
+)
+
+__all__ = [
+    "_no_thread_stays_behind",
+    "_place",
+    "_places",
+    "authority",
+    "dialect",
+    "direct",
+    "endpoint",
+    "places",
+    "proxy",
+    "shaky",
+    "store",
+]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seconds", type=float, default=60.0, help="how long all of it takes")
+    parser.addoption("--seed", default="0", help="what chance draws follows from it")
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> random.Random:
+    """Chance; the same for a test and a seed."""
+    return random.Random(f"{request.config.getoption('--seed')}/{request.node.nodeid}")
+
+
+@pytest.fixture
+def rounds(request: pytest.FixtureRequest) -> Callable[[], Iterator[int]]:
+    """Counts from 1 on for this test's share of the time, and to 1 at least."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    share = request.config.getoption("--seconds") * workers / len(request.session.items)
+
+    def rounds() -> Iterator[int]:
+        end, number = time.monotonic() + share, 0
+        while number == 0 or time.monotonic() < end:
+            number += 1
+            yield number
+        print(f"{number} rounds")
+
+    return rounds
