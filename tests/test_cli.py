@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -254,3 +255,23 @@ def test_it_is_a_module_too():
     assert ended.returncode == 1
     assert "nonsense" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_sweep_takes_what_no_checkpoint_names(monkeypatch, capsys, run):
+    leftover = run / "step-2" / "__0_0.0123456789abcdef.distcp"
+    leftover.write_bytes(b"x" * 1000)
+    before = sorted(run.rglob("*"))
+    assert run_cli(monkeypatch, "sweep", str(run), "--yes") == 0
+    assert capsys.readouterr().out == "nothing is left over\n"
+    assert sorted(run.rglob("*")) == before
+    for path in run.rglob("*"):
+        os.utime(path, (0, 0))
+    assert run_cli(monkeypatch, "sweep", str(run), "--dry-run") == 0
+    assert f"would delete {leftover.as_uri()}" in capsys.readouterr().out
+    assert run_cli(monkeypatch, "sweep", str(run)) == 2
+    assert run_cli(monkeypatch, "sweep", str(run), "--yes") == 0
+    assert "deleted 3 objects" in capsys.readouterr().out  # with those of the torn checkpoint
+    assert not list((run / "step-2").iterdir())
+    for step in (1, 3, 4, 5):
+        assert run_cli(monkeypatch, "verify", str(run / f"step-{step}")) == 0
+    assert (run / "logs" / "events").exists()

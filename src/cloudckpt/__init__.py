@@ -38,6 +38,7 @@ from cloudckpt.runs.contents import CheckpointContents, StoredItem, Verified, in
 from cloudckpt.runs.deleting import delete
 from cloudckpt.runs.manager import CheckpointManager
 from cloudckpt.runs.preemption import Preemption
+from cloudckpt.runs.sweeping import Leftovers, find_leftovers, sweep
 from cloudckpt.transfer.stats import Transferred
 from cloudckpt.uri import CheckpointURI
 
@@ -56,6 +57,7 @@ __all__ = [
     "CommitHook",
     "Config",
     "GCSOptions",
+    "Leftovers",
     "Preemption",
     "RetryPolicy",
     "S3Options",
@@ -71,6 +73,7 @@ __all__ = [
     "close_async_savers",
     "delete",
     "exists",
+    "find_leftovers",
     "inspect",
     "install",
     "latest",
@@ -79,6 +82,7 @@ __all__ = [
     "make_async_checkpointer",
     "make_sync_checkpointer",
     "save",
+    "sweep",
     "uninstall",
     "verify",
     *_errors,

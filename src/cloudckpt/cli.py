@@ -34,7 +34,7 @@ from cloudckpt import (
     MissingDependencyError,
     __version__,
 )
-from cloudckpt.runs import catalog, contents, deleting
+from cloudckpt.runs import catalog, contents, deleting, sweeping
 from cloudckpt.runs.steps import DEFAULT_PATTERN
 
 __all__ = ["main"]
@@ -232,6 +232,38 @@ def prune(
             print("nothing is to be deleted")
         return
     rm(unneeded, yes=yes, quiet=quiet)
+
+
+@app.command()
+def sweep(
+    run: Run,
+    older_than: Annotated[
+        float,
+        typer.Option(min=0, help="Hours; less than a day only if no job is saving there."),
+    ] = sweeping.LEFTOVERS_AGE / 3600,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print what would be deleted.")
+    ] = False,
+    yes: Yes = False,
+    quiet: Quiet = False,
+) -> None:
+    """Delete what saves that were killed have left: data of no checkpoint, and open uploads."""
+    found = sweeping.find_leftovers(run, older_than=older_than * 3600)
+    for uri in found.unread:
+        print(f"cloudckpt: {uri} can't be read: all beside it stays", file=sys.stderr)
+    what = (
+        f"{len(found.objects)} objects ({as_size(found.nbytes)}) and {len(found.uploads)} uploads"
+    )
+    if dry_run:
+        for uri in (*found.objects, *found.uploads):
+            print(f"would delete {uri}")
+    elif found.objects or found.uploads:
+        _confirm(f"Delete {what} in {run}?", yes)
+        sweeping.sweep(run, older_than=older_than * 3600)
+        if not quiet:
+            print(f"deleted {what}")
+    elif not quiet:
+        print("nothing is left over")
 
 
 @app.command()

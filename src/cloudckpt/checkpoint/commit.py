@@ -40,8 +40,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import time
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -77,11 +78,30 @@ from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.upload import creates_only, put_new
 from cloudckpt.uri import CheckpointURI
 
-__all__ = ["Baseline", "Probe", "begin", "commit", "conditions_work", "objects_of", "publish"]
+__all__ = [
+    "LONGEST_SAVE",
+    "Baseline",
+    "Probe",
+    "begin",
+    "commit",
+    "conditions_work",
+    "named_objects",
+    "objects_of",
+    "publish",
+]
 
 logger = logging.getLogger("cloudckpt")
 
+LONGEST_SAVE = 12 * 3600.0
+"""Seconds from the beginning of a save to its commit. Leftovers are swept when they are older than
+twice that."""
+
 _NO_VERSION = '"00000000000000000000000000000000"'
+
+
+def now() -> float:
+    """Seconds since some time in the past; they count while the machine is suspended, too."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 @dataclass(frozen=True)
@@ -99,10 +119,28 @@ class Baseline:
     Attributes:
         key: The commit object.
         version: Its version, or None if there was none.
+        began: When that was, in seconds by a clock that also counts while the machine sleeps.
     """
 
     key: str
     version: str | None
+    began: float = field(default_factory=now, compare=False)
+
+    def check_age(self, uri: str) -> None:
+        """Whether the save may still commit.
+
+        What is twice as old is swept as a leftover: an object that is, is of no save that will
+        commit, however long a commit itself takes.
+
+        Raises:
+            IncompleteSaveError: If it began too long ago.
+        """
+        if now() - self.began > LONGEST_SAVE:
+            raise IncompleteSaveError(
+                f"the save has taken more than {LONGEST_SAVE / 3600:g} hours, and its objects may "
+                "be swept as leftovers; nothing was committed",
+                uri=uri,
+            )
 
 
 def begin(store: ObjectStore, key: str, *, overwrite: bool, retrier: Retrier) -> Baseline:
@@ -314,17 +352,26 @@ def objects_of(metadata: bytes | bytearray, uri: str) -> set[str]:
     another checkpoint: only what can be data of this one counts.
     """
     try:
-        old = load_metadata(metadata, uri)
-        places = old.storage_data if isinstance(old.storage_data, dict) else {}
-        names = {
-            checked(entry.relative_path, uri)
-            for entry in places.values()
-            if isinstance(entry, StorageInfo)
-        }
-        identity = ManifestId.parse(getattr(old.storage_meta, "save_id", None), uri)
+        return named_objects(metadata, uri)
     except (CloudCheckpointError, MemoryError) as error:
-        logger.warning("the objects of a replaced checkpoint are left behind: %s", error)
+        logger.warning("the objects of an older checkpoint are left behind: %s", error)
         return set()
+
+
+def named_objects(metadata: bytes | bytearray, uri: str) -> set[str]:
+    """The same.
+
+    Raises:
+        CloudCheckpointError: If the metadata can't be read.
+    """
+    old = load_metadata(metadata, uri)
+    places = old.storage_data if isinstance(old.storage_data, dict) else {}
+    names = {
+        checked(entry.relative_path, uri)
+        for entry in places.values()
+        if isinstance(entry, StorageInfo)
+    }
+    identity = ManifestId.parse(getattr(old.storage_meta, "save_id", None), uri)
     data = {name for name in names if "/" not in name and not name.endswith(METADATA)}
     if data != names:
         logger.warning(
@@ -403,6 +450,7 @@ def publish(
         unneeded = _replaced(store, baseline, retrier)
         _fill_in(metadata, written, StorageMeta(str(uri), str(identity)))
         data = dump_metadata(metadata, notes)
+        baseline.check_age(str(uri))
     except BaseException:
         delete(sent)  # nothing can have become visible yet
         raise

@@ -92,11 +92,13 @@ class Upload:
         key: The key that the object will have.
         id: The store's name for this upload.
         part_size: Bytes of every part but the last.
+        began: When it was, in seconds since 1970 by the store's clock, if a listing tells it.
     """
 
     key: str
     id: str
     part_size: int
+    began: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,7 +156,7 @@ class Composition:
             match = _TEMPORARY.fullmatch(info.key)
             if match is not None and (names := (match.group(1), match.group(2))) not in seen:
                 seen.add(names)
-                yield Upload(*names, 0)
+                yield Upload(*names, 0, info.modified)
 
 
 def _name(upload: Upload, round_number: int, number: int) -> str:

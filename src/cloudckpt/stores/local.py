@@ -116,7 +116,8 @@ class LocalStore(ObjectStore):
                 name = path.name.removeprefix(_UNFINISHED).partition("-")[2]
                 key = str(path.with_name(name))
                 if key.startswith(prefix):
-                    yield Upload(key, str(path), 0)
+                    with contextlib.suppress(FileNotFoundError):
+                        yield Upload(key, str(path), 0, path.stat().st_mtime)
 
     def get(self, key: str) -> tuple[bytearray, ObjectInfo]:
         # of one open file: another one may take its place at any time

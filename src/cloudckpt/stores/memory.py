@@ -88,7 +88,8 @@ class MemoryStore(ObjectStore):
 
     def create_upload(self, key: str, part_size: int) -> Upload:
         with self._bucket.lock:
-            upload = Upload(key, str(next(self._bucket.versions)), part_size)
+            number = str(next(self._bucket.versions))
+            upload = Upload(key, number, part_size, time.time())
             self._bucket.uploads[upload.id] = (upload, {})
         return upload
 

@@ -19,7 +19,7 @@ from cloudckpt.errors import (
     ThrottledError,
 )
 from cloudckpt.stores.base import Body, Part, Progress, Upload, nbytes
-from cloudckpt.stores.rest import Pages, RestStore, encode_query
+from cloudckpt.stores.rest import Pages, RestStore, encode_query, iso_date
 
 __all__ = [
     "Completion",
@@ -235,7 +235,8 @@ class XmlMultipart:
             with self._store.exchange("GET", url, {}, key=prefix) as reply:
                 page = unqualified(reply.read_all(), self._store.uri(prefix))
             for entry in page.iterfind("Upload"):
-                yield Upload(key_text(page, entry, "Key"), text(entry, "UploadId"), 0)
+                began = iso_date(text(entry, "Initiated"))
+                yield Upload(key_text(page, entry, "Key"), text(entry, "UploadId"), 0, began)
             if text(page, "IsTruncated") != "true":
                 return
             query["key-marker"] = key_text(page, page, "NextKeyMarker")

@@ -1,0 +1,179 @@
+"""Sweeps what saves that were killed have left: data that no checkpoint names, and open uploads.
+
+A leftover looks like the objects of a save that is under way. The two are told apart by their age:
+a save does not commit when it has taken longer than :data:`LONGEST_SAVE`, so an object that is
+twice as old is of no save that ever will. The age is by the store's clock on both ends: of the
+object, and of one that is written for the purpose.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+
+from cloudckpt.checkpoint.commit import LONGEST_SAVE, named_objects
+from cloudckpt.checkpoint.objects import METADATA, is_metadata_of_a_rank
+from cloudckpt.config import Config
+from cloudckpt.errors import CloudCheckpointError, ObjectNotFoundError, StoreError
+from cloudckpt.runs.catalog import Run
+from cloudckpt.stores.base import ObjectInfo, ObjectStore, Upload, random_suffix
+from cloudckpt.transfer.deleting import delete_each
+from cloudckpt.transfer.retry import Retrier
+from cloudckpt.uri import URILike
+
+__all__ = ["LEFTOVERS_AGE", "Leftovers", "find_leftovers", "sweep"]
+
+LEFTOVERS_AGE = 2 * LONGEST_SAVE
+"""Seconds after which what no checkpoint names is a leftover."""
+
+_PROBE = ".cloudckpt-sweep."
+
+_OF_AN_ATTEMPT = re.compile(
+    r"(__\d+_\d+\.[0-9a-f]{16}\.distcp|\.manifest\.[0-9a-f]{16}\.json|"
+    + re.escape(_PROBE)
+    + r"[0-9a-f]{16})"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leftovers:
+    """What saves that were killed have left in a run.
+
+    Attributes:
+        objects: The URIs of data that no checkpoint names.
+        nbytes: Their bytes.
+        uploads: The URIs of objects whose upload was begun and not completed.
+        unread: The URIs of commit objects that can't be read: beside them, nothing is a leftover.
+    """
+
+    objects: tuple[str, ...]
+    nbytes: int
+    uploads: tuple[str, ...]
+    unread: tuple[str, ...]
+
+
+def find_leftovers(
+    run: URILike, *, older_than: float = LEFTOVERS_AGE, config: Config | None = None
+) -> Leftovers:
+    """What :func:`sweep` would delete.
+
+    Args:
+        run: The folder of a run, or any other; all that is beneath it is looked at.
+        older_than: Seconds; less than a day only if no job is saving there.
+        config: Options.
+
+    Raises:
+        InvalidURIError: If it is no location.
+        StoreError: If the store refuses or stays unreachable.
+    """
+    return _Sweep(run, older_than, config).found()
+
+
+def sweep(
+    run: URILike, *, older_than: float = LEFTOVERS_AGE, config: Config | None = None
+) -> Leftovers:
+    """Deletes what saves that were killed have left, and returns what it was.
+
+    Never what a checkpoint names, what a save may still commit, and what cloudckpt has not written:
+    other files, and the objects of torch's own writers, whose names do not tell one save from
+    another. Arguments and errors are those of :func:`find_leftovers`.
+
+    Raises:
+        StoreError: If something can't be deleted; all else is.
+    """
+    return _Sweep(run, older_than, config).carried_out()
+
+
+class _Sweep:
+    def __init__(self, run: URILike, older_than: float, config: Config | None) -> None:
+        self._run = Run(run, config=config)
+        self._older_than = older_than
+        self._objects: list[ObjectInfo] = []
+        self._uploads: list[Upload] = []
+        self._unread: list[str] = []
+        self._look()
+
+    def found(self) -> Leftovers:
+        uri = self._run.store.uri
+        return Leftovers(
+            objects=tuple(uri(info.key) for info in self._objects),
+            nbytes=sum(info.size for info in self._objects),
+            uploads=tuple(uri(upload.key) for upload in self._uploads),
+            unread=tuple(self._unread),
+        )
+
+    def carried_out(self) -> Leftovers:
+        run, config = self._run, self._run.config
+        for upload in self._uploads:
+            run.retrier.call(partial(run.store.abort_upload, upload))
+        keys = [info.key for info in self._objects]
+        left = delete_each(run.store, keys, config.retry, threads=config.connections)
+        if left:
+            reason = next(iter(left.values()))
+            reason.message += f" (leftovers that could not be deleted: {len(left)})"
+            raise reason
+        return self.found()
+
+    def _look(self) -> None:
+        store, retrier = self._run.store, self._run.retrier
+        below = self._run.root.key("")
+        limit = self._now() - self._older_than
+        uploads = retrier.call(lambda: list(store.list_uploads(below)))
+        self._uploads = [one for one in uploads if one.began is not None and one.began < limit]
+        listed = retrier.call(lambda: list(store.list(below)))
+        for folder, infos in groupby(listed, lambda info: info.key.rpartition("/")[0]):
+            old = [
+                info
+                for info in infos
+                if info.modified is not None
+                and info.modified < limit
+                and _OF_AN_ATTEMPT.fullmatch(info.key.rpartition("/")[2])
+            ]
+            if old:
+                self._objects += self._unnamed(folder, old)
+
+    def _unnamed(self, folder: str, old: list[ObjectInfo]) -> Iterable[ObjectInfo]:
+        """Those of a folder's old objects that its checkpoint, as it is now, does not name."""
+        store, start = self._run.store, f"{folder}/" if folder else ""
+        named: set[str] = set()
+        for key in _commits(store, start, self._run.retrier):
+            try:
+                data, _ = self._run.retrier.call(partial(store.get_latest, key))
+                named |= named_objects(data, store.uri(key))
+            except ObjectNotFoundError:
+                continue  # deleted since it was listed
+            except (StoreError, MemoryError):
+                raise
+            except CloudCheckpointError:
+                self._unread.append(store.uri(key))
+                return ()
+        return [info for info in old if info.key.removeprefix(start) not in named]
+
+    def _now(self) -> float:
+        """What the store's clock says: when it has written an object just now."""
+        store, retrier, config = self._run.store, self._run.retrier, self._run.config
+        key = self._run.root.key(_PROBE + random_suffix())
+        checksum = store.capabilities.checksum.of(b"")
+        retrier.call(lambda: store.put(key, [], checksum=checksum))
+        try:
+            listed = retrier.call(lambda: list(store.list(key)))
+        finally:
+            delete_each(store, [key], config.retry, threads=1)
+        if not listed or listed[0].modified is None:
+            raise StoreError(
+                "the store does not say when objects were written, so leftovers can't be told from "
+                "what is being saved",
+                uri=str(self._run.root),
+            )
+        return listed[0].modified
+
+
+def _commits(store: ObjectStore, start: str, retrier: Retrier) -> Iterator[str]:
+    """The keys of the commit objects in a folder, looked up now."""
+    yield start + METADATA
+    for info in retrier.call(lambda: list(store.list(start + "__"))):
+        if is_metadata_of_a_rank(info.key.removeprefix(start)):
+            yield info.key
