@@ -206,7 +206,7 @@ class Bad:
 class _Landed:
     """A segment, and where its bytes land."""
 
-    __slots__ = ("before", "behind", "data", "first", "segment", "target", "views")
+    __slots__ = ("at", "before", "behind", "data", "first", "rest_at", "segment", "target", "views")
 
     def __init__(self, segment: Segment) -> None:
         want, origin = segment.want, segment.want.source.offset
@@ -219,8 +219,20 @@ class _Landed:
         self.target: memoryview | None = None  # where they are received, if not in scratch memory
         if want.sink.memory is not None and stop - start >= _DIRECT:
             self.target = want.sink.memory[self.first : self.first + stop - start]
+        self.at = self.rest_at = 0  # in scratch memory: what goes there, and what is behind target
         self.views: list[memoryview] = []
         self.data: torch.Tensor | None = None  # what is wanted, if it landed in scratch memory
+
+    def place(self, scratch: torch.Tensor, memory: memoryview) -> None:
+        """Says which bytes of scratch memory are its own; ``memory`` shows the same."""
+        if self.target is None:
+            stop = self.at + self.segment.stop - self.segment.start
+            self.views = [memory[self.at : stop]]
+            self.data = scratch[self.at + self.before : stop - self.behind]
+        else:
+            before = memory[self.at : self.at + self.before]
+            behind = memory[self.rest_at : self.rest_at + self.behind]
+            self.views = [view for view in (before, self.target, behind) if view.nbytes]
 
     def deliver(self) -> None:
         """Hands over what landed in scratch memory."""
@@ -238,33 +250,40 @@ class Landing:
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self._landed = [_Landed(segment) for segment in segments]
-        self._places: list[tuple[int, int, _Landed | None, memoryview | None]] = []
+        self._order: list[
+            memoryview | tuple[int, int]
+        ] = []  # targets, and ranges of scratch memory
         self.scratch_bytes = 0
         position = segments[0].start
         for landed in self._landed:
             segment = landed.segment
-            if segment.start > position:
-                self._scratch(position, segment.start - position, None)
-            if landed.target is not None:
-                self._scratch(segment.start, landed.before, landed)
-                self._places.append((0, 0, landed, landed.target))
-                self._scratch(segment.stop - landed.behind, landed.behind, landed)
+            self._scratch(position, segment.start - position)
+            if landed.target is None:
+                landed.at = self._scratch(segment.start, segment.stop - segment.start)
             else:
-                self._scratch(segment.start, segment.stop - segment.start, landed)
+                landed.at = self._scratch(segment.start, landed.before)
+                self._order.append(landed.target)
+                landed.rest_at = self._scratch(segment.stop - landed.behind, landed.behind)
             position = segment.stop
+
+    def _scratch(self, position: int, count: int) -> int:
+        """Where in scratch memory ``count`` bytes land that stand at ``position`` in the object."""
+        if count == 0:
+            return 0
+        run = self._order[-1] if self._order else None
+        if isinstance(run, tuple):
+            at = run[1]
+            self._order[-1] = (run[0], at + count)
+        else:
+            at = self.scratch_bytes + (position - self.scratch_bytes) % ALIGNMENT
+            self._order.append((at, at + count))
+        self.scratch_bytes = at + count
+        return at
 
     @property
     def size(self) -> int:
         """Bytes that are received for somebody."""
         return sum(landed.segment.stop - landed.segment.start for landed in self._landed)
-
-    def _scratch(self, position: int, count: int, landed: _Landed | None) -> None:
-        if count == 0:
-            return
-        if not self._places or self._places[-1][3] is not None:
-            self.scratch_bytes += (position - self.scratch_bytes) % ALIGNMENT
-        self._places.append((self.scratch_bytes, count, landed, None))
-        self.scratch_bytes += count
 
     @property
     def pinned(self) -> bool:
@@ -272,27 +291,13 @@ class Landing:
         return any(landed.segment.want.sink.pinned for landed in self._landed)
 
     def place(self, scratch: torch.Tensor) -> list[memoryview]:
-        """The views to receive into, those that are neighbours in memory made one."""
+        """The views to receive into, in the order of the object's bytes."""
         memory = bytes_of(scratch)
-        merged: list[memoryview] = []
-        run: tuple[int, int] | None = None
-        for at, count, landed, target in self._places:
-            if target is not None:
-                view = target
-                if run is not None:
-                    merged.append(memory[run[0] : run[1]])
-                    run = None
-                merged.append(target)
-            else:
-                view = memory[at : at + count]
-                run = (at, at + count) if run is None else (run[0], at + count)
-                if landed is not None and landed.target is None:
-                    landed.data = scratch[at + landed.before : at + count - landed.behind]
-            if landed is not None:
-                landed.views.append(view)
-        if run is not None:
-            merged.append(memory[run[0] : run[1]])
-        return merged
+        for landed in self._landed:
+            landed.place(scratch, memory)
+        return [
+            memory[part[0] : part[1]] if isinstance(part, tuple) else part for part in self._order
+        ]
 
     def first_bad(self) -> Bad | None:
         """The first block that does not match its checksum."""
