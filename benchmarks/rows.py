@@ -55,6 +55,14 @@ class Limits:
     """Wall time of the same."""
     HTTPS_SAVE_CPU = 1.25
     """CPU of a save by https over the floor's."""
+    PLAIN_CPU = 1.35
+    """CPU of a save or a load without TLS, on 16 connections, over the floor's."""
+    FUTEX_CALLS = 3000.0
+    """Futex calls of a save or a load for each GiB: threads wait for the GIL, or for others."""
+    FOUR_CORES = 0.4
+    """Wall time of a load by https on four cores over one on one core."""
+    HTTPS_STEP_MEAN = 1.03
+    """Mean time of a training step during an upload by https, over the same without."""
     BESIDE_PYTHON = 2.0
     """Wall time of a load by https beside a thread that holds the GIL, over one without."""
     EXTRA_MEMORY_MIB = 96.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from statistics import mean
 from typing import Any
 
@@ -13,7 +13,7 @@ from benchmarks.background import background_saver, completion
 from benchmarks.bench import Bench
 from benchmarks.children import in_child
 from benchmarks.contenders import limit_threads
-from benchmarks.operation import SINK
+from benchmarks.operation import SINK, USUAL, Surroundings
 from benchmarks.places import Place
 from benchmarks.rows import OURS, OURS_IN_A_PROCESS, Limits, Row
 from benchmarks.server.shaping import Shape
@@ -32,32 +32,46 @@ def measure(bench: Bench) -> list[Row]:
     The step is half Python that never releases the GIL and half a matmul that does, on one
     thread. The call of async_save itself is `stall`'s business and not counted as a step.
     """
+    names = bench.taking_part(OURS, OURS_IN_A_PROCESS, "s3torchconnector", "fsspec")
+    return beside_training(bench, names, USUAL, Limits.STEP_MEAN, Limits.STEP_P99)
+
+
+def beside_training(
+    bench: Bench,
+    contenders: Sequence[str],
+    around: Surroundings,
+    most_mean: Mapping[str, float],
+    most_p99: Mapping[str, float],
+) -> list[Row]:
+    """The same, in these surroundings; the limits are by contender."""
     spec = mixed(bench.sized(GIB, 256 * MIB))
     rows: list[Row] = []
     bench.server.shape(LINK)
-    for name in bench.taking_part(OURS, OURS_IN_A_PROCESS, "s3torchconnector", "fsspec"):
+    for name in contenders:
         found = bench.attempt(
             name,
             in_child,
             _train,
-            bench.server.port,
+            bench.server.port if around.port is None else around.port,
+            bundle=around.bundle,
             contender=name,
             sizes=spec.sizes,
+            certificate=around.bundle,
             saves=bench.sized(2, 1),
             idle_s=bench.sized(4, 2),
         )
         if found is None:
             continue
         idle, busy = sorted(found["idle"]), sorted(found["busy"])
-        case = f"uploading {spec.total // MIB} MiB"
+        case = f"training beside an upload of {spec.total // MIB} MiB"
         note = f"upload took {mean(found['uploads']):.1f} s, {len(busy)} steps"
         for metric, before, during, limits in (
-            ("mean step", mean(idle), mean(busy), Limits.STEP_MEAN),
-            ("p99 step", _p99(idle), _p99(busy), Limits.STEP_P99),
+            ("mean step", mean(idle), mean(busy), most_mean),
+            ("p99 step", _p99(idle), _p99(busy), most_p99),
         ):
             rows.append(
                 Row(
-                    scenario="trainer",
+                    scenario=bench.scenario,
                     case=case,
                     contender=name,
                     metric=metric,
@@ -69,6 +83,7 @@ def measure(bench: Bench) -> list[Row]:
                     note=note,
                 )
             )
+    bench.server.shape(Shape())
     return rows
 
 
@@ -77,11 +92,16 @@ def _p99(ordered: list[float]) -> float:
 
 
 def _train(
-    port: int, contender: str, sizes: list[int], saves: int, idle_s: float
+    port: int,
+    contender: str,
+    sizes: list[int],
+    certificate: str | None,
+    saves: int,
+    idle_s: float,
 ) -> dict[str, list[float]]:
     """In the child: steps without an upload, during uploads, and without again."""
     limit_threads()
-    saver = background_saver(contender, Place(port, SINK))
+    saver = background_saver(contender, Place(port, SINK, bundle=certificate))
     state: dict[str, Any] = filled(StateSpec(tuple(sizes)))
     completion(saver.async_save(filled(uniform(4, MIB)), "warm")).result()
     step = _step()

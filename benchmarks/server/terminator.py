@@ -40,10 +40,21 @@ class Terminator:
     Attributes:
         port: Where it speaks TLS.
         bundle: The file with the certificate that it shows.
+        pid: Its first process.
     """
 
     port: int
     bundle: str
+    pid: int
+
+    def cpu_seconds(self) -> float:
+        """What its processes have used up to now."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        ticks = 0
+        for pid in (str(self.pid), *children):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+            ticks += int(fields[11]) + int(fields[12])  # utime and stime: see proc(5)
+        return ticks / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
@@ -75,7 +86,7 @@ def running_terminator(behind: int) -> Iterator[Terminator]:
         process = subprocess.Popen([nginx, "-c", str(configuration), "-p", name])
         try:
             _await_port(process, port)
-            yield Terminator(port, str(folder / "certificate.pem"))
+            yield Terminator(port, str(folder / "certificate.pem"), process.pid)
         finally:
             process.terminate()
             process.wait(10)
