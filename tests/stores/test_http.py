@@ -4,6 +4,7 @@ Runs against the scripted stub of ``conftest.py``.
 """
 
 import contextlib
+import io
 import random
 import socket
 import ssl
@@ -282,6 +283,36 @@ def test_a_connection_that_breaks_tells_what_certainly_came(server, client):
     assert memory[:received] == data[:received]
 
 
+class Breaking(io.RawIOBase):
+    """Gives some bytes, and then no more."""
+
+    def __init__(self, data):
+        self._data = data
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        if not self._data:
+            raise ConnectionResetError
+        count = min(len(buffer), len(self._data))
+        buffer[:count] = self._data[:count]
+        self._data = self._data[count:]
+        return count
+
+
+def test_what_came_before_a_reset_is_not_forgotten():
+    body = random.Random(9).randbytes(100_000)
+    reader = long_reads.BodyReader(Breaking(b"head\n" + body))
+    reader.has_chunks = False
+    assert reader.readline() == b"head\n"
+    memory = memoryview(bytearray(MIB))
+    count = reader.readinto(memory)
+    assert memory[:count] == body
+    with pytest.raises(ConnectionResetError):
+        reader.readinto(memory)
+
+
 def test_an_error_of_progress_ends_a_download(server, client):
     server.respond(lambda request: server.Answer(body=bytes(4 * MIB)))
 
@@ -305,7 +336,20 @@ def test_a_body_that_makes_no_progress_is_given_up(server, impatient, drip):
         pytest.raises(ConnectionLostError) as caught,
     ):
         reply.read_into([memoryview(bytearray(100_000))])
-    assert caught.value.received == 0
+    assert 1 <= caught.value.received < 1000
+
+
+def test_what_came_before_a_stall_is_not_forgotten(server, impatient):
+    data = random.Random(4).randbytes(STEP)
+    server.answer(body=data[:-1000], size=len(data))
+    memory = bytearray(len(data))
+    with (
+        impatient.send("GET", server.url, {}) as reply,
+        pytest.raises(ConnectionLostError, match="stalled") as caught,
+    ):
+        reply.read_into([memoryview(memory)])
+    assert caught.value.received == len(data) - 1000
+    assert memory[:-1000] == data[:-1000]
 
 
 def test_after_a_stall_the_next_request_gets_a_new_connection(server, impatient):

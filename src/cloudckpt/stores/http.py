@@ -33,6 +33,7 @@ from cloudckpt.errors import ConfigError, ConnectionLostError, InvalidRequestErr
 from cloudckpt.stores.base import Body, Progress
 from cloudckpt.stores.credentials import masked, raise_alone
 from cloudckpt.stores.long_reads import (
+    BodyReader,
     LongReadSocket,
     LongReadTLSSocket,
     WatchedSocket,
@@ -144,6 +145,10 @@ class _Watched(_Ours):
         # the end of a body may still be on its way: that time is not the server's
         with self.watch.step(self.raw_sock, late, limit, Counter.ACKNOWLEDGED):
             self.raw_response = super().getresponse()
+        if isinstance(self.raw_sock, WatchedSocket) and self.raw_sock.fills_buffers:
+            reader: object = self.raw_response.fp
+            if isinstance(reader, BodyReader):
+                reader.has_chunks = self.raw_response.chunked
         return self.raw_response
 
 
@@ -215,6 +220,7 @@ class Reply:
         self._sock = sock
         self._watch = watch
         self._longest = longest
+        self._stalled: LateError | None = None
 
     @property
     def length(self) -> int | None:
@@ -301,8 +307,18 @@ class Reply:
             data += piece
 
     def _step(self, view: memoryview) -> int:
-        with self._watch.step(self._sock, counter=Counter.RECEIVED):
-            return self._raw.readinto(view)
+        """What one call receives; a stall is told only when there is nothing else to tell of."""
+        if self._stalled is not None:
+            raise self._stalled
+        count = 0
+        try:
+            with self._watch.step(self._sock, counter=Counter.RECEIVED):
+                count = self._raw.readinto(view)
+        except LateError as error:
+            if not count:
+                raise
+            self._stalled = error
+        return count
 
     def close(self) -> None:
         """Gives the connection back if the body was read, or nearly so; else closes it."""

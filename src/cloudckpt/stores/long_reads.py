@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import io
 import logging
 import platform
 import socket
@@ -39,7 +40,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-__all__ = ["LongReadSocket", "LongReadTLSSocket", "WatchedSocket", "has_unread", "obstacle"]
+__all__ = [
+    "BodyReader",
+    "LongReadSocket",
+    "LongReadTLSSocket",
+    "WatchedSocket",
+    "has_unread",
+    "obstacle",
+]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -212,6 +220,23 @@ def has_unread(sock: object) -> bool:
     return sock.pending() > 0 or (chain is not None and chain.unread > 0)
 
 
+class BodyReader(io.BufferedReader):
+    """Tells of all that has come of a body, even if the connection breaks then.
+
+    A BufferedReader reads until the buffer is full; if that fails, it does not say what is there
+    already, which would have to be sent again: up to a whole step. A long read fills the buffer by
+    itself. Short ones, and chunks, which http.client wants whole, remain a BufferedReader's.
+    """
+
+    has_chunks = True
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        """As that of BufferedReader, but a long read is one call to the socket."""
+        if self.has_chunks or memoryview(buffer).nbytes <= _LONG:
+            return super().readinto(buffer)
+        return self.readinto1(buffer)
+
+
 class WatchedSocket(socket.socket):
     """A connection without a timeout: the watch ends what takes too long.
 
@@ -220,6 +245,16 @@ class WatchedSocket(socket.socket):
     """
 
     is_watched = False
+
+    @property
+    def fills_buffers(self) -> bool:
+        """Whether a long read returns less only if the connection ends, fails, or has no more."""
+        return True
+
+    def makefile(self, mode: str = "r", buffering: int | None = None, **text: Any) -> Any:
+        """As that of ``socket``; what http.client reads answers from is a :class:`BodyReader`."""
+        file = super().makefile(mode, buffering, **text)  # type: ignore[call-overload]
+        return BodyReader(file.detach()) if type(file) is io.BufferedReader else file
 
     def settimeout(self, value: float | None) -> None:
         """As that of ``socket``, as long as nobody watches."""
@@ -258,6 +293,10 @@ class LongReadTLSSocket(WatchedSocket, ssl.SSLSocket):
 
     _chain: _Chain | None = None
     _tried = False
+
+    @property
+    def fills_buffers(self) -> bool:
+        return obstacle() is None
 
     def recv_into(self, buffer: WriteableBuffer, nbytes: int | None = None, flags: int = 0) -> int:
         """As that of ``SSLSocket``, but see above."""
