@@ -24,7 +24,6 @@ from cloudckpt.transfer.retry import Retrier
 from cloudckpt.uri import CheckpointURI
 
 __all__ = [
-    "Beneath",
     "METADATA",
     "ObjectRecord",
     "beneath",
@@ -37,6 +36,8 @@ __all__ = [
     "metadata_name",
     "rank_of",
 ]
+
+logger = logging.getLogger("cloudckpt")
 
 METADATA = ".metadata"
 """The object whose presence makes a checkpoint; torch's name for it."""
@@ -121,33 +122,10 @@ def is_committed(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> bo
     return False
 
 
-@dataclass(frozen=True)
-class Beneath:
-    """The checkpoints that were found beneath a location.
+def beneath(store: ObjectStore, uri: CheckpointURI) -> str:
+    """Which checkpoints there are beneath a location, for the message of another error.
 
-    Attributes:
-        uris: Where they are, those with the highest numbers in their names last.
-        complete: Whether these are all.
-    """
-
-    uris: tuple[str, ...]
-    complete: bool
-
-    def __str__(self) -> str:
-        """For a message; empty if there are none."""
-        if not self.uris:
-            return ""
-        known = "One is" if len(self.uris) == 1 else f"{len(self.uris)} are"
-        count = known if self.complete else "Some are"
-        others = ", ".join(self.uris[-2:-5:-1])
-        more = f" Others are {others}" if others else ""
-        return f"{count} beneath it: did you mean {self.uris[-1]}?{more}"
-
-
-def beneath(store: ObjectStore, uri: CheckpointURI) -> Beneath:
-    """The checkpoints beneath a location, as far as a short look finds them.
-
-    It is for the message of another error: what fails here finds nothing, and is not tried again.
+    Empty if a short look finds none. What fails here finds nothing, and is not tried again.
     """
     found: set[str] = set()
     seen, top = 0, uri.key("")
@@ -158,8 +136,13 @@ def beneath(store: ObjectStore, uri: CheckpointURI) -> Beneath:
             if name in _COMMITS and len(folder) >= len(top):
                 found.add(store.uri(folder))
     except CloudCheckpointError:
-        return Beneath((), False)
-    return Beneath(tuple(sorted(found, key=_natural)), seen < _MOST_KEYS)
+        return ""
+    if not found:
+        return ""
+    *others, last = sorted(found, key=_natural)
+    count = "One is" if not others else f"{len(found)} are"
+    more = f" Others are {', '.join(others[:-4:-1])}" if others else ""
+    return f"{count if seen < _MOST_KEYS else 'Some are'} beneath it: did you mean {last}?{more}"
 
 
 def _natural(text: str) -> list[tuple[bool, int, str]]:
@@ -169,8 +152,6 @@ def _natural(text: str) -> list[tuple[bool, int, str]]:
         for part in re.split(r"([0-9]+)", text)
     ]
 
-
-logger = logging.getLogger("cloudckpt")
 
 _MOST_SINGLE_LOOKS = 64
 """Of more objects a listing tells sooner, with up to 1,000 in an answer."""
@@ -183,7 +164,13 @@ def look_for(
     group: TaskGroup,
     retrier: Retrier,
 ) -> None:
-    """Has ``group`` look at objects; one that is not there, or has another size, fails it.
+    """Has ``group`` look at objects of other ranks; one that is not there as written fails it.
+
+    Ranks may agree on a URI and mean different stores by it: another AWS_ENDPOINT_URL on one node,
+    or a local path on the disks of two nodes. Each upload then succeeds, and what is committed
+    would be nowhere whole. How the ranks reach a store proves nothing, since nodes may have
+    gateways of their own; but an object under a name that one rank has drawn at random, of the size
+    that it says, is only where that rank has written it.
 
     What a listing lacks is looked at by itself before that is believed: listings may be refused,
     and those of network file systems may be old.

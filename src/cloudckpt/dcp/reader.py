@@ -159,7 +159,7 @@ class CloudStorageReader(StorageReader):
                 lambda data: load_metadata(data, uri, trust_pickle=self.trust_pickle),
             )
         except ObjectNotFoundError as error:
-            found = str(beneath(self._store(), self.uri)) if rank is None else ""
+            found = beneath(self._store(), self.uri) if rank is None else ""
             raise CheckpointNotFoundError(
                 "there is no committed checkpoint here: it has no .metadata. "
                 + (found or "Check the location; a save that was interrupted leaves none"),
