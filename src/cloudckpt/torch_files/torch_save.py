@@ -172,9 +172,6 @@ class UploadStream(io.RawIOBase):
     def writable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._at
-
     def write(self, data: ReadableBuffer) -> int:
         """Takes all of ``data``; blocks while the network is behind."""
         if self.failure is not None:
