@@ -244,7 +244,7 @@ def _unanswered(host: str, exc: AzureError) -> StoreError:
 
 
 def _is_machine_of_azure() -> bool:
-    """Whether a metadata service that does not answer is there all the same.
+    """Whether this machine is one of Azure's, whose metadata service is there though it is silent.
 
     Elsewhere nobody has this address, or another cloud's service, and that is how azure-identity
     learns that there is no managed identity.
