@@ -23,7 +23,7 @@ from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.config import Config
 from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.dcp.loading import Load
-from cloudckpt.dcp.same_checkpoint import Source, check_sources
+from cloudckpt.dcp.same_checkpoint import LoadedSave, check_sources
 from cloudckpt.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -233,7 +233,7 @@ class CloudStorageReader(StorageReader):
         return Places(self.uri, metadata.storage_data, self._manifest)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return dataclasses.replace(plan, storage_data=Source(str(self.uri), self._save_id))
+        return dataclasses.replace(plan, storage_data=LoadedSave(str(self.uri), self._save_id))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Compares what the ranks load.

@@ -17,11 +17,17 @@ from cloudckpt.checkpoint.manifest import ItemRecord
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.errors import CheckpointReplacedError, DifferentCheckpointsError
 
-__all__ = ["Source", "check_sources", "collect_structure", "collect_written", "structure_result"]
+__all__ = [
+    "LoadedSave",
+    "check_sources",
+    "collect_structure",
+    "collect_written",
+    "structure_result",
+]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class LoadedSave:
     """What a rank loads.
 
     Attributes:
@@ -84,9 +90,9 @@ def check_sources(plans: Sequence[LoadPlan]) -> None:
         CheckpointReplacedError: If ranks have read the metadata of different saves.
         DifferentCheckpointsError: If they load from different locations.
     """
-    first: Source | None = plans[0].storage_data if plans else None
+    first: LoadedSave | None = plans[0].storage_data if plans else None
     for rank, plan in enumerate(plans):
-        source: Source | None = plan.storage_data
+        source: LoadedSave | None = plan.storage_data
         if first is None or source is None or source == first:
             continue
         if source.uri == first.uri:
