@@ -7,7 +7,7 @@ import uuid
 
 import pytest
 
-from cloudckpt.checkpoint.commit import Baseline, Probe, begin, commit, conditions_work
+from cloudckpt.checkpoint.commit import Baseline, begin, commit, conditions_work
 from cloudckpt.checksum import CRC32C
 from cloudckpt.config import RetryPolicy
 from cloudckpt.errors import (
@@ -377,12 +377,12 @@ def test_a_refusal_behind_a_lost_answer_is_not_certain(store, retrier):
 
 # whether conditions work
 
-PROBE = Probe("run/.manifest", b"the manifest")
+KEY, CONTENT = "run/.manifest", b"the manifest"
 
 
 def trial(store, retrier, setting="auto"):
-    write(store, PROBE.content, PROBE.key)
-    return conditions_work(store, setting, PROBE, retrier)
+    write(store, CONTENT, KEY)
+    return conditions_work(store, setting, KEY, CONTENT, retrier)
 
 
 def test_a_store_that_honours_conditions_is_found_out_once(store, retrier):
@@ -391,7 +391,7 @@ def test_a_store_that_honours_conditions_is_found_out_once(store, retrier):
     assert asked > 0
     assert trial(store, retrier)
     assert store.calls.total() == asked
-    assert bytes(store.inner.get(PROBE.key)[0]) == PROBE.content
+    assert bytes(store.inner.get(KEY)[0]) == CONTENT
 
 
 @pytest.mark.parametrize("ignored", [("if_absent",), ("if_version",), ("if_absent", "if_version")])
@@ -400,7 +400,7 @@ def test_a_store_that_ignores_conditions_is_found_out(retrier, ignored):
     for _ in range(2):
         with pytest.raises(ConfigError, match="conditional_writes='off'"):
             trial(store, retrier)
-    assert bytes(store.inner.get(PROBE.key)[0]) == PROBE.content
+    assert bytes(store.inner.get(KEY)[0]) == CONTENT
 
 
 def test_a_store_that_refuses_conditions_is_found_out(store, retrier):

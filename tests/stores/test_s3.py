@@ -21,7 +21,7 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 import pytest
 
 from cloudckpt import CheckpointURI, Config, RetryPolicy, S3Options
-from cloudckpt.checkpoint.commit import Probe, conditions_work
+from cloudckpt.checkpoint.commit import conditions_work
 from cloudckpt.checksum import CRC32C
 from cloudckpt.errors import (
     AccessDeniedError,
@@ -1285,7 +1285,7 @@ def test_a_version_may_be_spelled_without_quotes_after_the_trial_of_conditions(o
     server.respond(ceph)
     put(store, "probe", b"content")
     retrier = Retrier(RetryPolicy(attempts=1))
-    assert conditions_work(store, "auto", Probe("probe", b"content"), retrier)
+    assert conditions_work(store, "auto", "probe", b"content", retrier)
     old = put(store, data=b"old")
     put(store, data=b"new", if_version=old.version)
     assert ceph.content == b"new"

@@ -81,7 +81,6 @@ from cloudckpt.uri import CheckpointURI
 __all__ = [
     "LONGEST_SAVE",
     "Baseline",
-    "Probe",
     "begin",
     "commit",
     "conditions_work",
@@ -102,14 +101,6 @@ _NO_VERSION = '"00000000000000000000000000000000"'
 def now() -> float:
     """Seconds since some time in the past; they count while the machine is suspended, too."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
-
-
-@dataclass(frozen=True)
-class Probe:
-    """An object to try conditional writes on: its key, and what it holds."""
-
-    key: str
-    content: bytes
 
 
 @dataclass(frozen=True)
@@ -162,14 +153,17 @@ def begin(store: ObjectStore, key: str, *, overwrite: bool, retrier: Retrier) ->
     return Baseline(key, version)
 
 
-def conditions_work(store: ObjectStore, setting: Switch, probe: Probe, retrier: Retrier) -> bool:
+def conditions_work(
+    store: ObjectStore, setting: Switch, key: str, content: bytes, retrier: Retrier
+) -> bool:
     """Whether the commit may rely on conditional writes.
 
     Args:
         store: The store.
         setting: The user's word; ``auto`` believes the vendor's documentation where there is one
             and tries it out otherwise, once for a store.
-        probe: An object of this save, which may be written again.
+        key: An object of this save, which may be written again.
+        content: What it holds.
         retrier: For transient failures of the trial.
 
     Raises:
@@ -184,7 +178,7 @@ def conditions_work(store: ObjectStore, setting: Switch, probe: Probe, retrier: 
     if setting == "on" or store.capabilities.conditional_writes:
         return True
     if store.capabilities.conditional_writes is None:
-        found = _honours_conditions(store, probe, retrier)
+        found = _honours_conditions(store, key, content, retrier)
         store.capabilities = dataclasses.replace(store.capabilities, conditional_writes=found)
         if found:
             return True
@@ -196,13 +190,13 @@ def conditions_work(store: ObjectStore, setting: Switch, probe: Probe, retrier: 
     )
 
 
-def _honours_conditions(store: ObjectStore, probe: Probe, retrier: Retrier) -> bool:
+def _honours_conditions(store: ObjectStore, key: str, content: bytes, retrier: Retrier) -> bool:
     """Writes the object again: twice on conditions that do not hold, once on one that does."""
-    body = [memoryview(probe.content)]
-    checksum = store.capabilities.checksum.of(probe.content)
+    body = [memoryview(content)]
+    checksum = store.capabilities.checksum.of(content)
 
     def put(*, if_absent: bool = False, if_version: str | None = None) -> None:
-        store.put(probe.key, body, checksum=checksum, if_absent=if_absent, if_version=if_version)
+        store.put(key, body, checksum=checksum, if_absent=if_absent, if_version=if_version)
 
     try:
         for condition in ({"if_absent": True}, {"if_version": _NO_VERSION}):
@@ -212,7 +206,7 @@ def _honours_conditions(store: ObjectStore, probe: Probe, retrier: Retrier) -> b
                 continue
             return False
         # the version is asked for at each try: one whose answer was lost may have changed it
-        retrier.call(lambda: put(if_version=store.head(probe.key).version))
+        retrier.call(lambda: put(if_version=store.head(key).version))
     except (PreconditionFailedError, InvalidRequestError):
         return False  # the condition that holds was not recognized, or conditions are refused
     return True
@@ -445,8 +439,7 @@ def publish(
             put_new(store, key, view, retrier, create_only=create_only)
 
         group.run(look_and_put)
-        probe = Probe(key, content)
-        conditional = conditions_work(store, config.conditional_writes, probe, retrier)
+        conditional = conditions_work(store, config.conditional_writes, key, content, retrier)
         unneeded = _replaced(store, baseline, retrier)
         _fill_in(metadata, written, StorageMeta(str(uri), str(identity)))
         data = dump_metadata(metadata, notes)
