@@ -185,6 +185,26 @@ def test_the_process_learns_of_credentials_that_the_trainer_has_been_given(
     assert isinstance(save(), Metadata)
 
 
+class Telling(DefaultSavePlanner):
+    """Logs the surroundings of its process."""
+
+    def resolve_data(self, write_item):
+        told = f"{os.environ.get('OF_LATE')} in {os.getcwd()}"
+        logging.getLogger("background.far").warning(told)
+        return super().resolve_data(write_item)
+
+
+def test_a_new_process_has_the_surroundings_that_its_trainer_has_by_then(
+    one, local, monkeypatch, tmp_path, caplog
+):
+    begin(one, 1, local).result(PATIENCE)  # what forks is there already
+    monkeypatch.setenv("OF_LATE", "set")
+    monkeypatch.chdir(tmp_path)
+    with saver() as other:
+        begin(other, 2, local, Telling()).result(PATIENCE)
+    assert f"set in {tmp_path}" in caplog.messages
+
+
 def test_the_process_yields_the_cpu(one, local):
     begin(one, 1, local).result(PATIENCE)
     own = os.getpriority(os.PRIO_PROCESS, 0)
@@ -523,6 +543,18 @@ def test_a_job_that_could_not_be_sent_is_not_blamed_on_a_time_limit(local):
         assert "can't be reached" in str(error)
         assert "no buffer space" in str(error)
         begin(one, 3, local).result(PATIENCE)
+    assert step_at(local) == 3
+
+
+def test_a_server_that_no_saving_process_is_left_of_ends(local):
+    with mock.patch.object(server, "_server", None), mock.patch.object(server, "_IDLE", 0.1):
+        with saver() as one:
+            begin(one, 1, local).result(PATIENCE)
+            number = server._server.process.pid
+            begin(one, 2, local).result(PATIENCE)
+        assert eventually(lambda: not is_running(number))
+        with saver() as one:
+            begin(one, 3, local).result(PATIENCE)
     assert step_at(local) == 3
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from cloudckpt.background.arena import Arena
+from cloudckpt.config import BackgroundOptions
 from cloudckpt.errors import CloudCheckpointError, StagingError
 from cloudckpt.transfer.memory import extent
 
@@ -52,11 +53,7 @@ class Settings:
         world: Ranks of the group.
         store: Host and port at which the processes of all ranks meet; None if there is no group.
         place: In that store, what these processes have for themselves.
-        nice: By how much to yield the CPU.
-        io_priority: Of its reads and writes; None leaves it as it is.
-        start_timeout: Seconds to meet the others.
-        collective_timeout: Seconds to wait for them in a save.
-        heartbeat_timeout: Seconds in which the trainer must hear of it while it saves.
+        options: Its priorities, and what it may wait for.
         log_levels: From which on records of a logger are sent to the trainer.
     """
 
@@ -64,11 +61,7 @@ class Settings:
     world: int
     store: tuple[str, int] | None
     place: str
-    nice: int
-    io_priority: str | int | None
-    start_timeout: float
-    collective_timeout: float
-    heartbeat_timeout: float
+    options: BackgroundOptions
     log_levels: dict[str, int]
 
 

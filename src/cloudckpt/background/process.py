@@ -207,14 +207,9 @@ class SaveProcess:
                     world=self._world,
                     store=None if self._place is None else self._place.address,
                     place=self._name("group"),
-                    nice=self._options.nice,
-                    io_priority=self._options.io_priority,
-                    start_timeout=self._options.start_timeout,
-                    collective_timeout=self._options.collective_timeout,
-                    heartbeat_timeout=self._options.heartbeat_timeout,
+                    options=self._options,
                     log_levels=log_levels(),
-                ),
-                self._options.close_timeout,
+                )
             )
 
     def _name(self, what: str) -> str:
@@ -255,18 +250,11 @@ class _Life:
         is_leaving: Whether it is to carry out no saves but those that were promised it.
     """
 
-    def __init__(self, settings: Settings, exit_timeout: float) -> None:
-        """
-        Args:
-            settings: What it is told.
-            exit_timeout: Seconds that the end of the interpreter waits for a save under way.
-        """
+    def __init__(self, settings: Settings) -> None:
         self._channel, theirs = multiprocessing.Pipe()
         self._sending = threading.Lock()
-        self._timeout = settings.start_timeout
-        self._patience = settings.heartbeat_timeout
-        set_timeout(self._channel, self._patience)
-        self._exit_timeout = exit_timeout
+        self._options = settings.options
+        set_timeout(self._channel, self._options.heartbeat_timeout)
         self.is_ready = self.is_leaving = self._is_busy = False
         self._ended_for = ""  # why this trainer has ended it
         self._ending = threading.Lock()
@@ -310,7 +298,7 @@ class _Life:
             SaveProcessError: If it ends before, or is not ready in time.
         """
         if not self.is_ready:
-            self._receive("ready", look, time.monotonic() + self._timeout)
+            self._receive("ready", look, time.monotonic() + self._options.start_timeout)
             self.is_ready = True
 
     def carry_out(
@@ -372,9 +360,9 @@ class _Life:
                     raise self._death(None)
                 elif deadline is not None and time.monotonic() > deadline:
                     raise SaveProcessError(
-                        f"the saving process was not ready within {self._timeout:g} s"
+                        f"the saving process was not ready within {self._options.start_timeout:g} s"
                     )
-                elif wanted == "outcome" and silent >= self._patience:
+                elif wanted == "outcome" and silent >= self._options.heartbeat_timeout:
                     raise SaveProcessError(
                         f"the saving process gave no sign of life for {silent:g} s and is ended; "
                         f"{_AFTERMATH}"
@@ -410,7 +398,7 @@ class _Life:
         elif not self._process.is_alive():
             how = "ended"
         elif isinstance(cause, BlockingIOError):  # what the channel's time limit raises
-            how = f"did not read or write for {self._patience:g} s"
+            how = f"did not read or write for {self._options.heartbeat_timeout:g} s"
         else:
             how = "can't be reached"
         if not self.is_ready:
@@ -447,5 +435,5 @@ class _Life:
         """Before its server is ended, and it with that."""
         if self._is_busy:
             self._process.terminate()
-            self._process.join(self._exit_timeout)
+            self._process.join(self._options.close_timeout)
         self.end(0, "the trainer has ended")

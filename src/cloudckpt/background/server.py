@@ -2,7 +2,7 @@
 
 An interpreter of its own takes seconds to import torch, and a fork of one that has takes
 milliseconds and shares its memory: a saving process that has died is replaced at once. Each trainer
-has a server from its first saving process on, until it ends. It is started by multiprocessing's
+has a server as long as it has saving processes. It is started by multiprocessing's
 ``spawn``, as is documented of saving processes: it imports the trainer's main module, under another
 name. From then on it does nothing but fork, and look for its trainer.
 
@@ -11,8 +11,8 @@ name. From then on it does nothing but fork, and look for its trainer.
   starts an interpreter for each saving process instead.
 - What may have changed since it was started is sent with each request: the environment, the working
   directory, the paths of modules.
-- It ends when its trainer is gone, and the saving processes when it is. SIGTERM, which schedulers
-  send to whole process groups, is for the others to heed.
+- It ends when its trainer is gone, and the saving processes when it is; and when there have been
+  none for a while. SIGTERM, which schedulers send to whole process groups, is for the others.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from cloudckpt.fork import ModuleLock
 __all__ = ["Forked", "fork_worker"]
 
 _LOOK = 0.5  # seconds between two looks whether the trainer is alive
+_IDLE = 30.0  # seconds without a saving process after which it ends
 _GLANCE = 0.05  # seconds between two looks at what the server tells
 _PATIENCE = 60.0  # seconds that a request may take to be sent
 _FAREWELL = 5.0  # seconds for a process that is killed to end
@@ -101,7 +102,7 @@ class _Server:
         self._channel, theirs = context.Pipe()
         set_timeout(self._channel, _PATIENCE)
         self.process = context.Process(
-            target=_serve, args=(theirs, self.trainer), name="cloudckpt-server"
+            target=_serve, args=(theirs, self.trainer, _IDLE), name="cloudckpt-server"
         )
         with theirs:
             self.process.start()
@@ -211,15 +212,18 @@ _server: _Server | None = None
 _statuses: dict[int, Connection] = {}  # of what was forked, by sentinel
 
 
-def _serve(trainer: Connection, number: int) -> None:
+def _serve(trainer: Connection, number: int, patience: float) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     forked: dict[int, processes.BaseProcess] = {}
     gc.collect()
     gc.freeze()  # the pages of what is there stay shared
     with as_socket(trainer) as end:
-        while os.getppid() == number:
+        used = time.monotonic()
+        while os.getppid() == number and time.monotonic() - used < patience:
             ready = channels.wait([trainer, *forked], timeout=_LOOK)
+            if ready or forked:
+                used = time.monotonic()
             for sentinel in forked.keys() & set(ready):
                 process = forked.pop(sentinel)
                 process.join()

@@ -70,11 +70,11 @@ def main(connection: Connection, parent: int, settings: Settings) -> None:
     with as_socket(connection) as end:  # now, while no other thread uses the connection
         termination = Termination(connection)
         sender = Sender(connection)
-        pulse = Pulse(sender, settings.heartbeat_timeout / _BEATS)
-        threading.Thread(target=_watch, args=(parent, pulse), daemon=True).start()
+        interval = settings.options.heartbeat_timeout / _BEATS
+        threading.Thread(target=_watch, args=(parent, sender, interval), daemon=True).start()
         forward_logs(sender, settings.log_levels)
         relay(lambda event: sender.send("event", event))  # told by the trainer, not here, too
-        yield_to_trainer(settings.nice, settings.io_priority)
+        yield_to_trainer(settings.options.nice, settings.options.io_priority)
         torch.set_num_threads(1)
         try:
             if settings.store is not None:
@@ -86,18 +86,22 @@ def main(connection: Connection, parent: int, settings: Settings) -> None:
             )
             return
         sender.send("ready", None)
-        _serve(connection, end, sender, pulse, termination)
+        _serve(connection, end, sender, termination)
 
 
-def _watch(parent: int, pulse: Pulse) -> None:
-    """Tells the trainer of life, and ends this process soon after it, however that ended.
+def _watch(parent: int, sender: Sender, interval: float) -> None:
+    """Gives signs of life, and ends this process soon after its trainer, however that ended.
 
     A process that outlives its trainer could at most commit late, and the commit is conditional;
     but it would hold memory and send bytes for nobody.
     """
+    told = time.monotonic()
     while os.getppid() == parent:
-        time.sleep(min(_LOOK, pulse.interval))
-        pulse.beat()
+        time.sleep(min(_LOOK, interval))
+        if sender.is_awaited and time.monotonic() - told >= interval:
+            told = time.monotonic()
+            with contextlib.suppress(OSError):  # the trainer is gone
+                sender.send("alive", None)
     os._exit(1)
 
 
@@ -105,20 +109,19 @@ def _join(settings: Settings) -> None:
     """Makes a process group with the saving processes of the other ranks."""
     assert settings.store is not None
     host, port = settings.store
-    timeout = timedelta(seconds=settings.start_timeout)
+    timeout = timedelta(seconds=settings.options.start_timeout)
     store = PrefixStore(settings.place, TCPStore(host, port, timeout=timeout))
     dist.init_process_group(
         "gloo", store=store, rank=settings.rank, world_size=settings.world, timeout=timeout
     )
     dist.barrier()
-    set_group_timeout(timedelta(seconds=settings.collective_timeout))
+    set_group_timeout(timedelta(seconds=settings.options.collective_timeout))
 
 
 def _serve(
     connection: Connection,
     end: socket.socket,
     sender: Sender,
-    pulse: Pulse,
     termination: Termination,
 ) -> None:
     arenas: dict[int, Arena] = {}
@@ -135,7 +138,7 @@ def _serve(
                     termination.let_go()
                 continue
             job = message
-            pulse.is_wanted = True
+            sender.is_awaited = True
             if job.is_new and job.arena is not None:
                 arenas[job.arena] = Arena.attach(receive_descriptor(end), job.size)
         except (EOFError, OSError):
@@ -153,7 +156,7 @@ def _serve(
         outcome = Outcome(result, error, is_last=lost or termination.is_due)
         del job, message
         gc.collect()  # cycles hold on to the staged copy, which the trainer writes to next
-        pulse.is_wanted = False  # nobody would read it
+        sender.is_awaited = False  # nobody would read it
         try:
             sender.send("outcome", outcome)
         except (OSError, pickle.PicklingError):
@@ -246,38 +249,20 @@ class Termination:
 
 
 class Sender:
-    """Sends to the trainer, from several threads."""
+    """Sends to the trainer, from several threads.
+
+    Attributes:
+        is_awaited: Whether the trainer waits for an outcome, and reads.
+    """
 
     def __init__(self, connection: Connection) -> None:
+        self.is_awaited = False
         self._connection = connection
         self._lock = threading.Lock()
 
     def send(self, kind: str, content: object) -> None:
         with self._lock:
             self._connection.send((kind, content))
-
-
-class Pulse:
-    """Signs of life for a trainer that waits for an outcome.
-
-    Attributes:
-        interval: Seconds between two of them.
-        is_wanted: Whether it waits.
-    """
-
-    def __init__(self, sender: Sender, interval: float) -> None:
-        self.interval = interval
-        self.is_wanted = False
-        self._sender = sender
-        self._last = time.monotonic()
-
-    def beat(self) -> None:
-        """Sends one if it is time."""
-        now = time.monotonic()
-        if self.is_wanted and now - self._last >= self.interval:
-            self._last = now
-            with contextlib.suppress(OSError):  # the trainer is gone
-                self._sender.send("alive", None)
 
 
 def forward_logs(sender: Sender, levels: dict[str, int]) -> None:
