@@ -21,7 +21,6 @@ from cloudckpt.uri import CheckpointURI
 __all__ = [
     "Remains",
     "bucket_of_user",
-    "committed",
     "embedded_bucket",
     "find_remains",
     "wait_until_torn",
@@ -50,7 +49,7 @@ def bucket_of_user(location: str, *, keep: bool) -> Iterator[CheckpointURI]:
     run = uri.join(f"cloudckpt-demo-{random_suffix()}")
     store, retrier = _opened(run)
     below = run.key("")
-    committed(run)  # tells now whether bucket and credentials are any good
+    cloudckpt.latest(run)  # tells now whether bucket and credentials are any good
     try:
         yield run
     finally:
@@ -107,19 +106,6 @@ def _environment_for(endpoint: str) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-def committed(run: CheckpointURI) -> list[CheckpointURI]:
-    """The checkpoints beneath ``run``, oldest first.
-
-    A checkpoint exists if and only if its ``.metadata`` does; what an interrupted save has left
-    behind is none.
-    """
-    store, retrier = _opened(run)
-    below = run.key("")
-    found = retrier.call(lambda: list(store.list(below)))
-    names = [info.key.removeprefix(below).split("/") for info in found]
-    return [run.join(name[0]) for name in sorted(names) if len(name) == 2 and name[1] == METADATA]
 
 
 @dataclass(frozen=True)

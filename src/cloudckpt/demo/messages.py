@@ -49,8 +49,8 @@ class Job:
 
 
 def step_uri(run: str, step: int) -> str:
-    """Where the checkpoint of a step stands; the names sort by step."""
-    return f"{run}/step-{step:08d}"
+    """Where the checkpoint of a step stands."""
+    return f"{run}/step-{step}"
 
 
 @dataclass(frozen=True)

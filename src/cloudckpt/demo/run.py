@@ -16,7 +16,6 @@ from rich.console import Console
 import cloudckpt
 from cloudckpt.demo.bucket import (
     bucket_of_user,
-    committed,
     embedded_bucket,
     find_remains,
     wait_until_torn,
@@ -97,8 +96,8 @@ class _Story:
         newest = self._newest()
         self._check(
             "the newest checkpoint is the last one that was committed",
-            newest.prefix.endswith(f"{2 * self._every:08d}"),
-            str(newest),
+            newest == step_uri(str(self._run), 2 * self._every),
+            newest,
         )
 
     def _go_on_with_four(self) -> None:
@@ -118,12 +117,12 @@ class _Story:
         self._check_resumed(phase)
         first, last = self._phases[0].losses[1], phase.losses[self._steps]
         self._check("the model has learned", last < first, f"loss {first:.2f} → {last:.2f}")
-        found = [uri.prefix.rpartition("-")[2] for uri in committed(self._run)]
+        found = [one.step for one in cloudckpt.list_checkpoints(self._run) if one.is_committed]
         wanted = [n * self._every for n in range(1, _SAVES)] + [self._steps]
         self._check(
             "every checkpoint is committed, the torn one too, now that it was saved again",
-            [int(step) for step in found] == wanted,
-            f"steps {', '.join(str(int(step)) for step in found)}",
+            found == wanted,
+            f"steps {', '.join(map(str, found))}",
         )
 
     def _train(
@@ -137,7 +136,7 @@ class _Story:
         """Trains from the newest checkpoint on; if a rank is to be killed, until the others end."""
         job = Job(
             run=str(self._run),
-            resume=str(self._newest()) if self._phases else None,
+            resume=self._newest() if self._phases else None,
             last_step=last_step,
             save_every=self._every,
             stall_at=kill_in_save_of,
@@ -183,11 +182,11 @@ class _Story:
             f"step {resumed.step}: {resumed.recorded:.6f}, now {resumed.again:.6f}",
         )
 
-    def _newest(self) -> CheckpointURI:
-        found = committed(self._run)
-        if not found:
+    def _newest(self) -> str:
+        found = cloudckpt.latest(self._run)
+        if found is None:
             raise cloudckpt.CheckpointNotFoundError("no save was committed", uri=str(self._run))
-        return found[-1]
+        return found
 
     def _check(self, claim: str, holds: bool, evidence: str) -> None:
         self._checks.append(Check(claim, holds, evidence))
