@@ -3,7 +3,7 @@
 import pytest
 
 from cloudckpt import RetryPolicy
-from cloudckpt.checkpoint.commit import Probe, conditions_work
+from cloudckpt.checkpoint.commit import conditions_work
 from cloudckpt.checksum import CRC32C
 from cloudckpt.errors import ConfigError
 from cloudckpt.transfer.retry import Retrier
@@ -19,7 +19,7 @@ def test_that_it_ignores_preconditions_is_found_out(store, place):
     store.put(key, [memoryview(content)], checksum=CRC32C.of(content))
     retrier = Retrier(RetryPolicy(attempts=1))
     with pytest.raises(ConfigError, match="ignores conditional writes"):
-        conditions_work(store, "auto", Probe(key, content), retrier)
+        conditions_work(store, "auto", key, content, retrier)
 
 
 def test_parts_that_need_two_rounds_are_composed(cloud, store, place):

@@ -377,12 +377,12 @@ def test_a_refusal_behind_a_lost_answer_is_not_certain(store, retrier):
 
 # whether conditions work
 
-KEY, CONTENT = "run/.manifest", b"the manifest"
+TRIED, CONTENT = "run/.manifest", b"the manifest"
 
 
 def trial(store, retrier, setting="auto"):
-    write(store, CONTENT, KEY)
-    return conditions_work(store, setting, KEY, CONTENT, retrier)
+    write(store, CONTENT, TRIED)
+    return conditions_work(store, setting, TRIED, CONTENT, retrier)
 
 
 def test_a_store_that_honours_conditions_is_found_out_once(store, retrier):
@@ -391,7 +391,7 @@ def test_a_store_that_honours_conditions_is_found_out_once(store, retrier):
     assert asked > 0
     assert trial(store, retrier)
     assert store.calls.total() == asked
-    assert bytes(store.inner.get(KEY)[0]) == CONTENT
+    assert bytes(store.inner.get(TRIED)[0]) == CONTENT
 
 
 @pytest.mark.parametrize("ignored", [("if_absent",), ("if_version",), ("if_absent", "if_version")])
@@ -400,7 +400,7 @@ def test_a_store_that_ignores_conditions_is_found_out(retrier, ignored):
     for _ in range(2):
         with pytest.raises(ConfigError, match="conditional_writes='off'"):
             trial(store, retrier)
-    assert bytes(store.inner.get(KEY)[0]) == CONTENT
+    assert bytes(store.inner.get(TRIED)[0]) == CONTENT
 
 
 def test_a_store_that_refuses_conditions_is_found_out(store, retrier):
