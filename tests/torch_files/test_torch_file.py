@@ -169,13 +169,6 @@ def test_a_byte_order_that_is_not_ours_is_left_to_torch(uri):
     assert not same(file.load(), STATE)
 
 
-def test_records_beside_those_of_torch_do_not_tell_the_byte_order(uri):
-    torch.save(STATE, uri.prefix)
-    with zipfile.ZipFile(uri.prefix, "a") as archive:
-        archive.writestr("other/byteorder", b"big")
-    assert same(opened(uri).load(), STATE)
-
-
 # ---- interrupts
 
 

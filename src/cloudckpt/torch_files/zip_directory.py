@@ -54,8 +54,7 @@ def storage_sizes(file: io.RawIOBase, uri: str) -> Mapping[int, int] | None:
             "the file is a zip archive, but not one of torch.save", uri=uri
         )
     places = _places(entries, directory)
-    folders = {entry.filename.partition("/")[0] for entry in entries}
-    if len(folders) > 1 or _byte_order(file, names, places) != sys.byteorder:
+    if _byte_order(file, names, places) != sys.byteorder:
         return None
     if ".format_version" not in names:
         return {}
