@@ -220,7 +220,7 @@ class Reply:
         self._sock = sock
         self._watch = watch
         self._longest = longest
-        self._stalled: LateError | None = None
+        self._is_stalled = False
 
     @property
     def length(self) -> int | None:
@@ -308,16 +308,16 @@ class Reply:
 
     def _step(self, view: memoryview) -> int:
         """What one call receives; a stall is told only when there is nothing else to tell of."""
-        if self._stalled is not None:
-            raise self._stalled
+        if self._is_stalled:
+            raise LateError(self._watch.stalled)
         count = 0
         try:
             with self._watch.step(self._sock, counter=Counter.RECEIVED):
                 count = self._raw.readinto(view)
-        except LateError as error:
+        except LateError:
             if not count:
                 raise
-            self._stalled = error
+            self._is_stalled = True
         return count
 
     def close(self) -> None:
