@@ -1,0 +1,310 @@
+"""Saves, deletions, sweeps, loads and kills in every order that a seeded scheduler makes of them.
+
+The requests of all of them go to one store in memory, one at a time: at each request the scheduler
+draws whose is next, lets hours pass, loses answers, and ends some for ever. After each every
+committed checkpoint must be whole, and in the end a sweep leaves nothing that no checkpoint names.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import types
+import uuid
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+
+import pytest
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+
+from cloudckpt import Config, RetryPolicy
+from cloudckpt.checkpoint import commit as committing
+from cloudckpt.checkpoint.commit import begin, named_objects, publish
+from cloudckpt.checkpoint.manifest import ItemRecord
+from cloudckpt.checkpoint.objects import METADATA, ObjectRecord, data_name
+from cloudckpt.checkpoint.structure import Structure
+from cloudckpt.errors import CloudCheckpointError, ConnectionLostError, ObjectNotFoundError
+from cloudckpt.runs.deleting import delete, unneeded
+from cloudckpt.runs.sweeping import find_leftovers, sweep
+from cloudckpt.stores import memory, registry
+from cloudckpt.stores.memory import MemoryStore
+from cloudckpt.transfer.retry import Retrier
+from cloudckpt.uri import CheckpointURI
+
+HOUR = 3600.0
+RETRY = RetryPolicy(attempts=3, base=0.0, cap=0.0, deadline=1e9)
+
+
+class KilledError(BaseException):
+    """What ends an actor amid a request; nothing that it does then reaches the store."""
+
+
+class Actor:
+    """One who sends requests; in a thread of its own, or in several, one after the other."""
+
+    def __init__(self, name: str, work: Callable[[Config], None]) -> None:
+        self.name = name
+        self.work = work
+        self.is_dead = self.has_ended = False
+        self.at_gate, self.go = threading.Semaphore(0), threading.Semaphore(0)
+        self.error: BaseException | None = None
+
+    def gate(self) -> None:
+        """Waits for this actor's turn."""
+        if not self.is_dead:
+            self.at_gate.release()
+            self.go.acquire()
+        if self.is_dead:
+            raise KilledError
+
+
+class Gated(MemoryStore):
+    """The store as one actor sees it."""
+
+    def __init__(self, name: str, actor: Actor, world: World) -> None:
+        super().__init__(name)
+        self._actor, self._world = actor, world
+
+    def _sent(self, request):
+        self._actor.gate()
+        luck = self._world.rng.random()
+        if luck < 0.01:
+            raise ConnectionLostError("the request was lost", uri=self.root)
+        answer = request()
+        if luck > 0.99:
+            raise ConnectionLostError("the answer was lost", uri=self.root)
+        return answer
+
+    def put(self, *args, **kwargs):
+        return self._sent(lambda: MemoryStore.put(self, *args, **kwargs))
+
+    def get(self, key):
+        return self._sent(lambda: MemoryStore.get(self, key))
+
+    def get_range(self, *args, **kwargs):
+        return self._sent(lambda: MemoryStore.get_range(self, *args, **kwargs))
+
+    def head(self, key):
+        return self._sent(lambda: MemoryStore.head(self, key))
+
+    def list(self, prefix):
+        return iter(self._sent(lambda: list(MemoryStore.list(self, prefix))))
+
+    def list_folders(self, prefix):
+        return iter(self._sent(lambda: list(MemoryStore.list_folders(self, prefix))))
+
+    def list_uploads(self, prefix):
+        return iter(self._sent(lambda: list(MemoryStore.list_uploads(self, prefix))))
+
+    def delete(self, key, *, if_version=None):
+        return self._sent(lambda: MemoryStore.delete(self, key, if_version=if_version))
+
+
+class World:
+    """One interleaving."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.hours = 1000.0
+        self.name = uuid.uuid4().hex
+        self.root = CheckpointURI.parse(f"memory://{self.name}/run")
+        self.plain = MemoryStore(self.name)
+        self.history: list[str] = []
+        kinds = [self.save, self.save, self.save, self.delete, self.prune, self.sweep, self.load]
+        chosen = [self.save, *self.rng.choices(kinds, k=self.rng.randint(2, 4))]
+        self.actors = [
+            Actor(f"{kind.__name__}-{n}", kind(self.rng.choice([1, 1, 2])))
+            for n, kind in enumerate(chosen)
+        ]
+
+    def config(self, number: int) -> Config:
+        """By which the store of an actor is found."""
+        return Config(connections=1, retry=RETRY, merge_gap=number)
+
+    def step(self, number: int) -> CheckpointURI:
+        return self.root.join(f"step-{number}")
+
+    def save(self, number: int) -> Callable[[Config], None]:
+        uri, attempt = self.step(number), f"{self.rng.getrandbits(64):016x}"
+
+        def work(config: Config) -> None:
+            store, retrier = registry.open_store(uri, config), Retrier(RETRY)
+            baseline = begin(store, uri.key(METADATA), overwrite=True, retrier=retrier)
+            written: dict[MetadataIndex, ItemRecord] = {}
+            for rank in range(2):
+                name, data = data_name(rank, 0, attempt), attempt.encode()
+                record = ObjectRecord(name, len(data), 0)
+                retrier.call(
+                    lambda name=name, data=data: store.put(
+                        uri.key(name), [memoryview(data)], checksum=0
+                    )
+                )
+                written[MetadataIndex(f"v{rank}")] = ItemRecord(
+                    record, 0, len(data), 0, len(data), None, (), 1024, b"\0\0\0\0"
+                )
+            publish(
+                store,
+                uri,
+                config,
+                baseline=baseline,
+                attempt=attempt,
+                metadata=Metadata({index.fqn: BytesStorageMetadata() for index in written}),
+                written=written,
+                own=[record.object.name for record in written.values()],
+                structure=Structure(),
+            )
+
+        return work
+
+    def delete(self, number: int) -> Callable[[Config], None]:
+        return lambda config: delete(self.step(number), config=config)
+
+    def prune(self, number: int) -> Callable[[Config], None]:
+        def work(config: Config) -> None:
+            for uri in unneeded(self.root, max_to_keep=1, config=config):
+                delete(uri, config=config)
+
+        return work
+
+    def sweep(self, number: int) -> Callable[[Config], None]:
+        return lambda config: sweep(self.root, config=config) and None
+
+    def load(self, number: int) -> Callable[[Config], None]:
+        uri = self.step(number)
+
+        def work(config: Config) -> None:
+            store, retrier, key = (
+                registry.open_store(uri, config),
+                Retrier(RETRY),
+                uri.key(METADATA),
+            )
+            data, info = retrier.call(lambda: store.get_latest(key))
+            for name in sorted(named_objects(data, str(uri))):
+                try:
+                    retrier.call(lambda name=name: store.get(uri.key(name)))
+                except ObjectNotFoundError:
+                    try:
+                        now = retrier.call(lambda: store.head(key)).version
+                    except ObjectNotFoundError:
+                        return
+                    assert now != info.version, f"{name} is gone, and {uri} is still there"
+                    return
+
+        return work
+
+    def run(self) -> None:
+        for number, actor in enumerate(self.actors):
+            threading.Thread(target=self._act, args=(actor, self.config(number))).start()
+            actor.at_gate.acquire()
+        doomed = {
+            actor: self.rng.randint(1, 12) for actor in self.actors if self.rng.random() < 0.3
+        }
+        turns: dict[Actor, int] = dict.fromkeys(self.actors, 0)
+        try:
+            while live := [actor for actor in self.actors if not actor.has_ended]:
+                actor = self.rng.choice(live)
+                turns[actor] += 1
+                if self.rng.random() < 0.1:
+                    self.hours += self.rng.choice([1.0, 7.0, 11.0, 13.0, 25.0])
+                actor.is_dead = doomed.get(actor) == turns[actor]
+                self.history.append(f"{self.hours:g} h: {actor.name}{' †' * actor.is_dead}")
+                actor.go.release()
+                actor.at_gate.acquire()
+                self.check()
+        finally:
+            for actor in self.actors:
+                actor.is_dead = True
+                actor.go.release()
+
+    def _act(self, actor: Actor, config: Config) -> None:
+        try:
+            actor.gate()
+            actor.work(config)
+        except (KilledError, CloudCheckpointError):
+            pass
+        except BaseException as error:  # noqa: BLE001 - raised by the test
+            actor.error = error
+        actor.has_ended = True
+        actor.at_gate.release()
+
+    def check(self) -> None:
+        """Every committed checkpoint has all of its objects."""
+        keys = {info.key for info in self.plain.list("")}
+        for key in keys:
+            if key.endswith(f"/{METADATA}"):
+                folder = key.removesuffix(METADATA)
+                for name in _named(bytes(self.plain.get(key)[0])):
+                    assert folder + name in keys, f"{folder}{name} is gone"
+
+    def check_end(self) -> None:
+        """A sweep leaves what is named by checkpoints, and nothing else."""
+        self.hours += 25
+        last = Actor("last", lambda config: None)
+        last.gate = lambda: None
+        self.actors.append(last)
+        config = self.config(len(self.actors) - 1)
+        self.rng = random.Random(0)
+        self.rng.random = lambda: 0.5  # no more faults
+        sweep(self.root, config=config)
+        found = find_leftovers(self.root, config=config)
+        assert not found.objects
+        assert not found.unread
+        self.check()
+        below = {info.key for info in self.plain.list("")}
+        named = {
+            key.removesuffix(METADATA) + name
+            for key in below
+            if key.endswith(f"/{METADATA}")
+            for name in (METADATA, *_named(bytes(self.plain.get(key)[0])))
+        }
+        assert below == named
+
+
+@lru_cache(maxsize=4096)
+def _named(metadata: bytes) -> frozenset[str]:
+    return frozenset(named_objects(metadata, "memory://"))
+
+
+@pytest.fixture
+def worlds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], World]]:
+    """Makes worlds; the store and the saves have their clock."""
+    current: list[World] = []
+
+    def opener():
+        def make(uri, config):
+            world = current[0]
+            return Gated(world.name, world.actors[config.merge_gap], world)
+
+        return make
+
+    clock = types.SimpleNamespace(
+        time=lambda: current[0].hours * HOUR,
+        clock_gettime=lambda kind: current[0].hours * HOUR,
+        CLOCK_MONOTONIC=1,
+    )
+    monkeypatch.setattr(registry, "_OPENERS", {"memory": opener})
+    monkeypatch.setattr(memory, "time", clock)
+    monkeypatch.setattr(committing, "time", clock)
+
+    def made(seed: int) -> World:
+        current[:] = [World(seed)]
+        return current[0]
+
+    yield made
+    for known in (memory._buckets, registry._places):
+        known.clear()
+
+
+def try_one(worlds: Callable[[int], World], seed: int) -> None:
+    """One interleaving; an error tells its seed and its story."""
+    world = worlds(seed)
+    try:
+        world.run()
+        for actor in world.actors:
+            if actor.error is not None:
+                raise actor.error
+        world.check_end()
+    except Exception as error:
+        story = "\n".join(world.history)
+        raise AssertionError(f"seed {seed}: {error}\n{story}") from error
+    memory._buckets.pop(world.name)
