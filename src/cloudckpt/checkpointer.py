@@ -72,7 +72,31 @@ class CheckpointerConfig:
     trust_pickle: bool = False
 
 
-class Checkpointer(ABC):
+class ClosedAtExit(ABC):
+    """A context manager that is closed at its end; a failure of that hides no other error."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except CloudCheckpointError as failure:
+            if error is None:
+                raise
+            logger.error("%s: while it was closed: %s", type(self).__name__, failure)
+
+
+class Checkpointer(ClosedAtExit):
     """Saves and loads the checkpoints of a job; use it as a context manager.
 
     Saving and loading are collective calls: all ranks of the process group make them, in the same
@@ -190,22 +214,6 @@ class Checkpointer(ABC):
         if callable(notes):
             notes = notes()
         return CloudStorageWriter(uri, config=self._config.config, commit_hook=hook, notes=notes)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            self.close()
-        except CloudCheckpointError as failure:
-            if error is None:
-                raise
-            logger.error("while the checkpointer was closed: %s", failure)  # it must not hide error
 
 
 class SyncCheckpointer(Checkpointer):

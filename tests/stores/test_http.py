@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import cloudckpt
 from cloudckpt.errors import ConfigError, ConnectionLostError, ServerError, TLSError
-from cloudckpt.stores import long_reads, steps, watch
+from cloudckpt.stores import bodies, long_reads, watch
 from cloudckpt.stores.http import HttpClient, HttpOptions
 from cloudckpt.testing.servers import free_port
 
@@ -28,7 +28,7 @@ STEP = MIB
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch):
-    monkeypatch.setattr(steps, "STEP", STEP)
+    monkeypatch.setattr(bodies, "STEP", STEP)
 
 
 def options(**changes):

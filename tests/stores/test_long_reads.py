@@ -21,7 +21,7 @@ import pytest
 
 from authority import Authority
 from cloudckpt.errors import ConnectionLostError, TLSError
-from cloudckpt.stores import long_reads, steps
+from cloudckpt.stores import bodies, long_reads
 from cloudckpt.stores.http import HttpClient, HttpOptions
 from forwarding import forward_proxy
 
@@ -37,7 +37,7 @@ pytestmark = BOTH
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch):
-    monkeypatch.setattr(steps, "STEP", STEP)
+    monkeypatch.setattr(bodies, "STEP", STEP)
 
 
 @pytest.fixture(scope="module")

@@ -10,16 +10,15 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from types import TracebackType
 from typing import Any, Literal
 
 import torch.distributed as dist
-from typing_extensions import Self
 
 from cloudckpt.checkpoint.notes import Notes, metrics_of
 from cloudckpt.checkpointer import (
     Checkpointer,
     CheckpointerConfig,
+    ClosedAtExit,
     make_async_checkpointer,
     make_sync_checkpointer,
 )
@@ -43,7 +42,7 @@ __all__ = ["CheckpointManager"]
 logger = logging.getLogger("cloudckpt")
 
 
-class CheckpointManager:
+class CheckpointManager(ClosedAtExit):
     """Saves, finds, restores and prunes the checkpoints of one run; use it as a context manager.
 
     All ranks make the same calls, in the same order; only :meth:`should_save` and :meth:`uri` may
@@ -363,19 +362,3 @@ class CheckpointManager:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the manager was closed")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            self.close()
-        except CloudCheckpointError as failure:
-            if error is None:
-                raise
-            logger.error("while the manager was closed: %s", failure)  # it must not hide error

@@ -40,7 +40,8 @@ from cloudckpt.stores.base import (
     nbytes,
     random_suffix,
 )
-from cloudckpt.stores.http import HttpClient, Reply
+from cloudckpt.stores.bodies import Reply
+from cloudckpt.stores.http import HttpClient
 from cloudckpt.stores.rest import (
     Pages,
     Request,

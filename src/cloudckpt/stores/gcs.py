@@ -28,6 +28,7 @@ from cloudckpt.errors import (
     StoreError,
 )
 from cloudckpt.stores.base import Body, Capabilities, ObjectInfo, Part, Progress, Upload
+from cloudckpt.stores.bodies import Reply
 from cloudckpt.stores.gcs_access import BucketAccess
 from cloudckpt.stores.gcs_compose import MAX_PARTS, Composition, is_temporary
 from cloudckpt.stores.gcs_errors import from_answer
@@ -38,7 +39,7 @@ from cloudckpt.stores.gcs_json import (
     generation,
     parse_crc32c,
 )
-from cloudckpt.stores.http import HttpClient, Reply
+from cloudckpt.stores.http import HttpClient
 from cloudckpt.stores.rest import Request, RestStore, encode_key, encode_query
 from cloudckpt.stores.xml_api import Dialect, XmlMultipart
 

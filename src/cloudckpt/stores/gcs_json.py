@@ -26,7 +26,7 @@ from cloudckpt.errors import (
     StoreError,
 )
 from cloudckpt.stores.base import Body, ObjectInfo, Progress, nbytes, random_suffix
-from cloudckpt.stores.http import Reply
+from cloudckpt.stores.bodies import Reply
 from cloudckpt.stores.rest import Pages, RestStore, encode_query, iso_date
 
 __all__ = ["JsonObjects", "carried_out", "creation_headers", "generation", "parse_crc32c"]

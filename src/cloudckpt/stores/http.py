@@ -16,8 +16,7 @@ import re
 import socket
 import ssl
 import threading
-import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote_to_bytes, urlsplit
@@ -31,6 +30,7 @@ from cloudckpt._version import __version__
 from cloudckpt.config import Config
 from cloudckpt.errors import ConfigError, ConnectionLostError, InvalidRequestError
 from cloudckpt.stores.base import Body, Progress
+from cloudckpt.stores.bodies import Reply, StoppedError, steps
 from cloudckpt.stores.credentials import masked, raise_alone
 from cloudckpt.stores.long_reads import (
     BodyReader,
@@ -39,18 +39,14 @@ from cloudckpt.stores.long_reads import (
     WatchedSocket,
     has_unread,
 )
-from cloudckpt.stores.steps import StoppedError, cut, steps
 from cloudckpt.stores.tls import causes, lasting_failure
 from cloudckpt.stores.watch import Connection, Counter, LateError, Watch, break_connection
 
-__all__ = ["HttpClient", "HttpOptions", "Reply"]
+__all__ = ["HttpClient", "HttpOptions"]
 
 _UNFIT = re.compile(r"[^\t\x20-\x7e\xa0-\xff]")  # in the value of a header
 _CONNECTING = 4  # times connect_timeout: TCP, TLS with a proxy, its answer, TLS with the store
-_PIECE = 64 * 1024
 _USER_AGENT = f"cloudckpt/{__version__}"
-_MOST_ERROR_BYTES = 64 * 1024
-_MOST_CONTROL_BYTES = 16 * 1024 * 1024  # a page of 1,000 keys of 1 KiB has some 2 MiB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,136 +195,6 @@ class _ConnectingByTLS(_Connecting):
         """Not if more has come than was promised: the next answer would begin with it."""
         connected: bool = super().is_connected  # type: ignore[misc]  # urllib3's
         return connected and not has_unread(self.sock)
-
-
-class Reply:
-    """An answer whose body has not been read yet."""
-
-    def __init__(
-        self,
-        response: urllib3.response.BaseHTTPResponse,
-        raw: http.client.HTTPResponse,
-        sock: socket.socket | None,
-        watch: Watch,
-        longest: float,
-    ) -> None:
-        """``longest``: seconds that a chunked answer about objects may take as a whole."""
-        self.status = response.status
-        self.headers: Mapping[str, str] = response.headers
-        self._response = response
-        self._raw = raw
-        self._sock = sock
-        self._watch = watch
-        self._longest = longest
-        self._is_stalled = False
-
-    @property
-    def length(self) -> int | None:
-        """The bytes that the body is said to have."""
-        text = self.headers.get("Content-Length")
-        return int(text) if text is not None and text.isdigit() else None
-
-    def read_into(self, views: Sequence[memoryview], progress: Progress | None = None) -> None:
-        """Receives exactly the bytes of ``views``.
-
-        Raises:
-            ConnectionLostError: If the body ends early or stalls; ``received`` says what arrived.
-        """
-        received = 0
-        for piece in (piece for view in views for piece in cut(view)):
-            left = piece
-            while left.nbytes:
-                try:
-                    count = self._step(left)
-                except (OSError, http.client.HTTPException) as exc:
-                    raise ConnectionLostError(
-                        f"the connection broke after {received} bytes", received=received, cause=exc
-                    ) from exc
-                if count == 0:
-                    raise ConnectionLostError(
-                        f"the answer ended after {received} bytes", received=received
-                    )
-                left = left[count:]
-                received += count
-                if progress is not None:
-                    progress(count)
-
-    def read(self, limit: int = _MOST_ERROR_BYTES) -> bytes:
-        """What comes of the body of a short answer, at most ``limit`` bytes of it."""
-        data = bytearray()
-        with contextlib.suppress(OSError, http.client.HTTPException):
-            self._receive(data, limit)
-        return bytes(data)
-
-    def read_all(self) -> bytes:
-        """The whole body of an answer about objects, such as a page of a listing.
-
-        Raises:
-            ConnectionLostError: If the body ends early, stalls, or is no such answer by its size.
-        """
-        data = bytearray()
-        receive = self._receive_chunks if self._raw.chunked else self._receive
-        try:
-            receive(data, _MOST_CONTROL_BYTES)
-        except (OSError, http.client.HTTPException) as exc:
-            raise ConnectionLostError(
-                f"the connection broke after {len(data)} bytes", cause=exc
-            ) from exc
-        if not self._raw.isclosed() or (self.length or 0) > len(data):
-            raise ConnectionLostError(f"the answer did not end after {len(data)} bytes")
-        return bytes(data)
-
-    def _receive(self, data: bytearray, limit: int) -> None:
-        """Appends what comes, up to ``limit`` bytes."""
-        if self._raw.length == 0:
-            self._raw.read()  # lets the response notice its end
-            return
-        left = self._raw.length  # None: unknown
-        piece = memoryview(bytearray(min(limit, _PIECE if left is None else left)))
-        while len(data) < limit:
-            count = self._step(piece[: limit - len(data)])
-            if count == 0:
-                return
-            data += piece[:count]
-
-    def _receive_chunks(self, data: bytearray, limit: int) -> None:
-        """The same, but every piece is progress, however small.
-
-        S3 sends white space while it puts the parts of an object together.
-        """
-        end = time.monotonic() + self._longest
-        while len(data) < limit:
-            with self._watch.step(self._sock, counter=Counter.RECEIVED):
-                piece = self._raw.read1(limit - len(data))
-            if not piece:
-                return
-            if time.monotonic() > end:
-                raise TimeoutError(f"the answer did not end within {self._longest:.0f} s")
-            data += piece
-
-    def _step(self, view: memoryview) -> int:
-        """What one call receives; a stall is told only when there is nothing else to tell of."""
-        if self._is_stalled:
-            raise LateError(self._watch.stalled)
-        count = 0
-        try:
-            with self._watch.step(self._sock, counter=Counter.RECEIVED):
-                count = self._raw.readinto(view)
-        except LateError:
-            if not count:
-                raise
-            self._is_stalled = True
-        return count
-
-    def close(self) -> None:
-        """Gives the connection back if the body was read, or nearly so; else closes it."""
-        left = self._raw.length  # None: unknown; 0 also after HEAD, and for answers without a body
-        if left is not None and left <= _MOST_ERROR_BYTES:
-            self.read()
-        if self._raw.isclosed():
-            self._response.release_conn()
-        else:
-            self._response.close()
 
 
 def _pool_classes(

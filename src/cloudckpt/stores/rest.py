@@ -24,8 +24,9 @@ from cloudckpt.errors import (
     TransientStoreError,
 )
 from cloudckpt.stores.base import Body, ObjectInfo, ObjectStore, Progress, nbytes
+from cloudckpt.stores.bodies import Reply
 from cloudckpt.stores.credentials import Credentials, conceal
-from cloudckpt.stores.http import HttpClient, Reply
+from cloudckpt.stores.http import HttpClient
 
 __all__ = [
     "Pages",

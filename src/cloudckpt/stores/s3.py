@@ -36,7 +36,8 @@ from cloudckpt.stores.base import (
     Progress,
     Upload,
 )
-from cloudckpt.stores.http import HttpClient, Reply
+from cloudckpt.stores.bodies import Reply
+from cloudckpt.stores.http import HttpClient
 from cloudckpt.stores.rest import (
     Pages,
     Request,

@@ -1,0 +1,204 @@
+"""Bodies on the wire: sent from memory and received into it, in few calls to the socket."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+import urllib3
+
+from cloudckpt.errors import ConnectionLostError
+from cloudckpt.stores.base import Body, Progress
+from cloudckpt.stores.watch import Counter, LateError, Watch
+
+__all__ = ["STEP", "Reply", "StoppedError", "cut", "steps"]
+
+_PIECE = 64 * 1024
+_MOST_ERROR_BYTES = 64 * 1024
+_MOST_CONTROL_BYTES = 16 * 1024 * 1024  # a page of 1,000 keys of 1 KiB has some 2 MiB
+
+# Each call gives the GIL away and waits for it: a request of 16 MiB should be one. Elsewhere than
+# on Linux the watch can't see what moves in the middle of a call, which has to end in time.
+STEP = (16 if sys.platform == "linux" else 4) * 1024 * 1024
+"""Bytes that one blocking call moves."""
+
+_SMALL = 64 * 1024
+_GATHER = 256 * 1024
+
+
+def cut(view: memoryview) -> Iterator[memoryview]:
+    """A view in steps."""
+    for start in range(0, view.nbytes, STEP):
+        yield view[start : start + STEP]
+
+
+class StoppedError(Exception):
+    """Carries what ``progress`` raised past urllib3, which would take an OSError for its own."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+def steps(body: Body, progress: Progress | None) -> Iterator[memoryview | bytes]:
+    """Cuts large views into steps and gathers small ones, which would cost a call each."""
+
+    def moved(count: int) -> None:
+        if progress is not None:
+            try:
+                progress(count)
+            except BaseException as error:
+                raise StoppedError(error) from error
+
+    gathered: list[memoryview] = []
+    waiting = 0
+    for view in body:
+        if view.nbytes < _SMALL:
+            gathered.append(view)
+            waiting += view.nbytes
+            if waiting < _GATHER:
+                continue
+        if waiting:
+            yield b"".join(gathered)
+            moved(waiting)
+            gathered, waiting = [], 0
+        if view.nbytes >= _SMALL:
+            for piece in cut(view):
+                yield piece
+                moved(piece.nbytes)
+    if waiting:
+        yield b"".join(gathered)
+        moved(waiting)
+
+
+class Reply:
+    """An answer whose body has not been read yet."""
+
+    def __init__(
+        self,
+        response: urllib3.response.BaseHTTPResponse,
+        raw: http.client.HTTPResponse,
+        sock: socket.socket | None,
+        watch: Watch,
+        longest: float,
+    ) -> None:
+        """``longest``: seconds that a chunked answer about objects may take as a whole."""
+        self.status = response.status
+        self.headers: Mapping[str, str] = response.headers
+        self._response = response
+        self._raw = raw
+        self._sock = sock
+        self._watch = watch
+        self._longest = longest
+        self._is_stalled = False
+
+    @property
+    def length(self) -> int | None:
+        """The bytes that the body is said to have."""
+        text = self.headers.get("Content-Length")
+        return int(text) if text is not None and text.isdigit() else None
+
+    def read_into(self, views: Sequence[memoryview], progress: Progress | None = None) -> None:
+        """Receives exactly the bytes of ``views``.
+
+        Raises:
+            ConnectionLostError: If the body ends early or stalls; ``received`` says what arrived.
+        """
+        received = 0
+        for piece in (piece for view in views for piece in cut(view)):
+            left = piece
+            while left.nbytes:
+                try:
+                    count = self._step(left)
+                except (OSError, http.client.HTTPException) as exc:
+                    raise ConnectionLostError(
+                        f"the connection broke after {received} bytes", received=received, cause=exc
+                    ) from exc
+                if count == 0:
+                    raise ConnectionLostError(
+                        f"the answer ended after {received} bytes", received=received
+                    )
+                left = left[count:]
+                received += count
+                if progress is not None:
+                    progress(count)
+
+    def read(self, limit: int = _MOST_ERROR_BYTES) -> bytes:
+        """What comes of the body of a short answer, at most ``limit`` bytes of it."""
+        data = bytearray()
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            self._receive(data, limit)
+        return bytes(data)
+
+    def read_all(self) -> bytes:
+        """The whole body of an answer about objects, such as a page of a listing.
+
+        Raises:
+            ConnectionLostError: If the body ends early, stalls, or is no such answer by its size.
+        """
+        data = bytearray()
+        receive = self._receive_chunks if self._raw.chunked else self._receive
+        try:
+            receive(data, _MOST_CONTROL_BYTES)
+        except (OSError, http.client.HTTPException) as exc:
+            raise ConnectionLostError(
+                f"the connection broke after {len(data)} bytes", cause=exc
+            ) from exc
+        if not self._raw.isclosed() or (self.length or 0) > len(data):
+            raise ConnectionLostError(f"the answer did not end after {len(data)} bytes")
+        return bytes(data)
+
+    def _receive(self, data: bytearray, limit: int) -> None:
+        """Appends what comes, up to ``limit`` bytes."""
+        if self._raw.length == 0:
+            self._raw.read()  # lets the response notice its end
+            return
+        left = self._raw.length  # None: unknown
+        piece = memoryview(bytearray(min(limit, _PIECE if left is None else left)))
+        while len(data) < limit:
+            count = self._step(piece[: limit - len(data)])
+            if count == 0:
+                return
+            data += piece[:count]
+
+    def _receive_chunks(self, data: bytearray, limit: int) -> None:
+        """The same, but every piece is progress, however small.
+
+        S3 sends white space while it puts the parts of an object together.
+        """
+        end = time.monotonic() + self._longest
+        while len(data) < limit:
+            with self._watch.step(self._sock, counter=Counter.RECEIVED):
+                piece = self._raw.read1(limit - len(data))
+            if not piece:
+                return
+            if time.monotonic() > end:
+                raise TimeoutError(f"the answer did not end within {self._longest:.0f} s")
+            data += piece
+
+    def _step(self, view: memoryview) -> int:
+        """What one call receives; a stall is told only when there is nothing else to tell of."""
+        if self._is_stalled:
+            raise LateError(self._watch.stalled)
+        count = 0
+        try:
+            with self._watch.step(self._sock, counter=Counter.RECEIVED):
+                count = self._raw.readinto(view)
+        except LateError:
+            if not count:
+                raise
+            self._is_stalled = True
+        return count
+
+    def close(self) -> None:
+        """Gives the connection back if the body was read, or nearly so; else closes it."""
+        left = self._raw.length  # None: unknown; 0 also after HEAD, and for answers without a body
+        if left is not None and left <= _MOST_ERROR_BYTES:
+            self.read()
+        if self._raw.isclosed():
+            self._response.release_conn()
+        else:
+            self._response.close()
