@@ -49,6 +49,7 @@ _S3: Known = {
     ("DELETE", "key", frozenset()): "DeleteObject",
 }
 _S3_PAGING = {
+    "delimiter",
     "continuation-token",
     "encoding-type",
     "key-marker",
@@ -68,7 +69,7 @@ _AZURE: Known = {
     ("PUT", "blob", frozenset({"comp=blocklist"})): "Put Block List",
     ("GET", "blob", frozenset({"comp=blocklist", "blocklisttype"})): "Get Block List",
 }
-_AZURE_PAGING = {"include=uncommittedblobs", "marker", "maxresults", "prefix"}
+_AZURE_PAGING = {"delimiter", "include=uncommittedblobs", "marker", "maxresults", "prefix"}
 _AZURE_SIGNATURE = {"se", "sig", "sp", "spr", "sr", "sv"}
 
 _GCS: Known = {
