@@ -103,7 +103,7 @@ _GCS = [
     Accepted("gcs*", "query projection", "=noAcl", None, "the default"),
     Accepted("gcs*", "query prettyPrint", "=false", None,
              "a few spaces in answers of four fields"),
-    Accepted("gcs*: list", "query prefix", "=run%2Fa+b%2B%C3%BC%2F", "=run%2Fa%20b%2B%C3%BC%2F",
+    Accepted("gcs*: list*", "query prefix", "=run%2Fa+b%2B%C3%BC%2F", "=run%2Fa%20b%2B%C3%BC%2F",
              "two spellings of a space"),
     Accepted("gcs, compose: completion", "query kmsKeyName", None, "*",
              "documented for compose; the client knows only the metadata"),

@@ -190,6 +190,12 @@ def _writing(
         lambda: client.delete_blob(KEY, delete_snapshots="include"),
         lambda: store.delete(KEY),
     )
+    unchanged = {"etag": TAG, "match_condition": MatchConditions.IfNotModified}
+    yield Operation(
+        f"{name}: delete, pinned",
+        lambda: client.delete_blob(KEY, delete_snapshots="include", **unchanged),
+        lambda: store.delete(KEY, if_version=TAG),
+    )
 
 
 def _reading(name: str, client: ContainerClient, store: AzureStore) -> Iterator[Operation]:
@@ -212,6 +218,11 @@ def _reading(name: str, client: ContainerClient, store: AzureStore) -> Iterator[
         f"{name}: list",
         lambda: list(client.list_blobs(prefix, results_per_page=1000)),
         lambda: list(store.list(prefix)),
+    )
+    yield Operation(
+        f"{name}: list folders",
+        lambda: list(client.walk_blobs(prefix, delimiter="/", results_per_page=1000)),
+        lambda: list(store.list_folders(prefix)),
     )
     yield Operation(
         f"{name}: list uploads",

@@ -240,6 +240,11 @@ def _writing(
         lambda: store.abort_upload(UPLOAD),
     )
     yield Operation(f"{name}: delete", lambda: bucket.blob(KEY).delete(), lambda: store.delete(KEY))
+    yield Operation(
+        f"{name}: delete, pinned",
+        lambda: bucket.blob(KEY).delete(if_generation_match=int(GENERATION)),
+        lambda: store.delete(KEY, if_version=GENERATION),
+    )
 
 
 def _composing(name: str, bucket: storage.Bucket, store: GCSStore) -> Operation:
@@ -280,6 +285,11 @@ def _reading(name: str, bucket: storage.Bucket, store: GCSStore) -> Iterator[Ope
         f"{name}: list",
         lambda: list(bucket.list_blobs(prefix="run/a b+ü/")),
         lambda: list(store.list("run/a b+ü/")),
+    )
+    yield Operation(
+        f"{name}: list folders",
+        lambda: list(bucket.list_blobs(prefix="run/a b+ü/", delimiter="/")),
+        lambda: list(store.list_folders("run/a b+ü/")),
     )
     prefix = f"uploads&encoding-type=url&prefix={quote('run/a b+ü/', safe='')}"
 

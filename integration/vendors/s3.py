@@ -223,6 +223,11 @@ def _writing(
         lambda: client.delete_object(Bucket=BUCKET, Key=KEY, **always),
         lambda: store.delete(KEY),
     )
+    yield Operation(
+        f"{name}: delete, pinned",
+        lambda: client.delete_object(Bucket=BUCKET, Key=KEY, IfMatch=TAG, **always),
+        lambda: store.delete(KEY, if_version=TAG),
+    )
 
 
 def _reading(
@@ -230,9 +235,10 @@ def _reading(
 ) -> Iterator[Operation]:
     at = {"Bucket": BUCKET, "Key": KEY, **always}
 
-    def listed(operation: str) -> Any:
+    def listed(operation: str, **more: str) -> Any:
         pages = client.get_paginator(operation)
-        return lambda: list(pages.paginate(Bucket=BUCKET, Prefix="run/a b+ü/", **always))
+        asked = {"Bucket": BUCKET, "Prefix": "run/a b+ü/", **more, **always}
+        return lambda: list(pages.paginate(**asked))
 
     def read(version: str | None = None) -> None:
         store.get_range(KEY, 2, [memoryview(bytearray(3))], if_version=version)
@@ -250,6 +256,11 @@ def _reading(
     yield Operation(f"{name}: head", lambda: client.head_object(**at), lambda: store.head(KEY))
     yield Operation(
         f"{name}: list", listed("list_objects_v2"), lambda: list(store.list("run/a b+ü/"))
+    )
+    yield Operation(
+        f"{name}: list folders",
+        listed("list_objects_v2", Delimiter="/"),
+        lambda: list(store.list_folders("run/a b+ü/")),
     )
     yield Operation(
         f"{name}: list uploads",
