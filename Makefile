@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # a worker has up to ten processes, most of which wait
 WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((n < 2 ? 2 : n > 4 ? 4 : n)))
 
-# --cov: what the tests reach is counted, for a third more CPU; CI does
+# --cov: what the tests reach is counted, for a third more CPU
 COV ?=
 
 # a soak: how long it takes about, and what its chance follows from

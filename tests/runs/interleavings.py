@@ -23,7 +23,12 @@ from cloudckpt.checkpoint.commit import begin, named_objects, publish
 from cloudckpt.checkpoint.manifest import ItemRecord
 from cloudckpt.checkpoint.objects import METADATA, ObjectRecord, data_name
 from cloudckpt.checkpoint.structure import Structure
-from cloudckpt.errors import CloudCheckpointError, ConnectionLostError, ObjectNotFoundError
+from cloudckpt.errors import (
+    AccessDeniedError,
+    CloudCheckpointError,
+    ConnectionLostError,
+    ObjectNotFoundError,
+)
 from cloudckpt.runs.deleting import delete, unneeded
 from cloudckpt.runs.sweeping import find_leftovers, sweep
 from cloudckpt.stores import memory, registry
@@ -66,7 +71,10 @@ class Gated(MemoryStore):
         self._actor, self._world = actor, world
 
     def _sent(self, request):
+        signed = self._world.hours
         self._actor.gate()
+        if self._world.hours - signed > 1:  # as with the clouds' signatures and tokens
+            raise AccessDeniedError("the signature has expired", uri=self.root, certain=True)
         luck = self._world.rng.random()
         if luck < 0.01:
             raise ConnectionLostError("the request was lost", uri=self.root)

@@ -121,7 +121,8 @@ class Baseline:
         """Whether the save may still commit.
 
         What is twice as old is swept as a leftover: an object that is, is of no save that will
-        commit, however long a commit itself takes.
+        commit. The commit is sent at once; docs/guarantees.md says what happens if the machine is
+        suspended just then.
 
         Raises:
             IncompleteSaveError: If it began too long ago.
