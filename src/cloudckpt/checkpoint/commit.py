@@ -54,7 +54,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from cloudckpt.checkpoint.manifest import ItemRecord, Manifest, ManifestId
 from cloudckpt.checkpoint.metadata import dump_metadata, load_metadata
-from cloudckpt.checkpoint.objects import METADATA, checked, is_metadata_of_a_rank, look_for
+from cloudckpt.checkpoint.objects import METADATA, checked, commits_of_ranks, look_for
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.torch_private import CURRENT_DCP_VERSION, StorageInfo
 from cloudckpt.config import Config, Switch
@@ -328,13 +328,11 @@ def _hidden(
     if baseline.version is not None or baseline.key != uri.key(METADATA):
         return set()
     names: set[str] = set()
-    start = uri.key("__")
+    below = uri.key("")
     try:
-        for listed in retrier.call(lambda: list(store.list(start))):
-            name = listed.key.removeprefix(uri.key(""))
-            if is_metadata_of_a_rank(name):
-                data, _ = retrier.call(functools.partial(store.get_latest, listed.key))
-                names |= {name} | objects_of(data, store.uri(listed.key))
+        for key in commits_of_ranks(store, below, retrier):
+            data, _ = retrier.call(functools.partial(store.get_latest, key))
+            names |= {key.removeprefix(below)} | objects_of(data, store.uri(key))
     except Exception as error:  # noqa: BLE001 - nothing that is wrong here may undo a commit
         logger.warning("an older checkpoint without collectives may be left behind: %s", error)
     return names

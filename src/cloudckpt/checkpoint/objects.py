@@ -28,6 +28,7 @@ __all__ = [
     "ObjectRecord",
     "beneath",
     "checked",
+    "commits_of_ranks",
     "data_name",
     "is_committed",
     "is_metadata_of_a_rank",
@@ -63,6 +64,18 @@ def data_name(rank: int, ordinal: int, attempt: str) -> str:
 def rank_of(name: str) -> int:
     """Who has written a shard object, or a commit object of its own."""
     return int(re.match(r"__(\d+)[_.]", name)[1])  # type: ignore[index]
+
+
+def commits_of_ranks(store: ObjectStore, below: str, retrier: Retrier) -> list[str]:
+    """The keys of the commit objects of single ranks, as the store lists them now.
+
+    Args:
+        store: The store.
+        below: What their keys begin with: that of the checkpoint, with a slash.
+        retrier: For the listing.
+    """
+    listed = retrier.call(lambda: list(store.list(f"{below}__")))
+    return [info.key for info in listed if is_metadata_of_a_rank(info.key.removeprefix(below))]
 
 
 def manifest_name(attempt: str) -> str:

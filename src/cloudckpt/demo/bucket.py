@@ -14,7 +14,7 @@ import cloudckpt
 from cloudckpt.checkpoint.objects import METADATA
 from cloudckpt.config import MIB, Config
 from cloudckpt.stores.base import ObjectStore, random_suffix
-from cloudckpt.transfer.deleting import delete_each
+from cloudckpt.transfer.deleting import delete_all
 from cloudckpt.transfer.retry import Retrier, open_store
 from cloudckpt.uri import CheckpointURI
 
@@ -58,8 +58,8 @@ def bucket_of_user(location: str, *, keep: bool) -> Iterator[CheckpointURI]:
         if not keep:
             keys = [info.key for info in retrier.call(lambda: list(store.list(below)))]
             config = Config()
-            if left := delete_each(store, keys, config.retry, threads=config.connections):
-                raise next(iter(left.values()))
+            threads = config.connections
+            delete_all(store, keys, config.retry, threads=threads, what="objects that are")
 
 
 @contextlib.contextmanager

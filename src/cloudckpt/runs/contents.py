@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from cloudckpt.checkpoint.notes import Notes, read_notes
-from cloudckpt.checkpoint.objects import is_metadata_of_a_rank, rank_of
+from cloudckpt.checkpoint.objects import commits_of_ranks, rank_of
 from cloudckpt.checkpoint.places import Places
 from cloudckpt.config import Config
 from cloudckpt.dcp.reader import CloudStorageReader
@@ -229,10 +229,9 @@ def _part(reader: CloudStorageReader, metadata: Metadata) -> _Part:
 
 
 def _ranks(uri: CheckpointURI, config: Config) -> list[int]:
-    store, start = open_store(uri, config), uri.key("__")
-    listed = Retrier(config.retry).call(lambda: list(store.list(start)))
-    names = (info.key.removeprefix(uri.key("")) for info in listed)
-    return sorted(rank_of(name) for name in names if is_metadata_of_a_rank(name))
+    store, below = open_store(uri, config), uri.key("")
+    keys = commits_of_ranks(store, below, Retrier(config.retry))
+    return sorted(rank_of(key.removeprefix(below)) for key in keys)
 
 
 def _together(one: StoredItem, other: StoredItem) -> StoredItem:

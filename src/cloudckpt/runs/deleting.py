@@ -17,7 +17,7 @@ from cloudckpt.errors import (
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.steps import DEFAULT_PATTERN, Retention
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
-from cloudckpt.transfer.deleting import delete_each
+from cloudckpt.transfer.deleting import delete_all
 from cloudckpt.transfer.retry import Retrier, open_store
 from cloudckpt.uri import CheckpointURI, URILike
 
@@ -58,11 +58,13 @@ def delete(checkpoint_id: URILike, *, config: Config | None = None) -> None:
         except PreconditionFailedError as error:
             raise _replaced(uri) from error
     keys = [uri.key(name) for name in sorted(names)]
-    left = delete_each(store, keys, config.retry, threads=config.connections)
-    if left:
-        reason = next(iter(left.values()))
-        reason.message += f" (objects of a deleted checkpoint that are left behind: {len(left)})"
-        raise reason
+    delete_all(
+        store,
+        keys,
+        config.retry,
+        threads=config.connections,
+        what="objects of a deleted checkpoint that are",
+    )
 
 
 def unneeded(

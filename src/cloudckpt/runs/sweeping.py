@@ -9,19 +9,18 @@ object, and of one that is written for the purpose.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 
 from cloudckpt.checkpoint.commit import LONGEST_SAVE, named_objects
-from cloudckpt.checkpoint.objects import METADATA, is_metadata_of_a_rank
+from cloudckpt.checkpoint.objects import METADATA, commits_of_ranks
 from cloudckpt.config import Config
 from cloudckpt.errors import CloudCheckpointError, ObjectNotFoundError, StoreError
 from cloudckpt.runs.catalog import Run
-from cloudckpt.stores.base import ObjectInfo, ObjectStore, Upload, random_suffix
-from cloudckpt.transfer.deleting import delete_each
-from cloudckpt.transfer.retry import Retrier
+from cloudckpt.stores.base import ObjectInfo, Upload, random_suffix
+from cloudckpt.transfer.deleting import delete_all, delete_quietly
 from cloudckpt.uri import URILike
 
 __all__ = ["LEFTOVERS_AGE", "Leftovers", "find_leftovers", "sweep"]
@@ -110,11 +109,13 @@ class _Sweep:
         for upload in self._uploads:
             run.retrier.call(partial(run.store.abort_upload, upload))
         keys = [info.key for info in self._objects]
-        left = delete_each(run.store, keys, config.retry, threads=config.connections)
-        if left:
-            reason = next(iter(left.values()))
-            reason.message += f" (leftovers that could not be deleted: {len(left)})"
-            raise reason
+        delete_all(
+            run.store,
+            keys,
+            config.retry,
+            threads=config.connections,
+            what="leftovers that are",
+        )
         return self.found()
 
     def _look(self) -> None:
@@ -139,7 +140,7 @@ class _Sweep:
         """Those of a folder's old objects that its checkpoint, as it is now, does not name."""
         store, start = self._run.store, f"{folder}/" if folder else ""
         named: set[str] = set()
-        for key in _commits(store, start, self._run.retrier):
+        for key in [start + METADATA, *commits_of_ranks(store, start, self._run.retrier)]:
             try:
                 data, _ = self._run.retrier.call(partial(store.get_latest, key))
                 named |= named_objects(data, store.uri(key))
@@ -161,7 +162,7 @@ class _Sweep:
         try:
             listed = retrier.call(lambda: list(store.list(key)))
         finally:
-            delete_each(store, [key], config.retry, threads=1)
+            delete_quietly(store, [key], config.retry, threads=1)
         if not listed or listed[0].modified is None:
             raise StoreError(
                 "the store does not say when objects were written, so leftovers can't be told from "
@@ -169,11 +170,3 @@ class _Sweep:
                 uri=str(self._run.root),
             )
         return listed[0].modified
-
-
-def _commits(store: ObjectStore, start: str, retrier: Retrier) -> Iterator[str]:
-    """The keys of the commit objects in a folder, looked up now."""
-    yield start + METADATA
-    for info in retrier.call(lambda: list(store.list(start + "__"))):
-        if is_metadata_of_a_rank(info.key.removeprefix(start)):
-            yield info.key

@@ -17,7 +17,7 @@ from cloudckpt.stores.base import ObjectStore
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.retry import Retrier
 
-__all__ = ["delete_each", "delete_quietly"]
+__all__ = ["delete_all", "delete_each", "delete_quietly"]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -53,6 +53,27 @@ def delete_each(
     with contextlib.suppress(StoreError):  # it is told with its key
         Retrier(policy).call(attempt)
     return refused | passing
+
+
+def delete_all(
+    store: ObjectStore, keys: Iterable[str], policy: RetryPolicy, *, threads: int, what: str
+) -> None:
+    """Deletes objects; the arguments are those of :func:`delete_each`.
+
+    Args:
+        store: The store.
+        keys: The keys.
+        policy: How often and how long to try.
+        threads: The most requests at a time.
+        what: They are, for the message.
+
+    Raises:
+        StoreError: Why one of them is left; all others were tried.
+    """
+    if left := delete_each(store, keys, policy, threads=threads):
+        reason = next(iter(left.values()))
+        reason.message += f" ({what} left behind: {len(left)})"
+        raise reason
 
 
 def delete_quietly(
