@@ -1,0 +1,6 @@
+"""The command ``cloudckpt``: looks at runs and checkpoints, verifies them, and deletes them."""
+
+from cloudckpt.cli import demo, looking, moving, runs  # each adds its commands to the app
+from cloudckpt.cli.app import main
+
+__all__ = ["demo", "looking", "main", "moving", "runs"]

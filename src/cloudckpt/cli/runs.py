@@ -1,0 +1,152 @@
+"""Commands about runs: which checkpoints there are, and which are to go."""
+
+# no `from __future__ import annotations`: typer reads the annotations of functions
+
+import dataclasses
+import sys
+from datetime import datetime, timezone
+from enum import Enum
+from typing import Annotated, Optional
+
+import typer
+from rich.filesize import decimal as as_size
+
+from cloudckpt.cli.app import Json, Quiet, Run, StepName, Yes, app, confirm, print_json, print_rows
+from cloudckpt.errors import CheckpointNotFoundError
+from cloudckpt.runs import catalog, deleting, sweeping
+from cloudckpt.runs.steps import DEFAULT_PATTERN
+
+
+class Mode(str, Enum):
+    """Which values of a metric are the best."""
+
+    min = "min"
+    max = "max"
+
+
+@app.command(rich_help_panel="Runs")
+def ls(run: Run, step_name: StepName = DEFAULT_PATTERN, as_json: Json = False) -> None:
+    """List the checkpoints of a run: step, age, size, and whether each is committed or torn."""
+    found = catalog.list_checkpoints(run, step_name=step_name)
+    if as_json:
+        print_json([dataclasses.asdict(one) for one in found])
+        return
+    now = datetime.now(timezone.utc).timestamp()
+    rows = [
+        [
+            "-" if one.step is None else str(one.step),
+            "committed" if one.is_committed else "torn",
+            as_size(one.nbytes),
+            "" if one.modified is None else _age(now - one.modified),
+            one.uri,
+        ]
+        for one in found
+    ]
+    print_rows(["step", "state", "size", "age", "checkpoint"], rows, right={0, 2, 3})
+
+
+@app.command(rich_help_panel="Runs")
+def latest(run: Run, step_name: StepName = DEFAULT_PATTERN) -> None:
+    """Print the newest committed checkpoint of a run."""
+    found = catalog.latest(run, step_name=step_name)
+    if found is None:
+        raise CheckpointNotFoundError("there is no committed checkpoint in this run", uri=run)
+    print(found)
+
+
+@app.command(rich_help_panel="Runs")
+def rm(
+    checkpoints: Annotated[list[str], typer.Argument(help="Checkpoints to delete.")],
+    yes: Yes = False,
+    quiet: Quiet = False,
+) -> None:
+    """Delete checkpoints: first what makes them visible, then their data, and nothing else."""
+    confirm(f"Delete {_counted(checkpoints)}?", yes)
+    for checkpoint in checkpoints:
+        deleting.delete(checkpoint)
+        if not quiet:
+            print(f"deleted {checkpoint}")
+
+
+@app.command(rich_help_panel="Runs")
+def prune(
+    run: Run,
+    max_to_keep: Annotated[int, typer.Option(help="Keep the newest, or the best, so many.")],
+    keep_period: Annotated[
+        Optional[int],  # noqa: UP045 - typer reads it, on Python 3.10 too
+        typer.Option(help="Keep the steps that this divides, too."),
+    ] = None,
+    best_metric: Annotated[
+        Optional[str],  # noqa: UP045 - see above
+        typer.Option(help="Keep the best by this metric instead of the newest."),
+    ] = None,
+    best_mode: Annotated[Mode, typer.Option(help="Which values of it are the best.")] = Mode.min,
+    step_name: StepName = DEFAULT_PATTERN,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print what would be deleted.")
+    ] = False,
+    yes: Yes = False,
+    quiet: Quiet = False,
+) -> None:
+    """Delete the checkpoints of a run that are not to be kept; never the newest committed one."""
+    unneeded = deleting.unneeded(
+        run,
+        max_to_keep=max_to_keep,
+        keep_period=keep_period,
+        best_metric=best_metric,
+        best_mode=best_mode.value,
+        step_name=step_name,
+    )
+    if dry_run or not unneeded:
+        for checkpoint in unneeded:
+            print(f"would delete {checkpoint}")
+        if not unneeded and not quiet:
+            print("nothing is to be deleted")
+        return
+    rm(unneeded, yes=yes, quiet=quiet)
+
+
+@app.command(rich_help_panel="Runs")
+def sweep(
+    run: Run,
+    older_than: Annotated[
+        float,
+        typer.Option(min=0, help="Hours; less than a day only if no job is saving there."),
+    ] = sweeping.LEFTOVERS_AGE / 3600,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print what would be deleted.")
+    ] = False,
+    yes: Yes = False,
+    quiet: Quiet = False,
+) -> None:
+    """Delete what saves that were killed have left: data of no checkpoint, and open uploads."""
+    found = sweeping.find_leftovers(run, older_than=older_than * 3600)
+    for uri in found.unread:
+        print(f"cloudckpt: {uri} can't be read: all beside it stays", file=sys.stderr)
+    what = (
+        f"{len(found.objects)} objects ({as_size(found.nbytes)}) and {len(found.uploads)} uploads"
+    )
+    if dry_run:
+        for uri in (*found.objects, *found.uploads):
+            print(f"would delete {uri}")
+    elif found.objects or found.uploads:
+        confirm(f"Delete {what} in {run}?", yes)
+        sweeping.sweep(run, older_than=older_than * 3600)
+        if not quiet:
+            print(f"deleted {what}")
+    elif not quiet:
+        print("nothing is left over")
+
+
+def _counted(checkpoints: list[str]) -> str:
+    if len(checkpoints) == 1:
+        return checkpoints[0]
+    return f"{len(checkpoints)} checkpoints, from {checkpoints[0]} to {checkpoints[-1]}"
+
+
+def _age(seconds: float) -> str:
+    """Such as ``3 h``; what a clock that is ahead says is ``0 s``."""
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{int(seconds // size)} {unit}"
+    return f"{max(int(seconds), 0)} s"

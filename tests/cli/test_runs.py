@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import json
+import os
+
+from cli.printed import rows
+
+
+def test_ls_shows_steps_and_which_are_torn(cli, capsys, run):
+    assert cli("ls", str(run)) == 0
+    assert [(row[0], row[1], row[4].rpartition("/")[2]) for row in rows(capsys)] == [
+        ("1", "committed", "step-1"),
+        ("2", "torn", "step-2"),
+        ("3", "committed", "step-3"),
+        ("4", "committed", "step-4"),
+        ("5", "committed", "step-5"),
+    ]
+
+
+def test_ls_prints_json(cli, capsys, run):
+    assert cli("ls", str(run), "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["step"] for one in found] == [1, 2, 3, 4, 5]
+    assert all(one["nbytes"] > 6000 for one in found)
+
+
+def test_latest_prints_the_newest_committed_one(cli, capsys, run, tmp_path):
+    assert cli("latest", str(run)) == 0
+    assert capsys.readouterr().out == f"{(run / 'step-5').as_uri()}\n"
+    assert cli("latest", str(tmp_path / "other")) == 3
+    assert "no committed checkpoint" in capsys.readouterr().err
+
+
+def test_rm_deletes_what_it_may_and_asks_nobody_who_is_not_there(cli, capsys, run):
+    wanted = [str(run / "step-1"), str(run / "step-3")]
+    assert cli("rm", *wanted) == 2
+    assert "--yes" in capsys.readouterr().err
+    assert cli("rm", *wanted, "--yes") == 0
+    assert [row[0].split()[0] for row in rows(capsys)] == ["deleted", "deleted"]
+    assert cli("ls", str(run)) == 0
+    assert [row[0] for row in rows(capsys)] == ["2", "4", "5"]
+    assert cli("rm", *wanted, "--yes") == 3
+
+
+def test_rm_asks_on_a_terminal(cli, monkeypatch, run):
+    answers = [False, True]
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("typer.confirm", lambda question: answers.pop(0))
+    assert cli("rm", str(run / "step-1")) == 1
+    assert (run / "step-1" / ".metadata").exists()
+    assert cli("rm", str(run / "step-1")) == 0
+    assert not (run / "step-1" / ".metadata").exists()
+
+
+def test_prune_keeps_what_is_asked_for(cli, capsys, run):
+    arguments = ("prune", str(run), "--max-to-keep", "1", "--keep-period", "3")
+    assert cli(*arguments, "--dry-run") == 0
+    assert [row[0].rpartition("/")[2] for row in rows(capsys)] == ["step-1", "step-4"]
+    assert cli(*arguments, "--yes", "--quiet") == 0
+    assert capsys.readouterr().out == ""
+    assert cli(*arguments, "--yes") == 0
+    assert capsys.readouterr().out == "nothing is to be deleted\n"
+    assert [step for step in (1, 3, 4, 5) if (run / f"step-{step}" / ".metadata").exists()] == [
+        3,
+        5,
+    ]
+    assert (run / "logs" / "events").exists()
+
+
+def test_prune_keeps_the_best(cli, capsys, run):
+    arguments = ("prune", str(run), "--max-to-keep", "1", "--best-metric", "loss", "--dry-run")
+    assert cli(*arguments) == 0
+    assert [row[0].rpartition("/")[2] for row in rows(capsys)] == ["step-1", "step-4"]
+
+
+def test_sweep_takes_what_no_checkpoint_names(cli, capsys, run):
+    leftover = run / "step-2" / "__0_0.0123456789abcdef.distcp"
+    leftover.write_bytes(b"x" * 1000)
+    before = sorted(run.rglob("*"))
+    assert cli("sweep", str(run), "--yes") == 0
+    assert capsys.readouterr().out == "nothing is left over\n"
+    assert sorted(run.rglob("*")) == before
+    for path in run.rglob("*"):
+        os.utime(path, (0, 0))
+    assert cli("sweep", str(run), "--dry-run") == 0
+    assert f"would delete {leftover.as_uri()}" in capsys.readouterr().out
+    assert cli("sweep", str(run)) == 2
+    assert cli("sweep", str(run), "--yes") == 0
+    assert "deleted 3 objects" in capsys.readouterr().out  # with those of the torn checkpoint
+    assert not list((run / "step-2").iterdir())
+    for step in (1, 3, 4, 5):
+        assert cli("verify", str(run / f"step-{step}")) == 0
+    assert (run / "logs" / "events").exists()
