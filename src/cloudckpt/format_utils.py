@@ -6,29 +6,72 @@ As ``torch.distributed.checkpoint.format_utils``; locations may be ``s3://``, ``
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from cloudckpt.api import ToLoad, load_prepared, save
+from cloudckpt.api import ToLoad, exists, load_prepared, save
+from cloudckpt.checkpoint.notes import Notes, read_notes
+from cloudckpt.checkpoint.objects import beneath, is_committed
 from cloudckpt.config import Config
 from cloudckpt.dcp.planners import DynamicMetaLoadPlanner, EverythingPlanner
 from cloudckpt.dcp.reader import CloudStorageReader
-from cloudckpt.errors import CheckpointError, InvalidURIError
+from cloudckpt.dcp.writer import CloudStorageWriter
+from cloudckpt.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    InvalidURIError,
+    ObjectNotFoundError,
+)
 from cloudckpt.events import Span
 from cloudckpt.torch_files.broadcast import BroadcastingTorchSaveReader
 from cloudckpt.torch_files.torch_file import TorchFile
 from cloudckpt.torch_files.torch_save import check_destination, write_torch_file
-from cloudckpt.transfer.retry import begun_anew
+from cloudckpt.transfer.retry import Retrier, begun_anew, open_store
 from cloudckpt.transfer.stats import Transferred
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = [
     "BroadcastingTorchSaveReader",
     "DynamicMetaLoadPlanner",
+    "Kind",
+    "dcp_to_dcp",
     "dcp_to_torch_save",
+    "kind_of",
     "torch_save_to_dcp",
 ]
+
+Kind = Literal["dcp", "torch"]
+"""A DCP checkpoint, or a file of ``torch.save``."""
+
+
+def kind_of(location: URILike, *, config: Config | None = None) -> Kind:
+    """What is at a location: it is looked at, whatever its name is.
+
+    Any file that is no checkpoint counts as one of ``torch.save``; whether it really is one, its
+    reader finds out.
+
+    Raises:
+        CheckpointNotFoundError: If there is neither a committed checkpoint nor a file.
+        InvalidURIError: If it is no location.
+        StoreError: If the store refuses or stays unreachable.
+    """
+    config = config if config is not None else Config()
+    uri, retrier = CheckpointURI.parse(location), Retrier(config.retry)
+    store = open_store(uri, config)
+    if is_committed(store, uri, retrier):
+        return "dcp"
+    try:
+        if uri.prefix:
+            retrier.call(lambda: store.head(uri.prefix))
+            return "torch"
+    except ObjectNotFoundError:
+        pass
+    hint = beneath(store, uri) or "check the location"
+    raise CheckpointNotFoundError(
+        f"there is neither a committed checkpoint nor a file here. {hint}", uri=str(uri)
+    )
 
 
 def dcp_to_torch_save(
@@ -68,10 +111,69 @@ def dcp_to_torch_save(
     if target == CheckpointURI.parse(checkpoint):
         raise InvalidURIError(f"{target} is both the checkpoint and the file to be written")
     check_destination(target, config)
+    return write_torch_file(_load_checkpoint(checkpoint, config, trust_pickle), target, config)
+
+
+def dcp_to_dcp(
+    source: URILike,
+    target: URILike,
+    *,
+    config: Config | None = None,
+    trust_pickle: bool = False,
+) -> Metadata:
+    """Saves a DCP checkpoint anew, as cloudckpt saves it from one rank.
+
+    A checkpoint of torch's own writers so gets checksums, and one of many ranks few objects. Its
+    notes are kept. The new one is committed when it is complete; it takes one copy of the state in
+    host memory and ``memory_budget`` (64 MiB by default). Call it on one rank: it takes no part in
+    collectives.
+
+    Args:
+        source: The checkpoint, of cloudckpt or of torch.
+        target: Where to save.
+        config: Options, for both sides.
+        trust_pickle: Whether pickles in the checkpoint may run any code.
+
+    Returns:
+        The committed metadata.
+
+    Raises:
+        CheckpointNotFoundError: If there is no committed checkpoint.
+        CheckpointCorruptError: If bytes of it are missing or damaged.
+        CheckpointReplacedError: If writers replaced it again and again meanwhile.
+        UntrustedPickleError: If a pickle in it would run code that is not on the allow-list.
+        CheckpointExistsError: If there is a checkpoint at ``target`` and ``overwrite`` is off.
+        InvalidURIError: If a location can't be what it is given for.
+        StoreError: If a store refuses or stays unreachable, or the disk is full.
+    """
+    config = config if config is not None else Config()
+    uri, to = CheckpointURI.parse(source), CheckpointURI.parse(target)
+    if uri == to:
+        raise InvalidURIError(f"{uri} is both the checkpoint and the one to be written")
+    _refuse_existing(to, config)
+    state = _load_checkpoint(uri, config, trust_pickle)
+    try:
+        notes = read_notes(open_store(uri, config), uri, Retrier(config.retry))
+    except CheckpointNotFoundError:  # ranks have committed it each by itself
+        notes = Notes()
+    writer = CloudStorageWriter(to, config=config, notes=notes)
+    return save(state, storage_writer=writer, no_dist=True)
+
+
+def _load_checkpoint(checkpoint: URILike, config: Config, trust_pickle: bool) -> dict[Any, Any]:
     reader = CloudStorageReader(checkpoint, config=config, trust_pickle=trust_pickle)
     planner = EverythingPlanner(reader.checkpoint_id)
     load_prepared({}, lambda: ToLoad(reader, planner), no_dist=True)
-    return write_torch_file(planner.content(reader.structure), target, config)
+    return planner.content(reader.structure)
+
+
+def _refuse_existing(target: CheckpointURI, config: Config) -> None:
+    """Says so before all of the source is read; the commit looks again."""
+    if not config.overwrite and exists(target, config=config):
+        raise CheckpointExistsError(
+            "a checkpoint exists here and overwrite is off: delete it, or write another one",
+            uri=str(target),
+        )
 
 
 def torch_save_to_dcp(
@@ -110,6 +212,7 @@ def torch_save_to_dcp(
     uri, target = CheckpointURI.parse(source), CheckpointURI.parse(checkpoint)
     if uri == target:
         raise InvalidURIError(f"{uri} is both the file and the checkpoint to be written")
+    _refuse_existing(target, config)
     state = begun_anew(lambda: _load_file(uri, config, trust_pickle))
     if not isinstance(state, dict):
         raise CheckpointError(

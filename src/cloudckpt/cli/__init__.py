@@ -1,6 +1,12 @@
 """The command ``cloudckpt``: looks at runs and checkpoints, verifies them, and deletes them."""
 
-from cloudckpt.cli import demo, looking, moving, runs  # each adds its commands to the app
+from cloudckpt.cli import (
+    converting,
+    demo,
+    looking,
+    moving,
+    runs,
+)  # each adds its commands to the app
 from cloudckpt.cli.app import main
 
-__all__ = ["demo", "looking", "main", "moving", "runs"]
+__all__ = ["converting", "demo", "looking", "main", "moving", "runs"]

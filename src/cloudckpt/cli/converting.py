@@ -1,0 +1,98 @@
+"""Commands that write a checkpoint in another form."""
+
+# no `from __future__ import annotations`: typer reads the annotations of functions
+
+import contextlib
+from collections.abc import Callable
+from enum import Enum
+from pathlib import PurePosixPath
+from typing import Annotated, Optional
+
+import typer
+
+from cloudckpt import events
+from cloudckpt.cli.app import Json, Quiet, app, print_json
+from cloudckpt.config import Config
+from cloudckpt.format_utils import (
+    Kind,
+    dcp_to_dcp,
+    dcp_to_torch_save,
+    kind_of,
+    torch_save_to_dcp,
+)
+
+_FILES = frozenset({".bin", ".ckpt", ".pt", ".pth"})  # what files of torch.save are called
+_CONVERSIONS: dict[tuple[Kind, Kind], Callable[..., object]] = {
+    ("dcp", "dcp"): dcp_to_dcp,
+    ("dcp", "torch"): dcp_to_torch_save,
+    ("torch", "dcp"): torch_save_to_dcp,
+}
+_NAMES: dict[Kind, str] = {"dcp": "checkpoint", "torch": "file of torch.save"}
+
+
+class To(str, Enum):
+    """What is to be written."""
+
+    dcp = "dcp"
+    torch = "torch"
+
+
+@app.command(rich_help_panel="Checkpoints")
+def convert(
+    source: Annotated[
+        str, typer.Argument(help="A checkpoint, of cloudckpt or torch, or a file of torch.save.")
+    ],
+    target: Annotated[str, typer.Argument(help="Where to write.")],
+    to: Annotated[
+        Optional[To],  # noqa: UP045 - typer reads it, on Python 3.10 too
+        typer.Option(
+            help="A checkpoint (dcp) or a file of torch.save (torch); by default the "
+            "other one, or what TARGET is named like."
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace what is at TARGET.")
+    ] = False,
+    trust_pickle: Annotated[
+        bool,
+        typer.Option("--trust-pickle", help="Let pickles in SOURCE run any code: only your own."),
+    ] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Turn a file of torch.save into a checkpoint, or a checkpoint into a file or a new checkpoint.
+
+    What SOURCE is, is found by looking at it. It takes one copy of the state in memory. TARGET
+    appears when it is complete.
+    """
+    config = Config(overwrite=overwrite)
+    found = kind_of(source, config=config)
+    wanted = _wanted(found, target, to)
+    with contextlib.nullcontext() if quiet or as_json else events.progress_bar():
+        _CONVERSIONS[found, wanted](source, target, config=config, trust_pickle=trust_pickle)
+    if as_json:
+        print_json({"source": source, "from": found, "target": target, "to": wanted})
+    elif not quiet:
+        print(f"{source} ({_NAMES[found]}) is now {target} ({_NAMES[wanted]})")
+
+
+def _wanted(found: Kind, target: str, to: Optional[To]) -> Kind:  # noqa: UP045 - as above
+    """What is to be written.
+
+    Raises:
+        typer.BadParameter: If nobody can tell.
+    """
+    if found == "torch":
+        if to is To.torch:
+            raise typer.BadParameter("SOURCE is a file of torch.save already: copy it")
+        return "dcp"
+    if to is not None:
+        return to.value
+    suffix = PurePosixPath(target).suffix.lower()
+    if suffix in _FILES:
+        return "torch"
+    if suffix:
+        raise typer.BadParameter(
+            "SOURCE is a checkpoint, and TARGET may be another one or a file: give --to"
+        )
+    return "dcp"
