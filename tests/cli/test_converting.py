@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import collections
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -95,8 +97,15 @@ def test_code_in_a_pickle_runs_only_if_it_is_trusted(cli, capsys, tmp_path):
     assert cli(*arguments) == 1
     assert "trust_pickle" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
-    with pytest.warns(UserWarning, match="trust_pickle"):  # to load it, too
-        assert cli(*arguments, "--trust-pickle") == 0
+    assert cli(*arguments, "--trust-pickle") == 0
+    assert cloudckpt.exists(tmp_path / "new")
+
+
+def test_nothing_but_the_result_is_printed(file, tmp_path):
+    command = [sys.executable, "-m", "cloudckpt", "convert", str(file), str(tmp_path / "new")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=250, check=True)
+    assert ended.stderr == ""
+    assert ended.stdout.count("\n") == 1
 
 
 def test_a_source_that_is_none_is_named(cli, capsys, run, tmp_path):

@@ -3,6 +3,7 @@
 # no `from __future__ import annotations`: typer reads the annotations of functions
 
 import contextlib
+import warnings
 from collections.abc import Callable
 from enum import Enum
 from pathlib import PurePosixPath
@@ -68,7 +69,9 @@ def convert(
     config = Config(overwrite=overwrite)
     found = kind_of(source, config=config)
     wanted = _wanted(found, target, to)
-    with contextlib.nullcontext() if quiet or as_json else events.progress_bar():
+    bar = contextlib.nullcontext() if quiet or as_json else events.progress_bar()
+    with bar, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be here
         _CONVERSIONS[found, wanted](source, target, config=config, trust_pickle=trust_pickle)
     if as_json:
         print_json({"source": source, "from": found, "target": target, "to": wanted})
