@@ -2,8 +2,14 @@ from __future__ import annotations
 
 import json
 import os
+import uuid
+
+import pytest
 
 from cli.printed import rows
+from cloudckpt.stores import registry
+from cloudckpt.stores.base import ObjectInfo
+from cloudckpt.stores.memory import MemoryStore
 
 
 def test_ls_shows_steps_and_which_are_torn(cli, capsys, run):
@@ -91,3 +97,48 @@ def test_sweep_takes_what_no_checkpoint_names(cli, capsys, run):
     for step in (1, 3, 4, 5):
         assert cli("verify", str(run / f"step-{step}")) == 0
     assert (run / "logs" / "events").exists()
+
+
+class Long(MemoryStore):
+    """A run of many steps in a store that lists a thousand names at a time."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(uuid.uuid4().hex)  # opened stores are kept
+        self.folders = [f"step-{step}" for step in range(1, steps + 1)]
+        self.requests: list[str] = []
+
+    def list_folders(self, prefix):
+        self.requests += ["folders"] * (len(self.folders) // 1000 + 1)
+        return iter(self.folders)
+
+    def list(self, prefix):
+        self.requests.append(prefix)
+        return iter([ObjectInfo(f"{prefix}.metadata", 1000, "version", modified=1.7e9)])
+
+    def get_range(self, key, *args, **kwargs):
+        self.requests.append(key)
+        return ObjectInfo(key, 1000, "version", modified=1.7e9)
+
+    head = get_range
+
+
+@pytest.fixture
+def long_run(monkeypatch) -> Long:
+    store = Long(10_000)
+    monkeypatch.setattr(registry, "_OPENERS", {"memory": lambda: lambda uri, config: store})
+    return store
+
+
+def test_ls_of_ten_thousand_takes_twelve_listings_and_a_look_at_each(cli, capsys, long_run):
+    assert cli("ls", f"{long_run.root}/run") == 0
+    assert [int(row[0]) for row in rows(capsys)] == list(range(1, 10_001))
+    assert long_run.requests.count("folders") <= 12
+    looks = [request for request in long_run.requests if request != "folders"]
+    assert sorted(looks) == sorted(f"run/{name}/" for name in long_run.folders)
+
+
+def test_latest_of_a_thousand_takes_three_requests(cli, capsys, long_run):
+    del long_run.folders[1000:]
+    assert cli("latest", f"{long_run.root}/run") == 0
+    assert capsys.readouterr().out == f"{long_run.root}/run/step-1000\n"
+    assert len(long_run.requests) <= 3

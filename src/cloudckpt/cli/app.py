@@ -3,14 +3,18 @@
 # no `from __future__ import annotations`: typer reads the annotations of functions
 
 import json
+import math
 import sys
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
-from rich.markup import escape
+from rich.filesize import decimal as as_size
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -19,23 +23,24 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
-from rich.table import Table
 
 from cloudckpt._version import __version__
 from cloudckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, CloudCheckpointError
 
-FAILED, NOTHING_THERE, DAMAGED, INTERRUPTED = 1, 3, 4, 130  # 2 is typer's, for wrong arguments
+FAILED, NOTHING_THERE, DAMAGED, DIFFERENT = 1, 3, 4, 5  # 2 and 130 are typer's: arguments, Ctrl-C
+
+_BETWEEN_LINES = 10.0  # seconds between two lines about progress
 
 app = typer.Typer(
     name="cloudckpt",
-    help="Look at checkpoints in object stores, verify them and delete them. Options come from the "
-    "environment, as everywhere in cloudckpt. The exit code is 0, or 1 for a failure, 2 for wrong "
-    "arguments, 3 if there is no checkpoint, 4 if one is damaged, 130 after Ctrl-C.",
+    help="Look at checkpoints in object stores, verify, compare and delete them. Options come from "
+    "the environment, as everywhere in cloudckpt. The exit code is 0, or 1 for a failure, 2 for "
+    "wrong arguments, 3 if there is no checkpoint, 4 if one is damaged, 5 if two differ, 130 after "
+    "Ctrl-C.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
 
 Run = Annotated[str, typer.Argument(help="The folder of a run, e.g. s3://bucket/run.")]
 Checkpoint = Annotated[str, typer.Argument(help="A checkpoint, e.g. s3://bucket/run/step-1000.")]
@@ -47,19 +52,28 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 def main() -> None:
     """Runs the command line; ends the process with its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # names that its encoding does not have
     try:
-        app(standalone_mode=True)
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except CheckpointCorruptError as error:
         fail(error, DAMAGED)
     except CheckpointNotFoundError as error:
         fail(error, NOTHING_THERE)
     except CloudCheckpointError as error:
         fail(error, FAILED)
+    except BrokenPipeError:  # who reads has seen enough; nor is there anybody to be told
+        sys.stdout = sys.stderr
+        sys.exit(FAILED)
 
 
 def fail(error: object, code: int) -> NoReturn:
     """Says what went wrong on stderr, and ends the process."""
-    print(f"cloudckpt: {error}", file=sys.stderr)
+    print(f"cloudckpt: {safe(str(error))}", file=sys.stderr)
     sys.exit(code)
 
 
@@ -94,38 +108,114 @@ def confirm(question: str, yes: bool) -> None:
         raise typer.Exit(FAILED)
 
 
+def safe(text: str) -> str:
+    """A text that others have written, such as a name, on one line and without control characters.
+
+    They are shown as Python writes them, so that a name can neither move a terminal's cursor nor
+    pass for another field or line.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        one if one.isprintable() else one.encode("unicode_escape").decode() for one in text
+    )
+
+
 def print_json(document: Any) -> None:
-    """Prints the result of a command for programs."""
-    print(json.dumps(document, indent=2, default=str, allow_nan=True))
+    """Prints the result of a command for programs: dicts, lists and plain values."""
+    print(json.dumps(_strict(document), indent=2, default=str, allow_nan=False))
 
 
-def print_rows(names: list[str], rows: list[list[str]], *, right: set[int]) -> None:
-    """A table on a terminal; else lines whose fields are separated by tabs."""
+def _strict(value: Any) -> Any:
+    """What JSON has no numbers for becomes ``"nan"``, ``"inf"`` and ``"-inf"``."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {name: _strict(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(one) for one in value]
+    return value
+
+
+def print_rows(
+    names: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    right: frozenset[int] | set[int] = frozenset(),
+    styles: Mapping[str, str] | None = None,
+) -> None:
+    """Prints columns on a terminal, and elsewhere lines whose fields are separated by tabs.
+
+    Args:
+        names: The heads of the columns; shown on a terminal only.
+        rows: The fields, as others may have written them.
+        right: The columns that are aligned to the right.
+        styles: The style of a whole row that has this text in one of its fields.
+    """
+    fields = [[safe(field) for field in row] for row in rows]
     if not sys.stdout.isatty():
-        for row in rows:
+        for row in fields:
             print("\t".join(row))
         return
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for index, name in enumerate(names):
-        table.add_column(name, justify="right" if index in right else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*map(escape, row))
-    Console().print(table)
+    console, styles = Console(), styles or {}
+    widths = [max(map(cell_len, column)) for column in zip(names, *fields, strict=True)]
+    for number, row in enumerate([list(names), *fields]):
+        padded = []
+        for index, field in enumerate(row):
+            gap = " " * (widths[index] - cell_len(field))
+            padded.append(gap + field if index in right else field + gap)
+        style = "dim" if number == 0 else next((styles[one] for one in row if one in styles), None)
+        console.out("  ".join(padded).rstrip(), style=style, highlight=False)
 
 
 @contextmanager
 def progress_bar(what: str, *, shown: bool) -> Iterator[Callable[[int, int], None]]:
-    """What a transfer tells of its bytes, as a bar on a terminal."""
-    if not (shown and sys.stderr.isatty()):
+    """Shows the bytes of a transfer: a bar on a terminal, and else a line now and then, on stderr.
+
+    Args:
+        what: What is done, such as ``verifying``.
+        shown: Whether anything is shown.
+
+    Yields:
+        What is to be called with the bytes that are done and those that there are, by any thread.
+    """
+    if not shown:
         yield lambda done, total: None
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    elif not sys.stderr.isatty():
+        yield _Lines(what).update
+    else:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(what, total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+class _Lines:
+    """Tells of a transfer in lines, for logs; the first one when it has taken a while."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._lock = threading.Lock()
+        self._began = self._told = time.monotonic()
+
+    def update(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        with self._lock:
+            if now - self._told < _BETWEEN_LINES:
+                return
+            self._told = now
+        rate = max(done, 1) / (now - self._began)
+        left = round(max(total - done, 0) / rate)
+        share = done / total if total else 1
+        print(
+            f"{self._what}: {as_size(done)} of {as_size(total)} ({share:.0%}), "
+            f"{as_size(int(rate))}/s, {left // 60}:{left % 60:02} left",
+            file=sys.stderr,
+            flush=True,
+        )

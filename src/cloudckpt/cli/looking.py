@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.filesize import decimal as as_size
 
-from cloudckpt.cli.app import Checkpoint, Json, app, print_json, print_rows
+from cloudckpt.cli.app import Checkpoint, Json, app, print_json, print_rows, safe
 from cloudckpt.runs import contents
 
 
@@ -50,4 +50,4 @@ def inspect(
     if found.notes.step is not None:
         print(f"step {found.notes.step}")
     for name, value in found.notes.metrics.items():
-        print(f"{name} = {value:g}")
+        print(f"{safe(name)} = {value:g}")

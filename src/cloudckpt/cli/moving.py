@@ -6,7 +6,7 @@ import dataclasses
 
 from rich.filesize import decimal as as_size
 
-from cloudckpt.cli.app import Checkpoint, Json, Quiet, app, print_json, progress_bar
+from cloudckpt.cli.app import Checkpoint, Json, Quiet, app, print_json, progress_bar, safe
 from cloudckpt.runs import contents
 
 
@@ -19,4 +19,4 @@ def verify(checkpoint: Checkpoint, as_json: Json = False, quiet: Quiet = False) 
         print_json(dataclasses.asdict(found))
         return
     what = "as it was written" if found.has_checksums else "there; it has no checksums to compare"
-    print(f"{checkpoint}: all of it is {what} ({found.items} items, {as_size(found.nbytes)})")
+    print(f"{safe(checkpoint)}: all of it is {what} ({found.items} items, {as_size(found.nbytes)})")

@@ -4,6 +4,7 @@
 
 import dataclasses
 import sys
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from enum import Enum
 from typing import Annotated, Optional
@@ -11,10 +12,23 @@ from typing import Annotated, Optional
 import typer
 from rich.filesize import decimal as as_size
 
-from cloudckpt.cli.app import Json, Quiet, Run, StepName, Yes, app, confirm, print_json, print_rows
+from cloudckpt.cli.app import (
+    Json,
+    Quiet,
+    Run,
+    StepName,
+    Yes,
+    app,
+    confirm,
+    print_json,
+    print_rows,
+    safe,
+)
 from cloudckpt.errors import CheckpointNotFoundError
 from cloudckpt.runs import catalog, deleting, sweeping
 from cloudckpt.runs.steps import DEFAULT_PATTERN
+
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only print what would be deleted.")]
 
 
 class Mode(str, Enum):
@@ -42,30 +56,32 @@ def ls(run: Run, step_name: StepName = DEFAULT_PATTERN, as_json: Json = False) -
         ]
         for one in found
     ]
-    print_rows(["step", "state", "size", "age", "checkpoint"], rows, right={0, 2, 3})
+    columns = ["step", "state", "size", "age", "checkpoint"]
+    print_rows(columns, rows, right={0, 2, 3}, styles={"torn": "yellow"})
 
 
 @app.command(rich_help_panel="Runs")
-def latest(run: Run, step_name: StepName = DEFAULT_PATTERN) -> None:
+def latest(run: Run, step_name: StepName = DEFAULT_PATTERN, as_json: Json = False) -> None:
     """Print the newest committed checkpoint of a run."""
     found = catalog.latest(run, step_name=step_name)
     if found is None:
         raise CheckpointNotFoundError("there is no committed checkpoint in this run", uri=run)
-    print(found)
+    if as_json:
+        print_json({"uri": found})
+    else:
+        print(found)
 
 
 @app.command(rich_help_panel="Runs")
 def rm(
     checkpoints: Annotated[list[str], typer.Argument(help="Checkpoints to delete.")],
     yes: Yes = False,
+    as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Delete checkpoints: first what makes them visible, then their data, and nothing else."""
     confirm(f"Delete {_counted(checkpoints)}?", yes)
-    for checkpoint in checkpoints:
-        deleting.delete(checkpoint)
-        if not quiet:
-            print(f"deleted {checkpoint}")
+    _delete(checkpoints, as_json, quiet)
 
 
 @app.command(rich_help_panel="Runs")
@@ -82,10 +98,9 @@ def prune(
     ] = None,
     best_mode: Annotated[Mode, typer.Option(help="Which values of it are the best.")] = Mode.min,
     step_name: StepName = DEFAULT_PATTERN,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only print what would be deleted.")
-    ] = False,
+    dry_run: DryRun = False,
     yes: Yes = False,
+    as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Delete the checkpoints of a run that are not to be kept; never the newest committed one."""
@@ -97,13 +112,16 @@ def prune(
         best_mode=best_mode.value,
         step_name=step_name,
     )
-    if dry_run or not unneeded:
+    if not dry_run and unneeded:
+        confirm(f"Delete {_counted(unneeded)}?", yes)
+        _delete(unneeded, as_json, quiet)
+    elif as_json:
+        print_json({"dry_run": dry_run, "checkpoints": unneeded})
+    else:
         for checkpoint in unneeded:
-            print(f"would delete {checkpoint}")
+            print(f"would delete {safe(checkpoint)}")
         if not unneeded and not quiet:
             print("nothing is to be deleted")
-        return
-    rm(unneeded, yes=yes, quiet=quiet)
 
 
 @app.command(rich_help_panel="Runs")
@@ -113,35 +131,52 @@ def sweep(
         float,
         typer.Option(min=0, help="Hours; less than a day only if no job is saving there."),
     ] = sweeping.LEFTOVERS_AGE / 3600,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only print what would be deleted.")
-    ] = False,
+    dry_run: DryRun = False,
     yes: Yes = False,
+    as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Delete what saves that were killed have left: data of no checkpoint, and open uploads."""
     found = sweeping.find_leftovers(run, older_than=older_than * 3600)
     for uri in found.unread:
-        print(f"cloudckpt: {uri} can't be read: all beside it stays", file=sys.stderr)
-    what = (
-        f"{len(found.objects)} objects ({as_size(found.nbytes)}) and {len(found.uploads)} uploads"
-    )
-    if dry_run:
+        print(f"cloudckpt: {safe(uri)} can't be read: all beside it stays", file=sys.stderr)
+    if not dry_run and (found.objects or found.uploads):
+        confirm(f"Delete {_told(found)} in {safe(run)}?", yes)
+        found = sweeping.sweep(run, older_than=older_than * 3600)
+    if as_json:
+        print_json({"dry_run": dry_run, **dataclasses.asdict(found)})
+    elif dry_run:
         for uri in (*found.objects, *found.uploads):
-            print(f"would delete {uri}")
-    elif found.objects or found.uploads:
-        confirm(f"Delete {what} in {run}?", yes)
-        sweeping.sweep(run, older_than=older_than * 3600)
-        if not quiet:
-            print(f"deleted {what}")
+            print(f"would delete {safe(uri)}")
     elif not quiet:
-        print("nothing is left over")
+        is_clean = not (found.objects or found.uploads)
+        print("nothing is left over" if is_clean else f"deleted {_told(found)}")
+
+
+def _delete(checkpoints: Sequence[str], as_json: bool, quiet: bool) -> None:
+    """Deletes checkpoints, and tells of each that was deleted, even if the next one can't be."""
+    deleted = []
+    try:
+        for checkpoint in checkpoints:
+            deleting.delete(checkpoint)
+            deleted.append(checkpoint)
+            if not (quiet or as_json):
+                print(f"deleted {safe(checkpoint)}")
+    finally:
+        if as_json:
+            print_json({"dry_run": False, "checkpoints": deleted})
+
+
+def _told(found: sweeping.Leftovers) -> str:
+    size = as_size(found.nbytes)
+    return f"{len(found.objects)} objects ({size}) and {len(found.uploads)} uploads"
 
 
 def _counted(checkpoints: list[str]) -> str:
     if len(checkpoints) == 1:
-        return checkpoints[0]
-    return f"{len(checkpoints)} checkpoints, from {checkpoints[0]} to {checkpoints[-1]}"
+        return safe(checkpoints[0])
+    first, last = safe(checkpoints[0]), safe(checkpoints[-1])
+    return f"{len(checkpoints)} checkpoints, from {first} to {last}"
 
 
 def _age(seconds: float) -> str:
