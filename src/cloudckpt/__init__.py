@@ -33,6 +33,7 @@ from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.errors import *  # noqa: F403 - all errors are public, and listed there
 from cloudckpt.errors import __all__ as _errors
+from cloudckpt.files import FileContent, load_file, save_file
 from cloudckpt.runs.catalog import CheckpointSummary, latest, list_checkpoints
 from cloudckpt.runs.contents import CheckpointContents, StoredItem, Verified, inspect, verify
 from cloudckpt.runs.deleting import delete
@@ -56,6 +57,7 @@ __all__ = [
     "CloudStorageWriter",
     "CommitHook",
     "Config",
+    "FileContent",
     "GCSOptions",
     "Leftovers",
     "Preemption",
@@ -79,9 +81,11 @@ __all__ = [
     "latest",
     "list_checkpoints",
     "load",
+    "load_file",
     "make_async_checkpointer",
     "make_sync_checkpointer",
     "save",
+    "save_file",
     "sweep",
     "uninstall",
     "verify",

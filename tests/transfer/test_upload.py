@@ -29,7 +29,7 @@ from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.parts import PartPlan, Piece
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.stats import TransferStats
-from cloudckpt.transfer.upload import ObjectUpload, put_new
+from cloudckpt.transfer.upload import ObjectUpload, put_whole
 
 PART = 1000
 KEY = "run/object"
@@ -307,10 +307,10 @@ def test_a_small_object_whose_answer_was_lost_is_looked_for(store, refusal, when
     data = memoryview(some_bytes(700))
     retrier = Retrier(AT_ONCE)
     if when == "after":
-        assert put_new(store, KEY, data, retrier, create_only=True) == store.inner.head(KEY)
+        assert put_whole(store, KEY, data, retrier, if_absent=True) == store.inner.head(KEY)
     else:
         with pytest.raises(refusal):
-            put_new(store, KEY, data, retrier, create_only=True)
+            put_whole(store, KEY, data, retrier, if_absent=True)
 
 
 def test_an_upload_that_is_gone_at_the_first_try_is_no_success(store):

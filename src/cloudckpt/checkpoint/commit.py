@@ -75,7 +75,7 @@ from cloudckpt.stores.base import ObjectStore
 from cloudckpt.transfer.deleting import delete_quietly
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.retry import Retrier
-from cloudckpt.transfer.upload import creates_only, put_new
+from cloudckpt.transfer.upload import creates_only, put_whole
 from cloudckpt.uri import CheckpointURI
 
 __all__ = [
@@ -435,7 +435,7 @@ def publish(
 
         def look_and_put() -> None:
             look_for(store, uri, others, group, look)
-            put_new(store, key, view, retrier, create_only=create_only)
+            put_whole(store, key, view, retrier, if_absent=create_only)
 
         group.run(look_and_put)
         conditional = conditions_work(store, config.conditional_writes, key, content, retrier)

@@ -22,7 +22,7 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
 )
 from cloudckpt.events import Span
-from cloudckpt.stores.base import ObjectStore
+from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.stores.listings import forget_listings
 from cloudckpt.torch_files.torch_file import object_at
 from cloudckpt.transfer.group import TaskGroup
@@ -223,13 +223,16 @@ def upload_stream(
     stats: TransferStats,
     *,
     expected: int,
-) -> None:
+) -> ObjectInfo:
     """Sends what ``write`` writes as the object ``key``, which appears, or is replaced, at the end.
 
     If ``write`` raises, nothing changes at the key, and no parts are left in the store; only if the
     answer to the last request was lost may the new object be there, whole. The memory in use is
     ``memory_budget``; for objects of more than about 100 GiB, whose parts must be larger, it is
     1/1500 of ``expected``, the bytes that will be written, about.
+
+    Returns:
+        The object as the store has written it.
 
     Raises:
         StoreError: If the store refuses or stays unreachable; ``write`` sees the same error, or
@@ -265,6 +268,8 @@ def upload_stream(
         raise
     finally:
         pool.close()
+    assert upload.info is not None  # the group has ended without an error
+    return upload.info
 
 
 def _size_of(value: Any) -> int:

@@ -22,7 +22,7 @@ from cloudckpt.transfer.parts import PartCutter, PartPlan, Piece
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.stats import TransferStats
 
-__all__ = ["ObjectUpload", "creates_only", "put_new"]
+__all__ = ["ObjectUpload", "creates_only", "put_whole"]
 
 T = TypeVar("T")
 logger = logging.getLogger("cloudckpt")
@@ -262,13 +262,25 @@ def creates_only(store: ObjectStore, config: Config) -> bool:
     return store.capabilities.create_only and config.conditional_writes != "off"
 
 
-def put_new(
-    store: ObjectStore, key: str, data: memoryview, retrier: Retrier, *, create_only: bool
+def put_whole(
+    store: ObjectStore,
+    key: str,
+    data: memoryview,
+    retrier: Retrier,
+    *,
+    if_absent: bool = False,
+    if_version: str | None = None,
 ) -> ObjectInfo:
-    """Writes a small object whose key nobody else has; ``create_only`` as of ObjectUpload."""
+    """Writes an object in one request, tried again; conditions as of :meth:`ObjectStore.put`.
+
+    A try whose answer was lost may have changed what the condition is about: an object that holds
+    just these bytes afterwards is taken for the one that was sent.
+    """
     checksum = store.capabilities.checksum.of(data)
     return retrier.call(
-        lambda: store.put(key, [data], checksum=checksum, if_absent=create_only),
+        lambda: store.put(
+            key, [data], checksum=checksum, if_absent=if_absent, if_version=if_version
+        ),
         made=lambda error: _made(store, key, data.nbytes, checksum, retrier.policy),
     )
 

@@ -1,0 +1,264 @@
+"""``save_file`` and ``load_file``: one object of any kind on a URI."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from typing import BinaryIO, NoReturn, cast
+
+import torch
+
+from cloudckpt.checkpoint.commit import conditions_work
+from cloudckpt.config import MIB, Config
+from cloudckpt.errors import (
+    CheckpointCorruptError,
+    CheckpointExistsError,
+    CheckpointReplacedError,
+    ConfigError,
+    InvalidRequestError,
+    InvalidURIError,
+    PreconditionFailedError,
+)
+from cloudckpt.events import Span
+from cloudckpt.stores.base import ObjectInfo, ObjectStore, random_suffix
+from cloudckpt.stores.listings import forget_listings
+from cloudckpt.torch_files.object_file import PinnedObject
+from cloudckpt.torch_files.torch_file import object_at
+from cloudckpt.torch_files.torch_save import UploadStream, upload_stream
+from cloudckpt.transfer.deleting import delete_quietly
+from cloudckpt.transfer.retry import Retrier, begun_anew
+from cloudckpt.transfer.stats import TransferStats
+from cloudckpt.transfer.upload import put_whole
+from cloudckpt.uri import CheckpointURI, URILike
+
+__all__ = ["FileContent", "FileData", "load_file", "save_file"]
+
+logger = logging.getLogger("cloudckpt")
+
+FileData = bytes | bytearray | memoryview | str | os.PathLike[str] | BinaryIO
+"""What a file is written of: bytes; text, which is written as UTF-8; the path of a local file; or a
+file that is open for reading in binary mode."""
+
+_PIECE = 4 * MIB
+
+
+class FileContent(bytes):
+    """The bytes of a file.
+
+    Attributes:
+        version: Of which version of the file they are; for ``if_version``.
+    """
+
+    version: str
+
+
+def save_file(
+    uri: URILike,
+    data: FileData,
+    *,
+    if_absent: bool = False,
+    if_version: str | None = None,
+    config: Config | None = None,
+) -> str:
+    """Writes one object of any kind: a tokenizer, a configuration, a file.
+
+    The object appears, or replaces the one that is there, when all of it is in the store, which
+    verifies its checksum where it can. If this raises, nothing has changed; only behind an error
+    of the store that is not ``certain`` may the new object be there, whole. What is large is sent
+    in parallel parts, in at most ``memory_budget`` of memory.
+
+    A condition is decided by the store itself, so that of several writers one wins. Such an object
+    is sent in one request, out of memory::
+
+        content = cloudckpt.load_file("s3://bucket/run/config.json")
+        cloudckpt.save_file(
+            "s3://bucket/run/config.json", changed(content), if_version=content.version
+        )
+
+    Args:
+        uri: ``s3://bucket/path`` or another location, of the object itself.
+        data: Bytes, text (written as UTF-8), the path of a local file (a ``pathlib.Path``), or a
+            file that is open for reading in binary mode.
+        if_absent: Only if there is no object here.
+        if_version: Only if the object here is still this version, as ``save_file`` returned it or
+            ``load_file(uri).version`` says it.
+        config: Options. With ``overwrite=False`` an object that is there is never replaced.
+
+    Returns:
+        The version of the object.
+
+    Raises:
+        InvalidURIError: If it is no location of a file.
+        PreconditionFailedError: If the condition does not hold.
+        CheckpointExistsError: If there is an object and ``overwrite`` is off.
+        ConfigError: If a condition is given, and the store is known, or told, not to honour any.
+        StoreError: If the store refuses or stays unreachable.
+    """
+    location, config = CheckpointURI.parse(uri), config if config is not None else Config()
+    if if_absent and if_version is not None:
+        raise ConfigError("if_absent and if_version exclude each other: give one of them")
+    store, key = object_at(location, config)
+    if location.scheme == "file" and os.path.isdir(key):
+        raise InvalidURIError(f"{location} is a folder: write for example {location.join('name')}")
+    must_be_new = if_absent or (not config.overwrite and if_version is None)
+    try:
+        with Span("upload", str(location), 0) as span, _opened(data) as (source, expected):
+            if must_be_new or if_version is not None:
+                content = source.read()
+                span.bytes = len(content)
+                info = _put_on_condition(store, key, content, must_be_new, if_version, config)
+            else:
+                stats = TransferStats(str(location), 0, expected)
+
+                def send(stream: UploadStream) -> None:
+                    shutil.copyfileobj(source, cast(BinaryIO, stream), _PIECE)
+
+                info = upload_stream(store, key, send, config, stats, expected=expected)
+                span.bytes = info.size
+    except PreconditionFailedError as error:
+        if not must_be_new or if_absent:
+            raise
+        raise CheckpointExistsError(
+            "a file already exists here and overwrite is off: delete it, or write another one",
+            uri=str(location),
+            cause=error,
+        ) from error
+    finally:
+        forget_listings()
+    return info.version
+
+
+def load_file(
+    uri: URILike, *, if_version: str | None = None, config: Config | None = None
+) -> FileContent:
+    """Reads one object of any kind, all of it from one version, and verifies it.
+
+    It is compared with the checksum that the store keeps. A store that keeps none for it (Azure,
+    disks, many servers other than the clouds' own) is read twice, and must give the same bytes.
+    ``Config(verify=False)`` does without that. What is large is fetched over parallel connections;
+    the memory in use is twice the object's size.
+
+    Args:
+        uri: ``s3://bucket/path`` or another location, of the object itself.
+        if_version: Fail if the object is another version.
+        config: Options.
+
+    Returns:
+        The bytes; their attribute ``version`` says of which version of the object they are.
+
+    Raises:
+        InvalidURIError: If it is no location of a file.
+        ObjectNotFoundError: If there is no such object; it is a FileNotFoundError, too.
+        PreconditionFailedError: If it is another version than ``if_version``.
+        CheckpointCorruptError: If the bytes are not those that the store has a checksum of, twice.
+        CheckpointReplacedError: If it was replaced while it was read, again and again.
+        StoreError: If the store refuses or stays unreachable.
+    """
+    location, config = CheckpointURI.parse(uri), config if config is not None else Config()
+    store, key = object_at(location, config)
+    return begun_anew(lambda: _load(store, key, if_version, config))
+
+
+def _load(store: ObjectStore, key: str, if_version: str | None, config: Config) -> FileContent:
+    pinned = PinnedObject(store, key, config, TransferStats(store.uri(key)))
+    if if_version is not None and pinned.info.version != if_version:
+        raise PreconditionFailedError(
+            "the object is not the version that was asked for", uri=store.uri(key), certain=True
+        )
+    room = bytearray(pinned.info.size)
+    for is_last in (False, True):
+        if room:
+            pinned.read([(0, torch.frombuffer(room, dtype=torch.uint8))])
+        if not config.verify or _is_as_stored(store, pinned.info, room, config):
+            break
+        if is_last:
+            raise CheckpointCorruptError(
+                "the object does not match its checksum, or is read differently each time; "
+                "restore it, or read it with Config(verify=False)",
+                uri=store.uri(key),
+            )
+        logger.warning("%s: fetched again after a wrong checksum", store.uri(key))
+    content = FileContent(room)
+    content.version = pinned.info.version
+    return content
+
+
+def _is_as_stored(store: ObjectStore, info: ObjectInfo, data: bytearray, config: Config) -> bool:
+    """Whether these are the bytes of this version of the object, by the store's own word."""
+    checksum, retrier = store.capabilities.checksum.of(memoryview(data)), Retrier(config.retry)
+    found = retrier.call(lambda: store.holds(info.key, size=info.size, checksum=checksum))
+    current = found if found is not None else retrier.call(lambda: store.head(info.key))
+    if current.version != info.version:
+        raise CheckpointReplacedError("it was replaced while it was read", uri=store.uri(info.key))
+    return found is not None
+
+
+@contextlib.contextmanager
+def _opened(data: FileData) -> Iterator[tuple[BinaryIO, int]]:
+    """What the file is written of, to be read from its beginning, and about how many bytes."""
+    if isinstance(data, str):
+        data = data.encode()
+    if isinstance(data, (bytes, bytearray, memoryview)):
+        yield io.BytesIO(data), memoryview(data).nbytes
+    elif isinstance(data, os.PathLike):
+        with open(data, "rb") as file:
+            yield file, os.fstat(file.fileno()).st_size
+    elif hasattr(data, "read"):
+        yield data, 0
+    else:
+        _refuse(data)
+
+
+def _refuse(data: object) -> NoReturn:
+    raise TypeError(
+        f"data is a {type(data).__name__}: give bytes, text, the path of a file, or a file that is "
+        "open for reading in binary mode"
+    )
+
+
+def _put_on_condition(
+    store: ObjectStore,
+    key: str,
+    content: bytes,
+    if_absent: bool,
+    if_version: str | None,
+    config: Config,
+) -> ObjectInfo:
+    """Writes in one request: some stores ignore conditions where multipart uploads end."""
+    if len(content) > store.capabilities.max_put_size:
+        raise InvalidRequestError(
+            f"{len(content)} bytes are too many for one request, and only one request can have a "
+            f"condition; {store.capabilities.max_put_size} are the most",
+            uri=store.uri(key),
+            certain=True,
+        )
+    retrier = Retrier(config.retry)
+    _check_conditions(store, key, config, retrier)
+    return put_whole(
+        store, key, memoryview(content), retrier, if_absent=if_absent, if_version=if_version
+    )
+
+
+def _check_conditions(store: ObjectStore, key: str, config: Config, retrier: Retrier) -> None:
+    """Whether conditions can be relied on; tried out on an object beside, once for a store.
+
+    Raises:
+        ConfigError: If they can't.
+    """
+    if config.conditional_writes == "off":
+        raise ConfigError(
+            "if_absent, if_version and overwrite=False need conditional writes, which are off",
+            uri=store.uri(key),
+        )
+    if config.conditional_writes == "on" or store.capabilities.conditional_writes:
+        return
+    trial, content = f"{key}.{random_suffix()}", b"a trial of conditional writes"
+    try:
+        put_whole(store, trial, memoryview(content), retrier)
+        conditions_work(store, config.conditional_writes, trial, content, retrier)
+    finally:
+        delete_quietly(store, [trial], config.retry, threads=1)

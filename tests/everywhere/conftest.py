@@ -1,0 +1,93 @@
+"""One place in each kind of store, on servers that nobody here wrote where there are such."""
+
+import contextlib
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from cloudckpt import Config, RetryPolicy
+from cloudckpt.testing.proxy import FaultyProxy
+from faults.dialects import CREDENTIALS, Endpoint, vendor_options
+from faults.places import WITHOUT_AZURITE, azure_place, google_place, s3_place
+from faults.places import Place as Server
+
+RETRY = RetryPolicy(attempts=4, base=0.01, cap=0.05, deadline=20.0)
+CLOUDS = ("s3", "google", "azure")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder of a store.
+
+    Attributes:
+        uri: The folder.
+        config: Options that lead there.
+        server: What stands behind it, if it is one of a cloud's kind.
+        shaky: Options that lead there through the server's proxy.
+    """
+
+    uri: str
+    config: Config
+    server: Server | None = None
+    shaky: Config = field(default_factory=Config)
+
+    @property
+    def proxy(self) -> FaultyProxy:
+        assert self.server is not None
+        return self.server.proxy
+
+    @property
+    def is_cloud(self) -> bool:
+        return self.server is not None
+
+
+@pytest.fixture(scope="session")
+def _servers(s3_url) -> Iterator[Callable[[str], Server]]:
+    """Servers that are started when the first test asks for them."""
+    with contextlib.ExitStack() as stack:
+        openers = {"s3": lambda: s3_place(s3_url), "google": google_place, "azure": azure_place}
+        opened: dict[str, Server] = {}
+
+        def server(kind: str) -> Server:
+            if kind not in opened:
+                opened[kind] = stack.enter_context(openers[kind]())
+            return opened[kind]
+
+        yield server
+
+
+@pytest.fixture(params=["memory", "local", *CLOUDS])
+def place(request, _servers, tmp_path, monkeypatch) -> Iterator[Place]:
+    """A new folder in each kind of store, one after the other."""
+    kind, name = request.param, uuid.uuid4().hex[:12]
+    if kind == "memory":
+        yield Place(f"memory://{name}/run", Config(retry=RETRY))
+    elif kind == "local":
+        yield Place(f"{tmp_path.as_uri()}/run", Config(retry=RETRY))
+    else:
+        if kind == "azure" and WITHOUT_AZURITE:
+            pytest.skip("CLOUDCKPT_TEST_WITHOUT_AZURITE is set")
+        for variable, value in CREDENTIALS.get(kind, {}).items():
+            monkeypatch.setenv(variable, value)
+        server = _servers(kind)
+        yield Place(
+            f"{server.bucket.root}/{name}/run",
+            _leading_to(kind, server.url),
+            server,
+            _leading_to(kind, server.proxy.url),
+        )
+        server.proxy.clear()
+
+
+def _leading_to(kind: str, url: str) -> Config:
+    dialect = "plain s3" if kind == "s3" else kind
+    return Config(connections=4, retry=RETRY, **vendor_options(Endpoint(dialect, url)))
+
+
+on = {
+    kinds: pytest.mark.parametrize("place", kinds.split(), indirect=True)
+    for kinds in ("s3", "memory", "local", "s3 google azure")
+}
+"""Marks of tests that need some kinds of store only."""

@@ -1,0 +1,235 @@
+"""Single objects: whole or not at all, verified, on conditions that the store decides."""
+
+import dataclasses
+import io
+import random
+import uuid
+
+import pytest
+
+import cloudckpt
+from cloudckpt import Config, load_file, save_file
+from cloudckpt.config import MIB
+from cloudckpt.errors import (
+    CheckpointCorruptError,
+    CheckpointExistsError,
+    CheckpointReplacedError,
+    ConfigError,
+    ConnectionLostError,
+    InvalidRequestError,
+    InvalidURIError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+)
+from cloudckpt.stores import registry
+from cloudckpt.stores.memory import MemoryStore
+from cloudckpt.testing.faulty import FaultyStore
+
+from .conftest import RETRY, on
+
+LARGE = random.Random(7).randbytes(12 * MIB + 5)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\x00\xff{}", "größer", LARGE], ids=["empty", "bytes", "text", "large"]
+)
+def test_what_was_saved_is_loaded(place, data) -> None:
+    uri = f"{place.uri}/tokenizer dir/tokenizer.json"
+    config = dataclasses.replace(place.config, part_size=5 * MIB)
+    version = save_file(uri, data, config=config)
+    found = load_file(uri, config=config)
+    assert found == (data.encode() if isinstance(data, str) else data)
+    assert found.version == version
+
+
+def test_a_file_that_is_not_there_is_told_as_such(place) -> None:
+    for name in ("nothing", "folder/nothing"):
+        with pytest.raises(ObjectNotFoundError) as caught:
+            load_file(f"{place.uri}/{name}", config=place.config)
+        assert isinstance(caught.value, FileNotFoundError)
+
+
+def test_only_one_of_two_writers_creates_a_file(place) -> None:
+    uri, config = f"{place.uri}/lock.json", place.config
+    first = save_file(uri, b"first", if_absent=True, config=config)
+    with pytest.raises(PreconditionFailedError):
+        save_file(uri, b"second", if_absent=True, config=config)
+    with pytest.raises(CheckpointExistsError):
+        save_file(uri, b"third", config=dataclasses.replace(config, overwrite=False))
+    found = load_file(uri, config=config)
+    assert found == b"first"
+    assert found.version == first
+
+
+def test_what_was_read_is_replaced_only_if_nobody_else_has_done_so(place) -> None:
+    uri, config = f"{place.uri}/config.json", place.config
+    save_file(uri, b"1", config=config)
+    ours, theirs = load_file(uri, config=config), load_file(uri, config=config)
+    newer = save_file(uri, theirs + b"2", if_version=theirs.version, config=config)
+    with pytest.raises(PreconditionFailedError):
+        save_file(uri, ours + b"3", if_version=ours.version, config=config)
+    assert load_file(uri, if_version=newer, config=config) == b"12"
+    with pytest.raises(PreconditionFailedError):
+        load_file(uri, if_version=ours.version, config=config)
+
+
+def test_a_condition_leaves_nothing_else_behind(place) -> None:
+    save_file(f"{place.uri}/one", b"1", if_absent=True, config=place.config)
+    uri = cloudckpt.CheckpointURI.parse(place.uri)
+    store = registry.open_store(uri, place.config)
+    assert [info.key for info in store.list(uri.key(""))] == [uri.key("one")]
+
+
+@on["local"]
+def test_files_and_streams_are_sent(place, tmp_path) -> None:
+    source = tmp_path / "source.bin"
+    source.write_bytes(LARGE)
+    for name, data in (("path", source), ("stream", io.BytesIO(LARGE))):
+        save_file(f"{place.uri}/{name}", data, config=place.config)
+        assert load_file(f"{place.uri}/{name}", config=place.config) == LARGE
+    save_file(f"{place.uri}/new", source, if_absent=True, config=place.config)
+    assert load_file(f"{place.uri}/new", config=place.config) == LARGE
+
+
+@on["memory"]
+def test_what_can_be_no_file_is_refused(place, tmp_path) -> None:
+    with pytest.raises(TypeError, match="dict"):
+        save_file(f"{place.uri}/x", {}, config=place.config)
+    with pytest.raises(InvalidURIError):
+        save_file("memory://bucket", b"", config=place.config)
+    with pytest.raises(InvalidURIError):
+        load_file("memory://bucket", config=place.config)
+    with pytest.raises(InvalidURIError, match="folder"):
+        save_file(tmp_path, b"")
+    with pytest.raises(ConfigError):
+        save_file(f"{place.uri}/x", b"", if_absent=True, if_version="1", config=place.config)
+    off = dataclasses.replace(place.config, conditional_writes="off")
+    with pytest.raises(ConfigError, match="are off"):
+        save_file(f"{place.uri}/x", b"", if_absent=True, config=off)
+
+
+@on["memory"]
+def test_a_stream_that_fails_changes_nothing(place) -> None:
+    class Broken(io.RawIOBase):
+        def readable(self) -> bool:
+            return True
+
+        def readinto(self, buffer) -> int:
+            raise OSError("the disk is gone")
+
+    uri = f"{place.uri}/file"
+    save_file(uri, b"before", config=place.config)
+    with pytest.raises(OSError, match="the disk is gone"):
+        save_file(uri, Broken(), config=place.config)
+    assert load_file(uri, config=place.config) == b"before"
+
+
+# with faults
+
+URI = "memory://faulty/run/file"
+CONFIG = Config(retry=RETRY)
+
+
+@pytest.fixture
+def faulty(monkeypatch) -> FaultyStore:
+    made = FaultyStore(MemoryStore(uuid.uuid4().hex))
+    monkeypatch.setattr(registry, "_OPENERS", {"memory": lambda: lambda uri, config: made})
+    monkeypatch.setattr(registry, "_places", {})
+    return made
+
+
+def lost(text: str) -> ConnectionLostError:
+    return ConnectionLostError(text)
+
+
+@pytest.mark.parametrize("condition", [{}, {"if_absent": True}], ids=["plain", "if_absent"])
+def test_a_write_whose_answer_was_lost_has_succeeded(faulty, condition) -> None:
+    faulty.fail("put", lost, calls=[1], when="after")
+    version = save_file(URI, b"content", **condition, config=CONFIG)
+    assert load_file(URI, config=CONFIG).version == version
+
+
+def test_a_write_whose_answers_are_all_lost_is_no_certain_failure(faulty) -> None:
+    faulty.fail("put", lost, when="before")
+    with pytest.raises(ConnectionLostError) as caught:
+        save_file(URI, b"content", if_absent=True, config=CONFIG)
+    assert not caught.value.certain
+
+
+class Rotten(MemoryStore):
+    """Gives other bytes than it was given, so many times, and each time others."""
+
+    times = 0
+
+    def get_range(self, key, start, into, **options):
+        found = super().get_range(key, start, into, **options)
+        if self.times > 0:
+            into[0][0] ^= self.times
+            self.times -= 1
+        return found
+
+
+@pytest.fixture
+def rotten(monkeypatch) -> Rotten:
+    made = Rotten(uuid.uuid4().hex)
+    monkeypatch.setattr(registry, "_OPENERS", {"memory": lambda: lambda uri, config: made})
+    monkeypatch.setattr(registry, "_places", {})
+    return made
+
+
+def test_damaged_bytes_are_fetched_again_and_then_refused(rotten, caplog) -> None:
+    save_file(URI, b"content", config=CONFIG)
+    rotten.times = 1
+    assert load_file(URI, config=CONFIG) == b"content"
+    assert "fetched again" in caplog.text
+    rotten.times = 255
+    with pytest.raises(CheckpointCorruptError, match="checksum"):
+        load_file(URI, config=CONFIG)
+    unverified = dataclasses.replace(CONFIG, verify=False)
+    assert load_file(URI, config=unverified) != b"content"
+
+
+class Restless(MemoryStore):
+    """Its objects are replaced while they are read, so many times."""
+
+    times = 0
+
+    def get_range(self, key, start, into, **options):
+        found = super().get_range(key, start, into, **options)
+        if self.times > 0:
+            self.times -= 1
+            super().put(key, [memoryview(b"newer%d" % self.times)], checksum=0)
+        return found
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_of_one_version(monkeypatch) -> None:
+    made = Restless(uuid.uuid4().hex)
+    monkeypatch.setattr(registry, "_OPENERS", {"memory": lambda: lambda uri, config: made})
+    monkeypatch.setattr(registry, "_places", {})
+    save_file(URI, b"first", config=CONFIG)
+    made.times = 1
+    assert load_file(URI, config=CONFIG) == b"newer0"
+    made.times = 1 << 30
+    with pytest.raises(CheckpointReplacedError):
+        load_file(URI, config=CONFIG)
+
+
+def test_a_condition_holds_for_one_request_only(rotten, monkeypatch) -> None:
+    small = dataclasses.replace(rotten.capabilities, max_put_size=4)
+    monkeypatch.setattr(rotten, "capabilities", small)
+    with pytest.raises(InvalidRequestError, match="too many"):
+        save_file(URI, b"content", if_absent=True, config=CONFIG)
+
+
+def test_a_store_that_ignores_conditions_is_found_out(rotten, monkeypatch) -> None:
+    unsure = dataclasses.replace(rotten.capabilities, conditional_writes=None)
+    monkeypatch.setattr(rotten, "capabilities", unsure)
+    plain = type(rotten).put
+
+    def put(self, key, body, *, checksum, if_absent=False, if_version=None, progress=None):
+        return plain(self, key, body, checksum=checksum)
+
+    monkeypatch.setattr(Rotten, "put", put, raising=False)
+    with pytest.raises(ConfigError, match="ignores conditional writes"):
+        save_file(URI, b"content", if_absent=True, config=CONFIG)
+    assert list(rotten.list("")) == []
