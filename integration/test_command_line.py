@@ -1,0 +1,63 @@
+"""Each command of the command line, in a process of its own, on each cloud."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import cloudckpt
+from clouds import Cloud, Place
+
+# What is typed, its exit code, and a pattern of what is printed. {run} has step-1, step-2 and what
+# a killed save has left; {local} is an empty folder of this machine.
+COMMANDS = {
+    "ls": ("ls {run}", 0, r"1\tcommitted\t.*\t{run}/step-1\n2\tcommitted\t.*\t{run}/step-2\n"),
+    "latest": ("latest {run}", 0, r"{run}/step-2\n"),
+    "latest of nothing": ("latest {run}/nothing", 3, ""),
+    "inspect": ("inspect {run}/step-2 w*", 0, r"w\tfloat32\t500 x 3\t6.0 kB\t1\n(.*\n)*loss = 0.5"),
+    "verify": ("verify {run}/step-2", 0, r"all of it is as it was written \(2 items"),
+    "rm": ("rm {run}/step-1 {run}/step-2 --yes", 0, r"deleted {run}/step-1\ndeleted"),
+    "prune": ("prune {run} --max-to-keep 1 --yes", 0, r"deleted {run}/step-1\n"),
+    "sweep": ("sweep {run} --older-than 0 --yes", 0, r"deleted 1 objects"),
+}
+
+
+@pytest.fixture
+def run(place: Place, cloud: Cloud) -> str:
+    """A run of two steps, and what a save that was killed has left."""
+    with cloudckpt.CheckpointManager(
+        place.uri,
+        asynchronous=False,
+        checkpointer=cloudckpt.CheckpointerConfig(config=place.config),
+        preemption=cloudckpt.Preemption(signals=()),
+    ) as manager:
+        for step in (1, 2):
+            state = {"w": torch.full((500, 3), float(step)), "step": step}
+            manager.save(step, state, metrics={"loss": 1 / step})
+    cloud.look.put(f"{place.key}/step-3/__0_0.0123456789abcdef.distcp", b"left over")
+    return place.uri
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_does_what_it_says(name, run, cloud, tmp_path):
+    command, code, printed = COMMANDS[name]
+    places = {"run": run, "local": str(tmp_path)}
+    ended = subprocess.run(
+        [sys.executable, "-m", "cloudckpt", *shlex.split(command.format(**places))],
+        env={**os.environ, **cloud.environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert (ended.returncode, "Traceback" in ended.stderr) == (code, False), ended.stderr
+    for place, where in places.items():
+        printed = printed.replace("{" + place + "}", re.escape(where))
+    assert re.search(printed, ended.stdout), ended.stdout
