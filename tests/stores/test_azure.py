@@ -1329,3 +1329,28 @@ def test_a_signature_does_not_hide_the_rest_of_the_log(open_azure, server, monke
     (line,) = [record.getMessage() for record in caplog.records if "PUT" in record.getMessage()]
     assert "/container/run/object" in line
     assert "abc" not in line
+
+
+# what is told to people
+
+
+def test_a_store_tells_which_variable_has_its_key_or_signature(open_azure, monkeypatch):
+    origin = open_azure().origin()
+    assert (origin.source, origin.identity) == ("an account key (AZURE_STORAGE_KEY)", ACCOUNT)
+    monkeypatch.delenv("AZURE_STORAGE_KEY")
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", "se=2030-01-02T03:04:05Z&sp=rl&sig=SECRET")
+    origin = open_azure().origin()
+    assert origin.source == "a shared access signature (AZURE_STORAGE_SAS_TOKEN)"
+    assert origin.ends == 1893553445
+    assert "SECRET" not in repr(origin)
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", "se=2030-01-02&sig=SECRET")
+    assert open_azure().origin().ends == 1893542400
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", "si=policy&sig=SECRET")
+    assert open_azure().origin().ends is None
+
+
+def test_what_names_the_account_is_told(open_azure):
+    assert open_azure().route().endpoint_from == "AzureOptions(endpoint_url=…)"
+    by_uri = open_azure(uri="abfss://container@account.dfs.core.windows.net/run").route()
+    assert by_uri.endpoint_from == "the URI"
+    assert AzureStore("container", Config()).route().endpoint_from == "AZURE_STORAGE_ACCOUNT"

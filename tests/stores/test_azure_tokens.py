@@ -520,3 +520,18 @@ def test_a_tenant_that_is_known_by_its_domain_gets_a_fresh_token(
     storage.answer(refused(storage, challenge_of(TENANT)))
     assert store.head("run/object").size == 9
     assert bearers(storage) == ["Bearer TOKEN1", "Bearer TOKEN2"]
+
+
+# what is told to people
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [("metadata", "managed identity"), ("entra", "workload identity"), ("az", "az login")],
+)
+def test_a_store_tells_where_its_token_comes_from_and_when_it_ends(request, store, source, told):
+    request.getfixturevalue(source)
+    origin = store.origin()
+    assert told in origin.source
+    assert origin.ends > time.time()
+    assert "TOKEN1" not in repr(origin)

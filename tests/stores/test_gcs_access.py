@@ -969,3 +969,24 @@ def test_no_message_has_a_secret(open_with, secure):
             texts.append(f"{error} {error.__cause__} {json.dumps(vars(error), default=str)}")
     assert len(texts) == 4 * len(VERBS)
     assert not [text for text in texts if secret.decode() in text]
+
+
+# what is told to people
+
+
+def test_a_store_tells_where_its_token_comes_from_and_when_it_ends(
+    open_gcs, secure, account_file, workload_file, monkeypatch
+):
+    origin = open_gcs(credentials_file=str(account_file)).origin()
+    assert origin.source == "the key of a service account, found by GCSOptions(credentials_file=…)"
+    assert origin.identity == "job@project.iam.gserviceaccount.com"
+    assert origin.ends > datetime.datetime.now(datetime.timezone.utc).timestamp() + 3000
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(workload_file))
+    origin = open_gcs().origin()
+    assert "workload identity federation" in origin.source
+    assert "GOOGLE_APPLICATION_CREDENTIALS" in origin.source
+    assert "anonymous" in open_gcs(anonymous=True).origin().source
+
+
+def test_the_account_of_a_machine_is_told(open_gcs, metadata_server):
+    assert "the metadata server" in open_gcs().origin().source

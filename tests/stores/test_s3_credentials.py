@@ -631,3 +631,54 @@ def test_credentials_that_end_before_they_are_given_are_named(container, open_s3
     container.lifetime = datetime.timedelta(seconds=-60)
     with pytest.raises(CredentialsError, match="still expired"):
         put(open_s3())
+
+
+# what is told to people
+
+SOURCES = {
+    "instance": "its metadata (IMDS)",
+    "container": "the container's role",
+    "sts": "a web identity, as of IRSA",
+    "sso": "aws sso login",
+}
+
+
+@pytest.mark.parametrize("place", SOURCES)
+def test_a_store_tells_where_its_keys_come_from_and_when_they_end(request, open_s3, place):
+    request.getfixturevalue(place)
+    origin = open_s3().origin()
+    assert SOURCES[place] in origin.source
+    assert time.time() < origin.ends < time.time() + 7 * 3600
+    assert "secret" not in repr(origin).lower()
+
+
+def test_of_the_id_of_a_key_only_its_end_is_told(open_s3, monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wJalrXUtnFEMI")
+    origin = open_s3().origin()
+    assert "AWS_ACCESS_KEY_ID" in origin.source
+    assert (origin.identity, origin.ends) == ("access key …MPLE", None)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "minioadmin")
+    assert open_s3().origin().identity == ""
+
+
+def test_what_names_endpoint_and_region_is_told(monkeypatch, tmp_path):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    for name in ("AWS_REGION", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "config").write_text(
+        "[default]\nregion = eu-west-3\nendpoint_url = http://of-profile:9000\n"
+    )
+    by_profile = S3Store("bucket", Config()).route()
+    assert (by_profile.endpoint_from, by_profile.region_from) == ("the profile", "the profile")
+    assert by_profile.region == "eu-west-3"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://of-variable:9000")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
+    by_variable = S3Store("bucket", Config()).route()
+    assert by_variable.endpoint_from == "AWS_ENDPOINT_URL"
+    assert (by_variable.region, by_variable.region_from) == ("eu-west-1", "AWS_DEFAULT_REGION")
+    monkeypatch.setenv("CLOUDCKPT_S3_REGION", "eu-west-2")
+    by_options = S3Store("bucket", Config(s3=S3Options(endpoint_url="http://given:9000"))).route()
+    assert by_options.endpoint_from == "S3Options(endpoint_url=…)"
+    assert by_options.region_from == "CLOUDCKPT_S3_REGION"

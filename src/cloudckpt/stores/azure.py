@@ -42,6 +42,7 @@ from cloudckpt.stores.base import (
 )
 from cloudckpt.stores.bodies import Reply
 from cloudckpt.stores.http import HttpClient
+from cloudckpt.stores.origins import Route
 from cloudckpt.stores.rest import (
     Pages,
     Request,
@@ -289,6 +290,13 @@ class AzureStore(RestStore):
                 raise
 
     # what the requests are made of
+
+    def route(self) -> Route:
+        return Route(
+            url=self._access.url,
+            endpoint_from=self._access.endpoint_from,
+            http=self._access.http_options,
+        )
 
     def object_url(self, key: str, query: Mapping[str, str] | None = None) -> str:
         check_blob(key, self.uri(key))

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from cloudckpt.config import Config
 from cloudckpt.config.options import check_endpoint
@@ -25,7 +25,9 @@ from cloudckpt.stores.azure_errors import token_refused
 from cloudckpt.stores.azure_tokens import Tokens, tenant_asked_for
 from cloudckpt.stores.credentials import Credentials, check_credential, masked, raise_alone
 from cloudckpt.stores.http import HttpOptions
+from cloudckpt.stores.origins import Origin, first_set, named_by
 from cloudckpt.stores.refusals import Meaning
+from cloudckpt.stores.rest import iso_date
 
 try:
     from azure.storage.blob import ContainerClient
@@ -73,6 +75,7 @@ class ContainerAccess:
 
     Attributes:
         url: The URL of the container.
+        endpoint_from: What names the account.
         is_azure: Whether the endpoint is Azure's own, in any of its clouds.
         http_options: How to connect to it.
         credentials: What authorizes requests.
@@ -83,6 +86,12 @@ class ContainerAccess:
         self._tenant = ""  # of the account, once a refusal has named it
         self._uri = uri
         self.url = f"{place.endpoint}/{quote(container)}"
+        self.endpoint_from = (
+            ("the URI" if host else "")
+            or named_by(config.azure, "endpoint_url")
+            or named_by(config.azure, "account")
+            or first_set(_CONNECTION, *_ACCOUNT)
+        )
         parts = urlsplit(place.endpoint)
         self.is_azure = _is_azure(parts.hostname)
         self.http_options = HttpOptions.of_environment(config, place.endpoint)
@@ -96,9 +105,15 @@ class ContainerAccess:
                 _check_cloud(given, place, uri)
             if fits and given.key:
                 signing = _SharedKey(place.account, given.key, uri)
-                return _Source(sign=signing.authorization, given=given.key)
+                origin = Origin(source=f"an account key ({given.named_by})", identity=place.account)
+                return _Source(sign=signing.authorization, given=given.key, found=lambda: origin)
             if fits and given.sas:
-                return _Source(sas=given.sas, given=given.sas)
+                origin = Origin(
+                    source=f"a shared access signature ({given.named_by})",
+                    identity=place.account,
+                    ends=_end_of(given.sas),
+                )
+                return _Source(sas=given.sas, given=given.sas, found=lambda: origin)
             if parts.scheme != "https":
                 raise CredentialsError(
                     "no key and no shared access signature was found for this endpoint "
@@ -107,7 +122,8 @@ class ContainerAccess:
                     uri=uri,
                 )
             note = "" if fits else f" (AZURE_STORAGE_* is of another account, {given.account!r})"
-            return _Source(token=Tokens(config, uri, tenant=self._tenant, note=note).get)
+            tokens = Tokens(config, uri, tenant=self._tenant, note=note)
+            return _Source(token=tokens.get, found=tokens.origin)
 
         self.credentials = Credentials(look)
         logging.getLogger("urllib3.connectionpool").addFilter(_hide_signature)
@@ -158,17 +174,22 @@ class _Source:
         sas: The signature.
         token: Gives the token.
         given: The key or signature that the environment holds, if it does.
+        found: Tells where they come from.
     """
 
     sign: Callable[[str, str, Mapping[str, str]], str] | None = None
     sas: str = ""
     token: Callable[[], str] | None = None
     given: str = ""
+    found: Callable[[], Origin] = lambda: Origin(source="none are sent: anonymous=True")
 
     def secrets(self) -> tuple[str, ...]:
         if self.token is not None:
             return (self.token(),)
         return (self.given,) if self.given else ()
+
+    def origin(self) -> Origin:
+        return self.found()
 
 
 class _SharedKey:
@@ -220,6 +241,11 @@ class _Given:
     key: str = ""
     sas: str = ""
 
+    @property
+    def named_by(self) -> str:
+        """The variable that holds the key or the signature."""
+        return first_set(_CONNECTION, *(_KEY if self.key else _SAS))
+
 
 @dataclass(frozen=True)
 class _Place:
@@ -259,6 +285,14 @@ def _from_environment(container: str, uri: str) -> _Given:
     endpoint = url.rpartition("/")[0]
     check_endpoint(endpoint, f"BlobEndpoint in {_CONNECTION}")
     return _Given(endpoint=endpoint, account=account, key=key, sas=sas)
+
+
+def _end_of(sas: str) -> float | None:
+    """When a shared access signature expires, if it says so itself and not a policy."""
+    ends = dict(parse_qsl(sas)).get("se", "")
+    if "T" not in ends:
+        ends += "T00:00:00Z"  # a day begins it
+    return iso_date(ends)
 
 
 def _first(variables: tuple[str, ...]) -> str:

@@ -28,6 +28,7 @@ from cloudckpt.errors import (
     ThrottledError,
 )
 from cloudckpt.stores.credentials import Renewal, Validity, check_credential, raise_alone, reason
+from cloudckpt.stores.origins import Origin
 from cloudckpt.stores.refusals import retry_after
 from cloudckpt.stores.tls import lasting_failure
 
@@ -49,6 +50,17 @@ _SCOPE = "https://storage.azure.com/.default"
 _MARGIN = 300.0  # seconds before its end in which azure-identity gives a new token
 _SHORTEST = 30.0  # seconds between renewals, whatever their issuer wants
 _CLI_TIMEOUT = 60  # seconds; on a busy machine `az` takes many of them to start
+
+_SOURCES = {  # by azure-identity's names for them
+    "EnvironmentCredential": "the environment (AZURE_CLIENT_ID and its companions)",
+    "WorkloadIdentityCredential": "workload identity (AZURE_FEDERATED_TOKEN_FILE)",
+    "ManagedIdentityCredential": "the managed identity of the machine or pod",
+    "SharedTokenCacheCredential": "the sign-in of another program of this user",
+    "VisualStudioCodeCredential": "the sign-in of Visual Studio Code",
+    "AzureCliCredential": "az login",
+    "AzurePowerShellCredential": "Connect-AzAccount of PowerShell",
+    "AzureDeveloperCliCredential": "azd auth login",
+}
 
 _SLOW_DOWN = frozenset({404, 410, 429, 503})  # the first two: it is updated, for up to 70 s
 
@@ -109,6 +121,12 @@ class Tokens:
         """
         self._renewal.ensure()
         return self._held.token
+
+    def origin(self) -> Origin:
+        """Which of azure-identity's sources has given it."""
+        found = getattr(self._credential, "_successful_credential", None)
+        name = type(found).__name__ if found is not None else "azure-identity"
+        return Origin(source=_SOURCES.get(name, name), ends=self._held.ends or None)
 
     def _validity(self) -> Validity:
         held, now = self._held, time.time()

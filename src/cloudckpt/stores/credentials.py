@@ -24,6 +24,7 @@ from cloudckpt.errors import (
     CredentialsError,
     StoreError,
 )
+from cloudckpt.stores.origins import Origin
 
 __all__ = [
     "Credentials",
@@ -55,6 +56,9 @@ class Source(Protocol):
             CredentialsError: If it can't be used.
             ConnectionLostError: If it can't be fetched for the moment.
         """
+
+    def origin(self) -> Origin:
+        """Where they come from, once they were fetched."""
 
 
 S = TypeVar("S", bound=Source)

@@ -40,6 +40,7 @@ from cloudckpt.stores.gcs_json import (
     parse_crc32c,
 )
 from cloudckpt.stores.http import HttpClient
+from cloudckpt.stores.origins import Route
 from cloudckpt.stores.rest import Request, RestStore, encode_key, encode_query
 from cloudckpt.stores.xml_api import Dialect, XmlMultipart
 
@@ -207,6 +208,13 @@ class GCSStore(RestStore):
 
     def delete(self, key: str, *, if_version: str | None = None) -> None:
         self._objects.delete(key, if_version)
+
+    def route(self) -> Route:
+        return Route(
+            url=self._bucket_url,
+            endpoint_from=self._access.endpoint_from,
+            http=self._access.http_options,
+        )
 
     def object_url(self, key: str, query: Mapping[str, str] | None = None) -> str:
         url = f"{self._bucket_url}/{encode_key(key)}"

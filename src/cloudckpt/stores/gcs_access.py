@@ -12,6 +12,7 @@ import socket
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
+from datetime import timezone
 from typing import Any
 
 from cloudckpt._version import __version__
@@ -34,6 +35,7 @@ from cloudckpt.stores.credentials import (
     reason,
 )
 from cloudckpt.stores.http import HttpOptions
+from cloudckpt.stores.origins import Origin, first_set, named_by
 
 try:
     import google.auth
@@ -55,6 +57,14 @@ _METADATA_TIMEOUT = 3  # seconds, google-auth's own
 _LONGEST_PAUSE = 30.0  # seconds between renewals that fail while the old token holds
 _LONGEST_REASON = 300  # characters; it may be a proxy's page
 
+_KINDS = {  # of credentials, by the module that has their class
+    "google.oauth2.service_account": "the key of a service account",
+    "google.oauth2.credentials": "a user's sign-in",
+    "google.auth.compute_engine.credentials": "the service account of the machine or pod",
+    "google.auth.impersonated_credentials": "impersonation of a service account",
+    "google.auth.external_account": "workload identity federation",
+    "google.auth.external_account_authorized_user": "workforce identity federation",
+}
 _VALIDITY = {
     google.auth.credentials.TokenState.FRESH: Validity.GOOD,
     google.auth.credentials.TokenState.STALE: Validity.DUE,
@@ -67,6 +77,7 @@ class BucketAccess:
 
     Attributes:
         endpoint: The URL that paths are appended to.
+        endpoint_from: What names it.
         is_google: Whether it is Google's own.
         http_options: How to connect to it.
         credentials: What authorizes requests.
@@ -76,6 +87,11 @@ class BucketAccess:
         self.endpoint, is_trusted = _endpoint(config.gcs)
         host = self.endpoint.split("/")[2].partition(":")[0]
         self.is_google = is_trusted and host.endswith(f".{_universe()}")
+        self.endpoint_from = (
+            named_by(config.gcs, "endpoint_url")
+            or first_set("STORAGE_EMULATOR_HOST", "GOOGLE_CLOUD_UNIVERSE_DOMAIN")
+            or "nothing: Google's own"
+        )
         self.http_options = HttpOptions.of_environment(config, self.endpoint)
         self._payer = config.gcs.user_project
         is_wanted = is_trusted and not config.gcs.anonymous
@@ -92,7 +108,7 @@ class BucketAccess:
             with _in_our_words(transport, uri):
                 universe = found.universe_domain  # the metadata server's, on Google's machines
             _check_universe(universe, self.endpoint, host, uri)
-            return _Token(found, transport)
+            return _Token(found, transport, _place(config.gcs))
 
         self.credentials = Credentials(look)
 
@@ -117,6 +133,9 @@ class _NoToken:
 
     def secrets(self) -> tuple[str, ...]:
         return ()
+
+    def origin(self) -> Origin:
+        return Origin(source="none are sent: anonymous=True, or the endpoint is no https")
 
 
 def _universe() -> str:
@@ -219,6 +238,13 @@ def _default_file(variable: str) -> str | None:
     folder = os.environ.get("CLOUDSDK_CONFIG") or os.path.expanduser("~/.config/gcloud")
     path = os.path.join(folder, "application_default_credentials.json")
     return f"gcloud's {path}" if os.path.isfile(path) else None
+
+
+def _place(options: GCSOptions) -> str:
+    """What has named the credentials that were found."""
+    name = "GOOGLE_APPLICATION_CREDENTIALS"
+    file = named_by(options, "credentials_file") or _default_file(name)
+    return file or "the metadata server of this machine or pod"
 
 
 def _of_the_machine(transport: _Transport, uri: str) -> google.auth.credentials.Credentials | None:
@@ -325,8 +351,13 @@ class _Token:
     """
 
     def __init__(
-        self, credentials: google.auth.credentials.Credentials, transport: _Transport
+        self,
+        credentials: google.auth.credentials.Credentials,
+        transport: _Transport,
+        place: str,
     ) -> None:
+        """``place`` is where google-auth has found the credentials."""
+        self._place = place
         self._credentials = credentials
         self._transport = transport
         self._renewal = Renewal(self._validity, self._renew, _pause)
@@ -352,6 +383,16 @@ class _Token:
         if self._validity() is Validity.ENDED:
             self._renewal.ensure()
         return (str(self._credentials.token),)
+
+    def origin(self) -> Origin:
+        held = self._credentials
+        kinds = (name for kind in type(held).__mro__ if (name := _KINDS.get(kind.__module__)))
+        email, ends = getattr(held, "service_account_email", None), held.expiry
+        return Origin(
+            source=f"{next(kinds, type(held).__name__)}, found by {self._place}",
+            identity=email if isinstance(email, str) and "@" in email else "",
+            ends=ends.replace(tzinfo=timezone.utc).timestamp() if ends else None,
+        )
 
     def _validity(self) -> Validity:
         return _VALIDITY[self._credentials.token_state]

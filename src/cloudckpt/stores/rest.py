@@ -27,6 +27,7 @@ from cloudckpt.stores.base import Body, ObjectInfo, ObjectStore, Progress, nbyte
 from cloudckpt.stores.bodies import Reply
 from cloudckpt.stores.credentials import Credentials, conceal
 from cloudckpt.stores.http import HttpClient
+from cloudckpt.stores.origins import Origin, Route
 
 __all__ = [
     "Pages",
@@ -355,6 +356,21 @@ class RestStore(ObjectStore):
             self.exchange("DELETE", url, headers, key=key),
         ):
             pass
+
+    @abstractmethod
+    def route(self) -> Route:
+        """How the bucket is reached."""
+
+    def origin(self) -> Origin:
+        """Where the credentials come from; they are fetched for it, if they were not yet.
+
+        Raises:
+            StoreError: If they can't be.
+        """
+        source = self._credentials.source()
+        source.secrets()
+        origin: Origin = source.origin()
+        return origin
 
     def interrupt(self, threads: Collection[int]) -> None:
         self._http.interrupt(threads)

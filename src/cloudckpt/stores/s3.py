@@ -38,6 +38,7 @@ from cloudckpt.stores.base import (
 )
 from cloudckpt.stores.bodies import Reply
 from cloudckpt.stores.http import HttpClient
+from cloudckpt.stores.origins import Route
 from cloudckpt.stores.rest import (
     Pages,
     Request,
@@ -304,6 +305,9 @@ class S3Store(RestStore):
                     "S3Options(payload_signing='on') or CLOUDCKPT_S3_PAYLOAD_SIGNING=on"
                 )
             raise
+
+    def route(self) -> Route:
+        return self._access.route()
 
     def object_url(self, key: str, query: Mapping[str, str] | None = None) -> str:
         url = self._access.base + encode_key(key)

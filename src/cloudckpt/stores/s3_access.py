@@ -28,6 +28,7 @@ from cloudckpt.errors import (
 from cloudckpt.stores.base import Body, nbytes
 from cloudckpt.stores.credentials import Credentials, raise_alone, reason
 from cloudckpt.stores.http import HttpOptions
+from cloudckpt.stores.origins import Route, first_set, named_by
 
 try:
     import boto3
@@ -89,6 +90,7 @@ class BucketAccess:
         with _translated(uri):
             session = _session(options)
             core = session._session
+            self._scoped = core.get_scoped_config()
             client = _client(session, options)
             self.base, region = _resolve(client, bucket)
             client.close()
@@ -106,6 +108,22 @@ class BucketAccess:
     def region(self) -> str:
         """The region that requests are signed for at the moment."""
         return self._place.region
+
+    def route(self) -> Route:
+        """How the bucket is reached, and what says so."""
+        options = self._options
+        endpoint = named_by(options, "endpoint_url") or first_set(
+            "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"
+        )
+        region = named_by(options, "region") or first_set("AWS_REGION", "AWS_DEFAULT_REGION")
+        profile = "the profile" if self._scoped.get("region") else "nothing: boto3's default"
+        return Route(
+            url=self._place.bucket_url,
+            endpoint_from=endpoint or ("boto3's table" if self.is_aws else "the profile"),
+            region=self.region,
+            region_from=region or profile,
+            http=self.http_options,
+        )
 
     def address(self, url: str) -> str:
         """Where a URL of this bucket is, if the bucket was found in another region."""

@@ -38,6 +38,7 @@ from cloudckpt.stores.credentials import (
     raise_alone,
     reason,
 )
+from cloudckpt.stores.origins import Origin
 from cloudckpt.stores.refusals import by_status
 from cloudckpt.stores.s3_errors import from_code
 from cloudckpt.stores.tls import lasting_failure
@@ -88,6 +89,18 @@ class Keys:
             self._renewal.ensure()
         return self._latest
 
+    def origin(self) -> Origin:
+        if self._found is None:
+            return Origin(source="none are sent: anonymous=True")
+        method = str(self._found.method)
+        key = self._latest[0] if self._latest else ""
+        ends = getattr(self._found, "_expiry_time", None)
+        return Origin(
+            source=_SOURCES.get(method, f"what boto3 calls {method!r}"),
+            identity=f"access key …{key[-4:]}" if len(key) >= _LEAST_ID else "",
+            ends=ends.timestamp() if ends else None,
+        )
+
     def _validity(self) -> Validity:
         is_due = getattr(self._found, "refresh_needed", None)
         has_ended = not self._latest or (is_due is not None and is_due(0))
@@ -122,6 +135,21 @@ class Keys:
         if trouble is not None:
             raise trouble
 
+
+_LEAST_ID = 16  # characters, which AWS documents: of a shorter one its end would be too much
+_SOURCES = {  # by botocore's names for them
+    "env": "the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY)",
+    "shared-credentials-file": "a profile of ~/.aws/credentials (AWS_PROFILE)",
+    "config-file": "a profile of ~/.aws/config (AWS_PROFILE)",
+    "boto-config": "the file of boto2",
+    "assume-role": "a role that the profile assumes",
+    "assume-role-with-web-identity": "a web identity, as of IRSA (AWS_WEB_IDENTITY_TOKEN_FILE)",
+    "sso": "IAM Identity Center (aws sso login)",
+    "login": "aws login",
+    "custom-process": "credential_process of the profile",
+    "container-role": "the container's role (ECS, EKS Pod Identity)",
+    "iam-role": "the instance's role, from its metadata (IMDS)",
+}
 
 _SILENT = (
     botocore.exceptions.NoCredentialsError,
