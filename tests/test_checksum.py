@@ -132,10 +132,10 @@ def test_damage_is_found_in_the_block_where_it_is(algorithm, size, block_size, p
     right = [algorithm.of(content[at : at + block_size]) for at in range(0, size, block_size)]
     blocks = Blocks(algorithm, block_size, right)
     views = [view for _, view in cut(content, places)]
-    assert blocks.first_bad(0, views) is None
+    assert blocks.bad(0, views) == []
     damaged = data.draw(st.integers(0, size - 1))
     content[damaged] ^= 1 << data.draw(st.integers(0, 7))
-    assert blocks.first_bad(0, views) == damaged // block_size
+    assert blocks.bad(0, views) == [damaged // block_size]
 
 
 @pytest.mark.parametrize("usual", ALGORITHMS.values(), ids=ALGORITHMS)
@@ -150,18 +150,18 @@ def test_blocks_that_are_right_take_one_call_for_each_view(usual):
     content = memoryview(some_bytes(100))
     right = [usual.of(content[at : at + 10]) for at in range(0, 100, 10)]
     algorithm = dataclasses.replace(usual, of=counted)
-    assert Blocks(algorithm, 10, right).first_bad(2, [content[20:37], content[37:]]) is None
+    assert Blocks(algorithm, 10, right).bad(2, [content[20:37], content[37:]]) == []
     assert calls == [17, 63]
 
 
-def test_of_several_damages_the_first_is_told():
+def test_of_several_damages_all_are_told():
     content = bytearray(some_bytes(100))
     right = [CRC32C.of(content[at : at + 10]) for at in range(0, 100, 10)]
     blocks = Blocks(CRC32C, 10, right)
     content[35] ^= 1
     content[71] ^= 1
-    assert blocks.first_bad(0, [memoryview(content)]) == 3
-    assert blocks.first_bad(4, [memoryview(content)[40:]]) == 7
+    assert blocks.bad(0, [memoryview(content)]) == [3, 7]
+    assert blocks.bad(4, [memoryview(content)[40:]]) == [7]
 
 
 @given(st.integers(0, 1 << 50))

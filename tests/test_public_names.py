@@ -15,6 +15,7 @@ PUBLIC = {
     "CloudStorageReader",
     "CloudStorageWriter",
     "Config",
+    "Damage",
     "FileContent",
     "GCSOptions",
     "Leftovers",

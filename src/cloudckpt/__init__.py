@@ -32,14 +32,16 @@ from cloudckpt.dcp.install import install, uninstall
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.errors import *  # noqa: F403 - all errors are public, and listed there
+from cloudckpt.errors import Damage
 from cloudckpt.errors import __all__ as _errors
 from cloudckpt.files import FileContent, load_file, save_file
 from cloudckpt.runs.catalog import CheckpointSummary, latest, list_checkpoints
-from cloudckpt.runs.contents import CheckpointContents, StoredItem, Verified, inspect, verify
+from cloudckpt.runs.contents import CheckpointContents, StoredItem, inspect
 from cloudckpt.runs.deleting import delete
 from cloudckpt.runs.manager import CheckpointManager
 from cloudckpt.runs.preemption import Preemption
 from cloudckpt.runs.sweeping import Leftovers, find_leftovers, sweep
+from cloudckpt.runs.verifying import Verified, verify
 from cloudckpt.transfer.stats import Transferred
 from cloudckpt.uri import CheckpointURI
 
@@ -57,6 +59,7 @@ __all__ = [
     "CloudStorageWriter",
     "CommitHook",
     "Config",
+    "Damage",
     "FileContent",
     "GCSOptions",
     "Leftovers",

@@ -161,15 +161,15 @@ class Blocks:
     size: int
     checksums: Sequence[int]
 
-    def first_bad(self, first: int, views: Sequence[memoryview]) -> int | None:
+    def bad(self, first: int, views: Sequence[memoryview]) -> list[int]:
         """Checks the whole blocks, from block ``first``, that lie in ``views`` in order.
 
         All of a view is looked at in one call, for each call hands the GIL over, and may wait for
         it. What the checksum of the whole must be follows from those of the blocks; which of them
-        is wrong is looked for only if there is one.
+        are wrong is looked for only if there are any.
 
         Returns:
-            The first wrong one, or None if all are right.
+            The wrong ones; empty if all are right.
         """
         total, size = 0, 0
         for view in views:
@@ -179,12 +179,13 @@ class Blocks:
         lengths = [self.size] * whole + ([rest] if rest else [])
         expected = self.checksums[first : first + len(lengths)]
         if total == self.algorithm.combine(zip(expected, lengths, strict=True)):
-            return None
+            return []
         return self._look_for_bad(first, views)
 
-    def _look_for_bad(self, first: int, views: Sequence[memoryview]) -> int | None:
+    def _look_for_bad(self, first: int, views: Sequence[memoryview]) -> list[int]:
         of, size, expected = self.algorithm.of, self.size, self.checksums
         index, checksum, filled = first, 0, 0
+        found: list[int] = []
         for view in views:
             position = 0
             while position < view.nbytes:
@@ -194,6 +195,8 @@ class Blocks:
                 filled += length
                 if filled == size:
                     if checksum != expected[index]:
-                        return index
+                        found.append(index)
                     index, checksum, filled = index + 1, 0, 0
-        return index if filled and checksum != expected[index] else None
+        if filled and checksum != expected[index]:
+            found.append(index)
+        return found

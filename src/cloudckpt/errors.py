@@ -53,7 +53,8 @@ the failures of all ranks by pickle, and a cause that is lost there is lost for 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 __all__ = [
@@ -307,8 +308,35 @@ class IncompleteSaveError(CheckpointError):
     """The plan names an item that no rank has written; nothing was committed."""
 
 
+@dataclass(frozen=True)
+class Damage:
+    """A place in a checkpoint that is not as it was written.
+
+    Attributes:
+        object: The URI of the object.
+        item: The state-dict entry.
+        what: What is wrong.
+        start: The first byte of the object that is; None if it is all of it.
+        stop: Behind the last one.
+    """
+
+    object: str
+    item: str
+    what: str
+    start: int | None = None
+    stop: int | None = None
+
+
 class CheckpointCorruptError(CheckpointError):
-    """Bytes of the checkpoint are missing, were replaced, or do not match their checksum."""
+    """Bytes of the checkpoint are missing, were replaced, or do not match their checksum.
+
+    Attributes:
+        damages: The places that are known to be damaged: of a load one, of a verification all.
+    """
+
+    def __init__(self, message: str, *, damages: Sequence[Damage] = (), **context: Any) -> None:
+        super().__init__(message, **context)
+        self.damages = tuple(damages)
 
 
 class CheckpointReplacedError(CheckpointError):

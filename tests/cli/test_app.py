@@ -165,7 +165,7 @@ def verify(*args, **kwargs):
     print("waiting", flush=True)
     threading.Event().wait(200)
 
-moving.contents.verify = verify
+moving.verifying.verify = verify
 main()
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from cloudckpt.errors import (
     CheckpointNotFoundError,
     ObjectNotFoundError,
 )
-from cloudckpt.runs.contents import StoredItem, Verified, inspect, verify
+from cloudckpt.runs.contents import StoredItem, inspect
+from cloudckpt.runs.verifying import Verified, verify
 
 STATE = {
     "model": {
@@ -101,6 +103,25 @@ def test_a_changed_byte_of_a_tensor_is_found_and_named(saved, at) -> None:
     assert caught.value.item == "model.weight"
     with pytest.raises(CheckpointCorruptError):
         verify(saved, config=Config(verify=False))
+
+
+def test_all_damages_are_told_and_not_only_the_first(tmp_path) -> None:
+    state = {name: torch.arange(600_000.0) for name in "abcd"}
+    cloudckpt.save(state, checkpoint_id=tmp_path)
+    [data] = tmp_path.glob("__0_0.*.distcp")
+    content = bytearray(data.read_bytes())
+    for at in (0.1, 0.11, 0.6):
+        content[int(len(content) * at)] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(CheckpointCorruptError, match="2 other blocks") as caught:
+        verify(tmp_path)
+    damages = caught.value.damages
+    assert [damage.item for damage in damages] == ["a", "a", "c"]
+    assert {damage.object for damage in damages} == {data.as_uri()}
+    for damage, at in zip(damages, (0.1, 0.11, 0.6), strict=True):
+        assert damage.start is not None
+        assert damage.start <= int(len(content) * at) < damage.stop
+    assert pickle.loads(pickle.dumps(caught.value)).damages == damages
 
 
 def test_an_object_that_is_gone_is_found(saved) -> None:

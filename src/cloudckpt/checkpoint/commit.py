@@ -41,7 +41,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -54,7 +54,14 @@ from torch.distributed.checkpoint.metadata import (
 
 from cloudckpt.checkpoint.manifest import ItemRecord, Manifest, ManifestId
 from cloudckpt.checkpoint.metadata import dump_metadata, load_metadata
-from cloudckpt.checkpoint.objects import METADATA, checked, commits_of_ranks, look_for
+from cloudckpt.checkpoint.objects import (
+    METADATA,
+    ObjectRecord,
+    checked,
+    commits_of_ranks,
+    look_for,
+    manifest_name,
+)
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.torch_private import CURRENT_DCP_VERSION, StorageInfo
 from cloudckpt.config import Config, Switch
@@ -87,6 +94,7 @@ __all__ = [
     "named_objects",
     "objects_of",
     "publish",
+    "publish_objects",
 ]
 
 logger = logging.getLogger("cloudckpt")
@@ -409,7 +417,55 @@ def publish(
         StoreError: If it did not take place, and will not.
     """
     objects = {record.object.name: record.object for record in written.values()}
-    sent = sorted(objects)
+
+    def manifest() -> Manifest:
+        _check_complete(metadata, written, str(uri))
+        _fill_in(metadata, written)
+        items = {(index.fqn, _tuple(index.offset)): record for index, record in written.items()}
+        return Manifest(items, store.capabilities.checksum, structure)
+
+    publish_objects(
+        store,
+        uri,
+        config,
+        baseline=baseline,
+        attempt=attempt,
+        metadata=metadata,
+        objects=list(objects.values()),
+        own=own,
+        manifest=manifest,
+        notes=notes,
+    )
+
+
+def publish_objects(
+    store: ObjectStore,
+    uri: CheckpointURI,
+    config: Config,
+    *,
+    baseline: Baseline,
+    attempt: str,
+    metadata: Metadata,
+    objects: Collection[ObjectRecord],
+    own: Collection[str],
+    manifest: Callable[[], Manifest | None],
+    notes: bytes = b"",
+) -> None:
+    """Commits a checkpoint that is made of these objects; what is not said is as in `publish`.
+
+    Args:
+        store: The store of ``uri``.
+        uri: The checkpoint.
+        config: The options.
+        baseline: What was there when the save began.
+        attempt: The random name of this save.
+        metadata: torch's metadata; they say where the items are, when ``manifest`` has returned.
+        objects: All data objects, which are in the store.
+        own: The names of those that this rank has written.
+        manifest: Makes the manifest; None for a copy of a checkpoint of another writer.
+        notes: What is noted with the checkpoint.
+    """
+    sent = sorted(record.name for record in objects)
 
     def delete(names: Iterable[str]) -> None:
         keys = [uri.key(name) for name in names]
@@ -417,19 +473,14 @@ def publish(
 
     retrier = Retrier(config.retry)
     try:
-        _check_complete(metadata, written, str(uri))
         with paused_gc():
-            manifest = Manifest(
-                {(index.fqn, _tuple(index.offset)): record for index, record in written.items()},
-                store.capabilities.checksum,
-                structure,
-            )
-            content = manifest.to_json()
-        identity = manifest.identify(attempt, content)
-        sent.append(identity.name)
-        key, view = uri.key(identity.name), memoryview(content)
+            made = manifest()
+            content = made.to_json() if made is not None else b""
+        name = manifest_name(attempt)
+        sent.append(name)
+        key, view = uri.key(name), memoryview(content)
         create_only = creates_only(store, config)
-        others = [record for name, record in objects.items() if name not in own]
+        others = [record for record in objects if record.name not in own]
         group = TaskGroup(config.connections, name="cloudckpt-commit", interrupt=store.interrupt)
         look = Retrier(config.retry, group.cancellation)
 
@@ -440,7 +491,10 @@ def publish(
         group.run(look_and_put)
         conditional = conditions_work(store, config.conditional_writes, key, content, retrier)
         unneeded = _replaced(store, baseline, retrier)
-        _fill_in(metadata, written, StorageMeta(str(uri), str(identity)))
+        if made is None:
+            unneeded.add(name)  # it has only served to try the conditions
+        else:
+            metadata.storage_meta = StorageMeta(str(uri), str(made.identify(attempt, content)))
         data = dump_metadata(metadata, notes)
         baseline.check_age(str(uri))
     except BaseException:
@@ -460,7 +514,7 @@ def publish(
             cause=error,
         ) from error
     unneeded |= _hidden(store, uri, baseline, Retrier.for_cleanup(config.retry))
-    delete(unneeded.difference(objects))
+    delete(unneeded.difference(record.name for record in objects))
 
 
 def _tuple(offset: torch.Size | None) -> tuple[int, ...] | None:
@@ -486,14 +540,10 @@ def _check_complete(
                 )
 
 
-def _fill_in(
-    metadata: Metadata, written: Mapping[MetadataIndex, ItemRecord], storage_meta: StorageMeta
-) -> None:
+def _fill_in(metadata: Metadata, written: Mapping[MetadataIndex, ItemRecord]) -> None:
     """What a storage writer adds to the planner's metadata."""
-    with paused_gc():
-        metadata.storage_data = {
-            index: StorageInfo(record.object.name, record.offset, record.length)
-            for index, record in written.items()
-        }
-    metadata.storage_meta = storage_meta
+    metadata.storage_data = {
+        index: StorageInfo(record.object.name, record.offset, record.length)
+        for index, record in written.items()
+    }
     metadata.version = CURRENT_DCP_VERSION

@@ -7,14 +7,14 @@ import dataclasses
 from rich.filesize import decimal as as_size
 
 from cloudckpt.cli.app import Checkpoint, Json, Quiet, app, print_json, progress_bar, safe
-from cloudckpt.runs import contents
+from cloudckpt.runs import verifying
 
 
 @app.command(rich_help_panel="Checkpoints")
 def verify(checkpoint: Checkpoint, as_json: Json = False, quiet: Quiet = False) -> None:
     """Read all of a checkpoint and compare each block with its checksum."""
     with progress_bar("verifying", shown=not (quiet or as_json)) as progress:
-        found = contents.verify(checkpoint, progress=progress)
+        found = verifying.verify(checkpoint, progress=progress)
     if as_json:
         print_json(dataclasses.asdict(found))
         return

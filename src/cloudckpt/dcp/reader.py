@@ -95,6 +95,16 @@ class CloudStorageReader(StorageReader):
         return self._manifest.structure if self._manifest is not None else Structure()
 
     @property
+    def manifest(self) -> Manifest | None:
+        """The manifest of the metadata that were read last; those of other writers have none."""
+        return self._manifest
+
+    @property
+    def committed(self) -> ObjectInfo | None:
+        """The commit object that was read last."""
+        return self._committed
+
+    @property
     def has_checksums(self) -> bool:
         """Whether the checkpoint can be verified; once its metadata was read."""
         return self._manifest is not None

@@ -1,29 +1,27 @@
-"""What is in a checkpoint, and whether all of it is as it was written."""
+"""What is in a checkpoint."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from cloudckpt.checkpoint.manifest import Manifest
 from cloudckpt.checkpoint.notes import Notes, read_notes
 from cloudckpt.checkpoint.objects import commits_of_ranks, rank_of
 from cloudckpt.checkpoint.places import Places
 from cloudckpt.config import Config
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.errors import CheckpointNotFoundError
-from cloudckpt.transfer.download import download
-from cloudckpt.transfer.landing import Sink, StoredBytes, Wanted
+from cloudckpt.stores.base import ObjectInfo
+from cloudckpt.transfer.landing import StoredBytes
 from cloudckpt.transfer.retry import Retrier, open_store
-from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["CheckpointContents", "StoredItem", "Verified", "inspect", "verify"]
+__all__ = ["CheckpointContents", "CheckpointPart", "StoredItem", "inspect", "parts"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,22 +65,6 @@ class CheckpointContents:
         return sum(item.nbytes for item in self.items)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verified:
-    """What has been read, and was found to be as it was written.
-
-    Attributes:
-        items: How many pieces of entries.
-        nbytes: Their bytes.
-        has_checksums: Whether each block was compared with its checksum; else it is only known that
-            all bytes are there.
-    """
-
-    items: int
-    nbytes: int
-    has_checksums: bool
-
-
 def inspect(checkpoint_id: URILike, *, config: Config | None = None) -> CheckpointContents:
     """What is in a committed checkpoint: names, shapes, types, sizes, notes; no tensor is read.
 
@@ -100,7 +82,7 @@ def inspect(checkpoint_id: URILike, *, config: Config | None = None) -> Checkpoi
     store = open_store(uri, config)
     items: dict[str, StoredItem] = {}
     has_checksums = True
-    for part in _parts(uri, config):
+    for part in parts(uri, config):
         has_checksums = has_checksums and part.has_checksums
         for name, entry in part.metadata.state_dict_metadata.items():
             found = part.item(name, entry)
@@ -117,71 +99,26 @@ def inspect(checkpoint_id: URILike, *, config: Config | None = None) -> Checkpoi
     )
 
 
-def verify(
-    checkpoint_id: URILike,
-    *,
-    config: Config | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Verified:
-    """Reads all of a committed checkpoint, and compares each block with its checksum.
-
-    The bytes pass through memory of at most ``memory_budget``. Of a checkpoint of torch's own
-    writers, which has no checksums, it is seen that all bytes are there.
-
-    Args:
-        checkpoint_id: ``s3://bucket/path`` or another location.
-        config: Options.
-        progress: Called with the bytes that were read and those that there are, by any thread.
-
-    Raises:
-        CheckpointNotFoundError: If there is no committed checkpoint.
-        CheckpointCorruptError: If anything of it is missing, or not as it was written; it names the
-            first item that is.
-        StoreError: If the store refuses or stays unreachable.
-    """
-    uri = CheckpointURI.parse(checkpoint_id)
-    config = config if config is not None else Config()
-    config = dataclasses.replace(config, verify=True)
-    store = open_store(uri, config)
-    sources: list[StoredBytes] = []
-    has_checksums = True
-    for part in _parts(uri, config):
-        has_checksums = has_checksums and part.has_checksums
-        sources += part.sources()
-    total, lock, done = sum(source.nbytes for source in sources), threading.Lock(), 0
-
-    def seen(count: int) -> None:
-        nonlocal done
-        with lock:
-            done += count
-        progress(done, total)
-
-    sink = _Discarded(seen)
-    wanted = [Wanted(source, 0, source.nbytes, sink, True) for source in sources]
-    download(store, wanted, config, TransferStats(str(uri)))
-    return Verified(items=len(sources), nbytes=total, has_checksums=has_checksums)
-
-
-class _Discarded(Sink):
-    """Takes bytes that were verified, and keeps none."""
-
-    __slots__ = ("_seen",)
-
-    def __init__(self, seen: Callable[[int], None]) -> None:
-        super().__init__(None)
-        self._seen = seen
-
-    def deliver(self, start: int, data: torch.Tensor) -> None:
-        self._seen(data.numel())
-
-
 @dataclass(frozen=True)
-class _Part:
-    """What one commit object says: all of the checkpoint, or what one rank has saved by itself."""
+class CheckpointPart:
+    """What one commit object says: all of the checkpoint, or what one rank has saved by itself.
 
+    Attributes:
+        commit: The commit object.
+        metadata: What it holds.
+        places: Where the items are.
+        manifest: The manifest; None if another writer has written it.
+    """
+
+    commit: ObjectInfo
     metadata: Metadata
     places: Places
-    has_checksums: bool
+    manifest: Manifest | None
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether its blocks can be verified."""
+        return self.manifest is not None
 
     def item(self, name: str, entry: object) -> StoredItem:
         """An entry of the metadata."""
@@ -209,8 +146,14 @@ class _Part:
         return found
 
 
-def _parts(uri: CheckpointURI, config: Config) -> Iterator[_Part]:
-    """What the commit objects say: one, or one of each rank that has saved by itself."""
+def parts(uri: CheckpointURI, config: Config) -> Iterator[CheckpointPart]:
+    """What the commit objects say: one, or one of each rank that has saved by itself.
+
+    Raises:
+        CheckpointNotFoundError: If there is no committed checkpoint.
+        CheckpointCorruptError: If metadata are damaged.
+        StoreError: If the store refuses or stays unreachable.
+    """
     reader = CloudStorageReader(uri, config=config)
     try:
         yield _part(reader, reader.read_metadata())
@@ -224,8 +167,9 @@ def _parts(uri: CheckpointURI, config: Config) -> Iterator[_Part]:
         yield _part(reader, reader.read_metadata(rank=rank))
 
 
-def _part(reader: CloudStorageReader, metadata: Metadata) -> _Part:
-    return _Part(metadata, reader.places_in(metadata), reader.has_checksums)
+def _part(reader: CloudStorageReader, metadata: Metadata) -> CheckpointPart:
+    assert reader.committed is not None  # it has read the metadata
+    return CheckpointPart(reader.committed, metadata, reader.places_in(metadata), reader.manifest)
 
 
 def _ranks(uri: CheckpointURI, config: Config) -> list[int]:

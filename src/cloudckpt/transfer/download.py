@@ -5,24 +5,18 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from cloudckpt.config import Config
-from cloudckpt.errors import (
-    CheckpointCorruptError,
-    ConnectionLostError,
-    ObjectNotFoundError,
-    PreconditionFailedError,
-    RangeNotSatisfiableError,
-)
+from cloudckpt.errors import CheckpointCorruptError, Damage
 from cloudckpt.gc_pause import paused_gc
-from cloudckpt.stores.base import ObjectInfo, RangeReader, nbytes, skip
+from cloudckpt.stores.base import RangeReader
 from cloudckpt.transfer.boxes import aligned
 from cloudckpt.transfer.group import TaskGroup
-from cloudckpt.transfer.landing import Bad, Landing, Segment, StoredBytes, Wanted
+from cloudckpt.transfer.landing import Bad, Landing, Segment, Wanted
 from cloudckpt.transfer.parts import even_share
+from cloudckpt.transfer.receiving import Receiver
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.staging import ScratchPool
 from cloudckpt.transfer.stats import TransferStats
@@ -34,20 +28,34 @@ logger = logging.getLogger("cloudckpt")
 _GRAIN = 1024 * 1024  # where unverified data may be cut
 
 
+def _raise(error: CheckpointCorruptError) -> None:
+    raise error
+
+
 def download(
     store: RangeReader,
     wanted: Sequence[Wanted],
     config: Config,
     stats: TransferStats,
+    *,
+    damaged: Callable[[CheckpointCorruptError], None] = _raise,
 ) -> None:
     """Delivers all that is wanted; at its return every byte has arrived and was verified.
+
+    Args:
+        store: Where it is.
+        wanted: What is wanted.
+        config: Options.
+        stats: Counts.
+        damaged: Called with what is damaged, by any thread. If it does not raise, the rest is read
+            nevertheless, and what is damaged, and shares a request with it, is not delivered.
 
     Raises:
         CheckpointCorruptError: If bytes are missing, were replaced, or do not match their
             checksum when they are fetched a second time.
         StoreError: If the store refuses or stays unreachable.
     """
-    _Download(store, wanted, config, stats).run()
+    _Download(store, wanted, config, stats, damaged).run()
 
 
 class _Download:
@@ -57,7 +65,9 @@ class _Download:
         wanted: Sequence[Wanted],
         config: Config,
         stats: TransferStats,
+        damaged: Callable[[CheckpointCorruptError], None],
     ) -> None:
+        self._damaged = damaged
         self._store = store
         self._wanted = wanted
         self._config = config
@@ -70,8 +80,7 @@ class _Download:
         )
         self._retrier = Retrier(config.retry, self._group.cancellation, on_retry=stats.add_retry)
         self._scratch = ScratchPool(config.memory_budget, self._group.cancellation)
-        self._seen: dict[str, ObjectInfo] = {}
-        self._lock = threading.Lock()
+        self._receiver = Receiver(store, self._retrier, self._progress)
 
     def run(self) -> None:
         with paused_gc():
@@ -115,89 +124,61 @@ class _Download:
         return Segment(want, origin + start, origin + stop, grain if want.divisible else 0)
 
     def _fetch(self, request: Sequence[Segment]) -> None:
-        key = request[0].want.source.key
         with paused_gc():
             landing = Landing(request)
         with self._scratch.borrowed(landing.scratch_bytes, pinned=landing.pinned) as scratch:
             views = landing.place(scratch)
-            self._receive(request[0], views)
-            bad = self._first_bad(landing)
-            if bad is not None:
-                logger.warning("%s: fetched again after a wrong checksum of %s", key, bad.item)
-                self._receive(request[0], views)
-                if (bad := self._first_bad(landing)) is not None:
-                    raise CheckpointCorruptError(
-                        f"bytes {bad.start} to {bad.stop} of the object do not match their "
-                        "checksum, twice: the object is damaged; restore it or load an older "
-                        "checkpoint",
-                        uri=self._store.uri(key),
-                        item=bad.item,
-                    )
-            landing.deliver()
-
-    def _receive(self, first: Segment, views: Sequence[memoryview]) -> None:
-        """The range from ``first`` on; a retry goes on where the connection broke."""
-        start, rest = first.start, list(views)
-        source = first.want.source
-        key = source.key
-        with self._lock:
-            seen = self._seen.get(key)
-        version = seen.version if seen is not None else None
-
-        def once() -> ObjectInfo:
-            nonlocal start, rest, version
             try:
-                return self._store.get_range(
-                    key,
-                    start,
-                    rest,
-                    if_version=version,
-                    progress=self._progress,
-                )
-            except ConnectionLostError as error:
-                if error.received < nbytes(rest):
-                    version = version or error.version
-                    start, rest = start + error.received, skip(rest, error.received)
-                raise
+                self._receive_right(request, landing, views)
+            except CheckpointCorruptError as error:
+                self._damaged(error)
+            else:
+                landing.deliver()
 
-        try:
-            info = self._retrier.call(once)
-        except (ObjectNotFoundError, PreconditionFailedError, RangeNotSatisfiableError) as error:
-            what = {
-                ObjectNotFoundError: "an object of the checkpoint is gone",
-                PreconditionFailedError: "an object was replaced while it was read",
-                RangeNotSatisfiableError: "an object is shorter than it was written",
-            }[type(error)]
-            raise CheckpointCorruptError(
-                f"{what}: was the checkpoint deleted or overwritten meanwhile? Load another one",
-                uri=self._store.uri(key),
-                item=source.item,
-                cause=error,
-            ) from error
-        self._stats.add_requests(1)
-        self._compare(info, source)
+    def _receive_right(
+        self, request: Sequence[Segment], landing: Landing, views: Sequence[memoryview]
+    ) -> None:
+        """Receives a request; once more if a checksum is wrong.
 
-    def _compare(self, info: ObjectInfo, source: StoredBytes) -> None:
-        with self._lock:
-            first = self._seen.setdefault(source.key, info)
-        if first.version != info.version or source.object_size not in (None, info.size):
+        Raises:
+            CheckpointCorruptError: If it is wrong again, or the bytes are not there.
+        """
+        self._receive(request, views)
+        if not (bad := self._bad(landing)):
+            return
+        uri = self._store.uri(request[0].want.source.key)
+        logger.warning("%s: fetched again after a wrong checksum of %s", uri, bad[0].item)
+        self._receive(request, views)
+        if bad := self._bad(landing):
+            first, others = bad[0], f", and {len(bad) - 1} other blocks," if bad[1:] else ""
             raise CheckpointCorruptError(
-                f"the object has {info.size} bytes instead of {source.object_size}, or was "
-                "replaced while it was read; load another checkpoint",
-                uri=self._store.uri(source.key),
-                item=source.item,
+                f"bytes {first.start} to {first.stop} of the object{others} do not match their "
+                "checksum, twice: the object is damaged; restore it or load an older checkpoint",
+                uri=uri,
+                item=first.item,
+                damages=[
+                    Damage(uri, one.item, "does not match its checksum", one.start, one.stop)
+                    for one in bad
+                ],
             )
+
+    def _receive(self, request: Sequence[Segment], views: Sequence[memoryview]) -> None:
+        source = request[0].want.source
+        self._receiver.receive(
+            source.key, request[0].start, views, size=source.object_size, item=source.item
+        )
+        self._stats.add_requests(1)
 
     def _progress(self, count: int) -> None:
         self._group.cancellation.check()
         self._stats.add_bytes(count)
 
-    def _first_bad(self, landing: Landing) -> Bad | None:
+    def _bad(self, landing: Landing) -> list[Bad]:
         if not self._config.verify:
-            return None
+            return []
         began = time.perf_counter()
         try:
-            return landing.first_bad()
+            return landing.bad()
         finally:
             self._stats.add_verified(landing.size, time.perf_counter() - began)
 

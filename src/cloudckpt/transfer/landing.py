@@ -299,20 +299,20 @@ class Landing:
             memory[part[0] : part[1]] if isinstance(part, tuple) else part for part in self._order
         ]
 
-    def first_bad(self) -> Bad | None:
-        """The first block that does not match its checksum."""
+    def bad(self) -> list[Bad]:
+        """The blocks that do not match their checksums."""
+        found: list[Bad] = []
         for landed in self._landed:
             source = landed.segment.want.source
             blocks = source.blocks
             if blocks is None:
                 continue
             first = (landed.segment.start - source.offset) // blocks.size
-            bad = blocks.first_bad(first, landed.views)
-            if bad is not None:
+            for bad in blocks.bad(first, landed.views):
                 start = source.offset + bad * blocks.size
                 stop = min(start + blocks.size, source.offset + source.nbytes)
-                return Bad(source.item, start, stop)
-        return None
+                found.append(Bad(source.item, start, stop))
+        return found
 
     def deliver(self) -> None:
         """Hands over what did not land in its target by itself."""

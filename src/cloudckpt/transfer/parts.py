@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cloudckpt.checksum import BlockChecksums, ChecksumAlgorithm
+from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.config import MIB
 from cloudckpt.stores.base import Capabilities
 
-__all__ = ["Lease", "PartCutter", "PartPlan", "Piece", "choose_part_size", "even_share"]
+__all__ = ["Checks", "Lease", "PartCutter", "PartPlan", "Piece", "choose_part_size", "even_share"]
 
 _PARTS_EACH = 2
 
@@ -26,6 +26,14 @@ class Lease(Protocol):
     def release(self) -> None: ...
 
 
+class Checks(Protocol):
+    """Looks at the bytes of a piece once, as ``checksum.BlockChecksums`` does."""
+
+    def add(self, start: int, view: memoryview, /) -> int:
+        """Takes the bytes that begin at ``start``; returns their checksum, which is sent along."""
+        ...
+
+
 @dataclass(slots=True)
 class Piece:
     """Some bytes of an object, in memory that is not to be copied.
@@ -33,7 +41,7 @@ class Piece:
     Attributes:
         view: The bytes.
         checksums: Where the checksums of an item's raw data are collected, if it is such data.
-        start: Where the bytes lie in the item's raw data.
+        start: Where the bytes lie in what is collected there.
         lease: The loan that ``view`` lies in, if it is not the user's memory.
         owner: What keeps ``view`` valid: the tensor whose memory it shows.
         ready: Waits until the bytes are there (a device copies them), if that takes waiting.
@@ -41,7 +49,7 @@ class Piece:
     """
 
     view: memoryview
-    checksums: BlockChecksums | None = None
+    checksums: Checks | None = None
     start: int = 0
     lease: Lease | None = None
     owner: object = None
