@@ -41,6 +41,13 @@ def main() -> int:
         default=default,
         help=f"who takes part (default: {' '.join(default)})",
     )
+    parser.add_argument(
+        "--fleet",
+        action="append",
+        metavar="RANKSxTENSORS",
+        type=_fleet,
+        help="a job that fleet simulates; may be repeated (default: 512x1000 1024x1000)",
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     arguments = parser.parse_args()
     # Both unwind as Ctrl-C does, so that the server and the children end; a shell's background
@@ -51,6 +58,8 @@ def main() -> int:
     rows: list[Row] = []
     with _frozen_source(), running_server() as server:
         bench = Bench(server, arguments.contenders, arguments.quick)
+        usual = [(64, 100)] if arguments.quick else [(512, 1000), (1024, 1000)]
+        bench.fleets = arguments.fleet or usual
         for name in arguments.only or SCENARIOS:
             with bench.running(name):
                 rows += SCENARIOS[name](bench)
@@ -62,6 +71,11 @@ def main() -> int:
     report.write(arguments.out)
     print(report.markdown())
     return 0 if report.good else 1
+
+
+def _fleet(text: str) -> tuple[int, int]:
+    ranks, tensors = text.split("x")
+    return int(ranks), int(tensors)
 
 
 @contextmanager

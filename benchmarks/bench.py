@@ -30,6 +30,8 @@ class Bench:
     failures: dict[tuple[str, str], str] = field(default_factory=dict)
     """By scenario and contender: why there are no numbers."""
     scenario: str = ""
+    fleets: Sequence[tuple[int, int]] = ()
+    """The jobs that `fleet` simulates: how many ranks, and how many tensors."""
 
     def rounds_of(self, contender: str) -> int:
         """Returns how often `contender` is measured: more often if a limit hangs on it."""

@@ -34,16 +34,27 @@ def measure(operation: Callable[[], None]) -> Cost:
     ``/proc/self/clear_refs`` (proc(5)), so nothing samples while the operation runs.
     """
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")
-    resident = _status("VmRSS")
-    cpu, wall = _cpu_seconds(), time.perf_counter()
+    resident = start_high_water()
+    cpu, wall = cpu_seconds(), time.perf_counter()
     with counted("futex") as futex:
         operation()
-        wall, cpu = time.perf_counter() - wall, _cpu_seconds() - cpu
-    return Cost(wall, cpu, max(0, _status("VmHWM") - resident), futex.count)
+        wall, cpu = time.perf_counter() - wall, cpu_seconds() - cpu
+    return Cost(wall, cpu, max(0, high_water() - resident), futex.count)
 
 
-def _cpu_seconds() -> float:
+def start_high_water() -> int:
+    """Sets the high-water mark of resident memory to the present, which it returns, in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def high_water() -> int:
+    """The most resident memory since :func:`start_high_water`, in bytes."""
+    return _status("VmHWM")
+
+
+def cpu_seconds() -> float:
+    """User and system seconds of this process, and of its children that have ended."""
     own = resource.getrusage(resource.RUSAGE_SELF)
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     return own.ru_utime + own.ru_stime + ended.ru_utime + ended.ru_stime

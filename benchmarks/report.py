@@ -23,6 +23,7 @@ _TITLES: Mapping[str, str] = {
     "resharding": "Loading on another number of ranks",
     "stall": "Time until async_save returns",
     "trainer": "Training steps during an upload at 200 MB/s",
+    "fleet": "Coordination of many ranks",
 }
 
 _WARNING: Mapping[bool, tuple[str, ...]] = {

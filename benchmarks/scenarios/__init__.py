@@ -8,6 +8,7 @@ from benchmarks.bench import Bench
 from benchmarks.rows import Row
 from benchmarks.scenarios import (
     dialects,
+    fleet,
     https,
     many_small,
     memory,
@@ -30,4 +31,5 @@ SCENARIOS: Mapping[str, Scenario] = {
     "resharding": resharding.measure,
     "stall": stall.measure,
     "trainer": trainer.measure,
+    "fleet": fleet.measure,
 }
