@@ -407,6 +407,18 @@ def test_a_process_that_is_asked_to_end_finishes_what_waits_behind_its_save_too(
     assert [step_at(place) for place in (local, local.at("2"), local.at("3"))] == [1, 2, 3]
 
 
+def test_a_signal_that_is_for_the_trainer_does_not_end_what_saves(local):
+    with saver() as one:
+        begin(one, 1, local).result(PATIENCE)
+        assert server._server is not None
+        pid = pid_of(one)
+        for process in (pid, server._server.process.pid):
+            os.kill(process, signal.SIGUSR1)
+        begin(one, 2, local).result(PATIENCE)
+        assert pid_of(one) == pid
+    assert step_at(local) == 2
+
+
 class Terminating:
     """A Stateful that is asked for its state when SIGTERM comes."""
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from cloudckpt import CheckpointerConfig, Config
+import cloudckpt
+from cloudckpt import BackgroundOptions, CheckpointerConfig, CommitHook, Config
 from cloudckpt.errors import (
     CheckpointConflictError,
     CheckpointCorruptError,
@@ -20,6 +23,7 @@ from cloudckpt.errors import (
     CheckpointNotFoundError,
     ClosedError,
     ConfigError,
+    DifferentCheckpointsError,
 )
 from cloudckpt.runs.manager import CheckpointManager
 from cloudckpt.runs.preemption import Preemption
@@ -27,12 +31,10 @@ from cloudckpt.runs.preemption import Preemption
 
 def managed(run, **options) -> CheckpointManager:
     """A manager that saves in a thread, and heeds no signal of the test."""
-    config = options.pop("config", Config())
-    kind = AsyncCheckpointerType.THREAD
+    config, hook = options.pop("config", Config()), options.pop("hook", None)
+    made = CheckpointerConfig(config=config, kind=AsyncCheckpointerType.THREAD, commit_hook=hook)
     options.setdefault("preemption", Preemption(signals=()))
-    return CheckpointManager(
-        str(run), checkpointer=CheckpointerConfig(config=config, kind=kind), **options
-    )
+    return CheckpointManager(str(run), checkpointer=made, **options)
 
 
 def state(step: float = 0.0) -> dict:
@@ -53,6 +55,28 @@ def fill(run, *steps: int, **options) -> None:
     with managed(run, **options) as manager:
         for step in steps:
             manager.save(step, state(step), metrics={"loss": 1 / (1 + step)})
+
+
+class Held(CommitHook):
+    """Stops each commit until it is let go; each wait has an end."""
+
+    def __init__(self) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def before_commit(self, uri, metadata) -> None:
+        self.reached.set()
+        assert self.opened.wait(60)
+
+
+class Broken(CommitHook):
+    """Fails the commits of one step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def before_commit(self, uri, metadata) -> None:
+        if uri.endswith(f"/step-{self._step}"):
+            raise ArithmeticError("the dog ate it")
 
 
 def test_a_new_run_has_nothing_to_restore(run) -> None:
@@ -299,6 +323,199 @@ def test_what_is_no_metric_is_refused(run, metrics) -> None:
         manager.save(1, state(1), metrics=metrics)
 
 
+def test_steps_of_a_period_are_kept_only_if_they_were_saved(run) -> None:
+    with managed(run, save_interval_steps=3, max_to_keep=1, keep_period=4) as manager:
+        for step in range(1, 28):
+            manager.save(step, state(step))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [12, 24, 27]
+
+
+def test_a_step_without_the_metric_is_the_worst_and_the_newest_stays(run) -> None:
+    found = [{"loss": 0.5}, {"loss": math.nan}, {"accuracy": 1.0}, None]
+    with managed(run, max_to_keep=1, best_metric="loss") as manager:
+        for step, metrics in enumerate(found):
+            manager.save(step, state(step), metrics=metrics)
+        manager.wait_until_finished()
+        assert manager.all_steps() == [0, 3]
+        assert manager.best_step() == 0
+        assert manager.metrics(3) == {}
+        manager.delete(0)
+        assert manager.best_step() is None
+
+
+def test_a_step_that_is_saved_again_has_its_new_metric(run) -> None:
+    with managed(run, best_metric="loss") as manager:
+        manager.save(1, state(1), metrics={"loss": 0.1})
+        manager.save(2, state(2), metrics={"loss": 0.2})
+        manager.wait_until_finished()
+        assert manager.best_step() == 1
+        manager.save(1, state(1), metrics={"loss": 0.3}, force=True)
+        manager.wait_until_finished()
+        assert manager.best_step() == 2
+
+
+def test_metrics_and_notes_come_back(run) -> None:
+    with managed(run) as manager:
+        manager.save(1, state(1), metrics={"loss": torch.tensor(0.5)}, notes={"seen": [1, "a"]})
+        manager.wait_until_finished()
+        assert manager.metrics(1) == {"loss": 0.5}
+        assert manager.notes(1) == {"seen": [1, "a"]}
+
+
+def test_a_step_that_was_deleted_does_not_count_as_kept(run) -> None:
+    with managed(run, max_to_keep=2) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step))
+        manager.delete(2)
+        manager.save(3, state(3))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1, 3]
+
+
+def test_a_step_that_is_being_saved_is_deleted_when_it_is_committed(run) -> None:
+    held = Held()
+    with managed(run, hook=held) as manager:
+        manager.save(1, state(1))
+        assert held.reached.wait(60)
+        deleting = threading.Thread(target=manager.delete, args=(1,))
+        deleting.start()
+        held.opened.set()
+        deleting.join(60)
+        assert manager.all_steps() == []
+
+
+def test_a_step_that_is_being_replaced_is_not_deleted_beside(run) -> None:
+    fill(run, 1, 2)
+    held = Held()
+    with managed(run, max_to_keep=1, hook=held, config=two_at_a_time()) as manager:
+        manager.restore(state())
+        manager.save(3, state(3))  # behind which step 1 is not to be kept
+        assert held.reached.wait(60)
+        manager.save(1, state(7), force=True)
+        held.opened.set()
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1, 3]
+    found = state()
+    with managed(run) as manager:
+        manager.restore(found, step=1)
+    assert value(found) == 7
+
+
+def two_at_a_time() -> Config:
+    return Config(background=BackgroundOptions(when_busy="double_buffer"))
+
+
+class Watched(dict):
+    """A state that does something while it is loaded."""
+
+    def __init__(self, content: dict, then) -> None:
+        super().__init__(content)
+        self._then = then
+
+    def items(self):
+        self._then()
+        return super().items()
+
+
+def test_a_step_that_is_being_restored_is_not_deleted_beside(run) -> None:
+    fill(run, 1, 2)
+    with managed(run, max_to_keep=1) as manager:
+
+        def prune() -> None:
+            manager._on_end(2, {}, None)
+            assert manager.all_steps() == [1, 2]
+
+        assert manager.restore(Watched(state(), prune), step=1) == 1
+        manager._on_end(2, {}, None)
+        assert manager.all_steps() == [2]
+
+
+def test_who_goes_back_is_told_that_later_steps_are_still_there(run, caplog) -> None:
+    fill(run, 1, 2)
+    with managed(run) as manager, caplog.at_level(logging.WARNING, "cloudckpt"):
+        manager.restore(state(), step=1)
+        assert "step 2 is the newest" in caplog.text
+        assert manager.should_save(2)
+        manager.save(2, state(9))
+    found = state()
+    with managed(run) as manager:
+        assert manager.restore(found) == 2
+    assert value(found) == 9
+
+
+def test_a_save_that_is_skipped_is_none(run) -> None:
+    held = Held()
+    config = Config(background=BackgroundOptions(when_busy="skip"))
+    with managed(run, hook=held, config=config) as manager:
+        assert manager.save(1, state(1))
+        assert held.reached.wait(60)
+        assert not manager.save(2, state(2))
+        assert manager.should_save(2)
+        held.opened.set()
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1]
+
+
+def test_what_failed_before_does_not_keep_the_last_step_from_being_saved(run, caplog) -> None:
+    due = [False]
+    preemption = Preemption(signals=(), is_due=lambda: due[0])
+    with managed(run, hook=Broken(1), preemption=preemption) as manager:
+        manager.save(1, state(1))
+        due[0] = True
+        with caplog.at_level(logging.ERROR, "cloudckpt"):
+            assert manager.save(2, state(2))
+        assert manager.all_steps() == [2]
+        assert "the dog ate it" in caplog.text
+
+
+def test_only_the_first_step_after_the_signal_is_saved_out_of_turn(run) -> None:
+    preemption = Preemption(signals=(), is_due=lambda: True)
+    with managed(run, save_interval_steps=3, preemption=preemption) as manager:
+        saved = [step for step in range(1, 7) if manager.should_save(step)
+                 and manager.save(step, state(step))]  # fmt: skip
+        assert saved == [1, 3, 6]
+        assert manager.reached_preemption(6)
+
+
+def test_a_failure_that_nobody_was_told_is_raised_by_close_and_all_is_given_back(run) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    threads = threading.active_count()
+    manager = managed(run, hook=Broken(1), preemption=Preemption())
+    manager.save(1, state(1))
+    with pytest.raises(cloudckpt.CloudCheckpointError, match="the dog ate it"):
+        manager.close()
+    manager.close()
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert threading.active_count() == threads
+
+
+def test_a_failure_in_the_block_of_a_manager_is_what_is_raised(run) -> None:
+    with pytest.raises(ZeroDivisionError), managed(run, hook=Broken(1)) as manager:
+        assert 1 / (manager.save(1, state(1)) - 1)
+
+
+def test_a_forked_process_is_refused_and_ends_by_its_signal(run) -> None:
+    with managed(run, preemption=Preemption()) as manager:
+        manager.save(1, state(1))
+        child = os.fork()
+        if child == 0:
+            told = 1
+            try:
+                manager.save(2, state(2))
+            except ClosedError:
+                manager.close()
+                told = 0
+            if told == 0:
+                signal.pause()
+            os._exit(told)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        assert not manager.reached_preemption(2)
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1]
+
+
 def test_a_closed_manager_says_so(run) -> None:
     manager = managed(run)
     manager.close()
@@ -336,14 +553,16 @@ def test_ranks_save_prune_and_stop_alike(ranks, run) -> None:
     )
 
 
-def _bad_on_one(run: str) -> None:
+def _bad_on_one(run: str) -> bool:
     options = {"max_to_keep": 0} if dist.get_rank() == 1 else {}
-    managed(run, **options)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(ConfigError, match="max_to_keep"):
+        managed(run, preemption=Preemption(), **options)
+    return signal.getsignal(signal.SIGTERM) is before
 
 
-def test_what_is_wrong_on_one_rank_is_told_to_all(ranks, run) -> None:
-    errors = ranks.errors(2, _bad_on_one, str(run))
-    assert [type(error) for error in errors] == [ConfigError] * 2
+def test_what_is_wrong_on_one_rank_is_told_to_all_and_leaves_nothing(ranks, run) -> None:
+    assert ranks(2, _bad_on_one, str(run)) == [True, True]
 
 
 def _restore(run: str) -> int | None:
@@ -355,3 +574,43 @@ def test_all_ranks_fall_back_to_the_same_step(ranks, run) -> None:
     fill(run, 1, 2, 3)
     damage(run, 3)
     assert ranks(2, _restore, str(run)) == [2, 2]
+
+
+def _different(run: str, what: str) -> None:
+    if what == "run":
+        managed(f"{run}-{dist.get_rank()}")
+    managed(run, save_interval_steps=1 + dist.get_rank())
+
+
+@pytest.mark.parametrize(
+    ("what", "error"), [("run", DifferentCheckpointsError), ("interval", ConfigError)],
+    ids=["run", "interval"],
+)  # fmt: skip
+def test_ranks_that_mean_different_runs_are_told_at_once(ranks, run, what, error) -> None:
+    errors = ranks.errors(2, _different, str(run), what)
+    assert [type(found) for found in errors] == [error] * 2
+
+
+def _restore_sharded(run: str) -> tuple[int | None, float]:
+    rank = dist.get_rank()
+    found = {f"w{rank}": torch.zeros(300)}
+    with managed(run) as manager:
+        step = manager.restore(found)
+    return step, found[f"w{rank}"][0].item()
+
+
+def _save_sharded(run: str) -> None:
+    rank = dist.get_rank()
+    with managed(run) as manager:
+        for step in (1, 2):
+            manager.save(step, {f"w{rank}": torch.full((300,), float(step))})
+
+
+def test_all_ranks_fall_back_alike_whatever_each_of_them_finds(ranks, run) -> None:
+    ranks(2, _save_sharded, str(run))
+    one, other = sorted((run / "step-2").glob("*.distcp"))
+    content = bytearray(one.read_bytes())
+    content[len(content) // 2] ^= 1
+    one.write_bytes(content)
+    other.unlink()
+    assert ranks(2, _restore_sharded, str(run)) == [(1, 1.0)] * 2

@@ -9,7 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from cloudckpt.errors import ConfigError
+from cloudckpt.runs import preemption
 from cloudckpt.runs.preemption import Agreement, Preemption
+from forks import child
 
 
 @pytest.fixture
@@ -57,6 +59,60 @@ def test_a_function_and_a_point_in_time_say_so_too() -> None:
     assert not Preemption(signals=(), deadline=time.time() + 1000).noticed
 
 
+def test_a_function_that_fails_is_logged_once_and_asked_again(caplog) -> None:
+    answers = iter([OSError("no answer"), OSError("no answer"), False, True])
+
+    def ask() -> bool:
+        if isinstance(answer := next(answers), OSError):
+            raise answer
+        return answer
+
+    preemption = Preemption(signals=(), is_due=ask)
+    assert [preemption.noticed for _ in range(4)] == [False, False, False, True]
+    assert caplog.text.count("OSError: no answer") == 1
+
+
+def test_two_that_watch_one_signal_both_notice_and_leave_what_was_there(heard) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    first, second = (Preemption(signals=[signal.SIGUSR1]) for _ in range(2))
+    first.watch()
+    second.watch()
+    first.ignore()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert (first.noticed, second.noticed) == (False, True)
+    assert heard == [signal.SIGUSR1]
+    second.ignore()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert heard == [signal.SIGUSR1] * 2
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_one_that_two_managers_share_is_heeded_until_both_are_closed(heard) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    shared = Preemption(signals=[signal.SIGUSR1])
+    shared.watch()
+    shared.watch()
+    shared.ignore()
+    assert signal.getsignal(signal.SIGUSR1) != before
+    shared.ignore()
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def _ended_by(number: int) -> None:
+    """Watches twice and ends that in the wrong order, and then is to end by the signal."""
+    first, second = (Preemption(signals=[number]) for _ in range(2))
+    first.watch()
+    second.watch()
+    first.ignore()
+    second.ignore()
+    os.kill(os.getpid(), number)
+
+
+def test_a_signal_that_nobody_watches_any_more_ends_the_process() -> None:
+    with child(_ended_by, number=signal.SIGUSR1) as ended:
+        assert ended.wait()[0] == -signal.SIGUSR1
+
+
 def test_signals_need_the_main_thread() -> None:
     errors: list[BaseException] = []
 
@@ -80,6 +136,19 @@ def _heard_at() -> list[int]:
 
 def test_all_ranks_hear_at_the_same_step_what_one_has_noticed(ranks) -> None:
     assert ranks(3, _heard_at) == [[4, 5, 6, 7]] * 3
+
+
+def _heard_at_long_steps() -> list[int]:
+    agreement, rank = Agreement(dist.group.WORLD), dist.get_rank()
+    preemption._LONG = 0.0
+    try:
+        return [step for step in range(8) if agreement.step(rank == 2 and step >= 3)]
+    finally:
+        preemption._LONG = 1.0
+
+
+def test_at_long_steps_all_ranks_hear_at_once(ranks) -> None:
+    assert ranks(3, _heard_at_long_steps) == [[3, 4, 5, 6, 7]] * 3
 
 
 def test_a_rank_alone_hears_at_once() -> None:

@@ -212,9 +212,17 @@ _server: _Server | None = None
 _statuses: dict[int, Connection] = {}  # of what was forked, by sentinel
 
 
+_OF_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that schedulers and terminals send to whole process groups, for the trainer to heed.
+
+Most end a process that does not. What is forked here ignores them, too; a saving process of which
+SIGTERM asks its end has a way of its own, see ``worker``.
+"""
+
+
 def _serve(trainer: Connection, number: int, patience: float) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for one in _OF_THE_TRAINER:
+        signal.signal(one, signal.SIG_IGN)
     forked: dict[int, processes.BaseProcess] = {}
     gc.collect()
     gc.freeze()  # the pages of what is there stay shared

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
-import threading
+import os
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import torch.distributed as dist
 
+from cloudckpt.background.save import SaveFuture
 from cloudckpt.checkpoint.notes import Notes, metrics_of
 from cloudckpt.checkpointer import (
     Checkpointer,
@@ -22,19 +24,20 @@ from cloudckpt.checkpointer import (
     make_async_checkpointer,
     make_sync_checkpointer,
 )
-from cloudckpt.dcp.meeting import Meeting
+from cloudckpt.dcp.meeting import Meeting, Stance
 from cloudckpt.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     ClosedError,
     CloudCheckpointError,
     ConfigError,
+    SaveInProgressError,
 )
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.claim import Claim, ClaimHook
 from cloudckpt.runs.deleting import delete
 from cloudckpt.runs.preemption import Agreement, Preemption
-from cloudckpt.runs.steps import DEFAULT_PATTERN, Retention
+from cloudckpt.runs.steps import DEFAULT_PATTERN, Retention, StepsInUse
 from cloudckpt.uri import URILike
 
 __all__ = ["CheckpointManager"]
@@ -45,8 +48,8 @@ logger = logging.getLogger("cloudckpt")
 class CheckpointManager(ClosedAtExit):
     """Saves, finds, restores and prunes the checkpoints of one run; use it as a context manager.
 
-    All ranks make the same calls, in the same order; only :meth:`should_save` and :meth:`uri` may
-    be called by some of them. The names are those of Orbax's manager.
+    All ranks make the same calls, in the same order; only :meth:`uri` may be called by some of
+    them. The names are those of Orbax's manager.
 
     >>> with CheckpointManager("s3://bucket/run", max_to_keep=3) as manager:  # doctest: +SKIP
     ...     for step in range((manager.restore(state) or 0) + 1, steps):
@@ -84,7 +87,8 @@ class CheckpointManager(ClosedAtExit):
             checkpointer: How checkpoints are saved and loaded, and by which ranks.
 
         Raises:
-            ConfigError: If an option makes no sense.
+            ConfigError: If an option makes no sense, or two ranks were given different ones.
+            DifferentCheckpointsError: If two ranks were given different runs.
             InvalidURIError: If ``run`` is no location.
             CloudCheckpointError: As :func:`make_async_checkpointer`.
         """
@@ -96,6 +100,15 @@ class CheckpointManager(ClosedAtExit):
         self._preemption = preemption if preemption is not None else Preemption()
         self._meeting = Meeting.of(options.process_group, options.no_dist)
         self._is_first = self._meeting.group is None or dist.get_rank(self._meeting.group) == 0
+        self._pid = os.getpid()
+        self._closed = False
+        self._reached: tuple[int, bool] | None = None
+        self._has_saved_last = False  # the step at which the job was told that it is about to end
+        self._newest: int | None = None  # the newest step that was saved or restored here
+        self._in_use = StepsInUse()
+        self._scores: dict[int, float] = {}
+        # of the thread that deletes: the committed steps, once it has asked
+        self._steps: set[int] | None = None
 
         def prepare() -> tuple[Run, Retention]:
             if type(save_interval_steps) is not int or save_interval_steps < 1:
@@ -105,22 +118,23 @@ class CheckpointManager(ClosedAtExit):
             kept = Retention(max_to_keep=max_to_keep, keep_period=keep_period, best_mode=best_mode)
             found = Run(run, step_name=step_name, config=options.config)
             self._preemption.watch()
+            undo.callback(self._preemption.ignore)
             return found, kept
 
-        self._run, self._retention = self._meeting.begin(prepare)
-        self._reached: tuple[int, bool] | None = None
-        self._newest: int | None = None  # the newest step that was saved or restored here
-        self._cleaner = ThreadPoolExecutor(1, thread_name_prefix="cloudckpt-prune")
-        self._steps: set[int] | None = None  # those that are committed, once it has asked
-        self._scores: dict[int, float] = {}
-        self._reading = threading.Lock()  # nothing is deleted while it is held
-        self._closed = False
-        self._checkpointer: Checkpointer
-        if asynchronous:
-            self._checkpointer = make_async_checkpointer(options)
-        else:
-            self._checkpointer = make_sync_checkpointer(options)
-        self._agreement = Agreement(self._meeting.group)
+        def alike(made: tuple[Run, Retention]) -> Stance:
+            told = f"{save_interval_steps=}, {step_name=}, {asynchronous=}"
+            return Stance(location=str(made[0].root), options=told)
+
+        with contextlib.ExitStack() as undo:  # what is begun here, if another rank fails
+            self._run, self._retention = self._meeting.begin(prepare, alike)
+            self._direct = make_sync_checkpointer(options)
+            self._checkpointer: Checkpointer = self._direct
+            if asynchronous:
+                self._checkpointer = make_async_checkpointer(options)
+                undo.callback(self._checkpointer.close)
+            self._agreement = Agreement(self._meeting.group)
+            self._cleaner = ThreadPoolExecutor(1, thread_name_prefix="cloudckpt-prune")
+            undo.pop_all()
 
     def uri(self, step: int) -> str:
         """Where the checkpoint of a step is, or would be."""
@@ -152,21 +166,36 @@ class CheckpointManager(ClosedAtExit):
         Raises:
             CheckpointNotFoundError: If the step has no committed checkpoint.
         """
-        return self._meeting.told_by_first(lambda: dict(self._run.notes(step).metrics))
+        return dict(self._notes(step).metrics)
+
+    def notes(self, step: int) -> dict[str, Any]:
+        """The other values that a checkpoint was saved with.
+
+        Raises:
+            CheckpointNotFoundError: If the step has no committed checkpoint.
+        """
+        return dict(self._notes(step).user)
 
     def should_save(self, step: int) -> bool:
-        """Whether :meth:`save` would save this step without being forced."""
-        return step % self._interval == 0 and (self._newest is None or step > self._newest)
+        """Whether :meth:`save` would save this step without being forced.
+
+        That is: its turn, and newer than what was saved or restored here; or the job is about to be
+        ended, and was not saved since that was told.
+        """
+        is_turn = step % self._interval == 0 and (self._newest is None or step > self._newest)
+        return self._is_last(step) or is_turn
 
     def reached_preemption(self, step: int) -> bool:
         """Whether some rank was told that the job is about to end; the same on all ranks.
 
-        All ranks hear of it at the same step, at most one step late; :meth:`save` has asked already
-        if it was called with this step.
+        All ranks hear of it at the same step, at most one step late, or at once where steps take
+        more than a second. :meth:`save` and :meth:`should_save` ask, too; a step asks once.
 
         Raises:
+            ClosedError: If the manager was closed.
             ProcessGroupError: If the ranks lost each other.
         """
+        self._check_open()
         if self._reached is None or self._reached[0] != step:
             self._reached = step, self._agreement.step(self._preemption.noticed)
         return self._reached[1]
@@ -182,8 +211,9 @@ class CheckpointManager(ClosedAtExit):
     ) -> bool:
         """Saves a step if it is its turn, and deletes what is not to be kept when it is committed.
 
-        A step at which the job is about to be ended is saved in any case, and is committed when
-        this returns. What goes wrong in the background is raised by the next call, on all ranks.
+        What goes wrong in the background is raised by the next call, on all ranks. The first step
+        at which the job is about to be ended is saved in any case, and is committed when this
+        returns; a failure of an earlier save is only logged then.
 
         Args:
             step: The step.
@@ -193,7 +223,8 @@ class CheckpointManager(ClosedAtExit):
             force: Whether to save it whether it is its turn or not.
 
         Returns:
-            Whether it is saved.
+            Whether it is saved: False if it is not its turn, or the save before is still under way
+            and ``when_busy`` is ``"skip"``.
 
         Raises:
             CheckpointExistsError: If the step has a checkpoint and ``overwrite`` is off; else that
@@ -203,29 +234,38 @@ class CheckpointManager(ClosedAtExit):
             ClosedError: If the manager was closed.
             CloudCheckpointError: As :func:`cloudckpt.save`, of this save or of the one before.
         """
-        self._check_open()
-        is_last = self.reached_preemption(step) and step != self._newest
-        if not (force or is_last or self.should_save(step)):
+        if not (self.should_save(step) or force):
             return False
         if self._hook.claim is None:
             run, config = self._run.root, self._run.config
             self._hook.claim = self._meeting.told_by_first(lambda: Claim.make(run, config))
+        is_last = self._is_last(step)
 
+        @functools.cache
         def noted() -> Notes:  # what is wrong with them on one rank is told to all
             return Notes(step=step, metrics=metrics_of(metrics), user=dict(notes or {}))
 
-        futures = self._checkpointer.save(state, self.uri(step), notes=noted)
-        self._newest = step
-        score = math.nan
-        if self._best_metric is not None:
-            score = metrics_of(metrics).get(self._best_metric, math.nan)
-        if futures is None:
-            self._on_commit(step, score)
+        saver = self._checkpointer
+        if is_last:  # a saving process may have been told to end, too, and nothing is to go on here
+            self._end_earlier_saves()
+            saver = self._direct
+        self._in_use.begin(step)
+        try:
+            futures = saver.save(state, self.uri(step), notes=noted)
+        except BaseException:
+            self._in_use.end(step)
+            raise
+        written = None if futures is None else futures[1]
+        if written is None:
+            self._in_use.end(step)
         else:
-            _, written = futures
-            written.add_done_callback(partial(self._on_written, step, score))
-        if is_last:
-            self.wait_until_finished()
+            written.add_done_callback(lambda _: self._in_use.end(step))
+            if written.skipped:
+                return False
+        self._newest = step
+        if self._is_first:
+            self._cleaner.submit(self._on_end, step, noted().metrics, written)
+        self._has_saved_last = self._has_saved_last or is_last
         return True
 
     def restore(self, state: dict[str, Any], step: int | None = None) -> int | None:
@@ -250,10 +290,17 @@ class CheckpointManager(ClosedAtExit):
         self._check_open()
         if step is not None:
             self._load(state, step)
+            if (newest := self.latest_step()) is not None and newest > step and self._is_first:
+                logger.warning(
+                    "step %d was restored, and step %d is the newest: it is what the next job "
+                    "restores, unless it is deleted, or this job gets further",
+                    step,
+                    newest,
+                )
             return step
         damage: CloudCheckpointError | None = None
-        for found in self._meeting.told_by_first(lambda: list(reversed(self._run.steps()))):
-            if not self._meeting.told_by_first(partial(self._run.is_committed, found)):
+        for found in self._meeting.told_by_first(lambda: self._run.steps()[::-1]):
+            if not self._meeting.told_by_first(functools.partial(self._run.is_committed, found)):
                 continue
             try:
                 self._load(state, found)
@@ -267,13 +314,15 @@ class CheckpointManager(ClosedAtExit):
         return None
 
     def delete(self, step: int) -> None:
-        """Deletes the checkpoint of a step.
+        """Deletes the checkpoint of a step, behind the saves that are under way.
 
         Raises:
             CheckpointNotFoundError: If it has none.
+            ClosedError: If the manager was closed.
             StoreError: If the store refuses or stays unreachable.
         """
-        self._meeting.told_by_first(lambda: self._delete(step))
+        self._check_open()
+        self._meeting.told_by_first(lambda: self._cleaner.submit(self._delete, step).result())
 
     def wait_until_finished(self) -> None:
         """Waits until what was saved is committed, and what is not kept is deleted.
@@ -288,77 +337,119 @@ class CheckpointManager(ClosedAtExit):
     def close(self) -> None:
         """Waits for what is under way, and gives back memory and processes.
 
+        In a process that was forked from the manager's, nothing is done.
+
         Raises:
             CloudCheckpointError: If a save failed and no call has raised that.
+            SaveInProgressError: If a save has not ended within ``close_timeout``.
         """
-        if self._closed:
+        if self._closed or not self._belongs_here:
             return
         self._closed = True
         self._preemption.ignore()
+        has_ended = True
         try:
             self._checkpointer.close()
+        except SaveInProgressError:
+            has_ended = False
+            raise
         finally:
-            self._cleaner.shutdown()
+            self._cleaner.shutdown(wait=has_ended)
             self._agreement.close()
 
+    def _notes(self, step: int) -> Notes:
+        return self._meeting.told_by_first(lambda: self._run.notes(step))
+
+    def _is_last(self, step: int) -> bool:
+        """Whether the job is about to be ended, and this step is to be saved because of that."""
+        reached = self.reached_preemption(step)
+        return reached and not self._has_saved_last and step != self._newest
+
+    def _end_earlier_saves(self) -> None:
+        """Waits for saves before the last one; what became of them must not keep it from that."""
+        while True:
+            try:
+                self._checkpointer.wait()
+            except CloudCheckpointError as error:
+                logger.error("an earlier save has failed, the last one goes on: %s", error)
+            else:
+                return
+
     def _load(self, state: dict[str, Any], step: int) -> None:
-        with self._reading:
+        with self._in_use.kept(step):
             self._checkpointer.load(self.uri(step), state, strict=True)
         self._newest = step
 
-    def _on_written(self, step: int, score: float, written: Future[Any]) -> None:
-        if not written.cancelled() and written.exception() is None:
-            self._on_commit(step, score)
+    def _on_end(self, step: int, metrics: Mapping[str, float], written: SaveFuture | None) -> None:
+        """Deletes what is not to be kept beside a step, if its save ends well.
 
-    def _on_commit(self, step: int, score: float) -> None:
-        if self._is_first and self._retention.max_to_keep is not None:
-            with contextlib.suppress(RuntimeError):  # the manager was closed before it was done
-                self._cleaner.submit(self._prune, step, score)
-
-    def _prune(self, step: int, score: float) -> None:
-        """Deletes what is not to be kept beside a step that was just committed.
-
-        Later steps are those of a training that was given up, as this one was resumed behind them:
-        they will be saved anew, and nothing is said about them until then.
+        It runs on a thread of its own, and so in the order of the saves. Later steps are those of a
+        training that was given up, as this one was resumed behind them: they will be saved anew,
+        and nothing is said about them until then.
         """
+        if written is not None:
+            concurrent.futures.wait([written])
+            if written.exception() is not None:
+                return
+        if self._best_metric is not None:
+            self._scores[step] = metrics.get(self._best_metric, math.nan)
+        if self._retention.max_to_keep is None:
+            return
         try:
             if self._steps is None:
                 self._steps = set(self._run.committed())
             self._steps.add(step)
             known = [one for one in self._steps if one <= step]
-            scores = None
-            if self._best_metric is not None:
-                self._scores[step] = score
-                scores = self._known_scores(known)
+            scores = None if self._best_metric is None else self._known_scores(known)
             for one in self._retention.unneeded(known, scores):
-                self._prune_one(one)
+                self._prune(one)
         except CloudCheckpointError as error:
             logger.error("%s: what is not to be kept stays: %s", self._run.root, error)
         except Exception:
             logger.exception("%s: what is not to be kept stays", self._run.root)
 
-    def _prune_one(self, step: int) -> None:
-        try:
-            self._delete(step)
-        except CheckpointNotFoundError:
-            pass  # somebody else has deleted it
-        except CloudCheckpointError as error:
-            logger.error(
-                "step %d is not to be kept, but stays until the next save: %s", step, error
-            )
-            return
-        assert self._steps is not None
-        self._steps.discard(step)
+    def _prune(self, step: int) -> None:
+        with self._in_use.deleted(step) as is_free:
+            if not is_free:
+                return
+            try:
+                self._delete(step)
+            except CheckpointNotFoundError:
+                pass  # somebody else has deleted it
+            except CloudCheckpointError as error:
+                logger.error(
+                    "step %d is not to be kept, but stays until the next save: %s", step, error
+                )
 
     def _delete(self, step: int) -> None:
-        with self._reading:
+        try:
             delete(self._run.uri(step), config=self._run.config)
+        except CheckpointNotFoundError:
+            self._forget(step)
+            raise
+        self._forget(step)
+
+    def _forget(self, step: int) -> None:
+        if self._steps is not None:
+            self._steps.discard(step)
+        self._scores.pop(step, None)
 
     def _known_scores(self, steps: list[int]) -> dict[int, float]:
-        unread = [step for step in steps if step not in self._scores]
-        self._scores.update(self._run.scores(unread, str(self._best_metric)))
-        return {step: self._scores[step] for step in steps}
+        known = dict(self._scores)  # of this moment: the thread that deletes forgets some
+        found = self._run.scores([s for s in steps if s not in known], str(self._best_metric))
+        self._scores.update(found)
+        known.update(found)
+        return {step: known[step] for step in steps}
+
+    @property
+    def _belongs_here(self) -> bool:
+        return self._pid == os.getpid()
 
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the manager was closed")
+        if not self._belongs_here:
+            raise ClosedError(
+                f"the manager belongs to process {self._pid}, from which this one was forked; make "
+                "a new one here"
+            )

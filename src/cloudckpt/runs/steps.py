@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
-from collections.abc import Collection, Mapping
+import threading
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from string import Formatter
 from typing import Literal
 
 from cloudckpt.errors import ConfigError
 
-__all__ = ["DEFAULT_PATTERN", "Retention", "StepNames"]
+__all__ = ["DEFAULT_PATTERN", "Retention", "StepNames", "StepsInUse"]
 
 DEFAULT_PATTERN = "step-{step}"
 """torchtitan's names, too."""
@@ -135,3 +138,51 @@ class Retention:
         if score is None or math.isnan(score):
             return True, 0.0
         return False, score if self.best_mode == "min" else -score
+
+
+class StepsInUse:
+    """The steps that a job is saving or loading, none of which is deleted meanwhile.
+
+    A deletion beside a save of the same step would make that save fail, which finds the checkpoint
+    gone that it was to replace; beside a load it would take away what is read.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._used: Counter[int] = Counter()
+        self._deleted: set[int] = set()
+
+    def begin(self, step: int) -> None:
+        """A save or load of a step begins, once a deletion of it has ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: step not in self._deleted)
+            self._used[step] += 1
+
+    def end(self, step: int) -> None:
+        """It has ended."""
+        with self._changed:
+            self._used[step] -= 1
+
+    @contextlib.contextmanager
+    def kept(self, step: int) -> Iterator[None]:
+        """Both, around a ``with`` block."""
+        self.begin(step)
+        try:
+            yield
+        finally:
+            self.end(step)
+
+    @contextlib.contextmanager
+    def deleted(self, step: int) -> Iterator[bool]:
+        """Whether nobody uses a step, and then nobody begins to until the block ends."""
+        with self._changed:
+            is_free = not self._used[step]
+            if is_free:
+                self._deleted.add(step)
+        try:
+            yield is_free
+        finally:
+            if is_free:
+                with self._changed:
+                    self._deleted.remove(step)
+                    self._changed.notify_all()
