@@ -14,13 +14,13 @@ from cloudckpt.errors import (
     CloudCheckpointError,
     DifferentCheckpointsError,
     ObjectNotFoundError,
-    RangeNotSatisfiableError,
     StoreError,
     TransientStoreError,
 )
-from cloudckpt.stores.base import ObjectStore
+from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.retry import Retrier
+from cloudckpt.transfer.view import BlockingView, View, answered
 from cloudckpt.uri import CheckpointURI
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "checked",
     "commits_of_ranks",
     "data_name",
+    "find_commit",
     "is_committed",
     "is_metadata_of_a_rank",
     "look_for",
@@ -116,23 +117,23 @@ _COMMITS = (METADATA, metadata_name(0))  # of all ranks; of the first, if they s
 _MOST_KEYS = 5000  # that are listed for a hint: five pages of S3
 
 
-def is_committed(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> bool:
-    """Whether the store has a commit object there; False only if it said that it has none.
+async def find_commit(view: View, uri: CheckpointURI) -> ObjectInfo | None:
+    """The commit object of a location; None only if the store said that it has none.
 
     Raises:
         StoreError: If it said anything else, for example that there is no such bucket.
     """
     for name in _COMMITS:
-        key = uri.key(name)
         try:
-            # other than the answer to HEAD, this one tells a missing bucket from a missing object
-            retrier.call(lambda key=key: store.get_range(key, 0, [memoryview(bytearray(1))]))  # type: ignore[misc]
+            return await view.look(uri.key(name))
         except ObjectNotFoundError:
             continue
-        except RangeNotSatisfiableError:  # it is empty
-            return True
-        return True
-    return False
+    return None
+
+
+def is_committed(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> bool:
+    """Whether the store has a commit object there; see :func:`find_commit`."""
+    return answered(find_commit(BlockingView(store, retrier), uri)) is not None
 
 
 def beneath(store: ObjectStore, uri: CheckpointURI) -> str:

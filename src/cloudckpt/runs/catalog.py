@@ -11,12 +11,12 @@ from functools import partial
 from typing import TypeVar
 
 from cloudckpt.checkpoint.notes import Notes, read_notes
-from cloudckpt.checkpoint.objects import METADATA, is_committed, metadata_name
+from cloudckpt.checkpoint.objects import METADATA, find_commit, is_committed, metadata_name
 from cloudckpt.config import Config
 from cloudckpt.runs.steps import DEFAULT_PATTERN, StepNames
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
-from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.retry import Retrier, open_store
+from cloudckpt.transfer.view import BlockingView, View, answered
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["CheckpointSummary", "Run", "latest", "list_checkpoints"]
@@ -24,7 +24,6 @@ __all__ = ["CheckpointSummary", "Run", "latest", "list_checkpoints"]
 logger = logging.getLogger("cloudckpt")
 
 T = TypeVar("T")
-S = TypeVar("S")
 
 _OURS = re.compile(r"__\d+_\d+(\.[0-9a-f]+)?\.distcp|\.manifest\.[0-9a-f]+\.json|__\d+\.metadata")
 
@@ -68,7 +67,8 @@ def list_checkpoints(
         ConfigError: If ``step_name`` is no pattern.
         StoreError: If the store refuses or stays unreachable.
     """
-    return Run(run, step_name=step_name, config=config).checkpoints()
+    found = Run(run, step_name=step_name, config=config)
+    return answered(summaries(found.view, found))
 
 
 def latest(
@@ -83,12 +83,62 @@ def latest(
     Args and errors are those of :func:`list_checkpoints`.
     """
     found = Run(run, step_name=step_name, config=config)
-    step = next(found.committed_steps(), None)
+    step = answered(latest_step(found.view, found))
     return None if step is None else str(found.uri(step))
 
 
+async def steps_of(view: View, run: Run) -> list[int]:
+    """The steps that have a folder, whether they are committed or not; oldest first.
+
+    If all folders are called otherwise, that is logged.
+    """
+    names = await view.folders(run.root.key(""))
+    found = run.steps_among(names)
+    if names and not found:
+        logger.warning(
+            "%s: no folder is called %r; there are %s%s",
+            run.root,
+            run.names.pattern,
+            ", ".join(repr(name) for name in names[:3]),
+            " and others" if len(names) > 3 else "",
+        )
+    return found
+
+
+async def latest_step(view: View, run: Run) -> int | None:
+    """The newest step whose checkpoint can be loaded."""
+    for step in reversed(await steps_of(view, run)):
+        if await find_commit(view, run.uri(step)) is not None:
+            return step
+    return None
+
+
+async def summaries(view: View, run: Run) -> list[CheckpointSummary]:
+    """See :func:`list_checkpoints`."""
+    found = await view.each(partial(summary, view, run), await view.folders(run.root.key("")))
+    known = [one for one in found if one is not None]
+    return sorted(known, key=lambda one: (one.step is None, one.step or 0, one.uri))
+
+
+async def summary(view: View, run: Run, folder: str) -> CheckpointSummary | None:
+    """The checkpoint in a folder of a run; None if neither cloudckpt nor torch has written it."""
+    uri = run.root.join(folder)
+    below = uri.key("")
+    listed = await view.objects(below)
+    objects = [info for info in listed if is_ours(info.key.removeprefix(below))]
+    if not objects:
+        return None
+    return CheckpointSummary(
+        uri=str(uri),
+        step=run.names.step(folder),
+        is_committed=any(_commits(info.key.removeprefix(below)) for info in objects),
+        nbytes=sum(info.size for info in objects),
+        modified=_newest(objects),
+    )
+
+
 class Run:
-    """The folder of a run, as its store shows it."""
+    """The folder of a run, as its store shows it; it is opened when it is first asked."""
 
     def __init__(
         self, run: URILike, *, step_name: str = DEFAULT_PATTERN, config: Config | None = None
@@ -100,31 +150,25 @@ class Run:
 
     @property
     def store(self) -> ObjectStore:
-        """The store, which is opened when it is first asked for."""
+        """Of the run."""
         return open_store(self.root, self.config)
+
+    @property
+    def view(self) -> BlockingView:
+        """How the store is asked about the run."""
+        return BlockingView(self.store, self.retrier, connections=self.config.connections)
 
     def uri(self, step: int) -> CheckpointURI:
         """Where the checkpoint of a step is, or would be."""
         return self.root.join(self.names.name(step))
 
-    def folders(self) -> list[str]:
-        """The names of all folders of the run."""
-        below = self.root.key("")
-        return self.retrier.call(lambda: list(self.store.list_folders(below)))
+    def steps_among(self, folders: Iterable[str]) -> list[int]:
+        """The steps that have one of these folders, oldest first."""
+        return sorted(step for step in map(self.names.step, folders) if step is not None)
 
     def steps(self) -> list[int]:
         """The steps that have a folder, whether they are committed or not; oldest first."""
-        folders = self.folders()
-        steps = sorted(step for step in map(self.names.step, folders) if step is not None)
-        if folders and not steps:
-            logger.warning(
-                "%s: no folder is called %r; there are %s%s",
-                self.root,
-                self.names.pattern,
-                ", ".join(repr(name) for name in folders[:3]),
-                " and others" if len(folders) > 3 else "",
-            )
-        return steps
+        return answered(steps_of(self.view, self))
 
     def is_committed(self, step: int) -> bool:
         """Whether the checkpoint of a step can be loaded."""
@@ -136,13 +180,13 @@ class Run:
 
     def committed(self) -> list[int]:
         """The steps whose checkpoints can be loaded, oldest first; all are looked at."""
-        steps = self.steps()
-        found = self.each(self.is_committed, steps)
-        return [step for step, is_there in zip(steps, found, strict=True) if is_there]
+        found = self.steps()
+        are_there = self._each(self.is_committed, found)
+        return [step for step, is_there in zip(found, are_there, strict=True) if is_there]
 
     def scores(self, steps: list[int], metric: str) -> dict[int, float]:
         """A metric of some steps, as they were saved with it; not a number where they were not."""
-        notes = self.each(self.notes, steps)
+        notes = self._each(self.notes, steps)
         pairs = zip(steps, notes, strict=True)
         return {step: found.metrics.get(metric, math.nan) for step, found in pairs}
 
@@ -150,44 +194,11 @@ class Run:
         """The steps whose checkpoints can be loaded, newest first; each is looked at in turn."""
         return (step for step in reversed(self.steps()) if self.is_committed(step))
 
-    def checkpoints(self) -> list[CheckpointSummary]:
-        """See :func:`list_checkpoints`."""
-        summaries = self.each(self._summary, self.folders())
-        found = [one for one in summaries if one is not None]
-        return sorted(found, key=lambda one: (one.step is None, one.step or 0, one.uri))
+    def _each(self, look: Callable[[int], T], steps: list[int]) -> list[T]:
+        async def ask(step: int) -> T:
+            return look(step)
 
-    def each(self, look: Callable[[S], T], wanted: Iterable[S]) -> list[T]:
-        """What ``look`` returns for each of ``wanted``, in its order; several at a time."""
-        found: dict[int, T] = {}
-
-        def keep(index: int, one: S) -> None:
-            found[index] = look(one)
-
-        group = TaskGroup(
-            self.config.connections, name="cloudckpt-list", interrupt=self.store.interrupt
-        )
-
-        def produce() -> None:
-            for index, one in enumerate(wanted):
-                group.submit(partial(keep, index, one))
-
-        group.run(produce)
-        return [found[index] for index in sorted(found)]
-
-    def _summary(self, folder: str) -> CheckpointSummary | None:
-        uri = self.root.join(folder)
-        below = uri.key("")
-        listed = self.retrier.call(lambda: list(self.store.list(below)))
-        objects = [info for info in listed if is_ours(info.key.removeprefix(below))]
-        if not objects:
-            return None
-        return CheckpointSummary(
-            uri=str(uri),
-            step=self.names.step(folder),
-            is_committed=any(_commits(info.key.removeprefix(below)) for info in objects),
-            nbytes=sum(info.size for info in objects),
-            modified=_newest(objects),
-        )
+        return answered(self.view.each(ask, steps))
 
 
 def is_ours(name: str) -> bool:

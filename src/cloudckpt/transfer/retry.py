@@ -24,7 +24,7 @@ from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.transfer.group import Cancellation
 from cloudckpt.uri import CheckpointURI
 
-__all__ = ["Retrier", "begun_anew", "check_unchanged", "open_store"]
+__all__ = ["Pauses", "Retrier", "begun_anew", "check_unchanged", "open_store"]
 
 T = TypeVar("T")
 logger = logging.getLogger("cloudckpt")
@@ -111,8 +111,8 @@ class Retrier:
             self._cancellation.wait(pause)
         return found
 
-    def _pauses(self) -> _Pauses:
-        return _Pauses(self.policy, self._clock, self._draw)
+    def _pauses(self) -> Pauses:
+        return Pauses(self.policy, self._clock, self._draw)
 
 
 def open_store(uri: CheckpointURI, config: Config) -> ObjectStore:
@@ -129,7 +129,7 @@ def open_store(uri: CheckpointURI, config: Config) -> ObjectStore:
     return Retrier(config.retry).call(lambda: registry.open_store(uri, config))
 
 
-class _Pauses:
+class Pauses:
     """The pauses between the tries of one operation."""
 
     def __init__(
