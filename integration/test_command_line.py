@@ -22,6 +22,7 @@ COMMANDS = {
     "latest of nothing": ("latest {run}/nothing", 3, ""),
     "inspect": ("inspect {run}/step-2 w*", 0, r"w\tfloat32\t500 x 3\t6.0 kB\t1\n(.*\n)*loss = 0.5"),
     "verify": ("verify {run}/step-2", 0, r"all of it is as it was written \(2 items"),
+    "diff": ("diff {run}/step-1 {run}/step-2", 5, r"changed\tw\tfloat32 500 x 3\t.*6.0 kB\n"),
     "rm": ("rm {run}/step-1 {run}/step-2 --yes", 0, r"deleted {run}/step-1\ndeleted"),
     "prune": ("prune {run} --max-to-keep 1 --yes", 0, r"deleted {run}/step-1\n"),
     "sweep": ("sweep {run} --older-than 0 --yes", 0, r"deleted 1 objects"),

@@ -36,6 +36,7 @@ from cloudckpt.errors import Damage
 from cloudckpt.errors import __all__ as _errors
 from cloudckpt.files import FileContent, load_file, save_file
 from cloudckpt.runs.catalog import CheckpointSummary, latest, list_checkpoints
+from cloudckpt.runs.comparing import ComparedItem, Comparison, diff
 from cloudckpt.runs.contents import CheckpointContents, StoredItem, inspect
 from cloudckpt.runs.deleting import delete
 from cloudckpt.runs.manager import CheckpointManager
@@ -58,6 +59,8 @@ __all__ = [
     "CloudStorageReader",
     "CloudStorageWriter",
     "CommitHook",
+    "ComparedItem",
+    "Comparison",
     "Config",
     "Damage",
     "FileContent",
@@ -77,6 +80,7 @@ __all__ = [
     "async_save",
     "close_async_savers",
     "delete",
+    "diff",
     "exists",
     "find_leftovers",
     "inspect",

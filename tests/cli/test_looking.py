@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import json
 
+import torch
+import torch.distributed.checkpoint
+
 from cli.printed import rows
 
 
@@ -17,3 +20,31 @@ def test_inspect_shows_entries_by_pattern_and_notes(cli, capsys, run):
     found = json.loads(capsys.readouterr().out)
     assert [item["name"] for item in found["items"]] == ["step", "w"]
     assert found["notes"]["metrics"] == {"loss": 1.0}
+
+
+def test_diff_shows_what_differs_and_says_so_by_its_exit_code(cli, capsys, run):
+    first, second = str(run / "step-1"), str(run / "step-4")
+    assert cli("diff", first, first) == 0
+    assert rows(capsys) == [["2 same"]]
+    assert cli("diff", first, second) == 5
+    assert rows(capsys) == [
+        ["changed", "step", "value", "value", "1.3 kB"],
+        ["changed", "w", "float32 500 x 3", "float32 500 x 3", "6.0 kB"],
+        ["2 changed"],
+    ]
+    assert cli("diff", first, second, "w", "--json") == 5
+    found = json.loads(capsys.readouterr().out)
+    assert found["are_same"] is False
+    assert [item["verdict"] for item in found["items"]] == ["changed"]
+    assert cli("diff", first, str(run / "step-2")) == 3
+
+
+def test_diff_says_what_it_could_not_tell_without_reading(cli, capsys, run, tmp_path):
+    torch.distributed.checkpoint.save(
+        {"w": torch.ones(500, 3), "step": 1}, checkpoint_id=str(tmp_path / "torch"), no_dist=True
+    )
+    places = str(run / "step-1"), str(tmp_path / "torch")
+    assert cli("diff", *places) == 1
+    assert "2 entries can't be compared without reading: give --read" in capsys.readouterr().err
+    assert cli("diff", *places, "--read") == 0
+    assert rows(capsys) == [["2 same"]]

@@ -3,22 +3,36 @@
 # no `from __future__ import annotations`: typer reads the annotations of functions
 
 import dataclasses
+from collections import Counter
 from fnmatch import fnmatchcase
 from typing import Annotated
 
 import typer
 from rich.filesize import decimal as as_size
 
-from cloudckpt.cli.app import Checkpoint, Json, app, print_json, print_rows, safe
-from cloudckpt.runs import contents
+from cloudckpt.cli.app import (
+    DIFFERENT,
+    FAILED,
+    Checkpoint,
+    Json,
+    Quiet,
+    app,
+    fail,
+    print_json,
+    print_rows,
+    progress_bar,
+    safe,
+)
+from cloudckpt.runs import comparing, contents
+from cloudckpt.runs.contents import StoredItem
+
+Pattern = Annotated[str, typer.Argument(help="Which names, e.g. 'model.*'; * stands for any text.")]
 
 
 @app.command(rich_help_panel="Checkpoints")
 def inspect(
     checkpoint: Checkpoint,
-    pattern: Annotated[
-        str, typer.Argument(help="Which names, e.g. 'model.*'; * stands for any text.")
-    ] = "*",
+    pattern: Pattern = "*",
     as_json: Json = False,
 ) -> None:
     """Show what is in a checkpoint: names, shapes, types, sizes, and what was noted with it."""
@@ -37,7 +51,7 @@ def inspect(
         [
             item.name,
             "value" if item.dtype is None else item.dtype,
-            "" if item.shape is None else " x ".join(map(str, item.shape)) or "scalar",
+            _shape(item),
             as_size(item.nbytes),
             str(item.chunks),
         ]
@@ -51,3 +65,59 @@ def inspect(
         print(f"step {found.notes.step}")
     for name, value in found.notes.metrics.items():
         print(f"{safe(name)} = {value:g}")
+
+
+@app.command(rich_help_panel="Checkpoints")
+def diff(
+    first: Checkpoint,
+    second: Annotated[str, typer.Argument(help="Another checkpoint.")],
+    pattern: Pattern = "*",
+    read: Annotated[bool, typer.Option("--read", help="Read what checksums can't tell.")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Show in what two checkpoints differ: names, shapes, types, and by checksums their content.
+
+    The exit code is 5 if they differ, and 1 if that can't be told without --read.
+    """
+    with progress_bar("reading", shown=not (quiet or as_json)) as progress:
+        found = comparing.diff(first, second, pattern=pattern, read=read, progress=progress)
+    counts = Counter[str](item.verdict for item in found.items)
+    if as_json:
+        print_json({**dataclasses.asdict(found), "are_same": found.are_same})
+    else:
+        rows = [
+            [
+                item.verdict,
+                item.name,
+                _form(item.first),
+                _form(item.second),
+                "" if item.differing is None else as_size(item.differing),
+            ]
+            for item in found.items
+            if item.verdict != "same"
+        ]
+        styles = {"added": "green", "removed": "red", "unknown": "dim"}
+        columns = ["", "name", "first", "second", "differing"]
+        print_rows(columns, rows, right={4}, styles=styles)
+        if not quiet:
+            print(
+                ", ".join(f"{counts[verdict]} {verdict}" for verdict in sorted(counts)) or "empty"
+            )
+    if found.are_same is None:
+        fail(f"{counts['unknown']} entries can't be compared without reading: give --read", FAILED)
+    if not found.are_same:
+        raise typer.Exit(DIFFERENT)
+
+
+def _form(item: StoredItem | None) -> str:
+    """Type and shape of an entry."""
+    if item is None:
+        return ""
+    if item.shape is None:
+        return "value"
+    return f"{item.dtype} {_shape(item)}"
+
+
+def _shape(item: StoredItem) -> str:
+    return "" if item.shape is None else " x ".join(map(str, item.shape)) or "scalar"

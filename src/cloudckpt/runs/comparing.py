@@ -1,0 +1,388 @@
+"""In what two checkpoints differ: their entries, and by checksums what is in them.
+
+Checksums of blocks can be joined to that of a whole tensor, as long as its chunks are rows of it.
+So a tensor that was saved by another number of ranks can still be told to be the same or not
+without reading it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal, TypeVar, cast
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from cloudckpt.checkpoint.objects import is_metadata_of_a_rank, rank_of
+from cloudckpt.checkpoint.values import load_item
+from cloudckpt.checksum import ChecksumAlgorithm
+from cloudckpt.config import Config
+from cloudckpt.dcp.loading import Load
+from cloudckpt.errors import CloudCheckpointError
+from cloudckpt.runs.contents import CheckpointPart, StoredItem, parts
+from cloudckpt.transfer.boxes import Box, row_major_slices
+from cloudckpt.transfer.landing import StoredBytes
+from cloudckpt.transfer.memory import narrow
+from cloudckpt.transfer.retry import open_store
+from cloudckpt.transfer.stats import TransferStats
+from cloudckpt.uri import CheckpointURI, URILike
+
+__all__ = ["ComparedItem", "Comparison", "diff"]
+
+Verdict = Literal["same", "changed", "reshaped", "removed", "added", "unknown"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedItem:
+    """An entry of either checkpoint.
+
+    Attributes:
+        name: Its fully qualified name; with the rank, if that has saved it by itself.
+        verdict: ``same``; ``changed``: other content; ``reshaped``: another shape or element type,
+            or a tensor in only one of them; ``removed`` and ``added``: only in the first, or the
+            second; ``unknown``: their checksums can't be compared, so that they have to be read.
+        first: The entry in the first checkpoint, if it is there.
+        second: The entry in the second one.
+        differing: Of what has changed: the bytes that differ, or if it was not read those of the
+            blocks whose checksums differ; None if it is not known how many.
+    """
+
+    name: str
+    verdict: Verdict
+    first: StoredItem | None
+    second: StoredItem | None
+    differing: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What two checkpoints have in common, and what not.
+
+    Attributes:
+        first: Where the first one is.
+        second: Where the second one is.
+        items: The entries of both, by name.
+    """
+
+    first: str
+    second: str
+    items: tuple[ComparedItem, ...]
+
+    @property
+    def are_same(self) -> bool | None:
+        """Whether all entries are the same; None if that is not known without reading."""
+        verdicts = {item.verdict for item in self.items}
+        if verdicts <= {"same", "unknown"}:
+            return None if "unknown" in verdicts else True
+        return False
+
+
+def diff(
+    first: URILike,
+    second: URILike,
+    *,
+    pattern: str = "*",
+    read: bool = False,
+    config: Config | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Comparison:
+    """Compares the entries of two checkpoints, and by checksums what is in them.
+
+    No tensor is read unless ``read`` says so. Equal checksums are taken for equal content: of a
+    block that differs, one in 2³² has the checksum of the other by chance. Notes, metrics, and how
+    tensors are divided among ranks do not count.
+
+    Args:
+        first: ``s3://bucket/path`` or another location.
+        second: The other checkpoint; it may be in another cloud.
+        pattern: Which names; ``*`` stands for any text.
+        read: Reads what checksums can't tell: what has none in either, or those of another kind,
+            and tensors whose chunks differ and are no rows. That takes a quarter of
+            ``memory_budget`` for each, besides the transfers' own, and all of a value that is no
+            tensor.
+        config: Options.
+        progress: Called with the bytes that were read of the first, and those to be read.
+
+    Raises:
+        CheckpointNotFoundError: If either is no committed checkpoint.
+        CheckpointCorruptError: If metadata are damaged, or what is read.
+        StoreError: If a store refuses or stays unreachable.
+    """
+    config = config if config is not None else Config()
+    here, there = CheckpointURI.parse(first), CheckpointURI.parse(second)
+    ours, theirs = _entries(here, pattern, config), _entries(there, pattern, config)
+    items: dict[str, ComparedItem] = {}
+    unknown: list[tuple[str, _Entry, _Entry]] = []
+    for name in sorted(ours.keys() | theirs.keys()):
+        one, other = ours.get(name), theirs.get(name)
+        items[name] = _compared(name, one, other)
+        if items[name].verdict == "unknown":
+            unknown.append((name, cast(_Entry, one), cast(_Entry, other)))
+    if read and unknown:
+        for name, differing in _read(unknown, here, there, config, progress).items():
+            verdict: Verdict = "changed" if differing else "same"
+            items[name] = dataclasses.replace(
+                items[name], verdict=verdict, differing=differing or None
+            )
+    return Comparison(first=str(here), second=str(there), items=tuple(items.values()))
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """An entry, and the commit object that names it."""
+
+    part: CheckpointPart
+    name: str
+
+    @property
+    def stored(self) -> StoredItem:
+        return self.part.item(self.name, self.part.metadata.state_dict_metadata[self.name])
+
+    @property
+    def tensor(self) -> TensorStorageMetadata | None:
+        entry = self.part.metadata.state_dict_metadata[self.name]
+        return entry if isinstance(entry, TensorStorageMetadata) else None
+
+    def chunks(self) -> dict[tuple[tuple[int, ...], tuple[int, ...]], StoredBytes]:
+        """Its bytes, by the offsets and sizes of the chunks."""
+        whole, tensor = self.part.places.whole, self.tensor
+        if tensor is None:
+            return {((), ()): whole(MetadataIndex(self.name))}
+        return {
+            (tuple(chunk.offsets), tuple(chunk.sizes)): whole(
+                MetadataIndex(self.name, chunk.offsets)
+            )
+            for chunk in tensor.chunks
+        }
+
+
+def _entries(uri: CheckpointURI, pattern: str, config: Config) -> dict[str, _Entry]:
+    found: dict[str, _Entry] = {}
+    for part in parts(uri, config):
+        commit = part.commit.key.rpartition("/")[2]
+        suffix = f" (rank {rank_of(commit)})" if is_metadata_of_a_rank(commit) else ""
+        for name in part.metadata.state_dict_metadata:
+            if fnmatchcase(name, pattern):
+                found[name + suffix] = _Entry(part, name)
+    return found
+
+
+def _compared(name: str, one: _Entry | None, other: _Entry | None) -> ComparedItem:
+    """What can be told without reading."""
+    first = None if one is None else one.stored
+    second = None if other is None else other.stored
+    verdict: Verdict
+    differing = None
+    if one is None or other is None or first is None or second is None:
+        verdict = "removed" if other is None else "added"
+    elif (first.shape, first.dtype) != (second.shape, second.dtype):
+        verdict = "reshaped"
+    else:
+        verdict, differing = _by_checksums(one, other)
+    return ComparedItem(name=name, verdict=verdict, first=first, second=second, differing=differing)
+
+
+def _by_checksums(one: _Entry, other: _Entry) -> tuple[Verdict, int | None]:
+    ours, theirs = one.chunks(), other.chunks()
+    if ours.keys() == theirs.keys():
+        found = [_differing(ours[place], theirs[place]) for place in ours]
+        if None not in found:
+            differing = sum(count or 0 for count in found)
+            return ("changed", differing) if differing else ("same", None)
+        return "unknown", None
+    joined = _joined(one, ours), _joined(other, theirs)
+    if None in joined or joined[0][0] is not joined[1][0]:  # type: ignore[index]
+        return "unknown", None
+    return ("same" if joined[0] == joined[1] else "changed"), None
+
+
+def _differing(one: StoredBytes, other: StoredBytes) -> int | None:
+    """The bytes of the blocks that differ; None if their checksums can't be compared."""
+    ours, theirs = one.blocks, other.blocks
+    if ours is None or theirs is None or ours.algorithm is not theirs.algorithm:
+        return None
+    if one.nbytes != other.nbytes:
+        return max(one.nbytes, other.nbytes)
+    if ours.size != theirs.size:
+        return 0 if _checksum(one) == _checksum(other) else one.nbytes
+    if ours.checksums == theirs.checksums:
+        return 0
+    pairs = zip(ours.checksums, theirs.checksums, strict=True)
+    return sum(
+        min(ours.size, one.nbytes - number * ours.size)
+        for number, (mine, its) in enumerate(pairs)
+        if mine != its
+    )
+
+
+def _checksum(source: StoredBytes) -> int:
+    """That of all its blocks together."""
+    blocks = source.blocks
+    assert blocks is not None
+    lengths = (
+        min(blocks.size, source.nbytes - start) for start in range(0, source.nbytes, blocks.size)
+    )
+    return blocks.algorithm.combine(zip(blocks.checksums, lengths, strict=True))
+
+
+def _joined(
+    entry: _Entry, chunks: dict[tuple[tuple[int, ...], tuple[int, ...]], StoredBytes]
+) -> tuple[ChecksumAlgorithm, int] | None:
+    """The checksum of a whole tensor, if its chunks are rows of it that follow one another."""
+    tensor = entry.tensor
+    if tensor is None:
+        return None
+    shape, itemsize = tuple(tensor.size), tensor.properties.dtype.itemsize
+    algorithm, total, row = None, 0, 0
+    for (offsets, sizes), source in sorted(chunks.items(), key=lambda pair: pair[0]):
+        is_next = offsets == (row, *([0] * (len(shape) - 1))) and sizes[1:] == shape[1:]
+        is_raw = source.nbytes == math.prod(sizes) * itemsize
+        if not shape or not is_next or not is_raw or source.blocks is None:
+            return None
+        if algorithm not in (None, source.blocks.algorithm):
+            return None
+        algorithm = source.blocks.algorithm
+        total = algorithm.joined(total, _checksum(source), source.nbytes)
+        row += sizes[0]
+    return None if algorithm is None or row != shape[0] else (algorithm, total)
+
+
+def _read(
+    pairs: Sequence[tuple[str, _Entry, _Entry]],
+    here: CheckpointURI,
+    there: CheckpointURI,
+    config: Config,
+    progress: Callable[[int, int], None],
+) -> dict[str, int]:
+    """How many bytes of each pair differ, after reading them piece by piece."""
+    budget = config.memory_budget // 4
+    differing = {name: 0 for name, _, _ in pairs}
+    total, done = sum(one.stored.nbytes for _, one, _ in pairs), 0
+    pieces = (
+        (name, one, other, box, nbytes)
+        for name, one, other in pairs
+        for box, nbytes in _boxes(one, budget)
+    )
+    for batch in _batches(pieces, budget, lambda piece: piece[4]):
+        ours = _Pieces([(one, box) for _, one, _, box, _ in batch]).read(here, config)
+        theirs = _Pieces([(other, box) for _, _, other, box, _ in batch]).read(there, config)
+        for (name, one, _, _, nbytes), mine, its in zip(batch, ours, theirs, strict=True):
+            differing[name] += _different_bytes(mine, its, name, one)
+            done += nbytes
+        progress(done, total)
+    return differing
+
+
+def _boxes(entry: _Entry, limit: int) -> Iterator[tuple[Box | None, int]]:
+    """The regions in which an entry is read, and their bytes; None stands for a whole value."""
+    tensor = entry.tensor
+    if tensor is None:
+        yield None, entry.stored.nbytes
+        return
+    for slab in row_major_slices(tuple(tensor.size), tensor.properties.dtype.itemsize, limit):
+        yield slab.box, slab.stop - slab.start
+
+
+T = TypeVar("T")
+
+
+def _batches(pieces: Iterator[T], limit: int, nbytes_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """Pieces together, as many as stay below the limit, but one at least."""
+    batch: list[T] = []
+    size = 0
+    for piece in pieces:
+        if batch and size + nbytes_of(piece) > limit:
+            yield batch
+            batch, size = [], 0
+        batch.append(piece)
+        size += nbytes_of(piece)
+    if batch:
+        yield batch
+
+
+class _Pieces:
+    """Regions of tensors and whole values of one checkpoint, and the planner that takes them."""
+
+    def __init__(self, wanted: Sequence[tuple[_Entry, Box | None]]) -> None:
+        self._wanted = wanted
+        self._found: list[torch.Tensor | bytes] = [
+            b"" if box is None or entry.tensor is None else _empty(entry.tensor, box)
+            for entry, box in wanted
+        ]
+
+    def read(self, uri: CheckpointURI, config: Config) -> list[torch.Tensor | bytes]:
+        store = open_store(uri, config)
+        for part in {id(entry.part): entry.part for entry, _ in self._wanted}.values():
+            items = [
+                item
+                for number, (entry, box) in enumerate(self._wanted)
+                if entry.part is part
+                for item in _read_items(number, entry, box)
+            ]
+            stats, planner = TransferStats(str(uri)), cast(LoadPlanner, self)
+            load = Load(store, config, planner, stats, uri=str(uri), trust_pickle=False)
+            load.run(LoadPlan(items), part.places)
+        return self._found
+
+    # what a load asks of its planner
+
+    def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
+        target = self._found[cast(int, item.dest_index.index)]
+        assert isinstance(target, torch.Tensor)
+        return narrow(target, tuple(zip(item.dest_offsets, item.lengths, strict=True)))
+
+    def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
+        pass
+
+    def load_bytes(self, item: ReadItem, value: io.BytesIO) -> None:
+        self._found[cast(int, item.dest_index.index)] = value.getvalue()
+
+
+def _empty(tensor: TensorStorageMetadata, box: Box) -> torch.Tensor:
+    return torch.empty([length for _, length in box], dtype=tensor.properties.dtype)
+
+
+def _read_items(number: int, entry: _Entry, box: Box | None) -> Iterator[ReadItem]:
+    """What is to be read for a piece; each names the piece by its number."""
+    name, tensor = entry.name, entry.tensor
+    target = MetadataIndex(name, index=number)
+    none = torch.Size([])
+    if tensor is None or box is None:
+        yield ReadItem(LoadItemType.BYTE_IO, target, none, MetadataIndex(name), none, none)
+        return
+    offsets, sizes = (torch.Size(side) for side in zip(*box, strict=True)) if box else (none, none)
+    for item in create_read_items_for_chunk_list(
+        name, tensor, [ChunkStorageMetadata(offsets, sizes)]
+    ):
+        yield dataclasses.replace(item, dest_index=target)
+
+
+def _different_bytes(
+    one: torch.Tensor | bytes, other: torch.Tensor | bytes, name: str, entry: _Entry
+) -> int:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        ours, theirs = (each.reshape(-1).view(torch.uint8) for each in (one, other))
+        return 0 if torch.equal(ours, theirs) else int((ours != theirs).sum())
+    assert isinstance(one, bytes)
+    assert isinstance(other, bytes)
+    return 0 if one == other or _are_equal(one, other, name) else max(len(one), len(other))
+
+
+def _are_equal(one: bytes, other: bytes, name: str) -> bool:
+    """Whether two values are equal that were pickled differently, as torch's writer and ours do."""
+    try:
+        ours, theirs = (load_item(data, name, "", map_location="cpu") for data in (one, other))
+        return type(ours) is type(theirs) and bool(ours == theirs)
+    except (CloudCheckpointError, RuntimeError, TypeError, ValueError):
+        return False

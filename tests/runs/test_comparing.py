@@ -1,0 +1,215 @@
+"""Two checkpoints are compared by their metadata and checksums, and read only if they must be."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+import cloudckpt
+from cloudckpt import Config
+from cloudckpt.checksum import CRC64NVME
+from cloudckpt.dcp.planners import CloudSavePlanner
+from cloudckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
+from cloudckpt.runs.comparing import diff
+from cloudckpt.stores.local import LocalStore
+
+WEIGHT = torch.arange(600_000.0).reshape(600, 1000)
+
+
+def state() -> dict[str, object]:
+    return {
+        "weight": WEIGHT.clone(),
+        "bias": torch.ones(7, dtype=torch.bfloat16),
+        "scalar": torch.tensor(3),
+        "empty": torch.empty(0, 5),
+        "step": 7,
+    }
+
+
+class Cut(CloudSavePlanner):
+    """Saves each matrix in so many chunks, as ranks would."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self._parts = (rows, columns)
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        items = [cut for item in plan.items for cut in self._cut(item)]
+        self.plan = dataclasses.replace(plan, items=items)
+        return self.plan
+
+    def _cut(self, item: WriteItem) -> list[WriteItem]:
+        tensor = self.state_dict[item.index.fqn]
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() != 2 or 0 in tensor.shape:
+            return [item]
+        properties = TensorProperties.create_from_tensor(tensor)
+        rows, columns = self._sizes(tensor)
+        return [
+            WriteItem(
+                MetadataIndex(item.index.fqn, torch.Size([top, left])),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    ChunkStorageMetadata(torch.Size([top, left]), torch.Size([rows, columns])),
+                    properties,
+                    tensor.size(),
+                ),
+            )
+            for top in range(0, tensor.shape[0], rows)
+            for left in range(0, tensor.shape[1], columns)
+        ]
+
+    def _sizes(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        return tuple(size // parts for size, parts in zip(tensor.shape, self._parts, strict=True))
+
+    def lookup_object(self, index: MetadataIndex) -> object:
+        found = self.state_dict[index.fqn]
+        if index.offset is None or len(index.offset) != 2 or 0 in found.shape:
+            return found
+        (top, left), (rows, columns) = index.offset, self._sizes(found)
+        return found[top : top + rows, left : left + columns]
+
+
+@pytest.fixture
+def save(tmp_path):
+    """Saves a state, and returns where; each matrix in chunks if it is told so."""
+
+    def saved(content: dict[str, object], name: str, rows: int = 1, columns: int = 1) -> str:
+        where = (tmp_path / name).as_uri()
+        planner = Cut(rows, columns) if rows * columns > 1 else None
+        cloudckpt.save(content, checkpoint_id=where, planner=planner)
+        return where
+
+    return saved
+
+
+def verdicts(found) -> dict[str, str]:
+    return {item.name: item.verdict for item in found.items if item.verdict != "same"}
+
+
+@pytest.fixture
+def nothing_is_read(monkeypatch):
+    def refuse(*args: object) -> None:
+        raise AssertionError("data was read")
+
+    monkeypatch.setattr("cloudckpt.dcp.loading.download", refuse)
+
+
+def test_a_state_that_was_saved_twice_is_the_same(save, nothing_is_read) -> None:
+    found = diff(save(state(), "a"), save(state(), "b"), read=True)
+    assert found.are_same is True
+    assert [item.name for item in found.items] == ["bias", "empty", "scalar", "step", "weight"]
+
+
+def test_what_changed_is_told_by_checksums_and_how_much_of_it(save, nothing_is_read) -> None:
+    changed = state() | {"step": 8, "scalar": torch.tensor(4)}
+    changed["weight"][300, 7] += 1
+    found = diff(save(state(), "a"), save(changed, "b"))
+    assert verdicts(found) == {"scalar": "changed", "step": "changed", "weight": "changed"}
+    assert found.are_same is False
+    assert {item.name: item.differing for item in found.items}["weight"] == 65_536
+
+
+def test_names_shapes_types_and_kinds_are_compared(save) -> None:
+    other = state() | {
+        "bias": torch.ones(7),
+        "scalar": 3,
+        "weight": WEIGHT.reshape(1000, 600),
+        "more": torch.ones(2),
+    }
+    del other["step"]
+    found = diff(save(state(), "a"), save(other, "b"))
+    assert verdicts(found) == {
+        "bias": "reshaped",
+        "more": "added",
+        "scalar": "reshaped",
+        "step": "removed",
+        "weight": "reshaped",
+    }
+    assert diff(found.first, found.second, pattern="e*").are_same is True
+
+
+def test_tensors_in_other_rows_are_compared_by_joined_checksums(save, nothing_is_read) -> None:
+    changed = state()
+    changed["weight"][-1, -1] += 1
+    whole, three = save(state(), "whole"), save(state(), "three", rows=3)
+    assert diff(whole, three).are_same is True
+    assert diff(three, save(state(), "four", rows=4)).are_same is True
+    assert verdicts(diff(three, save(changed, "changed", rows=5))) == {"weight": "changed"}
+
+
+def test_other_cuts_are_unknown_until_they_are_read_in_pieces(save) -> None:
+    long = {"weight": torch.arange(6_000_000.0).reshape(6000, 1000)}
+    changed = {"weight": long["weight"].clone()}
+    changed["weight"][0, 0] += 1
+    whole = save(long, "whole")
+    config = Config(memory_budget=32 * 2**20)  # pieces of 8 MiB
+    seen: list[tuple[int, int]] = []
+    for other, expected in ((long, {}), (changed, {"weight": "changed"})):
+        cut = save(other, f"cut-{len(expected)}", rows=2, columns=4)
+        assert verdicts(diff(whole, cut)) == {"weight": "unknown"}
+        assert diff(whole, cut).are_same is None
+        found = diff(whole, cut, read=True, config=config, progress=lambda *at: seen.append(at))
+        assert verdicts(found) == expected
+    differing = {item.name: item.differing for item in found.items}["weight"]
+    assert differing == 2  # bytes of 0.0 and 1.0
+    assert seen[:3] == [(8_388_000, 24_000_000), (16_776_000, 24_000_000), (24_000_000,) * 2]
+
+
+def test_checkpoints_of_torch_are_read_to_be_compared(save, tmp_path) -> None:
+    dcp.save(state() | {"name": "x"}, checkpoint_id=str(tmp_path / "torch"))
+    ours = save(state() | {"name": "y"}, "ours")
+    found = diff(ours, tmp_path / "torch")
+    assert set(verdicts(found).values()) == {"unknown"}
+    assert verdicts(diff(ours, tmp_path / "torch", read=True)) == {"name": "changed"}
+
+
+def test_other_kinds_of_checksums_are_read_to_be_compared(save, monkeypatch) -> None:
+    first = save(state(), "a")
+    others = dataclasses.replace(LocalStore.capabilities, checksum=CRC64NVME)
+    monkeypatch.setattr(LocalStore, "capabilities", others)
+    second = save(state(), "b")
+    assert set(verdicts(diff(first, second)).values()) == {"unknown"}
+    assert diff(first, second, read=True).are_same is True
+
+
+def save_alone(where: str, value: float) -> None:
+    rank = torch.distributed.get_rank()
+    content = {"w": torch.full((5,), value * rank)}
+    cloudckpt.save(content, checkpoint_id=where, use_collectives=False)
+
+
+def test_ranks_that_saved_by_themselves_are_compared_one_by_one(tmp_path, ranks) -> None:
+    first, second = str(tmp_path / "a"), str(tmp_path / "b")
+    ranks(2, save_alone, first, 1.0)
+    ranks(2, save_alone, second, 2.0)
+    assert diff(first, first).are_same is True
+    assert verdicts(diff(first, second)) == {"w (rank 1)": "changed"}
+
+
+def test_a_checkpoint_that_is_missing_or_damaged_is_named(save, tmp_path) -> None:
+    where = save(state(), "a")
+    with pytest.raises(CheckpointNotFoundError) as missing:
+        diff(where, tmp_path / "nowhere")
+    assert str(missing.value.uri).endswith("/nowhere")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    metadata = tmp_path / "b" / ".metadata"
+    metadata.write_bytes(metadata.read_bytes()[: 2000 // 20])
+    with pytest.raises(CheckpointCorruptError) as damaged:
+        diff(where, tmp_path / "b")
+    assert "/b/" in str(damaged.value.uri)
