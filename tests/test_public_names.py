@@ -18,6 +18,8 @@ PUBLIC = {
     "Comparison",
     "Config",
     "Damage",
+    "Copied",
+    "copy",
     "FileContent",
     "GCSOptions",
     "Leftovers",

@@ -38,6 +38,7 @@ from cloudckpt.files import FileContent, load_file, save_file
 from cloudckpt.runs.catalog import CheckpointSummary, latest, list_checkpoints
 from cloudckpt.runs.comparing import ComparedItem, Comparison, diff
 from cloudckpt.runs.contents import CheckpointContents, StoredItem, inspect
+from cloudckpt.runs.copying import Copied, copy
 from cloudckpt.runs.deleting import delete
 from cloudckpt.runs.manager import CheckpointManager
 from cloudckpt.runs.preemption import Preemption
@@ -62,6 +63,7 @@ __all__ = [
     "ComparedItem",
     "Comparison",
     "Config",
+    "Copied",
     "Damage",
     "FileContent",
     "GCSOptions",
@@ -79,6 +81,7 @@ __all__ = [
     "add_safe_metadata_globals",
     "async_save",
     "close_async_savers",
+    "copy",
     "delete",
     "diff",
     "exists",

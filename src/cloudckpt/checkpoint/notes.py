@@ -20,11 +20,11 @@ from cloudckpt.errors import (
     ConfigError,
     ObjectNotFoundError,
 )
-from cloudckpt.stores.base import ObjectStore
+from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.uri import CheckpointURI
 
-__all__ = ["Notes", "metrics_of", "read_notes"]
+__all__ = ["Notes", "metrics_of", "read_notes", "stored_notes"]
 
 _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # which JSON has no numbers for
 
@@ -120,21 +120,27 @@ def read_notes(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> Note
         StoreError: If the store refuses or stays unreachable.
     """
     key = uri.key(METADATA)
-
-    def read() -> bytes:
-        info = store.head(key)
-        tail = bytearray(min(TAIL, info.size))
-        if tail:
-            start = info.size - len(tail)
-            store.get_range(key, start, [memoryview(tail)], if_version=info.version)
-        return notes_at_end(tail, store.uri(key))
-
     try:
-        return Notes.from_json(retrier.call(read), store.uri(key))
+        data = retrier.call(lambda: stored_notes(store, store.head(key)))
     except ObjectNotFoundError as error:
         raise CheckpointNotFoundError(
             "there is no committed checkpoint here", uri=str(uri)
         ) from error
+    return Notes.from_json(data, store.uri(key))
+
+
+def stored_notes(store: ObjectStore, commit: ObjectInfo) -> bytes:
+    """The notes at the end of a commit object, as they are stored.
+
+    Raises:
+        CheckpointCorruptError: If they are damaged.
+        StoreError: If the store refuses, or the object was replaced.
+    """
+    tail = bytearray(min(TAIL, commit.size))
+    if tail:
+        start = commit.size - len(tail)
+        store.get_range(commit.key, start, [memoryview(tail)], if_version=commit.version)
+    return notes_at_end(tail, store.uri(commit.key))
 
 
 def _number(value: Any) -> float:

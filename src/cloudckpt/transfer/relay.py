@@ -20,7 +20,7 @@ from cloudckpt.transfer.staging import ScratchPool
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.upload import ObjectUpload, creates_only
 
-__all__ = ["Passage", "relay"]
+__all__ = ["MismatchError", "Passage", "relay"]
 
 _PART = 8 * MIB  # bytes of a part: eight are under way in 64 MiB
 
@@ -42,6 +42,10 @@ class Passage:
     size: int
     checksum: int | None
     algorithm: ChecksumAlgorithm
+
+
+class MismatchError(CheckpointCorruptError):
+    """What was received of an object is not what was written: it, or the way, is damaged."""
 
 
 def relay(
@@ -71,8 +75,8 @@ def relay(
         arrived: Called with each object that is there, by any thread.
 
     Raises:
-        CheckpointCorruptError: If an object is gone, was replaced, or what arrives does not match
-            its checksum.
+        CheckpointCorruptError: If an object is gone, or was replaced.
+        MismatchError: If what was received of it does not match its checksum.
         StoreError: If a store refuses or stays unreachable.
     """
     _Relay(source, target, config, stats, moved, arrived).run(passages)
@@ -200,13 +204,13 @@ class _Comparison:
         """Takes the object's bytes from ``start``; returns the checksum that is sent with them.
 
         Raises:
-            CheckpointCorruptError: If they are the last, and the object is not as it should be.
+            MismatchError: If they are the last, and the object is not as it should be.
         """
         sent = self._sent.of(view)
         if self.passage.checksum is None:
             return sent
         own = self.passage.algorithm
-        found = sent if own is self._sent else own.of(view)
+        found = sent if own == self._sent else own.of(view)
         with self._lock:
             self._parts[start] = found, view.nbytes
             self._left -= view.nbytes
@@ -219,7 +223,7 @@ class _Comparison:
         parts = [self._parts[start] for start in sorted(self._parts)]
         if self.passage.algorithm.combine(parts) != self.passage.checksum:
             what = "does not match its checksum"
-            raise CheckpointCorruptError(
+            raise MismatchError(
                 f"what was received of the object {what}",
                 uri=self._uri,
                 damages=[Damage(self._uri, "", what)],

@@ -1,0 +1,449 @@
+"""A copy is made and committed as a save is: all of it is there and right, or nothing is seen."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import cloudckpt
+from cloudckpt import Config, RetryPolicy
+from cloudckpt.checkpoint.notes import Notes
+from cloudckpt.checksum import CRC64NVME
+from cloudckpt.config import MIB
+from cloudckpt.errors import (
+    AccessDeniedError,
+    CheckpointConflictError,
+    CheckpointCorruptError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CommitUnknownError,
+    ConfigError,
+    ConnectionLostError,
+    DifferentCheckpointsError,
+    InvalidURIError,
+)
+from cloudckpt.runs.copying import Copied, copy
+from cloudckpt.stores import registry
+from cloudckpt.stores.memory import MemoryStore
+from cloudckpt.testing.faulty import FaultyStore
+
+CONFIG = Config(connections=4, retry=RetryPolicy(attempts=3, base=0.0, cap=0.0))
+NOTES = Notes(step=7, metrics={"loss": 0.5}, user={"by": "Ä"})
+
+
+def a_state(value: float = 1.0) -> dict[str, Any]:
+    return {
+        "model": {
+            "large": torch.arange(6_000_000.0) * value,  # 24 MB: three parts
+            "bias": torch.full((7,), value, dtype=torch.bfloat16),
+            "empty": torch.empty(0, 5),
+        },
+        "lists": [{}, (1, None)],
+        3: "a key that is a number",
+        "step": 7,
+    }
+
+
+class Cloud:
+    """Memory stores that fail when they are told to, by the names of their buckets."""
+
+    def __init__(self) -> None:
+        self.stores: dict[str, FaultyStore] = {}
+
+    def store(self, name: str, **capabilities: Any) -> FaultyStore:
+        inner = MemoryStore(f"{name}-{uuid.uuid4().hex}")
+        inner.capabilities = dataclasses.replace(inner.capabilities, **capabilities)
+        inner.root = f"memory://{name}"
+        made = self.stores[name] = FaultyStore(inner)
+        return made
+
+    def keys(self, name: str) -> list[str]:
+        return [info.key for info in self.stores[name].inner.list("")]
+
+
+@pytest.fixture
+def cloud(monkeypatch) -> Cloud:
+    made = Cloud()
+    openers = {**registry._OPENERS, "memory": lambda: lambda uri, config: made.stores[uri.bucket]}
+    monkeypatch.setattr(registry, "_OPENERS", openers)
+    monkeypatch.setattr(registry, "_places", {})
+    made.store("here")
+    made.store("there")
+    return made
+
+
+def save(uri: object, value: float = 1.0, config: Config = CONFIG, **kwargs: Any) -> None:
+    writer = cloudckpt.CloudStorageWriter(uri, config=config, notes=NOTES)
+    cloudckpt.save(a_state(value), storage_writer=writer, **kwargs)
+
+
+def assert_same(uri: object, value: float = 1.0, config: Config = CONFIG) -> None:
+    reader = cloudckpt.CloudStorageReader(uri, config=config)
+    blank = {"model.large": torch.zeros(6_000_000), "step": None}
+    dcp.load(blank, storage_reader=reader)
+    assert torch.equal(blank["model.large"], a_state(value)["model"]["large"])
+    assert blank["step"] == 7
+    assert cloudckpt.verify(uri, config=config).nbytes > 24_000_000
+
+
+@pytest.mark.parametrize("way", ["disk to S3", "S3 to disk", "S3 to S3"])
+def test_a_copy_has_the_same_bytes_names_and_notes(way, tmp_path, bucket, s3_config) -> None:
+    places = {"disk": str(tmp_path / "run"), "S3": f"s3://{bucket}/run"}
+    source, target = (f"{places[end]}/{i}" for i, end in enumerate(way.split(" to ")))
+    save(source, config=s3_config)
+    seen: list[tuple[int, int]] = []
+    told = lambda done, total: seen.append((done, total))  # noqa: E731
+    copied = copy(source, target, config=s3_config, progress=told)
+    assert copied == Copied(checkpoints=1, objects=2, nbytes=copied.nbytes)
+    assert max(seen) == (copied.nbytes, copied.nbytes)
+    assert_same(target, config=s3_config)
+    ours, theirs = (cloudckpt.inspect(uri, config=s3_config) for uri in (source, target))
+    assert dataclasses.replace(ours, uri="") == dataclasses.replace(theirs, uri="")
+    assert theirs.notes == NOTES
+
+
+def test_a_copy_is_read_by_torch_and_has_the_structure_of_its_source(tmp_path) -> None:
+    save(tmp_path / "a")
+    copy(tmp_path / "a", tmp_path / "b")
+    blank = {"model": {"large": torch.zeros(6_000_000)}, "step": None}
+    dcp.load(blank, checkpoint_id=str(tmp_path / "b"))
+    assert torch.equal(blank["model"]["large"], a_state()["model"]["large"])
+    reader = cloudckpt.CloudStorageReader(tmp_path / "b")
+    reader.read_metadata()
+    assert reader.structure.to_json() == structure_of(tmp_path / "a")
+    names = {path.name for path in (tmp_path / "a").iterdir()}
+    assert names & {path.name for path in (tmp_path / "b").iterdir()} == {".metadata"}
+
+
+def structure_of(uri: object) -> object:
+    reader = cloudckpt.CloudStorageReader(uri)
+    reader.read_metadata()
+    return reader.structure.to_json()
+
+
+@pytest.mark.parametrize("way", ["to", "from"])
+def test_a_store_with_checksums_of_another_kind_keeps_those_of_the_source(cloud, way) -> None:
+    cloud.store("here" if way == "from" else "there", checksum=CRC64NVME, verifies=True)
+    save("memory://here/a")
+    copy("memory://here/a", "memory://there/b", config=CONFIG)
+    reader = cloudckpt.CloudStorageReader("memory://there/b", config=CONFIG)
+    reader.read_metadata()
+    assert reader.manifest.checksum.name == ("crc64nvme" if way == "from" else "crc32c")
+    assert_same("memory://there/b")
+
+
+def test_checkpoints_of_torch_are_copied_as_they_are(cloud, tmp_path) -> None:
+    dcp.save(a_state(), checkpoint_id=str(tmp_path / "of torch"))
+    copy(tmp_path / "of torch", "memory://there/b", config=CONFIG)
+    assert [key for key in cloud.keys("there") if key.endswith(".json")] == []
+    assert not cloudckpt.verify("memory://there/b", config=CONFIG).has_checksums
+    copy("memory://there/b", tmp_path / "back", config=CONFIG)
+    blank = {"model": {"large": torch.zeros(6_000_000)}}
+    dcp.load(blank, checkpoint_id=str(tmp_path / "back"))
+    assert torch.equal(blank["model"]["large"], a_state()["model"]["large"])
+
+
+def test_of_a_checkpoint_of_torch_what_the_store_says_of_its_bytes_is_compared(cloud, tmp_path):
+    """Such a checkpoint has no checksums of its own."""
+    dcp.save(a_state(), checkpoint_id=str(tmp_path / "of torch"))
+    copy(tmp_path / "of torch", "memory://here/a", config=CONFIG)
+    store = cloud.stores["here"].inner
+    usual = store.head
+    store.head = lambda key: dataclasses.replace(usual(key), checksum=1)
+    with pytest.raises(CheckpointCorruptError, match="does not match its checksum"):
+        copy("memory://here/a", "memory://there/b", config=CONFIG)
+    assert cloud.keys("there") == []
+
+
+def _save_alone(uri: str) -> None:
+    state = {f"of-{dist.get_rank()}": torch.full((100,), float(dist.get_rank()))}
+    cloudckpt.save(state, checkpoint_id=uri, use_collectives=False)
+
+
+def test_what_ranks_have_saved_each_by_itself_is_copied_together(ranks, cloud, tmp_path) -> None:
+    ranks(2, _save_alone, str(tmp_path / "a"))
+    copied = copy(tmp_path / "a", "memory://there/b", config=CONFIG)
+    assert (copied.checkpoints, copied.objects) == (1, 2)
+    names = {item.name for item in cloudckpt.inspect("memory://there/b", config=CONFIG).items}
+    assert names == {"of-0", "of-1"}
+    assert cloudckpt.exists("memory://there/b", config=CONFIG)
+    assert cloudckpt.verify("memory://there/b", config=CONFIG).items == 2
+
+
+@pytest.mark.parametrize("there", ["with collectives", "without"])
+def test_what_ranks_have_saved_each_by_itself_replaces_nothing(ranks, cloud, tmp_path, there):
+    ranks(2, _save_alone, str(tmp_path / "a"))
+    save("memory://there/b", use_collectives=there == "with collectives")
+    before = cloud.keys("there")
+    with pytest.raises(CheckpointExistsError, match="delete it first"):
+        copy(tmp_path / "a", "memory://there/b", overwrite=True, config=CONFIG)
+    assert cloud.keys("there") == before
+
+
+@pytest.mark.parametrize("there", ["with collectives", "without"])
+def test_what_is_there_is_replaced_only_on_demand(cloud, there) -> None:
+    save("memory://here/a", 1.0)
+    save("memory://there/b", 2.0, use_collectives=there == "with collectives")
+    before = cloud.keys("there")
+    with pytest.raises(CheckpointExistsError, match="overwrite"):
+        copy("memory://here/a", "memory://there/b", config=CONFIG)
+    assert cloud.keys("there") == before
+    copy("memory://here/a", "memory://there/b", overwrite=True, config=CONFIG)
+    assert_same("memory://there/b", 1.0)
+    assert len(cloud.keys("there")) == 4
+    assert not set(before) & set(cloud.keys("there")) - {"b/.metadata"}
+
+
+def test_damage_is_named_and_nothing_of_it_is_at_the_target(cloud) -> None:
+    save("memory://here/a")
+    damage(cloud, "here", 0.3, 0.7)
+    with pytest.raises(CheckpointCorruptError, match="do not match their checksum") as caught:
+        copy("memory://here/a", "memory://there/b", config=CONFIG)
+    assert [found.item for found in caught.value.damages] == ["model.large", "model.large"]
+    assert all(found.start is not None for found in caught.value.damages)
+    assert cloud.keys("there") == []
+    assert list(cloud.stores["there"].inner.list_uploads("")) == []
+
+
+def damage(cloud: Cloud, name: str, *places: float) -> None:
+    """Changes bytes of the largest object."""
+    store = cloud.stores[name].inner
+    largest = max(store.list(""), key=lambda info: info.size)
+    data, _ = store.get(largest.key)
+    for at in places:
+        data[int(at * len(data))] ^= 1
+    store.put(largest.key, [memoryview(data)], checksum=0)
+
+
+def test_damage_between_the_items_is_found_too(cloud) -> None:
+    """Nobody compares the envelopes of tensors when they are loaded; stock torch reads them."""
+    save("memory://here/a")
+    damage(cloud, "here", 0.0)
+    with pytest.raises(CheckpointCorruptError, match="does not match its checksum"):
+        copy("memory://here/a", "memory://there/b", config=CONFIG)
+    assert cloud.keys("there") == []
+
+
+def test_bytes_that_are_damaged_on_the_way_are_fetched_again(cloud) -> None:
+    save("memory://here/a")
+    source = cloud.stores["here"].inner
+    usual, damaged = source.get_range, []
+
+    def get_range(key, start, into, **others):
+        info = usual(key, start, into, **others)
+        if into[0].nbytes > MIB and not damaged:
+            damaged.append(key)
+            into[0][1000] ^= 1
+        return info
+
+    source.get_range = get_range
+    copied = copy("memory://here/a", "memory://there/b", config=CONFIG)
+    assert damaged
+    assert copied.objects == 2
+    assert_same("memory://there/b")
+    assert len(cloud.keys("there")) == 4
+
+
+def test_an_object_that_is_gone_is_named(cloud) -> None:
+    save("memory://here/a")
+    [key] = [key for key in cloud.keys("here") if "__0_0" in key]
+    cloud.stores["here"].inner.delete(key)
+    with pytest.raises(CheckpointCorruptError, match="gone"):
+        copy("memory://here/a", "memory://there/b", config=CONFIG)
+    assert cloud.keys("there") == []
+
+
+def test_passing_failures_on_both_sides_pass(cloud) -> None:
+    save("memory://here/a")
+    cloud.stores["here"].fail(
+        "get_range", ConnectionLostError, calls=[1, 3], when="during", moved=1000
+    )
+    cloud.stores["there"].fail("put_part", ConnectionLostError, calls=[1, 2], when="after")
+    cloud.stores["there"].fail("complete_upload", ConnectionLostError, calls=[1], when="after")
+    copy("memory://here/a", "memory://there/b", config=CONFIG)
+    assert cloud.stores["there"].failed["put_part"] == 2
+    assert_same("memory://there/b")
+
+
+@pytest.mark.parametrize("verb", ["create_upload", "put_part", "complete_upload", "put"])
+def test_a_copy_that_fails_leaves_nothing(cloud, verb) -> None:
+    save("memory://here/a")
+    cloud.stores["there"].fail(verb, AccessDeniedError)
+    with pytest.raises(AccessDeniedError):
+        copy("memory://here/a", "memory://there/b", config=CONFIG)
+    assert cloud.keys("there") == []
+    assert list(cloud.stores["there"].inner.list_uploads("")) == []
+
+
+def test_a_copy_that_is_interrupted_leaves_nothing(cloud) -> None:
+    save("memory://here/a")
+    cloud.stores["there"].fail("put_part", KeyboardInterrupt, calls=[2])
+    with pytest.raises(KeyboardInterrupt):
+        copy("memory://here/a", "memory://there/b", config=CONFIG)
+    assert cloud.keys("there") == []
+    assert list(cloud.stores["there"].inner.list_uploads("")) == []
+
+
+def test_of_a_commit_that_nobody_knows_of_nothing_is_deleted(cloud) -> None:
+    save("memory://here/a")
+    commits = lambda key: key.endswith(".metadata")  # noqa: E731
+    cloud.stores["there"].fail("put", ConnectionLostError, where=commits)
+    with pytest.raises(CommitUnknownError):
+        copy("memory://here/a", "memory://there/b", config=CONFIG)
+    assert len(cloud.keys("there")) == 3
+
+
+def test_a_save_to_the_same_place_meanwhile_is_a_conflict(cloud) -> None:
+    save("memory://here/a", 1.0)
+    target = cloud.stores["there"].inner
+    usual, saved = target.complete_upload, []
+
+    def complete_upload(*args, **kwargs):
+        if not saved:
+            saved.append(True)
+            save("memory://there/b", 2.0)
+        return usual(*args, **kwargs)
+
+    target.complete_upload = complete_upload
+    with pytest.raises(CheckpointConflictError):
+        copy("memory://here/a", "memory://there/b", config=CONFIG)
+    assert_same("memory://there/b", 2.0)
+    assert len(cloud.keys("there")) == 4
+
+
+def test_a_source_that_is_replaced_meanwhile_is_copied_anew(cloud) -> None:
+    save("memory://here/a", 1.0)
+    source = cloud.stores["here"].inner
+    usual, saved = source.get_range, []
+
+    def get_range(key, start, into, **others):
+        if into[0].nbytes > MIB and not saved:
+            saved.append(True)
+            save("memory://here/a", 2.0)
+        return usual(key, start, into, **others)
+
+    source.get_range = get_range
+    copy("memory://here/a", "memory://there/b", config=CONFIG)
+    assert_same("memory://there/b", 2.0)
+    assert len(cloud.keys("there")) == 4
+
+
+def test_what_is_no_place_for_a_copy_is_refused(cloud) -> None:
+    save("memory://here/a")
+    with pytest.raises(ConfigError, match="the same"):
+        copy("memory://here/a", "memory://here/a", config=CONFIG)
+    with pytest.raises(InvalidURIError):
+        copy("memory://here/a", "s4://there/b", config=CONFIG)
+    with pytest.raises(CheckpointNotFoundError, match="neither here"):
+        copy("memory://here/nothing", "memory://there/b", config=CONFIG)
+    with pytest.raises(CheckpointNotFoundError, match="epoch"):
+        copy("memory://here", "memory://there", step_name="epoch-{step}", config=CONFIG)
+    assert cloud.keys("there") == []
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """A run of four steps, of which the second is torn, and what else may lie in such a folder."""
+    for step in range(1, 5):
+        state = {"w": torch.full((500,), float(step))}
+        cloudckpt.save(state, checkpoint_id=tmp_path / "run" / f"step-{step}")
+    cloudckpt.save({"w": torch.zeros(500)}, checkpoint_id=tmp_path / "run" / "the best, ü")
+    (tmp_path / "run" / "step-2" / ".metadata").unlink()
+    (tmp_path / "run" / "logs").mkdir()
+    (tmp_path / "run" / "logs" / "events").write_text("mine")
+    return tmp_path / "run"
+
+
+def copied_names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_of_a_run_all_committed_checkpoints_are_copied(run, tmp_path) -> None:
+    copied = copy(run, tmp_path / "copy")
+    assert (copied.checkpoints, copied.already_there) == (4, 0)
+    assert copied_names(tmp_path / "copy") == ["step-1", "step-3", "step-4", "the best, ü"]
+    assert cloudckpt.latest(tmp_path / "copy") == (tmp_path / "copy" / "step-4").as_uri()
+
+
+def test_of_a_run_only_what_is_called_so_is_copied(run, tmp_path) -> None:
+    copy(run, tmp_path / "copy", step_name="step-{step}")
+    assert copied_names(tmp_path / "copy") == ["step-1", "step-3", "step-4"]
+
+
+def test_a_copy_of_a_run_goes_on_where_it_was(run, tmp_path) -> None:
+    copy(run / "step-3", tmp_path / "copy" / "step-3")
+    copied = copy(run, tmp_path / "copy")
+    assert (copied.checkpoints, copied.already_there) == (3, 1)
+
+
+def test_another_checkpoint_of_the_same_name_is_not_replaced(run, tmp_path) -> None:
+    copy(run / "step-1", tmp_path / "copy" / "step-3")
+    with pytest.raises(CheckpointExistsError):
+        copy(run, tmp_path / "copy")
+    copied = copy(run, tmp_path / "copy", overwrite=True)
+    assert (copied.checkpoints, copied.already_there) == (3, 1)
+    state = {"w": torch.zeros(500)}
+    cloudckpt.load(state, checkpoint_id=tmp_path / "copy" / "step-3")
+    assert state["w"].unique().item() == 3.0
+
+
+def test_a_damaged_checkpoint_of_a_run_does_not_keep_the_others(run, tmp_path) -> None:
+    [data] = (run / "step-3").glob("*.distcp")
+    content = bytearray(data.read_bytes())
+    content[1500] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(CheckpointCorruptError, match="1 damaged checkpoints"):
+        copy(run, tmp_path / "copy")
+    assert copied_names(tmp_path / "copy") == ["step-1", "step-4", "the best, ü"]
+
+
+def _save_together(uri: str) -> None:
+    state = {f"{name}-of-{dist.get_rank()}": torch.ones(50_000) for name in "abc"}
+    cloudckpt.save(state, checkpoint_id=uri)
+
+
+def _copy(source: str, target: str, forbidden: str | None = None) -> int:
+    """What this rank has copied of it."""
+    done = [0]
+    if dist.get_rank() == 1 and forbidden is not None:
+        target = forbidden
+    copy(
+        source,
+        target,
+        process_group=dist.group.WORLD,
+        progress=lambda moved, total: done.append(moved),
+    )
+    return max(done)
+
+
+def test_ranks_divide_the_objects(ranks, tmp_path) -> None:
+    ranks(2, _save_together, str(tmp_path / "a"))
+    nbytes = ranks(2, _copy, str(tmp_path / "a"), str(tmp_path / "b"))
+    assert all(nbytes)
+    assert sum(nbytes) == sum(path.stat().st_size for path in (tmp_path / "a").glob("*.distcp"))
+    assert cloudckpt.verify(tmp_path / "b").items == 6
+
+
+def test_what_fails_on_one_rank_is_told_to_all_and_leaves_nothing(ranks, tmp_path) -> None:
+    ranks(2, _save_together, str(tmp_path / "a"))
+    for path in (tmp_path / "a").glob("__1_*.distcp"):
+        path.unlink()
+    errors = ranks.errors(2, _copy, str(tmp_path / "a"), str(tmp_path / "b"))
+    assert [type(error) for error in errors] == [CheckpointCorruptError] * 2
+    assert not list((tmp_path / "b").glob("*"))
+
+
+def test_ranks_that_mean_different_places_commit_nothing(ranks, tmp_path) -> None:
+    ranks(2, _save_together, str(tmp_path / "a"))
+    errors = ranks.errors(
+        2, _copy, str(tmp_path / "a"), str(tmp_path / "b"), str(tmp_path / "elsewhere")
+    )
+    assert [type(error) for error in errors] == [DifferentCheckpointsError] * 2
+    assert not cloudckpt.exists(tmp_path / "b")
