@@ -17,7 +17,7 @@ from cloudckpt.stores import registry
 from cloudckpt.stores.memory import MemoryStore
 
 OF_RUNS = ["ls", "latest", "prune --max-to-keep 1 --yes", "sweep --yes"]
-OF_CHECKPOINTS = ["inspect", "verify", "diff", "rm --yes"]
+OF_CHECKPOINTS = ["inspect", "verify", "diff", "cp", "rm --yes"]
 
 
 def test_version_is_that_of_the_package(cli, capsys):
@@ -50,7 +50,8 @@ def test_it_is_a_module_too():
 
 def with_place(command: str, place: str) -> list[str]:
     name, *options = command.split()
-    return [name, *[place] * (2 if name == "diff" else 1), *options]
+    others = {"diff": [place], "cp": [f"{place}-copy"]}.get(name, [])
+    return [name, place, *others, *options]
 
 
 class Denied(MemoryStore):

@@ -1,5 +1,13 @@
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
+import torch
+
+import cloudckpt
+
 
 def test_verify_tells_whole_ones_and_damaged_ones_apart(cli, capsys, run):
     assert cli("verify", str(run / "step-5")) == 0
@@ -11,3 +19,59 @@ def test_verify_tells_whole_ones_and_damaged_ones_apart(cli, capsys, run):
     assert cli("verify", str(run / "step-5"), "--quiet") == 4
     assert "do not match their checksum" in capsys.readouterr().err
     assert cli("verify", str(run / "step-2")) == 3
+
+
+def test_cp_copies_checkpoints_and_runs_and_says_so(cli, capsys, run, tmp_path):
+    source, target = str(run / "step-5"), str(tmp_path / "copy of one")
+    assert cli("cp", source, target) == 0
+    assert capsys.readouterr().out.startswith(f"{target}: copied 1 checkpoint (1 objects, 8")
+    assert cli("cp", source, target, "--quiet") == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "--overwrite" in err
+    assert cli("cp", source, target, "--overwrite", "--quiet") == 0
+    assert capsys.readouterr().out == ""
+    assert cli("cp", str(run), str(tmp_path / "all"), "--json") == 0
+    copied = json.loads(capsys.readouterr().out)
+    assert (copied["checkpoints"], copied["already_there"]) == (4, 0)
+    assert cli("cp", str(run), str(tmp_path / "all")) == 0
+    assert "4 there already" in capsys.readouterr().out
+    assert cli("verify", str(tmp_path / "all" / "step-5")) == 0
+
+
+def test_cp_of_what_is_damaged_or_not_there_has_its_exit_code(cli, capsys, run, tmp_path):
+    [data] = (run / "step-5").glob("*.distcp")
+    content = bytearray(data.read_bytes())
+    content[2000] ^= 1
+    data.write_bytes(content)
+    assert cli("cp", str(run / "step-5"), str(tmp_path / "copy")) == 4
+    assert "do not match their checksum" in capsys.readouterr().err
+    assert not (tmp_path / "copy").exists() or not list((tmp_path / "copy").iterdir())
+    assert cli("cp", str(run / "step-2"), str(tmp_path / "copy")) == 3
+    assert cli("cp", str(run / "step-4"), str(run / "step-4")) == 1
+    assert cli("cp", str(run / "step-4")) == 2
+
+
+def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command on two ranks; it ends with 1 if one of them does not with 0."""
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.run(
+        [sys.executable, *command, "-m", "cloudckpt", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+
+
+def test_ranks_of_torchrun_divide_a_copy_and_the_first_one_speaks(cli, run, tmp_path):
+    state = {name: torch.ones(100_000) for name in "abcdefgh"}
+    config = cloudckpt.Config(part_size=5 * 2**20)
+    cloudckpt.save(state, checkpoint_id=run / "step-9", config=config)
+    done = torchrun("cp", str(run), str(tmp_path / "copy"), "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["checkpoints"] == 5
+    assert cloudckpt.verify(tmp_path / "copy" / "step-9").items == 8
+    again = torchrun("cp", str(run / "step-9"), str(tmp_path / "copy" / "step-9"))
+    assert again.returncode == 1
+    assert again.stderr.count("cloudckpt: there is a checkpoint already") == 1

@@ -33,10 +33,10 @@ _BETWEEN_LINES = 10.0  # seconds between two lines about progress
 
 app = typer.Typer(
     name="cloudckpt",
-    help="Look at checkpoints in object stores, verify, compare and delete them. Options come from "
-    "the environment, as everywhere in cloudckpt. The exit code is 0, or 1 for a failure, 2 for "
-    "wrong arguments, 3 if there is no checkpoint, 4 if one is damaged, 5 if two differ, 130 after "
-    "Ctrl-C.",
+    help="Look at checkpoints in object stores, verify, compare, copy and delete them. Options "
+    "come from the environment, as everywhere in cloudckpt. The exit code is 0, or 1 for a "
+    "failure, 2 for wrong arguments, 3 if there is no checkpoint, 4 if one is damaged, 5 if two "
+    "differ, 130 after Ctrl-C.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -60,12 +60,8 @@ def main() -> None:
             app()
         finally:
             sys.stdout.flush()
-    except CheckpointCorruptError as error:
-        fail(error, DAMAGED)
-    except CheckpointNotFoundError as error:
-        fail(error, NOTHING_THERE)
     except CloudCheckpointError as error:
-        fail(error, FAILED)
+        fail(error, code_of(error))
     except BrokenPipeError:  # who reads has seen enough; nor is there anybody to be told
         sys.stdout = sys.stderr
         sys.exit(FAILED)
@@ -73,8 +69,20 @@ def main() -> None:
 
 def fail(error: object, code: int) -> NoReturn:
     """Says what went wrong on stderr, and ends the process."""
-    print(f"cloudckpt: {safe(str(error))}", file=sys.stderr)
+    say(error)
     sys.exit(code)
+
+
+def say(error: object) -> None:
+    """Says what went wrong on stderr."""
+    print(f"cloudckpt: {safe(str(error))}", file=sys.stderr, flush=True)
+
+
+def code_of(error: CloudCheckpointError) -> int:
+    """The exit code of a command that has failed."""
+    if isinstance(error, CheckpointCorruptError):
+        return DAMAGED
+    return NOTHING_THERE if isinstance(error, CheckpointNotFoundError) else FAILED
 
 
 def _show_version(wanted: bool) -> None:

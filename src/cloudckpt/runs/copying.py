@@ -44,7 +44,7 @@ from cloudckpt.errors import (
     ProcessGroupError,
 )
 from cloudckpt.gc_pause import paused_gc
-from cloudckpt.runs.catalog import Run
+from cloudckpt.runs.catalog import list_checkpoints
 from cloudckpt.runs.contents import CheckpointPart, parts
 from cloudckpt.runs.steps import DEFAULT_PATTERN
 from cloudckpt.runs.verifying import find_damages, one_error
@@ -196,11 +196,11 @@ def _pairs(origin: _Place, goal: _Place, step_name: str | None) -> list[_Pair] |
         raise ConfigError("the source and the target of the copy are the same", uri=str(goal.uri))
     if is_committed(origin.store, origin.uri, origin.retrier):
         return None
-    run = Run(origin.uri, step_name=step_name or DEFAULT_PATTERN, config=origin.config)
+    pattern = step_name or DEFAULT_PATTERN
     found = [
-        _Pair(CheckpointURI.parse(summary.uri).prefix.rpartition("/")[2], summary.nbytes)
-        for summary in run.checkpoints()
-        if summary.is_committed and (step_name is None or summary.step is not None)
+        _Pair(CheckpointURI.parse(one.uri).prefix.rpartition("/")[2], one.nbytes)
+        for one in list_checkpoints(origin.uri, step_name=pattern, config=origin.config)
+        if one.is_committed and (step_name is None or one.step is not None)
     ]
     if not found:
         what = "" if step_name is None else f" called {step_name!r}"

@@ -1,0 +1,70 @@
+"""Commands that torchrun has started on several ranks, of which the first one speaks."""
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from cloudckpt.cli.app import code_of, say
+from cloudckpt.errors import CloudCheckpointError, ProcessGroupError
+
+_LONGEST = timedelta(days=1)  # that ranks wait for the slowest; one that is gone is noticed at once
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who takes part in a command.
+
+    Attributes:
+        group: All ranks; None if this process is alone.
+        speaks: Whether this one prints.
+    """
+
+    group: dist.ProcessGroup | None = None
+    speaks: bool = True
+
+
+@contextmanager
+def together() -> Iterator[Ranks]:
+    """Joins the ranks that torchrun has started, on one machine or many, for the time of the block.
+
+    A failure, which the block raises on all ranks alike, is printed by the first one, and ends all
+    with the same exit code, none of them before it was printed: torchrun stops the rest when the
+    first process ends.
+
+    Raises:
+        ProcessGroupError: If the ranks do not find each other.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        yield Ranks()
+        return
+    # torchrun stops the others like this when one dies; then they clean up, as after Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        dist.init_process_group("gloo", timeout=_LONGEST)
+    except (RuntimeError, ValueError) as exc:
+        raise ProcessGroupError(
+            "the ranks that WORLD_SIZE speaks of did not find each other: start the command by "
+            "torchrun, or unset WORLD_SIZE",
+            cause=exc,
+        ) from exc
+    speaks = dist.get_rank() == 0
+    try:
+        yield Ranks(dist.group.WORLD, speaks)
+    except ProcessGroupError:
+        raise
+    except CloudCheckpointError as error:
+        if speaks:
+            say(error)
+        with contextlib.suppress(RuntimeError):
+            dist.barrier()
+        sys.exit(code_of(error))
+    finally:
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
