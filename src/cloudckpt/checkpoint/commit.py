@@ -91,6 +91,7 @@ __all__ = [
     "begin",
     "commit",
     "conditions_work",
+    "honours_conditions",
     "named_objects",
     "objects_of",
     "publish",
@@ -187,7 +188,7 @@ def conditions_work(
     if setting == "on" or store.capabilities.conditional_writes:
         return True
     if store.capabilities.conditional_writes is None:
-        found = _honours_conditions(store, key, content, retrier)
+        found = honours_conditions(store, key, content, retrier)
         store.capabilities = dataclasses.replace(store.capabilities, conditional_writes=found)
         if found:
             return True
@@ -199,8 +200,11 @@ def conditions_work(
     )
 
 
-def _honours_conditions(store: ObjectStore, key: str, content: bytes, retrier: Retrier) -> bool:
-    """Writes the object again: twice on conditions that do not hold, once on one that does."""
+def honours_conditions(store: ObjectStore, key: str, content: bytes, retrier: Retrier) -> bool:
+    """Whether a store minds conditions, found out with an object that may be written again.
+
+    It is: twice on conditions that do not hold, once on one that does.
+    """
     body = [memoryview(content)]
     checksum = store.capabilities.checksum.of(content)
 

@@ -3,10 +3,11 @@
 from cloudckpt.cli import (
     converting,
     demo,
+    doctor,
     looking,
     moving,
     runs,
 )  # each adds its commands to the app
 from cloudckpt.cli.app import main
 
-__all__ = ["converting", "demo", "looking", "main", "moving", "runs"]
+__all__ = ["converting", "demo", "doctor", "looking", "main", "moving", "runs"]

@@ -32,8 +32,7 @@ _PROBE = ".cloudckpt-sweep."
 
 _OF_AN_ATTEMPT = re.compile(
     r"(__\d+_\d+\.[0-9a-f]{16}\.distcp|\.manifest\.[0-9a-f]{16}\.json|"
-    + re.escape(_PROBE)
-    + r"[0-9a-f]{16})"
+    r"\.cloudckpt-(doctor|sweep)\.[0-9a-f]{16}(\.[a-z]+)?)"
 )
 
 

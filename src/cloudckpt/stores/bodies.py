@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import http.client
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
 import urllib3
+from urllib3.util.ssltransport import SSLTransport
 
 from cloudckpt.errors import ConnectionLostError
 from cloudckpt.stores.base import Body, Progress
@@ -100,6 +102,14 @@ class Reply:
         """The bytes that the body is said to have."""
         text = self.headers.get("Content-Length")
         return int(text) if text is not None and text.isdigit() else None
+
+    @property
+    def tls(self) -> tuple[str, str] | None:
+        """Protocol and cipher of the connection; None if it has no TLS."""
+        if not isinstance(self._sock, (ssl.SSLSocket, SSLTransport)):
+            return None
+        cipher = self._sock.cipher()
+        return self._sock.version() or "", cipher[0] if cipher else ""
 
     def read_into(self, views: Sequence[memoryview], progress: Progress | None = None) -> None:
         """Receives exactly the bytes of ``views``.

@@ -1,0 +1,71 @@
+"""The command for those whose save fails in new surroundings."""
+
+# no `from __future__ import annotations`: typer reads the annotations of functions
+
+import dataclasses
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from cloudckpt.cli.app import FAILED, Json, Quiet, app, print_json, safe
+from cloudckpt.doctor import Finding, examine
+
+_SIGNS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "failed": ("✗", "red")}
+_MIB = 1024 * 1024
+
+
+@app.command()
+def doctor(
+    location: Annotated[
+        str, typer.Argument(help="Where checkpoints are to be, e.g. s3://bucket/run.")
+    ],
+    read_only: Annotated[
+        bool, typer.Option("--read-only", help="Write nothing: for who may only load.")
+    ] = False,
+    size: Annotated[
+        int, typer.Option(min=1, max=1024, help="MiB that are sent to measure speed.")
+    ] = 16,
+    patience: Annotated[
+        float, typer.Option(min=1, help="Seconds after which a check has failed.")
+    ] = 60.0,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Try all that saving and loading take: credentials, connection, permissions, speed.
+
+    What it writes is named .cloudckpt-doctor.* and deleted again. No credentials are shown. The
+    exit code is 1 if something does not work.
+    """
+
+    def tell(finding: Finding) -> None:
+        if not (as_json or (quiet and finding.outcome == "ok")):
+            _print(finding)
+
+    found = examine(location, size=size * _MIB, read_only=read_only, patience=patience, tell=tell)
+    works = all(one.outcome != "failed" for one in found)
+    if as_json:
+        print_json({"works": works, "findings": [dataclasses.asdict(one) for one in found]})
+    if not works:
+        raise typer.Exit(FAILED)
+
+
+def _print(finding: Finding) -> None:
+    """A paragraph on a terminal; else a line whose fields are separated by tabs."""
+    if not sys.stdout.isatty():
+        fields = (finding.outcome, finding.check, finding.found, finding.advice)
+        print("\t".join(map(safe, fields)), flush=True)
+        return
+    sign, style = _SIGNS.get(finding.outcome, ("-", "dim"))
+    text = Text(safe(finding.found))
+    if finding.advice:
+        text.append(f"\n→ {safe(finding.advice)}", style="bold" if style != "green" else "dim")
+    table = Table.grid(padding=(0, 1))
+    table.add_column(width=1)
+    table.add_column(width=11)
+    table.add_column(overflow="fold")
+    table.add_row(Text(sign, style=style), Text(finding.check, style=style), text)
+    Console().print(table)

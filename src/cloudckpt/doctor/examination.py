@@ -1,0 +1,159 @@
+"""All checks of a location, in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cloudckpt.config import Config
+from cloudckpt.doctor import surroundings
+from cloudckpt.doctor.findings import Checks, Finding, Look, failed, ok, skipped, warning
+from cloudckpt.doctor.trials import NEEDS, Trials
+from cloudckpt.errors import ConfigError, InvalidURIError
+from cloudckpt.stores.base import ObjectStore
+from cloudckpt.stores.registry import checkpoint_location, open_store
+from cloudckpt.stores.rest import RestStore
+from cloudckpt.transfer.retry import Retrier
+from cloudckpt.uri import CheckpointURI, URILike
+
+__all__ = ["examine"]
+
+_SIZE = 16 * 1024 * 1024
+_LARGEST = 1024 * 1024 * 1024
+
+
+def examine(
+    location: URILike,
+    *,
+    config: Config | None = None,
+    size: int = _SIZE,
+    read_only: bool = False,
+    patience: float = 60.0,
+    tell: Callable[[Finding], None] = lambda finding: None,
+) -> list[Finding]:
+    """Tries all that saving to a location and loading from it takes, and tells what it finds.
+
+    A check that fails is a finding, and no error; those that can still be made are made. What is
+    written has names that begin with ``.cloudckpt-doctor.`` and is deleted again, also after an
+    interrupt; what can't be is told. No finding shows credentials.
+
+    Args:
+        location: Where checkpoints are to be, for example ``s3://bucket/run``.
+        config: Options.
+        size: Bytes of the part by which speed is measured, up to 1 GiB.
+        read_only: Write nothing: for who may only load.
+        patience: Seconds after which a check is broken off, and has failed.
+        tell: Is told each finding at once.
+
+    Raises:
+        ConfigError: If ``size`` or ``patience`` makes no sense.
+    """
+    if not 1 <= size <= _LARGEST:
+        raise ConfigError(f"size={size}: write 1 byte to 1 GiB")
+    if patience <= 0:
+        raise ConfigError(f"patience={patience}: write more than 0 seconds")
+    checks = Checks(tell, patience)
+    checks.add("versions", surroundings.versions())
+    try:
+        uri = checkpoint_location(location)
+        config = config if config is not None else Config()
+    except (InvalidURIError, ConfigError) as error:
+        checks.add("location", failed(str(error)))
+        return checks.findings
+    checks.add("location", ok(f"{uri}", values={"scheme": uri.scheme}))
+    store = _reached(checks, uri, config)
+    if store is not None and not checks.hopeless:
+        _tried(checks, Trials(store, uri, config, size), uri, store, read_only)
+    else:
+        checks.add("bucket", skipped("nothing was tried in it, for the reason above"))
+    return checks.findings
+
+
+def _reached(checks: Checks, uri: CheckpointURI, config: Config) -> ObjectStore | None:
+    """Looks at the way to the store; the store, if it can be opened."""
+    opened: list[ObjectStore] = []
+
+    def log_in(retrier: Retrier) -> Finding:
+        store = retrier.call(lambda: open_store(uri, config))
+        found = ok("none are needed here")
+        if isinstance(store, RestStore):
+            found = surroundings.credentials(retrier.call(store.origin))
+        opened.append(store)
+        return found
+
+    checks.run("credentials", log_in)
+    if not opened:  # the way there can be looked at all the same
+        checks.hopeless = False
+        _on_the_way(checks, uri, surroundings.anonymous(config))
+        return None
+    _on_the_way(checks, uri, config)
+    return opened[0]
+
+
+def _on_the_way(checks: Checks, uri: CheckpointURI, config: Config) -> None:
+    found: list[RestStore] = []
+
+    def look(retrier: Retrier) -> Finding:
+        store = open_store(uri, config)
+        if not isinstance(store, RestStore):
+            return ok("none: it is on this machine")
+        found.append(store)
+        return surroundings.endpoint(store.route())
+
+    checks.run("endpoint", look)
+    if not found:
+        return
+    route = found[0].route()
+    checks.run("name", lambda retrier: surroundings.names(route))
+    connection = surroundings.Connection(route)
+    try:
+        checks.run(
+            "connection",
+            lambda retrier: retrier.call(connection.look),
+            interrupt=connection.interrupt,
+        )
+        checks.run("clock", lambda retrier: connection.clock())
+    finally:
+        connection.close()
+
+
+def _tried(
+    checks: Checks, trials: Trials, uri: CheckpointURI, store: ObjectStore, read_only: bool
+) -> None:
+    reading: dict[str, Look] = {
+        "list": trials.list,
+        "read": trials.read,
+        "speed": trials.download_speed,
+    }
+    writing: dict[str, Look] = {
+        "list": trials.list,
+        "write": trials.write,
+        "read": trials.read,
+        "conditions": trials.conditions,
+        "deletion": trials.deletion,
+        "checksums": trials.checksums,
+        "multipart": trials.multipart,
+        "abort": trials.abort,
+        "speed": trials.speed,
+    }
+    before = store.route().region if isinstance(store, RestStore) else ""
+    try:
+        for name, look in (reading if read_only else writing).items():
+            if checks.hopeless:
+                checks.add(name, skipped("not tried, for the reason above"))
+                continue
+            needs = NEEDS.get(name, NEEDS["write"]).get(uri.scheme, "")
+            checks.run(name, look, needs=needs, interrupt=store.interrupt)
+            if name == "list" and isinstance(store, RestStore) and store.route().region != before:
+                there = store.route().region
+                found = f"the bucket is in {there}, and not in {before or 'the default region'}"
+                checks.add(
+                    "region", warning(found, f"set AWS_REGION={there}", values={"region": there})
+                )
+    finally:
+        if trials.has_written:
+            try:
+                checks.add("clean-up", trials.clean())
+            except BaseException:  # a second interrupt
+                advice = f"delete what begins with {trials.start} yourself"
+                checks.add("clean-up", failed("it was cut off", advice))
+                raise

@@ -1,0 +1,171 @@
+"""What is found by a check, and how checks are run: each in limited time, and all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from cloudckpt.config import RetryPolicy
+from cloudckpt.errors import (
+    AccessDeniedError,
+    BucketNotFoundError,
+    CloudCheckpointError,
+    ConnectionLostError,
+    CredentialsError,
+    TLSError,
+)
+from cloudckpt.stores.credentials import masked, reason
+from cloudckpt.transfer.group import Cancellation
+from cloudckpt.transfer.retry import Retrier
+
+__all__ = [
+    "Checks",
+    "Finding",
+    "Look",
+    "Outcome",
+    "Values",
+    "failed",
+    "ok",
+    "skipped",
+    "warning",
+]
+
+Outcome = Literal["ok", "warning", "failed", "skipped"]
+Values = Mapping[str, str | float | None]
+
+_POLICY = RetryPolicy(attempts=2, base=0.2, cap=1.0, deadline=10.0)  # a hiccup is no finding
+_GRACE = 2.0  # seconds for what was broken off to end
+_HOPELESS = (BucketNotFoundError, ConnectionLostError, CredentialsError, TLSError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """The result of a check; it shows no credentials.
+
+    Attributes:
+        check: What was looked at.
+        outcome: ``failed`` is what keeps cloudckpt from working, ``warning`` what should be known.
+        found: What was found.
+        advice: What to do about it, if anything.
+        seconds: How long it took.
+        values: The same for programs: numbers and names.
+    """
+
+    check: str = ""
+    outcome: Outcome
+    found: str
+    advice: str = ""
+    seconds: float = 0.0
+    values: Values = field(default_factory=dict)
+
+
+def ok(found: str, advice: str = "", values: Values | None = None) -> Finding:
+    """All is well."""
+    return Finding(outcome="ok", found=found, advice=advice, values=values or {})
+
+
+def warning(found: str, advice: str = "", values: Values | None = None) -> Finding:
+    """It works, but."""
+    return Finding(outcome="warning", found=found, advice=advice, values=values or {})
+
+
+def failed(found: str, advice: str = "", values: Values | None = None) -> Finding:
+    """It does not work."""
+    return Finding(outcome="failed", found=found, advice=advice, values=values or {})
+
+
+def skipped(found: str) -> Finding:
+    """It can't be told."""
+    return Finding(outcome="skipped", found=found)
+
+
+Look = Callable[[Retrier], Finding]
+"""Looks at one thing. What it raises is its finding, too."""
+
+
+class Checks:
+    """Runs checks one after the other and keeps what they find.
+
+    Attributes:
+        findings: Those until now.
+        hopeless: Whether the store can't be reached, or lets nobody in: what needs it is skipped.
+    """
+
+    def __init__(self, tell: Callable[[Finding], None], patience: float) -> None:
+        """``patience``: seconds after which a check is broken off."""
+        self.findings: list[Finding] = []
+        self.hopeless = False
+        self._tell = tell
+        self._patience = patience
+
+    def run(
+        self,
+        check: str,
+        look: Look,
+        *,
+        needs: str = "",
+        interrupt: Callable[[Collection[int]], None] = lambda threads: None,
+    ) -> Finding:
+        """Runs one check.
+
+        Args:
+            check: Its name.
+            look: What it does.
+            needs: The permission that it takes.
+            interrupt: Breaks off what threads, given by their identifiers, are waiting for.
+        """
+        began = time.monotonic()
+        found: list[Finding] = []
+        cancellation = Cancellation()
+
+        def work() -> None:
+            try:
+                found.append(look(Retrier(_POLICY, cancellation)))
+            except CloudCheckpointError as error:
+                found.append(self._of_error(error, needs))
+            except Exception as exc:  # noqa: BLE001 - one defect must not hide the other findings
+                found.append(failed(reason(exc), "this is a defect of cloudckpt: report it"))
+
+        # join of a thread, other than a call in this one, ends in time and at Ctrl-C
+        thread = threading.Thread(target=work, name=f"cloudckpt-doctor-{check}", daemon=True)
+        thread.start()
+        is_late = True
+        try:
+            thread.join(self._patience)
+            is_late = thread.is_alive()
+        finally:
+            if thread.is_alive() and thread.ident is not None:
+                cancellation.cancel()
+                interrupt([thread.ident])
+                thread.join(_GRACE)
+        if is_late:
+            finding = failed(
+                f"not done within {self._patience:g} s",
+                "look at proxies, firewalls and routes between here and there; --patience gives it "
+                "more time",
+            )
+        else:
+            [finding] = found
+        return self.add(check, finding, seconds=time.monotonic() - began)
+
+    def add(self, check: str, finding: Finding, *, seconds: float = 0.0) -> Finding:
+        """Keeps and tells what a check has found."""
+        finding = dataclasses.replace(
+            finding,
+            check=check,
+            found=masked(finding.found),
+            advice=masked(finding.advice),
+            seconds=seconds,
+        )
+        self.findings.append(finding)
+        self._tell(finding)
+        return finding
+
+    def _of_error(self, error: CloudCheckpointError, needs: str) -> Finding:
+        self.hopeless = self.hopeless or isinstance(error, _HOPELESS)
+        advice = f"grant {needs}" if needs and isinstance(error, AccessDeniedError) else ""
+        return failed(str(error), advice)

@@ -1,0 +1,342 @@
+"""What is tried in the bucket itself, under names of its own, which are all deleted in the end."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+
+from cloudckpt.checkpoint.commit import honours_conditions
+from cloudckpt.config import Config, RetryPolicy
+from cloudckpt.doctor.findings import Finding, failed, ok, skipped, warning
+from cloudckpt.errors import (
+    AccessDeniedError,
+    ConnectionLostError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    StoreError,
+)
+from cloudckpt.stores.base import ObjectInfo, ObjectStore, Upload, random_suffix
+from cloudckpt.stores.registry import open_store
+from cloudckpt.transfer.deleting import delete_each
+from cloudckpt.transfer.retry import Retrier
+from cloudckpt.uri import CheckpointURI
+
+__all__ = ["NEEDS", "Trials"]
+
+_BYTES = 4096  # of a small object
+_MIB = 1024 * 1024
+_CLEANUP = RetryPolicy(attempts=4, base=0.2, cap=2.0, deadline=30.0)
+
+_NO_WORD = (AccessDeniedError, ConnectionLostError)  # says nothing about what was sent
+
+_BLOBS = "Microsoft.Storage/storageAccounts/blobServices/containers/blobs"
+NEEDS = {
+    "list": {"s3": "s3:ListBucket", "gs": "storage.objects.list", "az": f"{_BLOBS}/read"},
+    "write": {"s3": "s3:PutObject", "gs": "storage.objects.create", "az": f"{_BLOBS}/write"},
+    "read": {"s3": "s3:GetObject", "gs": "storage.objects.get", "az": f"{_BLOBS}/read"},
+    "conditions": {
+        "s3": "s3:PutObject and s3:GetObject",
+        "gs": "storage.objects.create and storage.objects.delete",  # to replace one is both
+        "az": f"{_BLOBS}/write",
+    },
+    "multipart": {
+        "s3": "s3:PutObject",
+        "gs": "storage.multipartUploads.create",
+        "az": f"{_BLOBS}/write",
+    },
+    "abort": {
+        "s3": "s3:AbortMultipartUpload and s3:ListBucketMultipartUploads",
+        "gs": "storage.multipartUploads.abort and storage.multipartUploads.list",
+        "az": f"{_BLOBS}/delete",
+    },
+    "delete": {"s3": "s3:DeleteObject", "gs": "storage.objects.delete", "az": f"{_BLOBS}/delete"},
+}
+"""The permission that each trial takes, by scheme."""
+
+
+class Trials:
+    """Tries what saving and loading do in one bucket.
+
+    Each trial writes objects of its own, so that one that fails leaves the others their say.
+    """
+
+    def __init__(self, store: ObjectStore, uri: CheckpointURI, config: Config, size: int) -> None:
+        """``size``: bytes of the part whose speed is measured."""
+        self._store = store
+        self._uri = uri
+        self._config = config
+        self._size = size
+        self._start = uri.key(f".cloudckpt-doctor.{random_suffix()}")  # which sweeping knows
+        self._content = os.urandom(_BYTES)
+        self._written: str | None = None  # what can be read
+        self._keys: list[str] = []
+        self._uploads: list[Upload] = []
+        self._folders = _missing_folders(uri)
+
+    def list(self, retrier: Retrier) -> Finding:
+        """A page of what is there."""
+        found = retrier.call(self._first)
+        return ok("the location can be listed" + ("" if found else "; nothing is there yet"))
+
+    def write(self, retrier: Retrier) -> Finding:
+        """One object, in one request."""
+        key = self._key("object")
+        retrier.call(lambda: self._put(key, self._content))
+        self._written = key
+        return ok("an object was written")
+
+    def read(self, retrier: Retrier) -> Finding:
+        """An object as a whole, and a range of it; a range of another's, where none was written."""
+        store, start = self._store, _BYTES // 4
+        if self._written is None:
+            found = retrier.call(self._first)
+            if found is None or not found.size:
+                return skipped("there is nothing to read")
+            part = memoryview(bytearray(min(found.size, _BYTES)))
+            retrier.call(lambda: store.get_range(found.key, 0, [part]))
+            return ok(f"a range of {store.uri(found.key)} was read")
+        key, part = self._written, memoryview(bytearray(_BYTES // 2))
+        data, _ = retrier.call(lambda: store.get(key))
+        retrier.call(lambda: store.get_range(key, start, [part]))
+        if data != self._content or part != self._content[start : start + part.nbytes]:
+            return failed("an object came back with other bytes than were written")
+        return ok("an object was read, as a whole and by a range")
+
+    def conditions(self, retrier: Retrier) -> Finding:
+        """Whether writes on a condition are refused where it does not hold."""
+        key = self._key("conditions")
+        retrier.call(lambda: self._put(key, self._content))
+        if honours_conditions(self._store, key, self._content, retrier):
+            return ok("writes on conditions are honoured: of two writers, one commits")
+        found = "the store ignores the conditions of writes (If-None-Match, If-Match)"
+        if self._config.conditional_writes == "off":
+            return warning(f"{found}; that is accepted by conditional_writes='off'")
+        return failed(
+            found,
+            "use a newer version of the store; or, if one job at a time writes to a location, set "
+            "CLOUDCKPT_CONDITIONAL_WRITES=off",
+        )
+
+    def deletion(self, retrier: Retrier) -> Finding:
+        """Whether a deletion on a condition is refused where it does not hold."""
+        store, key = self._store, self._key("deletion")
+        old = retrier.call(lambda: self._put(key, self._content))
+        retrier.call(lambda: self._put(key, self._content[::-1]))
+        try:
+            retrier.call(lambda: store.delete(key, if_version=old.version))
+        except PreconditionFailedError:
+            return ok("deletions on conditions are honoured")
+        return warning(
+            "the store ignores the condition of a deletion",
+            "do not delete a checkpoint while another job saves to the same location",
+        )
+
+    def checksums(self, retrier: Retrier) -> Finding:
+        """Whether a wrong checksum makes the store refuse what is written."""
+        sent = self._store.capabilities.verifies
+        store = self._store if sent else open_store(self._uri, _with_checksums(self._config))
+        kind = store.capabilities.checksum.name
+        if not store.capabilities.verifies:
+            return skipped("nothing between here and there needs a checksum")
+        try:
+            retrier.call(lambda: self._put(self._key("right"), self._content, store=store))
+            refused = self._is_refused(store)
+        except StoreError as error:
+            if sent or isinstance(error, _NO_WORD):
+                raise
+            return ok(f"{kind} is not sent, and the store does not take it: {error.message}")
+        if refused:
+            unset = (
+                "" if sent else f"; it is not sent by default here, {_switch(self._uri)}=on does"
+            )
+            return ok(
+                f"{kind} is checked by the store: a wrong one was refused{unset}",
+                values={"checksum": kind},
+            )
+        if not sent:
+            return ok(
+                f"the store does not check {kind}, and it is not sent", values={"checksum": kind}
+            )
+        return failed(
+            f"the store takes what a wrong {kind} was sent with",
+            f"set {_switch(self._uri)}=off: bytes are looked at twice here then",
+            values={"checksum": kind},
+        )
+
+    def _is_refused(self, store: ObjectStore) -> bool:
+        wrong = store.capabilities.checksum.of(self._content) ^ 1
+        try:
+            self._put(self._key("wrong"), self._content, store=store, checksum=wrong)
+        except _NO_WORD:
+            raise
+        except StoreError:
+            return True
+        return False
+
+    def multipart(self, retrier: Retrier) -> Finding:
+        """An object out of two parts."""
+        store, key = self._store, self._key("parts")
+        first = bytes(
+            max(store.capabilities.min_part_size, _BYTES)
+        )  # zeros: only their end is read
+        upload = self._began(retrier.call(lambda: store.create_upload(key, len(first))))
+        parts = []
+        for number, data in enumerate((first, self._content), 1):
+            send = partial(store.put_part, upload, number, [memoryview(data)])
+            checksum = store.capabilities.checksum.of(data)
+            parts.append(retrier.call(partial(send, checksum=checksum)))
+        retrier.call(lambda: store.complete_upload(upload, parts))
+        seam = bytearray(2 * 16)
+        retrier.call(lambda: store.get_range(key, len(first) - 16, [memoryview(seam)]))
+        if seam != first[:16] + self._content[:16]:
+            return failed("an object out of two parts came back with other bytes")
+        return ok("an object was written in parts")
+
+    def abort(self, retrier: Retrier) -> Finding:
+        """An upload that is begun, found, and discarded."""
+        store, key = self._store, self._key("aborted")
+        upload = self._began(retrier.call(lambda: store.create_upload(key, _BYTES)))
+        checksum = store.capabilities.checksum.of(self._content)
+        body = [memoryview(self._content)]
+        retrier.call(lambda: store.put_part(upload, 1, body, checksum=checksum))
+        listed = retrier.call(lambda: [one.id for one in store.list_uploads(key)])
+        retrier.call(lambda: store.abort_upload(upload))
+        if upload.id in retrier.call(lambda: [one.id for one in store.list_uploads(key)]):
+            return failed("an upload that was discarded is still there")
+        if upload.id not in listed:
+            return warning(
+                "the store does not list open uploads",
+                "set a rule that ends those that killed saves leave: `cloudckpt sweep` can't",
+            )
+        return ok("an open upload was found and discarded")
+
+    def speed(self, retrier: Retrier) -> Finding:
+        """How fast one connection is, up and down."""
+        store, key = self._store, self._key("speed")
+        block = os.urandom(min(self._size, _MIB))
+        body = [memoryview(block)] * (self._size // len(block))
+        one = (store.capabilities.checksum.of(block), len(block))
+        checksum = store.capabilities.checksum.combine([one] * len(body))
+        nbytes = len(body) * len(block)
+        up, _ = _timed(lambda: store.put(key, body, checksum=checksum))
+        return self._told(nbytes, up, self._read_speed(key, nbytes))
+
+    def download_speed(self, retrier: Retrier) -> Finding:
+        """The same, down only, of an object that is there."""
+        found = retrier.call(self._first)
+        if found is None or not found.size:
+            return skipped("there is nothing to read")
+        nbytes = min(found.size, self._size)
+        return self._told(nbytes, None, self._read_speed(found.key, nbytes))
+
+    def _read_speed(self, key: str, nbytes: int) -> float:
+        memory = memoryview(bytearray(nbytes))
+        took, _ = _timed(lambda: self._store.get_range(key, 0, [memory]))
+        return took
+
+    def _told(self, nbytes: int, up: float | None, down: float) -> Finding:
+        rates = {"up": nbytes / up if up else None, "down": nbytes / down}
+        texts = [f"{rate / 1e6:,.1f} MB/s {way}" for way, rate in rates.items() if rate]
+        return ok(f"{', '.join(texts)} by one connection, for {nbytes / _MIB:g} MiB", values=rates)
+
+    @property
+    def start(self) -> str:
+        """What the URIs of all that is written begin with."""
+        return self._store.uri(self._start)
+
+    @property
+    def has_written(self) -> bool:
+        """Whether there may be something to delete."""
+        return bool(self._keys)
+
+    def clean(self) -> Finding:
+        """Deletes all that was written."""
+        store, left = self._store, dict[str, StoreError]()
+        retrier = Retrier(_CLEANUP)
+        for upload in self._uploads:
+            try:
+                retrier.call(partial(store.abort_upload, upload))
+            except ObjectNotFoundError:
+                continue
+            except StoreError as error:
+                left[f"{upload.key} (an open upload)"] = error
+        left |= delete_each(store, self._keys, _CLEANUP, threads=4)
+        with contextlib.suppress(Exception):  # what came late, or was begun without an answer
+            for found in store.list(self._start):
+                if found.key not in left:
+                    store.delete(found.key)
+            for upload in store.list_uploads(self._start):
+                store.abort_upload(upload)
+        for folder in self._folders:
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
+        if not left:
+            return ok("all that was written here is deleted")
+        reasons = next(iter(left.values()))
+        return failed(
+            f"{', '.join(map(store.uri, left))} can't be deleted: {reasons}",
+            f"delete what begins with {self.start} yourself",
+        )
+
+    def _first(self) -> ObjectInfo | None:
+        """The first object of a listing."""
+        return next(iter(self._store.list(self._uri.key(""))), None)
+
+    def _key(self, name: str) -> str:
+        """A key that will be deleted in the end."""
+        key = f"{self._start}.{name}"
+        self._keys.append(key)
+        return key
+
+    def _began(self, upload: Upload) -> Upload:
+        self._uploads.append(upload)
+        return upload
+
+    def _put(
+        self,
+        key: str,
+        data: bytes,
+        *,
+        store: ObjectStore | None = None,
+        checksum: int | None = None,
+    ) -> ObjectInfo:
+        store = store or self._store
+        right = store.capabilities.checksum.of(data)
+        return store.put(key, [memoryview(data)], checksum=right if checksum is None else checksum)
+
+
+def _timed(call: Callable[[], object]) -> tuple[float, object]:
+    began = time.perf_counter()
+    result = call()
+    return max(time.perf_counter() - began, 1e-9), result
+
+
+def _switch(uri: CheckpointURI) -> str:
+    """The variable of the option that has checksums sent."""
+    return {"s3": "CLOUDCKPT_S3_", "gs": "CLOUDCKPT_GCS_", "az": "CLOUDCKPT_AZURE_"}[
+        uri.scheme
+    ] + "CHECKSUM"
+
+
+def _with_checksums(config: Config) -> Config:
+    """The same options, with checksums that the store is to verify."""
+    return dataclasses.replace(
+        config,
+        s3=dataclasses.replace(config.s3, checksum="on"),
+        gcs=dataclasses.replace(config.gcs, checksum="on"),
+        azure=dataclasses.replace(config.azure, checksum="on"),
+    )
+
+
+def _missing_folders(uri: CheckpointURI) -> tuple[str, ...]:
+    """The folders that a local store will make for the objects, innermost first."""
+    folders = []
+    path = uri.prefix
+    while uri.scheme == "file" and not os.path.isdir(path):
+        folders.append(path)
+        path = os.path.dirname(path)
+    return tuple(folders)

@@ -1,0 +1,358 @@
+"""What the doctor finds, and that it leaves nothing behind and shows no credentials."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from authority import Authority
+from cloudckpt import AzureOptions, Config, GCSOptions, RetryPolicy, S3Options
+from cloudckpt.doctor import Finding, examine, surroundings, trials
+from cloudckpt.errors import AccessDeniedError, ConfigError
+from cloudckpt.stores.base import ObjectStore
+from cloudckpt.stores.memory import MemoryStore
+from cloudckpt.stores.s3 import S3Store
+from cloudckpt.testing.proxy import FaultyProxy
+from cloudckpt.testing.servers import free_port
+from cloudckpt.testing.wire_faults import Stall, StripHeaders, s3_error
+from forwarding import forward_proxy
+
+MIB = 1024 * 1024
+DENIED = s3_error(403, "AccessDenied")
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture
+def end(s3_url, authority, monkeypatch):
+    """A server of S3 that speaks TLS, and can be broken."""
+    monkeypatch.setenv("AWS_CA_BUNDLE", authority.bundle)
+    with FaultyProxy(s3_url, tls=authority.server()) as proxy:
+        yield proxy
+
+
+def config_of(url: str, **options) -> Config:
+    s3 = S3Options(endpoint_url=url, addressing_style="path", **options)
+    return Config(s3=s3, retry=RetryPolicy(attempts=2, base=0.01, cap=0.02, deadline=5.0))
+
+
+def examined(location, config=None, **options) -> dict[str, Finding]:
+    found = examine(location, config=config, **{"size": MIB, **options})
+    return {one.check: one for one in found}
+
+
+def outcomes(found: dict[str, Finding], outcome: str) -> list[str]:
+    return [name for name, one in found.items() if one.outcome == outcome]
+
+
+def everything(s3_client, bucket) -> list[str]:
+    keys = [one["Key"] for one in s3_client.list_objects_v2(Bucket=bucket).get("Contents", ())]
+    uploads = s3_client.list_multipart_uploads(Bucket=bucket).get("Uploads", ())
+    return keys + [one["Key"] for one in uploads]
+
+
+def test_a_store_that_works_is_found_to_work_and_nothing_is_left(end, bucket, s3_client) -> None:
+    found = examined(f"s3://{bucket}/run", config_of(end.url))
+    assert outcomes(found, "failed") == outcomes(found, "skipped") == []
+    assert found["connection"].values["protocol"] == "TLSv1.3"
+    assert "by whole buffers" in found["connection"].found
+    assert found["endpoint"].values["endpoint"] == end.url
+    assert found["endpoint"].values["region_from"] == "AWS_REGION"
+    assert found["speed"].values["up"] > 0 < found["speed"].values["down"]
+    assert abs(found["clock"].values["skew_seconds"]) < 60
+    assert list(found)[-1] == "clean-up"
+    assert everything(s3_client, bucket) == []
+
+
+@pytest.mark.parametrize(
+    ("operation", "check", "permission"),
+    [
+        ("ListObjects*", "list", "s3:ListBucket"),
+        ("PutObject", "write", "s3:PutObject"),
+        ("GetObject", "read", "s3:GetObject"),
+        ("CreateMultipartUpload", "multipart", "s3:PutObject"),
+        ("ListMultipartUploads", "abort", "s3:ListBucketMultipartUploads"),
+        ("AbortMultipartUpload", "abort", "s3:AbortMultipartUpload"),
+    ],
+)
+def test_a_missing_permission_is_named_and_the_rest_is_tried(
+    end, bucket, operation, check, permission
+) -> None:
+    end.inject(DENIED, operation=operation)
+    found = examined(f"s3://{bucket}/run", config_of(end.url))
+    assert found[check].outcome == "failed"
+    assert permission in found[check].advice
+    assert "multipart" in found
+    assert "abort" in found
+    assert "clock" in outcomes(found, "ok")
+
+
+def test_what_can_not_be_deleted_is_told(end, bucket, s3_client) -> None:
+    end.inject(DENIED, operation="DeleteObject")
+    found = examined(f"s3://{bucket}/run", config_of(end.url))
+    left = everything(s3_client, bucket)
+    assert found["clean-up"].outcome == "failed"
+    assert left
+    assert all(f"s3://{bucket}/{key}" in found["clean-up"].found for key in left)
+    assert f"s3://{bucket}/run/.cloudckpt-doctor." in found["clean-up"].advice
+
+
+def test_a_store_that_ignores_conditions_is_found_out(end, bucket) -> None:
+    end.inject(StripHeaders(("If-None-Match", "If-Match")))
+    config = config_of(end.url)
+    found = examined(f"s3://{bucket}/run", config)
+    assert found["conditions"].outcome == "failed"
+    assert "CLOUDCKPT_CONDITIONAL_WRITES=off" in found["conditions"].advice
+    assert found["deletion"].outcome == "warning"
+    accepted = examined(f"s3://{bucket}/run", dataclasses.replace(config, conditional_writes="off"))
+    assert accepted["conditions"].outcome == "warning"
+
+
+@pytest.mark.parametrize(
+    ("setting", "outcome", "words"),
+    [("on", "failed", "CLOUDCKPT_S3_CHECKSUM=off"), ("auto", "ok", "it is not sent")],
+)
+def test_a_store_that_does_not_mind_a_wrong_checksum_is_found_out(
+    end, bucket, setting, outcome, words
+) -> None:
+    """moto does not."""
+    found = examined(f"s3://{bucket}/run", config_of(end.url, checksum=setting))
+    assert found["checksums"].outcome == outcome
+    assert words in found["checksums"].found + found["checksums"].advice
+
+
+def test_a_store_that_refuses_a_wrong_checksum_is_believed(end, bucket) -> None:
+    wrong = s3_error(400, "BadDigest")
+    end.inject(wrong, operation="PutObject", path="*.wrong")
+    found = examined(f"s3://{bucket}/run", config_of(end.url))
+    assert found["checksums"].outcome == "ok"
+    assert "CLOUDCKPT_S3_CHECKSUM=on" in found["checksums"].found
+
+
+def test_without_credentials_the_way_there_is_looked_at_all_the_same(
+    end, bucket, monkeypatch
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    found = examined(f"s3://{bucket}/run", config_of(end.url))
+    assert outcomes(found, "failed") == ["credentials"]
+    assert "AWS_WEB_IDENTITY_TOKEN_FILE" in found["credentials"].found
+    assert {"endpoint", "connection", "clock"} <= set(outcomes(found, "ok"))
+    assert found["bucket"].outcome == "skipped"
+
+
+@pytest.mark.parametrize("code", ["NoSuchBucket", "ExpiredToken", "InvalidAccessKeyId"])
+def test_where_nobody_is_let_in_the_reason_is_told_once(end, bucket, code) -> None:
+    end.inject(s3_error(404 if code == "NoSuchBucket" else 403, code))
+    found = examined(f"s3://{bucket}/run", config_of(end.url))
+    assert outcomes(found, "failed") == ["list"]
+    assert found["speed"].outcome == "skipped"
+    assert "clean-up" not in found
+
+
+def test_a_server_that_is_not_there_is_told_once(bucket) -> None:
+    found = examined(f"s3://{bucket}/run", config_of(f"http://127.0.0.1:{free_port()}"))
+    assert outcomes(found, "failed") == ["connection"]
+
+
+def test_a_host_without_an_address_is_named(bucket) -> None:
+    found = examined(f"s3://{bucket}/run", config_of("http://nowhere.invalid:9000"))
+    assert found["name"].outcome == "failed"
+    assert "DNS" in found["name"].advice
+
+
+def test_a_certificate_that_is_not_trusted_is_named(end, bucket, monkeypatch) -> None:
+    monkeypatch.delenv("AWS_CA_BUNDLE")
+    found = examined(f"s3://{bucket}/run", config_of(end.url))
+    assert outcomes(found, "failed") == ["connection"]
+    assert "AWS_CA_BUNDLE" in found["connection"].found
+
+
+def test_reads_record_by_record_are_told(end, bucket) -> None:
+    config = dataclasses.replace(config_of(end.url), native_tls=False)
+    found = examined(f"s3://{bucket}/run", config, read_only=True)
+    assert found["connection"].outcome == "warning"
+    assert "native_tls is off" in found["connection"].found
+
+
+@pytest.mark.parametrize(
+    ("ahead", "outcome"), [(30, "ok"), (-300, "warning"), (3600, "failed"), (-3600, "failed")]
+)
+def test_a_clock_that_is_wrong_is_told(end, bucket, monkeypatch, ahead, outcome) -> None:
+    class Clock:
+        monotonic = staticmethod(time.monotonic)
+
+        @staticmethod
+        def time() -> float:
+            return time.time() + ahead
+
+    monkeypatch.setattr(surroundings, "time", Clock)
+    found = examined(f"s3://{bucket}/run", config_of(end.url), read_only=True)
+    assert found["clock"].outcome == outcome
+    assert abs(found["clock"].values["skew_seconds"] - ahead) <= 5
+
+
+def test_a_check_that_hangs_is_broken_off_and_the_rest_goes_on(end, bucket, s3_client) -> None:
+    end.inject(Stall("answer"), operation="CreateMultipartUpload")
+    found = examined(f"s3://{bucket}/run", config_of(end.url), patience=1.5)
+    assert outcomes(found, "failed") == ["multipart", "abort"]
+    assert "not done within 1.5 s" in found["abort"].found
+    assert found["speed"].outcome == "ok"
+    assert everything(s3_client, bucket) == []  # also the uploads whose answers did not come
+
+
+def test_an_interrupt_leaves_nothing(end, bucket, s3_client, monkeypatch) -> None:
+    put_part, told = S3Store.put_part, []
+
+    def interrupted(self, upload, number, *arguments, **options):
+        part = put_part(self, upload, number, *arguments, **options)
+        if number == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)
+        return part
+
+    monkeypatch.setattr(S3Store, "put_part", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        examine(f"s3://{bucket}/run", config=config_of(end.url), tell=told.append)
+    assert everything(s3_client, bucket) == []
+    assert (told[-1].check, told[-1].outcome) == ("clean-up", "ok")
+
+
+def test_a_second_interrupt_tells_what_is_left(monkeypatch) -> None:
+    def interrupted(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    told: list[Finding] = []
+    monkeypatch.setattr(trials, "delete_each", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        examine("memory://twice/run", size=MIB, tell=told.append)
+    assert told[-1].outcome == "failed"
+    assert "memory://twice/run/.cloudckpt-doctor." in told[-1].advice
+
+
+def test_reading_only_writes_nothing(end, bucket, s3_client) -> None:
+    empty = examined(f"s3://{bucket}/run", config_of(end.url), read_only=True)
+    assert outcomes(empty, "skipped") == ["read", "speed"]
+    s3_client.put_object(Bucket=bucket, Key="run/somebody's", Body=b"x" * 10_000)
+    found = examined(f"s3://{bucket}/run", config_of(end.url), read_only=True)
+    assert outcomes(found, "failed") == []
+    assert "run/somebody's" in found["read"].found
+    assert found["speed"].values["up"] is None
+    methods = {request.method for request in end.requests()}
+    assert methods <= {"GET", "HEAD"}
+
+
+def test_a_local_folder_is_tried_and_not_left_behind(tmp_path) -> None:
+    found = examined(tmp_path / "new" / "run")
+    assert outcomes(found, "failed") == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_location_that_is_none_is_named() -> None:
+    found = examined("s3:/bucket/run")
+    assert list(found) == ["versions", "location"]
+    assert "s3://bucket/run" in found["location"].found
+
+
+def test_an_option_that_makes_no_sense_is_named(monkeypatch) -> None:
+    monkeypatch.setenv("CLOUDCKPT_CONNECTIONS", "many")
+    assert "CLOUDCKPT_CONNECTIONS" in examined("memory://x/run")["location"].found
+    monkeypatch.delenv("CLOUDCKPT_CONNECTIONS")
+    with pytest.raises(ConfigError, match="size"):
+        examine("memory://x/run", size=0)
+    with pytest.raises(ConfigError, match="patience"):
+        examine("memory://x/run", patience=0)
+
+
+def test_a_defect_hides_no_other_finding(monkeypatch) -> None:
+    def defect(*arguments: object) -> None:
+        raise KeyError("x")
+
+    monkeypatch.setattr(MemoryStore, "list_uploads", defect)
+    found = examined("memory://defect/run")
+    assert "defect" in found["abort"].advice
+    assert found["speed"].outcome == "ok"
+
+
+SECRET = "CANARY0wJalrXUtnFEMIK7MDENG"
+
+
+def test_no_secret_of_aws_is_shown(end, bucket, monkeypatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIACANARY0000000END")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AWS_SESSION_TOKEN", f"token-{SECRET}")
+    end.inject(s3_error(403, "SignatureDoesNotMatch", f"AKIACANARY0000000END {SECRET}"), skip=3)
+    text = repr(examined(f"s3://{bucket}/run", config_of(end.url)))
+    assert "access key …0END" in text
+    assert "CANARY" not in text
+
+
+def test_no_password_of_a_proxy_or_a_location_is_shown(end, bucket, monkeypatch) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", f"http://user:{SECRET}@127.0.0.1:{free_port()}")
+    text = repr(examined(f"s3://{bucket}/run", config_of(end.url)))
+    text += repr(examined(f"s3://user:{SECRET}@bucket/run"))
+    text += repr(examined(f"https://account.blob.core.windows.net/c/run?sv=1&sig={SECRET}"))
+    text += repr(examined("s3://bucket/run", config_of(end.url), tell=lambda finding: None))
+    assert "CANARY" not in text
+    assert "proxy" in text
+
+
+def test_no_key_or_signature_of_azure_is_shown(monkeypatch) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    config = Config(azure=AzureOptions(endpoint_url=url, account="account"))
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", f"sv=1&se=2020-01-01T00:00:00Z&sig={SECRET}")
+    found = examined("az://container/run", config)
+    assert "AZURE_STORAGE_SAS_TOKEN" in found["credentials"].found
+    assert "expired" in found["credentials"].found
+    monkeypatch.delenv("AZURE_STORAGE_SAS_TOKEN")
+    monkeypatch.setenv("AZURE_STORAGE_KEY", f"{SECRET}=")
+    keyed = examined("az://container/run", config)
+    assert "CANARY" not in repr(found) + repr(keyed)
+
+
+def test_a_file_of_google_that_can_not_be_used_is_named_without_what_it_holds(
+    tmp_path, monkeypatch
+) -> None:
+    key = {
+        "type": "service_account",
+        "client_email": "a@b.c",
+        "token_uri": "x",
+        "private_key": SECRET,
+    }
+    (tmp_path / "key.json").write_text(json.dumps(key))
+    config = Config(
+        gcs=GCSOptions(
+            endpoint_url=f"https://127.0.0.1:{free_port()}",
+            credentials_file=str(tmp_path / "key.json"),
+        )
+    )
+    found = examined("gs://bucket/run", config)
+    assert outcomes(found, "failed") == ["credentials", "connection"]
+    assert "CANARY" not in repr(found)
+
+
+def test_a_proxy_on_the_way_is_told(end, bucket, monkeypatch) -> None:
+    with forward_proxy() as forward:
+        monkeypatch.setenv("HTTPS_PROXY", forward.url)
+        found = examined(f"s3://{bucket}/run", config_of(end.url), read_only=True)
+    assert "the proxy 127.0.0.1" in found["name"].found
+    assert "through a proxy" in found["connection"].found
+    assert outcomes(found, "failed") == []
+
+
+def test_errors_of_a_trial_are_its_finding(monkeypatch) -> None:
+    def denied(self: ObjectStore, *arguments: object, **options: object) -> None:
+        raise AccessDeniedError("not you")
+
+    monkeypatch.setattr(MemoryStore, "put", denied)
+    found = examined("memory://denied/run")
+    assert "write" in outcomes(found, "failed")
+    assert found["read"].outcome == "skipped"
