@@ -2,7 +2,8 @@
 
 Documented (https://cloud.google.com/storage/docs/json_api/v1): paths, parameters, the object
 resource, uploads of both kinds, preconditions, compose with the deletion of its sources
-(.../docs/composing-objects). Taken from reports: refusals of media requests are plain text.
+(.../docs/composing-objects), rewrite (.../json_api/v1/objects/rewrite). Taken from reports:
+refusals of media requests are plain text.
 Assumed: ``x-goog-hash`` with both hashes in one line, that ``x-goog-hash`` of a media upload is
 verified like ``crc32c`` in the metadata.
 """
@@ -34,6 +35,7 @@ _MOST_SOURCES = 32
 
 _OBJECTS = re.compile(r"(?:/upload)?/storage/v1/b/([^/]+)/o")
 _OBJECT = re.compile(r"(?:/download)?/storage/v1/b/([^/]+)/o/([^/]+)")
+_REWRITE = re.compile(r"/storage/v1/b/([^/]+)/o/([^/]+)/rewriteTo/b/([^/]+)/o/([^/]+)")
 _COMPOSE = re.compile(r"/storage/v1/b/([^/]+)/o/([^/]+)/compose")
 
 
@@ -68,6 +70,8 @@ def _route(request: Request) -> Callable[[State, Call], Answer]:
         found = {"GET": _get, "DELETE": _delete}
     elif _COMPOSE.fullmatch(path):
         found = {"POST": _compose}
+    elif _REWRITE.fullmatch(path):
+        found = {"POST": _rewrite}
     else:
         raise RefusalError(404, "notFound", "Not Found", "NoSuchKey")
     if method not in found:
@@ -274,6 +278,39 @@ def _compose(state: State, call: Call) -> Answer:
             for source in found:
                 state.objects.pop((bucket, source.key), None)
     return json_answer(_resource(stored))
+
+
+def _rewrite(state: State, call: Call) -> Answer:
+    """In one call, or in calls of ``state.rewritten`` bytes, with a token for the next one."""
+    request = call.request
+    found = _REWRITE.fullmatch(request.path)
+    assert found is not None
+    source_bucket, source_key, bucket, key = map(unquote, found.groups())
+    state.check(source_bucket, "storage.objects.get")
+    state.check(bucket, "storage.objects.create")
+    query = request.query
+    source = state.find(
+        source_bucket,
+        source_key,
+        generation=whole_number(query.get("sourceGeneration")),
+        expected=whole_number(query.get("ifSourceGenerationMatch")),
+    )
+    size = len(source.data)
+    done = int(query.get("rewriteToken") or 0) + (state.rewritten or size)
+    progress = {"kind": "storage#rewriteResponse", "objectSize": str(size)}
+    if done < size:
+        more = {"totalBytesRewritten": str(done), "done": False, "rewriteToken": str(done)}
+        return json_answer(progress | more)
+    described = json.loads(call.body) if call.body else {}
+    stored = state.put(
+        bucket,
+        key,
+        source.data,
+        _attributes(described, None, query.get("destinationKmsKeyName")),
+        expected=_expected(request),
+    )
+    last = {"totalBytesRewritten": str(size), "done": True, "resource": _resource(stored)}
+    return json_answer(progress | last)
 
 
 def _text(value: object) -> str | None:

@@ -115,6 +115,7 @@ class State:
         mutation_interval: Seconds between changes of one object; the real service has 1.
         retention: Seconds for which an object can't be replaced or deleted.
         storage_class: Of objects whose writer names none.
+        rewritten: Most bytes that one call of rewrite copies; None for all.
         public: Whether everybody may read the objects, so that their data is cached.
     """
 
@@ -132,6 +133,7 @@ class State:
         self.mutation_interval = 0.0
         self.retention = 0.0
         self.storage_class = "STANDARD"
+        self.rewritten: int | None = None
         self.public = False
         self._cached: dict[tuple[str, frozenset[tuple[str, str]]], StoredObject] = {}
         self._injections: list[Injection] = []

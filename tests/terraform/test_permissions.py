@@ -9,7 +9,7 @@ import json
 import re
 import uuid
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
@@ -20,11 +20,13 @@ from azure.storage.blob import BlobServiceClient
 
 import cloudckpt
 from cloudckpt import AzureOptions, Config, GCSOptions, RetryPolicy, S3Options
+from cloudckpt.errors import InvalidRequestError
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.stores.registry import open_store
 from cloudckpt.testing.contract.data import put, put_part
 from cloudckpt.testing.hop import Answer, Fault
 from cloudckpt.testing.proxy import FaultyProxy
+from cloudckpt.testing.request import Request
 from cloudckpt.testing.servers import azurite_server
 from cloudckpt.testing.wire_faults import Reset, Respond
 from cloudckpt.uri import CheckpointURI
@@ -78,18 +80,27 @@ _GCS: Known = {
     ("GET", "object", frozenset()): "objects.get",
     ("DELETE", "object", frozenset()): "objects.delete",
     ("POST", "compose", frozenset()): "objects.compose",
+    ("POST", "rewrite", frozenset()): "objects.rewrite",
     ("GET", "bucket", frozenset({"uploads"})): "multipartUploads.list",
     ("POST", "key", frozenset({"uploads"})): "multipartUploads.create",
     ("PUT", "key", frozenset({"partNumber", "uploadId"})): "multipartUploads.putPart",
     ("POST", "key", frozenset({"uploadId"})): "multipartUploads.complete",
     ("DELETE", "key", frozenset({"uploadId"})): "multipartUploads.abort",
 }
-_GCS_PAGING = _S3_PAGING | {"alt=media", "fields", "ifGenerationMatch", "pageToken"}
+_GCS_PAGING = _S3_PAGING | {
+    "alt=media",
+    "fields",
+    "ifGenerationMatch",
+    "ifSourceGenerationMatch",
+    "pageToken",
+    "prettyPrint",
+}
 _GCS_PATHS = {
     "upload objects": r"/upload/storage/v1/b/[^/]+/o",
     "objects": r"/storage/v1/b/[^/]+/o",
     "object": r"(/download)?/storage/v1/b/[^/]+/o/[^/]+",
     "compose": r"/storage/v1/b/[^/]+/o/[^/]+/compose",
+    "rewrite": r"/storage/v1/b/[^/]+/o/[^/]+/rewriteTo/b/[^/]+/o/[^/]+",
     "json": r"/(upload/|download/)?storage/.*",
     "bucket": r"/[^/]+",
     "key": r"/[^/]+/.+",
@@ -134,6 +145,21 @@ OPERATIONS: dict[str, Callable[[str, str], str]] = {
 }
 """By module: what names a request, from its method and its path with the query."""
 
+_OF_COPIES = {
+    "PutObject": "CopyObject",
+    "UploadPart": "UploadPartCopy",
+    "Put Blob": "Copy Blob From URL",
+    "Put Block": "Put Block From URL",
+}
+"""What a request is that names a source instead of sending bytes."""
+
+
+def named(cloud: str, request: Request) -> str:
+    """The operation of a request."""
+    name = OPERATIONS[cloud](request.method, request.target)
+    sources = (request.header("x-amz-copy-source"), request.header("x-ms-copy-source"))
+    return _OF_COPIES.get(name, name) if any(sources) else name
+
 
 @dataclass
 class Cloud:
@@ -157,8 +183,7 @@ class Cloud:
         self.proxy.clear()
 
     def inject(self, fault: Fault, operation: str, times: int | None = None) -> None:
-        name = OPERATIONS[self.name]
-        where = lambda request: name(request.method, request.target) == operation  # noqa: E731
+        where = lambda request: named(self.name, request) == operation  # noqa: E731
         self.proxy.inject(fault, where=where, times=times)
 
     @property
@@ -168,7 +193,7 @@ class Cloud:
     def operations_with(self, header: str | None) -> set[str]:
         """Those that were asked for with a header."""
         return {
-            OPERATIONS[self.name](request.method, request.target)
+            named(self.name, request)
             for request in self.proxy.requests()
             if header is None or request.header(header) is not None
         }
@@ -254,6 +279,17 @@ def _upload(store: ObjectStore, key: str) -> None:
     store.complete_upload(upload, [part])
 
 
+def _copy(store: ObjectStore, key: str) -> None:
+    store.copy(store, put(store, key, b"data"), f"{key}-copy")
+
+
+def _copy_part(store: ObjectStore, key: str) -> None:
+    source, upload = put(store, key, b"data"), store.create_upload(f"{key}-copy", 5 * MIB)
+    with suppress(InvalidRequestError):  # Azurite does not do it, Google has no such request
+        store.copy_part(store, source, upload, 1, 0, 4)
+    store.abort_upload(upload)
+
+
 def _abort(store: ObjectStore, key: str) -> None:
     store.abort_upload(store.create_upload(key, 5 * MIB))
 
@@ -287,6 +323,8 @@ WRITING = {
     "create_upload": _upload,
     "put_part": _upload,
     "complete_upload": _upload,
+    "copy": _copy,
+    "copy_part": _copy_part,
     "abort_upload": _abort,
     "list_uploads": _list_uploads,
     "delete": _delete,
@@ -294,7 +332,8 @@ WRITING = {
 
 
 def test_every_verb_is_driven_here():
-    assert {*READING, *WRITING} == ObjectStore.__abstractmethods__ - {"close"}
+    others = {"copy", "copy_part"}
+    assert {*READING, *WRITING} == ObjectStore.__abstractmethods__ - {"close"} | others
 
 
 @pytest.mark.parametrize("role", ["reader", "writer"])
@@ -404,7 +443,7 @@ def test_loading_asks_for_nothing_that_a_reader_may_not_do(cloud):
         ("azure", "GET", "/account/container/blob?versionid=1"),
         ("azure", "DELETE", "/account/container?restype=container"),
         ("azure", "POST", "/account/container?restype=container&comp=batch"),
-        ("gcp", "POST", "/storage/v1/b/bucket/o/a/rewriteTo/b/bucket/o/b"),
+        ("gcp", "POST", "/storage/v1/b/bucket/o/a/copyTo/b/bucket/o/b"),
         ("gcp", "PATCH", "/storage/v1/b/bucket/o/key"),
         ("gcp", "GET", "/storage/v1/b/bucket"),
         ("gcp", "GET", "/storage/v1/b/bucket/o?versions=true"),
@@ -413,5 +452,4 @@ def test_loading_asks_for_nothing_that_a_reader_may_not_do(cloud):
     ],
 )
 def test_an_operation_that_nobody_may_do_is_not_mistaken_for_another(cloud, method, target):
-    named = OPERATIONS[cloud](method, target)
-    assert named not in permissions(cloud)["writer"]
+    assert OPERATIONS[cloud](method, target) not in permissions(cloud)["writer"]

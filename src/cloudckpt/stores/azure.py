@@ -12,6 +12,7 @@ import binascii
 import contextlib
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from urllib.parse import quote, unquote, urlencode
 from xml.etree.ElementTree import Element
 
@@ -28,12 +29,14 @@ from cloudckpt.errors import (
     StoreError,
 )
 from cloudckpt.stores.azure_access import API_VERSION, ContainerAccess
+from cloudckpt.stores.azure_control import Control
 from cloudckpt.stores.azure_errors import from_answer
 from cloudckpt.stores.azure_names import check_blob
 from cloudckpt.stores.base import (
     Body,
     Capabilities,
     ObjectInfo,
+    ObjectStore,
     Part,
     Progress,
     Upload,
@@ -59,6 +62,7 @@ __all__ = ["AzureStore"]
 _MAX_PUT = 5000 * 1024**2
 _MAX_BLOCK = 4000 * 1024**2
 _MAX_BLOCKS = 50_000  # of a blob
+_MAX_COPY = 256 * 1024**2  # of Copy Blob From URL
 _BLOBS_PER_PAGE = "1000"
 
 # a block is named by its upload and its number: all blocks of a blob need names of one length
@@ -86,9 +90,12 @@ class AzureStore(RestStore):
             checksum=CRC64NVME,
             verifies=self._checksums,
             create_only=True,
+            max_copy_size=_MAX_COPY,
+            copies_parts=self._access.is_azure,  # Azurite does not
         )
         self._scope = _present({"x-ms-encryption-scope": options.encryption_scope})
         self._blob_headers = {**self._scope, **_blob_headers(options)}
+        self._control = Control(self, self._access)
         self._begun: dict[str, Upload] = {}
         self._aborted: set[str] = set()
 
@@ -164,7 +171,7 @@ class AzureStore(RestStore):
         return self._made(upload.key, size, tag)
 
     def holds(
-        self, key: str, *, size: int, checksum: int, parts: Sequence[Part] = ()
+        self, key: str, *, size: int, checksum: int | None, parts: Sequence[Part] = ()
     ) -> ObjectInfo | None:
         """As everywhere; a blob of blocks is known by their identifiers, and not read for it."""
         if not parts:
@@ -176,6 +183,38 @@ class AzureStore(RestStore):
         if sorted(blocks) != sorted((part.tag, str(part.size)) for part in parts):
             return None
         return self._made(key, size, version)
+
+    def copies_from(self, source: ObjectStore) -> bool:
+        return isinstance(source, AzureStore) and self._access.reaches(source._access)
+
+    def copy(
+        self, source: ObjectStore, found: ObjectInfo, key: str, *, if_absent: bool = False
+    ) -> ObjectInfo:
+        assert isinstance(source, AzureStore)
+        check_blob(key, self.uri(key))
+        with self._copying(source, found):
+            tag, crc64 = self._control.copy(
+                source._access, found, key, self._blob_headers, if_absent=if_absent
+            )
+        return replace(self._made(key, found.size, tag), checksum=crc64)
+
+    def copy_part(
+        self,
+        source: ObjectStore,
+        found: ObjectInfo,
+        upload: Upload,
+        number: int,
+        start: int,
+        stop: int,
+    ) -> Part:
+        assert isinstance(source, AzureStore)
+        self._check_open(upload)
+        name, tag = _block_name(upload, number), block_id(upload, number)
+        with self._copying(source, found):
+            crc64 = self._control.copy_block(
+                source._access, found, upload.key, name, self._scope, start, stop
+            )
+        return Part(number, stop - start, tag, crc64)
 
     def abort_upload(self, upload: Upload) -> None:
         """Discards the blocks of a blob that was never completed, unless others have some there.
@@ -333,7 +372,11 @@ class AzureStore(RestStore):
 
 def block_id(upload: Upload, number: int) -> str:
     """The identifier of a block, which no block of another upload has."""
-    return base64.b64encode(f"{upload.id}{number:0{_NUMBER}}".encode("ascii")).decode("ascii")
+    return base64.b64encode(_block_name(upload, number).encode("ascii")).decode("ascii")
+
+
+def _block_name(upload: Upload, number: int) -> str:
+    return f"{upload.id}{number:0{_NUMBER}}"
 
 
 def _upload_of(block: str) -> str:

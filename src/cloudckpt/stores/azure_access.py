@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import datetime
 import email.utils
 import hmac
 import logging
@@ -30,7 +31,7 @@ from cloudckpt.stores.refusals import Meaning
 from cloudckpt.stores.rest import iso_date
 
 try:
-    from azure.storage.blob import ContainerClient
+    from azure.storage.blob import ContainerClient, generate_blob_sas
 except ImportError as exc:
     raise MissingDependencyError(
         "az:// needs azure-storage-blob and azure-identity; install them with: "
@@ -38,7 +39,7 @@ except ImportError as exc:
         cause=exc,
     ) from exc
 
-__all__ = ["ContainerAccess"]
+__all__ = ["API_VERSION", "ContainerAccess"]
 
 API_VERSION = "2021-12-02"
 """The version of the REST API that requests are written for: the first that knows the cold tier,
@@ -54,6 +55,8 @@ _ACCOUNT = ("AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_ACCOUNT_NAME")
 _KEY = ("AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCOUNT_KEY")
 _SAS = ("AZURE_STORAGE_SAS_TOKEN",)
 _CONNECTION = "AZURE_STORAGE_CONNECTION_STRING"
+
+_LONGEST_COPY = datetime.timedelta(hours=2)  # from when it is asked for until it has been read
 
 _SIGNED = (  # in this order, whether they are sent or not
     "content-encoding",
@@ -74,6 +77,8 @@ class ContainerAccess:
     """What Azure's SDKs know about a container.
 
     Attributes:
+        container: Its name.
+        endpoint: Of the account, without a slash at its end.
         url: The URL of the container.
         endpoint_from: What names the account.
         is_azure: Whether the endpoint is Azure's own, in any of its clouds.
@@ -85,6 +90,7 @@ class ContainerAccess:
         self._place = place = _locate(host, config, _from_environment(container, uri), uri)
         self._tenant = ""  # of the account, once a refusal has named it
         self._uri = uri
+        self.container, self.endpoint = container, place.endpoint
         self.url = f"{place.endpoint}/{quote(container)}"
         self.endpoint_from = (
             ("the URI" if host else "")
@@ -153,6 +159,37 @@ class ContainerAccess:
         elif source.token is not None:
             headers["Authorization"] = f"Bearer {source.token()}"
         return url, headers
+
+    def reaches(self, other: ContainerAccess) -> bool:
+        """Whether this endpoint can be told to read from that one: both are of the same cloud."""
+        if self.is_azure and other.is_azure:
+            zones = (_CLOUD.search(urlsplit(access.url).netloc) for access in (self, other))
+            return len({zone and zone["suffix"] for zone in zones}) == 1
+        return self._place.endpoint == other._place.endpoint
+
+    def as_source(self, key: str) -> tuple[str, str | None]:
+        """A URL that the store itself can read a blob by, and what authorizes it besides.
+
+        A key can't travel, so it signs a permission to read this one blob for two hours.
+
+        Raises:
+            StoreError: If there are no credentials, or they can't be renewed.
+        """
+        url = f"{self.url}/{quote(key, safe='/-._~')}"
+        source = self.credentials.source()
+        if source.token is not None:
+            return url, f"Bearer {source.token()}"
+        sas = source.sas
+        if source.sign is not None:
+            sas = generate_blob_sas(
+                self._place.account,
+                self.container,
+                key,
+                account_key=source.given,
+                permission="r",
+                expiry=datetime.datetime.now(datetime.timezone.utc) + _LONGEST_COPY,
+            )
+        return f"{url}?{sas}" if sas else url, None
 
     def refused(self, headers: Mapping[str, str]) -> Meaning | None:
         """What it means if the answer with these headers refuses the token; None if there is none.

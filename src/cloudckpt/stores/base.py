@@ -15,7 +15,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cloudckpt.checksum import CRC32C, ChecksumAlgorithm
-from cloudckpt.errors import ObjectNotFoundError, PreconditionFailedError
+from cloudckpt.errors import (
+    InvalidRequestError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+)
 
 __all__ = [
     "Body",
@@ -53,6 +57,8 @@ class Capabilities:
         checksum: Of what is sent: the one that the store verifies, if it verifies any.
         verifies: Whether the checksum is sent along, and the store rejects what does not match it:
             as its vendor documents it, or the user says.
+        max_copy_size: Most bytes that one `copy` takes; 0 if the store makes no copies itself.
+        copies_parts: Whether `copy_part` is there, with the limits of other parts.
     """
 
     conditional_writes: bool | None
@@ -63,6 +69,8 @@ class Capabilities:
     checksum: ChecksumAlgorithm = CRC32C
     verifies: bool = False
     create_only: bool = False
+    max_copy_size: int = 0
+    copies_parts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +111,19 @@ class Upload:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part that the store has taken: its number from 1, bytes, tag and checksum."""
+    """A part that the store has taken.
+
+    Attributes:
+        number: From 1.
+        size: Bytes.
+        tag: The store's name for what it has taken.
+        checksum: Of its bytes; None if the store has copied them itself and told none.
+    """
 
     number: int
     size: int
     tag: str
-    checksum: int
+    checksum: int | None
 
 
 class RangeReader(ABC):
@@ -206,6 +221,51 @@ class ObjectStore(RangeReader):
     ) -> ObjectInfo:
         """Makes the object visible, from all of its parts in order; ``if_absent`` as in `put`."""
 
+    def copies_from(self, source: ObjectStore) -> bool:
+        """Whether `copy` takes objects of that bucket: of the same kind, place and credentials.
+
+        What the credentials may read there is not asked; `copy` fails if it is too little.
+        """
+        return False
+
+    def copy(
+        self, source: ObjectStore, found: ObjectInfo, key: str, *, if_absent: bool = False
+    ) -> ObjectInfo:
+        """Copies an object of another bucket, or of this one, within the store: no bytes come here.
+
+        The copy gets what `put` gives to new objects (class, encryption, tags), whatever the source
+        has. Its checksum is told where the store tells it.
+
+        Args:
+            source: A store that this one ``copies_from``.
+            found: The object there, at most ``capabilities.max_copy_size`` bytes.
+            key: The key here.
+            if_absent: As in `put`.
+
+        Raises:
+            PreconditionFailedError: If the source is not ``found.version`` any more, or the key is
+                taken.
+            ObjectNotFoundError: If the source is gone.
+        """
+        raise self._makes_no_copies(key)
+
+    def copy_part(
+        self,
+        source: ObjectStore,
+        found: ObjectInfo,
+        upload: Upload,
+        number: int,
+        start: int,
+        stop: int,
+    ) -> Part:
+        """Makes bytes ``start`` to ``stop`` of another object part ``number``, as `copy` does."""
+        raise self._makes_no_copies(upload.key)
+
+    def _makes_no_copies(self, key: str) -> InvalidRequestError:
+        return InvalidRequestError(
+            "the store can't copy that by itself", uri=self.uri(key), certain=True
+        )
+
     @abstractmethod
     def abort_upload(self, upload: Upload) -> None:
         """Discards an upload; doing it again, or after completion, is no error."""
@@ -234,7 +294,7 @@ class ObjectStore(RangeReader):
         """
 
     def holds(
-        self, key: str, *, size: int, checksum: int, parts: Sequence[Part] = ()
+        self, key: str, *, size: int, checksum: int | None, parts: Sequence[Part] = ()
     ) -> ObjectInfo | None:
         """The object, if it is there and made of exactly these bytes; else None.
 
@@ -243,12 +303,15 @@ class ObjectStore(RangeReader):
         Args:
             key: The key.
             size: Bytes of the object.
-            checksum: That of the whole, by ``capabilities.checksum``.
+            checksum: That of the whole, by ``capabilities.checksum``; None if it is not known, as
+                of copies: then only its parts can tell.
             parts: What it was to be made of, if it was sent in parts.
 
         Raises:
             StoreError: If that can't be found out.
         """
+        if checksum is None:
+            return None
         try:
             info = self.head(key)
             return info if info.size == size and self._checksum_of(info) == checksum else None
@@ -297,6 +360,16 @@ class ObjectStore(RangeReader):
 
     def uri(self, key: str) -> str:
         return f"{self.root}/{key}"
+
+
+def whole_checksum(parts: Iterable[Part], algorithm: ChecksumAlgorithm) -> int | None:
+    """That of an object made of ``parts``, in order; None if that of one is not known."""
+    sums: list[tuple[int, int]] = []
+    for part in parts:
+        if part.checksum is None:
+            return None
+        sums.append((part.checksum, part.size))
+    return algorithm.combine(sums)
 
 
 def nbytes(views: Iterable[memoryview]) -> int:

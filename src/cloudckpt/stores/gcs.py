@@ -27,10 +27,20 @@ from cloudckpt.errors import (
     ServerError,
     StoreError,
 )
-from cloudckpt.stores.base import Body, Capabilities, ObjectInfo, Part, Progress, Upload
+from cloudckpt.stores.base import (
+    Body,
+    Capabilities,
+    ObjectInfo,
+    ObjectStore,
+    Part,
+    Progress,
+    Upload,
+    whole_checksum,
+)
 from cloudckpt.stores.bodies import Reply
 from cloudckpt.stores.gcs_access import BucketAccess
 from cloudckpt.stores.gcs_compose import MAX_PARTS, Composition, is_temporary
+from cloudckpt.stores.gcs_control import Control
 from cloudckpt.stores.gcs_errors import from_answer
 from cloudckpt.stores.gcs_json import (
     JsonObjects,
@@ -50,6 +60,7 @@ __all__ = ["GCSStore"]
 _MIN_PART = 5 * 1024**2
 _MAX_PART = 5 * 1024**3
 _MAX_MULTIPART_PARTS = 10_000
+_MAX_OBJECT = 5 * 1024**4
 
 # how servers refuse a path that they do not have, which some take for a bucket and a key
 _UNKNOWN_PATH = frozenset({404, 405, 501})
@@ -73,6 +84,7 @@ class GCSStore(RestStore):
         self._downloads = _Downloads(endpoint, is_google=is_google)
         checksums = is_google if options.checksum == "auto" else options.checksum == "on"
         self._objects = JsonObjects(self, endpoint, bucket, options, checksums=checksums)
+        self._control = Control(self, endpoint, bucket, options)
         self._bucket_url = f"{endpoint}/{quote(bucket, safe='')}"  # of the XML API
         dialect = Dialect(creation=creation)
         if checksums:
@@ -91,6 +103,7 @@ class GCSStore(RestStore):
             max_parts=MAX_PARTS if self._composition else _MAX_MULTIPART_PARTS,
             max_put_size=_MAX_PART,
             verifies=checksums,
+            max_copy_size=_MAX_OBJECT,
         )
 
     def put(
@@ -137,7 +150,7 @@ class GCSStore(RestStore):
         if self._composition is not None:
             return self._composition.complete(upload, parts, if_absent=if_absent)
         size = sum(part.size for part in parts)
-        whole = CRC32C.combine((part.checksum, part.size) for part in parts)
+        whole = whole_checksum(parts, CRC32C)
         # without a condition: multipart uploads know none, but each can be completed only once
         done = self._multipart.complete(upload, parts, {})
         fields = {name.lower(): value for name, value in done.headers.items()}
@@ -149,6 +162,16 @@ class GCSStore(RestStore):
         else:
             made = ObjectInfo(upload.key, size, version, crc32c)
         return self._objects.checked(made, size, whole)
+
+    def copies_from(self, source: ObjectStore) -> bool:
+        return isinstance(source, GCSStore) and self._access.shares_realm(source._access)
+
+    def copy(
+        self, source: ObjectStore, found: ObjectInfo, key: str, *, if_absent: bool = False
+    ) -> ObjectInfo:
+        assert isinstance(source, GCSStore)
+        with self._copying(source, found):
+            return self._control.copy(source._control.name, found, key, if_absent=if_absent)
 
     def abort_upload(self, upload: Upload) -> None:
         self._uploads.abort(upload)

@@ -94,6 +94,7 @@ class BucketAccess:
         )
         self.http_options = HttpOptions.of_environment(config, self.endpoint)
         self._payer = config.gcs.user_project
+        self._user = (config.gcs.credentials_file, config.gcs.impersonate, config.gcs.anonymous)
         is_wanted = is_trusted and not config.gcs.anonymous
         if not is_wanted and (config.gcs.credentials_file or config.gcs.impersonate):
             raise ConfigError(
@@ -111,6 +112,10 @@ class BucketAccess:
             return _Token(found, transport, _place(config.gcs))
 
         self.credentials = Credentials(look)
+
+    def shares_realm(self, other: BucketAccess) -> bool:
+        """Whether one request may be about buckets of both: the same place and the same user."""
+        return (self.endpoint, self._user) == (other.endpoint, other._user)
 
     def headers(self, method: str, url: str) -> Mapping[str, str]:
         """What authorizes a request, and says who pays for it.

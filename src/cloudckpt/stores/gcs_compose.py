@@ -87,10 +87,7 @@ class Composition:
         self, upload: Upload, parts: Sequence[Part], *, if_absent: bool = False
     ) -> ObjectInfo:
         """Makes the object out of its parts; ``if_absent``: unless there is one."""
-        pieces = [
-            _Piece(_name(upload, 0, part.number), part.size, part.checksum, part.tag)
-            for part in parts
-        ]
+        pieces = [_sent(upload, part) for part in parts]
         if len(pieces) > _SOURCES:
             groups = [pieces[n : n + _SOURCES] for n in range(0, len(pieces), _SOURCES)]
             pieces = [
@@ -161,6 +158,11 @@ class Composition:
 
 def _name(upload: Upload, round_number: int, number: int) -> str:
     return f"{upload.key}.{upload.id}.{round_number}-{number:04}.cloudckpt-part"
+
+
+def _sent(upload: Upload, part: Part) -> _Piece:
+    assert part.checksum is not None  # only copied parts have none
+    return _Piece(_name(upload, 0, part.number), part.size, part.checksum, part.tag)
 
 
 def _joined(pieces: Sequence[_Piece]) -> tuple[int, int]:

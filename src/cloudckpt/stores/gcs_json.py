@@ -29,13 +29,20 @@ from cloudckpt.stores.base import Body, ObjectInfo, Progress, nbytes, random_suf
 from cloudckpt.stores.bodies import Reply
 from cloudckpt.stores.rest import Pages, RestStore, encode_query, iso_date
 
-__all__ = ["JsonObjects", "carried_out", "creation_headers", "generation", "parse_crc32c"]
+__all__ = [
+    "CACHE_CONTROL",
+    "JsonObjects",
+    "carried_out",
+    "creation_headers",
+    "generation",
+    "parse_crc32c",
+]
 
 _NO_GENERATION = str(2**63 - 1)  # generations are times: no object has the last one
 _RESOURCE = "name,size,generation,crc32c"
 _LISTED = "name,size,generation,updated"
 
-_CACHE_CONTROL = "no-store"
+CACHE_CONTROL = "no-store"
 """Google caches what everybody may read for an hour, unless the object forbids it; replacing or
 deleting it does not change what is cached: https://cloud.google.com/storage/docs/caching"""
 
@@ -49,7 +56,7 @@ def creation_headers(options: GCSOptions) -> dict[str, str]:
         ConfigError: If it can't travel in headers.
     """
     wanted = {
-        "Cache-Control": _CACHE_CONTROL,
+        "Cache-Control": CACHE_CONTROL,
         "x-goog-storage-class": options.storage_class,
         "x-goog-custom-time": options.custom_time,
         "x-goog-encryption-kms-key-name": options.kms_key_name,
@@ -66,7 +73,7 @@ def _resource_of(options: GCSOptions) -> dict[str, Any]:
     """The same as the JSON API takes it; the key of the encryption is a parameter of requests."""
     wanted = {
         "contentType": "application/octet-stream",
-        "cacheControl": _CACHE_CONTROL,
+        "cacheControl": CACHE_CONTROL,
         "storageClass": options.storage_class,
         "customTime": options.custom_time,
         "metadata": dict(options.metadata) or None,
@@ -243,7 +250,7 @@ class JsonObjects:
         with carried_out():
             return self._stored(resource, key)
 
-    def checked(self, made: ObjectInfo, size: int, crc32c: int) -> ObjectInfo:
+    def checked(self, made: ObjectInfo, size: int, crc32c: int | None) -> ObjectInfo:
         """An object that the store has put together, if it is what its parts make.
 
         Raises:

@@ -46,6 +46,9 @@ _LOCK_PATIENCE = 60.0  # seconds; a commit holds the lock for milliseconds
 # errors of a step that was certainly not taken
 _NOT_TAKEN = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.EXDEV}
 _NOT_TAKEN |= {errno.EMLINK, errno.ENOSPC, errno.EDQUOT}
+# of file systems between which the kernel does not copy, and of those that it does not copy on
+_NOT_IN_KERNEL = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
+_PIECE = 8 * 1024**2  # bytes that are copied at a time where the kernel does not
 _MOST_BUFFERS = 512  # below IOV_MAX of every POSIX system in use
 
 
@@ -59,6 +62,8 @@ class LocalStore(ObjectStore):
         max_part_size=1 << 40,
         max_parts=1 << 20,
         max_put_size=1 << 50,
+        max_copy_size=1 << 50,
+        copies_parts=True,
     )
 
     def put(
@@ -106,6 +111,37 @@ class LocalStore(ObjectStore):
             os.truncate(upload.id, sum(part.size for part in parts))  # a part may have shrunk
         return self._publish(upload, if_absent=if_absent)
 
+    def copies_from(self, source: ObjectStore) -> bool:
+        return isinstance(source, LocalStore)
+
+    def copy(
+        self, source: ObjectStore, found: ObjectInfo, key: str, *, if_absent: bool = False
+    ) -> ObjectInfo:
+        upload = self.create_upload(key, max(1, found.size))
+        try:
+            self.copy_part(source, found, upload, 1, 0, found.size)
+            return self._publish(upload, if_absent=if_absent)
+        except BaseException:
+            self.abort_upload(upload)
+            raise
+
+    def copy_part(
+        self,
+        source: ObjectStore,
+        found: ObjectInfo,
+        upload: Upload,
+        number: int,
+        start: int,
+        stop: int,
+    ) -> Part:
+        offset = (number - 1) * upload.part_size
+        with self._opened(found.key, found.version) as (file, info):
+            if stop > info.size:
+                raise _too_short(start, info.size, self.uri(found.key))
+            with self._errors(upload.key), open(upload.id, "r+b", buffering=0) as into:
+                _copy_range(file, start, into.fileno(), offset, stop - start)
+        return Part(number, stop - start, str(number), None)
+
     def abort_upload(self, upload: Upload) -> None:
         with self._errors(upload.key):
             Path(upload.id).unlink(missing_ok=True)
@@ -136,17 +172,20 @@ class LocalStore(ObjectStore):
         if_version: str | None = None,
         progress: Progress | None = None,
     ) -> ObjectInfo:
+        with self._opened(key, if_version) as (file, info):
+            if start + nbytes(into) > info.size:
+                raise _too_short(start, info.size, self.uri(key))
+            self._fill(key, file, start, into, progress)
+        return info
+
+    @contextlib.contextmanager
+    def _opened(self, key: str, if_version: str | None) -> Iterator[tuple[int, ObjectInfo]]:
+        """The descriptor of a file that is read, and what it is of."""
         with self._errors(key), open(key, "rb", buffering=0) as file:
             info = _info(key, os.fstat(file.fileno()))
             if if_version is not None and info.version != if_version:
                 raise PreconditionFailedError("the file was replaced", uri=self.uri(key))
-            if start + nbytes(into) > info.size:
-                raise RangeNotSatisfiableError(
-                    f"the range from {start} is longer than the file of {info.size} bytes",
-                    uri=self.uri(key),
-                )
-            self._fill(key, file.fileno(), start, into, progress)
-        return info
+            yield file.fileno(), info
 
     def _fill(
         self,
@@ -311,6 +350,33 @@ class LocalStore(ObjectStore):
 def _info(key: str, found: os.stat_result) -> ObjectInfo:
     version = f"{found.st_ino:x}-{found.st_mtime_ns:x}-{found.st_size:x}"
     return ObjectInfo(key, found.st_size, version, modified=found.st_mtime)
+
+
+def _too_short(start: int, size: int, uri: str) -> RangeNotSatisfiableError:
+    return RangeNotSatisfiableError(
+        f"the range from {start} is longer than the file of {size} bytes", uri=uri
+    )
+
+
+def _copy_range(source: int, start: int, target: int, offset: int, size: int) -> None:
+    """Copies bytes between files: in the kernel where it can, by shared blocks where it does."""
+    in_kernel = hasattr(os, "copy_file_range")  # Linux only
+    end = offset + size
+    while offset < end:
+        try:
+            if in_kernel:
+                count = os.copy_file_range(source, target, end - offset, start, offset)
+            else:
+                data = os.pread(source, min(end - offset, _PIECE), start)
+                count = os.pwrite(target, data, offset)
+        except OSError as exc:
+            if not in_kernel or exc.errno not in _NOT_IN_KERNEL:
+                raise
+            in_kernel = False
+            continue
+        if count == 0:
+            raise OSError(errno.EIO, "the file shrank while it was copied")
+        start, offset = start + count, offset + count
 
 
 def _files(folder: str) -> Iterator[Path]:

@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from cloudckpt.errors import ObjectNotFoundError, PreconditionFailedError, RangeNotSatisfiableError
@@ -53,6 +53,8 @@ class MemoryStore(ObjectStore):
         max_part_size=5 * 1024**3,
         max_parts=10_000,
         max_put_size=5 * 1024**3,
+        max_copy_size=5 * 1024**3,
+        copies_parts=True,
     )
 
     def __init__(self, name: str) -> None:
@@ -118,6 +120,39 @@ class MemoryStore(ObjectStore):
             info = self.put(upload.key, [memoryview(data)], checksum=0, if_absent=if_absent)
             del self._bucket.uploads[upload.id]
         return info
+
+    def copies_from(self, source: ObjectStore) -> bool:
+        return isinstance(source, MemoryStore)
+
+    def copy(
+        self, source: ObjectStore, found: ObjectInfo, key: str, *, if_absent: bool = False
+    ) -> ObjectInfo:
+        data, checksum = self._copied(source, found, 0, found.size)
+        info = self.put(key, [data], checksum=checksum, if_absent=if_absent)
+        return replace(info, checksum=checksum)
+
+    def copy_part(
+        self,
+        source: ObjectStore,
+        found: ObjectInfo,
+        upload: Upload,
+        number: int,
+        start: int,
+        stop: int,
+    ) -> Part:
+        data, checksum = self._copied(source, found, start, stop)
+        return self.put_part(upload, number, [data], checksum=checksum)
+
+    def _copied(
+        self, source: ObjectStore, found: ObjectInfo, start: int, stop: int
+    ) -> tuple[memoryview, int]:
+        """Bytes of another object, and their checksum."""
+        data = memoryview(bytearray(stop - start))
+        if data.nbytes:
+            source.get_range(found.key, start, [data], if_version=found.version)
+        elif source.head(found.key) != found:
+            raise PreconditionFailedError("the object was replaced", uri=source.uri(found.key))
+        return data, self.capabilities.checksum.of(data)
 
     def abort_upload(self, upload: Upload) -> None:
         with self._bucket.lock:

@@ -21,6 +21,7 @@ from cloudckpt.errors import (
     RangeNotSatisfiableError,
     ServerError,
     StoreError,
+    ThrottledError,
     TransientStoreError,
 )
 from cloudckpt.stores.base import Body, ObjectInfo, ObjectStore, Progress, nbytes
@@ -172,6 +173,22 @@ class RestStore(ObjectStore):
         self, status: int, headers: Mapping[str, str], body: bytes, action: str, uri: str
     ) -> StoreError:
         """The error for an answer that is no success."""
+
+    def belated(self, headers: Mapping[str, str], body: bytes, action: str, uri: str) -> StoreError:
+        """The error in the body of a success, whose status was sent before the work was done."""
+        error = self.failure(200, headers, body, action, uri)
+        if isinstance(error, ThrottledError):  # amid the work, whose end is not told
+            error.certain = False
+        return error
+
+    @contextlib.contextmanager
+    def _copying(self, source: ObjectStore, found: ObjectInfo) -> Iterator[None]:
+        """Around a copy: its errors name the source, too."""
+        try:
+            yield
+        except StoreError as error:
+            error.message += f" (the copy of {source.uri(found.key)})"
+            raise
 
     @abstractmethod
     def object_url(self, key: str, query: Mapping[str, str] | None = None) -> str:

@@ -11,8 +11,9 @@ import contextlib
 import functools
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 from xml.etree.ElementTree import Element
 
 from cloudckpt.checksum import CRC32C, to_base64
@@ -32,9 +33,11 @@ from cloudckpt.stores.base import (
     Body,
     Capabilities,
     ObjectInfo,
+    ObjectStore,
     Part,
     Progress,
     Upload,
+    whole_checksum,
 )
 from cloudckpt.stores.bodies import Reply
 from cloudckpt.stores.http import HttpClient
@@ -54,11 +57,14 @@ from cloudckpt.stores.s3_access import (
     BucketAccess,
     object_headers,
 )
+from cloudckpt.stores.s3_control import Control
 from cloudckpt.stores.s3_errors import from_answer
 from cloudckpt.stores.xml_api import Dialect, XmlMultipart, key_text, text, unqualified
 from cloudckpt.uri import CheckpointURI
 
 __all__ = ["S3Store"]
+
+T = TypeVar("T")
 
 # https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html
 _MIN_PART = 5 * 1024**2
@@ -95,10 +101,13 @@ class S3Store(RestStore):
             max_put_size=_MAX_PART,
             verifies=self._checksums,
             create_only=aws,
+            max_copy_size=_MAX_PART,
+            copies_parts=True,
         )
         self._knows_quotes = aws  # in If-Match; others have to show it
         self._object_headers = object_headers(options)
         self._payer = {"x-amz-request-payer": "requester"} if options.requester_pays else {}
+        self._control = Control(self, self._access, self._object_headers, checksums=self._checksums)
         self._by_parts = self._uploads(whole=False)
         self._multipart = self._uploads(whole=True)
         if aws or not self._checksums:
@@ -143,27 +152,33 @@ class S3Store(RestStore):
         headers = {**self._object_headers, **self._verified(checksum)}
         if if_absent:
             headers["If-None-Match"] = "*"
-        certain = True
-        for tag in self._spellings(if_version):
+
+        def write(tag: str | None) -> ObjectInfo:
             if tag is not None:
                 headers["If-Match"] = tag
+            info = self._written(key, headers, body, progress)
+            self._knows_quotes = self._knows_quotes or tag == if_version is not None
+            return info
+
+        return self._spelled(if_version, write)
+
+    def _spelled(self, version: str | None, attempt: Callable[[str | None], T]) -> T:
+        """What comes of an attempt on the condition of an ETag.
+
+        Ceph RGW 16 knows its own only without the quotes, so that is tried, too, where it may be.
+        """
+        spellings = [version]
+        if version is not None and not self._knows_quotes and '"' in version:
+            spellings.append(version.strip('"'))
+        certain = True
+        for tag in spellings:
             try:
-                info = self._written(key, headers, body, progress)
+                return attempt(tag)
             except StoreError as error:
                 error.certain = certain = certain and error.certain
-                if not isinstance(error, PreconditionFailedError):
+                if not isinstance(error, PreconditionFailedError) or tag is spellings[-1]:
                     raise
-                refused = error
-            else:
-                self._knows_quotes = self._knows_quotes or tag == if_version is not None
-                return info
-        raise refused
-
-    def _spellings(self, version: str | None) -> list[str | None]:
-        """How to write an ETag in If-Match: Ceph RGW 16 knows its own only without the quotes."""
-        if version is None or self._knows_quotes or '"' not in version:
-            return [version]
-        return [version, version.strip('"')]
+        raise AssertionError
 
     def create_upload(self, key: str, part_size: int) -> Upload:
         uploads = self._multipart
@@ -198,7 +213,7 @@ class S3Store(RestStore):
         if tag:
             return ObjectInfo(upload.key, size, tag)
         problem = "the completion has no result"  # Ceph RGW 16 does not name it at first
-        whole = CRC32C.combine((part.checksum, part.size) for part in parts)
+        whole = whole_checksum(parts, CRC32C)
         try:
             made, same = self._compare(upload.key, size, whole, parts)
         except StoreError as error:
@@ -208,18 +223,18 @@ class S3Store(RestStore):
         return made
 
     def holds(
-        self, key: str, *, size: int, checksum: int, parts: Sequence[Part] = ()
+        self, key: str, *, size: int, checksum: int | None, parts: Sequence[Part] = ()
     ) -> ObjectInfo | None:
         try:
             info, same = self._compare(key, size, checksum, parts)
-            if same is None:
+            if same is None and checksum is not None:
                 same = self._checksum_of(info) == checksum
             return info if same else None
         except (ObjectNotFoundError, PreconditionFailedError):
             return None
 
     def _compare(
-        self, key: str, size: int, checksum: int, parts: Sequence[Part]
+        self, key: str, size: int, checksum: int | None, parts: Sequence[Part]
     ) -> tuple[ObjectInfo, bool | None]:
         """The object, and whether it is made of these bytes: None if the store does not tell."""
         wanted = {"x-amz-checksum-mode": "ENABLED"} if self._checksums else {}
@@ -241,6 +256,40 @@ class S3Store(RestStore):
             info = ObjectInfo(key, reply.length or 0, self._version(reply, key))
             return info, {name.lower(): value for name, value in reply.headers.items()}
 
+    def copies_from(self, source: ObjectStore) -> bool:
+        return isinstance(source, S3Store) and self._access.shares_realm(source._access)
+
+    def copy(
+        self, source: ObjectStore, found: ObjectInfo, key: str, *, if_absent: bool = False
+    ) -> ObjectInfo:
+        assert isinstance(source, S3Store)
+        access = source._access
+        with self._copying(source, found):
+            tag, crc32c = self._spelled(
+                found.version,
+                lambda tag: self._control.copy(access, found, tag or "", key, if_absent=if_absent),
+            )
+        return replace(self._made(key, found.size, tag), checksum=crc32c)
+
+    def copy_part(
+        self,
+        source: ObjectStore,
+        found: ObjectInfo,
+        upload: Upload,
+        number: int,
+        start: int,
+        stop: int,
+    ) -> Part:
+        assert isinstance(source, S3Store)
+        access = source._access
+        with self._copying(source, found):
+            return self._spelled(
+                found.version,
+                lambda tag: self._control.copy_part(
+                    access, found, tag or "", upload, number, start, stop
+                ),
+            )
+
     def abort_upload(self, upload: Upload) -> None:
         self._multipart.abort(upload)
 
@@ -260,14 +309,7 @@ class S3Store(RestStore):
                 yield key_text(page, folder, "Prefix").removeprefix(prefix).rstrip("/")
 
     def delete(self, key: str, *, if_version: str | None = None) -> None:
-        spellings = self._spellings(if_version)
-        for tag in spellings:
-            try:
-                super().delete(key, if_version=tag)
-                return
-            except PreconditionFailedError:
-                if tag is spellings[-1]:
-                    raise
+        self._spelled(if_version, lambda tag: super(S3Store, self).delete(key, if_version=tag))
 
     def _pages(self, prefix: str, query: Mapping[str, str]) -> Iterator[Element]:
         query = {"list-type": "2", "encoding-type": "url", "prefix": prefix, **query}
@@ -309,6 +351,10 @@ class S3Store(RestStore):
     def route(self) -> Route:
         return self._access.route()
 
+    def close(self) -> None:
+        self._control.close()
+        super().close()
+
     def object_url(self, key: str, query: Mapping[str, str] | None = None) -> str:
         url = self._access.base + encode_key(key)
         return f"{url}?{encode_query(query)}" if query else url
@@ -338,16 +384,17 @@ def _checksum(crc32c: int) -> dict[str, str]:
     return {"x-amz-checksum-crc32c": to_base64(crc32c)}
 
 
-def _by_checksum(told: Mapping[str, str], whole: int, parts: Sequence[Part]) -> bool | None:
+def _by_checksum(told: Mapping[str, str], whole: int | None, parts: Sequence[Part]) -> bool | None:
     """Whether an object is made of these bytes, by its checksum; None if that can't be said.
 
     https://docs.aws.amazon.com/AmazonS3/latest/userguide/checking-object-integrity-upload.html
     """
     found, of_parts, _ = told.get("x-amz-checksum-crc32c", "").partition("-")
-    if not found:
+    if not found or whole is None:
         return None
     kind = "COMPOSITE" if of_parts else told.get("x-amz-checksum-type")
-    composite = CRC32C.of(b"".join(part.checksum.to_bytes(4, "big") for part in parts))
+    sums = [part.checksum for part in parts if part.checksum is not None]
+    composite = CRC32C.of(b"".join(crc32c.to_bytes(4, "big") for crc32c in sums))
     if kind != "COMPOSITE" and found == to_base64(whole):
         return True
     if kind != "FULL_OBJECT" and parts and found == to_base64(composite):

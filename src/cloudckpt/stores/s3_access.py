@@ -72,6 +72,7 @@ class BucketAccess:
     """What boto3 knows about a bucket.
 
     Attributes:
+        bucket: Its name, or the ARN of an access point.
         base: The URL that keys are appended to, ending in a slash.
         bucket_url: The URL of the bucket, for a query to be appended. This and ``base`` are what
             the store began with; :meth:`address` says where a URL is by now.
@@ -84,7 +85,7 @@ class BucketAccess:
         for variable in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
             check_endpoint(os.environ.get(variable) or None, variable)
         options = config.s3
-        self._bucket, self._options, self._uri = bucket, options, uri
+        self.bucket, self._options, self._uri = bucket, options, uri
         make = None if options.anonymous else lambda: _session(options)
         self.credentials = Credentials(lambda: Keys(make, uri))
         with _translated(uri):
@@ -101,7 +102,9 @@ class BucketAccess:
         self._moving = threading.Lock()
         self._signs = _signs_payloads(client, options)
         host = self.base.split("/")[2].partition(":")[0]
-        self.is_aws = host.endswith(_suffixes(core))
+        suffix = next((end for end in _suffixes(core) if host.endswith(end)), None)
+        self.is_aws = suffix is not None
+        self._realm = (suffix or client.meta.endpoint_url, options.profile, options.anonymous)
         self.http_options = _http_options(client, core.get_config_variable("ca_bundle"), config)
 
     @property
@@ -125,6 +128,15 @@ class BucketAccess:
             http=self.http_options,
         )
 
+    def shares_realm(self, other: BucketAccess) -> bool:
+        """Whether one request may be about both buckets: the same S3, asked as the same user."""
+        return self._realm == other._realm
+
+    def client(self) -> Any:
+        """boto3's client, for requests that are sent and signed by somebody else."""
+        with _translated(self._uri):
+            return _client(_session(self._options), self._options, signs=False)
+
     def address(self, url: str) -> str:
         """Where a URL of this bucket is, if the bucket was found in another region."""
         return self._place.bucket_url + url.removeprefix(self.bucket_url)
@@ -142,7 +154,7 @@ class BucketAccess:
                 return True  # another thread was here before
             with _translated(self._uri):
                 client = _client(_session(self._options), self._options, region)
-                base, signed_for = _resolve(client, self._bucket)
+                base, signed_for = _resolve(client, self.bucket)
                 client.close()
             is_path = self.bucket_url != self.base
             place = _Place(base.removesuffix("/") if is_path else base, signed_for)
@@ -221,13 +233,15 @@ def _session(options: S3Options) -> Any:
 _SETTINGS = {"region": ("region", None, None, None), **METADATA_SETTINGS}
 
 
-def _client(session: Any, options: S3Options, region: str | None = None) -> Any:
-    """What tells endpoint and region, and sends nothing."""
+def _client(
+    session: Any, options: S3Options, region: str | None = None, *, signs: bool = True
+) -> Any:
+    """What knows endpoint and region, and composes requests, which it does not send."""
     return session.client(
         "s3",
         region_name=region,
         endpoint_url=options.endpoint_url,
-        config=_boto_config(options),
+        config=_boto_config(options, signs=signs and not options.anonymous),
         **_NO_CREDENTIALS,
     )
 
@@ -240,7 +254,7 @@ def _signs_payloads(client: Any, options: S3Options) -> bool | None:
     return of_profile
 
 
-# of the client that only tells endpoint and region: it would look for some and log what it finds
+# of clients that send nothing: they would look for some and log what it finds
 _NO_CREDENTIALS = {"aws_access_key_id": "none", "aws_secret_access_key": "none"}
 
 
@@ -280,11 +294,13 @@ def _signed_for(signature: str | bytes) -> str:
     return scope.split(",")[0].split("/")[-3] if scope else ""
 
 
-def _boto_config(options: S3Options) -> BotoConfig:
+def _boto_config(options: S3Options, *, signs: bool) -> BotoConfig:
     s3 = {"us_east_1_regional_endpoint": "regional"}
     if options.addressing_style is not None:  # else the profile's
         s3["addressing_style"] = options.addressing_style
-    return BotoConfig(signature_version=UNSIGNED if options.anonymous else "s3v4", s3=s3)
+    return BotoConfig(
+        signature_version="s3v4" if signs else UNSIGNED, s3=s3, retries={"total_max_attempts": 1}
+    )
 
 
 def _http_options(client: Any, ca_bundle: str | None, config: Config) -> HttpOptions:

@@ -12,13 +12,8 @@ from urllib.parse import unquote_plus
 from xml.etree.ElementTree import Element
 
 from cloudckpt.checksum import CRC32C, to_base64
-from cloudckpt.errors import (
-    ConnectionLostError,
-    ObjectNotFoundError,
-    ServerError,
-    ThrottledError,
-)
-from cloudckpt.stores.base import Body, Part, Progress, Upload, nbytes
+from cloudckpt.errors import ConnectionLostError, ObjectNotFoundError, ServerError
+from cloudckpt.stores.base import Body, Part, Progress, Upload, nbytes, whole_checksum
 from cloudckpt.stores.rest import Pages, RestStore, encode_query, iso_date
 
 __all__ = [
@@ -179,12 +174,10 @@ class XmlMultipart:
         self, upload: Upload, parts: Sequence[Part], condition: Mapping[str, str]
     ) -> Completion:
         """Makes the object out of its parts, under the condition of these headers."""
-        whole = CRC32C.combine((part.checksum, part.size) for part in parts)
-        headers = {
-            "Content-Type": "application/xml",
-            **condition,
-            **self._dialect.completion(whole),
-        }
+        whole = whole_checksum(parts, CRC32C)
+        headers = {"Content-Type": "application/xml", **condition}
+        if whole is not None:
+            headers |= self._dialect.completion(whole)
         url = self._store.object_url(upload.key, {"uploadId": upload.id})
         body = [memoryview(self._completion(parts))]
         uri = self._store.uri(upload.key)
@@ -195,11 +188,8 @@ class XmlMultipart:
             if not answer.strip():
                 return Completion("", dict(reply.headers))
             root = unqualified(answer, uri)
-            if root.tag == "Error":  # 200 is sent before the work is done: look into the body
-                error = self._store.failure(200, reply.headers, answer, "POST", uri)
-                if isinstance(error, ThrottledError):  # amid the work, whose end is not told
-                    error.certain = False
-                raise error
+            if root.tag == "Error":
+                raise self._store.belated(reply.headers, answer, "POST", uri)
             tag = text(root, "ETag")
             if not tag and root.tag != "CompleteMultipartUploadResult":
                 raise ServerError("the completion has no result", uri=uri)
@@ -211,7 +201,7 @@ class XmlMultipart:
             entry = ElementTree.SubElement(root, "Part")
             ElementTree.SubElement(entry, "PartNumber").text = str(part.number)
             ElementTree.SubElement(entry, "ETag").text = part.tag
-            if self._dialect.part_checksum is not None:
+            if self._dialect.part_checksum is not None and part.checksum is not None:
                 checksum = to_base64(part.checksum)
                 ElementTree.SubElement(entry, self._dialect.part_checksum).text = checksum
         body: bytes = ElementTree.tostring(root, "utf-8", xml_declaration=True)

@@ -29,6 +29,8 @@ Verb = Literal[
     "create_upload",
     "put_part",
     "complete_upload",
+    "copy",
+    "copy_part",
     "abort_upload",
     "list_uploads",
     "get",
@@ -219,6 +221,33 @@ class FaultyStore(ObjectStore):
             lambda: self.inner.complete_upload(upload, parts, if_absent=if_absent),
         )
 
+    def copies_from(self, source: ObjectStore) -> bool:
+        return self.inner.copies_from(_faultless(source))
+
+    def copy(
+        self, source: ObjectStore, found: ObjectInfo, key: str, *, if_absent: bool = False
+    ) -> ObjectInfo:
+        inner = _faultless(source)
+        return self._call(
+            "copy", key, lambda: self.inner.copy(inner, found, key, if_absent=if_absent)
+        )
+
+    def copy_part(
+        self,
+        source: ObjectStore,
+        found: ObjectInfo,
+        upload: Upload,
+        number: int,
+        start: int,
+        stop: int,
+    ) -> Part:
+        inner = _faultless(source)
+        return self._call(
+            "copy_part",
+            upload.key,
+            lambda: self.inner.copy_part(inner, found, upload, number, start, stop),
+        )
+
     def abort_upload(self, upload: Upload) -> None:
         self._call("abort_upload", upload.key, lambda: self.inner.abort_upload(upload))
 
@@ -304,6 +333,10 @@ class FaultyStore(ObjectStore):
         elif strike.when == "during" and progress is not None:
             progress(strike.fault.moved)
         raise self._failure(strike)
+
+
+def _faultless(store: ObjectStore) -> ObjectStore:
+    return store.inner if isinstance(store, FaultyStore) else store
 
 
 def _first(views: Sequence[memoryview], count: int) -> Sequence[memoryview]:

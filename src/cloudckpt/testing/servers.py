@@ -38,6 +38,17 @@ _AZURITE_KEY = (
     "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 )
 
+# without the package crc32c, moto takes CRC32 for it, and tells wrong checksums of copies
+_MOTO = """
+import importlib.machinery, runpy, sys, types
+from awscrt import checksums
+
+module = types.ModuleType("crc32c")
+module.crc32c, module.__spec__ = checksums.crc32c, importlib.machinery.ModuleSpec("crc32c", None)
+sys.modules["crc32c"] = module
+runpy.run_module("moto.server", run_name="__main__")
+"""
+
 _GUARD = """
 import os, subprocess, sys, threading
 
@@ -115,7 +126,7 @@ def moto_server(log: Path | None = None) -> Iterator[str]:
     """Runs moto's S3 server; yields its URL. Needs ``pip install 'moto[s3,server]'``."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    command = [sys.executable, "-c", _MOTO, "-H", "127.0.0.1", "-p", str(port)]
     with _running(command, url, log, DUMMY_AWS):
         yield url
 

@@ -15,7 +15,7 @@ from cloudckpt.errors import (
     TensorChangedError,
     TransientStoreError,
 )
-from cloudckpt.stores.base import ObjectInfo, ObjectStore, Part, Upload
+from cloudckpt.stores.base import ObjectInfo, ObjectStore, Part, Upload, whole_checksum
 from cloudckpt.transfer.deleting import delete_quietly
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.parts import PartCutter, PartPlan, Piece
@@ -40,7 +40,6 @@ class ObjectUpload:
         position: Bytes written so far.
         info: What the store holds, once the object is complete.
         algorithm: Of the checksums that go along.
-        checksum: Of the whole object, once it is complete, as the store wants it.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class ObjectUpload:
         self.key = key
         self.position = 0
         self.info: ObjectInfo | None = None
-        self.checksum = 0
+        self._whole: int | None = 0  # the checksum of all; only of a copy it may stay unknown
         self._store = store
         self.algorithm = store.capabilities.checksum
         self._group = group
@@ -73,6 +72,12 @@ class ObjectUpload:
         self._lock = threading.Lock()
         self._sent: list[Part] = []
         self._expected: int | None = None
+
+    @property
+    def checksum(self) -> int:
+        """Of the whole object, once it is complete, as the store wants it."""
+        assert self._whole is not None
+        return self._whole
 
     def write(self, piece: Piece) -> None:
         """Appends a piece; blocks while the network is behind."""
@@ -204,7 +209,7 @@ class ObjectUpload:
             ),
             lambda error: self._look(part.size, checksum),
         )
-        self.checksum = checksum
+        self._whole = checksum
         self._stats.add_requests(1)
         part.release()
 
@@ -219,10 +224,14 @@ class ObjectUpload:
                 upload, part.number, body, checksum=checksum, progress=self._progress
             ),
         )
-        self._stats.add_requests(1)
         part.release()
+        self._took(sent)
+
+    def _took(self, part: Part) -> None:
+        """Notes a part that the store has; completes the object if it was the last one."""
+        self._stats.add_requests(1)
         with self._lock:
-            self._sent.append(sent)
+            self._sent.append(part)
             done = len(self._sent) == self._expected
         if done:
             self._complete()
@@ -231,7 +240,7 @@ class ObjectUpload:
         upload = self._upload
         assert upload is not None
         parts = sorted(self._sent, key=lambda part: part.number)
-        checksum = self.algorithm.combine((part.checksum, part.size) for part in parts)
+        checksum = whole_checksum(parts, self.algorithm)
 
         def look() -> ObjectInfo | None:
             return self._look(self.position, checksum, parts)
@@ -248,12 +257,14 @@ class ObjectUpload:
             lambda: self._store.complete_upload(upload, parts, if_absent=self._create_only),
             made=made,
         )
-        self.checksum = checksum
+        self._whole = checksum
         self._stats.add_requests(2)
         if self._may_have_twin:
             self._abort_twins()
 
-    def _look(self, size: int, checksum: int, parts: Sequence[Part] = ()) -> ObjectInfo | None:
+    def _look(
+        self, size: int, checksum: int | None, parts: Sequence[Part] = ()
+    ) -> ObjectInfo | None:
         return _made(self._store, self.key, size, checksum, self._retrier.policy, parts)
 
 
@@ -289,7 +300,7 @@ def _made(
     store: ObjectStore,
     key: str,
     size: int,
-    checksum: int,
+    checksum: int | None,
     policy: RetryPolicy,
     parts: Sequence[Part] = (),
 ) -> ObjectInfo | None:

@@ -1,5 +1,6 @@
 """The contract of a store, as a class of tests that every store passes."""
 
+from cloudckpt.testing.contract.copies import CopyContract
 from cloudckpt.testing.contract.data import part_size, put_part
 from cloudckpt.testing.contract.objects import ReadingContract, WritingContract
 from cloudckpt.testing.contract.uploads import CommonContract, UploadContract
@@ -7,7 +8,7 @@ from cloudckpt.testing.contract.uploads import CommonContract, UploadContract
 __all__ = ["StoreContract", "part_size", "put_part"]
 
 
-class StoreContract(WritingContract, UploadContract, ReadingContract, CommonContract):
+class StoreContract(WritingContract, UploadContract, CopyContract, ReadingContract, CommonContract):
     """What :class:`~cloudckpt.stores.base.ObjectStore` promises, verb by verb.
 
     Subclass it in a test module under a name that pytest collects, provide the fixture ``store``,

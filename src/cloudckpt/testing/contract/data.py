@@ -37,11 +37,14 @@ class Hooks:
         atomic_conditions: Whether of several ``put`` with ``if_absent`` at the same moment only one
             may succeed. Only for an emulator that can't do what the real store does.
         honours_conditional_deletes: Whether ``delete`` with ``if_version`` takes no other version.
+        honours_conditional_copies: Whether `copy` heeds the version of its source, and
+            ``if_absent``.
     """
 
     object_count = 1100
     atomic_conditions = True
     honours_conditional_deletes = True
+    honours_conditional_copies = True
 
     @pytest.fixture
     def store(self) -> Iterator[ObjectStore]:

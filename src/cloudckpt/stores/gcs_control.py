@@ -1,0 +1,130 @@
+"""What is not about bytes, on Google: requests that google-cloud-storage composes and reads."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from cloudckpt.config import GCSOptions
+from cloudckpt.errors import (
+    ConnectionLostError,
+    MissingDependencyError,
+    ServerError,
+    TransientStoreError,
+)
+from cloudckpt.stores.base import ObjectInfo
+from cloudckpt.stores.gcs_json import CACHE_CONTROL, generation, parse_crc32c
+from cloudckpt.stores.rest import RestStore
+from cloudckpt.stores.sdk import SdkCalls
+
+__all__ = ["Control"]
+
+
+class Control:
+    """The control requests of one bucket.
+
+    Args:
+        store: Whose requests they are.
+        endpoint: The URL that paths are appended to.
+        name: The bucket's name.
+        options: What new objects get, and who pays.
+    """
+
+    def __init__(self, store: RestStore, endpoint: str, name: str, options: GCSOptions) -> None:
+        self.name = name
+        self._store = store
+        self._endpoint = endpoint
+        self._options = options
+        self._calls = SdkCalls(store)
+        self._tokens: dict[tuple[object, ...], str] = {}  # of copies that are under way
+
+    @functools.cached_property
+    def _client(self) -> Any:
+        """Google's client, made when it is first needed, as only then its packages are imported."""
+        try:
+            from google.auth.credentials import AnonymousCredentials
+            from google.cloud.storage import Client
+        except ImportError as exc:
+            raise MissingDependencyError(
+                "gs:// needs google-cloud-storage to list, delete and copy; install it with: "
+                "pip install 'cloudckpt[gcs]'",
+                cause=exc,
+            ) from exc
+        return Client(
+            project=None,
+            credentials=AnonymousCredentials(),
+            client_options={"api_endpoint": self._endpoint},
+            _http=_Session(self._calls),
+        )
+
+    def _bucket(self, name: str) -> Any:
+        return self._client.bucket(name, user_project=self._options.user_project)
+
+    def copy(self, source: str, found: ObjectInfo, key: str, *, if_absent: bool) -> ObjectInfo:
+        """Copies an object of the bucket ``source``.
+
+        Google copies at once within a location and storage class. Elsewhere it takes a request for
+        each piece, as large as it likes; who tries again goes on where the last one ended.
+        """
+        options = self._options
+        copied = (source, found.key, found.version, key, if_absent)
+        target = self._bucket(self.name).blob(key, kms_key_name=options.kms_key_name)
+        target.content_type = "application/octet-stream"
+        target.cache_control = CACHE_CONTROL
+        target.metadata = dict(options.metadata) or None
+        if options.storage_class is not None:
+            target.storage_class = options.storage_class
+        if options.custom_time is not None:
+            target.custom_time = datetime.fromisoformat(options.custom_time.replace("Z", "+00:00"))
+        token = self._tokens.pop(copied, None)
+        while True:
+            try:
+                with self._calls.about(key, is_long=True):
+                    token, _, _ = target.rewrite(
+                        self._bucket(source).blob(found.key),
+                        token=token,
+                        if_generation_match=0 if if_absent else None,
+                        if_source_generation_match=int(generation(found.version)),
+                        retry=None,
+                    )
+            except TransientStoreError:
+                if token is not None:
+                    self._tokens[copied] = token
+                raise
+            if token is None:
+                break
+        uri = self._store.uri(key)
+        if not target.generation:
+            raise ConnectionLostError("the answer lacks the generation", uri=uri)
+        if target.size != found.size:
+            raise ServerError(f"{found.size} bytes were copied, but {target.size} stored", uri=uri)
+        crc32c = parse_crc32c(f"crc32c={target.crc32c or ''}")
+        return ObjectInfo(key, found.size, str(target.generation), crc32c)
+
+
+class _Session:
+    """What Google's client takes for a session of ``requests``."""
+
+    def __init__(self, calls: SdkCalls) -> None:
+        self._calls = calls
+        self.is_mtls = False
+
+    def request(
+        self, method: str, url: str, data: Any = None, headers: Any = None, **_: Any
+    ) -> _Response:
+        answer = self._calls.send(method, url, headers or {}, data)
+        return _Response(answer.status, answer.headers, answer.body)
+
+
+@dataclass(frozen=True)
+class _Response:
+    status_code: int
+    headers: Mapping[str, str]
+    content: bytes
+
+    def json(self) -> Any:
+        return json.loads(self.content)

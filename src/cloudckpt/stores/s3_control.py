@@ -1,0 +1,141 @@
+"""What is not about bytes, on S3: requests that boto3 composes and whose answers it reads."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import urllib3
+from botocore.awsrequest import AWSPreparedRequest, AWSResponse
+
+from cloudckpt.errors import ConnectionLostError
+from cloudckpt.stores.base import ObjectInfo, Part, Upload
+from cloudckpt.stores.rest import RestStore
+from cloudckpt.stores.s3_access import BucketAccess
+from cloudckpt.stores.sdk import SdkCalls
+from cloudckpt.stores.xml_api import error_fields
+
+__all__ = ["Control"]
+
+
+class Control:
+    """The control requests of one bucket.
+
+    Args:
+        store: Whose requests they are.
+        access: To the bucket.
+        created: Headers of every request that makes an object.
+        checksums: Whether the store knows CRC32C.
+    """
+
+    def __init__(
+        self,
+        store: RestStore,
+        access: BucketAccess,
+        created: Mapping[str, str],
+        *,
+        checksums: bool,
+    ) -> None:
+        self._store = store
+        self._access = access
+        self._created = created
+        self._checksums = checksums
+        self._calls = SdkCalls(store)
+
+    @functools.cached_property
+    def _client(self) -> Any:
+        """boto3, made when it is first needed; a second one, of another thread, does no harm."""
+        client = self._access.client()
+        client.meta.events.register("before-send.s3", self._send)
+        return client
+
+    def _send(self, request: AWSPreparedRequest, event_name: str, **_: Any) -> AWSResponse:
+        headers = {
+            name: value.decode("latin-1") if isinstance(value, bytes) else value
+            for name, value in request.headers.items()
+        }
+        if event_name.endswith(".CopyObject"):
+            headers |= self._created
+        answer = self._calls.send(request.method, request.url, headers, request.body)
+        if error_fields(answer.body):  # a success is sent before the work is done
+            uri = self._calls.uri
+            raise self._store.belated(answer.headers, answer.body, request.method, uri)
+        raw = urllib3.HTTPResponse(io.BytesIO(answer.body), preload_content=False)
+        return AWSResponse(request.url, answer.status, answer.headers, raw)
+
+    def copy(
+        self, source: BucketAccess, found: ObjectInfo, tag: str, key: str, *, if_absent: bool
+    ) -> tuple[str, int | None]:
+        """Copies an object as :meth:`~cloudckpt.stores.base.ObjectStore.copy` says.
+
+        Args:
+            source: The bucket that it is in.
+            found: The object.
+            tag: Its version, as the store wants it to be written.
+            key: The key of the copy.
+            if_absent: Whether the copy must not replace an object.
+
+        Returns:
+            The copy's ETag, empty if the store tells none, and its CRC32C, if it tells that.
+        """
+        wanted: dict[str, str] = {"MetadataDirective": "REPLACE", "TaggingDirective": "REPLACE"}
+        if self._checksums:
+            wanted["ChecksumAlgorithm"] = "CRC32C"
+        if if_absent:
+            wanted["IfNoneMatch"] = "*"
+        with self._calls.about(key, is_long=True):
+            answer = self._client.copy_object(
+                Bucket=self._access.bucket, Key=key, **_source(source, found, tag), **wanted
+            )
+        made = answer.get("CopyObjectResult", {})
+        of_whole = made.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT"
+        return made.get("ETag", ""), _crc32c(made) if of_whole else None
+
+    def copy_part(
+        self,
+        source: BucketAccess,
+        found: ObjectInfo,
+        tag: str,
+        upload: Upload,
+        number: int,
+        start: int,
+        stop: int,
+    ) -> Part:
+        """The same for a part; of a source up to 5 MB, S3 copies no range but the whole."""
+        span = {"CopySourceRange": f"bytes={start}-{stop - 1}"}
+        if (start, stop) == (0, found.size):
+            span = {}
+        with self._calls.about(upload.key, is_long=True):
+            answer = self._client.upload_part_copy(
+                Bucket=self._access.bucket,
+                Key=upload.key,
+                UploadId=upload.id,
+                PartNumber=number,
+                **_source(source, found, tag),
+                **span,
+            )
+        made = answer.get("CopyPartResult", {})
+        if not made.get("ETag"):
+            raise ConnectionLostError("the answer has no ETag", uri=self._store.uri(upload.key))
+        return Part(number, stop - start, made["ETag"], _crc32c(made))
+
+    def close(self) -> None:
+        """Gives back what the client holds."""
+        if "_client" in vars(self):
+            self._client.close()
+
+
+def _source(source: BucketAccess, found: ObjectInfo, tag: str) -> dict[str, Any]:
+    return {
+        "CopySource": {"Bucket": source.bucket, "Key": found.key},
+        "CopySourceIfMatch": tag,
+    }
+
+
+def _crc32c(made: Mapping[str, Any]) -> int | None:
+    """The CRC32C that a result tells; one with a number behind it is of parts, not of bytes."""
+    text = made.get("ChecksumCRC32C", "")
+    return int.from_bytes(base64.b64decode(text), "big") if text and "-" not in text else None

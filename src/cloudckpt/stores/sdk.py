@@ -1,0 +1,94 @@
+"""Calls of the vendors' SDKs, whose requests are sent by us.
+
+What is not about bytes (listing, deleting, copying within a cloud) is composed and read by boto3,
+google-cloud-storage and azure-storage-blob. Their own transports would bring retries, timeouts,
+credentials and errors of their own; so each SDK gets the store's in their place. A call makes one
+attempt, with the store's credentials, proxies and limits; it can be interrupted; and a refusal is
+raised, through the SDK, as the error that the store makes of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from cloudckpt.errors import CloudCheckpointError, InvalidRequestError, ServerError, StoreError
+from cloudckpt.stores.credentials import reason
+from cloudckpt.stores.rest import RestStore
+
+__all__ = ["Answer", "SdkCalls"]
+
+_OURS = frozenset({"user-agent", "accept-encoding"})  # that the client sends, and can read
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A success: its status, headers and whole body."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class SdkCalls:
+    """The way from an SDK's client to the store that sends its requests. For many threads."""
+
+    def __init__(self, store: RestStore) -> None:
+        self._store = store
+        self._call = threading.local()
+
+    @contextlib.contextmanager
+    def about(self, key: str, *, is_long: bool = False) -> Iterator[None]:
+        """Around one call of the SDK, which is about ``key``.
+
+        Args:
+            key: For messages.
+            is_long: Whether its answer may take as long as ``completion_timeout``.
+
+        Raises:
+            InvalidRequestError: If the SDK does not make a request of it.
+            ServerError: If it can't read the answer.
+        """
+        call, uri = self._call, self._store.uri(key)
+        call.key, call.is_long, call.has_sent = key, is_long, False
+        try:
+            yield
+        except StoreError as error:
+            error.certain = error.certain or not call.has_sent
+            error.uri = error.uri or uri
+            raise
+        except CloudCheckpointError:
+            raise
+        except Exception as exc:  # whatever an SDK raises; it has no word of the store's
+            if call.has_sent:
+                raise ServerError(
+                    "the answer is not what it should be", uri=uri, cause=reason(exc)
+                ) from exc
+            raise InvalidRequestError(
+                "the request can't be made", uri=uri, cause=reason(exc), certain=True
+            ) from exc
+
+    @property
+    def uri(self) -> str:
+        """What this thread's call is about."""
+        return self._store.uri(self._call.key)
+
+    def send(
+        self, method: str, url: str, headers: Mapping[str, str], body: bytes | str | None
+    ) -> Answer:
+        """Sends what the SDK has composed.
+
+        Raises:
+            StoreError: If the answer is no success.
+        """
+        call = self._call
+        data = body.encode() if isinstance(body, str) else body or b""
+        given = {name: value for name, value in headers.items() if name.lower() not in _OURS}
+        call.has_sent = True
+        with self._store.exchange(
+            method, url, given, [memoryview(data)] if data else (), key=call.key,
+            is_long=call.is_long,
+        ) as reply:  # fmt: skip
+            return Answer(reply.status, dict(reply.headers), reply.read_all())

@@ -1,0 +1,121 @@
+"""The contract of copies that a store makes by itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from cloudckpt.errors import ObjectNotFoundError, PreconditionFailedError
+from cloudckpt.stores.base import ObjectInfo, ObjectStore
+from cloudckpt.testing.contract.data import Hooks, checksum, part_size, put, put_part, some_bytes
+
+__all__ = ["CopyContract"]
+
+
+class CopyContract(Hooks):
+    """Objects that are copied within the store; nothing to keep for one that makes no copies."""
+
+    @pytest.fixture
+    def copier(self, store: ObjectStore) -> ObjectStore:
+        """The store, if it can copy."""
+        if not store.copies_from(store):
+            pytest.skip("this store makes no copies by itself")
+        return store
+
+    @pytest.fixture
+    def assembler(self, copier: ObjectStore) -> ObjectStore:
+        """The store, if it can copy parts, too."""
+        if not copier.capabilities.copies_parts:
+            pytest.skip("this store copies no parts")
+        return copier
+
+    @pytest.mark.parametrize("size", [0, 1, 1_000_000])
+    def test_copy_makes_an_object_of_the_same_bytes(
+        self, copier: ObjectStore, prefix: str, size: int
+    ) -> None:
+        data = some_bytes(size)
+        source = put(copier, prefix + "a b/ü+%?", data)
+        info = copier.copy(copier, source, prefix + "target/ü+%?")
+        assert self.get_directly(copier, prefix + "target/ü+%?") == data
+        assert self.get_directly(copier, prefix + "a b/ü+%?") == data
+        assert (info.key, info.size) == (prefix + "target/ü+%?", size)
+        assert info == copier.head(prefix + "target/ü+%?")
+        assert info.checksum in (None, checksum(copier, data))
+
+    def test_copy_replaces_an_object(self, copier: ObjectStore, prefix: str) -> None:
+        old = put(copier, prefix + "target", b"old")
+        info = copier.copy(copier, put(copier, prefix + "source", b"new"), prefix + "target")
+        assert self.get_directly(copier, prefix + "target") == b"new"
+        assert info.version != old.version
+
+    def test_copy_if_absent_leaves_an_object_that_is_there(
+        self, copier: ObjectStore, prefix: str
+    ) -> None:
+        if not self.honours_conditional_copies:
+            pytest.skip("this server ignores conditions of copies")
+        put(copier, prefix + "target", b"old")
+        source = put(copier, prefix + "source", b"new")
+        with pytest.raises(PreconditionFailedError):
+            copier.copy(copier, source, prefix + "target", if_absent=True)
+        assert self.get_directly(copier, prefix + "target") == b"old"
+
+    def test_copy_if_absent_copies_when_there_is_nothing(
+        self, copier: ObjectStore, prefix: str
+    ) -> None:
+        source = put(copier, prefix + "source", b"new")
+        copier.copy(copier, source, prefix + "target", if_absent=True)
+        assert self.get_directly(copier, prefix + "target") == b"new"
+
+    @pytest.mark.parametrize("verb", ["copy", "copy_part"])
+    def test_a_source_that_was_replaced_is_not_copied(
+        self, copier: ObjectStore, prefix: str, verb: str
+    ) -> None:
+        if not self.honours_conditional_copies:
+            pytest.skip("this server ignores conditions of copies")
+        source = put(copier, prefix + "source", b"old")
+        put(copier, prefix + "source", b"another, which is longer")
+        with pytest.raises(PreconditionFailedError) as caught:
+            self._copy(copier, verb, source, prefix)
+        assert copier.uri(prefix + "source") in str(caught.value)
+        assert [info.key for info in copier.list(prefix)] == [prefix + "source"]
+
+    @pytest.mark.parametrize("verb", ["copy", "copy_part"])
+    def test_a_source_that_is_gone_is_not_found(
+        self, copier: ObjectStore, prefix: str, verb: str
+    ) -> None:
+        source = put(copier, prefix + "source", b"data")
+        copier.delete(prefix + "source")
+        with pytest.raises(ObjectNotFoundError) as caught:
+            self._copy(copier, verb, source, prefix)
+        assert copier.uri(prefix + "source") in str(caught.value)
+        assert list(copier.list(prefix)) == []
+
+    def _copy(self, store: ObjectStore, verb: str, source: ObjectInfo, prefix: str) -> None:
+        if verb == "copy":
+            store.copy(store, source, prefix + "target")
+            return
+        if not store.capabilities.copies_parts:
+            pytest.skip("this store copies no parts")
+        upload = store.create_upload(prefix + "target", part_size(store))
+        try:
+            store.copy_part(store, source, upload, 1, 0, 4)
+        finally:
+            store.abort_upload(upload)
+
+    def test_copied_and_sent_parts_make_one_object(
+        self, assembler: ObjectStore, prefix: str
+    ) -> None:
+        size = part_size(assembler)
+        data, end = some_bytes(3 * size), some_bytes(1000, 1)
+        source = put(assembler, prefix + "source", data)
+        upload = assembler.create_upload(prefix + "target", size)
+        parts = [
+            assembler.copy_part(assembler, source, upload, 1, size + 5, 2 * size + 5),
+            assembler.copy_part(assembler, source, upload, 2, 0, size),
+            put_part(assembler, upload, 3, end),
+        ]
+        assert [(part.number, part.size) for part in parts] == [(1, size), (2, size), (3, 1000)]
+        assert parts[1].checksum in (None, checksum(assembler, data[:size]))
+        info = assembler.complete_upload(upload, parts)
+        made = data[size + 5 : 2 * size + 5] + data[:size] + end
+        assert self.get_directly(assembler, prefix + "target") == made
+        assert info == assembler.head(prefix + "target")

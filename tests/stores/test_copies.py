@@ -1,0 +1,320 @@
+"""How copies are asked for in the dialect of each cloud, and what is made of the answers.
+
+Against the scripted stub of ``conftest.py``, where no emulator does what the cloud documents; the
+contract of copies is tested against moto, Azurite and the stub of Google's service.
+"""
+
+import base64
+import re
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from cloudckpt import AzureOptions, Config, GCSOptions, S3Options
+from cloudckpt.checksum import CRC32C, CRC64NVME, to_base64
+from cloudckpt.errors import (
+    BucketNotFoundError,
+    ConnectionLostError,
+    PreconditionFailedError,
+    ServerError,
+    ThrottledError,
+)
+from cloudckpt.stores.azure import AzureStore
+from cloudckpt.stores.base import ObjectInfo, Upload
+from cloudckpt.stores.gcs import GCSStore
+from cloudckpt.stores.s3 import S3Store
+from cloudckpt.testing.contract.data import put, some_bytes
+from stubs.gcs import GcsStub
+
+FOUND = ObjectInfo("run/a b", 100, '"etag"')
+UPLOAD = Upload("run/copy", "0123456789abcdef", 5 << 20)
+
+
+VERBS = {
+    "copy": lambda store: store.copy(store, FOUND, "run/copy"),
+    "copy_part": lambda store: store.copy_part(store, FOUND, UPLOAD, 1, 0, 10),
+}
+
+
+@pytest.fixture
+def opened(server):
+    """Opens a store on the stub, and closes it."""
+    stores = []
+
+    def open_one(kind, bucket, config):
+        stores.append(kind(bucket, config))
+        return stores[-1]
+
+    yield open_one
+    for store in stores:
+        store.close()
+
+
+@pytest.fixture
+def open_s3(server, opened):
+    def open_one(bucket="bucket", **options):
+        values = {"endpoint_url": server.url, "addressing_style": "path", **options}
+        return opened(S3Store, bucket, Config(s3=S3Options(**values)))
+
+    return open_one
+
+
+@pytest.fixture
+def open_azure(server, opened, monkeypatch):
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "account")
+    monkeypatch.setenv("AZURE_STORAGE_KEY", base64.b64encode(b"SECRET" * 8).decode())
+
+    def open_one(container="container", **options):
+        values = {"endpoint_url": f"{server.url}/account", **options}
+        return opened(AzureStore, container, Config(azure=AzureOptions(**values)))
+
+    return open_one
+
+
+# S3
+
+
+def result(kind, **fields):
+    inner = "".join(f"<{name}>{value}</{name}>" for name, value in fields.items())
+    return f"<{kind}>{inner}</{kind}>".encode()
+
+
+def test_s3_copies_the_version_that_was_found_with_what_new_objects_get(server, open_s3):
+    options = {"checksum": "on", "requester_pays": True, "storage_class": "GLACIER_IR"}
+    store, source = open_s3(**options), open_s3("other", **options)
+    crc = to_base64(CRC32C.of(b"x"))
+    told = result("CopyObjectResult", ETag='"new"', ChecksumCRC32C=crc, ChecksumType="FULL_OBJECT")
+    server.answer(body=told)
+    info = store.copy(source, FOUND, "run/copy", if_absent=True)
+    assert (info, info.checksum) == (ObjectInfo("run/copy", 100, '"new"'), CRC32C.of(b"x"))
+    [request] = server.requests
+    assert (request.method, request.target) == ("PUT", "/bucket/run/copy")
+    expected = {
+        "x-amz-copy-source": "other/run/a%20b",
+        "x-amz-copy-source-if-match": '"etag"',
+        "x-amz-metadata-directive": "REPLACE",
+        "x-amz-tagging-directive": "REPLACE",
+        "x-amz-checksum-algorithm": "CRC32C",
+        "x-amz-storage-class": "GLACIER_IR",
+        "x-amz-request-payer": "requester",
+        "If-None-Match": "*",
+    }
+    assert {name: request.headers[name] for name in expected} == expected
+    assert "x-amz-copy-source" in request.headers["Authorization"]  # it is signed
+
+
+def test_s3_copies_a_range_and_tells_its_checksum(server, open_s3):
+    store = open_s3()
+    crc = to_base64(CRC32C.of(b"x"))
+    server.answer(body=result("CopyPartResult", ETag='"part"', ChecksumCRC32C=crc))
+    part = store.copy_part(store, FOUND, UPLOAD, 3, 10, 60)
+    assert (part.number, part.size, part.tag, part.checksum) == (3, 50, '"part"', CRC32C.of(b"x"))
+    [request] = server.requests
+    assert request.headers["x-amz-copy-source-range"] == "bytes=10-59"
+    assert parse_qs(urlsplit(request.target).query) == {
+        "partNumber": ["3"],
+        "uploadId": [UPLOAD.id],
+    }
+
+
+def test_a_copy_of_a_whole_as_a_part_has_no_range_which_s3_refuses_for_small_objects(
+    server, open_s3
+):
+    store = open_s3()
+    server.answer(body=result("CopyPartResult", ETag='"part"'))
+    assert store.copy_part(store, FOUND, UPLOAD, 1, 0, FOUND.size).checksum is None
+    assert server.requests[0].headers["x-amz-copy-source-range"] is None
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "certain"),
+    [
+        ("SlowDown", ThrottledError, False),
+        ("InternalError", ServerError, False),
+        ("PreconditionFailed", PreconditionFailedError, True),
+    ],
+)
+@pytest.mark.parametrize("verb", ["copy", "copy_part"])
+def test_an_error_in_the_body_of_a_success_is_raised(server, open_s3, verb, code, error, certain):
+    store = open_s3()
+    server.respond(lambda request: server.Answer(body=b"  " + result("Error", Code=code)))
+    with pytest.raises(error, match="run/a b") as caught:
+        VERBS[verb](store)
+    assert caught.value.certain is certain
+    assert caught.value.uri == "s3://bucket/run/copy"
+
+
+@pytest.mark.parametrize("body", [b"<html>a proxy's page", b"CopyObjectResult", b"\x00"])
+def test_an_answer_that_is_none_leaves_open_whether_s3_has_copied(server, open_s3, body):
+    server.answer(body=body)
+    with pytest.raises(ServerError) as caught:
+        open_s3().copy(open_s3(), FOUND, "run/copy")
+    assert not caught.value.certain
+
+
+def test_a_checksum_that_is_made_of_those_of_parts_is_not_taken_for_the_copys(server, open_s3):
+    crc = to_base64(CRC32C.of(b"x"))
+    for told in (
+        {"ChecksumCRC32C": f"{crc}-2"},
+        {"ChecksumCRC32C": crc, "ChecksumType": "COMPOSITE"},
+    ):
+        server.answer(body=result("CopyObjectResult", ETag='"new"', **told))
+        assert open_s3().copy(open_s3(), FOUND, "run/copy").checksum is None
+
+
+def test_s3_copies_only_between_buckets_that_one_request_may_be_about(open_s3, open_azure):
+    store = open_s3()
+    assert store.copies_from(open_s3("other"))
+    assert not store.copies_from(open_s3(anonymous=True))
+    assert not store.copies_from(open_s3(endpoint_url="http://elsewhere:9000"))
+    assert not store.copies_from(open_azure())
+    amazon = {"endpoint_url": None}
+    assert open_s3(region="eu-west-1", **amazon).copies_from(
+        open_s3("b", region="us-west-2", **amazon)
+    )
+    assert not open_s3(region="cn-north-1", **amazon).copies_from(open_s3("b", **amazon))
+
+
+# Azure
+
+
+def test_azure_copies_at_once_by_a_permission_to_read_this_blob(server, open_azure):
+    store, source = open_azure(access_tier="Cool", tags={"team": "nlp"}), open_azure("other")
+    crc64 = base64.b64encode(CRC64NVME.pack([CRC64NVME.of(b"x")])).decode()
+    told = {"ETag": '"new"', "x-ms-copy-status": "success", "x-ms-content-crc64": crc64}
+    server.answer(status=202, headers=told)
+    info = store.copy(source, FOUND, "run/copy", if_absent=True)
+    assert (info, info.checksum) == (ObjectInfo("run/copy", 100, '"new"'), CRC64NVME.of(b"x"))
+    [request] = server.requests
+    assert (request.method, request.target) == ("PUT", "/account/container/run/copy")
+    url = urlsplit(request.headers["x-ms-copy-source"])
+    assert url.path == "/account/other/run/a%20b"
+    sas = parse_qs(url.query)
+    assert (sas["sp"], sas["sr"]) == (["r"], ["b"])
+    expected = {
+        "x-ms-requires-sync": "True",
+        "x-ms-source-if-match": '"etag"',
+        "If-None-Match": "*",
+        "x-ms-access-tier": "Cool",
+        "x-ms-tags": "team=nlp",
+    }
+    assert {name: request.headers[name] for name in expected} == expected
+
+
+def test_azure_copies_a_range_as_a_block_of_the_upload(server, open_azure):
+    store = open_azure(encryption_scope="scope")
+    crc64 = base64.b64encode(CRC64NVME.pack([CRC64NVME.of(b"x")])).decode()
+    server.answer(status=201, headers={"x-ms-content-crc64": crc64})
+    part = store.copy_part(store, FOUND, UPLOAD, 3, 10, 60)
+    block = base64.b64encode(b"0123456789abcdef00003").decode()
+    assert (part.number, part.size, part.tag) == (3, 50, block)
+    assert part.checksum == CRC64NVME.of(b"x")
+    [request] = server.requests
+    assert parse_qs(urlsplit(request.target).query) == {"comp": ["block"], "blockid": [block]}
+    expected = {
+        "x-ms-source-range": "bytes=10-59",
+        "x-ms-source-if-match": '"etag"',
+        "x-ms-encryption-scope": "scope",
+    }
+    assert {name: request.headers[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("verb", ["copy", "copy_part"])
+def test_no_signature_is_shown_when_azure_refuses(server, open_azure, verb):
+    store = open_azure()
+    server.answer(status=412, headers={"x-ms-error-code": "SourceConditionNotMet"})
+    with pytest.raises(PreconditionFailedError, match="run/a b") as caught:
+        VERBS[verb](store)
+    signature = re.search(r"sig=([^&]+)", server.requests[0].headers["x-ms-copy-source"])[1]
+    shown, error = "", caught.value
+    while error is not None:
+        shown, error = f"{shown} {error!r} {error}", error.__cause__ or error.__context__
+    assert signature not in shown
+
+
+def test_a_copy_that_azure_puts_off_is_an_error(server, open_azure):
+    server.answer(status=202, headers={"ETag": '"new"', "x-ms-copy-status": "pending"})
+    with pytest.raises(ServerError, match="pending"):
+        open_azure().copy(open_azure(), FOUND, "run/copy")
+
+
+def test_azure_copies_within_a_cloud(open_azure, monkeypatch):
+    assert open_azure().copies_from(open_azure("other"))
+    assert not open_azure().copies_from(open_azure(endpoint_url="http://elsewhere/account"))
+    there = "https://account.blob.core.{}".format
+    public = open_azure(endpoint_url=there("windows.net"))
+    assert public.copies_from(open_azure(endpoint_url=there("windows.net").replace("acc", "abb")))
+    assert not public.copies_from(open_azure(endpoint_url=there("chinacloudapi.cn")))
+
+
+# Google
+
+
+@pytest.fixture
+def google():
+    with GcsStub("bucket", "other") as stub:
+        yield stub
+
+
+@pytest.fixture
+def open_gcs(google, opened):
+    def open_one(bucket="bucket", **options):
+        return opened(GCSStore, bucket, Config(gcs=GCSOptions(endpoint_url=google.url, **options)))
+
+    return open_one
+
+
+def test_google_copies_with_what_new_objects_get(google, open_gcs):
+    google.state.billable = "payer"
+    options = {
+        "kms_key_name": "projects/p/locations/l/keyRings/r/cryptoKeys/k",
+        "storage_class": "NEARLINE",
+        "custom_time": "2026-01-02T03:04:05Z",
+        "metadata": {"team": "nlp"},
+        "user_project": "payer",
+    }
+    source = open_gcs("other", user_project="payer")
+    found = put(source, "source", b"data")
+    info = open_gcs(**options).copy(source, found, "run/copy")
+    made = google.state.find("bucket", "run/copy")
+    attributes = made.attributes
+    assert made.data == b"data"
+    assert info.version == str(made.generation)
+    assert info.checksum == CRC32C.of(b"data")
+    assert attributes.storage_class == "NEARLINE"
+    assert attributes.custom_time.startswith("2026-01-02T03:04:05")
+    assert attributes.kms_key == options["kms_key_name"]
+    assert attributes.metadata == {"team": "nlp"}
+    assert attributes.cache_control == "no-store"
+
+
+def calls_of_rewrite(google):
+    return [r for r in google.state.requests if "/rewriteTo/" in r.path]
+
+
+def test_a_copy_that_takes_several_calls_goes_on_until_it_is_done(google, open_gcs):
+    store, data = open_gcs(), some_bytes(1000)
+    google.state.rewritten = 300
+    found = put(store, "source", data)
+    assert store.copy(store, found, "copy").size == 1000
+    assert google.state.find("bucket", "copy").data == data
+    assert len(calls_of_rewrite(google)) == 4
+
+
+def test_a_copy_that_is_tried_again_goes_on_where_it_was(google, open_gcs):
+    store, data = open_gcs(), some_bytes(1000)
+    google.state.rewritten = 300
+    found = put(store, "source", data)
+    google.state.inject(lambda r: r.query.get("rewriteToken") == "600", None)
+    with pytest.raises(ConnectionLostError):
+        store.copy(store, found, "copy")
+    assert store.copy(store, found, "copy").checksum == CRC32C.of(data)
+    tokens = [r.query.get("rewriteToken") for r in calls_of_rewrite(google)]
+    assert tokens == [None, "300", "600", "600", "900"]
+
+
+def test_a_bucket_that_is_not_there_is_told(google, open_gcs):
+    store = open_gcs()
+    found = put(store, "source", b"data")
+    with pytest.raises(BucketNotFoundError):
+        open_gcs("missing").copy(store, found, "copy")

@@ -1,0 +1,130 @@
+"""Objects that a store copies by itself arrive whole, in one request or in parts."""
+
+import dataclasses
+import random
+import uuid
+
+import pytest
+
+from cloudckpt.checksum import CRC32C
+from cloudckpt.config import MIB, RetryPolicy
+from cloudckpt.errors import (
+    AccessDeniedError,
+    ConnectionLostError,
+    PreconditionFailedError,
+    ThrottledError,
+)
+from cloudckpt.stores.base import Capabilities
+from cloudckpt.stores.local import LocalStore
+from cloudckpt.stores.memory import MemoryStore
+from cloudckpt.testing.contract.data import put
+from cloudckpt.testing.faulty import FaultyStore
+from cloudckpt.transfer.copying import ObjectCopy, copies_within, copy_part_size
+from cloudckpt.transfer.group import TaskGroup
+from cloudckpt.transfer.retry import Retrier
+from cloudckpt.transfer.stats import TransferStats
+
+PART = 1000
+AT_ONCE = RetryPolicy(attempts=6, base=0.0, cap=0.0)
+DATA = random.Random(7).randbytes(3 * PART + 17)
+
+
+@pytest.fixture
+def source():
+    return MemoryStore(uuid.uuid4().hex)
+
+
+@pytest.fixture
+def target():
+    return FaultyStore(MemoryStore(uuid.uuid4().hex))
+
+
+def copy(source, found, target, *, part_size=PART, create_only=False):
+    group = TaskGroup(4)
+    retrier = Retrier(AT_ONCE, group.cancellation)
+    stats = TransferStats()
+    made = ObjectCopy(target, "copy", part_size, group, retrier, stats, create_only=create_only)
+    try:
+        group.run(lambda: made.start(source, found))
+    except BaseException:
+        made.abandon()
+        raise
+    assert stats.snapshot().bytes == found.size
+    return made.info
+
+
+def left(target):
+    return [*target.inner.list(""), *target.inner.list_uploads("")]
+
+
+@pytest.mark.parametrize("size", [0, PART, PART + 1, len(DATA)])
+def test_a_copy_is_made_in_parts_where_it_takes_several(source, target, size):
+    found = put(source, "object", DATA[:size])
+    info = copy(source, found, target)
+    assert bytes(target.get("copy")[0]) == DATA[:size]
+    assert (info.size, info.checksum) == (size, CRC32C.of(DATA[:size]))
+    assert target.calls["copy_part"] == (0 if size <= PART else -(-size // PART))
+    assert [info.key for info in left(target)] == ["copy"]
+
+
+def test_a_store_that_copies_no_parts_copies_the_whole(source, target):
+    target.capabilities = dataclasses.replace(target.capabilities, copies_parts=False)
+    copy(source, put(source, "object", DATA), target)
+    assert (target.calls["copy"], target.calls["create_upload"]) == (1, 0)
+
+
+@pytest.mark.parametrize("verb", ["copy", "copy_part", "create_upload", "complete_upload"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_fails_for_a_moment_is_tried_again(source, target, verb, when):
+    target.fail(verb, ThrottledError, calls=[1])
+    target.fail(verb, ConnectionLostError, calls=[2], when=when)
+    found = put(source, "object", DATA)
+    known = dataclasses.replace(found, checksum=CRC32C.of(DATA))
+    part_size = len(DATA) if verb == "copy" else PART
+    copy(source, known, target, part_size=part_size, create_only=True)
+    assert target.failed[verb] == 2
+    assert bytes(target.get("copy")[0]) == DATA
+    assert [info.key for info in left(target)] == ["copy"]
+
+
+def test_a_copy_that_fails_leaves_nothing(source, target):
+    target.fail("copy_part", AccessDeniedError, calls=[3])
+    with pytest.raises(AccessDeniedError):
+        copy(source, put(source, "object", DATA), target)
+    assert left(target) == []
+
+
+def test_a_source_that_is_replaced_amid_the_copy_fails_it(source, target):
+    found = put(source, "object", DATA)
+
+    def replace(message):
+        put(source, "object", DATA[::-1])
+        return ThrottledError(message)
+
+    target.fail("copy_part", replace, calls=[2])
+    with pytest.raises(PreconditionFailedError):
+        copy(source, found, target)
+    assert left(target) == []
+
+
+def test_only_stores_of_a_kind_copy_within_and_only_what_their_limits_allow(source, target):
+    assert copies_within(source, target, 1 << 50)  # in parts
+    assert not copies_within(LocalStore(), target, 1)
+    limits = dataclasses.replace(target.capabilities, copies_parts=False, max_copy_size=10)
+    target.capabilities = limits
+    assert copies_within(source, target, 10)
+    assert not copies_within(source, target, 11)
+
+
+@pytest.mark.parametrize("size", [1, 300 * MIB, 5 << 30, 5 << 40])
+def test_parts_of_a_copy_fit_the_limits(size):
+    limits = Capabilities(
+        conditional_writes=True,
+        min_part_size=5 * MIB,
+        max_part_size=5 << 30,
+        max_parts=10_000,
+        max_put_size=5 << 30,
+    )
+    part = copy_part_size(size, limits)
+    assert limits.min_part_size <= part <= limits.max_part_size
+    assert -(-size // part) <= limits.max_parts
