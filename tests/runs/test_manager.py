@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -498,19 +500,20 @@ def test_a_failure_in_the_block_of_a_manager_is_what_is_raised(run) -> None:
 def test_a_forked_process_is_refused_and_ends_by_its_signal(run) -> None:
     with managed(run, preemption=Preemption()) as manager:
         manager.save(1, state(1))
-        child = os.fork()
-        if child == 0:
-            told = 1
-            try:
+        ready, told = os.pipe()
+        if (child := os.fork()) == 0:
+            with contextlib.suppress(ClosedError):
                 manager.save(2, state(2))
-            except ClosedError:
-                manager.close()
-                told = 0
-            if told == 0:
-                signal.pause()
-            os._exit(told)
+                os._exit(1)
+            manager.close()
+            os.write(told, b"!")
+            time.sleep(60)  # the signal ends it
+            os._exit(2)
+        assert os.read(ready, 1) == b"!"
         os.kill(child, signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        os.close(ready)
+        os.close(told)
         assert not manager.reached_preemption(2)
         manager.wait_until_finished()
         assert manager.all_steps() == [1]
