@@ -14,6 +14,7 @@ from typing import Any
 
 from cloudckpt.checkpoint.metadata import MOST_NOTES, TAIL, notes_at_end
 from cloudckpt.checkpoint.objects import METADATA
+from cloudckpt.checkpoint.timing import SaveTiming
 from cloudckpt.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -24,7 +25,7 @@ from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.uri import CheckpointURI
 
-__all__ = ["Notes", "metrics_of", "read_notes", "stored_notes"]
+__all__ = ["Notes", "metrics_of", "read_notes", "stored_notes", "with_timing"]
 
 _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # which JSON has no numbers for
 
@@ -37,14 +38,16 @@ class Notes:
         step: The step of the training.
         metrics: Numbers by which checkpoints are compared.
         user: Whatever else JSON can hold.
+        save: What the save took; noted by the save itself, if there is room for it.
     """
 
     step: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     user: Mapping[str, Any] = field(default_factory=dict)
+    save: SaveTiming | None = field(default=None, compare=False)
 
     def to_json(self) -> bytes:
-        """The bytes that are stored; none if nothing is noted.
+        """The bytes that are stored, without what the save took; none if nothing is noted.
 
         Raises:
             ConfigError: If JSON has no such values, or they are too many.
@@ -87,11 +90,20 @@ class Notes:
             metrics = {name: _number(value) for name, value in found.get("metrics", {}).items()}
             if not isinstance(user, dict) or not (step is None or type(step) is int):
                 raise ValueError("no notes")
+            save = SaveTiming.from_json(found["save"]) if "save" in found else None
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as exc:
             raise CheckpointCorruptError(
                 "the notes of the checkpoint make no sense", uri=uri, cause=exc
             ) from exc
-        return cls(step=step, metrics=metrics, user=user)
+        return cls(step=step, metrics=metrics, user=user, save=save)
+
+
+def with_timing(noted: bytes, timing: SaveTiming) -> bytes:
+    """Notes as they are stored, with what the save took, as far as there is room for it."""
+    key = b'"save":'
+    head = noted[:-1] + b"," + key if noted else b"{" + key
+    taken = timing.to_json(MOST_NOTES - len(head) - 1)
+    return head + taken + b"}" if taken else noted
 
 
 def metrics_of(given: Mapping[str, Any] | None) -> dict[str, float]:

@@ -15,14 +15,15 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from cloudckpt.checkpoint.manifest import ItemRecord
 from cloudckpt.checkpoint.structure import Structure
+from cloudckpt.checkpoint.timing import RankTiming
 from cloudckpt.errors import CheckpointReplacedError, DifferentCheckpointsError
 
 __all__ = [
     "LoadedSave",
     "check_sources",
-    "collect_structure",
+    "collect_told",
     "collect_written",
-    "structure_result",
+    "told",
 ]
 
 
@@ -62,25 +63,29 @@ def collect_written(
     return written
 
 
-def structure_result(structure: Structure, uri: str) -> WriteResult:
-    """What tells the rank that commits how this rank's values were nested."""
-    return WriteResult(MetadataIndex(""), 0, (uri, structure))
+def told(what: Structure | RankTiming, uri: str) -> WriteResult:
+    """What tells the rank that commits how this rank's values were nested, or what they took."""
+    return WriteResult(MetadataIndex(""), 0, (uri, what))
 
 
-def collect_structure(
+def collect_told(
     results: Sequence[Iterable[WriteResult]], uri: str
-) -> tuple[Structure, list[list[WriteResult]]]:
-    """What the ranks say of how their values were nested, and their other results."""
-    found: list[Structure] = []
+) -> tuple[Structure, list[RankTiming], list[list[WriteResult]]]:
+    """How the ranks say that their values were nested, what they took, and their other results."""
+    structures: list[Structure] = []
+    timings: list[RankTiming] = []
     others: list[list[WriteResult]] = []
     for of_rank in results:
         others.append([])
         for result in of_rank:
-            if isinstance(result.storage_data[1], Structure):
-                found.append(result.storage_data[1])
-            else:
-                others[-1].append(result)
-    return Structure.merged(found, uri), others
+            match result.storage_data[1]:
+                case Structure() as structure:
+                    structures.append(structure)
+                case RankTiming() as timing:
+                    timings.append(timing)
+                case _:
+                    others[-1].append(result)
+    return Structure.merged(structures, uri), timings, others
 
 
 def check_sources(plans: Sequence[LoadPlan]) -> None:

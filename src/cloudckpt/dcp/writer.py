@@ -16,14 +16,15 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from cloudckpt.checkpoint.commit import Baseline, begin, publish
-from cloudckpt.checkpoint.notes import Notes
+from cloudckpt.checkpoint.notes import Notes, with_timing
 from cloudckpt.checkpoint.objects import METADATA, data_name, metadata_name
 from cloudckpt.checkpoint.structure import Structure
+from cloudckpt.checkpoint.timing import RankTiming, SaveTiming
 from cloudckpt.checkpoint.torch_private import state_dict_being_planned, traverse_state_dict
 from cloudckpt.config import Config
 from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.dcp.planners import CloudSavePlanner
-from cloudckpt.dcp.same_checkpoint import collect_structure, collect_written, structure_result
+from cloudckpt.dcp.same_checkpoint import collect_told, collect_written, told
 from cloudckpt.dcp.saving import expected_size, send
 from cloudckpt.errors import (
     CheckpointExistsError,
@@ -188,7 +189,7 @@ class CloudStorageWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Sends this rank's items; returns when the store has all of them."""
-        self._tell_plan()
+        sending = self._tell_plan()
         stats = TransferStats(str(self.uri), self._rank, expected_size(plan.items))
         with portable_errors(str(self.uri)), Span("upload", str(self.uri), self._rank) as span:
             try:
@@ -197,7 +198,15 @@ class CloudStorageWriter(StorageWriter):
                 self.transferred = stats.snapshot()
             span.bytes = self.transferred.bytes
         if self._structure:
-            results.append(structure_result(self._structure, str(self.uri)))
+            results.append(told(self._structure, str(self.uri)))
+        timing = RankTiming(
+            rank=self._rank,
+            began=self._began,
+            sending=sending,
+            sent=time.time(),
+            nbytes=self.transferred.bytes,
+        )
+        results.append(told(timing, str(self.uri)))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -213,7 +222,7 @@ class CloudStorageWriter(StorageWriter):
         """
         if self._baseline is None:
             raise IncompleteSaveError("the save was not planned", uri=str(self.uri))
-        structure, results = collect_structure(results, str(self.uri))
+        structure, timings, results = collect_told(results, str(self.uri))
         with portable_errors(str(self.uri)):
             written = collect_written(results, str(self.uri))
         if self.commit_hook is not None:
@@ -232,7 +241,7 @@ class CloudStorageWriter(StorageWriter):
                     written=written,
                     own=self._written,
                     structure=structure,
-                    notes=self._noted,
+                    notes=with_timing(self._noted, SaveTiming.of(timings, time.time())),
                 )
             except CommitUnknownError:
                 raise
@@ -267,14 +276,20 @@ class CloudStorageWriter(StorageWriter):
                 return Structure()
         return structure
 
-    def _tell_plan(self) -> None:
-        """Planning is torch's; what can be seen of it is the time until it asks for the data."""
-        seconds = time.time() - self._began
+    def _tell_plan(self) -> float:
+        """Planning is torch's; what can be seen of it is the time until it asks for the data.
+
+        Returns:
+            The time now.
+        """
+        now = time.time()
+        seconds = now - self._began
         emit(
             Event(
                 phase="plan", uri=str(self.uri), rank=self._rank, began=self._began, seconds=seconds
             )
         )
+        return now
 
     def discard(self) -> None:
         """Deletes what this rank has written in an attempt that was certainly not committed."""
