@@ -80,7 +80,13 @@ class _Download:
         )
         self._retrier = Retrier(config.retry, self._group.cancellation, on_retry=stats.add_retry)
         self._scratch = ScratchPool(config.memory_budget, self._group.cancellation)
-        self._receiver = Receiver(store, self._retrier, self._progress)
+        cancellation = self._group.cancellation
+
+        def progress(count: int) -> None:  # no method: a cycle would keep the tensors alive
+            cancellation.check()
+            stats.add_bytes(count)
+
+        self._receiver = Receiver(store, self._retrier, progress)
 
     def run(self) -> None:
         with paused_gc():
@@ -168,10 +174,6 @@ class _Download:
             source.key, request[0].start, views, size=source.object_size, item=source.item
         )
         self._stats.add_requests(1)
-
-    def _progress(self, count: int) -> None:
-        self._group.cancellation.check()
-        self._stats.add_bytes(count)
 
     def _bad(self, landing: Landing) -> list[Bad]:
         if not self._config.verify:
