@@ -17,7 +17,20 @@ def test_verify_tells_whole_ones_and_damaged_ones_apart(cli, capsys, run):
     content[2000] ^= 1
     data.write_bytes(content)
     assert cli("verify", str(run / "step-5"), "--quiet") == 4
-    assert "do not match their checksum" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert "do not match their checksum" in err
+    item, uri, start, stop, what = out.rstrip("\n").split("\t")
+    assert (item, uri, what) == ("w", data.as_uri(), "does not match its checksum")
+    assert int(start) <= 2000 < int(stop)
+    assert cli("verify", str(run / "step-5"), "--json") == 4
+    [damage] = json.loads(capsys.readouterr().out)["damages"]
+    assert damage == {
+        "item": item,
+        "object": uri,
+        "start": int(start),
+        "stop": int(stop),
+        "what": what,
+    }
     assert cli("verify", str(run / "step-2")) == 3
 
 
@@ -71,7 +84,9 @@ def test_ranks_of_torchrun_divide_a_copy_and_the_first_one_speaks(cli, run, tmp_
     done = torchrun("cp", str(run), str(tmp_path / "copy"), "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["checkpoints"] == 5
-    assert cloudckpt.verify(tmp_path / "copy" / "step-9").items == 8
+    found = torchrun("verify", str(tmp_path / "copy" / "step-9"))
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.count("all of it is as it was written (8 items") == 1
     again = torchrun("cp", str(run / "step-9"), str(tmp_path / "copy" / "step-9"))
     assert again.returncode == 1
     assert again.stderr.count("cloudckpt: there is a checkpoint already") == 1

@@ -3,26 +3,88 @@
 # no `from __future__ import annotations`: typer reads the annotations of functions
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Annotated, Optional
 
 import typer
 from rich.filesize import decimal as as_size
 
-from cloudckpt.cli.app import Checkpoint, Json, Quiet, app, print_json, progress_bar, safe
+from cloudckpt.cli.app import (
+    Checkpoint,
+    Json,
+    Quiet,
+    app,
+    print_json,
+    print_rows,
+    progress_bar,
+    safe,
+)
 from cloudckpt.cli.ranks import together
+from cloudckpt.errors import CheckpointCorruptError, Damage
 from cloudckpt.runs import copying, verifying
 
 
 @app.command(rich_help_panel="Checkpoints")
-def verify(checkpoint: Checkpoint, as_json: Json = False, quiet: Quiet = False) -> None:
-    """Read all of a checkpoint and compare each block with its checksum."""
-    with progress_bar("verifying", shown=not (quiet or as_json)) as progress:
-        found = verifying.verify(checkpoint, progress=progress)
+def verify(
+    checkpoint: Checkpoint,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume/--no-resume",
+            help="Go on where the same command was interrupted within the last day.",
+        ),
+    ] = True,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Read all of a checkpoint and compare each block with its checksum.
+
+    All that is damaged is listed: item, object, first byte and the one behind the last, and what is
+    wrong. Started by torchrun, the ranks divide the work.
+    """
+    with together() as ranks:
+        shown = ranks.speaks and not (quiet or as_json)
+        try:
+            with progress_bar("verifying", shown=shown) as progress:
+                found = verifying.verify(
+                    checkpoint, resume=resume, process_group=ranks.group, progress=progress
+                )
+        except CheckpointCorruptError as error:
+            if ranks.speaks:
+                _print_damages(checkpoint, error.damages, as_json)
+            raise
+        if not ranks.speaks:
+            return
+        if as_json:
+            print_json({**dataclasses.asdict(found), "damages": []})
+            return
+        what = (
+            "as it was written" if found.has_checksums else "there; it has no checksums to compare"
+        )
+        resumed = f", {as_size(found.resumed)} of it before" if found.resumed else ""
+        print(
+            f"{safe(checkpoint)}: all of it is {what} ({found.items} items, "
+            f"{as_size(found.nbytes)}{resumed})"
+        )
+
+
+def _print_damages(checkpoint: str, damages: Sequence[Damage], as_json: bool) -> None:
     if as_json:
-        print_json(dataclasses.asdict(found))
+        document = [dataclasses.asdict(damage) for damage in damages]
+        print_json({"checkpoint": checkpoint, "damages": document})
         return
-    what = "as it was written" if found.has_checksums else "there; it has no checksums to compare"
-    print(f"{safe(checkpoint)}: all of it is {what} ({found.items} items, {as_size(found.nbytes)})")
+    rows = [
+        [
+            damage.item,
+            damage.object,
+            "" if damage.start is None else str(damage.start),
+            "" if damage.stop is None else str(damage.stop),
+            damage.what,
+        ]
+        for damage in damages
+    ]
+    if rows:
+        print_rows(["item", "object", "from", "to", "what"], rows, right={2, 3})
 
 
 @app.command(rich_help_panel="Checkpoints")

@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -145,6 +145,16 @@ class Meeting:
         group = process_group if process_group is not None else dist.group.WORLD
         return cls(group if dist.get_world_size(process_group) > 1 else None)
 
+    @property
+    def rank(self) -> int:
+        """This rank in the group."""
+        return 0 if self.group is None else dist.get_rank(self.group)
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
     def hold(self, stance: Stance, *, has_begun: bool = False) -> Verdict:
         """Exchanges what the ranks have to say; a collective call.
 
@@ -213,6 +223,19 @@ class Meeting:
             device = torch.device(device_for_collectives(self.group))
             dist.broadcast_object_list(made, group=self.group, group_src=0, device=device)
         return cast(T, made[0])
+
+    def gathered(self, value: T) -> list[T]:
+        """What all ranks give, in the order of ranks; a collective call.
+
+        Raises:
+            ProcessGroupError: If the ranks lost each other.
+        """
+        if self.group is None:
+            return [value]
+        found: list[Any] = [None] * self.size
+        with self._exchange(None, has_begun=True):
+            dist.all_gather_object(found, value, group=self.group)
+        return found
 
     @contextlib.contextmanager
     def _exchange(self, failure: BaseException | None, has_begun: bool) -> Iterator[None]:

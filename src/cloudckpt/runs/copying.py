@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
@@ -52,6 +53,7 @@ from cloudckpt.stores.base import ObjectInfo, ObjectStore, random_suffix
 from cloudckpt.stores.listings import forget_listings
 from cloudckpt.stores.registry import checkpoint_location
 from cloudckpt.transfer.deleting import delete_quietly
+from cloudckpt.transfer.landing import Sink, Wanted
 from cloudckpt.transfer.relay import MismatchError, Passage, relay
 from cloudckpt.transfer.retry import Retrier, begun_anew, check_unchanged, open_store
 from cloudckpt.transfer.stats import TransferStats
@@ -136,7 +138,7 @@ def copy(
     meeting = Meeting(process_group)
     origin, goal = meeting.begin(
         lambda: (
-            _Place(CheckpointURI.parse(source), config),
+            _Place(CheckpointURI.parse(source), replace(config, verify=True)),
             _Place(checkpoint_location(target), target_config or config),
         ),
         lambda ends: Stance(
@@ -148,7 +150,7 @@ def copy(
     if pairs is None:
         one = _Copy(origin, goal, meeting, overwrite, done)
         return begun_anew(one.run)
-    done.total = sum(pair.nbytes for pair in pairs) // _place_in(meeting)[1]
+    done.total = sum(pair.nbytes for pair in pairs) // meeting.size
     copied, damaged = Copied(), []
     for pair in pairs:
         one = _Copy(
@@ -220,12 +222,6 @@ def _of_a_run(damaged: list[CheckpointCorruptError], copied: Copied) -> Checkpoi
     return error
 
 
-def _place_in(meeting: Meeting) -> tuple[int, int]:
-    """This rank, and how many there are."""
-    group = meeting.group
-    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-
-
 class _Progress:
     """Adds up what threads have copied.
 
@@ -262,6 +258,13 @@ class _Plan:
     is_there: bool = False
 
 
+class _Nothing(Sink):
+    """Takes bytes that are only looked at."""
+
+    def deliver(self, start: int, data: torch.Tensor) -> None:
+        pass
+
+
 class _Copy:
     """One checkpoint on its way; all ranks make the same calls."""
 
@@ -278,7 +281,7 @@ class _Copy:
         self._source = source
         self._target = target
         self._meeting = meeting
-        self._rank, self._world = _place_in(meeting)
+        self._rank, self._world = meeting.rank, meeting.size
         self._overwrite = overwrite
         self._progress = progress
         self._is_of_a_run = is_of_a_run
@@ -425,13 +428,13 @@ class _Copy:
     def _look_for_damages(self, error: MismatchError) -> None:
         """Finds out which blocks of an object are damaged, if they are."""
         source = self._source
-        inside = [
-            stored
+        wanted = [
+            Wanted(stored, 0, stored.nbytes, _Nothing(None), True)
             for part in parts(source.uri, source.config)
             for stored in part.sources()
             if source.store.uri(stored.key) == error.uri
         ]
-        if found := find_damages(source.store, source.uri, inside, source.config):
+        if found := find_damages(source.store, source.uri, wanted, source.config):
             raise one_error(found) from error
 
     def _commit(self, share: Sequence[Passage]) -> None:

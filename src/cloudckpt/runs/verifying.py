@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+import torch.distributed as dist
 
-from cloudckpt.config import Config
+from cloudckpt.config import MIB, Config
+from cloudckpt.dcp.meeting import Meeting, Stance
 from cloudckpt.errors import CheckpointCorruptError, Damage
 from cloudckpt.runs.contents import parts
-from cloudckpt.stores.base import RangeReader
+from cloudckpt.runs.resuming import Unfinished
+from cloudckpt.stores.base import ObjectInfo, RangeReader
 from cloudckpt.transfer.download import download
 from cloudckpt.transfer.landing import Sink, StoredBytes, Wanted
-from cloudckpt.transfer.retry import open_store
+from cloudckpt.transfer.retry import begun_anew, check_unchanged, open_store
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["Verified", "find_damages", "one_error", "verify"]
+
+_BETWEEN_NOTES = 5.0  # seconds of work that an interruption may cost
+_LOTS_EACH = 16  # of a rank, so that all end at about the same time
+_SMALLEST_LOT, _LARGEST_LOT = 16 * MIB, 1024 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,76 +41,230 @@ class Verified:
         nbytes: Their bytes.
         has_checksums: Whether each block was compared with its checksum; else it is only known that
             all bytes are there.
+        resumed: Bytes that were read by an earlier verification, which was interrupted.
     """
 
     items: int
     nbytes: int
     has_checksums: bool
+    resumed: int = 0
 
 
 def verify(
     checkpoint_id: URILike,
     *,
     config: Config | None = None,
+    resume: bool = False,
+    process_group: dist.ProcessGroup | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Verified:
     """Reads all of a committed checkpoint, and compares each block with its checksum.
 
     The bytes pass through memory of at most ``memory_budget``. Of a checkpoint of torch's own
-    writers, which has no checksums, it is seen that all bytes are there.
+    writers, which has no checksums, it is seen that all bytes are there. All that is damaged is
+    told, and not only the first of it.
 
     Args:
         checkpoint_id: ``s3://bucket/path`` or another location.
         config: Options.
-        progress: Called with the bytes that were read and those that there are, by any thread.
+        resume: Whether to go on where the same verification was interrupted within the last day,
+            also by an error or a kill. How far it is stands in a small file in the user's cache
+            folder (``$XDG_CACHE_HOME/cloudckpt``), which is deleted when all was read.
+        process_group: Ranks that divide the bytes among each other, if all of them call this. To
+            resume, there must be as many, and each on the same machine as before.
+        progress: Called with the bytes that this rank has read and those that it is to read, by
+            any thread.
 
     Raises:
         CheckpointNotFoundError: If there is no committed checkpoint.
         CheckpointCorruptError: If anything of it is missing, or not as it was written; its
             ``damages`` are all that were found.
+        CheckpointReplacedError: If it was replaced meanwhile, again and again.
         StoreError: If the store refuses or stays unreachable.
     """
-    uri = CheckpointURI.parse(checkpoint_id)
+    meeting = Meeting(process_group)
+    uri = meeting.begin(
+        lambda: CheckpointURI.parse(checkpoint_id), lambda uri: Stance(location=str(uri))
+    )
     config = config if config is not None else Config()
-    sources: list[StoredBytes] = []
-    has_checksums = True
-    for part in parts(uri, config):
-        has_checksums = has_checksums and part.has_checksums
-        sources += part.sources()
-    total, lock, done = sum(source.nbytes for source in sources), threading.Lock(), 0
+    config = dataclasses.replace(config, verify=True)
+    return begun_anew(partial(_verify, uri, config, resume, meeting, progress))
 
-    def seen(count: int) -> None:
-        nonlocal done
-        with lock:
-            done += count
-        progress(done, total)
 
-    found = find_damages(open_store(uri, config), uri, sources, config, seen)
-    if found:
-        raise one_error(found) from found[0].__cause__
-    return Verified(items=len(sources), nbytes=total, has_checksums=has_checksums)
+@dataclass(frozen=True)
+class _Content:
+    """What there is to read.
+
+    Attributes:
+        sources: The items, in the order of the objects' bytes.
+        commits: The commit objects that were read.
+        has_checksums: Whether they all have checksums.
+    """
+
+    sources: Sequence[StoredBytes]
+    commits: Sequence[ObjectInfo]
+    has_checksums: bool
+
+    @classmethod
+    def of(cls, uri: CheckpointURI, config: Config) -> _Content:
+        found = list(parts(uri, config))
+        sources = [source for part in found for source in part.sources()]
+        sources.sort(key=lambda source: (source.key, source.offset))
+        commits = [part.commit for part in found]
+        return cls(sources, commits, all(part.has_checksums for part in found))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(source.nbytes for source in self.sources)
+
+
+def _verify(
+    uri: CheckpointURI,
+    config: Config,
+    resume: bool,
+    meeting: Meeting,
+    progress: Callable[[int, int], None],
+) -> Verified:
+    content = meeting.told_by_first(lambda: _Content.of(uri, config))
+    rank, ranks = meeting.rank, meeting.size
+    size = min(max(content.nbytes // (_LOTS_EACH * ranks), _SMALLEST_LOT), _LARGEST_LOT)
+    lots = [_Lot(ranges) for ranges in cut(content.sources, size)][rank::ranks]
+    versions = [commit.version for commit in content.commits]
+    unfinished = Unfinished("verify", str(uri), versions, size, rank, ranks) if resume else None
+    found: list[CheckpointCorruptError] = []
+
+    def read() -> int:
+        with _Journal(lots, unfinished, progress) as journal:
+            store = open_store(uri, config)
+            found.extend(find_damages(store, uri, journal.wanted(), config))
+        return journal.resumed
+
+    resumed = sum(meeting.gathered(meeting.begin(read)))
+    if damaged := [error for each in meeting.gathered(found) for error in each]:
+        meeting.told_by_first(lambda: _refuse_replaced(uri, config, content, damaged[0]))
+        raise one_error(damaged) from damaged[0].__cause__
+    return Verified(
+        items=len(content.sources),
+        nbytes=content.nbytes,
+        has_checksums=content.has_checksums,
+        resumed=resumed,
+    )
+
+
+def _refuse_replaced(
+    uri: CheckpointURI, config: Config, content: _Content, error: CheckpointCorruptError
+) -> None:
+    """Raises CheckpointReplacedError if the checkpoint was replaced while it was read."""
+    for commit in content.commits:
+        check_unchanged(open_store(uri, config), commit, str(uri), config.retry, error)
+
+
+def cut(
+    sources: Sequence[StoredBytes], size: int
+) -> Iterator[Sequence[tuple[StoredBytes, int, int]]]:
+    """Divides items into lots of about ``size`` bytes: ranges of items, from one byte to another.
+
+    An item is cut between its blocks only, so that no block is read twice.
+    """
+    lot: list[tuple[StoredBytes, int, int]] = []
+    room = size
+    for source in sources:
+        grain = source.blocks.size if source.blocks is not None else MIB
+        start = 0
+        while start < source.nbytes:
+            stop = min(start + max(room // grain, 1) * grain, source.nbytes)
+            lot.append((source, start, stop))
+            room -= stop - start
+            start = stop
+            if room <= 0:
+                yield lot
+                lot, room = [], size
+    if lot:
+        yield lot
+
+
+class _Lot(Sink):
+    """Ranges of items that are counted as read when all of them were; it keeps no byte."""
+
+    __slots__ = ("left", "ranges", "seen")
+
+    def __init__(self, ranges: Sequence[tuple[StoredBytes, int, int]]) -> None:
+        super().__init__(None)
+        self.ranges = ranges
+        self.left = sum(stop - start for _, start, stop in ranges)
+        self.seen: Callable[[_Lot, int], None]
+
+    def deliver(self, start: int, data: torch.Tensor) -> None:
+        self.seen(self, data.numel())
+
+
+class _Journal(contextlib.AbstractContextManager["_Journal"]):
+    """Notes which lots were read; left without an error, all of them were.
+
+    Attributes:
+        resumed: Bytes that were read before.
+    """
+
+    def __init__(
+        self,
+        lots: Sequence[_Lot],
+        unfinished: Unfinished | None,
+        progress: Callable[[int, int], None],
+    ) -> None:
+        self._lots = lots
+        self._unfinished = unfinished
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._total = sum(lot.left for lot in lots)
+        self._written = time.monotonic()
+        done = unfinished.read().get("done", ()) if unfinished is not None else ()
+        for number in done:
+            if type(number) is int and 0 <= number < len(lots):
+                lots[number].left = 0
+        self.resumed = self._done = self._total - sum(lot.left for lot in lots)
+        for lot in lots:
+            lot.seen = self._seen
+
+    def wanted(self) -> list[Wanted]:
+        """What is still to be read."""
+        return [
+            Wanted(source, start, stop, lot, True)
+            for lot in self._lots
+            if lot.left
+            for source, start, stop in lot.ranges
+        ]
+
+    def _seen(self, lot: _Lot, count: int) -> None:
+        with self._lock:
+            lot.left -= count
+            self._done += count
+            done = self._done
+            if not lot.left and time.monotonic() - self._written > _BETWEEN_NOTES:
+                self._write()
+        self._progress(done, self._total)
+
+    def _write(self) -> None:
+        if self._unfinished is not None:
+            done = [number for number, lot in enumerate(self._lots) if not lot.left]
+            self._unfinished.write({"done": done})
+        self._written = time.monotonic()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._write()
+        elif self._unfinished is not None:
+            self._unfinished.forget()
 
 
 def find_damages(
-    store: RangeReader,
-    uri: CheckpointURI,
-    sources: Sequence[StoredBytes],
-    config: Config,
-    seen: Callable[[int], None] = lambda count: None,
+    store: RangeReader, uri: CheckpointURI, wanted: Sequence[Wanted], config: Config
 ) -> list[CheckpointCorruptError]:
     """Reads items, and tells what of them is missing, or not as it was written.
 
-    Args:
-        store: The store of the checkpoint.
-        uri: The checkpoint.
-        sources: The items.
-        config: Options.
-        seen: Called with the bytes that were found right since the last call, by any thread.
+    Raises:
+        StoreError: If the store refuses or stays unreachable.
     """
     found: list[CheckpointCorruptError] = []
-    sink = _Discarded(seen)
-    wanted = [Wanted(source, 0, source.nbytes, sink, True) for source in sources]
-    config = dataclasses.replace(config, verify=True)
     download(store, wanted, config, TransferStats(str(uri)), damaged=found.append)
     return sorted(found, key=lambda error: _places(error.damages))
 
@@ -122,16 +286,3 @@ def one_error(found: Sequence[CheckpointCorruptError]) -> CheckpointCorruptError
         cause=first.cause,
         damages=damages,
     )
-
-
-class _Discarded(Sink):
-    """Takes bytes that were verified, and keeps none."""
-
-    __slots__ = ("_seen",)
-
-    def __init__(self, seen: Callable[[int], None]) -> None:
-        super().__init__(None)
-        self._seen = seen
-
-    def deliver(self, start: int, data: torch.Tensor) -> None:
-        self._seen(data.numel())

@@ -1,0 +1,74 @@
+"""Remembers how far a long command has come, so that the same command goes on there."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Unfinished"]
+
+logger = logging.getLogger("cloudckpt")
+
+_LIFETIME = 24 * 3600.0  # seconds after which what was found is no longer believed
+
+
+class Unfinished:
+    """A small file beneath ``$XDG_CACHE_HOME`` (``~/.cache``), one for each piece of work.
+
+    Nothing depends on it: what can't be read or written is logged, and the work begins anew.
+    """
+
+    def __init__(self, *work: object) -> None:
+        """
+        Args:
+            work: What is done, on what, in which version of it: who does the same finds the file.
+        """
+        name = hashlib.sha256(json.dumps(work, default=str).encode()).hexdigest()
+        root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        self.path = Path(root) / "cloudckpt" / f"{name}.json"
+        self._began = time.time()
+
+    def read(self) -> dict[str, Any]:
+        """What was written last, if that was begun within a day; else empty."""
+        try:
+            found = json.loads(self.path.read_bytes())
+            began = float(found["began"])
+            if not 0 <= time.time() - began < _LIFETIME:
+                return {}
+            state = dict(found["state"])
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            logger.warning("%s can't be read, all begins anew: %s", self.path, error)
+            return {}
+        self._began = began
+        return state
+
+    def write(self, state: dict[str, Any]) -> None:
+        """Replaces what was written before."""
+        data = json.dumps({"began": self._began, "state": state}).encode()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            descriptor, temporary = tempfile.mkstemp(dir=self.path.parent)
+            try:
+                with open(descriptor, "wb") as file:
+                    file.write(data)
+                os.replace(temporary, self.path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+                raise
+        except OSError as error:
+            logger.warning("an interruption would begin anew: %s", error)
+
+    def forget(self) -> None:
+        """Says that the work is done."""
+        with contextlib.suppress(OSError):
+            self.path.unlink(missing_ok=True)

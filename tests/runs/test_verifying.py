@@ -1,0 +1,260 @@
+"""All of a checkpoint is read; all damage is told; an interruption costs little."""
+
+from __future__ import annotations
+
+import pickle
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cloudckpt
+from cloudckpt import Config
+from cloudckpt.checksum import CRC32C, Blocks
+from cloudckpt.errors import (
+    AccessDeniedError,
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    ObjectNotFoundError,
+)
+from cloudckpt.runs import verifying
+from cloudckpt.runs.contents import inspect
+from cloudckpt.runs.verifying import Verified, cut, verify
+from cloudckpt.stores import registry
+from cloudckpt.stores.memory import MemoryStore
+from cloudckpt.testing.faulty import FaultyStore
+from cloudckpt.transfer.landing import StoredBytes
+
+STATE = {
+    "model": {
+        "weight": torch.arange(600_000.0).reshape(600, 1000),
+        "bias": torch.ones(7, dtype=torch.bfloat16),
+        "empty": torch.empty(0, 5),
+    },
+    "step": 7,
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch) -> Path:
+    """The user's cache folder."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    cloudckpt.save(STATE, checkpoint_id=tmp_path / "step-7")
+    return tmp_path / "step-7"
+
+
+@pytest.fixture
+def of_torch(tmp_path) -> Path:
+    dcp.save(STATE, checkpoint_id=str(tmp_path / "torch"))
+    return tmp_path / "torch"
+
+
+def test_all_of_a_whole_checkpoint_is_verified(saved) -> None:
+    seen: list[tuple[int, int]] = []
+    found = verify(saved, progress=lambda done, total: seen.append((done, total)))
+    assert found == Verified(items=4, nbytes=inspect(saved).nbytes, has_checksums=True)
+    assert max(seen) == (found.nbytes, found.nbytes)
+
+
+def test_of_a_checkpoint_of_torch_all_bytes_are_seen_to_be_there(of_torch) -> None:
+    found = verify(of_torch)
+    assert not found.has_checksums
+    assert found.items == 4
+    [data] = of_torch.glob("*.distcp")
+    data.write_bytes(data.read_bytes()[:-1000])
+    with pytest.raises(CheckpointCorruptError, match="shorter"):
+        verify(of_torch)
+
+
+@pytest.mark.parametrize("at", [0.1, 0.5, 0.9])
+def test_a_changed_byte_of_a_tensor_is_found_and_named(saved, at) -> None:
+    [data] = saved.glob("__0_0.*.distcp")
+    content = bytearray(data.read_bytes())
+    content[int(len(content) * at)] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(CheckpointCorruptError, match="do not match") as caught:
+        verify(saved)
+    assert caught.value.item == "model.weight"
+    with pytest.raises(CheckpointCorruptError):
+        verify(saved, config=Config(verify=False))
+
+
+def test_all_damages_are_told_and_not_only_the_first(tmp_path) -> None:
+    state = {name: torch.arange(600_000.0) for name in "abcd"}
+    cloudckpt.save(state, checkpoint_id=tmp_path)
+    [data] = tmp_path.glob("__0_0.*.distcp")
+    content = bytearray(data.read_bytes())
+    for at in (0.1, 0.11, 0.6):
+        content[int(len(content) * at)] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(CheckpointCorruptError, match="2 other blocks") as caught:
+        verify(tmp_path)
+    damages = caught.value.damages
+    assert [damage.item for damage in damages] == ["a", "a", "c"]
+    assert {damage.object for damage in damages} == {data.as_uri()}
+    for damage, at in zip(damages, (0.1, 0.11, 0.6), strict=True):
+        assert damage.start is not None
+        assert damage.start <= int(len(content) * at) < damage.stop
+    assert pickle.loads(pickle.dumps(caught.value)).damages == damages
+
+
+def test_an_object_that_is_gone_is_found(saved) -> None:
+    [data] = saved.glob("__0_0.*.distcp")
+    data.unlink()
+    with pytest.raises(CheckpointCorruptError, match="gone") as caught:
+        verify(saved)
+    assert isinstance(caught.value.__cause__, ObjectNotFoundError)
+
+
+def test_without_a_checkpoint_there_is_nothing_to_verify(tmp_path) -> None:
+    with pytest.raises(CheckpointNotFoundError):
+        verify(tmp_path / "step-7")
+
+
+def _save_alone(uri: str) -> None:
+    rank = dist.get_rank()
+    state = {"shared": torch.ones(4), f"of-{rank}": torch.full((3,), float(rank)), "value": rank}
+    cloudckpt.save(state, checkpoint_id=uri, use_collectives=False)
+
+
+def test_what_ranks_have_saved_each_by_itself_is_verified_together(ranks, tmp_path) -> None:
+    ranks(2, _save_alone, str(tmp_path / "alone"))
+    assert verify(tmp_path / "alone").items == 6
+
+
+@pytest.fixture
+def store(monkeypatch) -> FaultyStore:
+    """A store in memory with a checkpoint of 60 MB, at ``memory://run/a``."""
+    made = FaultyStore(MemoryStore(uuid.uuid4().hex))
+    monkeypatch.setattr(registry, "_OPENERS", {"memory": lambda: lambda uri, config: made})
+    monkeypatch.setattr(registry, "_places", {})
+    state = {name: torch.arange(5_000_000.0) for name in "abc"}
+    cloudckpt.save(state, checkpoint_id="memory://run/a", config=ONE)
+    return made
+
+
+ONE = Config(connections=1)
+
+
+def test_an_interrupted_verification_goes_on_where_it_was(store, cache) -> None:
+    store.fail("get_range", KeyboardInterrupt, calls=[4])
+    with pytest.raises(KeyboardInterrupt):
+        verify("memory://run/a", resume=True, config=ONE)
+    store.heal()
+    seen: list[tuple[int, int]] = []
+    found = verify(
+        "memory://run/a", resume=True, config=ONE, progress=lambda *now: seen.append(now)
+    )
+    assert 16_000_000 < found.resumed < 60_000_000
+    assert found.nbytes == 60_000_000
+    assert seen[-1] == (found.nbytes, found.nbytes)
+    assert seen[0][0] > found.resumed
+    assert not list((cache / "cloudckpt").iterdir())
+    assert verify("memory://run/a", resume=True, config=ONE).resumed == 0
+
+
+@pytest.mark.parametrize("reason", ["not wanted", "replaced", "old", "unreadable"])
+def test_all_is_read_if_what_was_read_before_does_not_count(store, cache, reason, monkeypatch):
+    store.fail("get_range", AccessDeniedError, calls=[4])
+    with pytest.raises(AccessDeniedError):
+        verify("memory://run/a", resume=True, config=ONE)
+    store.heal()
+    [note] = (cache / "cloudckpt").iterdir()
+    if reason == "replaced":
+        cloudckpt.save({"a": torch.zeros(5_000_000)}, checkpoint_id="memory://run/a", config=ONE)
+    elif reason == "old":
+        now = time.time()
+        monkeypatch.setattr("cloudckpt.runs.resuming.time.time", lambda: now + 25 * 3600)
+    elif reason == "unreadable":
+        note.write_text('{"began": 0')
+    assert verify("memory://run/a", resume=reason != "not wanted", config=ONE).resumed == 0
+
+
+def test_a_cache_folder_that_can_not_be_written_to_prevents_nothing(store, cache, monkeypatch):
+    (cache / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "file"))
+    store.fail("get_range", AccessDeniedError, calls=[4])
+    with pytest.raises(AccessDeniedError):
+        verify("memory://run/a", resume=True, config=ONE)
+    store.heal()
+    assert verify("memory://run/a", resume=True, config=ONE).nbytes == 60_000_000
+
+
+def test_damage_is_found_again_by_a_verification_that_goes_on(store) -> None:
+    [largest] = [info for info in store.inner.list("") if info.size > 1_000_000]
+    data, _ = store.inner.get(largest.key)
+    data[1_000_000] ^= 1
+    store.inner.put(largest.key, [memoryview(data)], checksum=0)
+    store.fail("get_range", AccessDeniedError, calls=[5])
+    with pytest.raises(AccessDeniedError):
+        verify("memory://run/a", resume=True, config=ONE)
+    store.heal()
+    with pytest.raises(CheckpointCorruptError) as caught:
+        verify("memory://run/a", resume=True, config=ONE)
+    assert len(caught.value.damages) == 1
+
+
+@given(
+    sizes=st.lists(st.integers(0, 5000), max_size=12),
+    block=st.integers(1, 300),
+    lot=st.integers(1, 4000),
+)
+def test_lots_hold_all_blocks_once_and_are_of_about_the_size(sizes, block, lot) -> None:
+    sources = [
+        StoredBytes("key", at * 10_000, size, Blocks(CRC32C, block, ()), None, str(at))
+        for at, size in enumerate(sizes)
+    ]
+    lots = list(cut(sources, lot))
+    ranges = [one for each in lots for one in each]
+    for source in sources:
+        of_it = [(start, stop) for other, start, stop in ranges if other is source]
+        ends = [0, *(stop for _, stop in of_it)]
+        assert [start for start, _ in of_it] == ends[:-1]
+        assert ends[-1] == source.nbytes
+        assert all(start % block == 0 and start < stop for start, stop in of_it)
+    bytes_of_lots = [sum(stop - start for _, start, stop in each) for each in lots]
+    assert all(lot <= nbytes < lot + block for nbytes in bytes_of_lots[:-1])
+
+
+def _verify(uri: str) -> tuple[int, Verified]:
+    verifying._SMALLEST_LOT = 1 << 20
+    done = [0]
+    found = verify(
+        uri, process_group=dist.group.WORLD, progress=lambda moved, total: done.append(moved)
+    )
+    return max(done), found
+
+
+def test_ranks_divide_the_bytes(ranks, tmp_path) -> None:
+    state = {name: torch.arange(1_000_000.0) for name in "abc"}
+    cloudckpt.save(state, checkpoint_id=tmp_path)
+    (one, found), (other, again) = ranks(2, _verify, str(tmp_path))
+    assert found == again == Verified(items=3, nbytes=12_000_000, has_checksums=True)
+    assert one + other == 12_000_000
+    assert min(one, other) > 4_000_000
+
+
+def test_what_each_rank_finds_damaged_is_told_to_all(ranks, tmp_path) -> None:
+    state = {name: torch.arange(1_000_000.0) for name in "abc"}
+    cloudckpt.save(state, checkpoint_id=tmp_path)
+    [data] = tmp_path.glob("__0_0.*.distcp")
+    content = bytearray(data.read_bytes())
+    for at in range(500_000, len(content), 1_500_000):
+        content[at] ^= 1
+    data.write_bytes(content)
+    errors = ranks.errors(2, _verify, str(tmp_path))
+    assert [type(error) for error in errors] == [CheckpointCorruptError] * 2
+    assert len(errors[0].damages) == 8
+    assert errors[0].damages == errors[1].damages
