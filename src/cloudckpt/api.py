@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -18,9 +18,10 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from cloudckpt.checkpoint.objects import is_committed
 from cloudckpt.config import Config
-from cloudckpt.dcp.meeting import Meeting, Stance, one_error
+from cloudckpt.dcp.meeting import TORCHS_WAY, Meeting, Stance, one_error
 from cloudckpt.dcp.planners import CloudLoadPlanner, CloudSavePlanner
 from cloudckpt.dcp.reader import CloudStorageReader
+from cloudckpt.dcp.save_loop import SaveLoop
 from cloudckpt.dcp.torch_log import told_once
 from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.errors import (
@@ -186,20 +187,35 @@ def save_prepared(
     Arguments, result and errors are those of :func:`save`.
     """
     meeting = Meeting.of(process_group, no_dist)
-    made, state = meeting.begin(
-        lambda: _both(prepare, lambda: content_of(state_dict)),
-        lambda both: _stance(both[0].writer if use_collectives else None),
-    )
+
+    def begin() -> tuple[ToSave, dict[str, Any], SaveLoop | None]:
+        made, state = _both(prepare, lambda: content_of(state_dict))
+        planner = made.planner or CloudSavePlanner()
+        made = replace(made, planner=planner)
+        if not use_collectives:
+            return made, state, None
+        return made, state, SaveLoop.of(state, made.writer, planner, process_group, no_dist)
+
+    def stance(begun: tuple[ToSave, dict[str, Any], SaveLoop | None]) -> Stance:
+        made, _, loop = begun
+        own = _stance(made.writer if use_collectives else None)
+        return own if loop is None else replace(own, plan=loop.plan)
+
+    (made, state, loop), plan = meeting.begin_planned(begin, stance)
     writer = made.writer
-    save_it = functools.partial(
-        state_dict_saver.save,
-        state,
-        storage_writer=writer,
-        planner=made.planner or CloudSavePlanner(),
-        process_group=process_group,
-        no_dist=no_dist,
-        use_collectives=use_collectives,
-    )
+    save_it: Callable[[], Metadata]
+    if loop is not None and plan != TORCHS_WAY:
+        save_it = functools.partial(loop.run, plan)
+    else:
+        save_it = functools.partial(
+            state_dict_saver.save,
+            state,
+            storage_writer=writer,
+            planner=made.planner,
+            process_group=process_group,
+            no_dist=no_dist,
+            use_collectives=use_collectives,
+        )
     try:
         return cast(Metadata, _each_alone(meeting, save_it, lambda: not use_collectives))
     except (CheckpointException, RuntimeError) as exc:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint._traverse import traverse_state_dict
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
+from torch.distributed.checkpoint.utils import _DistWrapper as Collectives
 from torch.distributed.distributed_c10d import _get_object_coll_device as device_for_collectives
 
 try:
@@ -30,12 +31,14 @@ except ImportError:  # before torch 2.14
 
 __all__ = [
     "CURRENT_DCP_VERSION",
+    "Collectives",
     "ExtensionRegistry",
     "OldTensorProperties",
     "StorageInfo",
     "StreamTransformExtension",
     "create_chunk_list",
     "dcp_logger",
+    "dcp_step_logger",
     "device_for_collectives",
     "flatten_sharded_tensors",
     "flatten_state_dict",
@@ -116,12 +119,21 @@ def dcp_logger() -> logging.Logger | None:
 
     It is looked up at each call, since a module that is reloaded with another handler has another.
     """
+    found = _of_logger_module("_dcp_logger")
+    return found if isinstance(found, logging.Logger) else None
+
+
+def dcp_step_logger() -> Any:
+    """The decorator by which torch's saver logs its steps; None if this torch has none."""
+    return _of_logger_module("_dcp_method_logger")
+
+
+def _of_logger_module(name: str) -> Any:
     try:
         module = importlib.import_module("torch.distributed.checkpoint.logger")
     except ImportError:
         return None
-    found = getattr(module, "_dcp_logger", None)
-    return found if isinstance(found, logging.Logger) else None
+    return getattr(module, name, None)
 
 
 def state_dict_being_planned() -> tuple[Any, Any] | None:

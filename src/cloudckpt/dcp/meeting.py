@@ -2,7 +2,7 @@
 
 A rank may be unable to begin: its location is no URI, its ``state_dict()`` raises, an earlier save
 of its is still under way. torch's own steps tell the others of failures within them, and of nothing
-before. So the ranks meet first, in one reduction of five numbers; only if a rank objects, or two
+before. So the ranks meet first, in one reduction of seven numbers; only if a rank objects, or two
 mean different locations, do they exchange what each has to say.
 """
 
@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from cloudckpt._version import __version__
 from cloudckpt.checkpoint.torch_private import device_for_collectives
 from cloudckpt.dcp.failures import portable
 from cloudckpt.errors import (
@@ -27,9 +28,14 @@ from cloudckpt.errors import (
     RanksFailedError,
 )
 
-__all__ = ["Meeting", "Stance", "Verdict", "one_error"]
+__all__ = ["PLAN_ANEW", "TORCHS_WAY", "Meeting", "Stance", "Verdict", "one_error"]
 
 T = TypeVar("T")
+
+TORCHS_WAY = 0
+"""The plan of a rank that saves by torch's own loop, or does not save."""
+PLAN_ANEW = 1
+"""The plan of a rank that has none of an earlier save."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +50,8 @@ class Stance:
         options: What else must be the same, as a text.
         is_busy: Whether a save of its is under way.
         is_fit: Whether its saving process can take the save; True without one.
+        plan: The number of the plan that it has for what it saves, or one of the two above.
+        version: Of this package, which must be the same on all ranks.
     """
 
     failure: BaseException | None = None
@@ -52,12 +60,14 @@ class Stance:
     options: str = ""
     is_busy: bool = False
     is_fit: bool = True
+    plan: int = TORCHS_WAY
+    version: str = __version__
 
     @property
     def digest(self) -> int:
         """Of what must be the same, below 2**56: it and its negative fit into an int64."""
-        both = f"{self.location}\0{self.options}".encode()
-        return int.from_bytes(hashlib.sha256(both).digest()[:7], "big")
+        said = f"{self.location}\0{self.options}\0{self.version}".encode()
+        return int.from_bytes(hashlib.sha256(said).digest()[:7], "big")
 
 
 @dataclass(frozen=True)
@@ -68,12 +78,15 @@ class Verdict:
         rank: This rank in the group.
         any_is_busy: Whether some rank is busy.
         all_are_fit: Whether the saving processes of all ranks are fit.
+        plan: The number of the plan that all ranks have; ``PLAN_ANEW`` if they have none, or not
+            the same, and ``TORCHS_WAY`` if one has to save by torch's loop.
         stances: Those of all ranks, if one objects or two mean different locations; else none.
     """
 
     rank: int
     any_is_busy: bool
     all_are_fit: bool
+    plan: int
     stances: Sequence[Stance] = ()
 
     @property
@@ -88,7 +101,7 @@ class Verdict:
             when: The failures happened, for the message.
 
         Raises:
-            ConfigError: If two ranks were given different options.
+            ConfigError: If two ranks were given different options, or run different versions.
             DifferentCheckpointsError: If they mean different locations.
             CloudCheckpointError: The failure, if all that failed did so for the same reason.
             RanksFailedError: If they did not, or outside of cloudckpt.
@@ -103,6 +116,12 @@ class Verdict:
             raise one_error(failures, self.rank, when, self._location)
         for rank, one in enumerate(self.stances):
             first = self.stances[0]
+            if one.version != first.version:
+                raise ConfigError(
+                    f"rank 0 runs cloudckpt {first.version}, and rank {rank} {one.version}: "
+                    "install the same version on all ranks",
+                    uri=self._location,
+                )
             if one.options != first.options:
                 raise ConfigError(
                     f"rank 0 has the options {first.options}, and rank {rank} {one.options}: give "
@@ -167,24 +186,25 @@ class Meeting:
         """
         if self.group is None:
             objections = [stance] if stance.failure is not None else []
-            return Verdict(0, stance.is_busy, stance.is_fit, objections)
+            return Verdict(0, stance.is_busy, stance.is_fit, stance.plan, objections)
         rank = dist.get_rank(self.group)
         digest = stance.digest
-        # of the digests the highest and the lowest, in one reduction
+        # of the digests and plans the highest and the lowest, in one reduction
         flags = (stance.failure is not None, stance.is_busy, not stance.is_fit)
-        asked = [*map(int, flags), digest, -digest]
+        asked = [*map(int, flags), digest, -digest, stance.plan, -stance.plan]
         with self._exchange(stance.failure, has_begun):
             device = device_for_collectives(self.group)
             seen = torch.tensor(asked, dtype=torch.int64, device=device)
             dist.all_reduce(seen, dist.ReduceOp.MAX, group=self.group)
-            objected, busy, unfit, highest, lowest = seen.tolist()
+            objected, busy, unfit, highest, lowest, *plans = seen.tolist()
+            plan = _common(plans[0], -plans[1])
             if not objected and highest == -lowest:
-                return Verdict(rank, bool(busy), not unfit)
+                return Verdict(rank, bool(busy), not unfit, plan)
             found: list[Stance] = [stance] * dist.get_world_size(self.group)
             told = replace(stance, failure=portable(stance.failure, stance.location or None))
             dist.all_gather_object(found, told, group=self.group)
         found[rank] = stance  # with its own traceback
-        return Verdict(rank, bool(busy), not unfit, found)
+        return Verdict(rank, bool(busy), not unfit, plan, found)
 
     def begin(self, prepare: Callable[[], T], stance: Callable[[T], Stance] = _no_objection) -> T:
         """What ``prepare`` returns, if it does so on all ranks; a collective call.
@@ -197,14 +217,21 @@ class Meeting:
             BaseException: What ``prepare`` has raised, if this process is alone.
             CloudCheckpointError: See :meth:`Verdict.raise_alike` and :meth:`hold`.
         """
+        return self.begin_planned(prepare, stance)[0]
+
+    def begin_planned(
+        self, prepare: Callable[[], T], stance: Callable[[T], Stance]
+    ) -> tuple[T, int]:
+        """The same, and the plan of all ranks, see :class:`Verdict`."""
         try:
             made = prepare()
             own = stance(made)
         except BaseException as error:
             self.hold(Stance(failure=error)).raise_alike()
             raise
-        self.hold(own).raise_alike()
-        return made
+        verdict = self.hold(own)
+        verdict.raise_alike()
+        return made, verdict.plan
 
     def told_by_first(self, compute: Callable[[], T]) -> T:
         """What ``compute`` returns on the first rank, on all ranks; a collective call.
@@ -255,6 +282,13 @@ class Meeting:
         except BaseException:
             self.is_broken = True
             raise
+
+
+def _common(highest: int, lowest: int) -> int:
+    """The plan of all ranks, by the highest and the lowest number of theirs."""
+    if highest == lowest or lowest == TORCHS_WAY:
+        return lowest
+    return PLAN_ANEW
 
 
 def one_error(

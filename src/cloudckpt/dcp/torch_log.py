@@ -7,15 +7,23 @@ import logging
 import threading
 import uuid
 from collections.abc import Iterator
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader
 
-from cloudckpt.checkpoint.torch_private import dcp_logger
+from cloudckpt.checkpoint.torch_private import dcp_logger, dcp_step_logger
 from cloudckpt.errors import CloudCheckpointError
 from cloudckpt.events import Event
 
-__all__ = ["tell_torchs_logger", "told_once"]
+__all__ = ["logged_by_torch", "tell_torchs_logger", "told_once"]
+
+
+def logged_by_torch(checkpoint_id: str, group: dist.ProcessGroup | None) -> Any:
+    """Has torch's logger told of a step of a save as if torch's saver had taken it, by its name."""
+    if (decorator := dcp_step_logger()) is None:
+        return lambda step: step
+    return decorator(checkpoint_id=checkpoint_id, process_group=group)
 
 
 def tell_torchs_logger(event: Event) -> None:

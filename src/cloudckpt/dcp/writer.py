@@ -164,12 +164,24 @@ class CloudStorageWriter(StorageWriter):
                 was saved with collectives would hide that of a save without them.
         """
         _check_types(plan, str(self.uri))
+        self.look_for_older()
+        return plan
+
+    def look_for_older(self) -> None:
+        """Notes what is there already, on a rank that commits; once in a save.
+
+        Raises:
+            CheckpointExistsError: See :meth:`prepare_local_plan`.
+        """
         if not self._use_collectives:
             self._refuse_to_be_hidden()
-        if self.commits:
+        if self.commits and self._baseline is None:
             key, overwrite = self._commit_key(), self.config.overwrite
             self._baseline = begin(self._store(), key, overwrite=overwrite, retrier=self._retrier())
-        return plan
+
+    def note_structure(self, structure: Structure) -> None:
+        """Is told what flattening has lost of the state dict, where torch's loop does not plan."""
+        self._structure = structure
 
     def _refuse_to_be_hidden(self) -> None:
         """Readers look for the common metadata first: it would hide that of single ranks."""

@@ -1,0 +1,162 @@
+"""Whether a state dict has the structure of one that was planned before.
+
+A plan follows from the keys of a state dict, from where its values stand, and from the shapes,
+types and placements of its tensors; not from what is in them. An :class:`Outline` has all of that
+in a form that is quickly made and compared. Outlines are compared by equality and not by a digest,
+so that no two structures are ever taken for each other. A state dict with anything in it of which
+it is not certain what a plan makes of it has no outline, and is planned anew at each save.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+__all__ = ["Outline"]
+
+_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
+_DICTS = frozenset((dict, OrderedDict, defaultdict))
+_KEYS = frozenset((bool, float, bytes, type(None)))  # besides str and int
+_VALUES = frozenset((type(None), bool, int, float, complex, str, bytes, tuple))
+_VALUE = "a value that is pickled"  # whatever it is: its plan is the same
+
+
+class _UnknownError(Exception):
+    """Something of which it is not certain what a plan makes of it."""
+
+
+class Outline:
+    """The structure of a state dict, and its values in the order in which torch flattens it.
+
+    Attributes:
+        leaves: The values; None if they were dropped.
+    """
+
+    __slots__ = ("_meshes", "_signature", "leaves")
+
+    def __init__(self) -> None:
+        self.leaves: list[Any] | None = []
+        self._signature: list[Any] = [torch.is_grad_enabled()]  # DTensor.to_local() heeds it
+        self._meshes: dict[int, tuple[int, Any]] = {}
+
+    @classmethod
+    def of(cls, state_dict: dict[str, Any]) -> Outline | None:
+        """The outline of a state dict; None if it has none."""
+        made = cls()
+        try:
+            made._dict(state_dict)
+        except (_UnknownError, RuntimeError):  # of tensors that have no shape, for example
+            return None
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Outline):
+            return NotImplemented
+        return self._signature == other._signature and [
+            mesh for _, mesh in self._meshes.values()
+        ] == [mesh for _, mesh in other._meshes.values()]
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def without_leaves(self) -> Outline:
+        """The same to be kept: it holds none of the values."""
+        kept = Outline()
+        kept.leaves, kept._signature, kept._meshes = None, self._signature, self._meshes
+        return kept
+
+    def _dict(self, value: dict[Any, Any]) -> None:
+        if type(value) not in _DICTS:
+            raise _UnknownError
+        told = self._signature.append
+        told(type(value))
+        told(len(value))
+        assert self.leaves is not None
+        leaf = self.leaves.append
+        for key, entry in value.items():
+            if type(key) is str or type(key) is int:
+                told(key)
+            elif type(key) in _KEYS:  # equal to an integer, maybe
+                told((type(key), key))
+            else:
+                raise _UnknownError
+            kind = type(entry)
+            if kind in _TENSORS:
+                told(_tensor(entry))
+                leaf(entry)
+            elif kind is DTensor:
+                told(self._dtensor(entry))
+                leaf(entry)
+            elif kind in _VALUES:
+                told(_VALUE)
+                leaf(entry)
+            else:
+                self._other(entry)
+
+    def _other(self, value: Any) -> None:
+        """An entry of a list, or one of a dict that is rare."""
+        assert self.leaves is not None
+        kind = type(value)
+        if kind in _DICTS:
+            self._dict(value)
+            return
+        if isinstance(value, list) and self._is_flattened(value):
+            if kind is not list:
+                raise _UnknownError
+            self._signature += (list, len(value))
+            for entry in value:
+                self._other(entry)
+            return
+        if kind in _TENSORS:
+            told: Any = _tensor(value)
+        elif kind is DTensor:
+            told = self._dtensor(value)
+        elif (
+            isinstance(value, torch.Tensor)
+            or hasattr(value, "__create_write_items__")
+            or isinstance(value, Mapping)
+        ):
+            raise _UnknownError
+        else:
+            told = _VALUE
+        self._signature.append(told)
+        self.leaves.append(value)
+
+    def _is_flattened(self, value: list[Any]) -> bool:
+        """Whether torch flattens a list: not if it has neither tensors nor dicts at any depth."""
+        return any(
+            isinstance(entry, (torch.Tensor, Mapping))
+            or (isinstance(entry, list) and self._is_flattened(entry))
+            for entry in value
+        )
+
+    def _dtensor(self, tensor: DTensor) -> tuple[Any, ...]:
+        spec, local = tensor._spec, tensor._local_tensor
+        mesh = spec.mesh
+        number, _ = self._meshes.setdefault(id(mesh), (len(self._meshes), mesh))
+        return (
+            number,
+            spec.placements,
+            tensor.shape,
+            tensor.requires_grad,
+            _tensor(local),
+        )
+
+
+def _tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What the plan of a tensor that lies in memory follows from, and the place of its bytes."""
+    kind = type(tensor)
+    if kind not in _TENSORS or tensor.layout is not torch.strided:
+        raise _UnknownError
+    return (
+        kind,
+        tensor.shape,
+        tensor.dtype,
+        tensor.device,
+        tensor.requires_grad,
+        tensor.is_contiguous(),
+        tensor.is_pinned(),
+    )

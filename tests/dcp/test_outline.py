@@ -1,0 +1,191 @@
+"""State dicts of one outline have one plan; whatever changes a plan changes the outline."""
+
+import copy
+from collections import OrderedDict
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from cloudckpt.checkpoint.structure import Structure
+from cloudckpt.dcp.outline import Outline
+from cloudckpt.dcp.planners import CloudSavePlanner
+
+TENSORS = st.builds(
+    lambda shape, dtype, grad, turned: (
+        (torch.zeros(shape, dtype=dtype).requires_grad_(grad and dtype.is_floating_point)).mT
+        if turned and len(shape) > 1
+        else torch.zeros(shape, dtype=dtype)
+    ),
+    st.lists(st.integers(0, 2), max_size=2).map(tuple),
+    st.sampled_from([torch.float32, torch.int64, torch.bool]),
+    st.booleans(),
+    st.booleans(),
+)
+VALUES = st.one_of(TENSORS, st.integers(0, 2), st.text(max_size=1), st.none(), st.just((1, 2)))
+KEYS = st.one_of(
+    st.sampled_from(["a", "b", "a.b", "1"]), st.integers(0, 1), st.booleans(), st.just(1.0)
+)
+NESTED = st.recursive(
+    VALUES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=2),
+        st.dictionaries(KEYS, inner, max_size=2),
+        st.dictionaries(st.sampled_from(["a", "b"]), inner, max_size=2).map(OrderedDict),
+    ),
+    max_leaves=4,
+)
+STATES = st.dictionaries(KEYS, NESTED, max_size=3)
+
+
+def _planned(state):
+    planner = CloudSavePlanner()
+    planner.set_up_planner(state, None, True)
+    return planner.create_local_plan(), tuple(planner.state_dict), planner.structure
+
+
+@settings(max_examples=400, deadline=None)
+@given(STATES, STATES)
+def test_states_of_one_outline_have_one_plan(one, other):
+    outlines = Outline.of(one), Outline.of(other)
+    if None in outlines or outlines[0] != outlines[1]:
+        return
+    try:
+        planned = _planned(one)
+    except (ValueError, RuntimeError) as error:  # two keys of one name: the other fails alike
+        with pytest.raises(type(error)):
+            _planned(other)
+        return
+    assert planned == _planned(other)
+    assert planned[2] == Structure.of(other)
+
+
+@settings(max_examples=100, deadline=None)
+@given(STATES)
+def test_leaves_are_the_values_in_the_order_of_torchs_names(state):
+    try:
+        planner = CloudSavePlanner()
+        planner.set_up_planner(state, None, True)
+    except (ValueError, RuntimeError):
+        return
+    outline = Outline.of(state)
+    assert outline is not None
+    assert [id(leaf) for leaf in outline.leaves] == [id(one) for one in planner.state_dict.values()]
+
+
+def _base():
+    return {
+        "model": {"weight": torch.zeros(4, 2), "bias": torch.zeros(4)},
+        "optimizer": {"state": {0: {"step": torch.zeros(())}}, "groups": [{"lr": 0.1}]},
+        "step": 3,
+    }
+
+
+def _set(*path, value):
+    def change(state):
+        for key in path[:-1]:
+            state = state[key]
+        state[path[-1]] = value
+
+    return change
+
+
+def _moved_to_the_end(state):
+    state["model"]["weight"] = state["model"].pop("weight")
+
+
+CHANGES = {
+    "another name": lambda state: state["model"].update(other=state["model"].pop("bias")),
+    "another order": _moved_to_the_end,
+    "another type of a key": lambda state: state["optimizer"].update(
+        state={"0": state["optimizer"]["state"][0]}
+    ),
+    "a key that equals the old one": lambda state: state["optimizer"].update(
+        state={False: state["optimizer"]["state"][0]}
+    ),
+    "another shape": _set("model", "weight", value=torch.zeros(2, 4)),
+    "another type": _set("model", "weight", value=torch.zeros(4, 2, dtype=torch.float64)),
+    "requires_grad": _set("model", "weight", value=torch.zeros(4, 2, requires_grad=True)),
+    "strides": _set("model", "weight", value=torch.zeros(2, 4).t()),
+    "a value in place of a tensor": _set("model", "weight", value=1),
+    "a dict in place of a value": _set("step", value={"a": 1}),
+    "an empty dict in place of a value": _set("step", value={}),
+    "a list that is flattened": _set("step", value=[torch.zeros(1)]),
+    "another container": _set("model", value=OrderedDict(_base()["model"])),
+    "one more in a list": lambda state: state["optimizer"]["groups"].append({"lr": 0.2}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_of_the_structure_is_another_outline(change):
+    state = _base()
+    CHANGES[change](state)
+    assert Outline.of(state) != Outline.of(_base())
+
+
+def test_a_change_of_values_is_not():
+    state = _base()
+    state["model"]["weight"] += 1
+    state["step"], state["optimizer"]["groups"][0]["lr"] = "text", (1, 2)
+    assert Outline.of(state) == Outline.of(_base()).without_leaves()
+
+
+def test_autograd_being_off_is_another_outline():
+    with torch.no_grad():
+        without = Outline.of(_base())
+    assert without != Outline.of(_base())
+
+
+class _Checkpointable:
+    def __create_write_items__(self, fqn, value):
+        raise NotImplementedError
+
+
+class _Key(str):
+    pass
+
+
+UNKNOWN = {
+    "a tensor of a class of its own": torch.zeros(1).as_subclass(type("Own", (torch.Tensor,), {})),
+    "a sparse tensor": torch.zeros(1).to_sparse(),
+    "a value that makes its own items": _Checkpointable(),
+    "a dict of a class of its own": type("Own", (dict,), {})(a=1),
+    "a key of a class of its own": {_Key("a"): 1},
+    "a list of a class of its own": type("Own", (list,), {})([torch.zeros(1)]),
+}
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_what_is_not_known_has_no_outline(kind):
+    assert Outline.of({"a": UNKNOWN[kind]}) is None
+
+
+def _sharded_outlines():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+
+    def outline(placement, mesh=mesh, rows=4):
+        local = torch.zeros(2, 3)
+        shape = (rows, 3) if placement == Shard(0) else (2, 6) if placement == Shard(1) else (2, 3)
+        state = DTensor.from_local(
+            local, mesh, [placement], run_check=False, shape=shape, stride=(shape[1], 1)
+        )
+        return Outline.of({"t": state})
+
+    first = outline(Shard(0))
+    assert first == outline(Shard(0))
+    assert first == outline(Shard(0), copy.copy(mesh))  # as one that comes out of a pickle
+    others = (
+        outline(Shard(1)),
+        outline(Replicate()),
+        outline(Shard(0), init_device_mesh("cpu", (2,), mesh_dim_names=("y",))),
+        outline(Shard(0), rows=3),
+        Outline.of({"t": torch.zeros(2, 3)}),
+    )
+    return [first != other for other in others]
+
+
+def test_placements_meshes_and_whole_shapes_count(ranks):
+    assert ranks(2, _sharded_outlines) == [[True] * 5] * 2

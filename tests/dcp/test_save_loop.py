@@ -1,0 +1,251 @@
+"""The second save of a structure plans nothing; a change of the structure is planned anew."""
+
+import contextlib
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.utils import _DistWrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import cloudckpt
+from cloudckpt import CommitHook
+from cloudckpt.dcp import meeting, plan_cache
+from cloudckpt.dcp.planners import CloudSavePlanner
+from cloudckpt.errors import ConfigError, IncompleteSaveError
+
+from .places import Place
+from .values import assert_same
+
+
+@pytest.fixture(autouse=True)
+def forgetful():
+    plan_cache.forget()
+    yield
+    plan_cache.forget()
+
+
+@contextlib.contextmanager
+def watched():
+    """What is gathered of this rank, in bytes, and how often it plans."""
+    sent, plans = [], []
+    gather, plan = _DistWrapper.gather_object, DefaultSavePlanner.create_local_plan
+
+    def gathered(self, value):
+        sent.append(len(pickle.dumps(value)))
+        return gather(self, value)
+
+    def planned(self):
+        plans.append(None)
+        return plan(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_DistWrapper, "gather_object", gathered)
+        patch.setattr(DefaultSavePlanner, "create_local_plan", planned)
+        yield sent, plans
+
+
+def _state(step: int, tensors: int = 200) -> dict:
+    mesh, whole = init_device_mesh("cpu", (dist.get_world_size(),)), torch.arange(24.0).view(8, 3)
+    state = {
+        f"layer.{n}.weight": distribute_tensor(whole + step * n, mesh, [Shard(0)])
+        for n in range(tensors)
+    }
+    replicated = distribute_tensor(torch.full((3,), float(step)), mesh, [Replicate()])
+    plain = torch.full((5,), float(step))
+    return {**state, "r": replicated, "plain": plain, "step": step, "text": "x" * step}
+
+
+def _loaded(place: Place, like: dict) -> dict:
+    def blank(value):
+        return torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
+
+    state = {name: blank(value) for name, value in like.items()}
+    cloudckpt.load(state, checkpoint_id=place.uri, config=place.config)
+    return state
+
+
+def _local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _same(one: dict, other: dict) -> bool:
+    for name, value in one.items():
+        if isinstance(value, torch.Tensor):
+            assert_same(_local(value), _local(other[name]))
+        else:
+            assert value == other[name]
+    return True
+
+
+def _saves(place: Place, steps) -> list[tuple[int, int]]:
+    """Of each save how often this rank has planned, and the most bytes that it has sent at once."""
+    found = []
+    for step in steps:
+        state = step if isinstance(step, dict) else _state(step)
+        with watched() as (sent, plans):
+            cloudckpt.save(state, checkpoint_id=place.uri, config=place.config)
+        found.append((len(plans), sum(sent)))
+        assert _same(state, _loaded(place, state))
+    return found
+
+
+def _three(place: Place):
+    return _saves(place, (1, 2, 3))
+
+
+def test_the_second_save_plans_nothing_and_gathers_few_bytes(place, ranks):
+    for first, *others in ranks(3, _three, place):
+        assert first[0] == 1
+        assert [plans for plans, _ in others] == [0, 0]
+        assert max(sent for _, sent in others) < first[1]
+
+
+def _changed_on_one(place: Place):
+    state = _state(3)
+    if dist.get_rank() == 1:
+        state["more"] = torch.ones(7)
+    return _saves(place, (1, state, 2, 3))
+
+
+def test_all_plan_anew_if_one_rank_has_another_structure(local, ranks):
+    for found in ranks(2, _changed_on_one, local):
+        assert [plans for plans, _ in found] == [1, 1, 1, 0]
+
+
+def _own_planner_on_one(place: Place):
+    class Own(DefaultSavePlanner):
+        pass
+
+    _saves(place, (1,))
+    state = _state(2)
+    planner = Own() if dist.get_rank() == 1 else None
+    with watched() as (_, plans):
+        cloudckpt.save(state, checkpoint_id=place.uri, config=place.config, planner=planner)
+    assert _same(state, _loaded(place, state))
+    return len(plans)
+
+
+def test_a_planner_of_a_users_own_plans_each_save_on_all_ranks(local, ranks):
+    assert ranks(2, _own_planner_on_one, local) == [1, 1]
+
+
+def _in_a_subgroup(place: Place):
+    groups = [dist.new_group([0]), dist.new_group([1, 2])]
+    rank = dist.get_rank()
+    if rank == 0:
+        return [1, 0]
+    found = []
+    for step in (1, 2):
+        state = {f"of {rank}": torch.full((4,), float(step)), "both": torch.full((3,), float(step))}
+        with watched() as (_, plans):
+            cloudckpt.save(
+                state, checkpoint_id=place.uri, config=place.config, process_group=groups[1]
+            )
+        found.append(len(plans))
+        other = {name: torch.zeros_like(value) for name, value in state.items()}
+        cloudckpt.load(other, checkpoint_id=place.uri, config=place.config, no_dist=True)
+        assert _same(state, other)
+    return found
+
+
+def test_the_first_rank_of_a_group_coordinates_it(local, ranks):
+    assert ranks(3, _in_a_subgroup, local) == [[1, 0]] * 3
+
+
+def _colliding(place: Place):
+    """Ranks that take different structures for one another, as their plans have one number."""
+    rank = dist.get_rank()
+    states = [{f"a.{rank}": torch.ones(3)}, {f"b.{rank}": torch.ones(3)}]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_cache, "new_number", lambda: 77)
+        for state in states:
+            cloudckpt.save(state, checkpoint_id=f"{place.uri}/before", config=place.config)
+    try:
+        cloudckpt.save(states[rank], checkpoint_id=f"{place.uri}/now", config=place.config)
+    except IncompleteSaveError as error:
+        told = "another plan" in str(error)
+    else:
+        told = False
+    exists = cloudckpt.exists(f"{place.uri}/now", config=place.config)
+    again = _saves(place.at("again"), (1, 2))
+    return told, exists, [plans for plans, _ in again]
+
+
+def test_plans_of_one_number_that_are_not_the_same_are_an_error_on_every_rank(place, ranks):
+    assert ranks(2, _colliding, place) == [(True, False, [1, 0])] * 2
+    assert not place.at("now").names()
+
+
+def _of_another_version(place: Place):
+    stance = meeting.Stance.__init__
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(
+                meeting.Stance,
+                "__init__",
+                lambda self, **kwargs: stance(self, **{"version": "9.9", **kwargs}),
+            )
+        with pytest.raises(ConfigError, match=r"rank 1 9\.9"):
+            cloudckpt.save({"t": torch.ones(2)}, checkpoint_id=place.uri, config=place.config)
+
+
+def test_ranks_of_different_versions_are_told_so(local, ranks):
+    ranks(2, _of_another_version, local)
+    assert local.names() == []
+
+
+class Failing(CommitHook):
+    def before_commit(self, uri, metadata):
+        raise ArithmeticError("not now")
+
+
+def _after_a_failure(place: Place):
+    _saves(place, (1,))
+    writer = cloudckpt.CloudStorageWriter(place.uri, config=place.config, commit_hook=Failing())
+    with contextlib.suppress(cloudckpt.CloudCheckpointError):
+        cloudckpt.save(_state(2), storage_writer=writer)
+    return [plans for plans, _ in _saves(place, (3,))]
+
+
+def test_a_save_that_fails_leaves_the_plan_of_the_last_one_that_did_not(local, ranks):
+    assert ranks(2, _after_a_failure, local) == [[0], [0]]
+    assert len(local.data()) <= 4
+
+
+class Planless(CommitHook):
+    """Once it has committed, planning is an error in the process that did so."""
+
+    def after_commit(self, uri, metadata):
+        def refuse(self):
+            raise ArithmeticError("planned again")
+
+        CloudSavePlanner.create_local_plan = refuse
+
+
+def _in_the_background(place: Place, kind):
+    plan = CloudSavePlanner.create_local_plan
+    try:
+        for step in (1, 2, 3):
+            writer = cloudckpt.CloudStorageWriter(
+                place.uri, config=place.config, commit_hook=Planless()
+            )
+            state = {"t": torch.full((9,), float(step)), "step": step}
+            cloudckpt.async_save(
+                state, storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType(kind)
+            ).result()
+    finally:
+        cloudckpt.close_async_savers()
+        CloudSavePlanner.create_local_plan = plan
+    state = {"t": torch.zeros(9), "step": 0}
+    cloudckpt.load(state, checkpoint_id=place.uri, config=place.config)
+    return state["step"], state["t"].tolist() == [3.0] * 9
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_saves_in_the_background_plan_once(local, ranks, kind):
+    assert ranks(2, _in_the_background, local, kind) == [(3, True)] * 2
