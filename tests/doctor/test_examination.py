@@ -21,6 +21,7 @@ from cloudckpt.testing.proxy import FaultyProxy
 from cloudckpt.testing.servers import free_port
 from cloudckpt.testing.wire_faults import Stall, StripHeaders, s3_error
 from forwarding import forward_proxy
+from stubs.gcs import GcsStub
 
 MIB = 1024 * 1024
 DENIED = s3_error(403, "AccessDenied")
@@ -248,6 +249,18 @@ def test_reading_only_writes_nothing(end, bucket, s3_client) -> None:
     assert found["speed"].values["up"] is None
     methods = {request.method for request in end.requests()}
     assert methods <= {"GET", "HEAD"}
+
+
+@pytest.mark.parametrize("strategy", ["multipart", "compose"])
+def test_a_limit_of_requests_is_no_finding(strategy) -> None:
+    """Google lets nobody write an object more than once a second."""
+    with GcsStub("bucket") as stub:
+        stub.state.mutation_interval = 1.0
+        options = GCSOptions(endpoint_url=stub.url, upload_strategy=strategy, checksum="on")
+        found = examined("gs://bucket/run", Config(gcs=options))
+        assert stub.state.keys("bucket") == []
+    assert set(outcomes(found, "ok")) == set(found)
+    assert "a wrong one was refused" in found["checksums"].found
 
 
 def test_a_local_folder_is_tried_and_not_left_behind(tmp_path) -> None:

@@ -3,6 +3,7 @@
 # no `from __future__ import annotations`: typer reads the annotations of functions
 
 import dataclasses
+import logging
 import sys
 from typing import Annotated
 
@@ -45,7 +46,15 @@ def doctor(
         if not (as_json or (quiet and finding.outcome == "ok")):
             _print(finding)
 
-    found = examine(location, size=size * _MIB, read_only=read_only, patience=patience, tell=tell)
+    logger = logging.getLogger("cloudckpt")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # what is tried again is no finding, or one
+    try:
+        found = examine(
+            location, size=size * _MIB, read_only=read_only, patience=patience, tell=tell
+        )
+    finally:
+        logger.setLevel(level)
     works = all(one.outcome != "failed" for one in found)
     if as_json:
         print_json({"works": works, "findings": [dataclasses.asdict(one) for one in found]})
