@@ -122,6 +122,7 @@ def _tried(
     reading: dict[str, Look] = {
         "list": trials.list,
         "read": trials.read,
+        "bucket": trials.bucket,
         "speed": trials.download_speed,
     }
     writing: dict[str, Look] = {
@@ -133,6 +134,7 @@ def _tried(
         "checksums": trials.checksums,
         "multipart": trials.multipart,
         "abort": trials.abort,
+        "bucket": trials.bucket,
         "speed": trials.speed,
     }
     before = store.route().region if isinstance(store, RestStore) else ""

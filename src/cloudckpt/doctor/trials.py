@@ -11,7 +11,7 @@ from functools import partial
 
 from cloudckpt.checkpoint.commit import honours_conditions
 from cloudckpt.config import Config, RetryPolicy
-from cloudckpt.doctor.findings import Finding, failed, ok, skipped, warning
+from cloudckpt.doctor.findings import Finding, Values, failed, ok, skipped, warning
 from cloudckpt.errors import (
     AccessDeniedError,
     ConnectionLostError,
@@ -21,6 +21,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, Upload, random_suffix
 from cloudckpt.stores.registry import open_store
+from cloudckpt.stores.rest import RestStore
 from cloudckpt.transfer.deleting import delete_each
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.uri import CheckpointURI
@@ -184,11 +185,13 @@ class Trials:
             max(store.capabilities.min_part_size, _BYTES)
         )  # zeros: only their end is read
         upload = self._began(retrier.call(lambda: store.create_upload(key, len(first))))
-        sums, parts = store.capabilities.checksum, []
+        sums, parts, pieces = store.capabilities.checksum, [], []
         for number, data in enumerate((first, self._content), 1):
-            send = partial(store.put_part, upload, number, [memoryview(data)])
-            parts.append(retrier.call(partial(send, checksum=sums.of(data))))
-        size, whole = sum(p.size for p in parts), sums.combine((p.checksum, p.size) for p in parts)
+            checksum = sums.of(data)
+            send = partial(store.put_part, upload, number, [memoryview(data)], checksum=checksum)
+            parts.append(retrier.call(send))
+            pieces.append((checksum, len(data)))
+        size, whole = sum(length for _, length in pieces), sums.combine(pieces)
         retrier.call(
             lambda: store.complete_upload(upload, parts),
             # a try whose answer was lost is refused when it is repeated
@@ -217,6 +220,28 @@ class Trials:
                 "set a rule that ends those that killed saves leave: `cloudckpt sweep` can't",
             )
         return ok("an open upload was found and discarded")
+
+    def bucket(self, retrier: Retrier) -> Finding:
+        """What the bucket does by itself."""
+        if not isinstance(self._store, RestStore):
+            return skipped("a local folder has no rules")
+        rules = retrier.call(partial(self._store.rules, self._uri.key("")))
+        found = [f"it keeps {', '.join(rules.keeps)}"] if rules.keeps else []
+        if rules.unread:
+            found.append(f"its {', '.join(rules.unread)} can't be read by these credentials")
+        advice = []
+        if rules.keeps:
+            advice.append(
+                "what cloudckpt deletes is billed on: give old versions a rule of their own"
+            )
+        if rules.ends_uploads is not None:
+            found.append(f"it ends uploads that nobody completes after {rules.ends_uploads} days")
+        elif not rules.unread:
+            found.append("it ends no uploads that nobody completes")
+            advice.append("set a rule that ends them after a week, or run `cloudckpt sweep`")
+        days: Values = {"ends_uploads_after_days": rules.ends_uploads}
+        verdict = warning if advice else ok
+        return verdict("; ".join(found), "; ".join(advice), values=days)
 
     def speed(self, retrier: Retrier) -> Finding:
         """How fast one connection is, up and down."""

@@ -45,7 +45,7 @@ from cloudckpt.stores.base import (
 )
 from cloudckpt.stores.bodies import Reply
 from cloudckpt.stores.http import HttpClient
-from cloudckpt.stores.origins import Route
+from cloudckpt.stores.origins import BucketRules, Route
 from cloudckpt.stores.rest import (
     Pages,
     Request,
@@ -329,6 +329,9 @@ class AzureStore(RestStore):
                 raise
 
     # what the requests are made of
+
+    def rules(self, prefix: str) -> BucketRules:
+        return self._control.rules()
 
     def route(self) -> Route:
         return Route(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from azure.core import MatchConditions
@@ -12,13 +12,18 @@ from azure.core.pipeline.transport import HttpRequest, HttpResponse, HttpTranspo
 from azure.core.utils import case_insensitive_dict
 from azure.storage.blob import ContainerClient
 
-from cloudckpt.errors import ServerError
+from cloudckpt.errors import ServerError, StoreError
 from cloudckpt.stores.azure_access import API_VERSION, ContainerAccess
 from cloudckpt.stores.base import ObjectInfo
+from cloudckpt.stores.origins import BucketRules
 from cloudckpt.stores.rest import RestStore
 from cloudckpt.stores.sdk import Answer, SdkCalls
 
 __all__ = ["Control"]
+
+
+# https://learn.microsoft.com/rest/api/storageservices/put-block
+_LIFE_OF_BLOCKS = 7  # days, of those that were not committed
 
 
 class Control:
@@ -82,6 +87,15 @@ class Control:
             )
         return str(made.get("etag") or ""), told[0]
 
+    def rules(self) -> BucketRules:
+        """What the container keeps; of versions and soft deletion only the account knows."""
+        try:
+            with self._calls.about(""):
+                found = self._client.get_container_properties()
+        except StoreError:
+            return BucketRules(ends_uploads=_LIFE_OF_BLOCKS, unread=("immutability policies",))
+        return BucketRules(keeps=tuple(_phrases(found)), ends_uploads=_LIFE_OF_BLOCKS)
+
     def copy_block(
         self,
         source: ContainerAccess,
@@ -106,6 +120,14 @@ class Control:
                 raw_response_hook=lambda answer: told.append(_crc64(answer.http_response.headers)),
             )
         return told[0]
+
+
+def _phrases(found: Any) -> Iterator[str]:
+    """What a container keeps, by its properties."""
+    if found.has_immutability_policy or found.immutable_storage_with_versioning_enabled:
+        yield "everything for the time of an immutability policy"
+    if found.has_legal_hold:
+        yield "everything for a legal hold"
 
 
 def _crc64(headers: Mapping[str, str]) -> int | None:

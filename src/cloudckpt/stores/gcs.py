@@ -50,7 +50,7 @@ from cloudckpt.stores.gcs_json import (
     parse_crc32c,
 )
 from cloudckpt.stores.http import HttpClient
-from cloudckpt.stores.origins import Route
+from cloudckpt.stores.origins import BucketRules, Route
 from cloudckpt.stores.rest import Request, RestStore, encode_key, encode_query
 from cloudckpt.stores.xml_api import Dialect, XmlMultipart
 
@@ -231,6 +231,9 @@ class GCSStore(RestStore):
 
     def delete(self, key: str, *, if_version: str | None = None) -> None:
         self._objects.delete(key, if_version)
+
+    def rules(self, prefix: str) -> BucketRules:
+        return self._control.rules(prefix)
 
     def route(self) -> Route:
         return Route(

@@ -14,14 +14,19 @@ from cloudckpt.errors import (
     ConnectionLostError,
     MissingDependencyError,
     ServerError,
+    StoreError,
     TransientStoreError,
 )
 from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.stores.gcs_json import CACHE_CONTROL, generation, parse_crc32c
+from cloudckpt.stores.origins import BucketRules
 from cloudckpt.stores.rest import RestStore
 from cloudckpt.stores.sdk import SdkCalls
 
 __all__ = ["Control"]
+
+
+_DAY = 86_400
 
 
 class Control:
@@ -104,6 +109,28 @@ class Control:
             raise ServerError(f"{found.size} bytes were copied, but {target.size} stored", uri=uri)
         crc32c = parse_crc32c(f"crc32c={target.crc32c or ''}")
         return ObjectInfo(key, found.size, str(target.generation), crc32c)
+
+    def rules(self, prefix: str) -> BucketRules:
+        """What the bucket keeps, and whether it ends uploads under ``prefix``."""
+        bucket = self._bucket(self.name)
+        try:
+            with self._calls.about(""):
+                bucket.reload(retry=None)
+        except StoreError:
+            return BucketRules(unread=("versioning, retention and lifecycle rules",))
+        keeps = ["older versions"] if bucket.versioning_enabled else []
+        if bucket.retention_period:
+            keeps.append(f"everything for {bucket.retention_period / _DAY:g} days (retention)")
+        soft = bucket.soft_delete_policy.retention_duration_seconds
+        if soft:
+            keeps.append(f"what is deleted for {int(soft) / _DAY:g} days (soft delete)")
+        days = [
+            rule["condition"]["age"]
+            for rule in bucket.lifecycle_rules
+            if rule["action"]["type"] == "AbortIncompleteMultipartUpload"
+            and prefix.startswith(tuple(rule["condition"].get("matchesPrefix", ("",))))
+        ]
+        return BucketRules(keeps=tuple(keeps), ends_uploads=min(days, default=None))
 
 
 class _Session:

@@ -28,7 +28,7 @@ from cloudckpt.stores.base import Body, ObjectInfo, ObjectStore, Progress, nbyte
 from cloudckpt.stores.bodies import Reply
 from cloudckpt.stores.credentials import Credentials, conceal
 from cloudckpt.stores.http import HttpClient
-from cloudckpt.stores.origins import Origin, Route
+from cloudckpt.stores.origins import BucketRules, Origin, Route
 
 __all__ = [
     "Pages",
@@ -377,6 +377,10 @@ class RestStore(ObjectStore):
     @abstractmethod
     def route(self) -> Route:
         """How the bucket is reached."""
+
+    @abstractmethod
+    def rules(self, prefix: str) -> BucketRules:
+        """What the bucket does by itself with objects whose key begins with ``prefix``."""
 
     def origin(self) -> Origin:
         """Where the credentials come from; they are fetched for it, if they were not yet.

@@ -41,7 +41,7 @@ from cloudckpt.stores.base import (
 )
 from cloudckpt.stores.bodies import Reply
 from cloudckpt.stores.http import HttpClient
-from cloudckpt.stores.origins import Route
+from cloudckpt.stores.origins import BucketRules, Route
 from cloudckpt.stores.rest import (
     Pages,
     Request,
@@ -347,6 +347,9 @@ class S3Store(RestStore):
                     "S3Options(payload_signing='on') or CLOUDCKPT_S3_PAYLOAD_SIGNING=on"
                 )
             raise
+
+    def rules(self, prefix: str) -> BucketRules:
+        return self._control.rules(prefix)
 
     def route(self) -> Route:
         return self._access.route()
