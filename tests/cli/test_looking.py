@@ -48,3 +48,15 @@ def test_diff_says_what_it_could_not_tell_without_reading(cli, capsys, run, tmp_
     assert "2 entries can't be compared without reading: give --read" in capsys.readouterr().err
     assert cli("diff", *places, "--read") == 0
     assert rows(capsys) == [["2 same"]]
+
+
+def test_inspect_writes_a_page(cli, capsys, run, tmp_path):
+    file = tmp_path / "step 4.html"
+    assert cli("inspect", str(run / "step-4"), "w*", "--html", str(file)) == 0
+    assert capsys.readouterr().out == f"wrote {file}\n"
+    text = file.read_text("utf-8")
+    assert text.startswith("<!doctype html>")
+    assert '"loss","1"' in text
+    assert '"world":1' in text  # how it was saved
+    assert cli("inspect", str(run / "step-4"), "--html", str(tmp_path / "no" / "x.html")) == 1
+    assert "can't be written: No such file" in capsys.readouterr().err

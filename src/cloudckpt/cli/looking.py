@@ -5,7 +5,7 @@
 import dataclasses
 from collections import Counter
 from fnmatch import fnmatchcase
-from typing import Annotated
+from typing import Annotated, Optional
 
 import typer
 from rich.filesize import decimal as as_size
@@ -23,6 +23,7 @@ from cloudckpt.cli.app import (
     progress_bar,
     safe,
 )
+from cloudckpt.cli.page import page
 from cloudckpt.runs import comparing, contents
 from cloudckpt.runs.contents import StoredItem
 
@@ -33,11 +34,18 @@ Pattern = Annotated[str, typer.Argument(help="Which names, e.g. 'model.*'; * sta
 def inspect(
     checkpoint: Checkpoint,
     pattern: Pattern = "*",
+    html: Annotated[
+        Optional[str],  # noqa: UP045 - typer reads it, on Python 3.10 too
+        typer.Option(metavar="FILE", help="Write a page with sizes, notes and how it was saved."),
+    ] = None,
     as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Show what is in a checkpoint: names, shapes, types, sizes, and what was noted with it."""
     found = contents.inspect(checkpoint)
-    items = [item for item in found.items if fnmatchcase(item.name, pattern)]
+    items = tuple(item for item in found.items if fnmatchcase(item.name, pattern))
+    if html is not None:
+        _write(html, page(dataclasses.replace(found, items=items)))
     if as_json:
         document = {
             "uri": found.uri,
@@ -46,6 +54,10 @@ def inspect(
             "items": [dataclasses.asdict(item) for item in items],
         }
         print_json(document)
+        return
+    if html is not None:
+        if not quiet:
+            print(f"wrote {safe(html)}")
         return
     rows = [
         [
@@ -108,6 +120,14 @@ def diff(
         fail(f"{counts['unknown']} entries can't be compared without reading: give --read", FAILED)
     if not found.are_same:
         raise typer.Exit(DIFFERENT)
+
+
+def _write(name: str, text: str) -> None:
+    try:
+        with open(name, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        fail(f"{name} can't be written: {error.strerror}", FAILED)
 
 
 def _form(item: StoredItem | None) -> str:

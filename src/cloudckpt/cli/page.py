@@ -1,0 +1,95 @@
+"""A checkpoint as one HTML file: sizes by module, entries, notes, and how it was saved.
+
+The file loads nothing. What comes from the checkpoint stands in it as JSON, which its script shows
+as text; a policy in the file allows that script and no other, so that no name or note can run code.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import itertools
+import json
+import re
+from collections import Counter
+from importlib.resources import files
+from typing import Any
+
+from cloudckpt.checkpoint.timing import SaveTiming
+from cloudckpt.runs.contents import CheckpointContents, StoredItem
+
+__all__ = ["page"]
+
+_MOST = 20_000
+"""Entries that have a row of their own: the largest. A browser takes a second to draw them."""
+
+
+def page(contents: CheckpointContents) -> str:
+    """The file, as text."""
+    template = files("cloudckpt.cli").joinpath("page.html").read_text("utf-8")
+    for name, tag in (("SCRIPT", "script"), ("STYLE", "style")):
+        [content] = re.findall(rf"<{tag}>(.*?)</{tag}>", template, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        template = template.replace(f"'{name}'", f"'sha256-{digest}'")
+    data = json.dumps(_document(contents), separators=(",", ":"), ensure_ascii=True)
+    for one in "<>&":  # nothing in it may look like the end of the script, or begin a comment
+        data = data.replace(one, f"\\u{ord(one):04x}")
+    return template.replace(">DATA<", f">{data}<")
+
+
+def _document(contents: CheckpointContents) -> dict[str, Any]:
+    items = sorted(contents.items, key=lambda item: item.nbytes, reverse=True)
+    kept, others = items[:_MOST], items[_MOST:]
+    weights = Counter[str]()
+    for item in kept:
+        weights[_type(item)] += item.nbytes
+    types = {name: number for number, (name, _) in enumerate(weights.most_common())}
+    notes = contents.notes
+    return {
+        "uri": contents.uri,
+        "name": contents.uri.rstrip("/").rpartition("/")[2] or contents.uri,
+        "nbytes": contents.nbytes,
+        "count": len(items),
+        "others": [len(others), sum(item.nbytes for item in others)],
+        "checksums": contents.has_checksums,
+        "step": notes.step,
+        "metrics": [[name, f"{value:g}"] for name, value in notes.metrics.items()],
+        "user": json.dumps(notes.user, indent=2, ensure_ascii=False) if notes.user else "",
+        "types": list(types),
+        "items": _rows(sorted(kept, key=lambda item: item.name.split(".")), types),
+        "save": None if notes.save is None else _save(notes.save),
+    }
+
+
+def _type(item: StoredItem) -> str:
+    return item.dtype or "value"
+
+
+def _rows(items: list[StoredItem], types: dict[str, int]) -> list[list[Any]]:
+    """Entries, each with how many parts of its name are those of the one before."""
+    rows: list[list[Any]] = []
+    before: list[str] = []
+    for item in items:
+        parts = item.name.split(".")
+        pairs = zip(parts[:-1], before, strict=False)
+        shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        rest, before = ".".join(parts[shared:]), parts
+        rows.append([shared, rest, types[_type(item)], item.shape, item.nbytes, item.chunks])
+    return rows
+
+
+def _save(timing: SaveTiming) -> dict[str, Any]:
+    began = timing.began
+
+    def since(moment: float) -> int:
+        return round((moment - began) * 1000)
+
+    return {
+        "began": began,
+        "commit": since(timing.committing),
+        "world": timing.world,
+        "ranks": [
+            [one.rank, since(one.began), since(one.sending), since(one.sent), one.nbytes]
+            for one in timing.ranks
+        ],
+    }
