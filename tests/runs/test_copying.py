@@ -26,8 +26,11 @@ from cloudckpt.errors import (
     CommitUnknownError,
     ConfigError,
     ConnectionLostError,
+    CredentialsError,
     DifferentCheckpointsError,
+    InvalidRequestError,
     InvalidURIError,
+    ObjectNotFoundError,
 )
 from cloudckpt.runs.copying import Copied, copy
 from cloudckpt.stores import registry
@@ -57,11 +60,14 @@ class Cloud:
     def __init__(self) -> None:
         self.stores: dict[str, FaultyStore] = {}
 
-    def store(self, name: str, **capabilities: Any) -> FaultyStore:
+    def store(self, name: str, *, copies: bool = False, **capabilities: Any) -> FaultyStore:
+        """A new store; ``copies``: whether it copies from others by itself."""
         inner = MemoryStore(f"{name}-{uuid.uuid4().hex}")
         inner.capabilities = dataclasses.replace(inner.capabilities, **capabilities)
         inner.root = f"memory://{name}"
         made = self.stores[name] = FaultyStore(inner)
+        if not copies:
+            made.copies_from = lambda source: False
         return made
 
     def keys(self, name: str) -> list[str]:
@@ -101,7 +107,10 @@ def test_a_copy_has_the_same_bytes_names_and_notes(way, tmp_path, bucket, s3_con
     seen: list[tuple[int, int]] = []
     told = lambda done, total: seen.append((done, total))  # noqa: E731
     copied = copy(source, target, config=s3_config, progress=told)
-    assert copied == Copied(checkpoints=1, objects=2, nbytes=copied.nbytes)
+    assert copied == Copied(
+        checkpoints=1, objects=2, nbytes=copied.nbytes, by_store=copied.by_store
+    )
+    assert copied.by_store == (copied.nbytes if way == "S3 to S3" else 0)
     assert max(seen) == (copied.nbytes, copied.nbytes)
     assert_same(target, config=s3_config)
     ours, theirs = (cloudckpt.inspect(uri, config=s3_config) for uri in (source, target))
@@ -333,6 +342,57 @@ def test_a_source_that_is_replaced_meanwhile_is_copied_anew(cloud) -> None:
     copy("memory://here/a", "memory://there/b", config=CONFIG)
     assert_same("memory://there/b", 2.0)
     assert len(cloud.keys("there")) == 4
+
+
+@pytest.fixture
+def within(cloud) -> Cloud:
+    """Stores of which the one copies from the other by itself."""
+    cloud.store("there", copies=True)
+    return cloud
+
+
+def test_within_a_cloud_no_bytes_pass_here(within) -> None:
+    save("memory://here/a")
+    within.stores["here"].calls.clear()
+    seen: list[tuple[int, int]] = []
+    copied = copy(
+        "memory://here/a",
+        "memory://there/b",
+        config=CONFIG,
+        progress=lambda *now: seen.append(now),
+    )
+    assert copied.by_store == copied.nbytes == seen[-1][0]
+    assert within.stores["there"].calls["put"] == 2  # manifest and metadata
+    assert_same("memory://there/b")
+
+
+def test_damage_is_found_by_the_checksum_that_the_store_tells_of_its_copy(within) -> None:
+    save("memory://here/a")
+    damage(within, "here", 0.3)
+    with pytest.raises(CheckpointCorruptError, match="do not match their checksum") as caught:
+        copy("memory://here/a", "memory://there/b", config=CONFIG)
+    assert [found.item for found in caught.value.damages] == ["model.large"]
+    assert within.keys("there") == []
+
+
+@pytest.mark.parametrize("error", [AccessDeniedError, InvalidRequestError])
+def test_what_a_store_refuses_to_copy_by_itself_is_streamed(within, error) -> None:
+    save("memory://here/a")
+    within.stores["there"].fail("copy", error)
+    copied = copy("memory://here/a", "memory://there/b", config=CONFIG)
+    assert copied.by_store == 0
+    assert_same("memory://there/b")
+    assert len(within.keys("there")) == 4
+
+
+@pytest.mark.parametrize("error", [ObjectNotFoundError, KeyboardInterrupt, CredentialsError])
+def test_a_copy_within_a_cloud_that_fails_leaves_nothing(within, error) -> None:
+    save("memory://here/a")
+    within.stores["there"].fail("copy", error, calls=[2])
+    told = CheckpointCorruptError if error is ObjectNotFoundError else error
+    with pytest.raises(told):
+        copy("memory://here/a", "memory://there/b", config=CONFIG)
+    assert within.keys("there") == []
 
 
 def test_what_is_no_place_for_a_copy_is_refused(cloud) -> None:

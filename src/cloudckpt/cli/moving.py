@@ -122,11 +122,12 @@ def cp(
         if as_json:
             print_json({"target": target, **dataclasses.asdict(copied)})
         elif not quiet:
-            there = f", {copied.already_there} there already" if copied.already_there else ""
-            count = (
-                "1 checkpoint" if copied.checkpoints == 1 else f"{copied.checkpoints} checkpoints"
-            )
+            there = f"; {copied.already_there} there already" if copied.already_there else ""
+            way = "by the store itself" if copied.by_store == copied.nbytes else "streamed"
+            if 0 < copied.by_store < copied.nbytes:
+                way = f"{as_size(copied.by_store)} by the store itself, the rest streamed"
+            checkpoints = "checkpoint" if copied.checkpoints == 1 else "checkpoints"
             print(
-                f"{safe(target)}: copied {count} ({copied.objects} objects, "
-                f"{as_size(copied.nbytes)}){there}"
+                f"{safe(target)}: copied {copied.checkpoints} {checkpoints} "
+                f"({copied.objects} objects, {as_size(copied.nbytes)}, {way}){there}"
             )

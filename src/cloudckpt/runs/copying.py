@@ -13,6 +13,7 @@ metadata of the source, and commits.
 from __future__ import annotations
 
 import heapq
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,12 +37,15 @@ from cloudckpt.checkpoint.objects import (
 from cloudckpt.config import Config
 from cloudckpt.dcp.meeting import Meeting, Stance
 from cloudckpt.errors import (
+    AccessDeniedError,
     CheckpointCorruptError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     CommitUnknownError,
     ConfigError,
+    InvalidRequestError,
     ObjectNotFoundError,
+    PreconditionFailedError,
     ProcessGroupError,
 )
 from cloudckpt.gc_pause import paused_gc
@@ -52,7 +56,9 @@ from cloudckpt.runs.verifying import find_damages, one_error
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, random_suffix
 from cloudckpt.stores.listings import forget_listings
 from cloudckpt.stores.registry import checkpoint_location
+from cloudckpt.transfer.copying import copies_within
 from cloudckpt.transfer.deleting import delete_quietly
+from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.landing import Sink, Wanted
 from cloudckpt.transfer.relay import MismatchError, Passage, relay
 from cloudckpt.transfer.retry import Retrier, begun_anew, check_unchanged, open_store
@@ -60,6 +66,8 @@ from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["Copied", "copy"]
+
+logger = logging.getLogger("cloudckpt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,12 +78,14 @@ class Copied:
         checkpoints: How many were.
         objects: Their data objects.
         nbytes: The bytes of these.
+        by_store: The bytes of those that the store has copied by itself; others passed here.
         already_there: Checkpoints of a run of which the target had the same already.
     """
 
     checkpoints: int = 0
     objects: int = 0
     nbytes: int = 0
+    by_store: int = 0
     already_there: int = 0
 
     def __add__(self, other: Copied) -> Copied:
@@ -83,6 +93,7 @@ class Copied:
             checkpoints=self.checkpoints + other.checkpoints,
             objects=self.objects + other.objects,
             nbytes=self.nbytes + other.nbytes,
+            by_store=self.by_store + other.by_store,
             already_there=self.already_there + other.already_there,
         )
 
@@ -100,11 +111,13 @@ def copy(
 ) -> Copied:
     """Copies a committed checkpoint, or all committed checkpoints of a run.
 
-    The bytes pass through memory of at most ``memory_budget`` (or of two parts of an upload, if
-    these are more: of objects above 300 GB), and are compared with the checksums of the source on
-    the way. The copy is committed last, in one write, as a save is: nobody ever sees a part of it,
-    and what is damaged is never copied. Notes, metrics, structure and the kind of checksums stay;
-    the names of the data objects are new. What fails or is interrupted deletes what it has written.
+    Within a cloud the store copies the data objects by itself, if it can; what it tells of their
+    checksums is compared. Else the bytes pass through memory of at most ``memory_budget`` (or of
+    two parts of an upload, if these are more: of objects above 300 GB), and are compared with the
+    checksums of the source on the way. The copy is committed last, in one write, as a save is:
+    nobody ever sees a part of it, and what is damaged is never copied. Notes, metrics, structure
+    and the kind of checksums stay; the names of the data objects are new. What fails or is
+    interrupted deletes what it has written.
 
     Of a run, each folder in which there is a committed checkpoint is copied to a folder of the same
     name; what else is there (torn checkpoints, other files) is not. A damaged one is passed over,
@@ -134,12 +147,15 @@ def copy(
         CheckpointReplacedError: If the source was replaced meanwhile, again and again.
         StoreError: If a store refuses or stays unreachable.
     """
-    config = config if config is not None else Config()
+    config = replace(config if config is not None else Config(), verify=True)
     meeting = Meeting(process_group)
     origin, goal = meeting.begin(
         lambda: (
-            _Place(CheckpointURI.parse(source), replace(config, verify=True)),
-            _Place(checkpoint_location(target), target_config or config),
+            _Place(CheckpointURI.parse(source), config),
+            _Place(
+                checkpoint_location(target),
+                config if target_config is None else target_config,
+            ),
         ),
         lambda ends: Stance(
             location=f"the copy of {ends[0].uri} to {ends[1].uri}", options=f"{overwrite=}"
@@ -182,6 +198,32 @@ class _Place:
     @property
     def retrier(self) -> Retrier:
         return Retrier(self.config.retry)
+
+    def heads(self, keys: Sequence[str]) -> list[ObjectInfo]:
+        """What the store has of objects, in their order.
+
+        Raises:
+            CheckpointCorruptError: If one is gone.
+        """
+        store = self.store
+        found: dict[str, ObjectInfo | None] = dict.fromkeys(keys)
+        group = TaskGroup(self.config.connections, name="cloudckpt-look", interrupt=store.interrupt)
+        retrier = Retrier(self.config.retry, group.cancellation)
+
+        def look(key: str) -> None:
+            try:
+                found[key] = retrier.call(lambda: store.head(key))
+            except ObjectNotFoundError as error:
+                raise CheckpointCorruptError(
+                    "an object of the checkpoint is gone", uri=store.uri(key), cause=error
+                ) from error
+
+        def submit() -> None:
+            for key in found:
+                group.submit(partial(look, key))
+
+        group.run(submit)
+        return [info for info in found.values() if info is not None]
 
 
 @dataclass(frozen=True)
@@ -300,7 +342,8 @@ class _Copy:
         if not self._is_of_a_run:
             self._progress.total = sum(passage.size for passage in share)
         try:
-            self._meeting.begin(lambda: self._send(share, plan.commits))
+            by_store = self._meeting.begin(lambda: self._send(share, plan.commits))
+            by_store = sum(self._meeting.gathered(by_store))
         except ProcessGroupError:
             if self._rank == 0:  # the others can't know whether it will commit
                 self._discard(share)
@@ -311,7 +354,7 @@ class _Copy:
         self._meeting.told_by_first(lambda: self._commit(share))
         passages = [passage for share in plan.shares for passage in share]
         nbytes = sum(passage.size for passage in passages)
-        return Copied(checkpoints=1, objects=len(passages), nbytes=nbytes)
+        return Copied(checkpoints=1, objects=len(passages), nbytes=nbytes, by_store=by_store)
 
     def _plan(self) -> _Plan:
         """Reads the source, and looks what is at the target."""
@@ -384,46 +427,83 @@ class _Copy:
         entries = (part.metadata.storage_data or {}).values()
         names = dict.fromkeys(checked(entry.relative_path, str(uri)) for entry in entries)
         kind = self._source.store.capabilities.checksum
-        infos = [self._looked_at(uri.key(name)) for name in names]
+        infos = self._source.heads([uri.key(name) for name in names])
         return [Passage(info.key, "", info.size, info.checksum, kind) for info in infos]
 
-    def _looked_at(self, key: str) -> ObjectInfo:
-        store = self._source.store
-        try:
-            return self._source.retrier.call(partial(store.head, key))
-        except ObjectNotFoundError as error:
-            raise CheckpointCorruptError(
-                "an object of the checkpoint is gone", uri=store.uri(key), cause=error
-            ) from error
-
-    def _send(self, share: Sequence[Passage], commits: Sequence[ObjectInfo]) -> None:
+    def _send(self, share: Sequence[Passage], commits: Sequence[ObjectInfo]) -> int:
         """Copies objects; once more those that were damaged on the way.
+
+        Returns:
+            The bytes that the store has copied by itself.
 
         Raises:
             CheckpointReplacedError: If the source was replaced meanwhile.
             CheckpointCorruptError: If it is damaged.
         """
-        left = list(share)
-        for is_last in (False, True):
+        left = {passage.target: passage for passage in self._by_store(share)}
+        by_store = 0
+
+        def arrived(passage: Passage) -> None:
+            nonlocal by_store
+            del left[passage.target]
+            by_store += passage.size if passage.found is not None else 0
+
+        stats = TransferStats(str(self._target.uri), self._rank)
+        tries = 0
+        while True:
             try:
                 relay(
                     self._source.store,
                     self._target.store,
-                    list(left),
+                    list(left.values()),
                     self._target.config,
-                    TransferStats(str(self._target.uri), self._rank),
+                    stats,
                     moved=self._progress.add,
-                    arrived=left.remove,
+                    arrived=arrived,
                 )
-                return
-            except CheckpointCorruptError as error:
-                for commit in commits:
-                    source, policy = self._source, self._source.config.retry
-                    check_unchanged(source.store, commit, str(source.uri), policy, error)
-                if isinstance(error, MismatchError):
-                    self._look_for_damages(error)
-                if is_last or not isinstance(error, MismatchError):
+                return by_store
+            except (AccessDeniedError, InvalidRequestError) as error:
+                if all(passage.found is None for passage in left.values()):
                     raise
+                logger.warning("the store does not copy by itself, so bytes pass here: %s", error)
+                left = {key: replace(passage, found=None) for key, passage in left.items()}
+            except (ObjectNotFoundError, PreconditionFailedError) as error:
+                what = "an object of the source is gone, or was replaced, while it was copied"
+                damaged = CheckpointCorruptError(what, uri=error.uri, cause=error)
+                self._refuse_replaced(commits, damaged)
+                raise damaged from error
+            except CheckpointCorruptError as error:
+                self._refuse_replaced(commits, error)
+                if not isinstance(error, MismatchError):
+                    raise
+                self._look_for_damages(error)
+                tries += 1
+                if tries == 2:
+                    raise
+
+    def _by_store(self, share: Sequence[Passage]) -> list[Passage]:
+        """The objects, with what the source has of those that the target can copy by itself.
+
+        Of local files nobody could tell whether they were copied as they were: they are streamed.
+        """
+        source, target = self._source, self._target
+        within = [
+            passage
+            for passage in share
+            if source.uri.scheme != "file"
+            and copies_within(source.store, target.store, passage.size)
+        ]
+        infos = source.heads([passage.source for passage in within])
+        sized = {info.key: info for info in infos}
+        return [replace(passage, found=sized.get(passage.source)) for passage in share]
+
+    def _refuse_replaced(
+        self, commits: Sequence[ObjectInfo], error: CheckpointCorruptError
+    ) -> None:
+        """Raises CheckpointReplacedError if the source was replaced meanwhile."""
+        source = self._source
+        for commit in commits:
+            check_unchanged(source.store, commit, str(source.uri), source.config.retry, error)
 
     def _look_for_damages(self, error: MismatchError) -> None:
         """Finds out which blocks of an object are damaged, if they are."""

@@ -6,11 +6,13 @@ import contextlib
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.config import MIB, Config
 from cloudckpt.errors import CheckpointCorruptError, Damage
-from cloudckpt.stores.base import ObjectStore
+from cloudckpt.stores.base import ObjectInfo, ObjectStore
+from cloudckpt.transfer.copying import ObjectCopy, copy_part_size
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.memory import bytes_of
 from cloudckpt.transfer.parts import Piece, choose_part_size
@@ -35,6 +37,7 @@ class Passage:
         size: Its bytes.
         checksum: That of its bytes; None if nobody knows it.
         algorithm: Of the checksum.
+        found: What the source has, if the target is to copy it by itself.
     """
 
     source: str
@@ -42,6 +45,7 @@ class Passage:
     size: int
     checksum: int | None
     algorithm: ChecksumAlgorithm
+    found: ObjectInfo | None = None
 
 
 class MismatchError(CheckpointCorruptError):
@@ -62,8 +66,9 @@ def relay(
 
     Each part is received into memory, and sent from there, by one thread; several at a time, in
     ``memory_budget`` bytes, or two parts if these are more. What was received is compared with the
-    checksum of the object before the object is complete. What fails leaves none of the objects
-    that were under way.
+    checksum of the object before the object is complete. What the target copies by itself does not
+    pass through here, and is compared with what the store tells of it, if it does. What fails
+    leaves none of the objects that were under way.
 
     Args:
         source: Where they are.
@@ -71,7 +76,7 @@ def relay(
         passages: The objects.
         config: Options.
         stats: Counts.
-        moved: Called with the bytes that were received since the last call, by any thread.
+        moved: Called with the bytes that were copied since the last call, by any thread.
         arrived: Called with each object that is there, by any thread.
 
     Raises:
@@ -111,39 +116,43 @@ class _Relay:
         self._target.interrupt(threads)
 
     def run(self, passages: Sequence[Passage]) -> None:
-        sizes = {one: self._part_size(one.size) for one in passages}
-        most = max((min(sizes[one], one.size) for one in passages), default=0)
+        sizes = {one: self._part_size(one.size) for one in passages if one.found is None}
+        most = max((min(size, one.size) for one, size in sizes.items()), default=0)
         # two parts at least: the first of an upload waits for the second
         budget = max(self._config.memory_budget, 2 * most)
         self._pool = ScratchPool(budget, self._group.cancellation)
-        under_way: dict[Passage, _Sending] = {}
+        under_way: dict[Passage, ObjectUpload] = {}
 
         def produce() -> None:
             for passage in passages:
-                sending = under_way[passage] = self._begin(passage, sizes[passage])
-                for start in range(0, passage.size, sizes[passage]):
-                    self._send(sending, start, min(sizes[passage], passage.size - start))
-                sending.upload.close()
+                if passage.found is not None:
+                    made = under_way[passage] = self._copy(passage)
+                    made.start(self._source, passage.found)
+                else:
+                    upload = under_way[passage] = self._upload(passage, sizes[passage])
+                    self._stream(passage, upload, sizes[passage])
 
+        there: set[Passage] = set()
         try:
             self._group.run(produce)
-        except BaseException:
-            for passage, sending in under_way.items():
-                if sending.upload.info is None:
-                    sending.upload.abandon()
-                else:
+        finally:
+            for passage, upload in under_way.items():
+                if self._is_right(passage, upload):
+                    there.add(passage)
                     self._arrived(passage)
-            raise
-        for passage in under_way:
-            self._arrived(passage)
+                else:
+                    upload.abandon()
+        for passage in passages:
+            if passage not in there:
+                raise _mismatch(self._source.uri(passage.source))
 
     def _part_size(self, size: int) -> int:
         wanted = self._config.part_size or max(_PART, size // 9_000)
         limits = self._target.capabilities
         return choose_part_size(size, wanted, limits, connections=self._config.connections)
 
-    def _begin(self, passage: Passage, part_size: int) -> _Sending:
-        upload = ObjectUpload(
+    def _upload(self, passage: Passage, part_size: int) -> ObjectUpload:
+        return ObjectUpload(
             self._target,
             passage.target,
             part_size,
@@ -152,26 +161,52 @@ class _Relay:
             self._stats,
             create_only=self._create_only,
         )
-        return _Sending(upload, _Comparison(self._source, passage, upload.algorithm))
 
-    def _send(self, sending: _Sending, start: int, nbytes: int) -> None:
-        loan = _Loan(self._pool, nbytes)
-        key, size = sending.comparison.passage.source, sending.comparison.passage.size
-        uri = self._source.uri(key)
-
-        def receive() -> None:
-            self._receiver.receive(key, start, [loan.view], size=size, item=uri)
-            self._moved(nbytes)
-
-        sending.upload.write(
-            Piece(loan.view, sending.comparison, start, loan, ready=receive, item=uri)
+    def _copy(self, passage: Passage) -> ObjectCopy:
+        return ObjectCopy(
+            self._target,
+            passage.target,
+            copy_part_size(passage.size, self._target.capabilities),
+            self._group,
+            self._retrier,
+            _Counted(self._moved),
+            create_only=self._create_only,
         )
 
+    def _stream(self, passage: Passage, upload: ObjectUpload, part_size: int) -> None:
+        uri = self._source.uri(passage.source)
+        comparison = _Comparison(uri, passage, upload.algorithm)
+        for start in range(0, passage.size, part_size):
+            loan = _Loan(self._pool, min(part_size, passage.size - start))
+            receive = partial(self._receive, passage, start, loan.view, uri)
+            upload.write(Piece(loan.view, comparison, start, loan, ready=receive, item=uri))
+        upload.close()
 
-@dataclass(frozen=True)
-class _Sending:
-    upload: ObjectUpload
-    comparison: _Comparison
+    def _receive(self, passage: Passage, start: int, view: memoryview, uri: str) -> None:
+        self._receiver.receive(passage.source, start, [view], size=passage.size, item=uri)
+        self._moved(view.nbytes)
+
+    def _is_right(self, passage: Passage, upload: ObjectUpload) -> bool:
+        """Whether it is there, and if the store has copied it, as far as that tells, as it was."""
+        found, made = passage.found, upload.info
+        if found is None or made is None:
+            return made is not None  # streams were compared on the way
+        expected = found.checksum
+        if passage.algorithm == upload.algorithm and passage.checksum is not None:
+            expected = passage.checksum
+        is_known = expected is not None and made.checksum is not None
+        return made.size == passage.size and (expected == made.checksum or not is_known)
+
+
+class _Counted(TransferStats):
+    """Tells of bytes that a store has copied by itself."""
+
+    def __init__(self, moved: Callable[[int], None]) -> None:
+        super().__init__()
+        self._moved = moved
+
+    def add_bytes(self, count: int) -> None:
+        self._moved(count)
 
 
 class _Loan:
@@ -192,9 +227,9 @@ class _Loan:
 class _Comparison:
     """Compares an object's bytes with its checksum, part by part, while they are in memory."""
 
-    def __init__(self, source: ObjectStore, passage: Passage, algorithm: ChecksumAlgorithm) -> None:
-        self.passage = passage
-        self._uri = source.uri(passage.source)
+    def __init__(self, uri: str, passage: Passage, algorithm: ChecksumAlgorithm) -> None:
+        self._passage = passage
+        self._uri = uri
         self._sent = algorithm
         self._lock = threading.Lock()
         self._parts: dict[int, tuple[int, int]] = {}
@@ -207,9 +242,9 @@ class _Comparison:
             MismatchError: If they are the last, and the object is not as it should be.
         """
         sent = self._sent.of(view)
-        if self.passage.checksum is None:
+        if self._passage.checksum is None:
             return sent
-        own = self.passage.algorithm
+        own = self._passage.algorithm
         found = sent if own == self._sent else own.of(view)
         with self._lock:
             self._parts[start] = found, view.nbytes
@@ -221,10 +256,12 @@ class _Comparison:
 
     def _compare(self) -> None:
         parts = [self._parts[start] for start in sorted(self._parts)]
-        if self.passage.algorithm.combine(parts) != self.passage.checksum:
-            what = "does not match its checksum"
-            raise MismatchError(
-                f"what was received of the object {what}",
-                uri=self._uri,
-                damages=[Damage(self._uri, "", what)],
-            )
+        if self._passage.algorithm.combine(parts) != self._passage.checksum:
+            raise _mismatch(self._uri)
+
+
+def _mismatch(uri: str) -> MismatchError:
+    what = "does not match its checksum"
+    return MismatchError(
+        f"what was received of the object {what}", uri=uri, damages=[Damage(uri, "", what)]
+    )
