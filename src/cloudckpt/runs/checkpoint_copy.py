@@ -1,0 +1,514 @@
+"""The copy of one checkpoint: a save whose bytes come from another place."""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+from cloudckpt.checkpoint.commit import Baseline, begin, publish_objects
+from cloudckpt.checkpoint.manifest import Manifest
+from cloudckpt.checkpoint.notes import stored_notes
+from cloudckpt.checkpoint.objects import (
+    METADATA,
+    ObjectRecord,
+    checked,
+    commits_of_ranks,
+    data_name,
+    is_committed,
+)
+from cloudckpt.config import Config
+from cloudckpt.dcp.meeting import Meeting
+from cloudckpt.errors import (
+    AccessDeniedError,
+    CheckpointCorruptError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CommitUnknownError,
+    InvalidRequestError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    ProcessGroupError,
+)
+from cloudckpt.gc_pause import paused_gc
+from cloudckpt.runs.contents import CheckpointPart, parts
+from cloudckpt.runs.verifying import find_damages, one_error
+from cloudckpt.stores.base import ObjectInfo, ObjectStore, random_suffix
+from cloudckpt.stores.listings import forget_listings
+from cloudckpt.transfer.copying import copies_within
+from cloudckpt.transfer.deleting import delete_quietly
+from cloudckpt.transfer.group import TaskGroup
+from cloudckpt.transfer.landing import Sink, Wanted
+from cloudckpt.transfer.relay import MismatchError, Passage, relay
+from cloudckpt.transfer.retry import Retrier, check_unchanged, open_store
+from cloudckpt.transfer.stats import TransferStats
+from cloudckpt.uri import CheckpointURI
+
+__all__ = ["CheckpointCopy", "Copied", "Place", "Progress", "divided"]
+
+logger = logging.getLogger("cloudckpt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copied:
+    """What has been copied.
+
+    Attributes:
+        checkpoints: How many were.
+        objects: Their data objects.
+        nbytes: The bytes of these.
+        by_store: The bytes of those that the store has copied by itself; others passed here.
+        already_there: Checkpoints of a run of which the target had the same already.
+    """
+
+    checkpoints: int = 0
+    objects: int = 0
+    nbytes: int = 0
+    by_store: int = 0
+    already_there: int = 0
+
+    def __add__(self, other: Copied) -> Copied:
+        return Copied(
+            checkpoints=self.checkpoints + other.checkpoints,
+            objects=self.objects + other.objects,
+            nbytes=self.nbytes + other.nbytes,
+            by_store=self.by_store + other.by_store,
+            already_there=self.already_there + other.already_there,
+        )
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a checkpoint is, or will be, and the options that lead there."""
+
+    uri: CheckpointURI
+    config: Config
+
+    @property
+    def store(self) -> ObjectStore:
+        """Of the place."""
+        return open_store(self.uri, self.config)
+
+    @property
+    def retrier(self) -> Retrier:
+        """For single requests."""
+        return Retrier(self.config.retry)
+
+    def heads(self, keys: Sequence[str]) -> list[ObjectInfo]:
+        """What the store has of objects, in their order.
+
+        Raises:
+            CheckpointCorruptError: If one is gone.
+        """
+        store = self.store
+        found: dict[str, ObjectInfo | None] = dict.fromkeys(keys)
+        group = TaskGroup(self.config.connections, name="cloudckpt-look", interrupt=store.interrupt)
+        retrier = Retrier(self.config.retry, group.cancellation)
+
+        def look(key: str) -> None:
+            try:
+                found[key] = retrier.call(lambda: store.head(key))
+            except ObjectNotFoundError as error:
+                raise CheckpointCorruptError(
+                    "an object of the checkpoint is gone", uri=store.uri(key), cause=error
+                ) from error
+
+        def submit() -> None:
+            for key in found:
+                group.submit(partial(look, key))
+
+        group.run(submit)
+        return [info for info in found.values() if info is not None]
+
+
+class Progress:
+    """Adds up what threads have copied.
+
+    Attributes:
+        total: The bytes that there will be.
+    """
+
+    def __init__(self, tell: Callable[[int, int], None]) -> None:
+        self.total = 0
+        self._tell = tell
+        self._lock = threading.Lock()
+        self._done = 0
+
+    def add(self, count: int) -> None:
+        """Counts bytes, and tells how many there are by now."""
+        with self._lock:
+            self._done += count
+            self.total = max(self.total, self._done)
+            done, total = self._done, self.total
+        self._tell(done, total)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What the first rank tells the others.
+
+    Attributes:
+        shares: The data objects that each rank copies.
+        commits: The commit objects of the source, as they were read.
+        is_there: Whether the target has the same checkpoint already.
+    """
+
+    shares: Sequence[Sequence[Passage]] = ()
+    commits: Sequence[ObjectInfo] = ()
+    is_there: bool = False
+
+
+class _Nothing(Sink):
+    """Takes bytes that are only looked at."""
+
+    def deliver(self, start: int, data: torch.Tensor) -> None:
+        pass
+
+
+class CheckpointCopy:
+    """One checkpoint on its way; all ranks make the same calls."""
+
+    def __init__(
+        self,
+        source: Place,
+        target: Place,
+        meeting: Meeting,
+        overwrite: bool,
+        progress: Progress,
+        *,
+        is_of_a_run: bool = False,
+    ) -> None:
+        self._source = source
+        self._target = target
+        self._meeting = meeting
+        self._rank, self._world = meeting.rank, meeting.size
+        self._overwrite = overwrite
+        self._progress = progress
+        self._is_of_a_run = is_of_a_run
+        self._commits: list[_Commit] = []  # on the first rank
+
+    def run(self) -> Copied:
+        """Copies it, if that was not done before.
+
+        Raises:
+            CheckpointReplacedError: If the source was replaced meanwhile; this can be called again.
+        """
+        plan = self._meeting.told_by_first(self._plan)
+        if plan.is_there:
+            return Copied(already_there=1)
+        share = plan.shares[self._rank]
+        if not self._is_of_a_run:
+            self._progress.total = sum(passage.size for passage in share)
+        try:
+            by_store = self._meeting.begin(lambda: self._send(share, plan.commits))
+            by_store = sum(self._meeting.gathered(by_store))
+        except ProcessGroupError:
+            if self._rank == 0:  # the others can't know whether it will commit
+                self._discard(share)
+            raise
+        except BaseException:
+            self._discard(share)
+            raise
+        self._meeting.told_by_first(lambda: self._commit(share))
+        passages = [passage for share in plan.shares for passage in share]
+        nbytes = sum(passage.size for passage in passages)
+        return Copied(checkpoints=1, objects=len(passages), nbytes=nbytes, by_store=by_store)
+
+    def _plan(self) -> _Plan:
+        """Reads the source, and looks what is at the target."""
+        source, target = self._source, self._target
+        found = list(parts(source.uri, source.config))
+        if self._is_of_a_run and _has_the_same(target, found, source):
+            return _Plan(is_there=True)
+        baselines = self._baselines(found)
+        objects = {one.source: one for part in found for one in self._objects(part)}
+        attempt = random_suffix()
+        shares = [
+            [
+                replace(one, target=target.uri.key(data_name(rank, ordinal, attempt)))
+                for ordinal, one in enumerate(share)
+            ]
+            for rank, share in enumerate(divided(list(objects.values()), self._world))
+        ]
+        sent = {passage.source: passage for share in shares for passage in share}
+        self._commits = []
+        for part, baseline in zip(found, baselines, strict=True):
+            part.sources()  # else metadata and manifest contradict each other
+            notes = source.retrier.call(partial(stored_notes, source.store, part.commit))
+            renamed = {
+                passage.source.removeprefix(source.uri.key("")): ObjectRecord(
+                    passage.target.removeprefix(target.uri.key("")),
+                    passage.size,
+                    passage.checksum or 0,
+                )
+                for passage in (sent[one.source] for one in self._objects(part))
+            }
+            self._commits.append(_Commit.of(part, renamed, baseline, notes, target.uri))
+        return _Plan(shares, [part.commit for part in found])
+
+    def _baselines(self, found: Sequence[CheckpointPart]) -> list[Baseline]:
+        """What is at the target.
+
+        Raises:
+            CheckpointExistsError: If there is a checkpoint, and it is not to be replaced.
+        """
+        uri, store, retrier = self._target.uri, self._target.store, self._target.retrier
+        source = self._source.uri
+        names = [part.commit.key.removeprefix(source.key("")) for part in found]
+        begun = [begin(store, uri.key(name), overwrite=True, retrier=retrier) for name in names]
+        if names != [METADATA]:
+            head = begin(store, uri.key(METADATA), overwrite=True, retrier=retrier)
+            if head.version or commits_of_ranks(store, uri.key(""), retrier):
+                raise CheckpointExistsError(
+                    "there is a checkpoint, and one that was saved without collectives can't "
+                    "replace it in one step: delete it first, or choose another location",
+                    uri=str(uri),
+                )
+        elif not self._overwrite and is_committed(store, uri, retrier):
+            raise CheckpointExistsError(
+                "there is a checkpoint already: choose another location, or allow to replace it "
+                "(overwrite=True, --overwrite)",
+                uri=str(uri),
+            )
+        return begun
+
+    def _objects(self, part: CheckpointPart) -> list[Passage]:
+        """The data objects of the source, without names at the target."""
+        uri, manifest = self._source.uri, part.manifest
+        if manifest is not None:
+            records = {item.object.name: item.object for item in manifest.items.values()}
+            kind = manifest.checksum
+            return [
+                Passage(uri.key(name), "", record.size, record.checksum, kind)
+                for name, record in records.items()
+            ]
+        entries = (part.metadata.storage_data or {}).values()
+        names = dict.fromkeys(checked(entry.relative_path, str(uri)) for entry in entries)
+        kind = self._source.store.capabilities.checksum
+        infos = self._source.heads([uri.key(name) for name in names])
+        return [Passage(info.key, "", info.size, info.checksum, kind) for info in infos]
+
+    def _send(self, share: Sequence[Passage], commits: Sequence[ObjectInfo]) -> int:
+        """Copies objects; once more those that were damaged on the way.
+
+        Returns:
+            The bytes that the store has copied by itself.
+
+        Raises:
+            CheckpointReplacedError: If the source was replaced meanwhile.
+            CheckpointCorruptError: If it is damaged.
+        """
+        left = {passage.target: passage for passage in self._by_store(share)}
+        by_store = 0
+
+        def arrived(passage: Passage) -> None:
+            nonlocal by_store
+            del left[passage.target]
+            by_store += passage.size if passage.found is not None else 0
+
+        stats = TransferStats(str(self._target.uri), self._rank)
+        tries = 0
+        while True:
+            try:
+                relay(
+                    self._source.store,
+                    self._target.store,
+                    list(left.values()),
+                    self._target.config,
+                    stats,
+                    moved=self._progress.add,
+                    arrived=arrived,
+                )
+                return by_store
+            except (AccessDeniedError, InvalidRequestError) as error:
+                if all(passage.found is None for passage in left.values()):
+                    raise
+                logger.warning("the store does not copy by itself, so bytes pass here: %s", error)
+                left = {key: replace(passage, found=None) for key, passage in left.items()}
+            except (ObjectNotFoundError, PreconditionFailedError) as error:
+                what = "an object of the source is gone, or was replaced, while it was copied"
+                damaged = CheckpointCorruptError(what, uri=error.uri, cause=error)
+                self._refuse_replaced(commits, damaged)
+                raise damaged from error
+            except CheckpointCorruptError as error:
+                self._refuse_replaced(commits, error)
+                if not isinstance(error, MismatchError):
+                    raise
+                self._look_for_damages(error)
+                tries += 1
+                if tries == 2:
+                    raise
+
+    def _by_store(self, share: Sequence[Passage]) -> list[Passage]:
+        """The objects, with what the source has of those that the target can copy by itself.
+
+        Of local files nobody could tell whether they were copied as they were: they are streamed.
+        """
+        source, target = self._source, self._target
+        within = [
+            passage
+            for passage in share
+            if source.uri.scheme != "file"
+            and copies_within(source.store, target.store, passage.size)
+        ]
+        infos = source.heads([passage.source for passage in within])
+        sized = {info.key: info for info in infos}
+        return [replace(passage, found=sized.get(passage.source)) for passage in share]
+
+    def _refuse_replaced(
+        self, commits: Sequence[ObjectInfo], error: CheckpointCorruptError
+    ) -> None:
+        """Raises CheckpointReplacedError if the source was replaced meanwhile."""
+        source = self._source
+        for commit in commits:
+            check_unchanged(source.store, commit, str(source.uri), source.config.retry, error)
+
+    def _look_for_damages(self, error: MismatchError) -> None:
+        """Finds out which blocks of an object are damaged, if they are."""
+        source = self._source
+        wanted = [
+            Wanted(stored, 0, stored.nbytes, _Nothing(None), True)
+            for part in parts(source.uri, source.config)
+            for stored in part.sources()
+            if source.store.uri(stored.key) == error.uri
+        ]
+        if found := find_damages(source.store, source.uri, wanted, source.config):
+            raise one_error(found) from error
+
+    def _commit(self, share: Sequence[Passage]) -> None:
+        """Makes the copy visible; of one without collectives the part of the first rank last."""
+        target = self._target
+        own = {passage.target.removeprefix(target.uri.key("")) for passage in share}
+        written: list[_Commit] = []
+        try:
+            for commit in reversed(self._commits):
+                publish_objects(
+                    target.store,
+                    target.uri,
+                    target.config,
+                    baseline=commit.baseline,
+                    attempt=random_suffix(),
+                    metadata=commit.metadata,
+                    objects=commit.objects,
+                    own=own,
+                    manifest=commit.manifest_of_it,
+                    notes=commit.notes,
+                )
+                written.append(commit)
+        except CommitUnknownError:
+            raise
+        except Exception:  # it has deleted its own; nobody has seen those without the first rank's
+            keys = [commit.baseline.key for commit in written]
+            keys += [target.uri.key(one.name) for each in self._commits for one in each.objects]
+            delete_quietly(
+                target.store, keys, target.config.retry, threads=target.config.connections
+            )
+            raise
+        finally:
+            forget_listings()
+
+    def _discard(self, share: Sequence[Passage]) -> None:
+        keys, config = [passage.target for passage in share], self._target.config
+        delete_quietly(self._target.store, keys, config.retry, threads=config.connections)
+
+
+@dataclass(frozen=True)
+class _Commit:
+    """A commit object of the copy, and what it names.
+
+    Attributes:
+        baseline: What is in its place.
+        metadata: What it will hold.
+        objects: The data objects.
+        manifest: The manifest, if the source has one.
+        notes: The notes, as they are stored.
+    """
+
+    baseline: Baseline
+    metadata: Metadata
+    objects: Sequence[ObjectRecord]
+    manifest: Manifest | None
+    notes: bytes
+
+    @classmethod
+    def of(
+        cls,
+        part: CheckpointPart,
+        renamed: Mapping[str, ObjectRecord],
+        baseline: Baseline,
+        notes: bytes,
+        uri: CheckpointURI,
+    ) -> _Commit:
+        """That of the source, with new names of the objects, which are given by the old ones."""
+        metadata, manifest = part.metadata, part.manifest
+        with paused_gc():
+            metadata.storage_data = {
+                index: replace(entry, relative_path=renamed[entry.relative_path].name)
+                for index, entry in (metadata.storage_data or {}).items()
+            }
+            if manifest is not None:
+                items = {
+                    key: replace(item, object=renamed[item.object.name])
+                    for key, item in manifest.items.items()
+                }
+                manifest = replace(manifest, items=items)
+        stored = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta = replace(stored, checkpoint_id=str(uri), load_id=None)
+        return cls(baseline, metadata, list(renamed.values()), manifest, notes)
+
+    def manifest_of_it(self) -> Manifest | None:
+        return self.manifest
+
+
+def divided(passages: Sequence[Passage], ranks: int) -> list[list[Passage]]:
+    """A share of the objects for each rank, of about the same bytes; the same on every call."""
+    shares: list[list[Passage]] = [[] for _ in range(ranks)]
+    loads = [(0, rank) for rank in range(ranks)]
+    for passage in sorted(passages, key=lambda one: (-one.size, one.source)):
+        nbytes, rank = heapq.heappop(loads)
+        shares[rank].append(passage)
+        heapq.heappush(loads, (nbytes + passage.size, rank))
+    return shares
+
+
+def _has_the_same(target: Place, found: Sequence[CheckpointPart], source: Place) -> bool:
+    """Whether the target has a copy of a checkpoint already: its checksums and notes are equal.
+
+    What has no checksums is not known to be the same.
+    """
+    try:
+        there = list(parts(target.uri, target.config))
+    except CheckpointNotFoundError:
+        return False
+    if len(there) != len(found):
+        return False
+    for ours, theirs in zip(found, there, strict=True):
+        if ours.manifest is None or theirs.manifest is None:
+            return False
+        same_notes = stored_notes(source.store, ours.commit) == stored_notes(
+            target.store, theirs.commit
+        )
+        if not same_notes or _content(ours.manifest) != _content(theirs.manifest):
+            return False
+    below = target.uri.key("")
+    listed = target.retrier.call(lambda: list(target.store.list(below)))
+    sizes = {info.key.removeprefix(below): info.size for info in listed}
+    objects = (
+        item.object for part in there if part.manifest for item in part.manifest.items.values()
+    )
+    return all(sizes.get(record.name) == record.size for record in objects)
+
+
+def _content(manifest: Manifest) -> object:
+    """What two manifests have in common if one is of a copy of the other."""
+    items = {
+        key: replace(item, object=replace(item.object, name=""))
+        for key, item in manifest.items.items()
+    }
+    return items, manifest.checksum, manifest.structure
