@@ -617,3 +617,32 @@ def test_all_ranks_fall_back_alike_whatever_each_of_them_finds(ranks, run) -> No
     one.write_bytes(content)
     other.unlink()
     assert ranks(2, _restore_sharded, str(run)) == [(1, 1.0)] * 2
+
+
+def _restore_half(run: str, verify: bool) -> tuple[int | None, list[float]]:
+    """What a job of one half of the ranks restores, which asks for no more than it needs."""
+    found = {"w0": torch.zeros(300)}
+    with managed(run) as manager:
+        step = manager.restore(found, verify=verify)
+    return step, found["w0"].unique().tolist()
+
+
+def test_what_a_job_does_not_ask_for_is_verified_if_it_wants_that(ranks, run) -> None:
+    ranks(2, _save_sharded, str(run))
+    _, unasked = sorted((run / "step-2").glob("*.distcp"))
+    content = bytearray(unasked.read_bytes())
+    content[len(content) // 2] ^= 1
+    unasked.write_bytes(content)
+    assert ranks(2, _restore_half, str(run), False) == [(2, [2.0])] * 2
+    assert ranks(2, _restore_half, str(run), True) == [(1, [1.0])] * 2
+    assert _restore_half(str(run), True) == (1, [1.0])
+
+
+def test_a_state_is_as_it_was_if_nothing_that_is_verified_is_whole(run) -> None:
+    fill(run, 1, 2)
+    damage(run, 1)
+    damage(run, 2)
+    found = state(9)
+    with managed(run) as manager, pytest.raises(CheckpointCorruptError, match="step-2"):
+        manager.restore(found, verify=True)
+    assert value(found) == 9

@@ -33,6 +33,7 @@ from cloudckpt.errors import (
     ConfigError,
     SaveInProgressError,
 )
+from cloudckpt.runs import verifying
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.claim import Claim, ClaimHook
 from cloudckpt.runs.deleting import delete
@@ -268,7 +269,9 @@ class CheckpointManager(ClosedAtExit):
         self._has_saved_last = self._has_saved_last or is_last
         return True
 
-    def restore(self, state: dict[str, Any], step: int | None = None) -> int | None:
+    def restore(
+        self, state: dict[str, Any], step: int | None = None, *, verify: bool = False
+    ) -> int | None:
         """Loads a checkpoint into ``state``, in place: the newest that is whole.
 
         A committed checkpoint that is damaged is passed over, loudly, for the one before; then all
@@ -277,6 +280,9 @@ class CheckpointManager(ClosedAtExit):
         Args:
             state: What to load, as for :func:`cloudckpt.load`; each of its keys must be there.
             step: The step to load instead of the newest; it is not passed over.
+            verify: Whether to read all of a checkpoint before it is trusted, each rank its share.
+                What is loaded is compared with its checksums in any case; this is for what
+                ``state`` does not ask for, and leaves it as it was if nothing can be restored.
 
         Returns:
             The step that was loaded; None if the run has no committed checkpoint, and ``state`` is
@@ -289,7 +295,7 @@ class CheckpointManager(ClosedAtExit):
         """
         self._check_open()
         if step is not None:
-            self._load(state, step)
+            self._load(state, step, verify)
             if (newest := self.latest_step()) is not None and newest > step and self._is_first:
                 logger.warning(
                     "step %d was restored, and step %d is the newest: it is what the next job "
@@ -303,7 +309,7 @@ class CheckpointManager(ClosedAtExit):
             if not self._meeting.told_by_first(functools.partial(self._run.is_committed, found)):
                 continue
             try:
-                self._load(state, found)
+                self._load(state, found, verify)
             except (CheckpointCorruptError, CheckpointNotFoundError) as error:
                 damage = damage or error
                 logger.error("step %d can't be restored, an older one is: %s", found, error)
@@ -375,8 +381,11 @@ class CheckpointManager(ClosedAtExit):
             else:
                 return
 
-    def _load(self, state: dict[str, Any], step: int) -> None:
+    def _load(self, state: dict[str, Any], step: int, verify: bool) -> None:
         with self._in_use.kept(step):
+            if verify:
+                config, group = self._run.config, self._meeting.group
+                verifying.verify(self.uri(step), config=config, process_group=group)
             self._checkpointer.load(self.uri(step), state, strict=True)
         self._newest = step
 
