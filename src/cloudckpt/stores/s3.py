@@ -14,7 +14,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
-from xml.etree.ElementTree import Element
 
 from cloudckpt.checksum import CRC32C, to_base64
 from cloudckpt.config import Config
@@ -43,12 +42,10 @@ from cloudckpt.stores.bodies import Reply
 from cloudckpt.stores.http import HttpClient
 from cloudckpt.stores.origins import BucketRules, Route
 from cloudckpt.stores.rest import (
-    Pages,
     Request,
     RestStore,
     encode_key,
     encode_query,
-    iso_date,
     once_more,
 )
 from cloudckpt.stores.s3_access import (
@@ -59,7 +56,7 @@ from cloudckpt.stores.s3_access import (
 )
 from cloudckpt.stores.s3_control import Control
 from cloudckpt.stores.s3_errors import from_answer
-from cloudckpt.stores.xml_api import Dialect, XmlMultipart, key_text, text, unqualified
+from cloudckpt.stores.xml_api import Dialect, XmlMultipart
 from cloudckpt.uri import CheckpointURI
 
 __all__ = ["S3Store"]
@@ -294,35 +291,16 @@ class S3Store(RestStore):
         self._multipart.abort(upload)
 
     def list_uploads(self, prefix: str) -> Iterator[Upload]:
-        return self._multipart.open_uploads(prefix)
+        return self._control.list_uploads(prefix)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        for page in self._pages(prefix, {}):
-            for entry in page.iterfind("Contents"):
-                size, modified = int(text(entry, "Size")), iso_date(text(entry, "LastModified"))
-                key = key_text(page, entry, "Key")
-                yield ObjectInfo(key, size, text(entry, "ETag"), modified=modified)
+        return self._control.list(prefix)
 
     def list_folders(self, prefix: str) -> Iterator[str]:
-        for page in self._pages(prefix, {"delimiter": "/"}):
-            for folder in page.iterfind("CommonPrefixes"):
-                yield key_text(page, folder, "Prefix").removeprefix(prefix).rstrip("/")
+        return self._control.list_folders(prefix)
 
     def delete(self, key: str, *, if_version: str | None = None) -> None:
-        self._spelled(if_version, lambda tag: super(S3Store, self).delete(key, if_version=tag))
-
-    def _pages(self, prefix: str, query: Mapping[str, str]) -> Iterator[Element]:
-        query = {"list-type": "2", "encoding-type": "url", "prefix": prefix, **query}
-        pages = Pages(self.uri(prefix))
-        while True:
-            url = f"{self._access.bucket_url}?{encode_query(query)}"
-            with self.exchange("GET", url, {}, key=prefix) as reply:
-                page = unqualified(reply.read_all(), self.uri(prefix))
-            yield page
-            if text(page, "IsTruncated") != "true":
-                return
-            query["continuation-token"] = text(page, "NextContinuationToken")
-            pages.next(query["continuation-token"])
+        self._spelled(if_version, lambda tag: self._control.delete(key, tag))
 
     @contextlib.contextmanager
     def _sent(self, request: Request) -> Iterator[Reply]:

@@ -133,9 +133,15 @@ class BucketAccess:
         return self._realm == other._realm
 
     def client(self) -> Any:
-        """boto3's client, for requests that are sent and signed by somebody else."""
+        """boto3's client, for requests that are sent and signed by somebody else.
+
+        It leaves times as they are written: to parse them is most of what a listing takes.
+        """
         with _translated(self._uri):
-            return _client(_session(self._options), self._options, signs=False)
+            session = _session(self._options)
+            parsers = session._session.get_component("response_parser_factory")
+            parsers.set_parser_defaults(timestamp_parser=str)
+            return _client(session, self._options, signs=False)
 
     def address(self, url: str) -> str:
         """Where a URL of this bucket is, if the bucket was found in another region."""

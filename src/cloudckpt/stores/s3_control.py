@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote_plus
 
 import urllib3
 from botocore.awsrequest import AWSPreparedRequest, AWSResponse
@@ -14,12 +16,14 @@ from botocore.awsrequest import AWSPreparedRequest, AWSResponse
 from cloudckpt.errors import ConnectionLostError, ObjectNotFoundError, StoreError
 from cloudckpt.stores.base import ObjectInfo, Part, Upload
 from cloudckpt.stores.origins import BucketRules
-from cloudckpt.stores.rest import RestStore
+from cloudckpt.stores.rest import RestStore, iso_date
 from cloudckpt.stores.s3_access import BucketAccess
-from cloudckpt.stores.sdk import SdkCalls
+from cloudckpt.stores.sdk import SdkCalls, all_pages
 from cloudckpt.stores.xml_api import error_fields
 
 __all__ = ["Control"]
+
+_BEGINNING = 64 * 1024  # bytes; white space comes before what is told late
 
 
 class Control:
@@ -53,19 +57,69 @@ class Control:
         client.meta.events.register("before-send.s3", self._send)
         return client
 
-    def _send(self, request: AWSPreparedRequest, event_name: str, **_: Any) -> AWSResponse:
+    def _send(self, request: AWSPreparedRequest, **_: Any) -> AWSResponse:
         headers = {
             name: value.decode("latin-1") if isinstance(value, bytes) else value
             for name, value in request.headers.items()
         }
-        if event_name.endswith(".CopyObject"):
-            headers |= self._created
         answer = self._calls.send(request.method, request.url, headers, request.body)
-        if error_fields(answer.body):  # a success is sent before the work is done
+        # a success is sent before the work is done
+        if b"<Error" in answer.body[:_BEGINNING] and error_fields(answer.body):
             uri = self._calls.uri
             raise self._store.belated(answer.headers, answer.body, request.method, uri)
         raw = urllib3.HTTPResponse(io.BytesIO(answer.body), preload_content=False)
         return AWSResponse(request.url, answer.status, answer.headers, raw)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """The objects whose key begins with ``prefix``, page by page."""
+        for page in self._pages(prefix):
+            for entry in page.get("Contents", ()):
+                tag, modified = entry.get("ETag", ""), iso_date(entry.get("LastModified", ""))
+                yield ObjectInfo(entry["Key"], entry["Size"], tag, modified=modified)
+
+    def list_folders(self, prefix: str) -> Iterator[str]:
+        """The names beneath ``prefix`` that have keys beneath them, page by page."""
+        for page in self._pages(prefix, Delimiter="/"):
+            for folder in page.get("CommonPrefixes", ()):
+                yield folder["Prefix"].removeprefix(prefix).rstrip("/")
+
+    def _pages(self, prefix: str, **wanted: str) -> Iterator[dict[str, Any]]:
+        def ask(marks: tuple[str, ...]) -> tuple[dict[str, Any], tuple[str, ...] | None]:
+            more = {"ContinuationToken": marks[0]} if marks else {}
+            with self._calls.about(prefix):
+                page: dict[str, Any] = self._client.list_objects_v2(
+                    Bucket=self._access.bucket, Prefix=prefix, **wanted, **more
+                )
+            follows = page.get("IsTruncated", False)
+            return page, (page.get("NextContinuationToken", ""),) if follows else None
+
+        return all_pages(self._store.uri(prefix), ask)
+
+    def list_uploads(self, prefix: str) -> Iterator[Upload]:
+        """The uploads under ``prefix`` that are open, page by page."""
+
+        def ask(marks: tuple[str, ...]) -> tuple[dict[str, Any], tuple[str, ...] | None]:
+            more = dict(zip(("KeyMarker", "UploadIdMarker"), marks, strict=False))
+            with self._calls.about(prefix):
+                page: dict[str, Any] = self._client.list_multipart_uploads(
+                    Bucket=self._access.bucket, Prefix=prefix, EncodingType="url", **more
+                )
+            following = (
+                _key(page, page.get("NextKeyMarker", "")),
+                page.get("NextUploadIdMarker", ""),
+            )
+            return page, following if page.get("IsTruncated") else None
+
+        for page in all_pages(self._store.uri(prefix), ask):
+            for entry in page.get("Uploads", ()):
+                began = iso_date(entry.get("Initiated", ""))
+                yield Upload(_key(page, entry["Key"]), entry["UploadId"], 0, began)
+
+    def delete(self, key: str, tag: str | None) -> None:
+        """Removes an object; on the condition that it has an ETag, if one is given."""
+        condition = {} if tag is None else {"IfMatch": tag}
+        with contextlib.suppress(ObjectNotFoundError), self._calls.about(key):
+            self._client.delete_object(Bucket=self._access.bucket, Key=key, **condition)
 
     def copy(
         self, source: BucketAccess, found: ObjectInfo, tag: str, key: str, *, if_absent: bool
@@ -82,14 +136,16 @@ class Control:
         Returns:
             The copy's ETag, empty if the store tells none, and its CRC32C, if it tells that.
         """
-        wanted: dict[str, str] = {"MetadataDirective": "REPLACE", "TaggingDirective": "REPLACE"}
-        if self._checksums:
-            wanted["ChecksumAlgorithm"] = "CRC32C"
-        if if_absent:
-            wanted["IfNoneMatch"] = "*"
-        with self._calls.about(key, is_long=True):
+        algorithm = {"ChecksumAlgorithm": "CRC32C"} if self._checksums else {}
+        condition = {"If-None-Match": "*"} if if_absent else {}  # which older boto3 does not know
+        with self._calls.about(key, {**self._created, **condition}, is_long=True):
             answer = self._client.copy_object(
-                Bucket=self._access.bucket, Key=key, **_source(source, found, tag), **wanted
+                Bucket=self._access.bucket,
+                Key=key,
+                MetadataDirective="REPLACE",
+                TaggingDirective="REPLACE",
+                **_source(source, found, tag),
+                **algorithm,
             )
         made = answer.get("CopyObjectResult", {})
         of_whole = made.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT"
@@ -162,6 +218,11 @@ class Control:
         """Gives back what the client holds."""
         if "_client" in vars(self):
             self._client.close()
+
+
+def _key(page: Mapping[str, Any], key: str) -> str:
+    """A key in a listing of uploads, which boto3 leaves encoded."""
+    return unquote_plus(key) if page.get("EncodingType") == "url" else key
 
 
 def _source(source: BucketAccess, found: ObjectInfo, tag: str) -> dict[str, Any]:

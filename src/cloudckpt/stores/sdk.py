@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from cloudckpt.errors import CloudCheckpointError, InvalidRequestError, ServerError, StoreError
 from cloudckpt.stores.credentials import reason
 from cloudckpt.stores.rest import RestStore
 
-__all__ = ["Answer", "SdkCalls"]
+__all__ = ["Answer", "SdkCalls", "all_pages"]
+
+P = TypeVar("P")
 
 _OURS = frozenset({"user-agent", "accept-encoding"})  # that the client sends, and can read
 
@@ -40,11 +43,14 @@ class SdkCalls:
         self._call = threading.local()
 
     @contextlib.contextmanager
-    def about(self, key: str, *, is_long: bool = False) -> Iterator[None]:
+    def about(
+        self, key: str, headers: Mapping[str, str] | None = None, *, is_long: bool = False
+    ) -> Iterator[None]:
         """Around one call of the SDK, which is about ``key``.
 
         Args:
             key: For messages.
+            headers: What the request is to carry besides what the SDK has composed.
             is_long: Whether its answer may take as long as ``completion_timeout``.
 
         Raises:
@@ -52,7 +58,7 @@ class SdkCalls:
             ServerError: If it can't read the answer.
         """
         call, uri = self._call, self._store.uri(key)
-        call.key, call.is_long, call.has_sent = key, is_long, False
+        call.key, call.headers, call.is_long, call.has_sent = key, headers or {}, is_long, False
         try:
             yield
         except StoreError as error:
@@ -86,9 +92,43 @@ class SdkCalls:
         call = self._call
         data = body.encode() if isinstance(body, str) else body or b""
         given = {name: value for name, value in headers.items() if name.lower() not in _OURS}
+        given |= call.headers
         call.has_sent = True
         with self._store.exchange(
             method, url, given, [memoryview(data)] if data else (), key=call.key,
             is_long=call.is_long,
         ) as reply:  # fmt: skip
             return Answer(reply.status, dict(reply.headers), reply.read_all())
+
+
+def all_pages(
+    uri: str, ask: Callable[[tuple[str, ...]], tuple[P, tuple[str, ...] | None]]
+) -> Iterator[P]:
+    """The pages of a listing, each asked for when it is needed.
+
+    A store that says that there is more without saying where, or that leads back to a page that was
+    there, would be asked without an end; and if that were taken for the end, what is left out would
+    be taken for missing.
+
+    Args:
+        uri: What is listed, for messages.
+        ask: Asks for the page that begins at some marks, none for the first. Returns it and the
+            marks of the next one, or None behind the last.
+
+    Raises:
+        ServerError: If the next page begins nowhere, or where a page began before.
+    """
+    seen: set[tuple[str, ...]] = set()
+    page, marks = ask(())
+    yield page
+    while marks is not None:
+        if not any(marks) or marks in seen:
+            where = "back to a page that was there" if any(marks) else "nowhere"
+            raise ServerError(
+                f"the listing does not end: its page leads {where}, although it says that more "
+                "follows",
+                uri=uri,
+            )
+        seen.add(marks)
+        page, marks = ask(marks)
+        yield page
