@@ -211,7 +211,7 @@ def test_a_key_is_one_segment_of_the_json_api_and_a_path_of_the_xml_api(store, s
     assert (unquote(segment), "/" in segment) == (key, False)
     assert query_of(inserting)["name"] == key
     assert unquote(urlsplit(part.target).path) == f"/bucket/{key}"
-    assert deletion.target == head.target.partition("?")[0]
+    assert urlsplit(deletion.target).path == urlsplit(head.target).path
 
 
 def test_no_emulator_is_given_credentials(store, server):
@@ -424,7 +424,8 @@ def test_an_object_that_was_put_together_wrongly_is_deleted(store, server, found
     assert not isinstance(caught.value, TransientStoreError)
     assert caught.value.uri == "gs://bucket/run/object"
     deletion = server.requests[-1]
-    assert (deletion.method, deletion.target) == ("DELETE", "/storage/v1/b/bucket/o/run%2Fobject")
+    path = urlsplit(deletion.target).path
+    assert (deletion.method, path) == ("DELETE", "/storage/v1/b/bucket/o/run%2Fobject")
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,7 @@ _GCS_PAGING = _S3_PAGING | {
     "ifSourceGenerationMatch",
     "pageToken",
     "prettyPrint",
+    "projection=noAcl",
 }
 _GCS_PATHS = {
     "upload objects": r"/upload/storage/v1/b/[^/]+/o",
@@ -134,7 +135,7 @@ def gcs_operation(method: str, target: str) -> str:
     """The method of the JSON API, or the operation of the XML API by the name of its permission."""
     parts = urlsplit(target)
     about = next(kind for kind, form in _GCS_PATHS.items() if re.fullmatch(form, parts.path))
-    asked = _asked(parts.query, {"alt", "uploadType"}) - _GCS_PAGING
+    asked = _asked(parts.query, {"alt", "projection", "uploadType"}) - _GCS_PAGING
     return _GCS.get((method, about, frozenset(asked)), f"{method} {target}")
 
 

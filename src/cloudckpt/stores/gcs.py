@@ -93,7 +93,7 @@ class GCSStore(RestStore):
         self._has_cached = False  # whether data of the bucket may come from a cache
         self._composition: Composition | None = None
         if options.upload_strategy == "compose":
-            self._composition = Composition(self._objects)
+            self._composition = Composition(self._objects, self._control)
         self._uploads = self._composition or self._multipart
         self.capabilities = Capabilities(
             conditional_writes=True if is_google else None,
@@ -224,13 +224,13 @@ class GCSStore(RestStore):
         return self._objects.stat(key)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return (info for info in self._objects.list(prefix) if not is_temporary(info.key))
+        return (info for info in self._control.list(prefix) if not is_temporary(info.key))
 
     def list_folders(self, prefix: str) -> Iterator[str]:
-        return self._objects.list_folders(prefix)
+        return self._control.list_folders(prefix)
 
     def delete(self, key: str, *, if_version: str | None = None) -> None:
-        self._objects.delete(key, if_version)
+        self._control.delete(key, if_version)
 
     def rules(self, prefix: str) -> BucketRules:
         return self._control.rules(prefix)

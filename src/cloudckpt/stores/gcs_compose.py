@@ -29,6 +29,7 @@ from cloudckpt.stores.base import (
     nbytes,
     random_suffix,
 )
+from cloudckpt.stores.gcs_control import Control
 from cloudckpt.stores.gcs_json import JsonObjects, carried_out
 
 __all__ = ["MAX_PARTS", "Composition", "is_temporary"]
@@ -60,8 +61,9 @@ class _Piece:
 class Composition:
     """The uploads of one bucket."""
 
-    def __init__(self, objects: JsonObjects) -> None:
+    def __init__(self, objects: JsonObjects, control: Control) -> None:
         self._objects = objects
+        self._control = control
 
     def create(self, key: str, part_size: int) -> Upload:
         """Begins an upload."""
@@ -133,11 +135,11 @@ class Composition:
         Raises:
             StoreError: If one is left; of several errors one that is worth another try.
         """
-        found = self._objects.list(f"{upload.key}.{upload.id}.")
+        found = self._control.list(f"{upload.key}.{upload.id}.")
         failures: list[StoreError] = []
         for key in [info.key for info in found if is_temporary(info.key)]:
             try:
-                self._objects.delete(key)
+                self._control.delete(key)
             except ConnectionLostError:
                 raise  # the next request might wait as long for nothing
             except StoreError as error:
@@ -149,7 +151,7 @@ class Composition:
     def open_uploads(self, prefix: str) -> Iterator[Upload]:
         """The uploads under a prefix that left something behind."""
         seen: set[tuple[str, str]] = set()
-        for info in self._objects.list(prefix):
+        for info in self._control.list(prefix):
             match = _TEMPORARY.fullmatch(info.key)
             if match is not None and (names := (match.group(1), match.group(2))) not in seen:
                 seen.add(names)

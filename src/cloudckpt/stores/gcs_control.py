@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -13,6 +14,7 @@ from cloudckpt.config import GCSOptions
 from cloudckpt.errors import (
     ConnectionLostError,
     MissingDependencyError,
+    ObjectNotFoundError,
     ServerError,
     StoreError,
     TransientStoreError,
@@ -21,9 +23,12 @@ from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.stores.gcs_json import CACHE_CONTROL, generation, parse_crc32c
 from cloudckpt.stores.origins import BucketRules
 from cloudckpt.stores.rest import RestStore
-from cloudckpt.stores.sdk import SdkCalls
+from cloudckpt.stores.sdk import SdkCalls, all_pages
 
 __all__ = ["Control"]
+
+_Page = tuple[Sequence[Any], Sequence[str]]
+_LISTED = "name,size,generation,updated"
 
 
 _DAY = 86_400
@@ -68,6 +73,47 @@ class Control:
 
     def _bucket(self, name: str) -> Any:
         return self._client.bucket(name, user_project=self._options.user_project)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """The objects whose key begins with ``prefix``, page by page."""
+        for page, _ in self._pages(prefix, fields=f"items({_LISTED}),nextPageToken"):
+            for blob in page:
+                if blob.generation is None or blob.size is None:  # an emulator may leave them out
+                    yield self._store.head(blob.name)
+                    continue
+                modified = blob.updated.timestamp() if blob.updated else None
+                yield ObjectInfo(blob.name, blob.size, str(blob.generation), modified=modified)
+
+    def list_folders(self, prefix: str) -> Iterator[str]:
+        """The names beneath ``prefix`` that have objects beneath them, page by page."""
+        for _, folders in self._pages(prefix, delimiter="/", fields="prefixes,nextPageToken"):
+            for folder in folders:
+                yield folder.removeprefix(prefix).rstrip("/")
+
+    def _pages(self, prefix: str, **wanted: str) -> Iterator[_Page]:
+        """The objects and the folders of each page."""
+
+        def ask(marks: tuple[str, ...]) -> tuple[_Page, tuple[str, ...] | None]:
+            with self._calls.about(prefix):
+                found = self._client.list_blobs(
+                    self._bucket(self.name),
+                    prefix=prefix or None,
+                    page_token=marks[0] if marks else None,
+                    retry=None,
+                    **wanted,
+                )
+                page = list(next(found.pages, ()))
+            token = found.next_page_token
+            return (page, sorted(found.prefixes)), (token,) if token else None
+
+        return all_pages(self._store.uri(prefix), ask)
+
+    def delete(self, key: str, version: str | None = None) -> None:
+        """Removes an object; that it is not there is no error."""
+        condition = None if version is None else int(generation(version))
+        with contextlib.suppress(ObjectNotFoundError), self._calls.about(key):
+            blob = self._bucket(self.name).blob(key)
+            blob.delete(if_generation_match=condition, retry=None)
 
     def copy(self, source: str, found: ObjectInfo, key: str, *, if_absent: bool) -> ObjectInfo:
         """Copies an object of the bucket ``source``.

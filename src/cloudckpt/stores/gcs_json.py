@@ -27,7 +27,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores.base import Body, ObjectInfo, Progress, nbytes, random_suffix
 from cloudckpt.stores.bodies import Reply
-from cloudckpt.stores.rest import Pages, RestStore, encode_query, iso_date
+from cloudckpt.stores.rest import RestStore, encode_query, iso_date
 
 __all__ = [
     "CACHE_CONTROL",
@@ -40,7 +40,6 @@ __all__ = [
 
 _NO_GENERATION = str(2**63 - 1)  # generations are times: no object has the last one
 _RESOURCE = "name,size,generation,crc32c"
-_LISTED = "name,size,generation,updated"
 
 CACHE_CONTROL = "no-store"
 """Google caches what everybody may read for an hour, unless the object forbids it; replacing or
@@ -189,31 +188,6 @@ class JsonObjects:
             resource = self._answer(reply, key)
         return self._parse(resource, key)
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """The objects whose key begins with ``prefix``, page by page."""
-        for page in self._pages(prefix, {"fields": f"items({_LISTED}),nextPageToken"}):
-            for item in page.get("items", ()):
-                yield self._stored(item, str(item.get("name", "")))
-
-    def list_folders(self, prefix: str) -> Iterator[str]:
-        """The names beneath ``prefix`` that have objects beneath them, page by page."""
-        for page in self._pages(prefix, {"delimiter": "/", "fields": "prefixes,nextPageToken"}):
-            for folder in page.get("prefixes", ()):
-                yield str(folder).removeprefix(prefix).rstrip("/")
-
-    def _pages(self, prefix: str, query: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-        query = {"prefix": prefix, **query}
-        pages = Pages(self._store.uri(prefix))
-        while True:
-            url = self._endpoint + self._call(self._path, query)
-            with self._store.exchange("GET", url, {}, key=prefix) as reply:
-                page = self._answer(reply, prefix)
-            yield page
-            if not (token := page.get("nextPageToken")):
-                return
-            query["pageToken"] = str(token)
-            pages.next(query["pageToken"])
-
     def compose(
         self,
         key: str,
@@ -259,21 +233,12 @@ class JsonObjects:
         if made.size == size and made.checksum in (None, crc32c):
             return made
         with contextlib.suppress(StoreError):
-            self.delete(made.key)
+            self._store.delete(made.key)
         raise StoreError(
             "the store put the parts together wrongly: size or CRC32C are not theirs; the object "
             "was deleted",
             uri=self._store.uri(made.key),
         )
-
-    def delete(self, key: str, if_version: str | None = None) -> None:
-        """Removes an object, if it has this generation; that it is not there is no error."""
-        query = {} if if_version is None else {"ifGenerationMatch": generation(if_version)}
-        with (
-            contextlib.suppress(ObjectNotFoundError),
-            self._store.exchange("DELETE", self.url(key, query), {}, key=key),
-        ):
-            pass
 
     def _answer(self, reply: Reply, key: str) -> dict[str, Any]:
         try:

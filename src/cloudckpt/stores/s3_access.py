@@ -76,6 +76,8 @@ class BucketAccess:
         base: The URL that keys are appended to, ending in a slash.
         bucket_url: The URL of the bucket, for a query to be appended. This and ``base`` are what
             the store began with; :meth:`address` says where a URL is by now.
+        client: boto3's client, which composes requests. It sends none, has no credentials, and
+            leaves times as they are written: to parse them is most of what a listing takes.
         credentials: What requests are signed with.
         is_aws: Whether the endpoint is Amazon's own.
         http_options: How to connect to it.
@@ -92,9 +94,8 @@ class BucketAccess:
             session = _session(options)
             core = session._session
             self._scoped = core.get_scoped_config()
-            client = _client(session, options)
+            self.client = client = _client(session, options)
             self.base, region = _resolve(client, bucket)
-            client.close()
         # path style: http://host/bucket; virtual style: https://bucket.host/
         path_style = self.base.count("/") > 3
         self.bucket_url = self.base.removesuffix("/") if path_style else self.base
@@ -131,17 +132,6 @@ class BucketAccess:
     def shares_realm(self, other: BucketAccess) -> bool:
         """Whether one request may be about both buckets: the same S3, asked as the same user."""
         return self._realm == other._realm
-
-    def client(self) -> Any:
-        """boto3's client, for requests that are sent and signed by somebody else.
-
-        It leaves times as they are written: to parse them is most of what a listing takes.
-        """
-        with _translated(self._uri):
-            session = _session(self._options)
-            parsers = session._session.get_component("response_parser_factory")
-            parsers.set_parser_defaults(timestamp_parser=str)
-            return _client(session, self._options, signs=False)
 
     def address(self, url: str) -> str:
         """Where a URL of this bucket is, if the bucket was found in another region."""
@@ -231,6 +221,7 @@ def _session(options: S3Options) -> Any:
     """
     core = botocore.session.Session(session_vars=_SETTINGS, profile=options.profile)
     core.user_agent_extra = f"cloudckpt/{__version__}"
+    core.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=str)
     variables = (os.environ.get(name) for name in ("AWS_REGION", "AWS_DEFAULT_REGION"))
     region = options.region or next(filter(None, variables), None)
     return boto3.session.Session(botocore_session=core, region_name=region)
@@ -239,15 +230,13 @@ def _session(options: S3Options) -> Any:
 _SETTINGS = {"region": ("region", None, None, None), **METADATA_SETTINGS}
 
 
-def _client(
-    session: Any, options: S3Options, region: str | None = None, *, signs: bool = True
-) -> Any:
+def _client(session: Any, options: S3Options, region: str | None = None) -> Any:
     """What knows endpoint and region, and composes requests, which it does not send."""
     return session.client(
         "s3",
         region_name=region,
         endpoint_url=options.endpoint_url,
-        config=_boto_config(options, signs=signs and not options.anonymous),
+        config=_boto_config(options),
         **_NO_CREDENTIALS,
     )
 
@@ -300,12 +289,14 @@ def _signed_for(signature: str | bytes) -> str:
     return scope.split(",")[0].split("/")[-3] if scope else ""
 
 
-def _boto_config(options: S3Options, *, signs: bool) -> BotoConfig:
+def _boto_config(options: S3Options) -> BotoConfig:
     s3 = {"us_east_1_regional_endpoint": "regional"}
     if options.addressing_style is not None:  # else the profile's
         s3["addressing_style"] = options.addressing_style
     return BotoConfig(
-        signature_version="s3v4" if signs else UNSIGNED, s3=s3, retries={"total_max_attempts": 1}
+        signature_version=UNSIGNED if options.anonymous else "s3v4",
+        s3=s3,
+        retries={"total_max_attempts": 1},
     )
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import functools
 import io
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote_plus
 
 import urllib3
+from botocore import UNSIGNED
 from botocore.awsrequest import AWSPreparedRequest, AWSResponse
 
 from cloudckpt.errors import ConnectionLostError, ObjectNotFoundError, StoreError
@@ -49,13 +49,10 @@ class Control:
         self._created = created
         self._checksums = checksums
         self._calls = SdkCalls(store)
-
-    @functools.cached_property
-    def _client(self) -> Any:
-        """boto3, made when it is first needed; a second one, of another thread, does no harm."""
-        client = self._access.client()
-        client.meta.events.register("before-send.s3", self._send)
-        return client
+        self._client = access.client
+        events = self._client.meta.events
+        events.register("choose-signer.s3", lambda **_: UNSIGNED)  # the store signs
+        events.register("before-send.s3", self._send)
 
     def _send(self, request: AWSPreparedRequest, **_: Any) -> AWSResponse:
         headers = {
@@ -216,8 +213,7 @@ class Control:
 
     def close(self) -> None:
         """Gives back what the client holds."""
-        if "_client" in vars(self):
-            self._client.close()
+        self._client.close()
 
 
 def _key(page: Mapping[str, Any], key: str) -> str:

@@ -23,7 +23,16 @@ __all__ = ["Answer", "SdkCalls", "all_pages"]
 
 P = TypeVar("P")
 
-_OURS = frozenset({"user-agent", "accept-encoding"})  # that the client sends, and can read
+# who sends, what it can read, and how often it was tried is not the SDK's to say
+_OURS = frozenset(
+    {
+        "accept-encoding",
+        "amz-sdk-invocation-id",
+        "amz-sdk-request",
+        "user-agent",
+        "x-goog-api-client",
+    }
+)
 
 
 @dataclass(frozen=True)
