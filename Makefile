@@ -39,7 +39,7 @@ WORKER := PYTHONHASHSEED=$(HASHSEED) MALLOC_ARENA_MAX=2
 
 COMPOSE := docker compose --file integration/compose.yaml
 
-.PHONY: demo test soak test-pythons integration integration-docker integration-real compare check bench format clean
+.PHONY: demo test soak test-pythons integration integration-docker integration-real compare check bench pictures format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/cloudckpt demo
@@ -94,6 +94,10 @@ check: $(VENV)/.dev
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks
+
+# those of docs/cli.md; needs Chromium for the page
+pictures: $(VENV)/.demo
+	$(BIN)/python docs/pictures.py
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

@@ -92,7 +92,7 @@ def diff(
 
     The exit code is 5 if they differ, and 1 if that can't be told without --read.
     """
-    with progress_bar("reading", shown=not (quiet or as_json)) as progress:
+    with progress_bar("reading", shown=read and not (quiet or as_json)) as progress:
         found = comparing.diff(first, second, pattern=pattern, read=read, progress=progress)
     counts = Counter[str](item.verdict for item in found.items)
     if as_json:
