@@ -142,3 +142,15 @@ def test_latest_of_a_thousand_takes_three_requests(cli, capsys, long_run):
     assert cli("latest", f"{long_run.root}/run") == 0
     assert capsys.readouterr().out == f"{long_run.root}/run/step-1000\n"
     assert len(long_run.requests) <= 3
+
+
+def test_no_option_deletes_all_checkpoints_of_a_run(cli, capsys, run):
+    assert cli("prune", str(run), "--max-to-keep", "0", "--yes") == 1
+    assert "max_to_keep=0" in capsys.readouterr().err
+
+
+def test_good_checkpoints_are_not_deleted_in_favour_of_a_damaged_one(cli, capsys, run):
+    (run / "step-5" / ".metadata").write_bytes(b"damaged")
+    assert cli("prune", str(run), "--max-to-keep", "1", "--yes") == 4
+    assert "delete it before" in capsys.readouterr().err
+    assert (run / "step-4" / ".metadata").exists()

@@ -366,6 +366,6 @@ def test_errors_of_a_trial_are_its_finding(monkeypatch) -> None:
         raise AccessDeniedError("not you")
 
     monkeypatch.setattr(MemoryStore, "put", denied)
-    found = examined("memory://denied/run")
+    found = examined("memory://refusing/run")
     assert "write" in outcomes(found, "failed")
     assert found["read"].outcome == "skipped"

@@ -15,6 +15,7 @@ import torch
 import cloudckpt
 from cloudckpt import Config, RetryPolicy, S3Options
 from cloudckpt.config import MIB
+from cloudckpt.doctor import examine
 from cloudckpt.errors import AccessDeniedError, CheckpointCorruptError
 from cloudckpt.testing.proxy import FaultyProxy
 from cloudckpt.testing.wire_faults import Reset, s3_error
@@ -128,6 +129,27 @@ def test_a_bucket_may_demand_a_condition_of_a_replacement(proxy, bucket):
     for step in (1, 2):
         save(f"s3://{bucket}/run", step)
         assert loaded_step(f"s3://{bucket}/run") == step
+
+
+def test_a_bucket_may_demand_conditions_of_runs_and_of_the_doctor(proxy, bucket, s3_client):
+    demand(proxy, "If-None-Match", "If-Match")
+    run = f"s3://{bucket}/run"
+    for step in (1, 2):  # the second job replaces the claim of the first
+        with cloudckpt.CheckpointManager(
+            run,
+            max_to_keep=1,
+            asynchronous=False,
+            preemption=cloudckpt.Preemption(signals=()),
+            checkpointer=cloudckpt.CheckpointerConfig(config=AWS),
+        ) as manager:
+            manager.save(step, state(step))
+    assert loaded_step(f"{run}/step-2") == 2
+    cloudckpt.sweep(run, config=AWS)
+    found = examine(run, config=AWS, size=MIB)
+    assert [one.check for one in found if one.outcome == "failed"] == ["checksums"]  # moto
+    assert {key.split("/")[1] for key in keys(s3_client, bucket)} == {
+        "step-2", ".cloudckpt-job.json",
+    }  # fmt: skip
 
 
 def test_a_replacement_that_a_policy_denies_changes_nothing(proxy, bucket, s3_client):

@@ -24,6 +24,7 @@ from cloudckpt.stores.registry import open_store
 from cloudckpt.stores.rest import RestStore
 from cloudckpt.transfer.deleting import delete_each
 from cloudckpt.transfer.retry import Retrier
+from cloudckpt.transfer.upload import creates_only, put_whole
 from cloudckpt.uri import CheckpointURI
 
 __all__ = ["NEEDS", "Trials"]
@@ -86,7 +87,7 @@ class Trials:
     def write(self, retrier: Retrier) -> Finding:
         """One object, in one request."""
         key = self._key("object")
-        retrier.call(lambda: self._put(key, self._content))
+        self._put(retrier, key, self._content)
         self._written = key
         return ok("an object was written")
 
@@ -110,7 +111,7 @@ class Trials:
     def conditions(self, retrier: Retrier) -> Finding:
         """Whether writes on a condition are refused where it does not hold."""
         key = self._key("conditions")
-        retrier.call(lambda: self._put(key, self._content))
+        self._put(retrier, key, self._content)
         if honours_conditions(self._store, key, self._content, retrier):
             return ok("writes on conditions are honoured: of two writers, one commits")
         found = "the store ignores the conditions of writes (If-None-Match, If-Match)"
@@ -125,8 +126,8 @@ class Trials:
     def deletion(self, retrier: Retrier) -> Finding:
         """Whether a deletion on a condition is refused where it does not hold."""
         store, key = self._store, self._key("deletion")
-        old = retrier.call(lambda: self._put(key, self._content))
-        retrier.call(lambda: self._put(key, self._content[::-1]))
+        old = self._put(retrier, key, self._content)
+        self._put(retrier, key, self._content[::-1], if_version=old.version)
         try:
             retrier.call(lambda: store.delete(key, if_version=old.version))
         except PreconditionFailedError:
@@ -144,7 +145,7 @@ class Trials:
         if not store.capabilities.verifies:
             return skipped("nothing between here and there needs a checksum")
         try:
-            retrier.call(lambda: self._put(self._key("right"), self._content, store=store))
+            self._put(retrier, self._key("right"), self._content, store=store)
             refused = self._is_refused(store)
         except StoreError as error:
             if sent or isinstance(error, _NO_WORD):
@@ -171,7 +172,12 @@ class Trials:
     def _is_refused(self, store: ObjectStore) -> bool:
         wrong = store.capabilities.checksum.of(self._content) ^ 1
         try:
-            self._put(self._key("wrong"), self._content, store=store, checksum=wrong)
+            store.put(
+                self._key("wrong"),
+                [memoryview(self._content)],
+                checksum=wrong,
+                if_absent=creates_only(store, self._config),
+            )
         except _NO_WORD:
             raise
         except StoreError:
@@ -193,7 +199,9 @@ class Trials:
             pieces.append((checksum, len(data)))
         size, whole = sum(length for _, length in pieces), sums.combine(pieces)
         retrier.call(
-            lambda: store.complete_upload(upload, parts),
+            lambda: store.complete_upload(
+                upload, parts, if_absent=creates_only(store, self._config)
+            ),
             # a try whose answer was lost is refused when it is repeated
             made=lambda error: store.holds(key, size=size, checksum=whole, parts=parts),
         )
@@ -251,7 +259,8 @@ class Trials:
         one = (store.capabilities.checksum.of(block), len(block))
         checksum = store.capabilities.checksum.combine([one] * len(body))
         nbytes = len(body) * len(block)
-        up, _ = _timed(lambda: store.put(key, body, checksum=checksum))
+        alone = creates_only(store, self._config)
+        up, _ = _timed(lambda: store.put(key, body, checksum=checksum, if_absent=alone))
         return self._told(nbytes, up, self._read_speed(key, nbytes))
 
     def download_speed(self, retrier: Retrier) -> Finding:
@@ -327,15 +336,19 @@ class Trials:
 
     def _put(
         self,
+        retrier: Retrier,
         key: str,
         data: bytes,
         *,
         store: ObjectStore | None = None,
-        checksum: int | None = None,
+        if_version: str | None = None,
     ) -> ObjectInfo:
+        """Writes an object as saves do: some policies demand a condition of all that is written."""
         store = store or self._store
-        right = store.capabilities.checksum.of(data)
-        return store.put(key, [memoryview(data)], checksum=right if checksum is None else checksum)
+        alone = if_version is None and creates_only(store, self._config)
+        return put_whole(
+            store, key, memoryview(data), retrier, if_absent=alone, if_version=if_version
+        )
 
 
 def _timed(call: Callable[[], object]) -> tuple[float, object]:

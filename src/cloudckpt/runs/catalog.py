@@ -121,7 +121,12 @@ async def summaries(view: View, run: Run) -> list[CheckpointSummary]:
 
 
 async def summary(view: View, run: Run, folder: str) -> CheckpointSummary | None:
-    """The checkpoint in a folder of a run; None if neither cloudckpt nor torch has written it."""
+    """The checkpoint in a folder of a run; None if neither cloudckpt nor torch has written it.
+
+    Strangers may have folders whose names no location has, such as ``..`` or ``what?``.
+    """
+    if not CheckpointURI.accepts(f"{run.root}/{folder}"):
+        return None
     uri = run.root.join(folder)
     below = uri.key("")
     listed = await view.objects(below)

@@ -9,24 +9,37 @@ again takes over from the one that was killed; if that one lives on somewhere, i
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import time
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
 from cloudckpt.config import Config
 from cloudckpt.dcp.writer import CommitHook
-from cloudckpt.errors import CheckpointConflictError, ObjectNotFoundError
+from cloudckpt.errors import (
+    AccessDeniedError,
+    CheckpointConflictError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+)
 from cloudckpt.stores.base import ObjectStore, random_suffix
 from cloudckpt.transfer.retry import Retrier, open_store
+from cloudckpt.transfer.upload import creates_only, put_whole
 from cloudckpt.uri import CheckpointURI
 
 __all__ = ["CLAIM", "Claim", "ClaimHook"]
 
+logger = logging.getLogger("cloudckpt")
+
 CLAIM = ".cloudckpt-job.json"
 """The object beneath the folder of a run."""
+
+_TRIES = 5  # of jobs that begin at the same time
 
 
 @dataclass(frozen=True)
@@ -57,12 +70,29 @@ class Claim:
             "began": time.time(),
         }
         content = json.dumps(who).encode()
-        store, key = open_store(run, config), run.key(CLAIM)
-        checksum = store.capabilities.checksum.of(content)
-        info = Retrier(config.retry).call(
-            lambda: store.put(key, [memoryview(content)], checksum=checksum)
-        )
-        return cls(run, config, info.version)
+        store, key, retrier = open_store(run, config), run.key(CLAIM), Retrier(config.retry)
+        put = partial(put_whole, store, key, memoryview(content), retrier)
+        for left in reversed(range(_TRIES)):
+            held = _version_of(store, key, retrier)
+            condition: dict[str, Any] = {}
+            if creates_only(store, config):  # there are policies that demand one
+                condition = {"if_absent": True} if held is None else {"if_version": held}
+            try:
+                return cls(run, config, put(**condition).version)
+            except PreconditionFailedError:  # another job has claimed the run just now
+                if not left:
+                    raise
+            except AccessDeniedError as error:
+                if held is None:
+                    raise
+                logger.warning(
+                    "%s can't be replaced, as under a retention policy: another job that saves "
+                    "into this run is not noticed: %s",
+                    CLAIM,
+                    error,
+                )
+                return cls(run, config, held)
+        raise AssertionError
 
     def check(self) -> None:
         """Sees that no other job has claimed the run since.
@@ -99,6 +129,14 @@ class ClaimHook(CommitHook):
 
     def after_commit(self, uri: str, metadata: Metadata) -> None:
         self._inner.after_commit(uri, metadata)
+
+
+def _version_of(store: ObjectStore, key: str, retrier: Retrier) -> str | None:
+    """The version of an object; None if there is none."""
+    try:
+        return retrier.call(lambda: store.head(key)).version
+    except ObjectNotFoundError:
+        return None
 
 
 def _who(store: ObjectStore, key: str) -> str:

@@ -9,12 +9,14 @@ from cloudckpt.checkpoint.commit import objects_of
 from cloudckpt.checkpoint.objects import METADATA, is_metadata_of_a_rank
 from cloudckpt.config import Config
 from cloudckpt.errors import (
+    CheckpointCorruptError,
     CheckpointNotFoundError,
     CheckpointReplacedError,
     ObjectNotFoundError,
     PreconditionFailedError,
 )
 from cloudckpt.runs.catalog import Run
+from cloudckpt.runs.contents import inspect
 from cloudckpt.runs.steps import DEFAULT_PATTERN, Retention
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.transfer.deleting import delete_all
@@ -79,9 +81,11 @@ def unneeded(
 ) -> list[str]:
     """The committed checkpoints of a run that are not to be kept, oldest first.
 
-    The arguments are those of :class:`CheckpointManager`; the newest is always kept.
+    The arguments are those of :class:`CheckpointManager`; the newest is always kept. Its metadata
+    must be readable: else good checkpoints would be deleted in favour of a damaged one.
 
     Raises:
+        CheckpointCorruptError: If those of the newest are not.
         ConfigError: If an option makes no sense.
         InvalidURIError: If it is no location.
         StoreError: If the store refuses or stays unreachable.
@@ -90,7 +94,16 @@ def unneeded(
     found = Run(run, step_name=step_name, config=config)
     steps = found.committed()
     scores = None if best_metric is None else found.scores(steps, best_metric)
-    return [str(found.uri(step)) for step in kept.unneeded(steps, scores)]
+    unneeded = [str(found.uri(step)) for step in kept.unneeded(steps, scores)]
+    if unneeded:
+        try:
+            inspect(found.uri(steps[-1]), config=found.config)
+        except CheckpointCorruptError as error:
+            error.message += (
+                "; it is the newest of the run, which is kept: delete it before those that are good"
+            )
+            raise
+    return unneeded
 
 
 def _commits(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> list[ObjectInfo]:

@@ -21,6 +21,7 @@ from cloudckpt.errors import CloudCheckpointError, ObjectNotFoundError, StoreErr
 from cloudckpt.runs.catalog import Run
 from cloudckpt.stores.base import ObjectInfo, Upload, random_suffix
 from cloudckpt.transfer.deleting import delete_all, delete_quietly
+from cloudckpt.transfer.upload import creates_only, put_whole
 from cloudckpt.uri import URILike
 
 __all__ = ["LEFTOVERS_AGE", "Leftovers", "find_leftovers", "sweep"]
@@ -156,8 +157,7 @@ class _Sweep:
         """What the store's clock says: when it has written an object just now."""
         store, retrier, config = self._run.store, self._run.retrier, self._run.config
         key = self._run.root.key(_PROBE + random_suffix())
-        checksum = store.capabilities.checksum.of(b"")
-        retrier.call(lambda: store.put(key, [], checksum=checksum))
+        put_whole(store, key, memoryview(b""), retrier, if_absent=creates_only(store, config))
         try:
             listed = retrier.call(lambda: list(store.list(key)))
         finally:

@@ -1,0 +1,283 @@
+"""Runs as they are found: what docs/runs.md says of each is held here.
+
+Where another test holds it, it is named in the table there by what it does: a step that exists and
+``max_to_keep=0`` in test_manager and test_steps, a policy that demands conditions in
+tests/terraform.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from dataclasses import replace
+
+import pytest
+import torch
+
+import cloudckpt
+from cloudckpt import CheckpointerConfig, CheckpointManager, Config, Preemption
+from cloudckpt.errors import (
+    AccessDeniedError,
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    InvalidURIError,
+)
+from cloudckpt.runs import deleting, sweeping
+from cloudckpt.stores import memory
+from cloudckpt.stores.memory import MemoryStore
+from cloudckpt.testing.proxy import FaultyProxy
+from cloudckpt.testing.wire_faults import s3_error
+
+DENIED = s3_error(403, "AccessDenied")
+
+
+def managed(run, config: Config | None = None, **options) -> CheckpointManager:
+    made = CheckpointerConfig(config=config)
+    quiet = Preemption(signals=())
+    return CheckpointManager(
+        str(run), asynchronous=False, preemption=quiet, checkpointer=made, **options
+    )
+
+
+def fill(run, *steps: int, config: Config | None = None, **options) -> None:
+    with managed(run, config, **options) as manager:
+        for step in steps:
+            state = {"w": torch.full((300,), float(step)), "step": step}
+            manager.save(step, state, metrics={"loss": 1 / step})
+
+
+def restored(run, config: Config | None = None, **options) -> int | None:
+    state = {"w": torch.zeros(300), "step": 0}
+    with managed(run, config, **options) as manager:
+        found = manager.restore(state)
+    assert found is None or (state["step"], state["w"][0].item()) == (found, float(found))
+    return found
+
+
+def listed(run, config: Config | None = None, **options) -> list[tuple[str, bool]]:
+    found = cloudckpt.list_checkpoints(str(run), config=config, **options)
+    return [(one.uri.rpartition("/")[2], one.is_committed) for one in found]
+
+
+# what strangers have put in between
+
+STRANGE = [
+    "logs/events",
+    "what?/.metadata",
+    "a#b/.metadata",
+    "100%/x",
+    "step-007/notes",
+    "step--1/x",
+]
+
+
+def test_folders_of_strangers_are_passed_over_whatever_they_are_called(
+    bucket, s3_client, s3_config
+) -> None:
+    run = f"s3://{bucket}/run"
+    fill(run, 1, 2, config=s3_config)
+    strange = [*STRANGE, "../x", "./x", "/x", "step-3", "step-4/"]  # that disks don't have
+    for name in strange:
+        s3_client.put_object(Bucket=bucket, Key=f"run/{name}", Body=b"mine")
+    assert listed(run, s3_config) == [("step-1", True), ("step-2", True)]
+    assert cloudckpt.latest(run, config=s3_config) == f"{run}/step-2"
+    assert restored(run, s3_config) == 2
+    assert deleting.unneeded(run, max_to_keep=1, config=s3_config) == [f"{run}/step-1"]
+    cloudckpt.delete(f"{run}/step-1", config=s3_config)
+    assert cloudckpt.sweep(run, older_than=0, config=s3_config).objects == ()
+    for name in strange:
+        s3_client.head_object(Bucket=bucket, Key=f"run/{name}")  # is still there
+
+
+def test_folders_of_strangers_on_a_disk_are_passed_over(tmp_path) -> None:
+    run = tmp_path / "run"
+    fill(run, 1)
+    for name in (*STRANGE, "new\nline/x"):
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text("mine")
+    found = dict(listed(run))
+    assert found["step-1"]
+    assert "logs" not in found
+    assert restored(run) == 1
+
+
+# torn and damaged checkpoints
+
+DAMAGES = {
+    "empty": lambda data: b"",
+    "cut off": lambda data: data[: len(data) // 2],
+    "of something else": lambda data: b"\x80\x02}q\x00." + b"no metadata" * 40,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_metadata_are_named_and_good_checkpoints_stay(tmp_path, damage) -> None:
+    run = tmp_path / "run"
+    fill(run, 1, 2, 3)
+    commit = run / "step-3" / ".metadata"
+    commit.write_bytes(DAMAGES[damage](commit.read_bytes()))
+    for look in (cloudckpt.inspect, cloudckpt.verify):
+        with pytest.raises(CheckpointCorruptError):
+            look(run / "step-3")
+    assert restored(run) == 2
+    with pytest.raises(CheckpointCorruptError, match=r"newest of the run.*delete it before"):
+        deleting.unneeded(run, max_to_keep=1)
+    assert listed(run) == [("step-1", True), ("step-2", True), ("step-3", True)]
+    cloudckpt.delete(run / "step-3")  # its data can't be told from a stranger's, and stay
+    assert deleting.unneeded(run, max_to_keep=1) == [f"file://{run}/step-1"]
+    assert listed(run)[-1] == ("step-3", False)
+    cloudckpt.sweep(run, older_than=0)
+    assert listed(run) == [("step-1", True), ("step-2", True)]
+
+
+def test_a_torn_checkpoint_is_none(tmp_path) -> None:
+    run = tmp_path / "run"
+    fill(run, 1, 2)
+    (run / "step-2" / ".metadata").unlink()
+    assert listed(run) == [("step-1", True), ("step-2", False)]
+    assert cloudckpt.latest(run) == f"file://{run}/step-1"
+    assert restored(run) == 1
+    for look in (cloudckpt.inspect, cloudckpt.verify, cloudckpt.delete):
+        with pytest.raises(CheckpointNotFoundError):
+            look(run / "step-2")
+
+
+# a clock that is wrong
+
+
+@pytest.mark.parametrize("wrong_by", [-30 * 3600, 30 * 3600])
+@pytest.mark.parametrize("whose", ["ours", "the store's"])
+def test_a_clock_that_is_wrong_by_hours_changes_nothing(monkeypatch, whose, wrong_by) -> None:
+    real = time.time
+    store = MemoryStore(f"clock-{uuid.uuid4().hex}")
+    run = f"{store.root}/run"
+
+    class Clock:
+        time = staticmethod(lambda: real() + wrong_by)
+
+    if whose == "ours":
+        monkeypatch.setattr(time, "time", Clock.time)
+        Clock.time = staticmethod(real)
+    monkeypatch.setattr(memory, "time", Clock)
+    fill(run, 1, 2, 3, max_to_keep=2)
+    leftover = "run/step-4/__0_0.0123456789abcdef.distcp"
+    store.put(leftover, [memoryview(b"of a save under way")], checksum=0)
+    assert cloudckpt.sweep(run).objects == ()  # it is young, by the clock that has written it
+    assert listed(run) == [("step-2", True), ("step-3", True), ("step-4", False)]
+    assert restored(run) == 3
+    assert cloudckpt.sweep(run, older_than=-1.0).objects == (f"{store.root}/{leftover}",)
+
+
+def test_a_request_that_is_refused_for_the_clock_says_so(bucket, s3_url, s3_config) -> None:
+    with FaultyProxy(s3_url) as proxy:
+        proxy.inject(s3_error(403, "RequestTimeTooSkewed"))
+        config = at(proxy, s3_config)
+        with pytest.raises(cloudckpt.StoreError, match="clock is wrong"):
+            cloudckpt.latest(f"s3://{bucket}/run", config=config)
+
+
+# what may not be deleted, or not be replaced
+
+
+def at(proxy: FaultyProxy, config: Config) -> Config:
+    return replace(config, s3=replace(config.s3, endpoint_url=proxy.url))
+
+
+def test_a_denied_deletion_damages_nothing_and_training_goes_on(
+    bucket, s3_url, s3_config, caplog
+) -> None:
+    run = f"s3://{bucket}/run"
+    with FaultyProxy(s3_url) as proxy:
+        config = at(proxy, s3_config)
+        proxy.inject(DENIED, operation="DeleteObject")
+        fill(run, 1, 2, 3, config=config, max_to_keep=1)
+        assert "step 1 is not to be kept, but stays" in caplog.text
+        assert [step for step, whole in listed(run, config) if whole] == [
+            "step-1", "step-2", "step-3",
+        ]  # fmt: skip
+        with pytest.raises(AccessDeniedError):
+            cloudckpt.delete(f"{run}/step-1", config=config)
+        assert cloudckpt.verify(f"{run}/step-1", config=config).items == 2
+
+
+def test_under_a_policy_that_lets_nothing_be_replaced_or_deleted_a_job_goes_on(
+    bucket, s3_url, s3_client, s3_config, caplog
+) -> None:
+    """As Google's retention policies and Azure's immutability."""
+    run = f"s3://{bucket}/run"
+
+    def is_there(request) -> bool:
+        path = request.target.partition("?")[0].removeprefix(f"/{bucket}/")
+        return "Contents" in s3_client.list_objects_v2(Bucket=bucket, Prefix=path)
+
+    with FaultyProxy(s3_url) as proxy:
+        config = replace(at(proxy, s3_config), conditional_writes="on")  # known, as on these two
+        proxy.inject(DENIED, operation="DeleteObject")
+        proxy.inject(DENIED, operation="PutObject", where=is_there)
+        fill(run, 1, config=config, max_to_keep=1)
+        fill(run, 2, 3, config=config, max_to_keep=1)  # the next job
+        assert "is not noticed" in caplog.text
+        assert restored(run, config) == 3
+        with pytest.raises(AccessDeniedError, match=r"\.metadata"), managed(run, config) as manager:
+            manager.save(2, {"w": torch.zeros(300), "step": 2}, force=True)
+        assert cloudckpt.verify(f"{run}/step-2", config=config).items == 2
+
+
+@pytest.mark.parametrize("locked", [False, True])
+def test_a_bucket_with_versions_or_a_lock_is_used_like_any_other(
+    s3_client, s3_config, caplog, locked
+) -> None:
+    name = f"versions-{uuid.uuid4().hex[:12]}"
+    s3_client.create_bucket(Bucket=name, ObjectLockEnabledForBucket=locked)
+    s3_client.put_bucket_versioning(Bucket=name, VersioningConfiguration={"Status": "Enabled"})
+    if locked:
+        rule = {"DefaultRetention": {"Mode": "COMPLIANCE", "Days": 1}}
+        lock = {"ObjectLockEnabled": "Enabled", "Rule": rule}
+        s3_client.put_object_lock_configuration(Bucket=name, ObjectLockConfiguration=lock)
+    s3_config = replace(s3_config, s3=replace(s3_config.s3, checksum="on"))  # locks demand one
+    run = f"s3://{name}/run"
+    fill(run, 1, 2, config=s3_config, max_to_keep=1)
+    fill(run, 3, config=s3_config, max_to_keep=1)  # another job takes over
+    assert listed(run, s3_config) == [("step-3", True)]
+    assert restored(run, s3_config) == 3
+    fill(run, 1, config=s3_config)  # where a deleted one was
+    assert listed(run, s3_config) == [("step-1", True), ("step-3", True)]
+    cloudckpt.delete(f"{run}/step-1", config=s3_config)
+    assert not cloudckpt.exists(f"{run}/step-1", config=s3_config)
+    assert cloudckpt.sweep(run, older_than=0, config=s3_config).objects == ()
+    kept = s3_client.list_object_versions(Bucket=name, Prefix="run/step-1/")["Versions"]
+    assert len(kept) >= 2 * 2  # twice saved and deleted: their bytes are billed on
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+# names
+
+NAMES = ["mein Lauf/Größe ü+%20&=é'\"<>", "日本語/モデル", "a+b,c;d=e@f!(g)*[h]{i}|~"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("pattern", ["step-{step}", "époque {step} (a)"])
+def test_names_with_spaces_and_other_letters_live_a_whole_life(
+    bucket, s3_client, s3_config, name, pattern
+) -> None:
+    run = f"s3://{bucket}/{name}"
+    fill(run, 1, 2, 3, config=s3_config, step_name=pattern, max_to_keep=2)
+    newest = pattern.format(step=3)
+    found = {"config": s3_config, "step_name": pattern}
+    assert listed(run, **found) == [(pattern.format(step=2), True), (newest, True)]
+    assert cloudckpt.latest(run, **found) == f"{run}/{newest}"
+    assert restored(run, s3_config, step_name=pattern) == 3
+    assert cloudckpt.inspect(f"{run}/{newest}", config=s3_config).notes.metrics == {"loss": 1 / 3}
+    assert cloudckpt.verify(f"{run}/{newest}", config=s3_config).items == 2
+    cloudckpt.delete(f"{run}/{newest}", config=s3_config)
+    cloudckpt.delete(f"{run}/{pattern.format(step=2)}", config=s3_config)
+    keys = [one["Key"] for one in s3_client.list_objects_v2(Bucket=bucket)["Contents"]]
+    assert keys == [f"{name}/.cloudckpt-job.json"]
+
+
+@pytest.mark.parametrize("name", ["run?", "run#1", "a//b", "a/../b", "tab\there"])
+def test_a_name_that_no_location_has_is_refused(name) -> None:
+    for look in (cloudckpt.list_checkpoints, cloudckpt.latest, sweeping.sweep, managed):
+        with pytest.raises(InvalidURIError):
+            look(f"s3://bucket/{name}")
