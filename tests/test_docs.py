@@ -1,8 +1,13 @@
 """The documentation says what the code does."""
 
+import os
 import re
 import runpy
 from pathlib import Path
+
+import pytest
+
+from forks import child
 
 ROOT = Path(__file__).parent.parent
 
@@ -26,3 +31,51 @@ def test_the_clients_that_requests_were_compared_with_are_those_that_are_pinned(
     for client in ("boto3", "google-cloud-storage", "azure-storage-blob"):
         named = set(re.findall(rf"{client} (\d+\.\d+)", text))
         assert named == set(re.findall(rf"^{client}==(\d+\.\d+)\.", pinned, re.MULTILINE))
+
+
+def _examples(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+
+
+def _run(code: str, endpoint: str, run: str) -> None:
+    """Runs an example as the script of a user who has what its page speaks of."""
+    import torch
+
+    import cloudckpt
+
+    os.environ["AWS_ENDPOINT_URL_S3"] = endpoint
+    code = code.replace("s3://bucket/run", run).replace("gs://other/run", f"{run}-copied")
+    code = code.replace("http://minio:9000", endpoint)
+    model = torch.nn.Linear(4, 2)
+    state = {"weights": torch.zeros(4), "step": 0}
+    if "CheckpointManager" not in code:
+        for step in (1000, 2000, 3000):
+            cloudckpt.save(state, checkpoint_id=f"{run}/step-{step}")
+    exec(
+        compile(code, "example", "exec"),
+        {
+            "__name__": "__main__",
+            "changed": "more text",
+            "cloudckpt": cloudckpt,
+            "loss": 0.5,
+            "model": model,
+            "optimizer": torch.optim.AdamW(model.parameters()),
+            "state": state,
+            "state_dict": state,
+            "step": 1000,
+            "steps": 3001,
+            "text": "text",
+            "train": lambda step: None,
+        },
+    )
+    if "CheckpointManager" in code:
+        assert cloudckpt.latest(run) == f"{run}/step-3000"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/runs.md"])
+def test_the_examples_of_a_page_run(page, s3_url, bucket):
+    found = _examples(page)
+    assert len(found) >= 3
+    for number, code in enumerate(found):
+        with child(_run, code=code, endpoint=s3_url, run=f"s3://{bucket}/{number}/run") as running:
+            assert running.wait()[0] == 0, code

@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import cloudckpt
 from cloudckpt.checkpoint.objects import METADATA
@@ -37,8 +36,7 @@ def bucket_of_user(location: str, *, keep: bool) -> Iterator[CheckpointURI]:
 
     Args:
         location: The URI.
-        keep: Whether to leave what is there, except for uploads that killed ranks did not finish; a
-            store bills them until they are discarded.
+        keep: Whether to leave the checkpoints there; what killed ranks have left goes in any case.
 
     Raises:
         CloudCheckpointError: If the bucket can't be used.
@@ -53,8 +51,7 @@ def bucket_of_user(location: str, *, keep: bool) -> Iterator[CheckpointURI]:
     try:
         yield run
     finally:
-        for upload in retrier.call(lambda: list(store.list_uploads(below))):
-            retrier.call(partial(store.abort_upload, upload))
+        cloudckpt.sweep(run, older_than=0)
         if not keep:
             keys = [info.key for info in retrier.call(lambda: list(store.list(below)))]
             config = Config()

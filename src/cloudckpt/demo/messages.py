@@ -21,8 +21,8 @@ __all__ = [
     "Resumed",
     "Staged",
     "Stepped",
+    "Uploaded",
     "decode",
-    "step_uri",
     "tell",
 ]
 
@@ -33,7 +33,6 @@ class Job:
 
     Attributes:
         run: The URI beneath which the checkpoints stand.
-        resume: The checkpoint to go on from, or None to begin.
         last_step: Where to stop.
         save_every: Steps from one checkpoint to the next.
         stall_at: The step in whose save rank 1 stops, for the driver to kill it there.
@@ -41,16 +40,10 @@ class Job:
     """
 
     run: str
-    resume: str | None
     last_step: int
     save_every: int
     stall_at: int | None = None
     measure: bool = False
-
-
-def step_uri(run: str, step: int) -> str:
-    """Where the checkpoint of a step stands."""
-    return f"{run}/step-{step}"
 
 
 @dataclass(frozen=True)
@@ -74,19 +67,26 @@ class Stepped:
 
 @dataclass(frozen=True)
 class Staged:
-    """``async_save`` returned, after ``stall`` seconds; training goes on."""
+    """``save`` returned, after ``stall`` seconds; training goes on."""
 
     step: int
     stall: float
 
 
 @dataclass(frozen=True)
-class Committed:
-    """A save is committed; ``bytes`` and ``seconds`` are those of this rank's upload."""
+class Uploaded:
+    """This rank's part of a checkpoint is in the store."""
 
     step: int
     bytes: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A save is committed."""
+
+    step: int
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Failed:
     error: str
 
 
-Event = Resumed | Stepped | Staged | Committed | Measured | Failed
+Event = Resumed | Stepped | Staged | Uploaded | Committed | Measured | Failed
 
 _KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
 
@@ -142,8 +142,9 @@ class Phase:
         last_step: Where it was to stop.
         losses: The loss of each step that was trained.
         resumed: What it began with, if not from scratch.
-        stalls: Seconds that each call of ``async_save`` took on a rank.
+        stalls: Seconds that each call of ``save`` took on a rank.
         uploads: What each rank sent, by step.
+        committed: The steps whose checkpoint is committed.
         measured: The CPU time of a save.
         failures: How ranks failed.
         killed: How it came to its end, if that was by force.
@@ -156,7 +157,8 @@ class Phase:
     losses: dict[int, float] = field(default_factory=dict)
     resumed: Resumed | None = None
     stalls: list[float] = field(default_factory=list)
-    uploads: defaultdict[int, list[Committed]] = field(default_factory=lambda: defaultdict(list))
+    uploads: defaultdict[int, list[Uploaded]] = field(default_factory=lambda: defaultdict(list))
+    committed: list[int] = field(default_factory=list)
     measured: Measured | None = None
     failures: dict[int, str] = field(default_factory=dict)
     killed: str | None = None
@@ -171,8 +173,10 @@ class Phase:
                 (self.steps_beside_saves if beside_save else self.steps_alone).append(seconds)
             case Staged(_, stall):
                 self.stalls.append(stall)
-            case Committed(step):
+            case Uploaded(step):
                 self.uploads[step].append(event)
+            case Committed(step):
+                self.committed.append(step)
             case Resumed():
                 self.resumed = event
             case Measured():
@@ -181,14 +185,9 @@ class Phase:
                 self.failures[rank] = error
 
     @property
-    def committed(self) -> list[int]:
-        """The steps whose checkpoint is committed."""
-        return sorted(self.uploads)
-
-    @property
     def checkpoint_bytes(self) -> float:
         """Bytes of a checkpoint, over all ranks."""
-        return mean(sum(part.bytes for part in parts) for parts in self.uploads.values())
+        return mean(sum(part.bytes for part in parts) for parts in self._of_commits)
 
     @property
     def inflation(self) -> float | None:
@@ -201,4 +200,8 @@ class Phase:
     @property
     def upload_seconds(self) -> float:
         """Seconds that the slowest rank took to upload its part of a checkpoint, on average."""
-        return mean(max(part.seconds for part in parts) for parts in self.uploads.values())
+        return mean(max(part.seconds for part in parts) for parts in self._of_commits)
+
+    @property
+    def _of_commits(self) -> list[list[Uploaded]]:
+        return [self.uploads[step] for step in self.committed]

@@ -123,8 +123,8 @@ def _table(phases: Sequence[Phase]) -> Table:
             f"{phase.losses[first]:.2f} → {phase.losses[last]:.2f}",
             f"{mean(phase.stalls) * 1e3:.0f}" if phase.stalls else "",
             f"{phase.inflation:+.0%}" if phase.inflation is not None else "",
-            f"{phase.upload_seconds:.2f}" if phase.uploads else "",
-            f"{phase.checkpoint_bytes / 1e6:.0f}" if phase.uploads else "",
+            f"{phase.upload_seconds:.2f}" if phase.committed else "",
+            f"{phase.checkpoint_bytes / 1e6:.0f}" if phase.committed else "",
             f"{measured.cpu_seconds / measured.bytes * _GIB:.2f}" if measured else "",
         )
     table.caption = (

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import re
 import signal
 import sys
-import warnings
 from collections.abc import Iterator
 from types import FrameType
 
@@ -21,7 +19,7 @@ from cloudckpt.demo.bucket import (
     wait_until_torn,
 )
 from cloudckpt.demo.children import Ranks
-from cloudckpt.demo.messages import Check, Job, Phase, Staged, step_uri
+from cloudckpt.demo.messages import Check, Job, Phase, Staged
 from cloudckpt.demo.model import GPT
 from cloudckpt.demo.report import Screen
 from cloudckpt.uri import CheckpointURI
@@ -87,17 +85,17 @@ class _Story:
             0 in phase.failures,
             _brief(phase.failures.get(0, "it ended without an error")),
         )
-        torn = CheckpointURI.parse(step_uri(str(self._run), torn_step))
+        torn = self._place_of(torn_step)
         self._check(
-            "the torn save is no checkpoint: loading it raises CheckpointNotFoundError",
+            "the torn save is no checkpoint: it is a CheckpointNotFoundError to look into it",
             _is_not_found(torn),
             f"left behind: {find_remains(torn)}",
         )
-        newest = self._newest()
+        newest = cloudckpt.latest(self._run)
         self._check(
             "the newest checkpoint is the last one that was committed",
-            newest == step_uri(str(self._run), 2 * self._every),
-            newest,
+            newest == str(self._place_of(2 * self._every)),
+            str(newest),
         )
 
     def _go_on_with_four(self) -> None:
@@ -136,7 +134,6 @@ class _Story:
         """Trains from the newest checkpoint on; if a rank is to be killed, until the others end."""
         job = Job(
             run=str(self._run),
-            resume=self._newest() if self._phases else None,
             last_step=last_step,
             save_every=self._every,
             stall_at=kill_in_save_of,
@@ -160,7 +157,7 @@ class _Story:
         return phase
 
     def _kill_in_the_middle(self, group: Ranks, phase: Phase, step: int) -> None:
-        remains = wait_until_torn(CheckpointURI.parse(step_uri(str(self._run), step)), _UNTIL_TORN)
+        remains = wait_until_torn(self._place_of(step), _UNTIL_TORN)
         group.kill(1)
         phase.killed = f"rank 1 in the save of step {step}"
         self._check(
@@ -182,26 +179,18 @@ class _Story:
             f"step {resumed.step}: {resumed.recorded:.6f}, now {resumed.again:.6f}",
         )
 
-    def _newest(self) -> str:
-        found = cloudckpt.latest(self._run)
-        if found is None:
-            raise cloudckpt.CheckpointNotFoundError("no save was committed", uri=str(self._run))
-        return found
+    def _place_of(self, step: int) -> CheckpointURI:
+        return self._run.join(f"step-{step}")
 
     def _check(self, claim: str, holds: bool, evidence: str) -> None:
         self._checks.append(Check(claim, holds, evidence))
 
 
 def _is_not_found(checkpoint: CheckpointURI) -> bool:
-    logging.disable(logging.WARNING)  # torch logs what is expected here, with its tracebacks
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            cloudckpt.load({"app": {"step": 0}}, checkpoint_id=checkpoint, no_dist=True)
+        cloudckpt.inspect(checkpoint)
     except cloudckpt.CheckpointNotFoundError:
         return True
-    finally:
-        logging.disable(logging.NOTSET)
     return False
 
 

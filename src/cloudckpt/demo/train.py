@@ -1,4 +1,4 @@
-"""What one rank does: train, save in the background, resume.
+"""What one rank does: resume, train, save in the background.
 
 An ordinary FSDP2 script, in the environment that ``torchrun`` would give it.
 """
@@ -15,15 +15,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import cloudckpt
-from cloudckpt import AsyncCheckpointer, SaveFuture, make_async_checkpointer
+from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.demo.children import end_with_parent
 from cloudckpt.demo.messages import (
     Committed,
@@ -33,10 +32,11 @@ from cloudckpt.demo.messages import (
     Resumed,
     Staged,
     Stepped,
-    step_uri,
+    Uploaded,
     tell,
 )
 from cloudckpt.demo.model import CONTEXT, GPT, StdlibText
+from cloudckpt.events import Event, subscribe
 
 __all__ = ["train"]
 
@@ -92,69 +92,66 @@ def train(job: Job) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
     state = TrainingState(model, optimizer)
 
-    if job.resume is not None:
-        resume(state, job.resume, text)
-
-    with make_async_checkpointer() as checkpointer:  # its process starts behind the first steps
-        run(state, text, job, checkpointer)
+    saves = Saves()
+    subscribe(saves.note)
+    how = cloudckpt.CheckpointerConfig(planner=lambda: StallingPlanner(job.stall_at))
+    with cloudckpt.CheckpointManager(
+        job.run, save_interval_steps=job.save_every, checkpointer=how
+    ) as manager:
+        if manager.restore({"app": state}) is not None:  # whatever number of ranks has saved it
+            tell_once(Resumed(state.step, state.held_out_loss, again=evaluate(state, text)))
+        for step in range(state.step + 1, job.last_step + 1):
+            began = time.perf_counter()
+            loss = train_step(state, text, step)
+            seconds = time.perf_counter() - began
+            tell_once(Stepped(step, loss, seconds, beside_save=saves.begun != saves.committed))
+            is_last = step == job.last_step
+            if not (is_last or manager.should_save(step)):
+                continue
+            state.held_out_loss = evaluate(state, text)
+            if is_last and job.measure:
+                manager.wait_until_finished()
+                save_and_measure(state, manager.uri(step))
+                continue
+            began, saves.begun = time.perf_counter(), step
+            manager.save(
+                step, {"app": state}, metrics={"held_out_loss": state.held_out_loss}, force=is_last
+            )
+            tell(Staged(step, stall=time.perf_counter() - began))
     dist.destroy_process_group()
 
 
-def run(state: TrainingState, text: StdlibText, job: Job, checkpointer: AsyncCheckpointer) -> None:
-    """Trains to the last step and saves on the way."""
-    saving: SaveFuture | None = None
-    for step in range(state.step + 1, job.last_step + 1):
-        began = time.perf_counter()
-        loss = train_step(state, text, step)
-        seconds = time.perf_counter() - began
-        tell_once(Stepped(step, loss, seconds, saving is not None and not saving.done()))
-        if step % job.save_every == 0 or step == job.last_step:
-            state.held_out_loss = evaluate(state, text)
-            if saving is not None:
-                saving.result()  # raises if the last one has failed
-            if job.measure and step == job.last_step:
-                saving = None
-                save_and_measure(state, job)
-            else:
-                saving = save(state, job, checkpointer)
-    if saving is not None:
-        saving.result()
+class Saves:
+    """Tells the driver what becomes of saves.
+
+    Attributes:
+        begun: The step that was last given to be saved.
+        committed: The step that was last committed; known on the first rank.
+    """
+
+    def __init__(self) -> None:
+        self.begun = self.committed = 0
+
+    def note(self, event: Event) -> None:
+        """Hears what cloudckpt is doing, in the saving process, too."""
+        if event.failed or event.phase not in ("upload", "commit"):
+            return
+        step = int(event.uri.rpartition("-")[2])
+        if event.phase == "upload":
+            tell(Uploaded(step, event.bytes, event.seconds))
+        else:
+            self.committed = step
+            tell(Committed(step))
 
 
-def resume(state: TrainingState, checkpoint: str, text: StdlibText) -> None:
-    """Loads a checkpoint, whatever number of ranks has saved it."""
-    cloudckpt.load({"app": state}, checkpoint_id=checkpoint)
-    tell_once(Resumed(state.step, recorded=state.held_out_loss, again=evaluate(state, text)))
-
-
-def save(state: TrainingState, job: Job, checkpointer: AsyncCheckpointer) -> SaveFuture:
-    """Copies the state and returns; another process saves the copy while training goes on."""
-    step = state.step
-    stalls = step == job.stall_at and dist.get_rank() == 1
-    began = time.perf_counter()
-    _, written = checkpointer.save(
-        {"app": state}, step_uri(job.run, step), planner=StallingPlanner() if stalls else None
-    )
-    tell(Staged(step, stall=time.perf_counter() - began))
-
-    def committed(_: object) -> None:
-        if written.transferred is not None:
-            tell(Committed(step, written.transferred.bytes, written.transferred.seconds))
-
-    written.add_done_callback(committed)
-    return written
-
-
-def save_and_measure(state: TrainingState, job: Job) -> None:
+def save_and_measure(state: TrainingState, uri: str) -> None:
     """Saves while nothing else runs in this process, and tells what CPU time that took."""
-    writer = cloudckpt.CloudStorageWriter(step_uri(job.run, state.step))
+    writer = cloudckpt.CloudStorageWriter(uri)
     began = time.process_time()
     cloudckpt.save({"app": state}, storage_writer=writer)
     cpu = time.process_time() - began
     assert writer.transferred is not None  # set by every save
-    sent = writer.transferred
-    tell(Measured(cpu, sent.bytes))
-    tell(Committed(state.step, sent.bytes, sent.seconds))
+    tell(Measured(cpu, writer.transferred.bytes))
 
 
 def train_step(state: TrainingState, text: StdlibText, step: int) -> float:
@@ -186,21 +183,29 @@ def tell_once(event: Resumed | Stepped) -> None:
         tell(event)
 
 
-class StallingPlanner(DefaultSavePlanner):
-    """Hands over three quarters of the rank's items, and then nothing more, ever.
+class StallingPlanner(CloudSavePlanner):
+    """On the second rank, hands over three quarters of the items of one step, and then no more.
 
     So a save is cut in its middle on any machine and at any speed: it stays open, with data in the
     store, until the driver has seen that and kills the rank.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, step: int | None) -> None:
         super().__init__()
-        self._resolved = 0
+        self._step = step
+        self._left: int | None = None
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        plan = super().finish_plan(new_plan)
+        stalls = self.state_dict["app.step"] == self._step and dist.get_rank() == 1
+        self._left = len(plan.items) * 3 // 4 if stalls else None
+        return plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        self._resolved += 1
-        if self._resolved > len(self.plan.items) * 3 // 4:
+        if self._left == 0:
             threading.Event().wait()
+        if self._left is not None:
+            self._left -= 1
         data: torch.Tensor | io.BytesIO = super().resolve_data(write_item)
         return data
 
