@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,7 +13,7 @@ from azure.core.pipeline.transport import HttpRequest, HttpResponse, HttpTranspo
 from azure.core.utils import case_insensitive_dict
 from azure.storage.blob import ContainerClient
 
-from cloudckpt.errors import ServerError, StoreError
+from cloudckpt.errors import ObjectNotFoundError, ServerError, StoreError
 from cloudckpt.stores.azure_access import API_VERSION, ContainerAccess
 from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.stores.origins import BucketRules
@@ -44,6 +45,13 @@ class Control:
             transport=_Transport(self._calls),
             retry_total=0,
         )
+
+    def delete(self, key: str, version: str | None) -> None:
+        """Removes a blob with its snapshots; on the condition of a version, if one is given."""
+        condition = None if version is None else MatchConditions.IfNotModified
+        with contextlib.suppress(ObjectNotFoundError), self._calls.about(key):
+            blob = self._client.get_blob_client(key)
+            blob.delete_blob(delete_snapshots="include", etag=version, match_condition=condition)
 
     def copy(
         self,

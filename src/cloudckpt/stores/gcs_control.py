@@ -22,8 +22,8 @@ from cloudckpt.errors import (
 from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.stores.gcs_json import CACHE_CONTROL, generation, parse_crc32c
 from cloudckpt.stores.origins import BucketRules
-from cloudckpt.stores.rest import RestStore
-from cloudckpt.stores.sdk import SdkCalls, all_pages
+from cloudckpt.stores.rest import RestStore, all_pages
+from cloudckpt.stores.sdk import SdkCalls
 
 __all__ = ["Control"]
 

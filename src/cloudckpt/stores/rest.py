@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote, urlencode
 
 from cloudckpt.errors import (
@@ -31,15 +31,17 @@ from cloudckpt.stores.http import HttpClient
 from cloudckpt.stores.origins import BucketRules, Origin, Route
 
 __all__ = [
-    "Pages",
     "Request",
     "RestStore",
+    "all_pages",
     "encode_key",
     "encode_query",
     "http_date",
     "iso_date",
     "once_more",
 ]
+
+P = TypeVar("P")
 
 _SUCCESS = frozenset({200, 201, 202, 204, 206})
 
@@ -73,31 +75,37 @@ def http_date(text: str) -> float | None:
         return None
 
 
-class Pages:
-    """Where the pages of a listing go on.
+def all_pages(
+    uri: str, ask: Callable[[tuple[str, ...]], tuple[P, tuple[str, ...] | None]]
+) -> Iterator[P]:
+    """The pages of a listing, each asked for when it is needed.
 
     A store that says that there is more without saying where, or that leads back to a page that was
-    there, would be asked without an end.
+    there, would be asked without an end; and if that were taken for the end, what is left out would
+    be taken for missing.
+
+    Args:
+        uri: What is listed, for messages.
+        ask: Asks for the page that begins at some marks, none for the first. Returns it and the
+            marks of the next one, or None behind the last.
+
+    Raises:
+        ServerError: If the next page begins nowhere, or where a page began before.
     """
-
-    def __init__(self, uri: str) -> None:
-        self._uri = uri
-        self._seen: set[tuple[str, ...]] = set()
-
-    def next(self, *marks: str) -> None:
-        """Notes where the next page begins.
-
-        Raises:
-            ServerError: If that is nowhere, or where a page began before.
-        """
-        if not any(marks) or marks in self._seen:
+    seen: set[tuple[str, ...]] = set()
+    page, marks = ask(())
+    yield page
+    while marks is not None:
+        if not any(marks) or marks in seen:
             where = "back to a page that was there" if any(marks) else "nowhere"
             raise ServerError(
                 f"the listing does not end: its page leads {where}, although it says that more "
                 "follows",
-                uri=self._uri,
+                uri=uri,
             )
-        self._seen.add(marks)
+        seen.add(marks)
+        page, marks = ask(marks)
+        yield page
 
 
 @dataclass(frozen=True)
@@ -362,17 +370,6 @@ class RestStore(ObjectStore):
     def _head(self, key: str) -> ObjectInfo:
         with self.exchange("HEAD", self.object_url(key), {}, key=key) as reply:
             return ObjectInfo(key, reply.length or 0, self._version(reply, key))
-
-    def delete(self, key: str, *, if_version: str | None = None) -> None:
-        headers = {} if if_version is None else self._if_version(if_version)
-        self._delete(self.object_url(key), headers, key)
-
-    def _delete(self, url: str, headers: Mapping[str, str], key: str) -> None:
-        with (
-            contextlib.suppress(ObjectNotFoundError),
-            self.exchange("DELETE", url, headers, key=key),
-        ):
-            pass
 
     @abstractmethod
     def route(self) -> Route:

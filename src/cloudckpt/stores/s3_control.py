@@ -16,9 +16,9 @@ from botocore.awsrequest import AWSPreparedRequest, AWSResponse
 from cloudckpt.errors import ConnectionLostError, ObjectNotFoundError, StoreError
 from cloudckpt.stores.base import ObjectInfo, Part, Upload
 from cloudckpt.stores.origins import BucketRules
-from cloudckpt.stores.rest import RestStore, iso_date
+from cloudckpt.stores.rest import RestStore, all_pages, iso_date
 from cloudckpt.stores.s3_access import BucketAccess
-from cloudckpt.stores.sdk import SdkCalls, all_pages
+from cloudckpt.stores.sdk import SdkCalls
 from cloudckpt.stores.xml_api import error_fields
 
 __all__ = ["Control"]

@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 from cloudckpt.errors import CloudCheckpointError, InvalidRequestError, ServerError, StoreError
 from cloudckpt.stores.credentials import reason
 from cloudckpt.stores.rest import RestStore
 
-__all__ = ["Answer", "SdkCalls", "all_pages"]
-
-P = TypeVar("P")
+__all__ = ["Answer", "SdkCalls"]
 
 # who sends, what it can read, and how often it was tried is not the SDK's to say
 _OURS = frozenset(
@@ -31,6 +28,7 @@ _OURS = frozenset(
         "amz-sdk-request",
         "user-agent",
         "x-goog-api-client",
+        "x-ms-client-request-id",
     }
 )
 
@@ -108,36 +106,3 @@ class SdkCalls:
             is_long=call.is_long,
         ) as reply:  # fmt: skip
             return Answer(reply.status, dict(reply.headers), reply.read_all())
-
-
-def all_pages(
-    uri: str, ask: Callable[[tuple[str, ...]], tuple[P, tuple[str, ...] | None]]
-) -> Iterator[P]:
-    """The pages of a listing, each asked for when it is needed.
-
-    A store that says that there is more without saying where, or that leads back to a page that was
-    there, would be asked without an end; and if that were taken for the end, what is left out would
-    be taken for missing.
-
-    Args:
-        uri: What is listed, for messages.
-        ask: Asks for the page that begins at some marks, none for the first. Returns it and the
-            marks of the next one, or None behind the last.
-
-    Raises:
-        ServerError: If the next page begins nowhere, or where a page began before.
-    """
-    seen: set[tuple[str, ...]] = set()
-    page, marks = ask(())
-    yield page
-    while marks is not None:
-        if not any(marks) or marks in seen:
-            where = "back to a page that was there" if any(marks) else "nowhere"
-            raise ServerError(
-                f"the listing does not end: its page leads {where}, although it says that more "
-                "follows",
-                uri=uri,
-            )
-        seen.add(marks)
-        page, marks = ask(marks)
-        yield page

@@ -14,7 +14,7 @@ from xml.etree.ElementTree import Element
 from cloudckpt.checksum import CRC32C, to_base64
 from cloudckpt.errors import ConnectionLostError, ObjectNotFoundError, ServerError
 from cloudckpt.stores.base import Body, Part, Progress, Upload, nbytes, whole_checksum
-from cloudckpt.stores.rest import Pages, RestStore, encode_query, iso_date
+from cloudckpt.stores.rest import RestStore, all_pages, encode_query, iso_date
 
 __all__ = [
     "Completion",
@@ -218,17 +218,17 @@ class XmlMultipart:
 
     def open_uploads(self, prefix: str) -> Iterator[Upload]:
         """The uploads under a prefix, page by page."""
-        query = {"uploads": "", "encoding-type": "url", "prefix": prefix}
-        pages = Pages(self._store.uri(prefix))
-        while True:
+
+        def ask(marks: tuple[str, ...]) -> tuple[Element, tuple[str, ...] | None]:
+            more = dict(zip(("key-marker", "upload-id-marker"), marks, strict=False))
+            query = {"uploads": "", "encoding-type": "url", "prefix": prefix, **more}
             url = f"{self._bucket_url}?{encode_query(query)}"
             with self._store.exchange("GET", url, {}, key=prefix) as reply:
                 page = unqualified(reply.read_all(), self._store.uri(prefix))
+            following = key_text(page, page, "NextKeyMarker"), text(page, "NextUploadIdMarker")
+            return page, following if text(page, "IsTruncated") == "true" else None
+
+        for page in all_pages(self._store.uri(prefix), ask):
             for entry in page.iterfind("Upload"):
                 began = iso_date(text(entry, "Initiated"))
                 yield Upload(key_text(page, entry, "Key"), text(entry, "UploadId"), 0, began)
-            if text(page, "IsTruncated") != "true":
-                return
-            query["key-marker"] = key_text(page, page, "NextKeyMarker")
-            query["upload-id-marker"] = text(page, "NextUploadIdMarker")
-            pages.next(query["key-marker"], query["upload-id-marker"])
