@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch.distributed.checkpoint.metadata import Metadata
 
 from cloudckpt.api import ToLoad, exists, load_prepared, save
-from cloudckpt.checkpoint.notes import Notes, read_notes
+from cloudckpt.checkpoint.notes import Notes, stored_notes
 from cloudckpt.checkpoint.objects import beneath, is_committed
 from cloudckpt.config import Config
 from cloudckpt.dcp.planners import DynamicMetaLoadPlanner, EverythingPlanner
@@ -21,8 +21,10 @@ from cloudckpt.errors import (
     CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
+    CheckpointReplacedError,
     InvalidURIError,
     ObjectNotFoundError,
+    PreconditionFailedError,
 )
 from cloudckpt.events import Span
 from cloudckpt.torch_files.broadcast import BroadcastingTorchSaveReader
@@ -111,7 +113,8 @@ def dcp_to_torch_save(
     if target == CheckpointURI.parse(checkpoint):
         raise InvalidURIError(f"{target} is both the checkpoint and the file to be written")
     check_destination(target, config)
-    return write_torch_file(_load_checkpoint(checkpoint, config, trust_pickle), target, config)
+    reader = CloudStorageReader(checkpoint, config=config, trust_pickle=trust_pickle)
+    return write_torch_file(_content_of(reader), target, config)
 
 
 def dcp_to_dcp(
@@ -151,20 +154,31 @@ def dcp_to_dcp(
     if uri == to:
         raise InvalidURIError(f"{uri} is both the checkpoint and the one to be written")
     _refuse_existing(to, config)
-    state = _load_checkpoint(uri, config, trust_pickle)
-    try:
-        notes = read_notes(open_store(uri, config), uri, Retrier(config.retry))
-    except CheckpointNotFoundError:  # ranks have committed it each by itself
-        notes = Notes()
+    state, notes = begun_anew(lambda: _load_with_notes(uri, config, trust_pickle))
     writer = CloudStorageWriter(to, config=config, notes=notes)
     return save(state, storage_writer=writer, no_dist=True)
 
 
-def _load_checkpoint(checkpoint: URILike, config: Config, trust_pickle: bool) -> dict[Any, Any]:
-    reader = CloudStorageReader(checkpoint, config=config, trust_pickle=trust_pickle)
+def _content_of(reader: CloudStorageReader) -> dict[Any, Any]:
     planner = EverythingPlanner(reader.checkpoint_id)
     load_prepared({}, lambda: ToLoad(reader, planner), no_dist=True)
     return planner.content(reader.structure)
+
+
+def _load_with_notes(
+    uri: CheckpointURI, config: Config, trust_pickle: bool
+) -> tuple[dict[Any, Any], Notes]:
+    """What is in a checkpoint, and its notes, of one save."""
+    reader = CloudStorageReader(uri, config=config, trust_pickle=trust_pickle)
+    state, store = _content_of(reader), open_store(uri, config)
+    commit = reader.committed
+    assert commit is not None  # it was loaded
+    try:
+        data = Retrier(config.retry).call(lambda: stored_notes(store, commit))
+    except (ObjectNotFoundError, PreconditionFailedError) as error:
+        text = "it was replaced or deleted while it was converted"
+        raise CheckpointReplacedError(text, uri=str(uri), cause=error) from error
+    return state, Notes.from_json(data, store.uri(commit.key))
 
 
 def _refuse_existing(target: CheckpointURI, config: Config) -> None:

@@ -36,10 +36,12 @@ from cloudckpt import (
     UnsupportedTensorError,
     UntrustedPickleError,
     events,
+    format_utils,
 )
 from cloudckpt.format_utils import (
     BroadcastingTorchSaveReader,
     DynamicMetaLoadPlanner,
+    dcp_to_dcp,
     dcp_to_torch_save,
     torch_save_to_dcp,
 )
@@ -807,3 +809,28 @@ def test_a_hostile_file_is_refused_by_the_reader(local, tmp_path, monkeypatch):
         cloudckpt.load({"t": torch.zeros(5)}, storage_reader=reader,
                        planner=DynamicMetaLoadPlanner())  # fmt: skip
     assert list(tmp_path.iterdir()) == []
+
+
+# ---- a checkpoint anew
+
+
+def test_the_notes_of_a_new_checkpoint_are_of_the_save_that_its_state_is_of(tmp_path, monkeypatch):
+    def save(step: int) -> None:
+        notes = cloudckpt.checkpoint.notes.Notes(step=step)
+        writer = cloudckpt.CloudStorageWriter(tmp_path / "old", notes=notes)
+        cloudckpt.save({"step": step}, storage_writer=writer)
+
+    loaded = format_utils._content_of
+
+    def replaced_meanwhile(reader):
+        content = loaded(reader)
+        if content["step"] == 1:
+            save(2)
+        return content
+
+    save(1)
+    monkeypatch.setattr(format_utils, "_content_of", replaced_meanwhile)
+    dcp_to_dcp(tmp_path / "old", tmp_path / "new")
+    state = {"step": 0}
+    cloudckpt.load(state, checkpoint_id=tmp_path / "new")
+    assert state["step"] == cloudckpt.inspect(tmp_path / "new").notes.step == 2

@@ -53,11 +53,13 @@ def examine(
         raise ConfigError(f"patience={patience}: write more than 0 seconds")
     checks = Checks(tell, patience)
     checks.add("versions", surroundings.versions())
+    check = "location"
     try:
         uri = checkpoint_location(location)
+        check = "options"
         config = config if config is not None else Config()
     except (InvalidURIError, ConfigError) as error:
-        checks.add("location", failed(str(error)))
+        checks.add(check, failed(str(error)))
         return checks.findings
     checks.add("location", ok(f"{uri}", values={"scheme": uri.scheme}))
     store = _reached(checks, uri, config)

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from cloudckpt.checkpoint.commit import honours_conditions
@@ -146,43 +146,33 @@ class Trials:
             return skipped("nothing between here and there needs a checksum")
         try:
             self._put(retrier, self._key("right"), self._content, store=store)
-            refused = self._is_refused(store)
+            taken = [what for what, send in self._wrong(store) if not _is_refused(send)]
         except StoreError as error:
             if sent or isinstance(error, _NO_WORD):
                 raise
             return ok(f"{kind} is not sent, and the store does not take it: {error.message}")
-        if refused:
-            unset = (
-                "" if sent else f"; it is not sent by default here, {_switch(self._uri)}=on does"
+        values: Values = {"checksum": kind, "sent": "yes" if sent else "no"}
+        if not taken:
+            unset = f"; it is not sent by default here, {_switch(self._uri)}=on does"
+            found = (
+                f"{kind} of objects and of parts is checked by the store: wrong ones were refused"
             )
-            return ok(
-                f"{kind} is checked by the store: a wrong one was refused{unset}",
-                values={"checksum": kind},
-            )
+            return ok(found if sent else found + unset, values=values)
+        found = f"the store takes {' and '.join(taken)} whose {kind} is wrong"
         if not sent:
-            return ok(
-                f"the store does not check {kind}, and it is not sent", values={"checksum": kind}
-            )
-        return failed(
-            f"the store takes what a wrong {kind} was sent with",
-            f"set {_switch(self._uri)}=off: bytes are looked at twice here then",
-            values={"checksum": kind},
-        )
+            return ok(f"{found}; it is not sent by default here", values=values)
+        advice = f"set {_switch(self._uri)}=off: bytes are looked at twice here then"
+        return failed(found, advice, values=values)
 
-    def _is_refused(self, store: ObjectStore) -> bool:
+    def _wrong(self, store: ObjectStore) -> Iterator[tuple[str, Callable[[], object]]]:
+        """What sends an object, and a part, with a checksum of something else."""
+        body = [memoryview(self._content)]
         wrong = store.capabilities.checksum.of(self._content) ^ 1
-        try:
-            store.put(
-                self._key("wrong"),
-                [memoryview(self._content)],
-                checksum=wrong,
-                if_absent=creates_only(store, self._config),
-            )
-        except _NO_WORD:
-            raise
-        except StoreError:
-            return True
-        return False
+        alone = creates_only(store, self._config)
+        put = partial(store.put, self._key("wrong"), body, checksum=wrong, if_absent=alone)
+        yield "objects", put
+        upload = self._began(store.create_upload(self._key("wrongpart"), _BYTES))
+        yield "parts", partial(store.put_part, upload, 1, body, checksum=wrong)
 
     def multipart(self, retrier: Retrier) -> Finding:
         """An object out of two parts."""
@@ -349,6 +339,21 @@ class Trials:
         return put_whole(
             store, key, memoryview(data), retrier, if_absent=alone, if_version=if_version
         )
+
+
+def _is_refused(send: Callable[[], object]) -> bool:
+    """Whether the store minds what is sent.
+
+    Raises:
+        StoreError: If it has not looked at it.
+    """
+    try:
+        send()
+    except _NO_WORD:
+        raise
+    except StoreError:
+        return True
+    return False
 
 
 def _timed(call: Callable[[], object]) -> tuple[float, object]:
