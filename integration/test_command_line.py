@@ -23,6 +23,7 @@ COMMANDS = {
     "inspect": ("inspect {run}/step-2 w*", 0, r"w\tfloat32\t500 x 3\t6.0 kB\t1\n(.*\n)*loss = 0.5"),
     "verify": ("verify {run}/step-2", 0, r"all of it is as it was written \(2 items"),
     "diff": ("diff {run}/step-1 {run}/step-2", 5, r"changed\tw\tfloat32 500 x 3\t.*6.0 kB\n"),
+    "cp": ("cp {run}/step-2 {run}/copy", 0, r"{run}/copy: copied 1 checkpoint \(1 objects"),
     "doctor": ("doctor {run} --size 1", 0, r"ok\tmultipart\t(.*\n)*ok\tclean-up\t"),
     "convert": ("convert {run}/step-2 {local}/model.pt", 0, r"file of torch.save"),
     "rm": ("rm {run}/step-1 {run}/step-2 --yes", 0, r"deleted {run}/step-1\ndeleted"),

@@ -6,9 +6,11 @@ import signal
 import subprocess
 import sys
 import uuid
+from pathlib import Path
 
 import pytest
 import torch
+import typer
 
 import cloudckpt
 from cloudckpt.cli import app as shared
@@ -18,6 +20,18 @@ from cloudckpt.stores.memory import MemoryStore
 
 OF_RUNS = ["ls", "latest", "prune --max-to-keep 1 --yes", "sweep --yes"]
 OF_CHECKPOINTS = ["inspect", "verify", "diff", "cp", "rm --yes"]
+
+
+ROOT = Path(__file__).parents[2]
+EVERY = typer.main.get_command(shared.app).commands
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY if name != "demo"])
+def test_each_command_prints_json_is_documented_and_runs_on_each_cloud(name):
+    options = [option for parameter in EVERY[name].params for option in parameter.opts]
+    assert "--json" in options
+    assert f"| `{name} " in (ROOT / "docs" / "cli.md").read_text("utf-8")
+    assert f'("{name} ' in (ROOT / "integration" / "test_command_line.py").read_text("utf-8")
 
 
 def test_version_is_that_of_the_package(cli, capsys):
