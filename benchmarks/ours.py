@@ -17,25 +17,14 @@ class CloudCkpt(StockDcp):
         place = replace(place, scheme=scheme)
         self._process = process
         self._ours = importlib.import_module("cloudckpt")
-        self._config = self._ours.Config(connections=place.connections, **self._vendor(place))
+        self._config = self._ours.Config(
+            connections=place.connections, **options(self._ours, place)
+        )
         super().__init__(
             lambda uri: self._ours.CloudStorageWriter(uri, config=self._config),
             lambda uri: self._ours.CloudStorageReader(uri, config=self._config),
             place,
         )
-
-    def _vendor(self, place: Place) -> dict[str, Any]:
-        """Returns the options; checksums go along as they do to the vendors' own endpoints."""
-        endpoint = {"endpoint_url": place.endpoint}
-        if place.scheme == "gs":
-            return {
-                "gcs": self._ours.GCSOptions(
-                    **endpoint, checksum="on", anonymous=place.bundle is not None
-                )
-            }
-        if place.scheme == "az":
-            return {"azure": self._ours.AzureOptions(**endpoint, checksum="on")}
-        return {"s3": self._ours.S3Options(**endpoint, addressing_style="path", checksum="on")}
 
     def async_save(self, state_dict: dict[str, Any], name: str) -> Any:
         """Starts a save with `cloudckpt.async_save`."""
@@ -47,3 +36,15 @@ class CloudCkpt(StockDcp):
             config=self._config,
             async_checkpointer_type=kind.PROCESS if self._process else kind.THREAD,
         )
+
+
+def options(ours: Any, place: Place) -> dict[str, Any]:
+    """Returns the options of a place; checksums go along as they do to the vendors' endpoints."""
+    endpoint = {"endpoint_url": place.endpoint}
+    if place.scheme == "gs":
+        return {
+            "gcs": ours.GCSOptions(**endpoint, checksum="on", anonymous=place.bundle is not None)
+        }
+    if place.scheme == "az":
+        return {"azure": ours.AzureOptions(**endpoint, checksum="on")}
+    return {"s3": ours.S3Options(**endpoint, addressing_style="path", checksum="on")}

@@ -67,6 +67,12 @@ class Limits:
     """Wall time of a load by https beside a thread that holds the GIL, over one without."""
     EXTRA_MEMORY_MIB = 96.0
     """Peak memory of a save or a load beyond what was there before."""
+    VERIFY_CPU = 1.3
+    """CPU of a verification over that of a load."""
+    COPY_CPU = 1.3
+    """CPU of a copy to another cloud over that of a load and a save."""
+    COPY_MEMORY_MIB = 128.0
+    """Peak memory of such a copy beyond what was there before."""
     SHAPED = 1.25
     """Time on a slow link over bytes / (connections x rate)."""
     BYTES_READ = 1.05
