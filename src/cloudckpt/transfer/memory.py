@@ -101,7 +101,8 @@ def host_buffer(nbytes: int, *, pinned: bool) -> torch.Tensor:
     """
     if pinned:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class Claims:
