@@ -22,6 +22,8 @@ COMMANDS = {
     "latest of nothing": ("latest {run}/nothing", 3, ""),
     "inspect": ("inspect {run}/step-2 w*", 0, r"w\tfloat32\t500 x 3\t6.0 kB\t1\n(.*\n)*loss = 0.5"),
     "verify": ("verify {run}/step-2", 0, r"all of it is as it was written \(2 items"),
+    "cp within": ("cp {run} {run}/copy", 0, r"copied 2 checkpoints \(2 objects, .* by the store"),
+    "cp from": ("cp {run}/step-2 {local}/copy", 0, r"copied 1 checkpoint \(1 objects, .*streamed"),
     "diff": ("diff {run}/step-1 {run}/step-2", 5, r"changed\tw\tfloat32 500 x 3\t.*6.0 kB\n"),
     "cp": ("cp {run}/step-2 {run}/copy", 0, r"{run}/copy: copied 1 checkpoint \(1 objects"),
     "doctor": ("doctor {run} --size 1", 0, r"ok\tmultipart\t(.*\n)*ok\tclean-up\t"),
