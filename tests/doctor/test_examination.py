@@ -119,7 +119,7 @@ def test_a_store_that_ignores_conditions_is_found_out(end, bucket) -> None:
 
 @pytest.mark.parametrize(
     ("setting", "outcome", "words"),
-    [("on", "failed", "CLOUDCKPT_S3_CHECKSUM=off"), ("auto", "ok", "not sent by default")],
+    [("on", "failed", "CLOUDCKPT_S3_CHECKSUM=off"), ("auto", "ok", "none is sent")],
 )
 def test_a_store_that_does_not_mind_a_wrong_checksum_is_found_out(
     end, bucket, setting, outcome, words

@@ -160,7 +160,7 @@ class Trials:
             return ok(found if sent else found + unset, values=values)
         found = f"the store takes {' and '.join(taken)} whose {kind} is wrong"
         if not sent:
-            return ok(f"{found}; it is not sent by default here", values=values)
+            return ok(f"the store checks no {kind}, and none is sent", values=values)
         advice = f"set {_switch(self._uri)}=off: bytes are looked at twice here then"
         return failed(found, advice, values=values)
 
