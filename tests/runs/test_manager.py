@@ -519,6 +519,20 @@ def test_a_forked_process_is_refused_and_ends_by_its_signal(run) -> None:
         assert manager.all_steps() == [1]
 
 
+@pytest.mark.parametrize("given", [{"metrics": [1.0]}, {"notes": "text"}], ids=str)
+def test_what_is_no_dict_is_refused(run, given) -> None:
+    with managed(run) as manager, pytest.raises(ConfigError, match="give a dict"):
+        manager.save(1, state(1), **given)
+
+
+@pytest.mark.parametrize("step", [1.5, "2", None, True, -1])
+def test_what_is_no_step_is_refused_whether_it_is_its_turn_or_not(run, step) -> None:
+    with managed(run, save_interval_steps=10) as manager:
+        for call in (manager.should_save, lambda step: manager.save(step, state(1))):
+            with pytest.raises(ConfigError, match="whole number"):
+                call(step)
+
+
 def test_a_closed_manager_says_so(run) -> None:
     manager = managed(run)
     manager.close()

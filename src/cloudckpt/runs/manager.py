@@ -38,7 +38,7 @@ from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.claim import Claim, ClaimHook
 from cloudckpt.runs.deleting import delete
 from cloudckpt.runs.preemption import Agreement, Preemption
-from cloudckpt.runs.steps import DEFAULT_PATTERN, Retention, StepsInUse
+from cloudckpt.runs.steps import DEFAULT_PATTERN, Retention, StepsInUse, check_step
 from cloudckpt.uri import URILike
 
 __all__ = ["CheckpointManager"]
@@ -182,7 +182,12 @@ class CheckpointManager(ClosedAtExit):
 
         That is: its turn, and newer than what was saved or restored here; or the job is about to be
         ended, and was not saved since that was told.
+
+        Raises:
+            ConfigError: If it is no step.
+            CloudCheckpointError: As :meth:`reached_preemption`.
         """
+        check_step(step)
         is_turn = step % self._interval == 0 and (self._newest is None or step > self._newest)
         return self._is_last(step) or is_turn
 
@@ -244,6 +249,9 @@ class CheckpointManager(ClosedAtExit):
 
         @functools.cache
         def noted() -> Notes:  # what is wrong with them on one rank is told to all
+            for name, given in (("metrics", metrics), ("notes", notes)):
+                if not isinstance(given, (Mapping, type(None))):
+                    raise ConfigError(f"{name}={given!r}: give a dict")
             return Notes(step=step, metrics=metrics_of(metrics), user=dict(notes or {}))
 
         saver = self._checkpointer

@@ -14,12 +14,22 @@ from typing import Literal
 
 from cloudckpt.errors import ConfigError
 
-__all__ = ["DEFAULT_PATTERN", "Retention", "StepNames", "StepsInUse"]
+__all__ = ["DEFAULT_PATTERN", "Retention", "StepNames", "StepsInUse", "check_step"]
 
 DEFAULT_PATTERN = "step-{step}"
 """torchtitan's names, too."""
 
 _HIGHEST = 10**18  # steps are whole numbers of up to eighteen digits
+
+
+def check_step(step: int) -> None:
+    """Refuses what is no step.
+
+    Raises:
+        ConfigError: If it is not a whole number from 0 on.
+    """
+    if type(step) is not int or not 0 <= step < _HIGHEST:
+        raise ConfigError(f"step={step!r}: a step is a whole number from 0 to 10**18 - 1")
 
 
 class StepNames:
@@ -67,8 +77,7 @@ class StepNames:
         Raises:
             ConfigError: If it is no step: a whole number from 0 on.
         """
-        if type(step) is not int or not 0 <= step < _HIGHEST:
-            raise ConfigError(f"step={step!r}: a step is a whole number from 0 to 10**18 - 1")
+        check_step(step)
         return self._with(step)
 
     def step(self, name: str) -> int | None:
