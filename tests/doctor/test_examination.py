@@ -11,7 +11,7 @@ import time
 import pytest
 
 from authority import Authority
-from cloudckpt import AzureOptions, Config, GCSOptions, RetryPolicy, S3Options
+from cloudckpt import AzureOptions, Config, GCSOptions, RetryPolicy, S3Options, sweep
 from cloudckpt.doctor import Finding, examine, surroundings, trials
 from cloudckpt.errors import AccessDeniedError, ConfigError
 from cloudckpt.stores.base import ObjectStore
@@ -19,7 +19,7 @@ from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.stores.s3 import S3Store
 from cloudckpt.testing.proxy import FaultyProxy
 from cloudckpt.testing.servers import free_port
-from cloudckpt.testing.wire_faults import Stall, StripHeaders, s3_error
+from cloudckpt.testing.wire_faults import Reset, Stall, StripHeaders, s3_error
 from forwarding import forward_proxy
 from stubs.gcs import GcsStub
 
@@ -199,6 +199,23 @@ def test_a_clock_that_is_wrong_is_told(end, bucket, monkeypatch, ahead, outcome)
     found = examined(f"s3://{bucket}/run", config_of(end.url), read_only=True)
     assert found["clock"].outcome == outcome
     assert abs(found["clock"].values["skew_seconds"] - ahead) <= 5
+
+
+def test_a_way_that_lets_no_writes_through_hides_nothing_else(end, bucket) -> None:
+    end.inject(Reset("request"), operation="PutObject")
+    found = examined(f"s3://{bucket}/run", config_of(end.url))
+    assert found["write"].outcome == found["speed"].outcome == "failed"
+    assert {"list", "multipart", "abort"} <= set(outcomes(found, "ok"))
+
+
+def test_what_a_killed_doctor_has_left_is_swept(end, bucket, s3_client) -> None:
+    end.inject(DENIED, operation="DeleteObject")
+    config = config_of(end.url)
+    examined(f"s3://{bucket}/run", config)
+    assert everything(s3_client, bucket) != []
+    end.clear()
+    sweep(f"s3://{bucket}/run", older_than=-1.0, config=config)
+    assert everything(s3_client, bucket) == []
 
 
 def test_a_check_that_hangs_is_broken_off_and_the_rest_goes_on(end, bucket, s3_client) -> None:

@@ -111,6 +111,7 @@ def _on_the_way(checks: Checks, uri: CheckpointURI, config: Config) -> None:
         checks.run(
             "connection",
             lambda retrier: retrier.call(connection.look),
+            is_vital=True,
             interrupt=connection.interrupt,
         )
         checks.run("clock", lambda retrier: connection.clock())
@@ -146,8 +147,9 @@ def _tried(
                 checks.add(name, skipped("not tried, for the reason above"))
                 continue
             needs = NEEDS.get(name, NEEDS["write"]).get(uri.scheme, "")
-            checks.run(name, look, needs=needs, interrupt=store.interrupt)
-            if name == "list" and isinstance(store, RestStore) and store.route().region != before:
+            is_first = name == "list"
+            checks.run(name, look, needs=needs, is_vital=is_first, interrupt=store.interrupt)
+            if is_first and isinstance(store, RestStore) and store.route().region != before:
                 there = store.route().region
                 found = f"the bucket is in {there}, and not in {before or 'the default region'}"
                 checks.add(

@@ -39,7 +39,7 @@ Values = Mapping[str, str | float | None]
 
 _POLICY = RetryPolicy(attempts=2, base=0.2, cap=1.0, deadline=10.0)  # a hiccup is no finding
 _GRACE = 2.0  # seconds for what was broken off to end
-_HOPELESS = (BucketNotFoundError, ConnectionLostError, CredentialsError, TLSError)
+_HOPELESS = (BucketNotFoundError, CredentialsError, TLSError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +108,7 @@ class Checks:
         look: Look,
         *,
         needs: str = "",
+        is_vital: bool = False,
         interrupt: Callable[[Collection[int]], None] = lambda threads: None,
     ) -> Finding:
         """Runs one check.
@@ -116,6 +117,7 @@ class Checks:
             check: Its name.
             look: What it does.
             needs: The permission that it takes.
+            is_vital: Whether all else that needs the store is in vain if nothing answers here.
             interrupt: Breaks off what threads, given by their identifiers, are waiting for.
         """
         began = time.monotonic()
@@ -126,7 +128,10 @@ class Checks:
             try:
                 found.append(look(Retrier(_POLICY, cancellation)))
             except CloudCheckpointError as error:
-                found.append(self._of_error(error, needs))
+                is_lost = is_vital and isinstance(error, ConnectionLostError)
+                self.hopeless = self.hopeless or is_lost or isinstance(error, _HOPELESS)
+                is_denied = needs and isinstance(error, AccessDeniedError)
+                found.append(failed(str(error), f"grant {needs}" if is_denied else ""))
             except Exception as exc:  # noqa: BLE001 - one defect must not hide the other findings
                 found.append(failed(reason(exc), "this is a defect of cloudckpt: report it"))
 
@@ -164,8 +169,3 @@ class Checks:
         self.findings.append(finding)
         self._tell(finding)
         return finding
-
-    def _of_error(self, error: CloudCheckpointError, needs: str) -> Finding:
-        self.hopeless = self.hopeless or isinstance(error, _HOPELESS)
-        advice = f"grant {needs}" if needs and isinstance(error, AccessDeniedError) else ""
-        return failed(str(error), advice)

@@ -243,15 +243,18 @@ class Trials:
 
     def speed(self, retrier: Retrier) -> Finding:
         """How fast one connection is, up and down."""
-        store, key = self._store, self._key("speed")
+        store, sums = self._store, self._store.capabilities.checksum
         block = os.urandom(min(self._size, _MIB))
         body = [memoryview(block)] * (self._size // len(block))
-        one = (store.capabilities.checksum.of(block), len(block))
-        checksum = store.capabilities.checksum.combine([one] * len(body))
-        nbytes = len(body) * len(block)
-        alone = creates_only(store, self._config)
-        up, _ = _timed(lambda: store.put(key, body, checksum=checksum, if_absent=alone))
-        return self._told(nbytes, up, self._read_speed(key, nbytes))
+        checksum = sums.combine([(sums.of(block), len(block))] * len(body))
+        alone, nbytes = creates_only(store, self._config), len(body) * len(block)
+
+        def send() -> tuple[str, float]:
+            key = self._key(f"speed{random_suffix()}")  # another one at each try
+            return key, _seconds(lambda: store.put(key, body, checksum=checksum, if_absent=alone))
+
+        key, up = retrier.call(send)
+        return self._told(nbytes, up, self._read_speed(retrier, key, nbytes))
 
     def download_speed(self, retrier: Retrier) -> Finding:
         """The same, down only, of an object that is there."""
@@ -259,12 +262,11 @@ class Trials:
         if found is None or not found.size:
             return skipped("there is nothing to read")
         nbytes = min(found.size, self._size)
-        return self._told(nbytes, None, self._read_speed(found.key, nbytes))
+        return self._told(nbytes, None, self._read_speed(retrier, found.key, nbytes))
 
-    def _read_speed(self, key: str, nbytes: int) -> float:
-        memory = memoryview(bytearray(nbytes))
-        took, _ = _timed(lambda: self._store.get_range(key, 0, [memory]))
-        return took
+    def _read_speed(self, retrier: Retrier, key: str, nbytes: int) -> float:
+        memory = [memoryview(bytearray(nbytes))]
+        return retrier.call(lambda: _seconds(lambda: self._store.get_range(key, 0, memory)))
 
     def _told(self, nbytes: int, up: float | None, down: float) -> Finding:
         rates = {"up": nbytes / up if up else None, "down": nbytes / down}
@@ -356,10 +358,11 @@ def _is_refused(send: Callable[[], object]) -> bool:
     return False
 
 
-def _timed(call: Callable[[], object]) -> tuple[float, object]:
+def _seconds(call: Callable[[], object]) -> float:
+    """How long a call takes."""
     began = time.perf_counter()
-    result = call()
-    return max(time.perf_counter() - began, 1e-9), result
+    call()
+    return max(time.perf_counter() - began, 1e-9)
 
 
 def _switch(uri: CheckpointURI) -> str:

@@ -33,7 +33,7 @@ _PROBE = ".cloudckpt-sweep."
 
 _OF_AN_ATTEMPT = re.compile(
     r"(__\d+_\d+\.[0-9a-f]{16}\.distcp|\.manifest\.[0-9a-f]{16}\.json|"
-    r"\.cloudckpt-(doctor|sweep)\.[0-9a-f]{16}(\.[a-z]+)?)"
+    r"\.cloudckpt-(doctor|sweep)\.[0-9a-f]{16}(\.[0-9a-z]+)?)"
 )
 
 
