@@ -18,7 +18,7 @@ from azure.storage.blob import BlobBlock, ContainerClient, StandardBlobTier
 from cloudckpt import AzureOptions, Config
 from cloudckpt.checksum import CRC64NVME
 from cloudckpt.stores.azure import AzureStore, block_id
-from cloudckpt.stores.base import Part, Upload
+from cloudckpt.stores.base import ObjectInfo, Part, Upload
 
 from .differences import Operation
 from .recorder import Answer, Recorded
@@ -54,7 +54,8 @@ def answer(request: Recorded) -> Answer:
     if request.method == "DELETE":
         return Answer(202)
     if request.method == "PUT":
-        return Answer(201, written)
+        copies = "comp" not in query and request.header("x-ms-copy-source")
+        return Answer(202 if copies else 201, {**written, "x-ms-copy-status": "success"})
     if query.get("comp") == ["list"]:
         # the client takes prefix and page size of the next request from here
         asked = f"<Prefix>{query['prefix'][0]}</Prefix><MaxResults>1000</MaxResults>"
@@ -179,6 +180,21 @@ def _writing(
         lambda: store.complete_upload(UPLOAD, parts),
     )
 
+    found, source = ObjectInfo(KEY, 2 * len(DATA), TAG), f"{blob.url.partition('?')[0]}?a=signature"
+    pinned = {"source_etag": TAG, "source_match_condition": MatchConditions.IfNotModified}
+    missing = {"match_condition": MatchConditions.IfMissing}
+    yield Operation(
+        f"{name}: copy",
+        lambda: blob.start_copy_from_url(source, requires_sync=True, **pinned, **missing, **new),
+        lambda: store.copy(store, found, KEY, if_absent=True),
+    )
+    yield Operation(
+        f"{name}: copied part",
+        lambda: blob.stage_block_from_url(
+            f"{UPLOAD.id}00001", source, source_offset=3, source_length=len(DATA) - 3, **scope
+        ),
+        lambda: store.copy_part(store, found, UPLOAD, 1, 3, len(DATA)),
+    )
     yield Operation(
         f"{name}: blocks, as abort lists them",
         lambda: blob.get_block_list("uncommitted"),

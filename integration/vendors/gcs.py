@@ -19,7 +19,7 @@ from google.cloud.storage import transfer_manager
 
 from cloudckpt import Config, GCSOptions
 from cloudckpt.checksum import CRC32C, to_base64
-from cloudckpt.stores.base import Part, Upload
+from cloudckpt.stores.base import ObjectInfo, Part, Upload
 from cloudckpt.stores.gcs import GCSStore
 
 from .differences import Operation
@@ -53,6 +53,10 @@ def answer(request: Recorded) -> Answer:
         return Answer(204)
     if path.endswith("/o") and request.method == "GET":
         return _json({} if "pageToken" in query else {"nextPageToken": "a+/b="})
+    if "/rewriteTo/" in path:
+        size = str(len(DATA))
+        done = {"done": True, "objectSize": size, "totalBytesRewritten": size}
+        return _json({**done, "resource": _described(path)})
     if query.get("alt") == ["media"]:
         return _content(request)
     return _json(_described(path))
@@ -108,6 +112,7 @@ def operations(folder: Path) -> Iterator[Operation]:
     with _clients({"GOOGLE_APPLICATION_CREDENTIALS": account}) as (client, store):
         bucket = client.bucket(BUCKET)
         yield from _writing("gcs", bucket, store, folder)
+        yield _copying("gcs", bucket, store)
         yield from _reading("gcs", bucket, store)
     options = GCSOptions(
         user_project="payer",
@@ -119,6 +124,7 @@ def operations(folder: Path) -> Iterator[Operation]:
     with _clients({"GOOGLE_APPLICATION_CREDENTIALS": account}, options) as (client, store):
         bucket, name = client.bucket(BUCKET, user_project="payer"), "gcs, all options"
         yield from _writing(name, bucket, store, folder, _with_all_options)
+        yield _copying(name, bucket, store, _with_all_options)
         yield from _reading(name, bucket, store)
     options = GCSOptions(upload_strategy="compose", kms_key_name=KMS_KEY)
     with _clients({"GOOGLE_APPLICATION_CREDENTIALS": account}, options) as (client, store):
@@ -245,6 +251,23 @@ def _writing(
         lambda: bucket.blob(KEY).delete(if_generation_match=int(GENERATION)),
         lambda: store.delete(KEY, if_version=GENERATION),
     )
+
+
+def _copying(
+    name: str,
+    bucket: storage.Bucket,
+    store: GCSStore,
+    new: Callable[[storage.Bucket], storage.Blob] = _plain,
+) -> Operation:
+    found = ObjectInfo(KEY, len(DATA), GENERATION)
+
+    def copy() -> None:
+        blob = new(bucket)
+        blob.content_type = "application/octet-stream"
+        generation = {"if_source_generation_match": int(GENERATION)}
+        blob.rewrite(bucket.blob(KEY), if_generation_match=0, **generation)
+
+    return Operation(f"{name}: copy", copy, lambda: store.copy(store, found, KEY, if_absent=True))
 
 
 def _composing(name: str, bucket: storage.Bucket, store: GCSStore) -> Operation:

@@ -16,7 +16,7 @@ from botocore import UNSIGNED
 
 from cloudckpt import Config, S3Options
 from cloudckpt.checksum import CRC32C, to_base64
-from cloudckpt.stores.base import Part, Upload
+from cloudckpt.stores.base import ObjectInfo, Part, Upload
 from cloudckpt.stores.s3 import S3Store
 
 from .differences import Operation
@@ -45,6 +45,9 @@ _ENVIRONMENT = {
 def answer(request: Recorded) -> Answer:
     """What S3 says, as far as both clients want to hear it."""
     query = dict(parse_qsl(request.target.partition("?")[2], keep_blank_values=True))
+    if request.method == "PUT" and request.header("x-amz-copy-source"):
+        kind = "CopyPartResult" if "uploadId" in query else "CopyObjectResult"
+        return _xml(kind, f"<ETag>{TAG}</ETag>")
     if request.method == "PUT":
         return Answer(headers={"ETag": TAG})
     if request.method == "DELETE":
@@ -212,6 +215,20 @@ def _writing(
             **of_upload, **of_object, **kind, MultipartUpload={"Parts": named}
         ),
         lambda: store.complete_upload(UPLOAD, parts),
+    )
+    found = ObjectInfo(KEY, 2 * len(DATA), TAG)
+    source = {"CopySource": {"Bucket": BUCKET, "Key": KEY}, "CopySourceIfMatch": TAG}
+    as_new = {"MetadataDirective": "REPLACE", "TaggingDirective": "REPLACE"}
+    yield Operation(
+        f"{name}: copy",
+        lambda: client.copy_object(**at, **new, **algorithm, **source, **as_new, IfNoneMatch="*"),
+        lambda: store.copy(store, found, KEY, if_absent=True),
+    )
+    span = {"CopySourceRange": f"bytes=3-{len(DATA) - 1}", "PartNumber": 1}
+    yield Operation(
+        f"{name}: copied part",
+        lambda: client.upload_part_copy(**of_upload, **source, **span),
+        lambda: store.copy_part(store, found, UPLOAD, 1, 3, len(DATA)),
     )
     yield Operation(
         f"{name}: abort",

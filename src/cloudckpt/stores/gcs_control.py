@@ -126,7 +126,8 @@ class Control:
         target = self._bucket(self.name).blob(key, kms_key_name=options.kms_key_name)
         target.content_type = "application/octet-stream"
         target.cache_control = CACHE_CONTROL
-        target.metadata = dict(options.metadata) or None
+        if options.metadata:
+            target.metadata = dict(options.metadata)
         if options.storage_class is not None:
             target.storage_class = options.storage_class
         if options.custom_time is not None:
