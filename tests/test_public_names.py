@@ -7,6 +7,7 @@ import cloudckpt
 from cloudckpt import errors
 
 PUBLIC = {
+    "aio",
     "AzureOptions",
     "CheckpointContents",
     "CheckpointManager",

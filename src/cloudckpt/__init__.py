@@ -5,6 +5,7 @@
 >>> cloudckpt.load(state_dict, checkpoint_id="s3://bucket/run/step-1000")  # doctest: +SKIP
 """
 
+from cloudckpt import aio
 from cloudckpt._version import __version__
 from cloudckpt.api import exists, load, save
 from cloudckpt.background.async_save import async_save, close_async_savers
@@ -79,6 +80,7 @@ __all__ = [
     "Verified",
     "__version__",
     "add_safe_metadata_globals",
+    "aio",
     "async_save",
     "close_async_savers",
     "copy",

@@ -42,7 +42,7 @@ from cloudckpt.stores.long_reads import (
 from cloudckpt.stores.tls import causes, lasting_failure
 from cloudckpt.stores.watch import Connection, Counter, LateError, Watch, break_connection
 
-__all__ = ["HttpClient", "HttpOptions"]
+__all__ = ["HttpClient", "HttpOptions", "proxy_url"]
 
 _UNFIT = re.compile(r"[^\t\x20-\x7e\xa0-\xff]")  # in the value of a header
 _CONNECTING = 4  # times connect_timeout: TCP, TLS with a proxy, its answer, TLS with the store
@@ -245,7 +245,7 @@ class HttpClient:
         if options.proxy is None:
             manager = urllib3.PoolManager(**settings)
         else:
-            proxy = _proxy_url(options.proxy)
+            proxy = proxy_url(options.proxy)
             headers = None
             if proxy.auth:
                 user = base64.b64encode(unquote_to_bytes(proxy.auth)).decode("ascii")
@@ -360,7 +360,7 @@ def _socket_options() -> list[tuple[int, int, int]]:
     return options
 
 
-def _proxy_url(proxy: str) -> urllib3.util.Url:
+def proxy_url(proxy: str) -> urllib3.util.Url:
     """The parts of a proxy's URL, whose ``http://`` may be left out, as other tools allow it.
 
     Raises:

@@ -31,6 +31,8 @@ from cloudckpt.stores.http import HttpClient
 from cloudckpt.stores.origins import BucketRules, Origin, Route
 
 __all__ = [
+    "Authorized",
+    "Marks",
     "Request",
     "RestStore",
     "all_pages",
@@ -38,7 +40,7 @@ __all__ = [
     "encode_query",
     "http_date",
     "iso_date",
-    "once_more",
+    "mended",
 ]
 
 P = TypeVar("P")
@@ -75,14 +77,39 @@ def http_date(text: str) -> float | None:
         return None
 
 
-def all_pages(
-    uri: str, ask: Callable[[tuple[str, ...]], tuple[P, tuple[str, ...] | None]]
-) -> Iterator[P]:
-    """The pages of a listing, each asked for when it is needed.
+class Marks:
+    """Where the pages of a listing have begun.
 
     A store that says that there is more without saying where, or that leads back to a page that was
     there, would be asked without an end; and if that were taken for the end, what is left out would
     be taken for missing.
+    """
+
+    def __init__(self, uri: str) -> None:
+        """``uri`` is what is listed, for messages."""
+        self._uri = uri
+        self._seen: set[tuple[str, ...]] = set()
+
+    def add(self, marks: tuple[str, ...]) -> None:
+        """Notes where the next page begins.
+
+        Raises:
+            ServerError: If that is nowhere, or where a page began before.
+        """
+        if not any(marks) or marks in self._seen:
+            where = "back to a page that was there" if any(marks) else "nowhere"
+            raise ServerError(
+                f"the listing does not end: its page leads {where}, although it says that more "
+                "follows",
+                uri=self._uri,
+            )
+        self._seen.add(marks)
+
+
+def all_pages(
+    uri: str, ask: Callable[[tuple[str, ...]], tuple[P, tuple[str, ...] | None]]
+) -> Iterator[P]:
+    """The pages of a listing, each asked for when it is needed.
 
     Args:
         uri: What is listed, for messages.
@@ -90,20 +117,13 @@ def all_pages(
             marks of the next one, or None behind the last.
 
     Raises:
-        ServerError: If the next page begins nowhere, or where a page began before.
+        ServerError: If they do not end, see :class:`Marks`.
     """
-    seen: set[tuple[str, ...]] = set()
+    begun = Marks(uri)
     page, marks = ask(())
     yield page
     while marks is not None:
-        if not any(marks) or marks in seen:
-            where = "back to a page that was there" if any(marks) else "nowhere"
-            raise ServerError(
-                f"the listing does not end: its page leads {where}, although it says that more "
-                "follows",
-                uri=uri,
-            )
-        seen.add(marks)
+        begun.add(marks)
         page, marks = ask(marks)
         yield page
 
@@ -131,27 +151,47 @@ class Request:
     is_long: bool = False
 
 
+@dataclass(frozen=True, repr=False)
+class Authorized:
+    """A request as it may be sent.
+
+    Attributes:
+        url: Where to.
+        headers: All of them.
+        source: The credentials that authorize it.
+        secrets: What they are.
+        region: That it is signed for, if it is.
+    """
+
+    url: str
+    headers: Mapping[str, str]
+    source: Any
+    secrets: tuple[str, ...]
+    region: str = ""
+
+
 @contextlib.contextmanager
-def once_more(
+def mended(
     attempt: Callable[[], contextlib.AbstractContextManager[Reply]],
     mends: Callable[[StoreError], bool],
 ) -> Iterator[Reply]:
-    """The answer to an attempt; to a second one, if what refused the first could be mended.
+    """The answer to an attempt; to another one, if what refused the first could be mended.
 
-    A failure of the second attempt is certain only if that of the first is.
+    What is refused for the same kind of reason again is not tried again. A failure of the last
+    attempt is certain only if those of all others are.
     """
-    was_certain = True
+    was_certain, seen = True, set[type[StoreError]]()
     with contextlib.ExitStack() as stack:
         try:
             reply = None
-            try:
-                reply = stack.enter_context(attempt())
-            except StoreError as refused:
-                was_certain = refused.certain
-                if not mends(refused):
-                    raise
-            if reply is None:  # here, so that its errors do not lead to the first one
-                reply = stack.enter_context(attempt())
+            while reply is None:  # so that the errors of an attempt do not lead to the one before
+                try:
+                    reply = stack.enter_context(attempt())
+                except StoreError as refused:
+                    was_certain = was_certain and refused.certain
+                    if type(refused) in seen or not mends(refused):
+                        raise
+                    seen.add(type(refused))
             yield reply
         except StoreError as error:
             error.certain = error.certain and was_certain
@@ -261,42 +301,59 @@ class RestStore(ObjectStore):
     @contextlib.contextmanager
     def _sent(self, request: Request) -> Iterator[Reply]:
         """The answer to a request; stores override this for what they know of requests."""
-        uri = self.uri(request.key)
-        if not {".", ".."}.isdisjoint(request.key.split("/")):
-            raise InvalidRequestError("'.' and '..' can't be part of a key", uri=uri, certain=True)
-        secrets: list[str] = []
+        used: list[Authorized] = []
 
-        def renews(refused: StoreError) -> bool:
-            if not secrets or not isinstance(refused, self._refusals()):
-                return False
-            return self._credentials.renew(used, secrets)
+        def attempt() -> contextlib.AbstractContextManager[Reply]:
+            used.clear()
+            used.append(self.authorized(request))
+            return self._attempt(request, used[0])
 
         try:
-            used = self._credentials.source()
-            with once_more(lambda: self._attempt(request, secrets), renews) as reply:
+            with mended(attempt, lambda refused: self.mends(refused, *used)) as reply:
                 yield reply
         except CloudCheckpointError as error:
             if error.uri is None:
-                error.uri = uri
-            conceal(error, secrets)
+                error.uri = self.uri(request.key)
+            conceal(error, used[0].secrets if used else ())
             raise
 
-    @contextlib.contextmanager
-    def _attempt(self, request: Request, secrets: list[str]) -> Iterator[Reply]:
-        """One attempt; ``secrets`` becomes what it is authorized with."""
+    def authorized(self, request: Request) -> Authorized:
+        """A request as it may be sent. Credentials may have to be fetched for it.
+
+        Raises:
+            StoreError: If there are none; certain, as nothing was sent.
+        """
+        if not {".", ".."}.isdisjoint(request.key.split("/")):
+            raise InvalidRequestError("'.' and '..' can't be part of a key", certain=True)
+        source = self._credentials.source()
         method, headers = request.method, request.headers
         if request.body or method in ("PUT", "POST"):
             headers = {"Content-Length": str(nbytes(request.body)), **headers}
         try:
             url, headers = self._authorized(method, request.url, headers)
-            secrets[:] = self._credentials.current.secrets()
+            return Authorized(url, headers, source, self._credentials.current.secrets())
         except StoreError as error:
             error.certain = True  # nothing was sent
             if isinstance(error, CredentialsError):
                 self._credentials.fail()
             raise
+
+    def mends(self, refused: StoreError, used: Authorized | None = None) -> bool:
+        """Whether a request that was refused may succeed now, as there are other credentials.
+
+        Args:
+            refused: The refusal.
+            used: What was sent; None if nothing was.
+        """
+        if used is None or not used.secrets or not isinstance(refused, self._refusals()):
+            return False
+        return self._credentials.renew(used.source, used.secrets)
+
+    @contextlib.contextmanager
+    def _attempt(self, request: Request, used: Authorized) -> Iterator[Reply]:
+        method = request.method
         with self._http.send(
-            method, url, headers, request.body, request.progress, is_long=request.is_long
+            method, used.url, used.headers, request.body, request.progress, is_long=request.is_long
         ) as reply:
             if reply.status not in _SUCCESS:
                 answer = reply.read() if method != "HEAD" else b""

@@ -8,7 +8,6 @@ TLS), so the bytes of tensors are not hashed for the signature.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,11 +41,11 @@ from cloudckpt.stores.bodies import Reply
 from cloudckpt.stores.http import HttpClient
 from cloudckpt.stores.origins import BucketRules, Route
 from cloudckpt.stores.rest import (
+    Authorized,
     Request,
     RestStore,
     encode_key,
     encode_query,
-    once_more,
 )
 from cloudckpt.stores.s3_access import (
     PAYLOAD_DIGEST,
@@ -304,27 +303,31 @@ class S3Store(RestStore):
 
     @contextlib.contextmanager
     def _sent(self, request: Request) -> Iterator[Reply]:
-        """The same; a request to the wrong region is sent once more, to the one that S3 names."""
-        digest = self._access.payload_digest(request.method, request.body)
-        request = replace(request, headers={**request.headers, PAYLOAD_DIGEST: digest})
-        used = self._access.region
-
-        def follows(refused: StoreError) -> bool:
-            if not isinstance(refused, WrongRegionError) or refused.region is None:
-                return False
-            return self._access.follow(refused.region, used)
-
-        attempt = functools.partial(super()._sent, request)
         try:
-            with once_more(attempt, follows) as reply:
+            with super()._sent(request) as reply:
                 yield reply
         except AccessDeniedError as error:
+            digest = self._access.payload_digest(request.method, request.body)
             if digest == UNSIGNED_PAYLOAD:
                 error.message += (
                     "; if a policy denies unsigned payloads (s3:x-amz-content-sha256), set "
                     "S3Options(payload_signing='on') or CLOUDCKPT_S3_PAYLOAD_SIGNING=on"
                 )
             raise
+
+    def authorized(self, request: Request) -> Authorized:
+        digest = self._access.payload_digest(request.method, request.body)
+        request = replace(request, headers={**request.headers, PAYLOAD_DIGEST: digest})
+        region = self._access.region
+        return replace(super().authorized(request), region=region)
+
+    def mends(self, refused: StoreError, used: Authorized | None = None) -> bool:
+        """The same; a request to the wrong region may be sent to the one that S3 names."""
+        if not isinstance(refused, WrongRegionError):
+            return super().mends(refused, used)
+        if used is None or refused.region is None:
+            return False
+        return self._access.follow(refused.region, used.region)
 
     def rules(self, prefix: str) -> BucketRules:
         return self._control.rules(prefix)

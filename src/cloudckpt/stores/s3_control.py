@@ -21,7 +21,7 @@ from cloudckpt.stores.s3_access import BucketAccess
 from cloudckpt.stores.sdk import SdkCalls
 from cloudckpt.stores.xml_api import error_fields
 
-__all__ = ["Control"]
+__all__ = ["Control", "folders_in", "objects_in"]
 
 _BEGINNING = 64 * 1024  # bytes; white space comes before what is told late
 
@@ -70,15 +70,12 @@ class Control:
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """The objects whose key begins with ``prefix``, page by page."""
         for page in self._pages(prefix):
-            for entry in page.get("Contents", ()):
-                tag, modified = entry.get("ETag", ""), iso_date(entry.get("LastModified", ""))
-                yield ObjectInfo(entry["Key"], entry["Size"], tag, modified=modified)
+            yield from objects_in(page)
 
     def list_folders(self, prefix: str) -> Iterator[str]:
         """The names beneath ``prefix`` that have keys beneath them, page by page."""
         for page in self._pages(prefix, Delimiter="/"):
-            for folder in page.get("CommonPrefixes", ()):
-                yield folder["Prefix"].removeprefix(prefix).rstrip("/")
+            yield from folders_in(page, prefix)
 
     def _pages(self, prefix: str, **wanted: str) -> Iterator[dict[str, Any]]:
         def ask(marks: tuple[str, ...]) -> tuple[dict[str, Any], tuple[str, ...] | None]:
@@ -219,6 +216,19 @@ class Control:
 def _key(page: Mapping[str, Any], key: str) -> str:
     """A key in a listing of uploads, which boto3 leaves encoded."""
     return unquote_plus(key) if page.get("EncodingType") == "url" else key
+
+
+def objects_in(page: Mapping[str, Any]) -> Iterator[ObjectInfo]:
+    """The objects that a page of a listing names."""
+    for entry in page.get("Contents", ()):
+        tag, modified = entry.get("ETag", ""), iso_date(entry.get("LastModified", ""))
+        yield ObjectInfo(entry["Key"], entry["Size"], tag, modified=modified)
+
+
+def folders_in(page: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    """The names beneath a prefix that a page of a listing has."""
+    for folder in page.get("CommonPrefixes", ()):
+        yield folder["Prefix"].removeprefix(prefix).rstrip("/")
 
 
 def _source(source: BucketAccess, found: ObjectInfo, tag: str) -> dict[str, Any]:

@@ -12,13 +12,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cloudckpt.errors import CloudCheckpointError, InvalidRequestError, ServerError, StoreError
 from cloudckpt.stores.credentials import reason
 from cloudckpt.stores.rest import RestStore
 
-__all__ = ["Answer", "SdkCalls"]
+__all__ = ["Answer", "Call", "SdkCalls", "explained", "sent_headers"]
 
 # who sends, what it can read, and how often it was tried is not the SDK's to say
 _OURS = frozenset(
@@ -42,51 +42,79 @@ class Answer:
     body: bytes
 
 
+@dataclass
+class Call:
+    """A call of an SDK that is under way.
+
+    Attributes:
+        key: What it is about, for messages.
+        headers: What the request is to carry besides what the SDK has composed.
+        is_long: Whether its answer may take as long as ``completion_timeout``.
+        has_sent: Whether it has led to a request.
+    """
+
+    key: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+    is_long: bool = False
+    has_sent: bool = False
+
+
+@contextlib.contextmanager
+def explained(call: Call, uri: str) -> Iterator[None]:
+    """Around a call; what an SDK raises of its own has no word of the store's.
+
+    Raises:
+        InvalidRequestError: If the SDK does not make a request of it.
+        ServerError: If it can't read the answer.
+    """
+    try:
+        yield
+    except StoreError as error:
+        error.certain = error.certain or not call.has_sent
+        error.uri = error.uri or uri
+        raise
+    except CloudCheckpointError:
+        raise
+    except Exception as exc:
+        if call.has_sent:
+            raise ServerError(
+                "the answer is not what it should be", uri=uri, cause=reason(exc)
+            ) from exc
+        raise InvalidRequestError(
+            "the request can't be made", uri=uri, cause=reason(exc), certain=True
+        ) from exc
+
+
+def sent_headers(composed: Mapping[str, str | bytes], call: Call) -> dict[str, str]:
+    """The headers of a request that an SDK has composed for a call."""
+    given = {
+        name: value.decode("latin-1") if isinstance(value, bytes) else value
+        for name, value in composed.items()
+        if name.lower() not in _OURS
+    }
+    return {**given, **call.headers}
+
+
 class SdkCalls:
     """The way from an SDK's client to the store that sends its requests. For many threads."""
 
     def __init__(self, store: RestStore) -> None:
         self._store = store
-        self._call = threading.local()
+        self._of_thread = threading.local()
 
     @contextlib.contextmanager
     def about(
         self, key: str, headers: Mapping[str, str] | None = None, *, is_long: bool = False
     ) -> Iterator[None]:
-        """Around one call of the SDK, which is about ``key``.
-
-        Args:
-            key: For messages.
-            headers: What the request is to carry besides what the SDK has composed.
-            is_long: Whether its answer may take as long as ``completion_timeout``.
-
-        Raises:
-            InvalidRequestError: If the SDK does not make a request of it.
-            ServerError: If it can't read the answer.
-        """
-        call, uri = self._call, self._store.uri(key)
-        call.key, call.headers, call.is_long, call.has_sent = key, headers or {}, is_long, False
-        try:
+        """Around one call of the SDK; see :class:`Call` and :func:`explained`."""
+        call = self._of_thread.call = Call(key, headers or {}, is_long)
+        with explained(call, self._store.uri(key)):
             yield
-        except StoreError as error:
-            error.certain = error.certain or not call.has_sent
-            error.uri = error.uri or uri
-            raise
-        except CloudCheckpointError:
-            raise
-        except Exception as exc:  # whatever an SDK raises; it has no word of the store's
-            if call.has_sent:
-                raise ServerError(
-                    "the answer is not what it should be", uri=uri, cause=reason(exc)
-                ) from exc
-            raise InvalidRequestError(
-                "the request can't be made", uri=uri, cause=reason(exc), certain=True
-            ) from exc
 
     @property
     def uri(self) -> str:
         """What this thread's call is about."""
-        return self._store.uri(self._call.key)
+        return self._store.uri(self._of_thread.call.key)
 
     def send(
         self, method: str, url: str, headers: Mapping[str, str], body: bytes | str | None
@@ -96,10 +124,9 @@ class SdkCalls:
         Raises:
             StoreError: If the answer is no success.
         """
-        call = self._call
+        call: Call = self._of_thread.call
         data = body.encode() if isinstance(body, str) else body or b""
-        given = {name: value for name, value in headers.items() if name.lower() not in _OURS}
-        given |= call.headers
+        given = sent_headers(headers, call)
         call.has_sent = True
         with self._store.exchange(
             method, url, given, [memoryview(data)] if data else (), key=call.key,

@@ -135,8 +135,8 @@ class Pauses:
     def __init__(
         self,
         policy: RetryPolicy,
-        clock: Callable[[], float],
-        draw: Callable[[float, float], float],
+        clock: Callable[[], float] = time.monotonic,
+        draw: Callable[[float, float], float] = random.uniform,
     ) -> None:
         self._policy = policy
         self._clock = clock

@@ -13,12 +13,12 @@ from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
-from cloudckpt.errors import RangeNotSatisfiableError
+from cloudckpt.stores.asynchronous import look_at
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.retry import Retrier
 
-__all__ = ["BlockingView", "View", "answered", "look_at"]
+__all__ = ["BlockingView", "View", "answered"]
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -32,7 +32,7 @@ class View(ABC):
 
     @abstractmethod
     async def look(self, key: str) -> ObjectInfo:
-        """Size and version of an object; see :func:`look_at`."""
+        """Size and version of an object; see :func:`~cloudckpt.stores.asynchronous.look_at`."""
 
     @abstractmethod
     async def objects(self, prefix: str) -> list[ObjectInfo]:
@@ -47,20 +47,6 @@ class View(ABC):
         self, look: Callable[[S], Coroutine[Any, Any, T]], wanted: Iterable[S]
     ) -> list[T]:
         """What ``look`` returns for each of ``wanted``, in its order; several at a time."""
-
-
-def look_at(store: ObjectStore, key: str) -> ObjectInfo:
-    """Size and version of an object, by a request for its first byte.
-
-    Other than the answer to HEAD, this one tells a missing bucket from a missing object.
-
-    Raises:
-        ObjectNotFoundError: If the store says that there is none.
-    """
-    try:
-        return store.get_range(key, 0, [memoryview(bytearray(1))])
-    except RangeNotSatisfiableError:  # it is empty
-        return ObjectInfo(key, 0, "")
 
 
 class BlockingView(View):

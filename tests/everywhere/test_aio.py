@@ -1,0 +1,275 @@
+"""Looking at checkpoints from an event loop: the same answers and errors, and the loop goes on."""
+
+import asyncio
+import dataclasses
+import gc
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import cloudckpt
+from cloudckpt import CheckpointURI, Config, RetryPolicy, S3Options, aio
+from cloudckpt.aio import view as views
+from cloudckpt.errors import (
+    AccessDeniedError,
+    BucketNotFoundError,
+    CheckpointNotFoundError,
+    ConfigError,
+    ConnectionLostError,
+    InvalidURIError,
+    ObjectNotFoundError,
+    ServerError,
+    ThrottledError,
+)
+from cloudckpt.stores import registry
+from cloudckpt.testing.hop import Fault, Hop
+from cloudckpt.testing.servers import free_port
+from cloudckpt.testing.wire_faults import Reset, Respond, Stall, Truncate
+from faults.refusals import GATEWAYS, Refusal, internal_error, slow_down
+
+from .conftest import RETRY, Place, on
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_open():
+    """Neither connections nor threads, and no warning about them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResourceWarning)
+        yield
+        deadline = time.monotonic() + 20
+        while any(views._opened.values()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not any(views._opened.values())
+        gc.collect()
+
+
+def put(place: Place, *names: str, data: bytes = b"x") -> None:
+    uri = CheckpointURI.parse(place.uri)
+    store = registry.open_store(uri, place.config)
+    for name in names:
+        view = memoryview(data)
+        checksum = store.capabilities.checksum.of(view)
+        store.put(uri.key(name), [view], checksum=checksum)
+
+
+def delete(place: Place, *names: str) -> None:
+    uri = CheckpointURI.parse(place.uri)
+    for name in names:
+        registry.open_store(uri, place.config).delete(uri.key(name))
+
+
+def commit(place: Place, *steps: int, data: bytes = b"x") -> None:
+    for step in steps:
+        put(
+            place, f"step-{step}/__0_0.0123456789abcdef.distcp", f"step-{step}/.metadata", data=data
+        )
+
+
+# questions
+
+
+def test_the_answers_are_those_of_the_functions(place) -> None:
+    config = place.config
+    commit(place, 9, 10)
+    put(place, "step-11/__0_0.0123456789abcdef.distcp", "logs/events", "ein lauf/.metadata")
+    put(place, "step-12/.metadata", data=b"")  # nobody writes that, but it is there
+
+    async def ask():
+        return await asyncio.gather(
+            aio.latest(place.uri, config=config),
+            aio.list_checkpoints(place.uri, config=config),
+            aio.exists(f"{place.uri}/step-10", config=config),
+            aio.exists(f"{place.uri}/step-11", config=config),
+            aio.latest(f"{place.uri}/nothing", config=config),
+            aio.list_checkpoints(f"{place.uri}/nothing", config=config),
+        )
+
+    found = asyncio.run(ask())
+    assert found == [
+        cloudckpt.latest(place.uri, config=config),
+        cloudckpt.list_checkpoints(place.uri, config=config),
+        True,
+        False,
+        None,
+        [],
+    ]
+    assert found[0] == f"{place.uri}/step-12"
+    assert [one.step for one in found[1]] == [9, 10, 11, 12, None]
+
+
+def test_what_moves_bytes_is_there_too(place) -> None:
+    uri, config = f"{place.uri}/step-1", place.config
+    cloudckpt.save({"w": torch.ones(1000)}, checkpoint_id=uri, config=config)
+    cloudckpt.save_file(f"{place.uri}/config.json", "{}", config=config)
+
+    async def ask():
+        return await asyncio.gather(
+            aio.inspect(uri, config=config),
+            aio.verify(uri, config=config),
+            aio.load_file(f"{place.uri}/config.json", config=config),
+        )
+
+    contents, verified, content = asyncio.run(ask())
+    assert contents == cloudckpt.inspect(uri, config=config)
+    assert verified == cloudckpt.verify(uri, config=config)
+    assert content == b"{}"
+
+
+def test_errors_have_the_names_that_they_have_elsewhere(place) -> None:
+    config = place.config
+
+    def fails(kind, coroutine) -> None:
+        with pytest.raises(kind):
+            asyncio.run(coroutine)
+
+    fails(CheckpointNotFoundError, aio.inspect(f"{place.uri}/step-1", config=config))
+    fails(CheckpointNotFoundError, aio.verify(f"{place.uri}/step-1", config=config))
+    fails(ObjectNotFoundError, aio.load_file(f"{place.uri}/file", config=config))
+    fails(InvalidURIError, aio.exists("ftp://x/y", config=config))
+    fails(ConfigError, aio.latest(place.uri, step_name="epoch", config=config))
+    if place.is_cloud:
+        elsewhere = f"{place.uri.partition('://')[0]}://no-such-bucket-of-ours/run"
+        fails(BucketNotFoundError, aio.exists(elsewhere, config=config))
+        fails(BucketNotFoundError, aio.latest(elsewhere, config=config))
+        fails(BucketNotFoundError, aio.list_checkpoints(elsewhere, config=config))
+
+
+@on["s3 google azure"]
+def test_a_page_is_not_the_whole_of_a_listing(place) -> None:
+    uri, bucket = CheckpointURI.parse(place.uri), place.server.bucket
+    names = [f"step-{step}" for step in range(1001)]
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda name: bucket.put(uri.key(f"{name}/.metadata"), b"x"), names))
+
+    async def ask():
+        async with views.opened(uri, place.config) as view:
+            return await asyncio.gather(view.folders(uri.key("")), view.objects(uri.key("")))
+
+    folders, objects = asyncio.run(ask())
+    assert folders == sorted(names)
+    assert [info.key for info in objects] == [uri.key(f"{name}/.metadata") for name in folders]
+
+
+# faults
+
+PASSING = {
+    "reset": Reset("request"),
+    "lost answer": Reset("answer"),
+    "cut answer": Truncate(after=0),
+    "slow down": slow_down(retry_after=0),
+    "internal error": internal_error(),
+    "gateway": Respond(GATEWAYS["not found"]),
+}
+
+
+@on["s3 google azure"]
+def test_transient_failures_are_tried_again(place) -> None:
+    commit(place, 7)
+    for name, fault in PASSING.items():
+        if name == "gateway" and place.uri.startswith("gs:"):
+            continue  # Google's own 404 may be a page, too
+        place.proxy.inject(fault, operation="ListObjectsV2", times=1)
+        place.proxy.inject(fault, operation="GetObject", times=1)
+    config = dataclasses.replace(place.shaky, retry=dataclasses.replace(RETRY, attempts=9))
+    assert asyncio.run(aio.latest(place.uri, config=config)) == f"{place.uri}/step-7"
+    assert len(place.proxy.requests("GetObject")) > 4
+    assert len(place.proxy.requests("ListObjectsV2")) > 4
+
+
+@on["s3 google azure"]
+@pytest.mark.parametrize("fault", list(PASSING))
+def test_what_does_not_pass_is_raised_and_is_no_empty_run(place, fault) -> None:
+    kind = {"slow down": ThrottledError, "internal error": ServerError, "gateway": ServerError}
+    if fault == "gateway" and place.uri.startswith("gs:"):
+        pytest.skip("Google's own 404 may be a page, too")
+    commit(place, 7)
+    place.proxy.inject(PASSING[fault])
+    few = RetryPolicy(attempts=2, base=0.01, cap=0.01, deadline=0.2)
+    config = dataclasses.replace(place.shaky, retry=few)
+    questions = (
+        aio.exists(f"{place.uri}/step-7", config=config),
+        aio.latest(place.uri, config=config),
+        aio.list_checkpoints(place.uri, config=config),
+    )
+    for question in questions:
+        with pytest.raises(kind.get(fault, ConnectionLostError), match="gave up after") as caught:
+            asyncio.run(question)
+        assert "testing" not in str(caught.value)  # the secret
+
+
+@on["s3 google azure"]
+def test_a_refusal_has_its_name(place) -> None:
+    place.proxy.inject(Refusal("denied"))
+    for question in (aio.exists, aio.latest, aio.list_checkpoints):
+        with pytest.raises(AccessDeniedError):
+            asyncio.run(question(place.uri, config=place.shaky))
+
+
+def test_a_server_that_is_not_there_is_told(s3_config) -> None:
+    nobody = S3Options(endpoint_url=f"http://127.0.0.1:{free_port()}", addressing_style="path")
+    config = Config(s3=nobody, retry=RetryPolicy(attempts=1))
+    with pytest.raises(ConnectionLostError) as caught:
+        asyncio.run(aio.exists("s3://bucket/run", config=config))
+    assert caught.value.certain
+
+
+# cancellation, and many at once
+
+
+@on["s3 google azure"]
+def test_a_question_that_is_cancelled_ends_at_once(place) -> None:
+    place.proxy.inject(Stall("answer"))
+
+    async def ask() -> float:
+        question = asyncio.ensure_future(aio.list_checkpoints(place.uri, config=place.shaky))
+        while not place.proxy.requests():
+            await asyncio.sleep(0.01)
+        began = time.monotonic()
+        question.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await question
+        return time.monotonic() - began
+
+    assert asyncio.run(ask()) < 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted(Fault):
+    """Takes its time, and counts how many do at once."""
+
+    count: Callable[[int], None]
+
+    def inflict(self, hop: Hop) -> None:
+        self.count(+1)
+        answer = hop.forward()
+        time.sleep(0.01)
+        self.count(-1)
+        hop.send(answer)
+
+
+@on["s3 google azure"]
+def test_many_who_ask_at_once_share_the_connections(place) -> None:
+    commit(place, 1)
+    limit = place.config.connections
+
+    async def ask():
+        questions = (aio.exists(f"{place.uri}/step-1", config=place.shaky) for _ in range(60))
+        return await asyncio.gather(*questions)
+
+    lock, under_way, most = threading.Lock(), 0, 0
+
+    def count(change: int) -> None:
+        nonlocal under_way, most
+        with lock:
+            under_way += change
+            most = max(most, under_way)
+
+    place.proxy.inject(Counted(count))
+    assert asyncio.run(ask()) == [True] * 60
+    assert len(place.proxy.requests()) == 60
+    assert 1 < most <= limit

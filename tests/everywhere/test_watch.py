@@ -1,0 +1,308 @@
+"""``aio.watch``: each checkpoint is told once, by few requests, whatever happens to it."""
+
+import asyncio
+import contextlib
+import itertools
+import uuid
+from collections import Counter
+
+import pytest
+import torch
+
+import cloudckpt
+from cloudckpt import Config, aio
+from cloudckpt.errors import BucketNotFoundError, ConfigError, ConnectionLostError, InvalidURIError
+from cloudckpt.stores import registry
+from cloudckpt.stores.memory import MemoryStore
+from cloudckpt.testing.faulty import FaultyStore
+
+from .conftest import RETRY
+from .test_aio import _nothing_stays_open  # noqa: F401 - a fixture
+
+RUN = "memory://watched/run"
+CONFIG = Config(retry=RETRY)
+SOON = 0.005  # seconds between polls
+
+
+class Counting(MemoryStore):
+    """Counts what it is asked; ``polls`` are the listings of the run."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.asked: Counter[str] = Counter()
+
+    def list_folders(self, prefix):
+        self.asked["folders"] += 1
+        return super().list_folders(prefix)
+
+    def list(self, prefix):
+        self.asked["list"] += 1
+        return super().list(prefix)
+
+    def get_range(self, *args, **options):
+        self.asked["look"] += 1
+        return super().get_range(*args, **options)
+
+    def commit(self, *steps: int) -> None:
+        for step in steps:
+            self.put(f"run/step-{step}/.metadata", [memoryview(uuid.uuid4().bytes)], checksum=0)
+
+    def tear(self, step: int) -> None:
+        name = f"run/step-{step}/__0_0.0123456789abcdef.distcp"
+        self.put(name, [memoryview(b"x")], checksum=0)
+
+    def remove(self, *steps: int) -> None:
+        for step in steps:
+            self.delete(f"run/step-{step}/.metadata")
+            self.delete(f"run/step-{step}/__0_0.0123456789abcdef.distcp")
+
+
+@pytest.fixture
+def faulty(monkeypatch) -> FaultyStore:
+    made = FaultyStore(Counting(uuid.uuid4().hex))
+    monkeypatch.setattr(registry, "_OPENERS", {"memory": lambda: lambda uri, config: made})
+    monkeypatch.setattr(registry, "_places", {})
+    return made
+
+
+@pytest.fixture
+def store(faulty) -> Counting:
+    return faulty.inner
+
+
+class Watched:
+    """A watch whose steps are taken one by one."""
+
+    def __init__(self, store: Counting, **options) -> None:
+        self._store = store
+        self._watch = aio.watch(RUN, interval=SOON, config=CONFIG, **options)
+
+    async def told(self, count: int) -> list[int | None]:
+        """The next steps, of which there must be so many."""
+        return [(await asyncio.wait_for(anext(self._watch), 60)).step for _ in range(count)]
+
+    async def nothing(self, polls: int = 6) -> None:
+        """Nothing is told while it polls so often."""
+        end = self._store.asked["folders"] + polls
+        found = asyncio.ensure_future(anext(self._watch))
+        while self._store.asked["folders"] < end and not found.done():
+            await asyncio.sleep(SOON)
+        assert not found.done(), found.result()
+        self._pending = found
+
+    async def told_after_all(self) -> int | None:
+        """What ends the wait of :meth:`nothing`."""
+        return (await asyncio.wait_for(self._pending, 60)).step
+
+
+def test_what_is_there_is_told_in_order_and_then_what_is_new(store) -> None:
+    store.commit(10, 9, 100)
+    store.tear(50)
+
+    async def watch() -> None:
+        watched = Watched(store)
+        assert await watched.told(3) == [9, 10, 100]
+        await watched.nothing()
+        store.commit(300, 200)
+        assert sorted([await watched.told_after_all(), *await watched.told(1)]) == [200, 300]
+
+    asyncio.run(watch())
+
+
+def test_a_checkpoint_is_told_as_a_listing_tells_it(place) -> None:
+    config, uri = place.config, f"{place.uri}/step-7"
+
+    async def watch():
+        watched = aio.watch(place.uri, interval=0.05, config=config)
+        first = asyncio.ensure_future(anext(watched))  # the run is not there yet
+        await asyncio.sleep(0.2)
+        assert not first.done()
+        save = cloudckpt.save
+        await asyncio.to_thread(save, {"w": torch.ones(10)}, checkpoint_id=uri, config=config)
+        return await asyncio.wait_for(first, 60)
+
+    found = asyncio.run(watch())
+    assert [found] == cloudckpt.list_checkpoints(place.uri, config=config)
+    assert found.is_committed
+
+
+def test_a_watch_begins_where_it_is_told_to(store) -> None:
+    store.commit(1, 2, 3, 4)
+    store.tear(5)
+
+    async def watch() -> None:
+        assert await Watched(store, start=3).told(2) == [3, 4]
+        newest = Watched(store, start="latest")
+        assert await newest.told(1) == [4]
+        store.commit(3, 6)
+        assert await newest.told(1) == [6]
+
+    asyncio.run(watch())
+
+
+def test_the_newest_of_a_run_that_is_not_there_is_the_first_that_comes(store) -> None:
+    async def watch() -> None:
+        newest = Watched(store, start="latest")
+        await newest.nothing()
+        store.commit(1)
+        assert await newest.told_after_all() == 1
+
+    asyncio.run(watch())
+
+
+def test_what_is_committed_late_replaced_or_saved_again_is_told(store) -> None:
+    store.commit(*range(10, 20))
+    store.tear(5)
+
+    async def watch() -> None:
+        watched = Watched(store)
+        assert await watched.told(10) == [*range(10, 20)]
+        await watched.nothing()
+        store.commit(19)  # the newest is replaced
+        assert await watched.told_after_all() == 19
+        await watched.nothing()
+        store.commit(12)  # an older one is
+        assert await watched.told_after_all() == 12
+        await watched.nothing()
+        store.commit(5)  # a torn one becomes whole
+        assert await watched.told_after_all() == 5
+        await watched.nothing()
+        store.remove(19)
+        await asyncio.sleep(20 * SOON)
+        store.commit(19)  # a deleted one is saved again
+        assert await watched.told_after_all() == 19
+
+    asyncio.run(watch())
+
+
+def test_what_is_deleted_before_its_turn_is_left_out(store) -> None:
+    store.commit(1, 2, 3)
+
+    async def watch() -> None:
+        watched = Watched(store)
+        assert await watched.told(1) == [1]
+        store.remove(2)  # while the caller evaluates the first
+        assert await watched.told(1) == [3]
+
+    asyncio.run(watch())
+
+
+def test_a_poll_takes_few_requests(store) -> None:
+    store.commit(*range(1000))
+    for step in range(0, 1000, 3):
+        store.remove(step)
+        store.tear(step)
+
+    async def watch() -> None:
+        watched = Watched(store, start="latest")
+        assert await watched.told(1) == [998]
+        store.asked.clear()
+        await watched.nothing(polls=10)
+        polls = store.asked["folders"]
+        # a step that is not committed is looked at under two names
+        assert store.asked["look"] <= 2 * 4 * (polls + 1)
+        assert store.asked["list"] <= polls + 1  # that of the memory store, within its folders
+
+    asyncio.run(watch())
+
+
+def test_transient_failures_are_survived_and_lasting_ones_raised(store, faulty) -> None:
+    async def watch() -> None:
+        faulty.fail("list", ConnectionLostError, calls=[1, 2, 5])
+        faulty.fail("get_range", ConnectionLostError, calls=[1, 2])
+        store.commit(1)
+        watched = Watched(store)
+        assert await watched.told(1) == [1]
+        store.commit(2)
+        assert await watched.told(1) == [2]
+        faulty.fail("list", ConnectionLostError, probability=1.0)
+        with pytest.raises(ConnectionLostError, match="gave up after"):
+            await watched.told(1)
+
+    asyncio.run(watch())
+
+
+def test_a_bucket_that_is_not_there_is_an_error(s3_config) -> None:
+    async def watch() -> None:
+        async for _ in aio.watch("s3://no-such-bucket-of-ours/run", config=s3_config):
+            pass
+
+    with pytest.raises(BucketNotFoundError):
+        asyncio.run(watch())
+
+
+def test_a_watch_that_is_cancelled_or_left_ends(store) -> None:
+    async def wait() -> None:
+        async for _ in aio.watch(RUN, interval=3600, config=CONFIG):
+            pass
+
+    async def watch() -> None:
+        waiting = asyncio.ensure_future(wait())
+        while not store.asked["folders"]:
+            await asyncio.sleep(SOON)
+        await asyncio.sleep(4 * SOON)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        store.commit(1)
+        async for checkpoint in aio.watch(RUN, interval=SOON, config=CONFIG):
+            assert checkpoint.step == 1
+            break
+        left = aio.watch(RUN, interval=SOON, config=CONFIG)
+        await anext(left)
+        await left.aclose()
+        with pytest.raises(StopAsyncIteration):
+            await anext(left)
+
+    asyncio.run(watch())
+
+
+def test_many_watches_run_in_one_loop(place) -> None:
+    runs = [f"{place.uri}-{number}" for number in range(20)]
+
+    async def first(run: str) -> str:
+        async with contextlib.aclosing(
+            aio.watch(run, interval=0.05, config=place.config)
+        ) as watched:
+            return (await anext(watched)).uri
+
+    async def watch() -> list[str]:
+        found = [asyncio.ensure_future(first(run)) for run in runs]
+        await asyncio.sleep(0.2)
+        for run in runs:
+            where = f"{run}/step-1/.metadata"
+            await asyncio.to_thread(cloudckpt.save_file, where, b"x", config=place.config)
+        return await asyncio.wait_for(asyncio.gather(*found), 100)
+
+    assert asyncio.run(watch()) == [f"{run}/step-1" for run in runs]
+
+
+def test_options_that_make_no_sense_are_refused_at_once() -> None:
+    for options in ({"interval": 0}, {"interval": float("nan")}, {"start": -1}, {"start": "first"}):
+        with pytest.raises(ConfigError):
+            aio.watch(RUN, **options)
+    with pytest.raises(ConfigError):
+        aio.watch(RUN, step_name="epoch")
+    with pytest.raises(InvalidURIError):
+        aio.watch("ftp://x/y")
+
+
+def test_a_run_with_other_names_is_told_in_the_log_once(store, caplog) -> None:
+    store.put("run/epoch-1/.metadata", [memoryview(b"x")], checksum=0)
+
+    async def watch() -> None:
+        watched = Watched(store)
+        await watched.nothing()
+
+    asyncio.run(watch())
+    assert caplog.text.count("no folder is called") == 1
+
+
+def test_it_works_on_one_loop_after_the_other(store) -> None:
+    store.commit(1)
+    for _ in itertools.repeat(None, 3):
+
+        async def watch() -> None:
+            assert await Watched(store).told(1) == [1]
+
+        asyncio.run(watch())
