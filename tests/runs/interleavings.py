@@ -1,4 +1,4 @@
-"""Saves, deletions, sweeps, loads and kills in every order that a seeded scheduler makes of them.
+"""Saves, copies, deletions, sweeps, loads and kills, in every order that a seeded scheduler makes.
 
 The requests of all of them go to one store in memory, one at a time: at each request the scheduler
 draws whose is next, lets hours pass, loses answers, and ends some for ever. After each every
@@ -12,6 +12,7 @@ import threading
 import types
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -23,20 +24,25 @@ from cloudckpt.checkpoint.commit import begin, named_objects, publish
 from cloudckpt.checkpoint.manifest import ItemRecord
 from cloudckpt.checkpoint.objects import METADATA, ObjectRecord, data_name
 from cloudckpt.checkpoint.structure import Structure
+from cloudckpt.checksum import CRC32C
 from cloudckpt.errors import (
     AccessDeniedError,
     CloudCheckpointError,
     ConnectionLostError,
     ObjectNotFoundError,
+    PreconditionFailedError,
 )
+from cloudckpt.runs.copying import copy
 from cloudckpt.runs.deleting import delete, unneeded
 from cloudckpt.runs.sweeping import find_leftovers, sweep
 from cloudckpt.stores import memory, registry
 from cloudckpt.stores.memory import MemoryStore
+from cloudckpt.transfer import retry
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.uri import CheckpointURI
 
 HOUR = 3600.0
+_ALONE = 1000  # the number of one beside whom there is nobody
 RETRY = RetryPolicy(attempts=3, base=0.0, cap=0.0, deadline=1e9)
 
 
@@ -108,6 +114,19 @@ class Gated(MemoryStore):
     def list_uploads(self, prefix):
         return iter(self._sent(lambda: list(MemoryStore.list_uploads(self, prefix))))
 
+    def copies_from(self, source):
+        return self._world.copies_by_store
+
+    def copy(self, source, found, key, **kwargs):
+        def copied():
+            data, info = MemoryStore.get(source, found.key)
+            if info.version != found.version:
+                raise PreconditionFailedError("the source was replaced", uri=self.root)
+            made = MemoryStore.put(self, key, [memoryview(data)], checksum=0, **kwargs)
+            return replace(made, checksum=CRC32C.of(data))
+
+        return self._sent(copied)
+
     def delete(self, key, *, if_version=None):
         return self._sent(lambda: MemoryStore.delete(self, key, if_version=if_version))
 
@@ -122,7 +141,18 @@ class World:
         self.root = CheckpointURI.parse(f"memory://{self.name}/run")
         self.plain = MemoryStore(self.name)
         self.history: list[str] = []
-        kinds = [self.save, self.save, self.save, self.delete, self.prune, self.sweep, self.load]
+        self.copies_by_store = self.rng.random() < 0.5
+        self.first: Callable[[Config], None] | None = None
+        kinds = [
+            self.save,
+            self.save,
+            self.save,
+            self.copy,
+            self.delete,
+            self.prune,
+            self.sweep,
+            self.load,
+        ]
         chosen = [self.save, *self.rng.choices(kinds, k=self.rng.randint(2, 4))]
         self.actors = [
             Actor(f"{kind.__name__}-{n}", kind(self.rng.choice([1, 1, 2])))
@@ -145,14 +175,15 @@ class World:
             written: dict[MetadataIndex, ItemRecord] = {}
             for rank in range(2):
                 name, data = data_name(rank, 0, attempt), attempt.encode()
-                record = ObjectRecord(name, len(data), 0)
+                checksum = CRC32C.of(data)
+                record = ObjectRecord(name, len(data), checksum)
                 retrier.call(
                     lambda name=name, data=data: store.put(
                         uri.key(name), [memoryview(data)], checksum=0
                     )
                 )
                 written[MetadataIndex(f"v{rank}")] = ItemRecord(
-                    record, 0, len(data), 0, len(data), None, (), 1024, b"\0\0\0\0"
+                    record, 0, len(data), 0, len(data), None, (), 1024, CRC32C.pack([checksum])
                 )
             publish(
                 store,
@@ -165,6 +196,15 @@ class World:
                 own=[record.object.name for record in written.values()],
                 structure=Structure(),
             )
+
+        return work
+
+    def copy(self, number: int) -> Callable[[Config], None]:
+        source, overwrite = self.step(3 - number), self.rng.random() < 0.5
+        self.first = self.save(3 - number)  # else there would seldom be anything to copy
+
+        def work(config: Config) -> None:
+            copy(source, self.step(number), overwrite=overwrite, config=config)
 
         return work
 
@@ -205,6 +245,8 @@ class World:
         return work
 
     def run(self) -> None:
+        if self.first is not None:
+            self.undisturbed(self.first)
         for number, actor in enumerate(self.actors):
             threading.Thread(target=self._act, args=(actor, self.config(number))).start()
             actor.at_gate.acquire()
@@ -227,6 +269,23 @@ class World:
             for actor in self.actors:
                 actor.is_dead = True
                 actor.go.release()
+
+    def undisturbed(self, work: Callable[[Config], None]) -> None:
+        """Does something while nobody else does, and nothing fails."""
+        rng, self.rng = self.rng, random.Random(0)
+        self.rng.random = lambda: 0.5
+        try:
+            work(self.config(_ALONE))
+        finally:
+            self.rng = rng
+
+    def actor(self, number: int) -> Actor:
+        """Who has these options."""
+        if number != _ALONE:
+            return self.actors[number]
+        alone = Actor("alone", lambda config: None)
+        alone.gate = lambda: None
+        return alone
 
     def _act(self, actor: Actor, config: Config) -> None:
         try:
@@ -251,16 +310,14 @@ class World:
     def check_end(self) -> None:
         """A sweep leaves what is named by checkpoints, and nothing else."""
         self.hours += 25
-        last = Actor("last", lambda config: None)
-        last.gate = lambda: None
-        self.actors.append(last)
-        config = self.config(len(self.actors) - 1)
-        self.rng = random.Random(0)
-        self.rng.random = lambda: 0.5  # no more faults
-        sweep(self.root, config=config)
-        found = find_leftovers(self.root, config=config)
-        assert not found.objects
-        assert not found.unread
+
+        def work(config: Config) -> None:
+            sweep(self.root, config=config)
+            found = find_leftovers(self.root, config=config)
+            assert not found.objects
+            assert not found.unread
+
+        self.undisturbed(work)
         self.check()
         below = {info.key for info in self.plain.list("")}
         named = {
@@ -285,7 +342,7 @@ def worlds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], World]]:
     def opener():
         def make(uri, config):
             world = current[0]
-            return Gated(world.name, world.actors[config.merge_gap], world)
+            return Gated(world.name, world.actor(config.merge_gap), world)
 
         return make
 
@@ -296,6 +353,7 @@ def worlds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], World]]:
     )
     monkeypatch.setattr(registry, "_OPENERS", {"memory": opener})
     monkeypatch.setattr(memory, "time", clock)
+    monkeypatch.setattr(retry, "_FIRST_PAUSE", 0.0)  # of a copy that begins anew
     monkeypatch.setattr(committing, "time", clock)
 
     def made(seed: int) -> World:

@@ -31,6 +31,7 @@ from cloudckpt.errors import (
     InvalidRequestError,
     InvalidURIError,
     ObjectNotFoundError,
+    PreconditionFailedError,
 )
 from cloudckpt.runs.copying import Copied, copy
 from cloudckpt.stores import registry
@@ -375,7 +376,10 @@ def test_damage_is_found_by_the_checksum_that_the_store_tells_of_its_copy(within
     assert within.keys("there") == []
 
 
-@pytest.mark.parametrize("error", [AccessDeniedError, InvalidRequestError])
+@pytest.mark.parametrize(
+    "error",
+    [AccessDeniedError, InvalidRequestError, ObjectNotFoundError, PreconditionFailedError],
+)
 def test_what_a_store_refuses_to_copy_by_itself_is_streamed(within, error) -> None:
     save("memory://here/a")
     within.stores["there"].fail("copy", error)
@@ -385,12 +389,11 @@ def test_what_a_store_refuses_to_copy_by_itself_is_streamed(within, error) -> No
     assert len(within.keys("there")) == 4
 
 
-@pytest.mark.parametrize("error", [ObjectNotFoundError, KeyboardInterrupt, CredentialsError])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, CredentialsError])
 def test_a_copy_within_a_cloud_that_fails_leaves_nothing(within, error) -> None:
     save("memory://here/a")
     within.stores["there"].fail("copy", error, calls=[2])
-    told = CheckpointCorruptError if error is ObjectNotFoundError else error
-    with pytest.raises(told):
+    with pytest.raises(error):
         copy("memory://here/a", "memory://there/b", config=CONFIG)
     assert within.keys("there") == []
 

@@ -30,6 +30,7 @@ from cloudckpt.errors import (
     CheckpointCorruptError,
     CheckpointExistsError,
     CheckpointNotFoundError,
+    CheckpointReplacedError,
     CommitUnknownError,
     InvalidRequestError,
     ObjectNotFoundError,
@@ -53,6 +54,14 @@ from cloudckpt.uri import CheckpointURI
 __all__ = ["CheckpointCopy", "Copied", "Place", "Progress", "divided"]
 
 logger = logging.getLogger("cloudckpt")
+
+# of a store that is to copy by itself; what is really gone, or refused, fails a stream as well
+_NOT_COPIED = (
+    AccessDeniedError,
+    InvalidRequestError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +108,21 @@ class Place:
     def retrier(self) -> Retrier:
         """For single requests."""
         return Retrier(self.config.retry)
+
+    def notes_of(self, commit: ObjectInfo) -> bytes:
+        """The notes in a commit object that was read before, as they are stored.
+
+        Raises:
+            CheckpointReplacedError: If it was replaced or deleted since.
+        """
+        try:
+            return self.retrier.call(partial(stored_notes, self.store, commit))
+        except (ObjectNotFoundError, PreconditionFailedError) as error:
+            raise CheckpointReplacedError(
+                "it was replaced or deleted while it was copied; copy it again",
+                uri=str(self.uri),
+                cause=error,
+            ) from error
 
     def heads(self, keys: Sequence[str]) -> list[ObjectInfo]:
         """What the store has of objects, in their order.
@@ -240,7 +264,7 @@ class CheckpointCopy:
         self._commits = []
         for part, baseline in zip(found, baselines, strict=True):
             part.sources()  # else metadata and manifest contradict each other
-            notes = source.retrier.call(partial(stored_notes, source.store, part.commit))
+            notes = source.notes_of(part.commit)
             renamed = {
                 passage.source.removeprefix(source.uri.key("")): ObjectRecord(
                     passage.target.removeprefix(target.uri.key("")),
@@ -295,7 +319,7 @@ class CheckpointCopy:
         return [Passage(info.key, "", info.size, info.checksum, kind) for info in infos]
 
     def _send(self, share: Sequence[Passage], commits: Sequence[ObjectInfo]) -> int:
-        """Copies objects; once more those that were damaged on the way.
+        """Copies objects.
 
         Returns:
             The bytes that the store has copied by itself.
@@ -304,6 +328,16 @@ class CheckpointCopy:
             CheckpointReplacedError: If the source was replaced meanwhile.
             CheckpointCorruptError: If it is damaged.
         """
+        try:
+            return self._sent(share)
+        except CheckpointCorruptError as error:
+            source = self._source
+            for commit in commits:
+                check_unchanged(source.store, commit, str(source.uri), source.config.retry, error)
+            raise
+
+    def _sent(self, share: Sequence[Passage]) -> int:
+        """Copies objects; once more those that were damaged on the way."""
         left = {passage.target: passage for passage in self._by_store(share)}
         by_store = 0
 
@@ -326,20 +360,12 @@ class CheckpointCopy:
                     arrived=arrived,
                 )
                 return by_store
-            except (AccessDeniedError, InvalidRequestError) as error:
+            except _NOT_COPIED as error:
                 if all(passage.found is None for passage in left.values()):
                     raise
                 logger.warning("the store does not copy by itself, so bytes pass here: %s", error)
                 left = {key: replace(passage, found=None) for key, passage in left.items()}
-            except (ObjectNotFoundError, PreconditionFailedError) as error:
-                what = "an object of the source is gone, or was replaced, while it was copied"
-                damaged = CheckpointCorruptError(what, uri=error.uri, cause=error)
-                self._refuse_replaced(commits, damaged)
-                raise damaged from error
-            except CheckpointCorruptError as error:
-                self._refuse_replaced(commits, error)
-                if not isinstance(error, MismatchError):
-                    raise
+            except MismatchError as error:
                 self._look_for_damages(error)
                 tries += 1
                 if tries == 2:
@@ -358,16 +384,8 @@ class CheckpointCopy:
             and copies_within(source.store, target.store, passage.size)
         ]
         infos = source.heads([passage.source for passage in within])
-        sized = {info.key: info for info in infos}
-        return [replace(passage, found=sized.get(passage.source)) for passage in share]
-
-    def _refuse_replaced(
-        self, commits: Sequence[ObjectInfo], error: CheckpointCorruptError
-    ) -> None:
-        """Raises CheckpointReplacedError if the source was replaced meanwhile."""
-        source = self._source
-        for commit in commits:
-            check_unchanged(source.store, commit, str(source.uri), source.config.retry, error)
+        found = {info.key: info for info in infos}
+        return [replace(passage, found=found.get(passage.source)) for passage in share]
 
     def _look_for_damages(self, error: MismatchError) -> None:
         """Finds out which blocks of an object are damaged, if they are."""
@@ -484,25 +502,22 @@ def _has_the_same(target: Place, found: Sequence[CheckpointPart], source: Place)
     """
     try:
         there = list(parts(target.uri, target.config))
-    except CheckpointNotFoundError:
-        return False
-    if len(there) != len(found):
-        return False
-    for ours, theirs in zip(found, there, strict=True):
-        if ours.manifest is None or theirs.manifest is None:
+        if len(there) != len(found):
             return False
-        same_notes = stored_notes(source.store, ours.commit) == stored_notes(
-            target.store, theirs.commit
-        )
-        if not same_notes or _content(ours.manifest) != _content(theirs.manifest):
-            return False
+        for ours, theirs in zip(found, there, strict=True):
+            if ours.manifest is None or theirs.manifest is None:
+                return False
+            if _content(ours.manifest) != _content(theirs.manifest):
+                return False
+            if source.notes_of(ours.commit) != target.notes_of(theirs.commit):
+                return False
+    except (CheckpointNotFoundError, CheckpointReplacedError):
+        return False
     below = target.uri.key("")
     listed = target.retrier.call(lambda: list(target.store.list(below)))
     sizes = {info.key.removeprefix(below): info.size for info in listed}
-    objects = (
-        item.object for part in there if part.manifest for item in part.manifest.items.values()
-    )
-    return all(sizes.get(record.name) == record.size for record in objects)
+    items = [item for part in there if part.manifest for item in part.manifest.items.values()]
+    return all(sizes.get(item.object.name) == item.object.size for item in items)
 
 
 def _content(manifest: Manifest) -> object:
