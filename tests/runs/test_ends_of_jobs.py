@@ -22,8 +22,8 @@ TESTS = str(Path(__file__).parents[1])
 
 
 @pytest.fixture
-def job(tmp_path):
-    """Starts a job of two ranks under torchrun; nothing of it is left behind."""
+def job(tmp_path, request):
+    """A job of two ranks under torchrun, and what saves in it; nothing of it is left behind."""
     family = uuid.uuid4().hex
     paths = filter(None, [TESTS, os.environ.get("PYTHONPATH", "")])
     environment = {
@@ -34,7 +34,7 @@ def job(tmp_path):
         "PYTHONPATH": os.pathsep.join(paths),
     }
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "runs.jobs", str(tmp_path), "PROCESS", "SIGTERM"]
+    command += ["-m", "runs.jobs", str(tmp_path), request.param, "SIGTERM"]
     with open(tmp_path / "log", "wb") as log:
         started = subprocess.Popen(
             [sys.executable, *command], env=environment, stdout=log, stderr=log
@@ -70,6 +70,7 @@ def saved(folder: Path) -> int:
     return step
 
 
+@pytest.mark.parametrize("job", ["PROCESS"], indirect=True)
 def test_torchrun_that_is_told_to_end_has_the_step_saved_by_all_ranks(job, tmp_path) -> None:
     pids(tmp_path)
     job.send_signal(signal.SIGTERM)
@@ -77,6 +78,7 @@ def test_torchrun_that_is_told_to_end_has_the_step_saved_by_all_ranks(job, tmp_p
     assert saved(tmp_path) > 0
 
 
+@pytest.mark.parametrize("job", ["THREAD"], indirect=True)
 def test_one_rank_that_is_told_to_end_takes_the_others_with_it(job, tmp_path) -> None:
     os.kill(pids(tmp_path)[1], signal.SIGTERM)
     assert job.wait(120) == 0

@@ -15,4 +15,4 @@ def test_jobs_that_are_killed_end_as_if_nothing_had_come_between(
     for number in rounds():
         folder = tmp_path / str(number)
         folder.mkdir()
-        trained_through_kills(folder, kind, rng, last=31, kills=4)
+        trained_through_kills(folder, kind, rng, last=21, kills=2)
