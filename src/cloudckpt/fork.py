@@ -1,7 +1,8 @@
-"""Locks of a module, which a forked child finds open.
+"""Locks of a module, which a forked child finds open, and imports, which a fork waits for.
 
 A child has only the thread that forked. A lock that another thread of its parent held at that
-moment would stay locked in it for good, and with it whatever the module guards.
+moment would stay locked in it for good, and with it whatever the module guards. So would the lock
+of a module that another thread was importing.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 import threading
 import weakref
 
-__all__ = ["ModuleLock"]
+__all__ = ["ModuleLock", "late_imports"]
 
 
 class ModuleLock:
@@ -40,3 +41,12 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+late_imports = threading.RLock()
+"""Held while the packages of a store are imported, on whatever thread first needs them."""
+
+os.register_at_fork(
+    before=late_imports.acquire,
+    after_in_parent=late_imports.release,
+    after_in_child=late_imports.release,
+)

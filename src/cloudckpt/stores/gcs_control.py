@@ -19,6 +19,7 @@ from cloudckpt.errors import (
     StoreError,
     TransientStoreError,
 )
+from cloudckpt.fork import late_imports
 from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.stores.gcs_json import CACHE_CONTROL, generation, parse_crc32c
 from cloudckpt.stores.origins import BucketRules
@@ -56,8 +57,9 @@ class Control:
     def _client(self) -> Any:
         """Google's client, made when it is first needed, as only then its packages are imported."""
         try:
-            from google.auth.credentials import AnonymousCredentials
-            from google.cloud.storage import Client
+            with late_imports:
+                from google.auth.credentials import AnonymousCredentials
+                from google.cloud.storage import Client
         except ImportError as exc:
             raise MissingDependencyError(
                 "gs:// needs google-cloud-storage to list, delete and copy; install it with: "
@@ -121,34 +123,25 @@ class Control:
         Google copies at once within a location and storage class. Elsewhere it takes a request for
         each piece, as large as it likes; who tries again goes on where the last one ended.
         """
-        options = self._options
         copied = (source, found.key, found.version, key, if_absent)
-        target = self._bucket(self.name).blob(key, kms_key_name=options.kms_key_name)
-        target.content_type = "application/octet-stream"
-        target.cache_control = CACHE_CONTROL
-        if options.metadata:
-            target.metadata = dict(options.metadata)
-        if options.storage_class is not None:
-            target.storage_class = options.storage_class
-        if options.custom_time is not None:
-            target.custom_time = datetime.fromisoformat(options.custom_time.replace("Z", "+00:00"))
         token = self._tokens.pop(copied, None)
-        while True:
-            try:
-                with self._calls.about(key, is_long=True):
+        with self._calls.about(key, is_long=True):
+            target, origin = self._new(key), self._bucket(source).blob(found.key)
+            while True:
+                try:
                     token, _, _ = target.rewrite(
-                        self._bucket(source).blob(found.key),
+                        origin,
                         token=token,
                         if_generation_match=0 if if_absent else None,
                         if_source_generation_match=int(generation(found.version)),
                         retry=None,
                     )
-            except TransientStoreError:
-                if token is not None:
-                    self._tokens[copied] = token
-                raise
-            if token is None:
-                break
+                except TransientStoreError:
+                    if token is not None:
+                        self._tokens[copied] = token
+                    raise
+                if token is None:
+                    break
         uri = self._store.uri(key)
         if not target.generation:
             raise ConnectionLostError("the answer lacks the generation", uri=uri)
@@ -156,6 +149,20 @@ class Control:
             raise ServerError(f"{found.size} bytes were copied, but {target.size} stored", uri=uri)
         crc32c = parse_crc32c(f"crc32c={target.crc32c or ''}")
         return ObjectInfo(key, found.size, str(target.generation), crc32c)
+
+    def _new(self, key: str) -> Any:
+        """A blob with what new objects get."""
+        options = self._options
+        blob = self._bucket(self.name).blob(key, kms_key_name=options.kms_key_name)
+        blob.content_type = "application/octet-stream"
+        blob.cache_control = CACHE_CONTROL
+        if options.metadata:
+            blob.metadata = dict(options.metadata)
+        if options.storage_class is not None:
+            blob.storage_class = options.storage_class
+        if options.custom_time is not None:
+            blob.custom_time = datetime.fromisoformat(options.custom_time.replace("Z", "+00:00"))
+        return blob
 
     def rules(self, prefix: str) -> BucketRules:
         """What the bucket keeps, and whether it ends uploads under ``prefix``."""

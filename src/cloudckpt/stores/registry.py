@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from cloudckpt.config import Config
 from cloudckpt.errors import CloudCheckpointError
+from cloudckpt.fork import late_imports
 from cloudckpt.stores.asynchronous import AsyncStore, ThreadedStore
 from cloudckpt.stores.azure_names import check_location
 from cloudckpt.stores.base import ObjectStore
@@ -68,9 +69,6 @@ class _Place:
 
 
 _places: dict[tuple[int, str, Config], _Place] = {}
-_lock = threading.RLock()
-"""Of the table, and of the import of a store's packages: what a fork waits for. Both are short, and
-a child that was forked amid an import would wait for it for ever."""
 
 
 def checkpoint_location(location: URILike) -> CheckpointURI:
@@ -102,7 +100,7 @@ def open_store(uri: CheckpointURI, config: Config) -> ObjectStore:
     if uri.scheme == "az":
         check_location(uri, is_checkpoint=False)
     key = (os.getpid(), uri.root, config)
-    with _lock:
+    with late_imports:  # of the table, too
         place = _places.setdefault(key, _Place())
         opener = _OPENERS[uri.scheme]()
     with place.lock:
@@ -122,16 +120,13 @@ def open_async(uri: CheckpointURI, config: Config) -> Callable[[], AsyncStore]:
     """
     store = open_store(uri, config)
     if uri.scheme == "s3":
-        from cloudckpt.stores.s3_async import open_s3
+        with late_imports:
+            from cloudckpt.stores.s3_async import open_s3
 
         return open_s3(store)
     if uri.scheme == "az":
-        from cloudckpt.stores.azure_async import open_azure
+        with late_imports:
+            from cloudckpt.stores.azure_async import open_azure
 
         return open_azure(store)
     return lambda: ThreadedStore(store, config.connections)
-
-
-os.register_at_fork(
-    before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
-)

@@ -1,0 +1,141 @@
+"""What the vendors' SDKs compose is sent as any other request: once, by us, and told as it is."""
+
+import base64
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from cloudckpt import AzureOptions, Config, GCSOptions, S3Options
+from cloudckpt.errors import (
+    ConnectionLostError,
+    CredentialsError,
+    InvalidRequestError,
+    ServerError,
+    ThrottledError,
+)
+from cloudckpt.stores.azure import AzureStore
+from cloudckpt.stores.base import ObjectInfo
+from cloudckpt.stores.gcs import GCSStore
+from cloudckpt.stores.rest import all_pages
+from cloudckpt.stores.s3 import S3Store
+
+FOUND = ObjectInfo("run/source", 100, "17")
+CALLS = {
+    "s3 list": ("s3", lambda store: list(store.list("run/"))),
+    "s3 list_folders": ("s3", lambda store: list(store.list_folders("run/"))),
+    "s3 list_uploads": ("s3", lambda store: list(store.list_uploads("run/"))),
+    "s3 delete": ("s3", lambda store: store.delete("run/object")),
+    "s3 copy": ("s3", lambda store: store.copy(store, FOUND, "run/copy")),
+    "gs list": ("gs", lambda store: list(store.list("run/"))),
+    "gs list_folders": ("gs", lambda store: list(store.list_folders("run/"))),
+    "gs delete": ("gs", lambda store: store.delete("run/object")),
+    "gs copy": ("gs", lambda store: store.copy(store, FOUND, "run/copy")),
+    "az delete": ("az", lambda store: store.delete("run/object")),
+    "az copy": ("az", lambda store: store.copy(store, FOUND, "run/copy")),
+}
+
+
+@pytest.fixture(params=CALLS)
+def called(request, server, monkeypatch):
+    """A store on the stub, and a call that goes through the SDK."""
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "account")
+    monkeypatch.setenv("AZURE_STORAGE_KEY", base64.b64encode(b"SECRET" * 8).decode())
+    cloud, call = CALLS[request.param]
+    config = Config(
+        s3=S3Options(endpoint_url=server.url, addressing_style="path"),
+        gcs=GCSOptions(endpoint_url=server.url),
+        azure=AzureOptions(endpoint_url=f"{server.url}/account"),
+        read_timeout=30.0,
+    )
+    store = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}[cloud]("bucket", config)
+    yield store, call
+    store.close()
+
+
+def test_a_refusal_for_the_moment_is_told_at_once(called, server):
+    """Tries and pauses are the caller's; every SDK would make some of its own."""
+    store, call = called
+    server.respond(lambda request: server.Answer(429, {"Retry-After": "7"}))
+    with pytest.raises(ThrottledError) as caught:
+        call(store)
+    assert caught.value.retry_after == 7
+    assert len(server.requests) == 1
+    assert server.requests[0].headers["User-Agent"].startswith("cloudckpt/")
+
+
+def test_a_lost_answer_is_told_and_does_not_mean_that_nothing_was_done(called, server):
+    store, call = called
+    server.answer(mute=True)
+    with pytest.raises(ConnectionLostError) as caught:
+        call(store)
+    assert not caught.value.certain
+    assert len(server.requests) == 1
+
+
+def test_a_call_that_waits_is_broken_off(called, server):
+    store, call = called
+    outcome, begun = [], threading.Event()
+
+    def answer(request):
+        begun.set()
+        return server.Answer(silent=True)
+
+    def work():
+        try:
+            call(store)
+        except ConnectionLostError as error:
+            outcome.append(error)
+
+    server.respond(answer)
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert begun.wait(30)
+    while thread.is_alive():
+        store.interrupt([thread.ident])
+        thread.join(0.05)
+    assert len(outcome) == 1
+
+
+def test_what_stops_a_request_before_it_is_sent_comes_out_as_it_is(called, server, monkeypatch):
+    store, call = called
+
+    def refuse(*arguments):
+        raise CredentialsError("there are none")
+
+    monkeypatch.setattr(store, "_authorized", refuse)
+    with pytest.raises(CredentialsError, match="there are none") as caught:
+        call(store)
+    assert caught.value.certain
+    assert caught.value.uri.startswith(store.root)
+    assert server.requests == []
+
+
+def test_what_an_sdk_does_not_take_was_certainly_not_sent(called, server, monkeypatch):
+    store, call = called
+
+    def refuse(*arguments, **options):
+        raise TypeError("no such parameter")
+
+    for name in ("list_objects_v2", "list_multipart_uploads", "delete_object", "copy_object"):
+        monkeypatch.setattr(store._control._client, name, refuse, raising=False)
+    for name in ("bucket", "get_blob_client"):
+        monkeypatch.setattr(store._control._client, name, refuse, raising=False)
+    with pytest.raises(InvalidRequestError, match="no such parameter") as caught:
+        call(store)
+    assert caught.value.certain
+    assert server.requests == []
+
+
+def test_importing_a_store_of_google_does_not_import_its_client():
+    script = "import cloudckpt.stores.gcs, sys; sys.exit('google.cloud.storage' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("marks", [("",), ("", ""), ("a",)])
+def test_a_listing_that_leads_nowhere_or_back_ends_with_an_error(marks):
+    pages = all_pages("s3://bucket/run", lambda asked: (asked, marks))
+    assert next(pages) == ()
+    with pytest.raises(ServerError, match="does not end"):
+        list(pages)
