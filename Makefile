@@ -29,7 +29,8 @@ SEED ?= $(shell date +%s)
 PYTHONS ?= 3.10 3.13
 OF_THE_INTERPRETER := tests/stores/test_long_reads.py tests/checkpoint/test_pickles.py \
 	tests/faults/test_pickles.py tests/transfer/test_group.py tests/test_forks.py tests/test_ranks.py \
-	tests/test_errors.py tests/dcp/test_processes.py tests/background/test_trainers.py
+	tests/test_errors.py tests/dcp/test_processes.py tests/background/test_trainers.py \
+	tests/everywhere/test_watch.py
 
 # all workers order sets alike, as their lists of tests have to be the same
 HASHSEED ?= $(shell date +%s)
