@@ -11,9 +11,11 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from cloudckpt.checkpoint.torch_private import set_group_timeout
 from cloudckpt.cli.app import code_of, say
 from cloudckpt.errors import CloudCheckpointError, ProcessGroupError
 
+_MEETING = timedelta(minutes=5)  # in which all ranks must have started
 _LONGEST = timedelta(days=1)  # that ranks wait for the slowest; one that is gone is noticed at once
 
 
@@ -47,7 +49,8 @@ def together() -> Iterator[Ranks]:
     # torchrun stops the others like this when one dies; then they clean up, as after Ctrl-C
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        dist.init_process_group("gloo", timeout=_LONGEST)
+        dist.init_process_group("gloo", timeout=_MEETING)
+        set_group_timeout(_LONGEST, dist.group.WORLD)
     except (RuntimeError, ValueError) as exc:
         raise ProcessGroupError(
             "the ranks that WORLD_SIZE speaks of did not find each other: start the command by "

@@ -250,6 +250,8 @@ class CheckpointCopy:
         found = list(parts(source.uri, source.config))
         if self._is_of_a_run and _has_the_same(target, found, source):
             return _Plan(is_there=True)
+        for part in found:
+            part.sources()  # which fails if metadata and manifest contradict each other
         baselines = self._baselines(found)
         objects = {one.source: one for part in found for one in self._objects(part)}
         attempt = random_suffix()
@@ -263,7 +265,6 @@ class CheckpointCopy:
         sent = {passage.source: passage for share in shares for passage in share}
         self._commits = []
         for part, baseline in zip(found, baselines, strict=True):
-            part.sources()  # else metadata and manifest contradict each other
             notes = source.notes_of(part.commit)
             renamed = {
                 passage.source.removeprefix(source.uri.key("")): ObjectRecord(

@@ -105,7 +105,7 @@ def copy(
     for pair in pairs:
         one = CheckpointCopy(
             replace(origin, uri=origin.uri.join(pair.folder)),
-            replace(goal, uri=goal.uri.join(pair.folder)),
+            replace(goal, uri=checkpoint_location(goal.uri.join(pair.folder))),
             meeting,
             overwrite,
             done,
