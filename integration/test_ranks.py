@@ -91,4 +91,4 @@ def _save_in_background(place, kind):
 def test_async_save_saves_what_was_there_when_it_was_called(cloud, place, ranks, kind):
     ranks(2, _save_in_background, place, kind)
     assert cloud.uploads(place) == []
-    assert len([name for name in cloud.names(place) if name.startswith(".manifest.")]) == 1
+    assert len([name for name in cloud.names(place) if name.startswith(".metadata")]) == 1

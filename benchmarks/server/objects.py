@@ -15,7 +15,7 @@ SINK_PREFIX = "sink"
 """Buckets whose name starts so count large bodies and drop them; all others keep every byte."""
 
 SINK_KEEPS_BELOW = 8 * 1024 * 1024
-"""Bytes under which a sink bucket still keeps a body: metadata, manifests, small objects."""
+"""Bytes under which a sink bucket still keeps a body: metadata, small objects."""
 
 _INLINE = 64 * 1024
 

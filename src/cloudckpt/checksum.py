@@ -36,7 +36,7 @@ class ChecksumAlgorithm:
     """A checksum that can be combined from those of neighbours.
 
     Attributes:
-        name: As manifests spell it.
+        name: As people know it.
         of: The checksum of a buffer; a second argument continues an earlier one.
         joined: The checksum of two neighbours, given both of theirs and the bytes of the second.
         code: How :mod:`struct` packs one.
@@ -60,7 +60,7 @@ class ChecksumAlgorithm:
         return total
 
     def pack(self, values: Sequence[int]) -> bytes:
-        """Checksums as manifests store them: little-endian, one after the other."""
+        """Checksums as they are stored: little-endian, one after the other."""
         return struct.pack(f"<{len(values)}{self.code}", *values)
 
     def unpack(self, packed: bytes) -> tuple[int, ...]:

@@ -41,7 +41,7 @@ class Event:
 
     Attributes:
         phase: ``plan``: from the begin of a save to its first byte; ``stage``: the copy of an
-            asynchronous save; ``upload``: the data of this rank; ``commit``: manifest and metadata,
+            asynchronous save; ``upload``: the data of this rank; ``commit``: the metadata,
             on the coordinator; ``load``: the data of this rank, with what ``verify`` took of all
             its threads; ``retry`` and ``throttle``: a request is tried again, because it failed or
             because the store asks to slow down; ``progress``: bytes so far, some times a second.

@@ -29,7 +29,6 @@ from cloudckpt.stores.listings import forget_listings
 from cloudckpt.torch_files.object_file import PinnedObject
 from cloudckpt.torch_files.torch_file import object_at
 from cloudckpt.torch_files.torch_save import UploadStream, upload_stream
-from cloudckpt.transfer.deleting import delete_quietly
 from cloudckpt.transfer.retry import Retrier, begun_anew
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.upload import put_whole
@@ -256,9 +255,5 @@ def _check_conditions(store: ObjectStore, key: str, config: Config, retrier: Ret
         )
     if config.conditional_writes == "on" or store.capabilities.conditional_writes:
         return
-    trial, content = f"{key}.{random_suffix()}", b"a trial of conditional writes"
-    try:
-        put_whole(store, trial, memoryview(content), retrier)
-        conditions_work(store, config.conditional_writes, trial, content, retrier)
-    finally:
-        delete_quietly(store, [trial], config.retry, threads=1)
+    trial = f"{key}.{random_suffix()}"
+    conditions_work(store, config.conditional_writes, trial, retrier)

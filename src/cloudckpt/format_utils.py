@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch.distributed.checkpoint.metadata import Metadata
 
 from cloudckpt.api import ToLoad, exists, load_prepared, save
-from cloudckpt.checkpoint.notes import Notes, stored_notes
+from cloudckpt.checkpoint.notes import Notes
 from cloudckpt.checkpoint.objects import beneath, is_committed
 from cloudckpt.config import Config
 from cloudckpt.dcp.planners import DynamicMetaLoadPlanner, EverythingPlanner
@@ -21,10 +21,8 @@ from cloudckpt.errors import (
     CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
-    CheckpointReplacedError,
     InvalidURIError,
     ObjectNotFoundError,
-    PreconditionFailedError,
 )
 from cloudckpt.events import Span
 from cloudckpt.torch_files.broadcast import BroadcastingTorchSaveReader
@@ -154,7 +152,7 @@ def dcp_to_dcp(
     if uri == to:
         raise InvalidURIError(f"{uri} is both the checkpoint and the one to be written")
     _refuse_existing(to, config)
-    state, notes = begun_anew(lambda: _load_with_notes(uri, config, trust_pickle))
+    state, notes = _load_with_notes(uri, config, trust_pickle)
     writer = CloudStorageWriter(to, config=config, notes=notes)
     return save(state, storage_writer=writer, no_dist=True)
 
@@ -170,15 +168,9 @@ def _load_with_notes(
 ) -> tuple[dict[Any, Any], Notes]:
     """What is in a checkpoint, and its notes, of one save."""
     reader = CloudStorageReader(uri, config=config, trust_pickle=trust_pickle)
-    state, store = _content_of(reader), open_store(uri, config)
-    commit = reader.committed
+    state, commit = _content_of(reader), reader.commit
     assert commit is not None  # it was loaded
-    try:
-        data = Retrier(config.retry).call(lambda: stored_notes(store, commit))
-    except (ObjectNotFoundError, PreconditionFailedError) as error:
-        text = "it was replaced or deleted while it was converted"
-        raise CheckpointReplacedError(text, uri=str(uri), cause=error) from error
-    return state, Notes.from_json(data, store.uri(commit.key))
+    return state, Notes.from_json(commit.notes, str(uri))
 
 
 def _refuse_existing(target: CheckpointURI, config: Config) -> None:

@@ -1,4 +1,4 @@
-"""What an item without a manifest says of itself is believed only if it can be true."""
+"""What an item without an index says of itself is believed only if it can be true."""
 
 import io
 import pickle

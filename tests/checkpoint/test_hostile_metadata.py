@@ -25,9 +25,10 @@ from torch.distributed.checkpoint.metadata import (
 
 import cloudckpt
 from cloudckpt.checkpoint import metadata as module
-from cloudckpt.checkpoint.metadata import dump_metadata, load_metadata
+from cloudckpt.checkpoint.metadata import load_metadata
 from cloudckpt.checkpoint.torch_private import StorageInfo
 from cloudckpt.errors import CheckpointCorruptError, UntrustedPickleError
+from commit_objects import framed
 
 URI = "s3://bucket/run/.metadata"
 REFUSED = (UntrustedPickleError, CheckpointCorruptError)
@@ -203,7 +204,7 @@ def test_nothing_that_was_there_before_is_changed(name, where):
         load_metadata(data, URI)
     assert picture() == before
     assert caught.value.uri == URI
-    assert load_metadata(dump_metadata(HONEST), URI) == HONEST
+    assert load_metadata(framed(HONEST), URI) == HONEST
     assert pathlib.Path("/").exists()
 
 
@@ -561,7 +562,7 @@ def test_fields_that_make_no_sense_are_corrupt(name):
 
 def test_the_recursion_limit_does_not_matter():
     """Callers that are deep in calls of their own read the same."""
-    data = dump_metadata(HONEST)
+    data = framed(HONEST)
 
     def down(levels):
         return down(levels - 1) if levels else load_metadata(data, URI)

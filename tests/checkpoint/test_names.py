@@ -5,8 +5,8 @@ import pytest
 from cloudckpt.checkpoint.objects import (
     checked,
     data_name,
-    manifest_name,
     metadata_name,
+    trial_name,
 )
 from cloudckpt.errors import CheckpointCorruptError
 
@@ -17,7 +17,7 @@ from cloudckpt.errors import CheckpointCorruptError
         "__0_0.distcp",
         "__0_0.0123456789abcdef.distcp",
         ".metadata",
-        ".manifest.ab.json",
+        ".conditions.ab",
         "folder/__0_0.distcp",
         "with spaces and ünïcode",
         "a..b",
@@ -67,13 +67,13 @@ def test_no_two_objects_of_a_save_share_a_name():
         for ordinal in range(12)
         for attempt in ("a1", "b2")
     }
-    names |= {manifest_name(attempt) for attempt in ("a1", "b2")}
+    names |= {trial_name(attempt) for attempt in ("a1", "b2")}
     names |= {metadata_name(rank) for rank in (None, *range(12))}
     assert len(names) == 12 * 12 * 2 + 2 + 13
 
 
 def test_made_names_pass_the_check():
-    for name in (data_name(3, 1, "ab"), manifest_name("ab"), metadata_name(None), metadata_name(7)):
+    for name in (data_name(3, 1, "ab"), trial_name("ab"), metadata_name(None), metadata_name(7)):
         assert checked(name, "s3://bucket/run") == name
 
 

@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 import cloudckpt
 from cloudckpt import Config
-from cloudckpt.checkpoint.metadata import dump_metadata
 from cloudckpt.checkpoint.notes import Notes, metrics_of, read_notes
 from cloudckpt.errors import (
     CheckpointCorruptError,
@@ -26,6 +25,7 @@ from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.stores.registry import open_store
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.uri import CheckpointURI
+from commit_objects import framed
 
 RETRIER = Retrier(Config().retry)
 METADATA = Metadata({})
@@ -67,14 +67,14 @@ def test_a_metric_that_is_not_a_number_comes_back_as_one_that_is_not() -> None:
 
 
 def test_notes_are_read_from_the_end_of_the_commit_object(uri) -> None:
-    store = put(uri, dump_metadata(METADATA, NOTES.to_json()))
+    store = put(uri, framed(METADATA, NOTES.to_json()))
     assert read_notes(store, uri, RETRIER) == NOTES
 
 
 def test_the_most_notes_are_read_and_more_are_refused(uri) -> None:
     frame = len(Notes(user={"text": ""}).to_json())
     most = Notes(user={"text": "x" * (64 * 1024 - frame)})
-    store = put(uri, dump_metadata(METADATA, most.to_json()))
+    store = put(uri, framed(METADATA, most.to_json()))
     assert read_notes(store, uri, RETRIER) == most
     with pytest.raises(ConfigError, match="65537 bytes"):
         Notes(user={"text": "x" * (64 * 1024 - frame + 1)}).to_json()
@@ -82,7 +82,7 @@ def test_the_most_notes_are_read_and_more_are_refused(uri) -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"short", pickle.dumps(METADATA), dump_metadata(METADATA)],
+    [b"", b"short", pickle.dumps(METADATA), framed(METADATA)],
     ids=["nothing", "no metadata", "of torch", "without notes"],
 )
 def test_a_checkpoint_without_notes_has_empty_ones(uri, data) -> None:
@@ -96,7 +96,7 @@ def test_without_a_checkpoint_there_are_no_notes(uri) -> None:
 
 @pytest.mark.parametrize("at", range(1, 80))
 def test_a_damaged_byte_never_changes_notes_unnoticed(uri, at) -> None:
-    data = bytearray(dump_metadata(METADATA, NOTES.to_json()))
+    data = bytearray(framed(METADATA, NOTES.to_json()))
     data[-at] ^= 0x10
     store = put(uri, bytes(data))
     try:

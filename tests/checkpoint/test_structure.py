@@ -234,7 +234,7 @@ def test_the_example_of_these_tests_is_right():
     ids=str,
 )
 def test_what_is_no_structure_is_refused(document):
-    with pytest.raises(ValueError):  # noqa: PT011 - the manifest tells it as damage
+    with pytest.raises(ValueError):  # noqa: PT011 - the commit object tells it as damage
         Structure.from_json(document)
 
 

@@ -119,7 +119,7 @@ def test_without_collectives_each_rank_commits_and_finds_its_own(place, ranks):
         "__1.metadata",
         "__2.metadata",
     ]
-    assert len(names) == 3 * 3  # metadata, manifest, data
+    assert len(names) == 3 * 2  # metadata, data
 
 
 def test_a_save_without_collectives_that_an_older_checkpoint_would_hide_is_refused(place):
@@ -142,7 +142,7 @@ def test_a_save_with_collectives_replaces_one_without(local):
     save({"t": numbered(10)}, local, use_collectives=False)
     save({"t": numbered(10, first=500)}, local)
     assert_same(load({"t": torch.zeros(10)}, local)["t"], numbered(10, first=500))
-    assert len(local.names()) == 3  # metadata, manifest, data
+    assert len(local.names()) == 2  # metadata, data
 
 
 # ---- planners
@@ -395,7 +395,7 @@ def _many_saves(place: Place, door: str) -> None:
 @on_disk
 def test_a_writer_and_a_reader_serve_one_checkpoint_after_another(door, place, ranks):
     ranks(2, _many_saves, place, door)
-    assert len(place.at("step-0").names()) == len(place.at("step-1").names()) == 4
+    assert len(place.at("step-0").names()) == len(place.at("step-1").names()) == 3
 
 
 def _never_reset(place: Place) -> None:
@@ -411,7 +411,7 @@ def _never_reset(place: Place) -> None:
 @on_disk
 def test_a_writer_that_nobody_resets_replaces_its_checkpoint(place, ranks):
     ranks(2, _never_reset, place)
-    assert len(place.names()) == 4
+    assert len(place.names()) == 3
 
 
 def test_reset_begins_a_new_attempt_at_the_place_it_is_given(local):
@@ -546,7 +546,7 @@ def test_overwriting_leaves_exactly_the_objects_of_the_new_attempt(worlds, place
     assert set(before) & set(after) == {".metadata"}
     named = {info.relative_path for info in place.reader().read_metadata().storage_data.values()}
     assert set(place.data()) == named
-    assert len(after) == len(named) + 2
+    assert len(after) == len(named) + 1
     assert place.unfinished() == []
     loaded = load({"t": torch.zeros(64, 1000), "step": None}, place)
     assert_same(loaded, {"t": numbered(64, 1000, first=2), "step": 2})

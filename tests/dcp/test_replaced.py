@@ -94,7 +94,7 @@ def overtaken(
         delattr(store, verb)
 
 
-REQUESTS = [("get", ".manifest."), ("get_range", ".distcp")]
+REQUESTS = [("get_range", ".metadata"), ("get_range", ".distcp")]
 
 
 @pytest.mark.parametrize(("verb", "suffix"), REQUESTS)

@@ -3,7 +3,6 @@
 import copy
 import io
 import logging
-import os
 
 import pytest
 import torch
@@ -238,13 +237,6 @@ def test_checkpoints_of_stock_torch_have_the_structure_of_its_paths(tmp_path, lo
     dcp.save(content, checkpoint_id=tmp_path)
     place = Place(tmp_path.as_uri(), local.config)
     assert_same(loaded(place), {"a": {"1": numbered(2)}, "l": [None, 1], "m": [None, numbered(1)]})
-
-
-def test_a_checkpoint_without_its_manifest_has_the_structure_of_its_paths(local):
-    by_save({"a": {1: numbered(2)}}, local)
-    (manifest,) = [name for name in local.names() if "manifest" in name]
-    os.remove(f"{local.path}/{manifest}")
-    assert_same(loaded(local.having(verify=False)), {"a": {"1": numbered(2)}})
 
 
 # ---- other planners

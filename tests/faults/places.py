@@ -1,7 +1,6 @@
 """Running servers: the way to them that can be broken, and what is in them without cloudckpt."""
 
 import contextlib
-import json
 import os
 import ssl
 from abc import ABC, abstractmethod
@@ -10,6 +9,9 @@ from dataclasses import dataclass
 
 from azure.storage.blob import ContainerClient
 
+from cloudckpt.checkpoint.commit import named_objects
+from cloudckpt.checkpoint.committed import Fetched
+from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.testing.naming import Naming, azure_naming, google_naming, s3_naming
 from cloudckpt.testing.proxy import FaultyProxy
 from cloudckpt.testing.servers import azurite_server
@@ -180,12 +182,14 @@ class Folder:
         return self._bucket.uploads(self._prefix)
 
     def assert_tidy(self) -> None:
-        """Nothing is there but one checkpoint and what its manifest names."""
+        """Nothing is there but one checkpoint and what it names."""
         assert self.uploads() == []
-        manifest = self.key(".json")
-        run = manifest.rpartition("/")[0]
-        named = {entry[0] for entry in json.loads(self.get(manifest))["objects"]}
-        assert self.objects() == {manifest, f"{run}/.metadata", *(f"{run}/{n}" for n in named)}
+        commit = self.key("/.metadata")
+        run = commit.rpartition("/")[0]
+        data = self.get(commit)
+        fetched = Fetched(ObjectInfo(commit, len(data), ""), bytearray(data))
+        named = named_objects(fetched, commit)
+        assert self.objects() == {commit, *(f"{run}/{name}" for name in named)}
 
 
 @dataclass(frozen=True)

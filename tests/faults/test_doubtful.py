@@ -223,7 +223,7 @@ MET_ITSELF = {
     "no blob": (404, "BlobNotFound", ObjectNotFoundError),
 }
 AZURE_WRITES = {
-    **{step: STEPS[step] for step in ("complete", "manifest", "commit")},
+    **{step: STEPS[step] for step in ("complete", "commit")},
     "whole": ("PutObject", "*/__0_0.*", SMALL),
 }
 

@@ -38,7 +38,6 @@ class Moment:
 MOMENTS = {
     "amid a part": Moment("UploadPart", "*", after=1000),
     "behind a part": Moment("UploadPart", "*", skip=1, moment="answer"),
-    "before the manifest": Moment("PutObject", "*/.manifest.*"),
     "before the commit": Moment("PutObject", "*/.metadata", skip=1),
     "behind the commit": Moment("PutObject", "*/.metadata", moment="answer"),
     "amid the deletion of the last one": Moment("DeleteObject*", "*"),

@@ -42,7 +42,7 @@ from .states import (
 )
 
 # every kind of request that a load makes
-READS = {"metadata": "*/.metadata", "manifest": "*/.manifest.*", "data": "*.distcp"}
+READS = {"metadata": "*/.metadata", "data": "*.distcp"}
 FAULTS = {
     "reset": Reset("request"),
     "lost answer": Reset("answer"),
@@ -77,7 +77,6 @@ class TestPassingFaults:
         [
             *(("data", fault) for fault in FAULTS),
             ("metadata", "cut answer"),
-            ("manifest", "cut answer"),
         ],
     )
     def test_a_load_outlives_a_fault_of_any_request(self, saved, proxy, shaky, read, fault):
@@ -89,7 +88,7 @@ class TestPassingFaults:
     @everywhere(moment=["body"])
     @pytest.mark.parametrize(
         ("read", "moment"),
-        [("data", "request"), ("data", "body"), ("metadata", "answer"), ("manifest", "answer")],
+        [("data", "request"), ("data", "body"), ("metadata", "answer")],
     )
     def test_a_stalled_request_is_sent_again(self, saved, proxy, endpoint, read, moment):
         uri = saved()
@@ -163,7 +162,6 @@ class TestLastingFaults:
         [
             *(("data", fault) for fault in LASTING),
             ("metadata", "internal error"),
-            ("manifest", "internal error"),
         ],
     )
     def test_the_load_fails_by_name_after_a_bounded_number_of_tries(
@@ -182,7 +180,7 @@ class TestLastingFaults:
     @pytest.mark.timeout(200)
     @pytest.mark.parametrize(
         ("read", "moment"),
-        [("metadata", "request"), ("manifest", "answer"), ("data", "body")],
+        [("metadata", "request"), ("data", "body")],
     )
     def test_a_stall_for_good_ends_the_load(self, saved, proxy, endpoint, read, moment):
         uri = saved()
@@ -210,10 +208,9 @@ class TestDamageOnTheWay:
         assert rule.injected == 1
         assert "fetched again" in caplog.text
 
-    @pytest.mark.parametrize("read", ["metadata", "manifest"])
-    def test_metadata_that_was_damaged_once_is_fetched_again(self, saved, proxy, shaky, read):
+    def test_metadata_that_was_damaged_once_is_fetched_again(self, saved, proxy, shaky):
         uri = saved()
-        rule = proxy.inject(Corrupt(100), operation="GetObject", path=READS[read], times=1)
+        rule = proxy.inject(Corrupt(100), operation="GetObject", path="*/.metadata", times=1)
         assert load_step(uri, shaky, SMALL) == 1
         assert rule.injected == 1
 
@@ -357,25 +354,16 @@ class TestDamageInTheStore:
         with pytest.raises(CheckpointCorruptError):
             load_step(uri, direct, SMALL)
 
-    def test_a_manifest_that_is_gone_is_named_and_can_be_done_without(self, saved, store, direct):
+    def test_a_damaged_index_is_told_and_can_be_done_without(self, saved, store, direct):
         uri = saved()
-        key = store.key(".json")
-        store.delete(key)
-        with pytest.raises(CheckpointCorruptError, match=r"verify=False") as caught:
+        for key in (key for key in store.objects() if key.endswith(".distcp")):
+            data = bytearray(store.get(key))
+            data[-20] ^= 1
+            store.put(key, bytes(data))
+        with pytest.raises(CheckpointCorruptError, match="checksum") as caught:
             load_step(uri, direct, SMALL)
-        assert caught.value.uri == store.uri_of(key)
+        assert caught.value.uri.endswith(".distcp")
         assert load_step(uri, dataclasses.replace(direct, verify=False), SMALL) == 1
-
-    def test_a_manifest_of_another_checkpoint_is_not_believed(self, saved, store, direct):
-        saved()
-        mine = store.key(".json")
-        other = store.uri("run/other")
-        cloudckpt.save(filled(2, SMALL), checkpoint_id=other, config=direct)
-        [theirs] = [k for k in store.objects() if k.endswith(".json") and "/other/" in k]
-        store.put(theirs, store.get(mine))
-        with pytest.raises(CheckpointCorruptError) as caught:
-            load_step(other, direct, SMALL)
-        assert caught.value.uri == store.uri_of(theirs)
 
     @everywhere()
     def test_without_metadata_there_is_no_checkpoint(self, saved, store, direct):
@@ -428,7 +416,7 @@ def test_a_checkpoint_of_torch_loads_through_faults_too(store, proxy, shaky, tmp
 
 
 def test_a_damaged_checkpoint_of_torch_is_refused(store, direct, tmp_path):
-    """Without a manifest, damage may look like a pickle that is not allowed."""
+    """Without checksums, damage may look like a pickle that is not allowed."""
     dcp.save({"step": [1, 2, 3], "w": torch.ones(4)}, checkpoint_id=tmp_path, no_dist=True)
     uri = store.uri("run/torch")
     folder = store.key_of(uri)

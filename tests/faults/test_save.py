@@ -52,7 +52,6 @@ STEPS = {
     "part": ("UploadPart", "*", BIG),
     "complete": ("CompleteMultipartUpload", "*", BIG),
     "whole": ("PutObject", "*.distcp", SMALL),
-    "manifest": ("PutObject", "*/.manifest.*", SMALL),
     "replaced": ("GetObject", "*/.metadata", SMALL),
     "commit": ("PutObject", "*/.metadata", SMALL),
     "tidy": ("DeleteObject", "*", SMALL),
@@ -108,7 +107,7 @@ class TestPassingFaults:
 
     @everywhere(step=["commit"])
     @pytest.mark.parametrize("fault", [HARDEST])
-    @pytest.mark.parametrize("step", ["look", "part", "complete", "manifest", "commit"])
+    @pytest.mark.parametrize("step", ["look", "part", "complete", "commit"])
     def test_a_first_checkpoint_outlives_it_too(self, store, proxy, shaky, direct, step, fault):
         operation, path, nbytes = STEPS[step]
         uri = store.uri("run/first")
@@ -261,7 +260,7 @@ class TestLastingFaults:
         assert load_step(uri, direct, nbytes) == 1
 
     @on("s3", "google", "azure", "compose")
-    @pytest.mark.parametrize("step", ["complete", "whole", "manifest"])
+    @pytest.mark.parametrize("step", ["complete", "whole"])
     def test_an_object_whose_answers_always_get_lost_is_found_in_the_store(
         self, saved, store, proxy, shaky, direct, step
     ):
@@ -362,7 +361,7 @@ def test_a_tensor_that_changes_on_its_way_up_fails_the_save_by_name(
 
 
 @everywhere()
-@pytest.mark.parametrize("path", ["*.distcp", "*/.manifest.*", "*/.metadata"])
+@pytest.mark.parametrize("path", ["*.distcp", "*/.metadata"])
 def test_what_was_damaged_on_its_way_up_is_not_loaded(store, proxy, shaky, direct, path):
     """A store without checksums takes it; the load has to notice."""
     uri = store.uri("run/damaged")

@@ -21,9 +21,11 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from cloudckpt import Config, RetryPolicy
 from cloudckpt.checkpoint import commit as committing
 from cloudckpt.checkpoint.commit import begin, named_objects, publish
-from cloudckpt.checkpoint.manifest import ItemRecord
-from cloudckpt.checkpoint.objects import METADATA, ObjectRecord, data_name
-from cloudckpt.checkpoint.structure import Structure
+from cloudckpt.checkpoint.committed import Fetched, fetch
+from cloudckpt.checkpoint.draft import Draft
+from cloudckpt.checkpoint.index import index_bytes
+from cloudckpt.checkpoint.objects import METADATA, ObjectRecord
+from cloudckpt.checkpoint.written import Extents, Written, WrittenObject
 from cloudckpt.checksum import CRC32C
 from cloudckpt.errors import (
     AccessDeniedError,
@@ -36,6 +38,7 @@ from cloudckpt.runs.copying import copy
 from cloudckpt.runs.deleting import delete, unneeded
 from cloudckpt.runs.sweeping import find_leftovers, sweep
 from cloudckpt.stores import memory, registry
+from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.transfer import retry
 from cloudckpt.transfer.retry import Retrier
@@ -43,6 +46,7 @@ from cloudckpt.uri import CheckpointURI
 
 HOUR = 3600.0
 _ALONE = 1000  # the number of one beside whom there is nobody
+RANKS = 3  # that have written what a save commits
 RETRY = RetryPolicy(attempts=3, base=0.0, cap=0.0, deadline=1e9)
 
 
@@ -172,29 +176,34 @@ class World:
         def work(config: Config) -> None:
             store, retrier = registry.open_store(uri, config), Retrier(RETRY)
             baseline = begin(store, uri.key(METADATA), overwrite=True, retrier=retrier)
-            written: dict[MetadataIndex, ItemRecord] = {}
-            for rank in range(2):
-                name, data = data_name(rank, 0, attempt), attempt.encode()
-                checksum = CRC32C.of(data)
-                record = ObjectRecord(name, len(data), checksum)
+            written: list[Written] = []
+            item = attempt.encode() * 4
+            index = index_bytes([0], [0], [0], [len(item)], [CRC32C.of(item)], CRC32C)
+            data, crc = item + index, CRC32C.of(item + index)
+            for rank in range(RANKS):
+                one = WrittenObject(rank, 0, attempt, len(data), crc, len(index), CRC32C.of(index))
                 retrier.call(
-                    lambda name=name, data=data: store.put(
-                        uri.key(name), [memoryview(data)], checksum=0
-                    )
+                    lambda one=one: store.put(uri.key(one.name), [memoryview(data)], checksum=crc)
                 )
-                written[MetadataIndex(f"v{rank}")] = ItemRecord(
-                    record, 0, len(data), 0, len(data), None, (), 1024, CRC32C.pack([checksum])
-                )
+                written.append(Written(str(uri), (one,), Extents.of([(0, 0, 64)])))
+            draft = Draft.of(
+                Metadata({f"v{rank}": BytesStorageMetadata() for rank in range(RANKS)}),
+                [[MetadataIndex(f"v{rank}")] for rank in range(RANKS)],
+                written,
+                store.capabilities.checksum,
+                attempt=attempt,
+                uri=str(uri),
+            )
+            objects = [ObjectRecord(one.name, one.size, one.checksum) for one in draft.objects]
             publish(
                 store,
                 uri,
                 config,
                 baseline=baseline,
                 attempt=attempt,
-                metadata=Metadata({index.fqn: BytesStorageMetadata() for index in written}),
-                written=written,
-                own=[record.object.name for record in written.values()],
-                structure=Structure(),
+                objects=objects,
+                own=[one.name for one in objects],
+                data=lambda: draft.data(b""),
             )
 
         return work
@@ -230,8 +239,9 @@ class World:
                 Retrier(RETRY),
                 uri.key(METADATA),
             )
-            data, info = retrier.call(lambda: store.get_latest(key))
-            for name in sorted(named_objects(data, str(uri))):
+            found = retrier.call(lambda: fetch(store, key))
+            info = found.info
+            for name in sorted(named_objects(found, str(uri))):
                 try:
                     retrier.call(lambda name=name: store.get(uri.key(name)))
                 except ObjectNotFoundError:
@@ -331,7 +341,8 @@ class World:
 
 @lru_cache(maxsize=4096)
 def _named(metadata: bytes) -> frozenset[str]:
-    return frozenset(named_objects(metadata, "memory://"))
+    found = Fetched(ObjectInfo(METADATA, len(metadata), ""), bytearray(metadata))
+    return frozenset(named_objects(found, "memory://"))
 
 
 @pytest.fixture

@@ -38,13 +38,13 @@ def put(uri: str, config, *names: str) -> None:
 
 def test_what_no_checkpoint_names_is_left_over(run) -> None:
     uri, config = run
-    put(uri, config, f"step-1/{OLD}", f"step-2/{OLD}", "step-2/.manifest.0123456789abcdef.json")
+    put(uri, config, f"step-1/{OLD}", f"step-2/{OLD}", "step-2/.conditions.0123456789abcdef")
     time.sleep(1.1)  # the clock of S3 counts seconds
     found = sweep(uri, older_than=0, config=config)
     assert set(found.objects) == {
         f"{uri}/step-1/{OLD}",
         f"{uri}/step-2/{OLD}",
-        f"{uri}/step-2/.manifest.0123456789abcdef.json",
+        f"{uri}/step-2/.conditions.0123456789abcdef",
     }
     assert found.nbytes == 27
     assert find_leftovers(uri, older_than=0, config=config).objects == ()
@@ -60,7 +60,7 @@ def test_what_is_young_may_be_of_a_save_under_way(run) -> None:
 
 def test_what_others_have_written_stays(run) -> None:
     uri, config = run
-    put(uri, config, "step-2/__0_0.distcp", "step-2/model.bin", "step-2/.manifest.json", "notes")
+    put(uri, config, "step-2/__0_0.distcp", "step-2/model.bin", "step-2/.conditions", "notes")
     assert find_leftovers(uri, older_than=-10, config=config).objects == ()
 
 

@@ -733,7 +733,7 @@ def test_a_location_that_is_refused_is_refused_at_once(server, use):
 
 @pytest.mark.parametrize("prefix", ["x" * 961, "/".join("x" * 254)])
 def test_a_location_that_has_no_room_for_the_objects_beneath_is_refused_at_once(server, prefix):
-    """The longest name, the manifest's or that of a high rank, would come last."""
+    """The longest name, that of a high rank, would come last."""
     config = Config(azure=AzureOptions(endpoint_url=server.url))
     with pytest.raises(InvalidURIError, match=r"960|253"):
         cloudckpt.save({}, checkpoint_id=f"az://container/{prefix}", config=config, no_dist=True)

@@ -163,7 +163,7 @@ def test_temporary_objects_are_invisible_and_found_as_uploads(store, state):
         (f"{KEY}.0123456789abcdef.1-0312.cloudckpt-part", True),
         (KEY, False),
         ("run/.metadata", False),
-        ("run/.manifest.0123456789abcdef.json", False),
+        ("run/.conditions.0123456789abcdef", False),
         ("a.cloudckpt-part", False),
         ("a.0123456789abcdef.0-0001.cloudckpt-parts", False),
     ],

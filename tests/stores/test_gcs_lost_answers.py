@@ -79,10 +79,6 @@ def is_data(request):
     return request.method == "POST" and request.query.get("name", "").endswith(".distcp")
 
 
-def is_manifest(request):
-    return "/.manifest." in request.query.get("name", "")
-
-
 def is_commit(request):
     return request.query.get("name", "").endswith("/.metadata")
 
@@ -93,7 +89,7 @@ def is_completion(request):
     return last or (request.method == "POST" and "uploadId" in request.query)
 
 
-WRITES = {"data": is_data, "manifest": is_manifest, "completion": is_completion}
+WRITES = {"data": is_data, "completion": is_completion}
 
 # which error a repetition meets makes no difference to what is done: each of them once
 repeated = pytest.mark.parametrize(
@@ -101,8 +97,8 @@ repeated = pytest.mark.parametrize(
     [
         ("multipart", "data", "retention"),
         ("multipart", "data", "condition"),
-        ("multipart", "manifest", "hold"),
-        ("multipart", "manifest", "no permission"),
+        ("multipart", "data", "hold"),
+        ("multipart", "data", "no permission"),
         ("multipart", "completion", "conflict"),
         ("multipart", "completion", "gone"),
         ("compose", "completion", "conflict"),

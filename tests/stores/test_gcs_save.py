@@ -58,7 +58,7 @@ def test_what_was_saved_is_loaded(stub, config):
     save(state_of(3), config)
     assert_same(loaded(config), state_of(3))
     keys = stub.state.keys("bucket")
-    assert len(keys) == 4  # what is sent as it lies, what is packed, the manifest, the metadata
+    assert len(keys) == 3  # what is sent as it lies, what is packed, the metadata
     assert not stub.state.uploads
 
 
@@ -105,7 +105,6 @@ BREAKS = {
         request.method == "POST" and ("uploadId" in request.query or "/compose" in request.path)
     ),
     "object": lambda request: is_named(request, ".distcp"),
-    "manifest": lambda request: "/.manifest." in request.query.get("name", ""),
     "commit": lambda request: is_commit(request),
     "read": lambda request: request.query.get("alt") == "media",
 }

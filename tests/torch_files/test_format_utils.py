@@ -833,4 +833,4 @@ def test_the_notes_of_a_new_checkpoint_are_of_the_save_that_its_state_is_of(tmp_
     dcp_to_dcp(tmp_path / "old", tmp_path / "new")
     state = {"step": 0}
     cloudckpt.load(state, checkpoint_id=tmp_path / "new")
-    assert state["step"] == cloudckpt.inspect(tmp_path / "new").notes.step == 2
+    assert state["step"] == cloudckpt.inspect(tmp_path / "new").notes.step

@@ -1,1 +1,1 @@
-"""What a checkpoint is: names, the envelope around a tensor, the manifest, metadata, the commit."""
+"""What a checkpoint is: names, the envelope around a tensor, indexes, metadata, the commit."""

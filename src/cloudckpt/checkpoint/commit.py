@@ -6,9 +6,9 @@ A save goes like this:
 2. Each rank uploads its objects, whose names have a random part. Two attempts never write to the
    same key, nothing is renamed, and nothing is deleted yet.
 3. :func:`publish`, on the rank that commits, looks whether all that the metadata promise was
-   written, and whether it sees the objects of the other ranks as they have written them. It writes
-   the manifest, tries whether the store honours conditions where nobody knows, and reads the names
-   of the objects that will have no purpose from the very version of the baseline.
+   written, and whether it sees the objects of the other ranks as they have written them. It tries
+   whether the store honours conditions where nobody knows, and reads the names of the objects that
+   will have no purpose from the very version of the baseline.
 4. :func:`commit` writes ``.metadata`` on the condition that it is still that version, or still
    missing. It is one PUT at any size: some stores ignore conditions where multipart uploads end.
 5. What was replaced is deleted.
@@ -41,33 +41,22 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-import torch
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorStorageMetadata,
-)
-
-from cloudckpt.checkpoint.manifest import ItemRecord, Manifest, ManifestId
-from cloudckpt.checkpoint.metadata import dump_metadata, load_metadata
+from cloudckpt.checkpoint.committed import CommitObject, Fetched, fetch
 from cloudckpt.checkpoint.objects import (
     METADATA,
     ObjectRecord,
-    checked,
     commits_of_ranks,
     look_for,
-    manifest_name,
+    trial_name,
 )
-from cloudckpt.checkpoint.structure import Structure
-from cloudckpt.checkpoint.torch_private import CURRENT_DCP_VERSION, StorageInfo
 from cloudckpt.config import Config, Switch
 from cloudckpt.errors import (
     CheckpointConflictError,
     CheckpointExistsError,
+    CheckpointReplacedError,
     CloudCheckpointError,
     CommitUnknownError,
     ConfigError,
@@ -77,12 +66,10 @@ from cloudckpt.errors import (
     PreconditionFailedError,
     StoreError,
 )
-from cloudckpt.gc_pause import paused_gc
-from cloudckpt.stores.base import ObjectStore
+from cloudckpt.stores.base import ObjectStore, nbytes
 from cloudckpt.transfer.deleting import delete_quietly
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.retry import Retrier
-from cloudckpt.transfer.upload import creates_only, put_whole
 from cloudckpt.uri import CheckpointURI
 
 __all__ = [
@@ -95,7 +82,6 @@ __all__ = [
     "named_objects",
     "objects_of",
     "publish",
-    "publish_objects",
 ]
 
 logger = logging.getLogger("cloudckpt")
@@ -163,17 +149,14 @@ def begin(store: ObjectStore, key: str, *, overwrite: bool, retrier: Retrier) ->
     return Baseline(key, version)
 
 
-def conditions_work(
-    store: ObjectStore, setting: Switch, key: str, content: bytes, retrier: Retrier
-) -> bool:
+def conditions_work(store: ObjectStore, setting: Switch, key: str, retrier: Retrier) -> bool:
     """Whether the commit may rely on conditional writes.
 
     Args:
         store: The store.
         setting: The user's word; ``auto`` believes the vendor's documentation where there is one
             and tries it out otherwise, once for a store.
-        key: An object of this save, which may be written again.
-        content: What it holds.
+        key: An object that nobody else writes, for the trial.
         retrier: For transient failures of the trial.
 
     Raises:
@@ -188,7 +171,11 @@ def conditions_work(
     if setting == "on" or store.capabilities.conditional_writes:
         return True
     if store.capabilities.conditional_writes is None:
-        found = honours_conditions(store, key, content, retrier)
+        try:
+            retrier.call(lambda: store.put(key, [], checksum=store.capabilities.checksum.of(b"")))
+            found = honours_conditions(store, key, b"", retrier)
+        finally:
+            delete_quietly(store, [key], retrier.policy, threads=1)
         store.capabilities = dataclasses.replace(store.capabilities, conditional_writes=found)
         if found:
             return True
@@ -226,7 +213,12 @@ def honours_conditions(store: ObjectStore, key: str, content: bytes, retrier: Re
 
 
 def commit(
-    store: ObjectStore, baseline: Baseline, data: bytes, *, conditional: bool, retrier: Retrier
+    store: ObjectStore,
+    baseline: Baseline,
+    body: Sequence[memoryview],
+    *,
+    conditional: bool,
+    retrier: Retrier,
 ) -> None:
     """Makes the checkpoint visible, in a single request.
 
@@ -241,8 +233,7 @@ def commit(
         CommitUnknownError: If it can't be found out whether the commit took place, or will.
         StoreError: If it certainly did not, and will not.
     """
-    key, body = baseline.key, [memoryview(data)]
-    checksum = store.capabilities.checksum.of(data)
+    key, checksum = baseline.key, _checksum_of(store, body)
     absent = conditional and baseline.version is None
     version = baseline.version if conditional else None
     uncertain = False
@@ -260,7 +251,7 @@ def commit(
     except StoreError as error:
         overtaken = conditional and isinstance(error, PreconditionFailedError)
         if uncertain:
-            is_ours, found = _found(store, key, data, error, retrier)
+            is_ours, found = _found(store, key, body, error, retrier)
             if is_ours:
                 return
             if not overtaken or found == baseline.version:
@@ -275,10 +266,21 @@ def commit(
         ) from error
 
 
+def _checksum_of(store: ObjectStore, body: Sequence[memoryview]) -> int:
+    found = 0
+    for view in body:
+        found = store.capabilities.checksum.of(view, found)
+    return found
+
+
 def _found(
-    store: ObjectStore, key: str, data: bytes, failure: StoreError, retrier: Retrier
+    store: ObjectStore,
+    key: str,
+    body: Sequence[memoryview],
+    failure: StoreError,
+    retrier: Retrier,
 ) -> tuple[bool, str | None]:
-    """Whether the commit object holds ``data`` now, and its version; None if there is no object.
+    """Whether the commit object holds ``body`` now, and its version; None if there is no object.
 
     A store that tells the checksum of an object is believed, as it says what is there now: its
     bytes may come from a cache that keeps those of the checkpoint before.
@@ -289,14 +291,15 @@ def _found(
     try:
         info = retrier.call(lambda: store.head(key))
         if info.checksum is not None:
-            checksum = store.capabilities.checksum.of(data)
-            return (info.size, info.checksum) == (len(data), checksum), info.version
+            return (info.size, info.checksum) == (nbytes(body), _checksum_of(store, body)), (
+                info.version
+            )
         held, info = retrier.call(lambda: store.get_latest(key))
     except StoreError as error:
         if isinstance(error, ObjectNotFoundError) and error.certain:
             return False, None
         raise _unknown(store, key, failure) from error
-    return held == data, info.version
+    return held == b"".join(body), info.version
 
 
 def _unknown(store: ObjectStore, key: str, error: StoreError) -> CommitUnknownError:
@@ -317,17 +320,18 @@ def _replaced(store: ObjectStore, baseline: Baseline, retrier: Retrier) -> set[s
     """
     if baseline.version is None:
         return set()
+    uri = store.uri(baseline.key)
     try:
-        data, info = retrier.call(lambda: store.get_latest(baseline.key))
-    except ObjectNotFoundError:
-        info = None
-    if info is None or info.version != baseline.version:
+        fetched = retrier.call(functools.partial(fetch, store, baseline.key))
+    except (ObjectNotFoundError, CheckpointReplacedError):
+        fetched = None
+    if fetched is None or fetched.info.version != baseline.version:
         raise CheckpointConflictError(
             "the checkpoint that was to be replaced has itself been replaced or deleted since this "
             "save began; this save is discarded",
-            uri=store.uri(baseline.key),
+            uri=uri,
         )
-    return objects_of(data, store.uri(baseline.key))
+    return objects_of(fetched, uri)
 
 
 def _hidden(
@@ -343,46 +347,29 @@ def _hidden(
     below = uri.key("")
     try:
         for key in commits_of_ranks(store, below, retrier):
-            data, _ = retrier.call(functools.partial(store.get_latest, key))
-            names |= {key.removeprefix(below)} | objects_of(data, store.uri(key))
+            fetched = retrier.call(functools.partial(fetch, store, key))
+            names |= {key.removeprefix(below)} | objects_of(fetched, store.uri(key))
     except Exception as error:  # noqa: BLE001 - nothing that is wrong here may undo a commit
         logger.warning("an older checkpoint without collectives may be left behind: %s", error)
     return names
 
 
-def objects_of(metadata: bytes | bytearray, uri: str) -> set[str]:
-    """The names of the data objects and of the manifest; none if the metadata can't be trusted.
-
-    What it names may be anything beneath the prefix, also the commit object that is there by now or
-    another checkpoint: only what can be data of this one counts.
-    """
+def objects_of(fetched: Fetched, uri: str) -> set[str]:
+    """The names of the data objects that a commit object names; none if it can't be trusted."""
     try:
-        return named_objects(metadata, uri)
+        return named_objects(fetched, uri)
     except (CloudCheckpointError, MemoryError) as error:
         logger.warning("the objects of an older checkpoint are left behind: %s", error)
         return set()
 
 
-def named_objects(metadata: bytes | bytearray, uri: str) -> set[str]:
+def named_objects(fetched: Fetched, uri: str) -> set[str]:
     """The same.
 
     Raises:
         CloudCheckpointError: If the metadata can't be read.
     """
-    old = load_metadata(metadata, uri)
-    places = old.storage_data if isinstance(old.storage_data, dict) else {}
-    names = {
-        checked(entry.relative_path, uri)
-        for entry in places.values()
-        if isinstance(entry, StorageInfo)
-    }
-    identity = ManifestId.parse(getattr(old.storage_meta, "save_id", None), uri)
-    data = {name for name in names if "/" not in name and not name.endswith(METADATA)}
-    if data != names:
-        logger.warning(
-            "%s: the replaced metadata names what is no data of it, which is left as it is", uri
-        )
-    return data | ({identity.name} if identity is not None else set())
+    return CommitObject.parse(fetched, uri).names(uri)
 
 
 def publish(
@@ -392,11 +379,9 @@ def publish(
     *,
     baseline: Baseline,
     attempt: str,
-    metadata: Metadata,
-    written: Mapping[MetadataIndex, ItemRecord],
+    objects: Collection[ObjectRecord],
     own: Collection[str],
-    structure: Structure,
-    notes: bytes = b"",
+    data: Callable[[], Sequence[memoryview]],
 ) -> None:
     """Commits a checkpoint, if all of its data objects are in the store.
 
@@ -406,108 +391,41 @@ def publish(
         config: The options.
         baseline: What was there when the save began.
         attempt: The random name of this save.
-        metadata: torch's metadata; the places of the items are filled in.
-        written: Every item that some rank has written.
-        own: The names of the objects that this rank itself has written to ``store``; those of
-            others are looked for.
-        structure: How the items were nested.
-        notes: What is noted with the checkpoint, see :mod:`cloudckpt.checkpoint.notes`.
+        objects: All data objects.
+        own: The names of those that this rank itself has written to ``store``; those of others are
+            looked for.
+        data: Makes the bytes of the commit object.
 
     Raises:
-        IncompleteSaveError: If the metadata promises an item that nobody has written.
         DifferentCheckpointsError: If another rank has written to another store.
         CheckpointConflictError: If another writer has committed since the save began.
         CommitUnknownError: If the store does not say whether the commit took place.
         StoreError: If it did not take place, and will not.
     """
-    objects = {record.object.name: record.object for record in written.values()}
-
-    def manifest() -> Manifest:
-        _check_complete(metadata, written, str(uri))
-        _fill_in(metadata, written)
-        items = {(index.fqn, _tuple(index.offset)): record for index, record in written.items()}
-        return Manifest(items, store.capabilities.checksum, structure)
-
-    publish_objects(
-        store,
-        uri,
-        config,
-        baseline=baseline,
-        attempt=attempt,
-        metadata=metadata,
-        objects=list(objects.values()),
-        own=own,
-        manifest=manifest,
-        notes=notes,
-    )
-
-
-def publish_objects(
-    store: ObjectStore,
-    uri: CheckpointURI,
-    config: Config,
-    *,
-    baseline: Baseline,
-    attempt: str,
-    metadata: Metadata,
-    objects: Collection[ObjectRecord],
-    own: Collection[str],
-    manifest: Callable[[], Manifest | None],
-    notes: bytes = b"",
-) -> None:
-    """Commits a checkpoint that is made of these objects; what is not said is as in `publish`.
-
-    Args:
-        store: The store of ``uri``.
-        uri: The checkpoint.
-        config: The options.
-        baseline: What was there when the save began.
-        attempt: The random name of this save.
-        metadata: torch's metadata; they say where the items are, when ``manifest`` has returned.
-        objects: All data objects, which are in the store.
-        own: The names of those that this rank has written.
-        manifest: Makes the manifest; None for a copy of a checkpoint of another writer.
-        notes: What is noted with the checkpoint.
-    """
-    sent = sorted(record.name for record in objects)
+    names = {record.name for record in objects}
 
     def delete(names: Iterable[str]) -> None:
-        keys = [uri.key(name) for name in names]
+        keys = [uri.key(name) for name in sorted(names)]
         delete_quietly(store, keys, config.retry, threads=config.connections)
 
     retrier = Retrier(config.retry)
     try:
-        with paused_gc():
-            made = manifest()
-            content = made.to_json() if made is not None else b""
-        name = manifest_name(attempt)
-        sent.append(name)
-        key, view = uri.key(name), memoryview(content)
-        create_only = creates_only(store, config)
+        body = data()
         others = [record for record in objects if record.name not in own]
         group = TaskGroup(config.connections, name="cloudckpt-commit", interrupt=store.interrupt)
         look = Retrier(config.retry, group.cancellation)
-
-        def look_and_put() -> None:
-            look_for(store, uri, others, group, look)
-            put_whole(store, key, view, retrier, if_absent=create_only)
-
-        group.run(look_and_put)
-        conditional = conditions_work(store, config.conditional_writes, key, content, retrier)
+        group.run(lambda: look_for(store, uri, others, group, look))
+        trial = uri.key(trial_name(attempt))
+        conditional = conditions_work(store, config.conditional_writes, trial, retrier)
         unneeded = _replaced(store, baseline, retrier)
-        if made is None:
-            unneeded.add(name)  # it has only served to try the conditions
-        else:
-            metadata.storage_meta = StorageMeta(str(uri), str(made.identify(attempt, content)))
-        data = dump_metadata(metadata, notes)
         baseline.check_age(str(uri))
     except BaseException:
-        delete(sent)  # nothing can have become visible yet
+        delete(names)  # nothing can have become visible yet
         raise
     try:
-        commit(store, baseline, data, conditional=conditional, retrier=retrier)
+        commit(store, baseline, body, conditional=conditional, retrier=retrier)
     except (CheckpointConflictError, StoreError):
-        delete(sent)  # only these two say for certain that nothing became visible
+        delete(names)  # only these two say for certain that nothing became visible
         raise
     except CommitUnknownError:
         raise
@@ -518,36 +436,4 @@ def publish_objects(
             cause=error,
         ) from error
     unneeded |= _hidden(store, uri, baseline, Retrier.for_cleanup(config.retry))
-    delete(unneeded.difference(record.name for record in objects))
-
-
-def _tuple(offset: torch.Size | None) -> tuple[int, ...] | None:
-    return None if offset is None else tuple(offset)
-
-
-def _check_complete(
-    metadata: Metadata, written: Mapping[MetadataIndex, ItemRecord], uri: str
-) -> None:
-    """Whether every item that a reader may ask for was written."""
-    for fqn, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
-            wanted = [MetadataIndex(fqn, chunk.offsets) for chunk in entry.chunks]
-        else:
-            wanted = [MetadataIndex(fqn)]
-        for index in wanted:
-            if index not in written:
-                raise IncompleteSaveError(
-                    f"{fqn} (offsets {index.offset}) was planned, but no rank has written it; "
-                    "nothing was committed",
-                    uri=uri,
-                    item=fqn,
-                )
-
-
-def _fill_in(metadata: Metadata, written: Mapping[MetadataIndex, ItemRecord]) -> None:
-    """What a storage writer adds to the planner's metadata."""
-    metadata.storage_data = {
-        index: StorageInfo(record.object.name, record.offset, record.length)
-        for index, record in written.items()
-    }
-    metadata.version = CURRENT_DCP_VERSION
+    delete(unneeded - names)

@@ -1,8 +1,9 @@
-"""``.metadata``: torch's pickle, with a checksum behind it, read without running it.
+"""``.metadata``: torch's pickle, with more behind it; a pickle is read without running it.
 
-A pickle ends where it says so; torch's readers do not look at what follows. There stand the notes
-of the checkpoint (:mod:`cloudckpt.checkpoint.notes`), and a trailer with the lengths and the CRC32C
-of the pickle and of the notes, so that a damaged commit object is noticed.
+A pickle ends where it says so; torch's readers do not look at what follows. There stand the body,
+from which our readers take all (:mod:`cloudckpt.checkpoint.body`), the notes of the checkpoint
+(:mod:`cloudckpt.checkpoint.notes`), and a trailer with the lengths and the CRC32C of the three, so
+that a damaged commit object is noticed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import struct
 from collections.abc import Iterable
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 
 from cloudckpt.checkpoint.described import UnknownNameError
 from cloudckpt.checkpoint.inert_pickle import RefusedError, full_name, home
@@ -27,14 +28,16 @@ from cloudckpt.gc_pause import paused_gc
 __all__ = [
     "MOST_NOTES",
     "TAIL",
+    "Trailer",
     "add_safe_metadata_globals",
-    "dump_metadata",
     "load_metadata",
     "notes_at_end",
+    "pickle_in",
+    "with_trailer",
 ]
 
-_MAGIC = b"cloudckpt-metadata\0\1"
-_TRAILER = struct.Struct(f"<{len(_MAGIC)}sQIQI")
+_MAGIC = b"cloudckpt-metadata\0\1"  # its last byte is the version
+_TRAILER = struct.Struct(f"<QIQIQI{len(_MAGIC)}s")
 
 MOST_NOTES = 64 * 1024
 """Bytes that notes may have: they are read by one request, with what stands behind them."""
@@ -66,42 +69,46 @@ class _TrustingUnpickler(pickle.Unpickler):
         return super().find_class(home(module), name)
 
 
-def dump_metadata(metadata: Metadata, notes: bytes = b"") -> bytes:
-    """The bytes of ``.metadata``, with notes behind the pickle."""
-    shared: dict[tuple[Any, ...], TensorProperties] = {}
-
-    def lean(entry: Any) -> Any:
-        """The entry with properties that equal ones share: the pickle has them but once."""
-        if type(entry) is not TensorStorageMetadata:
-            return entry
-        properties = entry.properties
-        one = shared.setdefault(properties.__getstate__(), properties)  # type: ignore[no-untyped-call]
-        return TensorStorageMetadata(one, entry.size, entry.chunks)
-
-    with paused_gc():
-        entries = {fqn: lean(entry) for fqn, entry in metadata.state_dict_metadata.items()}
-        metadata = dataclasses.replace(metadata, state_dict_metadata=entries)
-        data = pickle.dumps(metadata, protocol=pickle.HIGHEST_PROTOCOL)
-    trailer = _TRAILER.pack(_MAGIC, len(data), CRC32C.of(data), len(notes), CRC32C.of(notes))
-    return data + notes + trailer
+def with_trailer(pickled: bytes | bytearray, body: bytes, notes: bytes) -> list[memoryview]:
+    """All bytes of a commit object: torch's pickle, our body, the notes, and the trailer."""
+    parts = (pickled, body, notes)
+    numbers = [number for part in parts for number in (len(part), CRC32C.of(part))]
+    return [memoryview(part) for part in (*parts, _TRAILER.pack(*numbers, _MAGIC)) if len(part)]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Trailer:
-    """Lengths in bytes and checksums: of the pickle, and of the notes."""
+class Trailer:
+    """Lengths in bytes and checksums: of the pickle, of the body, and of the notes."""
 
     size: int
     crc: int
+    body_size: int
+    body_crc: int
     notes_size: int
     notes_crc: int
 
     @classmethod
-    def at_end_of(cls, data: bytes | bytearray) -> _Trailer | None:
-        """That of cloudckpt; None if another writer has written this."""
-        if len(data) < _TRAILER.size:
+    def at_end_of(cls, data: bytes | bytearray, uri: str) -> Trailer | None:
+        """That of cloudckpt; None if another writer has written this.
+
+        Raises:
+            CheckpointCorruptError: If a newer cloudckpt has.
+        """
+        if data[-len(_MAGIC) : -1] != _MAGIC[:-1]:
             return None
-        magic, *fields = _TRAILER.unpack_from(data, len(data) - _TRAILER.size)
-        return cls(*fields) if magic == _MAGIC else None
+        if data[-1] != _MAGIC[-1] or len(data) < _TRAILER.size:
+            raise CheckpointCorruptError(
+                f"the checkpoint's format is not version {_MAGIC[-1]}: unless it is damaged, it "
+                "was written by a newer cloudckpt, which can read it",
+                uri=uri,
+            )
+        *fields, _ = _TRAILER.unpack_from(data, len(data) - _TRAILER.size)
+        return cls(*fields)
+
+    @property
+    def behind_pickle(self) -> int:
+        """Bytes of the commit object behind the pickle."""
+        return self.body_size + self.notes_size + _TRAILER.size
 
 
 def notes_at_end(tail: bytes | bytearray, uri: str) -> bytes:
@@ -114,7 +121,7 @@ def notes_at_end(tail: bytes | bytearray, uri: str) -> bytes:
     Raises:
         CheckpointCorruptError: If they are damaged.
     """
-    if (trailer := _Trailer.at_end_of(tail)) is None:
+    if (trailer := Trailer.at_end_of(tail, uri)) is None:
         return b""
     end = len(tail) - _TRAILER.size
     start = end - trailer.notes_size
@@ -123,24 +130,32 @@ def notes_at_end(tail: bytes | bytearray, uri: str) -> bytes:
     return notes
 
 
+def pickle_in(data: bytes | bytearray, uri: str) -> memoryview:
+    """The pickle in all of ``.metadata``, ours or of another writer.
+
+    Raises:
+        CheckpointCorruptError: If it is damaged.
+    """
+    pickled = memoryview(data)
+    if (trailer := Trailer.at_end_of(data, uri)) is not None:
+        is_whole = len(data) == trailer.size + trailer.behind_pickle
+        pickled = pickled[: trailer.size]
+        if not is_whole or CRC32C.of(pickled) != trailer.crc:
+            raise CheckpointCorruptError(
+                "the metadata does not match its checksum: restore it, or load an older checkpoint",
+                uri=uri,
+            )
+    return pickled
+
+
 def load_metadata(data: bytes | bytearray, uri: str, *, trust_pickle: bool = False) -> Metadata:
-    """Reads ``.metadata``, ours or of another writer.
+    """Reads the pickle in ``.metadata``, ours or of another writer.
 
     Raises:
         UntrustedPickleError: If it names a class or function that is not on the allow-list.
         CheckpointCorruptError: If it is damaged, or no metadata.
     """
-    body = memoryview(data)
-    if (trailer := _Trailer.at_end_of(data)) is not None:
-        body, notes = body[: trailer.size], body[trailer.size : -_TRAILER.size]
-        is_whole = body.nbytes == trailer.size and notes.nbytes == trailer.notes_size
-        if not (
-            is_whole and CRC32C.of(body) == trailer.crc and CRC32C.of(notes) == trailer.notes_crc
-        ):
-            raise CheckpointCorruptError(
-                "the metadata does not match its checksum: restore it, or load an older checkpoint",
-                uri=uri,
-            )
+    body = pickle_in(data, uri)
     try:
         with paused_gc():
             if trust_pickle:

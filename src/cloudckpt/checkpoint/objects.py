@@ -34,9 +34,9 @@ __all__ = [
     "is_committed",
     "is_metadata_of_a_rank",
     "look_for",
-    "manifest_name",
     "metadata_name",
     "rank_of",
+    "trial_name",
 ]
 
 logger = logging.getLogger("cloudckpt")
@@ -79,9 +79,9 @@ def commits_of_ranks(store: ObjectStore, below: str, retrier: Retrier) -> list[s
     return [info.key for info in listed if is_metadata_of_a_rank(info.key.removeprefix(below))]
 
 
-def manifest_name(attempt: str) -> str:
-    """The manifest of an attempt."""
-    return f".manifest.{attempt}.json"
+def trial_name(attempt: str) -> str:
+    """An object on which a save tries whether its store honours conditions; it is deleted then."""
+    return f".conditions.{attempt}"
 
 
 def checked(name: object, uri: str) -> str:

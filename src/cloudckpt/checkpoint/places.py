@@ -1,7 +1,7 @@
-"""Where the items of a loaded checkpoint lie, as its metadata and manifest say.
+"""Where the items of a loaded checkpoint lie, as its metadata and its objects' indexes say.
 
-Checkpoints of torch and other writers have no manifest. Each of their items is a zip archive of its
-own, whose directory stands in its last bytes and the description of the tensor in its first ones;
+Objects of torch and other writers have no index. Each of their items is a zip archive of its own,
+whose directory stands in its last bytes and the description of the tensor in its first ones;
 reading these few tells where the tensor's bytes are.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import io
+import logging
 import math
 import struct
 import zipfile
@@ -18,14 +19,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from cloudckpt.checkpoint.committed import CommitObject
 from cloudckpt.checkpoint.envelope import unwarned
+from cloudckpt.checkpoint.index import ObjectIndex
 from cloudckpt.checkpoint.inert_pickle import Called, describe
-from cloudckpt.checkpoint.manifest import ItemRecord, Manifest
 from cloudckpt.checkpoint.objects import checked
 from cloudckpt.checkpoint.torch_private import StorageInfo
-from cloudckpt.checksum import Blocks
+from cloudckpt.checkpoint.written import WrittenObject
+from cloudckpt.checksum import CRC32C, Blocks, ChecksumAlgorithm
 from cloudckpt.config import Config
 from cloudckpt.errors import CheckpointCorruptError
 from cloudckpt.gc_pause import paused_gc
@@ -37,6 +40,9 @@ from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI
 
 __all__ = ["ItemPlace", "Places", "StoredTensor", "TensorDescription", "describe_tensor", "locate"]
+
+
+logger = logging.getLogger("cloudckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,23 +70,18 @@ class ItemPlace:
 
 
 class Places:
-    """Finds the items of one checkpoint.
+    """Finds the items of one checkpoint. The indexes that it has read are kept.
 
     Args:
         uri: The checkpoint.
-        entries: ``storage_data`` of torch's metadata.
-        manifest: The manifest, or None for a checkpoint of another writer.
+        commit: What its commit object says; None if nothing was read yet.
     """
 
-    def __init__(
-        self,
-        uri: CheckpointURI,
-        entries: Mapping[MetadataIndex, StorageInfo],
-        manifest: Manifest | None,
-    ) -> None:
+    def __init__(self, uri: CheckpointURI, commit: CommitObject | None) -> None:
         self._uri = uri
-        self._entries = entries
-        self._manifest = manifest
+        self._commit = commit
+        self._objects = {one.name: one for one in commit.objects} if commit is not None else {}
+        self._indexes: dict[str, ObjectIndex | None] = {}
 
     def find(
         self,
@@ -91,81 +92,150 @@ class Places:
     ) -> list[ItemPlace]:
         """The places of items, in the same order.
 
-        Without a manifest, this reads the edges of the items that hold tensors.
+        This reads the indexes of the objects that they are in; without these the edges of the items
+        that hold tensors.
 
         Raises:
             CheckpointCorruptError: If an item has no place, or a contradictory one.
         """
         with paused_gc():
-            if self._manifest is not None:
-                return [self._in_manifest(index, self._manifest) for index in indices]
-            places = [self._whole(index) for index in indices]
+            wholes = [self._whole(index) for index in indices]
+        self._read_indexes({name for name, _, _ in wholes}, store, config, stats)
+        with paused_gc():
+            places = [
+                self._place(index, *whole) for index, whole in zip(indices, wholes, strict=True)
+            ]
         probed = [
             place.whole
-            for index, place in zip(indices, places, strict=True)
-            if index.offset is not None and not place.transforms
+            for index, place, (name, _, _) in zip(indices, places, wholes, strict=True)
+            if index.offset is not None and not place.transforms and not self._indexes.get(name)
         ]
+        if not probed:
+            return places
         found = locate(store, probed, config, stats)
-        return [replace(place, tensor=found.get(place.whole)) for place in places]
+        return [
+            replace(place, tensor=found[place.whole]) if place.whole in found else place
+            for place in places
+        ]
+
+    def read_indexes(self, store: ObjectStore, config: Config) -> None:
+        """Reads the indexes of all objects, as far as that was not done yet.
+
+        Raises:
+            CheckpointCorruptError: If one is damaged.
+            StoreError: If the store refuses or stays unreachable.
+        """
+        self._read_indexes(set(self._objects), store, config, TransferStats(str(self._uri)))
 
     def whole(self, index: MetadataIndex) -> StoredBytes:
-        """The bytes of an item, with their checksums if there is a manifest.
+        """The data proper of an item with their checksums, if its index was read; else all of it.
 
         Raises:
             CheckpointCorruptError: If it has no place, or a contradictory one.
         """
-        if self._manifest is not None:
-            return self._in_manifest(index, self._manifest).whole
-        return self._whole(index).whole
+        return self._place(index, *self._whole(index)).whole
 
-    def _entry(self, index: MetadataIndex) -> StorageInfo:
-        entry = self._entries.get(index)
-        if not isinstance(entry, StorageInfo):
-            raise self._corrupt(
-                f"the metadata does not say where {index.fqn} (offsets {index.offset}) is", index
-            )
-        return entry
+    def length_of(self, index: MetadataIndex) -> int:
+        """The bytes of an item.
 
-    def _whole(self, index: MetadataIndex) -> ItemPlace:
-        entry = self._entry(index)
-        key = self._uri.key(checked(entry.relative_path, str(self._uri)))
-        whole = StoredBytes(key, entry.offset, entry.length, None, None, index.fqn)
-        # older versions of torch do not write this field
-        return ItemPlace(whole, None, getattr(entry, "transform_descriptors", None) or ())
+        Raises:
+            CheckpointCorruptError: If it has no place.
+        """
+        return self._whole(index)[1].nbytes
 
-    def _in_manifest(self, index: MetadataIndex, manifest: Manifest) -> ItemPlace:
-        entry = self._entry(index)
-        offsets = None if index.offset is None else tuple(index.offset)
-        record = manifest.items.get((index.fqn, offsets))
-        if record is None or (record.object.name, record.offset, record.length) != (
-            entry.relative_path,
-            entry.offset,
-            entry.length,
-        ):
-            raise self._corrupt("manifest and metadata contradict each other", index)
-        checksum = manifest.checksum
-        raw = StoredBytes(
-            self._uri.key(record.object.name),
-            record.raw_offset,
-            record.raw_length,
-            Blocks(checksum, record.block_size, checksum.unpack(record.checksums)),
-            record.object.size,
-            index.fqn,
+    def _whole(self, index: MetadataIndex) -> tuple[str, StoredBytes, Sequence[str]]:
+        """The object of an item, its bytes, and the transforms that were applied to them."""
+        commit, inventory = self._commit, self._commit.inventory if self._commit else None
+        if inventory is not None:
+            row = inventory.row_of(index)
+            if row is not None:
+                found, offset, length = inventory.extent_of(row)
+                key = self._uri.key(found.name)
+                whole = StoredBytes(key, offset, length, None, found.size, index.fqn)
+                return found.name, whole, ()
+        elif commit is not None and isinstance(commit.metadata.storage_data, Mapping):
+            entry = commit.metadata.storage_data.get(index)
+            if isinstance(entry, StorageInfo):
+                name = checked(entry.relative_path, str(self._uri))
+                key, known = self._uri.key(name), self._objects.get(name)
+                size = known.size if known is not None else None
+                whole = StoredBytes(key, entry.offset, entry.length, None, size, index.fqn)
+                # older versions of torch do not write this field
+                return name, whole, getattr(entry, "transform_descriptors", None) or ()
+        raise self._corrupt(
+            f"the metadata does not say where {index.fqn} (offsets {index.offset}) is", index
         )
-        if record.dtype is None:
-            return ItemPlace(raw, None)
-        return ItemPlace(raw, StoredTensor(raw, self._dtype(record, index), record.shape))
 
-    def _dtype(self, record: ItemRecord, index: MetadataIndex) -> torch.dtype:
-        dtype = getattr(torch, record.dtype or "", None)
-        size = math.prod(record.shape)
-        if not isinstance(dtype, torch.dtype) or size * dtype.itemsize != record.raw_length:
-            raise self._corrupt(
-                f"the manifest describes {index.fqn} wrongly, or this torch does not know the "
-                f"type {record.dtype}",
-                index,
-            )
-        return dtype
+    def _read_indexes(
+        self, names: set[str], store: ObjectStore, config: Config, stats: TransferStats
+    ) -> None:
+        """Reads the indexes of objects, as far as they were not read yet."""
+        records = [
+            self._objects[name]
+            for name in sorted(names)
+            if name in self._objects and name not in self._indexes
+        ]
+        sinks = [BytesSink(record.index_size) for record in records]
+        wanted = [
+            Wanted(self._index_bytes(record), 0, record.index_size, sink, True)
+            for record, sink in zip(records, sinks, strict=True)
+        ]
+        download(store, wanted, config, stats)
+        for record, sink in zip(records, sinks, strict=True):
+            try:
+                found = ObjectIndex(sink.data, record, self._checksum, self._uri_of(record))
+            except CheckpointCorruptError as error:
+                if config.verify:
+                    raise
+                logger.warning("read without checksums: %s", error)
+                self._indexes[record.name] = None  # the edges of its items will do
+            else:
+                self._indexes[record.name] = found
+
+    def _index_bytes(self, record: WrittenObject) -> StoredBytes:
+        start, size = record.size - record.index_size, record.index_size
+        key, blocks = self._uri.key(record.name), Blocks(CRC32C, size, (record.index_crc,))
+        return StoredBytes(key, start, size, blocks, record.size, f"the index of {record.name}")
+
+    def _uri_of(self, record: WrittenObject) -> str:
+        return f"{self._uri}/{record.name}"
+
+    @property
+    def _checksum(self) -> ChecksumAlgorithm:
+        assert self._commit is not None
+        assert self._commit.body is not None  # it names objects
+        return self._commit.body.checksum
+
+    def _place(
+        self, index: MetadataIndex, name: str, whole: StoredBytes, transforms: Sequence[str]
+    ) -> ItemPlace:
+        found = self._indexes.get(name)
+        if found is None:
+            return ItemPlace(whole, None, transforms)
+        item = found.find(whole.offset, whole.nbytes, index.fqn)
+        raw = replace(
+            whole, offset=whole.offset + item.head, nbytes=item.raw_length, blocks=item.blocks
+        )
+        if item.dtype is None:
+            return ItemPlace(raw, None)
+        shape = self._shape(index)
+        if math.prod(shape) * item.dtype.itemsize != item.raw_length:
+            raise self._corrupt("index and metadata contradict each other", index)
+        return ItemPlace(raw, StoredTensor(raw, item.dtype, shape))
+
+    def _shape(self, index: MetadataIndex) -> tuple[int, ...]:
+        assert self._commit is not None
+        inventory = self._commit.inventory
+        if inventory is not None:
+            row = inventory.row_of(index)
+            assert row is not None  # it has a place
+            return inventory.shape_of(index.fqn, row)
+        entry = self._commit.metadata.state_dict_metadata.get(index.fqn)
+        chunks = entry.chunks if isinstance(entry, TensorStorageMetadata) else ()
+        for chunk in chunks:
+            if chunk.offsets == index.offset:
+                return tuple(chunk.sizes)
+        raise self._corrupt(f"the metadata does not say which shape {index.fqn} has", index)
 
     def _corrupt(self, message: str, index: MetadataIndex) -> CheckpointCorruptError:
         return CheckpointCorruptError(message, uri=str(self._uri), item=index.fqn)
@@ -181,7 +251,7 @@ _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 def locate(
     store: ObjectStore, items: Sequence[StoredBytes], config: Config, stats: TransferStats
 ) -> Mapping[StoredBytes, StoredTensor | None]:
-    """The plain tensors in items without a manifest; None for what only ``torch.load`` can read."""
+    """The plain tensors in items without an index; None for what only ``torch.load`` can read."""
     edges: dict[StoredBytes, tuple[BytesSink, BytesSink]] = {}
     wanted: list[Wanted] = []
     for item in dict.fromkeys(items):

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cloudckpt.checkpoint.envelope import envelope, has_stored_form
-from cloudckpt.checkpoint.manifest import ItemRecord
-from cloudckpt.checkpoint.objects import ObjectRecord
-from cloudckpt.checksum import BlockChecksums, ChecksumAlgorithm, block_size_for
+from cloudckpt.checkpoint.index import (
+    LONGEST_EDGE,
+    MOST_INDEX,
+    code_of,
+    index_bytes,
+    index_growth,
+    index_size,
+)
+from cloudckpt.checkpoint.written import WrittenObject
+from cloudckpt.checksum import CRC32C, BlockChecksums, ChecksumAlgorithm, block_size_for
 from cloudckpt.errors import UnsupportedTensorError
 from cloudckpt.transfer.boxes import ALIGNMENT, padding
 from cloudckpt.transfer.memory import bytes_of, has_memory, is_plain
@@ -26,48 +35,101 @@ _ZEROS = bytes(ALIGNMENT)
 
 
 @dataclass(frozen=True, slots=True)
-class OpenObject:
-    """An object under construction: its upload, its name, and the bytes that it can have."""
-
-    upload: ObjectUpload
-    name: str
-    capacity: int
-
-
-@dataclass(slots=True)
 class PendingItem:
-    """An item that was written, but whose object may not be complete."""
+    """An item that was written, but whose object may not be complete.
 
-    target: OpenObject
+    Attributes:
+        object: The number of its object among those of this rank.
+        offset: Its first byte there, envelope included.
+        length: Its bytes, envelope included.
+        head: Bytes of the envelope before the data proper.
+        raw_length: Bytes of the data proper.
+        dtype: The number of its element type in the index; 0 if it is no plain tensor.
+        checksums: Those of its blocks; or that of its only block, if it is known.
+    """
+
+    object: int
     offset: int
     length: int
-    raw_offset: int
+    head: int
     raw_length: int
-    dtype: str | None
-    shape: tuple[int, ...]
+    dtype: int
     checksums: BlockChecksums | int
-    """Those of its blocks; or that of its only block, if it is known."""
 
-    def record(self, objects: dict[str, ObjectRecord]) -> ItemRecord:
-        """The record, once all uploads are complete; ``objects`` shares those of one object."""
-        name, upload = self.target.name, self.target.upload
-        if name not in objects:
-            objects[name] = ObjectRecord(name, upload.position, upload.checksum)
+    @property
+    def sums(self) -> tuple[int, ...]:
+        """Those of its blocks, once all of it was looked at."""
         if isinstance(self.checksums, int):
-            found: tuple[int, ...] = (self.checksums,) if self.raw_length else ()
-        else:
-            found = self.checksums.finish(self.raw_length)
-        return ItemRecord(
-            object=objects[name],
-            offset=self.offset,
-            length=self.length,
-            raw_offset=self.raw_offset,
-            raw_length=self.raw_length,
-            dtype=self.dtype,
-            shape=self.shape,
-            block_size=block_size_for(self.raw_length),
-            checksums=upload.algorithm.pack(found),
+            return (self.checksums,) if self.raw_length else ()
+        return self.checksums.finish(self.raw_length)
+
+
+class OpenObject:
+    """An object under construction.
+
+    Attributes:
+        upload: Its upload.
+        ordinal: Its number among the objects of this rank.
+        attempt: The random part of its name.
+        items: What was written to it.
+    """
+
+    def __init__(self, upload: ObjectUpload, ordinal: int, attempt: str, capacity: int) -> None:
+        """``capacity``: the most bytes that it can have, the index included."""
+        self.upload = upload
+        self.ordinal = ordinal
+        self.attempt = attempt
+        self.items: list[PendingItem] = []
+        self._capacity = capacity
+        self._index = index_size((), upload.algorithm)
+
+    def has_room(self, position: int, length: int) -> bool:
+        """Whether an item of ``length`` bytes fits behind ``position``, and the index behind it."""
+        index = self._index + index_growth(length, self.upload.algorithm)
+        return position + length + 2 * ALIGNMENT + index <= self._capacity and index <= MOST_INDEX
+
+    def add(
+        self,
+        offset: int,
+        length: int,
+        head: int,
+        raw_length: int,
+        dtype: int,
+        checksums: BlockChecksums | int,
+    ) -> PendingItem:
+        """Notes an item that was written to it."""
+        item = PendingItem(self.ordinal, offset, length, head, raw_length, dtype, checksums)
+        self.items.append(item)
+        self._index += index_growth(raw_length, self.upload.algorithm)
+        return item
+
+
+class _IndexAtEnd:
+    """The index of an object, whose size is known when its last item is, and its bytes later."""
+
+    def __init__(self, items: Sequence[PendingItem], algorithm: ChecksumAlgorithm) -> None:
+        self._items = items
+        self._algorithm = algorithm
+        size = index_size([item.raw_length for item in items], algorithm)
+        self.data = bytearray(size)
+        self.crc = 0
+        self._is_made = False
+
+    def make(self) -> None:
+        """Fills in the bytes: when the checksums of all items are known."""
+        if self._is_made:
+            return
+        items = self._items
+        self.data[:] = index_bytes(
+            [item.head for item in items],
+            [item.length - item.head - item.raw_length for item in items],
+            [item.dtype for item in items],
+            [item.raw_length for item in items],
+            list(itertools.chain.from_iterable(item.sums for item in items)),
+            self._algorithm,
         )
+        self.crc = CRC32C.of(self.data)
+        self._is_made = True
 
 
 def check_supported(tensor: torch.Tensor, fqn: str) -> None:
@@ -128,6 +190,23 @@ class ShardWriter:
         self._opened = 0
         self._lanes: dict[bool, OpenObject] = {}
         self._packer: Packer | None = None
+        self._indexes: list[tuple[OpenObject, _IndexAtEnd]] = []
+
+    def objects(self, rank: int) -> tuple[WrittenObject, ...]:
+        """What was written, once all uploads are complete."""
+        found = [
+            WrittenObject(
+                rank,
+                made.ordinal,
+                made.attempt,
+                made.upload.position,
+                made.upload.checksum,
+                len(index.data),
+                index.crc,
+            )
+            for made, index in self._indexes
+        ]
+        return tuple(sorted(found, key=lambda one: one.ordinal))
 
     def add_tensor(self, tensor: torch.Tensor, fqn: str) -> PendingItem:
         """Writes a strided tensor of any device and strides; ``fqn`` is for messages."""
@@ -135,7 +214,11 @@ class ShardWriter:
         plain = is_plain(tensor)
         around = envelope(tensor.dtype, shape)
         length = len(around.head) + nbytes + len(around.tail)
-        dtype = str(tensor.dtype).removeprefix("torch.")
+        dtype, head = code_of(tensor.dtype), len(around.head)
+        if dtype is None or max(head, len(around.tail)) > LONGEST_EDGE:
+            buffer = io.BytesIO()
+            torch.save(tensor.contiguous(), buffer)
+            return self.add_bytes(buffer.getvalue())
         if plain and nbytes < PACKED_BELOW:
             raw = bytes_of(tensor)
             if self._zip_crc32:
@@ -143,10 +226,8 @@ class ShardWriter:
                 around = envelope.__wrapped__(tensor.dtype, shape, zlib.crc32(raw))
             target, offset, packed = self._pack((around.head, raw, around.tail), length)
             # of the copy: the tensor may have changed since it was made
-            first = len(around.head)
-            only = self._checksum.of(packed[first : first + nbytes])
-            at = offset + first
-            return PendingItem(target, offset, length, at, nbytes, dtype, shape, only)
+            only = self._checksum.of(packed[head : head + nbytes])
+            return target.add(offset, length, head, nbytes, dtype, only)
         checksums = BlockChecksums(self._checksum, block_size_for(nbytes))
         target, offset = self._room_for(length, staged=not plain)
         upload = target.upload
@@ -162,8 +243,7 @@ class ShardWriter:
         if self._zip_crc32:
             around = envelope.__wrapped__(tensor.dtype, shape, crc32)
         upload.write(Piece(memoryview(around.tail)))
-        at = offset + len(around.head)
-        return PendingItem(target, offset, length, at, nbytes, dtype, shape, checksums)
+        return target.add(offset, length, head, nbytes, dtype, checksums)
 
     def add_bytes(self, data: bytes) -> PendingItem:
         """Writes bytes as they are."""
@@ -171,18 +251,26 @@ class ShardWriter:
         if length < PACKED_BELOW:
             target, offset, _ = self._pack((view,), length)
             only = self._checksum.of(view)
-            return PendingItem(target, offset, length, offset, length, None, (), only)
+            return target.add(offset, length, 0, length, 0, only)
         checksums = BlockChecksums(self._checksum, block_size_for(length))
         target, offset = self._room_for(length, staged=False)
         target.upload.write(Piece(view, checksums, owner=data))
-        return PendingItem(target, offset, length, offset, length, None, (), checksums)
+        return target.add(offset, length, 0, length, 0, checksums)
 
     def close(self) -> None:
         """Ends the last objects."""
         if self._packer is not None:
             self._packer.flush()
         for lane in self._lanes.values():
-            lane.upload.close()
+            self._end(lane)
+
+    def _end(self, lane: OpenObject) -> None:
+        """Writes the index of an object, behind its last item."""
+        if gap := padding(lane.upload.position):
+            lane.upload.write(Piece(memoryview(_ZEROS)[:gap]))
+        index = _IndexAtEnd(lane.items, self._checksum)
+        self._indexes.append((lane, index))
+        lane.upload.close(Piece(memoryview(index.data), made=index.make))
 
     def _pieces(
         self, tensor: torch.Tensor, checksums: BlockChecksums, plain: bool
@@ -206,9 +294,10 @@ class ShardWriter:
         if lane is None or self._packer is None:
             lane, _ = self._room_for(length, staged=True)
             self._packer = Packer(lane.upload, self._pool)
-        elif self._packer.position + length + ALIGNMENT > lane.capacity:
+        elif not lane.has_room(self._packer.position, length):
             self._packer.flush()
-            lane, _ = self._room_for(lane.capacity, staged=True)
+            self._end(self._lanes.pop(True))
+            lane, _ = self._room_for(length, staged=True)
             self._packer = Packer(lane.upload, self._pool)
         return lane, *self._packer.append(buffers, length)
 
@@ -219,8 +308,8 @@ class ShardWriter:
         lane = self._lanes.get(staged)
         if lane is not None:
             gap = padding(lane.upload.position)
-            if lane.upload.position + gap + length > lane.capacity:
-                lane.upload.close()
+            if not lane.has_room(lane.upload.position, length):
+                self._end(lane)
                 lane = None
             elif gap:
                 lane.upload.write(Piece(memoryview(_ZEROS)[:gap]))

@@ -4,7 +4,7 @@ torch flattens nested dicts and lists into one dict. The paths that it keeps hav
 place of all keys of dicts, and nothing of a dict that is empty: ``optimizer.state_dict()``, whose
 state is keyed by integers, would come back in a form that ``load_state_dict`` takes for that of an
 optimizer without state. A :class:`Structure` holds the difference, and nothing for state dicts
-whose keys are strings and whose dicts all hold something. It is stored in the manifest.
+whose keys are strings and whose dicts all hold something. The commit object has it.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Structure:
         return cls(keys, empty)
 
     def to_json(self) -> dict[str, Any]:
-        """What the manifest has of it."""
+        """What the commit object has of it."""
         keys = [
             [path, [[element, _encoded(key)] for element, key in of_dict.items()]]
             for path, of_dict in self.keys.items()

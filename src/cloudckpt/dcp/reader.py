@@ -6,8 +6,8 @@ import dataclasses
 import logging
 import os
 import uuid
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from cloudckpt.checkpoint.manifest import Manifest, ManifestId
-from cloudckpt.checkpoint.metadata import load_metadata
+from cloudckpt.checkpoint.committed import CommitObject, Fetched, read_commit
+from cloudckpt.checkpoint.inventory import Inventory
 from cloudckpt.checkpoint.objects import beneath, metadata_name
 from cloudckpt.checkpoint.places import Places
 from cloudckpt.checkpoint.structure import Structure
@@ -39,7 +39,6 @@ from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["CloudStorageReader"]
 
-T = TypeVar("T")
 logger = logging.getLogger("cloudckpt")
 
 
@@ -92,22 +91,22 @@ class CloudStorageReader(StorageReader):
     @property
     def structure(self) -> Structure:
         """How what was saved was nested, beyond what the metadata says; once that was read."""
-        return self._manifest.structure if self._manifest is not None else Structure()
+        return self._commit.structure if self._commit is not None else Structure()
 
     @property
-    def manifest(self) -> Manifest | None:
-        """The manifest of the metadata that were read last; those of other writers have none."""
-        return self._manifest
+    def inventory(self) -> Inventory | None:
+        """Names and chunks in columns, once the metadata was read; other writers have none."""
+        return self._commit.inventory if self._commit is not None else None
 
     @property
-    def committed(self) -> ObjectInfo | None:
-        """The commit object that was read last."""
-        return self._committed
+    def commit(self) -> CommitObject | None:
+        """What the commit object that was read last says."""
+        return self._commit
 
     @property
     def has_checksums(self) -> bool:
         """Whether the checkpoint can be verified; once its metadata was read."""
-        return self._manifest is not None
+        return self._commit is not None and self._commit.body is not None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -122,18 +121,21 @@ class CloudStorageReader(StorageReader):
         self.failure: CloudCheckpointError | None = None
         self.reads_alone = False
         self._load_id = str(uuid.uuid4())
-        self._places = Places(self.uri, {}, None)
-        self._manifest: Manifest | None = None
-        self._committed: ObjectInfo | None = None
+        self._places = Places(self.uri, None)
+        self._commit: CommitObject | None = None
+        self._fetched: Fetched | None = None
         self._save_id: str | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Reads the commit object and the manifest it names.
+        """Reads the commit object: what this reader needs of it, by two requests mostly.
+
+        Of a checkpoint of ours, the mappings in the result make torch's objects when they are asked
+        for.
 
         Raises:
             CheckpointNotFoundError: If the store says that there is no committed checkpoint.
             UntrustedPickleError: If the metadata names code that is not on the allow-list.
-            CheckpointCorruptError: If metadata or manifest are damaged.
+            CheckpointCorruptError: If it is damaged.
             CheckpointReplacedError: If it was replaced meanwhile, again and again.
         """
         # torch asks for the metadata of one rank through a parameter named exactly `kwargs`
@@ -161,12 +163,9 @@ class CloudStorageReader(StorageReader):
 
     def _read_metadata(self, rank: int | None) -> Metadata:
         key = self.uri.key(metadata_name(rank))
-        uri = self._store().uri(key)
         try:
-            metadata, self._committed = self._parsed(
-                self._store().get_latest,
-                key,
-                lambda data: load_metadata(data, uri, trust_pickle=self.trust_pickle),
+            commit, fetched = read_commit(
+                self._store(), key, Retrier(self.config.retry), trust_pickle=self.trust_pickle
             )
         except ObjectNotFoundError as error:
             found = beneath(self._store(), self.uri) if rank is None else ""
@@ -175,55 +174,46 @@ class CloudStorageReader(StorageReader):
                 + (found or "Check the location; a save that was interrupted leaves none"),
                 uri=str(self.uri),
             ) from error
+        return self._taken(commit, fetched, is_shared=rank is None)
+
+    def packed(self) -> bytes:
+        """What was read, for the readers of other ranks: see :meth:`adopt`."""
+        if self._fetched is None:
+            raise ValueError("no metadata was read yet")
+        return self._fetched.pack()
+
+    def adopt(self, packed: bytes | bytearray | memoryview) -> Metadata:
+        """Takes the metadata that another rank's reader of this checkpoint has read.
+
+        Args:
+            packed: What :meth:`packed` has returned there.
+
+        Raises:
+            UntrustedPickleError: If another writer's names code that is not on the allow-list.
+            CheckpointCorruptError: If it is damaged.
+        """
+        fetched = Fetched.unpack(packed)
+        uri = self._store().uri(fetched.info.key)
+        commit = CommitObject.parse(fetched, uri, trust_pickle=self.trust_pickle)
+        return self._taken(commit, fetched, is_shared=True)
+
+    def _taken(self, commit: CommitObject, fetched: Fetched, *, is_shared: bool) -> Metadata:
+        self._commit, self._fetched = commit, fetched
+        metadata = commit.metadata
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         assert metadata.storage_meta is not None
         metadata.storage_meta.load_id = self._load_id
-        self._save_id = metadata.storage_meta.save_id if rank is None else None
-        identity = ManifestId.parse(metadata.storage_meta.save_id, uri)
-        try:
-            self._manifest = self._read_manifest(identity) if identity is not None else None
-        except CheckpointCorruptError as error:
-            self._check_unchanged(error)
-            raise
+        if commit.body is not None:  # what is stored does not say so: it may have been copied
+            metadata.storage_meta.checkpoint_id = str(self.uri)
+        self._save_id = metadata.storage_meta.save_id if is_shared else None
         return metadata
-
-    def _read_manifest(self, identity: ManifestId) -> Manifest | None:
-        key = self.uri.key(identity.name)
-        uri = self._store().uri(key)
-        try:
-            return self._parsed(
-                self._store().get, key, lambda data: Manifest.from_json(data, identity, uri)
-            )[0]
-        except ObjectNotFoundError as error:
-            if not self.config.verify:
-                return None
-            raise CheckpointCorruptError(
-                "the manifest with the checksums is gone; Config(verify=False) loads without it",
-                uri=uri,
-            ) from error
-
-    def _parsed(
-        self,
-        get: Callable[[str], tuple[bytearray, ObjectInfo]],
-        key: str,
-        parse: Callable[[bytearray], T],
-    ) -> tuple[T, ObjectInfo]:
-        """A whole object; fetched once more if it seems to be damaged."""
-        retrier = Retrier(self.config.retry)
-        data, info = retrier.call(lambda: get(key))
-        try:
-            return parse(data), info
-        except CheckpointCorruptError as error:
-            logger.warning("fetched again: %s", error)
-            data, info = retrier.call(lambda: get(key))
-            return parse(data), info
 
     def _check_unchanged(self, error: CheckpointCorruptError) -> None:
         """Raises CheckpointReplacedError if the metadata that was read is no longer there."""
-        if self._committed is not None:
+        if self._commit is not None:
             uri, retry = str(self.uri), self.config.retry
-            check_unchanged(self._store(), self._committed, uri, retry, error)
+            check_unchanged(self._store(), self._commit.info, uri, retry, error)
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -236,11 +226,16 @@ class CloudStorageReader(StorageReader):
 
     def places_in(self, metadata: Metadata) -> Places:
         """Where the items are, of which this reader has read the metadata last."""
-        if not isinstance(metadata.storage_data, dict):
+        places, commit = metadata.storage_data, self._commit
+        if not isinstance(places, Mapping):
             raise CheckpointCorruptError(
                 "the metadata does not say where the items are", uri=str(self.uri)
             )
-        return Places(self.uri, metadata.storage_data, self._manifest)
+        if commit is not None and places is commit.metadata.storage_data:
+            return Places(self.uri, commit)
+        body = None if commit is None or commit.body is None else commit.body.by_pickle()
+        info = ObjectInfo("", 0, "") if commit is None else commit.info
+        return Places(self.uri, CommitObject(info, metadata, body))
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return dataclasses.replace(plan, storage_data=LoadedSave(str(self.uri), self._save_id))

@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
 
-from cloudckpt.checkpoint.objects import ObjectRecord
+from cloudckpt.checkpoint.objects import data_name
 from cloudckpt.checkpoint.shard import (
     OpenObject,
     PendingItem,
@@ -19,9 +18,9 @@ from cloudckpt.checkpoint.shard import (
     travels_as_bytes,
 )
 from cloudckpt.checkpoint.values import forewarn
+from cloudckpt.checkpoint.written import Extents, WrittenObject
 from cloudckpt.config import Config
 from cloudckpt.errors import ShapeMismatchError, UnsupportedTensorError
-from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.memory import settled
@@ -33,6 +32,8 @@ from cloudckpt.transfer.upload import ObjectUpload, creates_only
 from cloudckpt.uri import CheckpointURI
 
 __all__ = ["expected_size", "send"]
+
+_PICKLED = WriteItemType.BYTE_IO
 
 
 def expected_size(items: Sequence[WriteItem]) -> int:
@@ -54,8 +55,11 @@ def send(
     uri: CheckpointURI,
     config: Config,
     stats: TransferStats,
-    named: Callable[[int], str],
-) -> list[WriteResult]:
+    *,
+    rank: int,
+    attempt: str,
+    began: Callable[[str], None],
+) -> tuple[tuple[WrittenObject, ...], Extents]:
     """Sends the items of one rank; returns when the store has all of them.
 
     If it raises, nothing of them is left there.
@@ -67,18 +71,20 @@ def send(
         uri: The checkpoint.
         config: The options.
         stats: Counts what is sent.
-        named: The name of an object, by its number (0, 1, …); asked for before it is begun.
+        rank: That of this process.
+        attempt: The random part of the names of its objects.
+        began: Told the name of each object before it is begun.
 
     Returns:
-        Of each item its place: the location and the record.
+        The objects, and where in them the items are, in the order of ``items``.
     """
     if not items:
-        return []
+        return (), Extents.none()
     uploads: list[ObjectUpload] = []
     group = TaskGroup(config.connections, name="cloudckpt-save", interrupt=store.interrupt)
     retrier = Retrier(config.retry, group.cancellation, on_retry=stats.add_retry)
     pool = StagingPool(config.memory_budget, group.cancellation)
-    where, expected = str(uri), expected_size(items)
+    expected = expected_size(items)
 
     def open_object(ordinal: int, staged: bool) -> OpenObject:
         part_size = choose_part_size(
@@ -88,21 +94,24 @@ def send(
             connections=config.connections,
             copied=config.memory_budget if staged else None,
         )
-        name, create_only = named(ordinal), creates_only(store, config)
+        name, create_only = data_name(rank, ordinal, attempt), creates_only(store, config)
+        began(name)
         upload = ObjectUpload(
             store, uri.key(name), part_size, group, retrier, stats, create_only=create_only
         )
         uploads.append(upload)
-        return OpenObject(upload, name, part_size * store.capabilities.max_parts)
+        return OpenObject(upload, ordinal, attempt, part_size * store.capabilities.max_parts)
 
     shard = ShardWriter(
         open_object, pool, checksum=store.capabilities.checksum, zip_crc32=config.zip_crc32
     )
-    pending: list[tuple[WriteItem, PendingItem]] = []
+    rows = [(0, 0, 0)] * len(items)
 
     def produce() -> None:
-        for item in items:
-            pending.append((item, _write(item, planner, shard, where)))
+        # what is pickled comes last: how long it is can't be foreseen, and nothing else shifts
+        for number in sorted(range(len(items)), key=lambda n: items[n].type == _PICKLED):
+            written = _write(items[number], planner, shard, str(uri))
+            rows[number] = (written.object, written.offset, written.length)
         shard.close()
 
     try:
@@ -113,12 +122,7 @@ def send(
         raise
     finally:
         pool.close()
-    objects: dict[str, ObjectRecord] = {}
-    with paused_gc():
-        return [
-            WriteResult(item.index, written.length, (where, written.record(objects)))
-            for item, written in pending
-        ]
+    return shard.objects(rank), Extents.of(rows)
 
 
 def _write(item: WriteItem, planner: SavePlanner, shard: ShardWriter, uri: str) -> PendingItem:

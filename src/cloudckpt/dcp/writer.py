@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from cloudckpt.checkpoint.commit import Baseline, begin, publish
+from cloudckpt.checkpoint.commit import Baseline, begin, named_objects, publish
+from cloudckpt.checkpoint.committed import fetch
+from cloudckpt.checkpoint.draft import Draft
 from cloudckpt.checkpoint.notes import Notes, with_timing
-from cloudckpt.checkpoint.objects import METADATA, data_name, metadata_name
+from cloudckpt.checkpoint.objects import METADATA, ObjectRecord, metadata_name
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.timing import RankTiming, SaveTiming
 from cloudckpt.checkpoint.torch_private import state_dict_being_planned, traverse_state_dict
+from cloudckpt.checkpoint.written import Written
 from cloudckpt.config import Config
 from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.dcp.planners import CloudSavePlanner
-from cloudckpt.dcp.same_checkpoint import collect_told, collect_written, told
 from cloudckpt.dcp.saving import expected_size, send
 from cloudckpt.errors import (
     CheckpointExistsError,
@@ -201,16 +204,22 @@ class CloudStorageWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Sends this rank's items; returns when the store has all of them."""
+        written = self.send(plan, planner)
+        told = dataclasses.replace(written, indices=tuple(item.index for item in plan.items))
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([WriteResult(MetadataIndex(""), 0, told)])
+        return future
+
+    def send(self, plan: SavePlan, planner: SavePlanner) -> Written:
+        """Sends this rank's items; says what the store has when it has all of them."""
         sending = self._tell_plan()
         stats = TransferStats(str(self.uri), self._rank, expected_size(plan.items))
         with portable_errors(str(self.uri)), Span("upload", str(self.uri), self._rank) as span:
             try:
-                results = self._send(plan.items, planner, stats)
+                written = self._send(plan.items, planner, stats)
             finally:
                 self.transferred = stats.snapshot()
             span.bytes = self.transferred.bytes
-        if self._structure:
-            results.append(told(self._structure, str(self.uri)))
         timing = RankTiming(
             rank=self._rank,
             began=self._began,
@@ -218,10 +227,7 @@ class CloudStorageWriter(StorageWriter):
             sent=time.time(),
             nbytes=self.transferred.bytes,
         )
-        results.append(told(timing, str(self.uri)))
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+        return dataclasses.replace(written, timing=timing)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits.
@@ -232,14 +238,32 @@ class CloudStorageWriter(StorageWriter):
             CheckpointConflictError: If another writer has committed since this save began.
             CommitUnknownError: If the store does not say whether the commit took place.
         """
+        written = [of_rank[0].storage_data for of_rank in results if of_rank]
+        draft = self.finish_with(
+            lambda: Draft.of(
+                metadata,
+                [one.indices for one in written],
+                written,
+                self._store().capabilities.checksum,
+                attempt=self._attempt,
+                uri=str(self.uri),
+            ),
+            [one.timing for one in written if one.timing is not None],
+        )
+        metadata.storage_data = draft.metadata.storage_data
+        metadata.storage_meta = draft.metadata.storage_meta
+        metadata.version = draft.metadata.version
+
+    def finish_with(self, draw_up: Callable[[], Draft], timings: Sequence[RankTiming]) -> Draft:
+        """Commits what ``draw_up`` makes, and returns it. Errors are those of :meth:`finish`."""
         if self._baseline is None:
             raise IncompleteSaveError("the save was not planned", uri=str(self.uri))
-        structure, timings, results = collect_told(results, str(self.uri))
         with portable_errors(str(self.uri)):
-            written = collect_written(results, str(self.uri))
-        if self.commit_hook is not None:
-            with portable_errors(str(self.uri)):
-                self.commit_hook.before_commit(str(self.uri), metadata)
+            draft = draw_up()
+            if draft.metadata.storage_meta is not None:  # what is stored may be copied elsewhere
+                draft.metadata.storage_meta.checkpoint_id = str(self.uri)
+            if self.commit_hook is not None:
+                self.commit_hook.before_commit(str(self.uri), draft.metadata)
         self.committed = None
         with Span("commit", str(self.uri), self._rank):
             try:
@@ -249,11 +273,11 @@ class CloudStorageWriter(StorageWriter):
                     self.config,
                     baseline=self._baseline,
                     attempt=self._attempt,
-                    metadata=metadata,
-                    written=written,
+                    objects=[ObjectRecord(o.name, o.size, o.checksum) for o in draft.objects],
                     own=self._written,
-                    structure=structure,
-                    notes=with_timing(self._noted, SaveTiming.of(timings, time.time())),
+                    data=lambda: draft.data(
+                        with_timing(self._noted, SaveTiming.of(timings, time.time()))
+                    ),
                 )
             except CommitUnknownError:
                 raise
@@ -265,7 +289,8 @@ class CloudStorageWriter(StorageWriter):
         self.committed = True
         self._written = []
         if self.commit_hook is not None:
-            _run_after(self.commit_hook, str(self.uri), metadata)
+            _run_after(self.commit_hook, str(self.uri), draft.metadata)
+        return draft
 
     def _seen_structure(self) -> Structure:
         """What flattening has lost of the state dict, as far as that can be seen.
@@ -319,29 +344,33 @@ class CloudStorageWriter(StorageWriter):
         if self.committed is None and self._written:
             store, key = self._store(), self._commit_key()
             try:
-                held, _ = Retrier.for_cleanup(self.config.retry).call(lambda: store.get_latest(key))
+                retrier = Retrier.for_cleanup(self.config.retry)
+                found = retrier.call(lambda: fetch(store, key))
+                names = named_objects(found, store.uri(key))
             except CloudCheckpointError as error:
                 logger.warning("whether the save is committed could not be seen: %s", error)
             else:
-                if any(name.encode() in held for name in self._written):
+                if not names.isdisjoint(self._written):
                     self.committed = True
         return self.committed
 
-    def _send(
-        self, items: list[WriteItem], planner: SavePlanner, stats: TransferStats
-    ) -> list[WriteResult]:
-        attempt = random_suffix()
-
-        def named(ordinal: int) -> str:
-            name = data_name(self._rank, ordinal, attempt)
-            self._written.append(name)
-            return name
-
+    def _send(self, items: list[WriteItem], planner: SavePlanner, stats: TransferStats) -> Written:
         try:
-            return send(items, planner, self._store(), self.uri, self.config, stats, named)
+            objects, extents = send(
+                items,
+                planner,
+                self._store(),
+                self.uri,
+                self.config,
+                stats,
+                rank=self._rank,
+                attempt=random_suffix(),
+                began=self._written.append,
+            )
         except BaseException:
             self._written = []  # nothing of it is left in the store
             raise
+        return Written(str(self.uri), objects, extents, structure=self._structure)
 
     def _commit_key(self) -> str:
         return self.uri.key(metadata_name(None if self._use_collectives else self._rank))

@@ -25,7 +25,7 @@ logger = logging.getLogger("cloudckpt")
 
 T = TypeVar("T")
 
-_OURS = re.compile(r"__\d+_\d+(\.[0-9a-f]+)?\.distcp|\.manifest\.[0-9a-f]+\.json|__\d+\.metadata")
+_OURS = re.compile(r"__\d+_\d+(\.[0-9a-f]+)?\.distcp|__\d+\.metadata")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import heapq
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from cloudckpt.checkpoint.commit import Baseline, begin, publish_objects
-from cloudckpt.checkpoint.manifest import Manifest
-from cloudckpt.checkpoint.notes import stored_notes
+from cloudckpt.checkpoint.commit import Baseline, begin, publish
+from cloudckpt.checkpoint.draft import Draft
 from cloudckpt.checkpoint.objects import (
     METADATA,
     ObjectRecord,
@@ -23,6 +21,7 @@ from cloudckpt.checkpoint.objects import (
     data_name,
     is_committed,
 )
+from cloudckpt.checkpoint.written import WrittenObject
 from cloudckpt.config import Config
 from cloudckpt.dcp.meeting import Meeting
 from cloudckpt.errors import (
@@ -37,7 +36,6 @@ from cloudckpt.errors import (
     PreconditionFailedError,
     ProcessGroupError,
 )
-from cloudckpt.gc_pause import paused_gc
 from cloudckpt.runs.contents import CheckpointPart, parts
 from cloudckpt.runs.verifying import find_damages, one_error
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, random_suffix
@@ -108,21 +106,6 @@ class Place:
     def retrier(self) -> Retrier:
         """For single requests."""
         return Retrier(self.config.retry)
-
-    def notes_of(self, commit: ObjectInfo) -> bytes:
-        """The notes in a commit object that was read before, as they are stored.
-
-        Raises:
-            CheckpointReplacedError: If it was replaced or deleted since.
-        """
-        try:
-            return self.retrier.call(partial(stored_notes, self.store, commit))
-        except (ObjectNotFoundError, PreconditionFailedError) as error:
-            raise CheckpointReplacedError(
-                "it was replaced or deleted while it was copied; copy it again",
-                uri=str(self.uri),
-                cause=error,
-            ) from error
 
     def heads(self, keys: Sequence[str]) -> list[ObjectInfo]:
         """What the store has of objects, in their order.
@@ -262,19 +245,22 @@ class CheckpointCopy:
             ]
             for rank, share in enumerate(divided(list(objects.values()), self._world))
         ]
-        sent = {passage.source: passage for share in shares for passage in share}
+        places = {
+            passage.source: (rank, ordinal)
+            for rank, share in enumerate(shares)
+            for ordinal, passage in enumerate(share)
+        }
         self._commits = []
         for part, baseline in zip(found, baselines, strict=True):
-            notes = source.notes_of(part.commit)
-            renamed = {
-                passage.source.removeprefix(source.uri.key("")): ObjectRecord(
-                    passage.target.removeprefix(target.uri.key("")),
-                    passage.size,
-                    passage.checksum or 0,
-                )
-                for passage in (sent[one.source] for one in self._objects(part))
-            }
-            self._commits.append(_Commit.of(part, renamed, baseline, notes, target.uri))
+            known = {one.name: one for one in part.said.objects}
+            renamed: dict[str, WrittenObject] = {}
+            for passage in self._objects(part):
+                name = passage.source.removeprefix(source.uri.key(""))
+                rank, ordinal = places[passage.source]
+                record = known.get(name) or WrittenObject(0, 0, "", passage.size, 0, 0, 0)
+                renamed[name] = replace(record, rank=rank, ordinal=ordinal, attempt=attempt)
+            draft = Draft.of_copy(part.said, renamed, attempt)
+            self._commits.append(_Commit(baseline, draft, part.said.notes))
         return _Plan(shares, [part.commit for part in found])
 
     def _baselines(self, found: Sequence[CheckpointPart]) -> list[Baseline]:
@@ -305,13 +291,11 @@ class CheckpointCopy:
 
     def _objects(self, part: CheckpointPart) -> list[Passage]:
         """The data objects of the source, without names at the target."""
-        uri, manifest = self._source.uri, part.manifest
-        if manifest is not None:
-            records = {item.object.name: item.object for item in manifest.items.values()}
-            kind = manifest.checksum
+        uri, kind = self._source.uri, part.said.checksum
+        if kind is not None:
             return [
-                Passage(uri.key(name), "", record.size, record.checksum, kind)
-                for name, record in records.items()
+                Passage(uri.key(one.name), "", one.size, one.checksum, kind)
+                for one in part.said.objects
             ]
         entries = (part.metadata.storage_data or {}).values()
         names = dict.fromkeys(checked(entry.relative_path, str(uri)) for entry in entries)
@@ -394,7 +378,7 @@ class CheckpointCopy:
         wanted = [
             Wanted(stored, 0, stored.nbytes, _Nothing(None), True)
             for part in parts(source.uri, source.config)
-            for stored in part.sources()
+            for stored in part.sources(source.store, source.config)
             if source.store.uri(stored.key) == error.uri
         ]
         if found := find_damages(source.store, source.uri, wanted, source.config):
@@ -407,17 +391,15 @@ class CheckpointCopy:
         written: list[_Commit] = []
         try:
             for commit in reversed(self._commits):
-                publish_objects(
+                publish(
                     target.store,
                     target.uri,
                     target.config,
                     baseline=commit.baseline,
                     attempt=random_suffix(),
-                    metadata=commit.metadata,
                     objects=commit.objects,
                     own=own,
-                    manifest=commit.manifest_of_it,
-                    notes=commit.notes,
+                    data=partial(commit.draft.data, commit.notes),
                 )
                 written.append(commit)
         except CommitUnknownError:
@@ -443,46 +425,18 @@ class _Commit:
 
     Attributes:
         baseline: What is in its place.
-        metadata: What it will hold.
-        objects: The data objects.
-        manifest: The manifest, if the source has one.
+        draft: What it will hold.
         notes: The notes, as they are stored.
     """
 
     baseline: Baseline
-    metadata: Metadata
-    objects: Sequence[ObjectRecord]
-    manifest: Manifest | None
+    draft: Draft
     notes: bytes
 
-    @classmethod
-    def of(
-        cls,
-        part: CheckpointPart,
-        renamed: Mapping[str, ObjectRecord],
-        baseline: Baseline,
-        notes: bytes,
-        uri: CheckpointURI,
-    ) -> _Commit:
-        """That of the source, with new names of the objects, which are given by the old ones."""
-        metadata, manifest = part.metadata, part.manifest
-        with paused_gc():
-            metadata.storage_data = {
-                index: replace(entry, relative_path=renamed[entry.relative_path].name)
-                for index, entry in (metadata.storage_data or {}).items()
-            }
-            if manifest is not None:
-                items = {
-                    key: replace(item, object=renamed[item.object.name])
-                    for key, item in manifest.items.items()
-                }
-                manifest = replace(manifest, items=items)
-        stored = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta = replace(stored, checkpoint_id=str(uri), load_id=None)
-        return cls(baseline, metadata, list(renamed.values()), manifest, notes)
-
-    def manifest_of_it(self) -> Manifest | None:
-        return self.manifest
+    @property
+    def objects(self) -> list[ObjectRecord]:
+        """The data objects."""
+        return [ObjectRecord(one.name, one.size, one.checksum) for one in self.draft.objects]
 
 
 def divided(passages: Sequence[Passage], ranks: int) -> list[list[Passage]]:
@@ -506,25 +460,25 @@ def _has_the_same(target: Place, found: Sequence[CheckpointPart], source: Place)
         if len(there) != len(found):
             return False
         for ours, theirs in zip(found, there, strict=True):
-            if ours.manifest is None or theirs.manifest is None:
+            if not ours.has_checksums or not theirs.has_checksums:
                 return False
-            if _content(ours.manifest) != _content(theirs.manifest):
-                return False
-            if source.notes_of(ours.commit) != target.notes_of(theirs.commit):
+            if ours.said.notes != theirs.said.notes or _content(ours) != _content(theirs):
                 return False
     except (CheckpointNotFoundError, CheckpointReplacedError):
         return False
     below = target.uri.key("")
     listed = target.retrier.call(lambda: list(target.store.list(below)))
     sizes = {info.key.removeprefix(below): info.size for info in listed}
-    items = [item for part in there if part.manifest for item in part.manifest.items.values()]
-    return all(sizes.get(item.object.name) == item.object.size for item in items)
+    objects = (one for part in there for one in part.said.objects)
+    return all(sizes.get(record.name) == record.size for record in objects)
 
 
-def _content(manifest: Manifest) -> object:
-    """What two manifests have in common if one is of a copy of the other."""
-    items = {
-        key: replace(item, object=replace(item.object, name=""))
-        for key, item in manifest.items.items()
+def _content(part: CheckpointPart) -> object:
+    """What two commit objects have in common if one is of a copy of the other."""
+    objects = {one.name: (one.size, one.checksum) for one in part.said.objects}
+    places = {
+        (index.fqn, index.offset): (objects.get(place.relative_path), place.offset, place.length)
+        for index, place in (part.metadata.storage_data or {}).items()
     }
-    return items, manifest.checksum, manifest.structure
+    entries = dict(part.metadata.state_dict_metadata)
+    return entries, places, part.said.checksum, part.said.structure

@@ -161,15 +161,16 @@ class _Entry:
             return {((), ()): whole(MetadataIndex(self.name))}
         return {
             (tuple(chunk.offsets), tuple(chunk.sizes)): whole(
-                MetadataIndex(self.name, chunk.offsets)
+                MetadataIndex(self.name, chunk.offsets, number)
             )
-            for chunk in tensor.chunks
+            for number, chunk in enumerate(tensor.chunks)
         }
 
 
 def _entries(uri: CheckpointURI, pattern: str, config: Config) -> dict[str, _Entry]:
     found: dict[str, _Entry] = {}
     for part in parts(uri, config):
+        part.places.read_indexes(open_store(uri, config), config)
         commit = part.commit.key.rpartition("/")[2]
         suffix = f" (rank {rank_of(commit)})" if is_metadata_of_a_rank(commit) else ""
         for name in part.metadata.state_dict_metadata:

@@ -7,18 +7,19 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from cloudckpt.checkpoint.manifest import Manifest
-from cloudckpt.checkpoint.notes import Notes, read_notes
-from cloudckpt.checkpoint.objects import commits_of_ranks, rank_of
+from cloudckpt.checkpoint.committed import CommitObject
+from cloudckpt.checkpoint.notes import Notes
+from cloudckpt.checkpoint.objects import METADATA, commits_of_ranks, rank_of
 from cloudckpt.checkpoint.places import Places
 from cloudckpt.config import Config
 from cloudckpt.dcp.reader import CloudStorageReader
-from cloudckpt.errors import CheckpointNotFoundError
-from cloudckpt.stores.base import ObjectInfo
+from cloudckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
+from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.transfer.landing import StoredBytes
-from cloudckpt.transfer.retry import Retrier, open_store
+from cloudckpt.transfer.retry import Retrier, check_unchanged, open_store
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["CheckpointContents", "CheckpointPart", "StoredItem", "inspect", "parts"]
@@ -79,18 +80,16 @@ def inspect(checkpoint_id: URILike, *, config: Config | None = None) -> Checkpoi
     """
     uri = CheckpointURI.parse(checkpoint_id)
     config = config if config is not None else Config()
-    store = open_store(uri, config)
     items: dict[str, StoredItem] = {}
     has_checksums = True
+    notes = Notes()
     for part in parts(uri, config):
         has_checksums = has_checksums and part.has_checksums
-        for name, entry in part.metadata.state_dict_metadata.items():
-            found = part.item(name, entry)
+        if part.commit.key == uri.key(METADATA):  # those of single ranks have none
+            notes = Notes.from_json(part.said.notes, open_store(uri, config).uri(part.commit.key))
+        for found in part.items():
+            name = found.name
             items[name] = found if name not in items else _together(items[name], found)
-    try:
-        notes = read_notes(store, uri, Retrier(config.retry))
-    except CheckpointNotFoundError:  # it is one of single ranks
-        notes = Notes()
     return CheckpointContents(
         uri=str(uri),
         items=tuple(items[name] for name in sorted(items)),
@@ -104,46 +103,81 @@ class CheckpointPart:
     """What one commit object says: all of the checkpoint, or what one rank has saved by itself.
 
     Attributes:
-        commit: The commit object.
-        metadata: What it holds.
+        said: What the commit object says.
         places: Where the items are.
-        manifest: The manifest; None if another writer has written it.
     """
 
-    commit: ObjectInfo
-    metadata: Metadata
+    said: CommitObject
     places: Places
-    manifest: Manifest | None
+
+    @property
+    def commit(self) -> ObjectInfo:
+        """The commit object."""
+        return self.said.info
+
+    @property
+    def metadata(self) -> Metadata:
+        """Torch's metadata."""
+        return self.said.metadata
 
     @property
     def has_checksums(self) -> bool:
         """Whether its blocks can be verified."""
-        return self.manifest is not None
+        return self.said.body is not None
+
+    def items(self) -> Iterator[StoredItem]:
+        """All entries."""
+        if (inventory := self.said.inventory) is None:
+            for name, entry in self.metadata.state_dict_metadata.items():
+                yield self.item(name, entry)
+            return
+        for name, known in inventory.entries.items():
+            if known.shape is None:
+                yield self.item(name, None)
+            else:
+                dtype = inventory.properties[known.properties].dtype
+                yield _stored(name, known.shape, dtype, known.count)
 
     def item(self, name: str, entry: object) -> StoredItem:
         """An entry of the metadata."""
         if isinstance(entry, TensorStorageMetadata):
-            dtype = entry.properties.dtype
-            return StoredItem(
-                name=name,
-                shape=tuple(entry.size),
-                dtype=str(dtype).removeprefix("torch."),
-                nbytes=math.prod(entry.size) * dtype.itemsize,
-                chunks=len(entry.chunks),
-            )
-        nbytes = self.places.whole(MetadataIndex(name)).nbytes
+            return _stored(name, tuple(entry.size), entry.properties.dtype, len(entry.chunks))
+        nbytes = self.places.length_of(MetadataIndex(name))
         return StoredItem(name=name, shape=None, dtype=None, nbytes=nbytes, chunks=1)
 
-    def sources(self) -> list[StoredBytes]:
-        """The bytes of all that it promises."""
-        found: list[StoredBytes] = []
+    def sources(self, store: ObjectStore, config: Config) -> list[StoredBytes]:
+        """The bytes of all that it promises, with their checksums; reads the indexes.
+
+        Raises:
+            CheckpointCorruptError: If it contradicts itself, or an index is damaged.
+            CheckpointReplacedError: If it was replaced meanwhile.
+            StoreError: If the store refuses or stays unreachable.
+        """
+        found: list[MetadataIndex] = []
         for name, entry in self.metadata.state_dict_metadata.items():
             if isinstance(entry, TensorStorageMetadata):
-                indices = [MetadataIndex(name, chunk.offsets) for chunk in entry.chunks]
+                found += (
+                    MetadataIndex(name, chunk.offsets, number)
+                    for number, chunk in enumerate(entry.chunks)
+                )
             else:
-                indices = [MetadataIndex(name)]
-            found += [self.places.whole(index) for index in indices]
-        return found
+                found.append(MetadataIndex(name))
+        try:
+            self.places.read_indexes(store, config)
+        except CheckpointCorruptError as error:
+            check_unchanged(store, self.commit, store.uri(self.commit.key), config.retry, error)
+            raise
+        return [self.places.whole(index) for index in found]
+
+
+def _stored(name: str, shape: tuple[int, ...], dtype: torch.dtype, chunks: int) -> StoredItem:
+    return StoredItem(
+        name=name,
+        shape=shape,
+        dtype=str(dtype).removeprefix("torch."),
+        nbytes=math.prod(shape) * dtype.itemsize,
+        chunks=chunks,
+    )
 
 
 def parts(uri: CheckpointURI, config: Config) -> Iterator[CheckpointPart]:
@@ -168,8 +202,8 @@ def parts(uri: CheckpointURI, config: Config) -> Iterator[CheckpointPart]:
 
 
 def _part(reader: CloudStorageReader, metadata: Metadata) -> CheckpointPart:
-    assert reader.committed is not None  # it has read the metadata
-    return CheckpointPart(reader.committed, metadata, reader.places_in(metadata), reader.manifest)
+    assert reader.commit is not None  # it has read the metadata
+    return CheckpointPart(reader.commit, reader.places_in(metadata))
 
 
 def _ranks(uri: CheckpointURI, config: Config) -> list[int]:

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Literal
 
 from cloudckpt.checkpoint.commit import objects_of
+from cloudckpt.checkpoint.committed import fetch
 from cloudckpt.checkpoint.objects import METADATA, is_metadata_of_a_rank
 from cloudckpt.config import Config
 from cloudckpt.errors import (
@@ -51,12 +52,12 @@ def delete(checkpoint_id: URILike, *, config: Config | None = None) -> None:
     commits = _commits(store, uri, retrier)
     for commit in commits:
         try:
-            data, found = retrier.call(partial(store.get_latest, commit.key))
+            found = retrier.call(partial(fetch, store, commit.key))
         except ObjectNotFoundError as error:
             raise _replaced(uri) from error
-        names |= objects_of(data, store.uri(commit.key))
+        names |= objects_of(found, store.uri(commit.key))
         try:
-            retrier.call(partial(store.delete, commit.key, if_version=found.version))
+            retrier.call(partial(store.delete, commit.key, if_version=found.info.version))
         except PreconditionFailedError as error:
             raise _replaced(uri) from error
     keys = [uri.key(name) for name in sorted(names)]

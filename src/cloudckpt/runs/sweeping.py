@@ -15,12 +15,14 @@ from functools import partial
 from itertools import groupby
 
 from cloudckpt.checkpoint.commit import LONGEST_SAVE, named_objects
+from cloudckpt.checkpoint.committed import fetch
 from cloudckpt.checkpoint.objects import METADATA, commits_of_ranks
 from cloudckpt.config import Config
 from cloudckpt.errors import CloudCheckpointError, ObjectNotFoundError, StoreError
 from cloudckpt.runs.catalog import Run
 from cloudckpt.stores.base import ObjectInfo, Upload, random_suffix
 from cloudckpt.transfer.deleting import delete_all, delete_quietly
+from cloudckpt.transfer.retry import begun_anew
 from cloudckpt.transfer.upload import creates_only, put_whole
 from cloudckpt.uri import URILike
 
@@ -32,7 +34,7 @@ LEFTOVERS_AGE = 2 * LONGEST_SAVE
 _PROBE = ".cloudckpt-sweep."
 
 _OF_AN_ATTEMPT = re.compile(
-    r"(__\d+_\d+\.[0-9a-f]{16}\.distcp|\.manifest\.[0-9a-f]{16}\.json|"
+    r"(__\d+_\d+\.[0-9a-f]{16}\.distcp|\.conditions\.[0-9a-f]{16}|"
     r"\.cloudckpt-(doctor|sweep)\.[0-9a-f]{16}(\.[0-9a-z]+)?)"
 )
 
@@ -142,8 +144,9 @@ class _Sweep:
         named: set[str] = set()
         for key in [start + METADATA, *commits_of_ranks(store, start, self._run.retrier)]:
             try:
-                data, _ = self._run.retrier.call(partial(store.get_latest, key))
-                named |= named_objects(data, store.uri(key))
+                look = partial(self._run.retrier.call, partial(fetch, store, key))
+                found = begun_anew(look)
+                named |= named_objects(found, store.uri(key))
             except ObjectNotFoundError:
                 continue  # deleted since it was listed
             except (StoreError, MemoryError):

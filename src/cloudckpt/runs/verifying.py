@@ -108,7 +108,8 @@ class _Content:
     @classmethod
     def of(cls, uri: CheckpointURI, config: Config) -> _Content:
         found = list(parts(uri, config))
-        sources = [source for part in found for source in part.sources()]
+        store = open_store(uri, config)
+        sources = [source for part in found for source in part.sources(store, config)]
         sources.sort(key=lambda source: (source.key, source.offset))
         commits = [part.commit for part in found]
         return cls(sources, commits, all(part.has_checksums for part in found))

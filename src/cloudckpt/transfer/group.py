@@ -100,14 +100,19 @@ class TaskGroup:
         if self._error is not None:
             raise self._error
 
-    def submit(self, task: Callable[[], None]) -> None:
+    def submit(self, task: Callable[[], None], *, patient: bool = True) -> None:
         """Queues a task.
+
+        Args:
+            task: The task.
+            patient: Whether to wait while many are queued. A task that submits another must not:
+                if all did, nobody would be left to carry any out.
 
         Raises:
             TransferCancelledError: If an earlier task has failed.
         """
         with self._changed:
-            while len(self._tasks) >= self._most_waiting and self._error is None:
+            while patient and len(self._tasks) >= self._most_waiting and self._error is None:
                 self._changed.wait(_PATIENCE)
             if self._error is not None:
                 self.cancellation.check()

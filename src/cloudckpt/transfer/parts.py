@@ -46,6 +46,7 @@ class Piece:
         owner: What keeps ``view`` valid: the tensor whose memory it shows.
         ready: Waits until the bytes are there (a device copies them), if that takes waiting.
         item: The item whose data it is, for messages.
+        made: Makes the bytes, when the checksums of all that stands before them are known.
     """
 
     view: memoryview
@@ -55,6 +56,7 @@ class Piece:
     owner: object = None
     ready: Callable[[], None] | None = None
     item: str | None = None
+    made: Callable[[], None] | None = None
 
     def split(self, count: int) -> tuple[Piece, Piece]:
         """The first ``count`` bytes, and the rest."""
@@ -87,6 +89,8 @@ class PartPlan:
         """
         found: list[tuple[int, int]] = []
         for piece in self.pieces:
+            if piece.made is not None:
+                piece.made()
             if piece.checksums is None:
                 found.append((algorithm.of(piece.view), piece.view.nbytes))
             else:

@@ -71,6 +71,8 @@ class ObjectUpload:
         self._may_have_twin = False
         self._lock = threading.Lock()
         self._sent: list[Part] = []
+        self._summed = 0
+        self._waiting: list[PartPlan] = []
         self._expected: int | None = None
 
     @property
@@ -85,20 +87,35 @@ class ObjectUpload:
         for part in self._cutter.push(piece):
             self._send(part)
 
-    def close(self) -> None:
-        """Says that nothing follows."""
-        last = self._cutter.finish()
-        if last is not None:
-            self._send(last)
-        if self._upload is None:
-            whole = self._first or PartPlan(1)
+    def close(self, end: Piece | None = None) -> None:
+        """Says that nothing follows; but for ``end``, if it is given.
+
+        Its bytes are those of checksums of all that stands before it. So the parts that it is in
+        wait until all others have their checksums. No thread waits with them: the one that makes
+        the last checksum queues them.
+        """
+        parts: list[PartPlan] = []
+        if end is not None:
+            self.position += end.view.nbytes
+            parts += self._cutter.push(end)
+        if (last := self._cutter.finish()) is not None:
+            parts.append(last)
+        if self._upload is None and len(parts) + (self._first is not None) <= 1:
+            (whole,) = parts or [self._first or PartPlan(1)]
             self._group.submit(lambda: self._put(whole))
             return
+        if end is None:
+            for part in parts:
+                self._send(part)
+        else:
+            self._begin()
         with self._lock:
             self._expected = -(-self.position // self._part_size)
+            self._waiting = parts if end is not None else []
             done = len(self._sent) == self._expected
         if done:
             self._group.submit(self._complete)
+        self._send_waiting()
 
     def abandon(self) -> None:
         """Removes whatever of the object reached the store; errors are logged, not raised."""
@@ -141,10 +158,24 @@ class ObjectUpload:
             if self._first is None:
                 self._first = part
                 return
+            self._begin()
+        self._group.submit(lambda: self._put_part(part))
+
+    def _begin(self) -> None:
+        """Begins the upload, as one request will not do, with the part that was kept back."""
+        if self._upload is None:
             self._upload = self._create()
+        if self._first is not None:
             first, self._first = self._first, None
             self._group.submit(lambda: self._put_part(first))
-        self._group.submit(lambda: self._put_part(part))
+
+    def _send_waiting(self) -> None:
+        """Sends what waits for checksums, if those are known: the first part makes its bytes."""
+        with self._lock:
+            if not self._waiting or self._summed < self._waiting[0].number - 1:
+                return
+            part = self._waiting.pop(0)
+        self._group.submit(lambda: self._put_part(part), patient=False)
 
     def _progress(self, count: int) -> None:
         self._group.cancellation.check()
@@ -217,6 +248,9 @@ class ObjectUpload:
         upload = self._upload
         assert upload is not None  # created before the first part was submitted
         checksum = self._checksum(part)
+        with self._lock:
+            self._summed += 1
+        self._send_waiting()
         body = [piece.view for piece in part.pieces]
         sent = self._deliver(
             part,

@@ -1,0 +1,128 @@
+"""Columns of whole numbers in few bytes: what each differs by from the one before, byte by byte.
+
+Places and offsets of chunks mostly grow by the same from row to row. Their differences are small
+and equal, and with all first bytes before all second ones zlib packs long runs of them to next to
+nothing, at memory speed. All is done on whole columns; no number becomes an object of Python.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cloudckpt.transfer.memory import bytes_of
+
+__all__ = [
+    "byte_rows",
+    "column_of",
+    "counted",
+    "deflated",
+    "inflated",
+    "numbers_in",
+    "packed_column",
+    "raw_bytes",
+    "unfilled",
+    "unpack_column",
+]
+
+_BY_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_IS_BIG = sys.byteorder == "big"
+
+
+def column_of(numbers: Sequence[Any]) -> torch.Tensor:
+    """Numbers as int64; of rows of numbers, a matrix. On the host, whatever the default device."""
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+
+def unfilled(*shape: int) -> torch.Tensor:
+    """Room for numbers of int64."""
+    return torch.empty(shape, dtype=torch.int64, device="cpu")
+
+
+def counted(start: int, stop: int) -> torch.Tensor:
+    """The numbers from one up to another."""
+    return torch.arange(start, stop, device="cpu")
+
+
+def byte_rows(column: torch.Tensor) -> torch.Tensor:
+    """A row of little-endian bytes for each number of a column."""
+    # not contiguous(): a single number may be so with any stride, which has no view as bytes
+    found = column.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    found = found.view(-1, column.itemsize)
+    return found.flip(1) if _IS_BIG else found
+
+
+def raw_bytes(column: torch.Tensor) -> bytes:
+    """The elements as little-endian bytes."""
+    rows = byte_rows(column).contiguous()
+    return bytes(bytes_of(rows))
+
+
+def numbers_in(
+    data: bytearray | memoryview, dtype: torch.dtype, count: int, start: int = 0
+) -> torch.Tensor:
+    """``count`` little-endian numbers of a type, from byte ``start`` of a writable buffer."""
+    if not count:
+        return torch.empty(0, dtype=dtype, device="cpu")
+    size = count * dtype.itemsize
+    found = torch.frombuffer(data, dtype=torch.uint8, count=size, offset=start)
+    if _IS_BIG and dtype.itemsize > 1:
+        found = found.view(-1, dtype.itemsize).flip(1).reshape(-1)
+    elif start % dtype.itemsize:
+        found = found.clone()
+    return found.view(dtype)
+
+
+def packed_column(column: torch.Tensor) -> bytes:
+    """A column of int64, none of them negative: the width of the differences, and their bytes."""
+    differences = column.clone()
+    differences[1:] -= column[:-1]
+    low, high = (int(end) for end in differences.aminmax()) if column.numel() else (0, 0)
+    limits = ((width, torch.iinfo(dtype)) for width, dtype in _BY_WIDTH.items())
+    width = next(width for width, limit in limits if limit.min <= low and high <= limit.max)
+    dtype = _BY_WIDTH[width]
+    return bytes([width]) + raw_bytes(byte_rows(differences.to(dtype)).t().reshape(-1))
+
+
+def unpack_column(data: bytearray, at: int, into: torch.Tensor) -> int:
+    """Fills ``into`` with the column that begins at a byte; returns the byte behind it.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    count = into.numel()
+    width = data[at] if at < len(data) else 0
+    dtype, start = _BY_WIDTH.get(width), at + 1
+    if dtype is None or start + width * count > len(data):
+        raise ValueError("a column is cut short, or of no known width")
+    planes = numbers_in(data, torch.uint8, width * count, start).view(width, count)
+    if _IS_BIG:
+        planes = planes.flip(0)
+    differences = planes.t().reshape(-1).view(dtype)
+    torch.cumsum(differences, 0, dtype=torch.int64, out=into)
+    return start + width * count
+
+
+def deflated(data: bytes) -> bytes:
+    """``data``, compressed fast."""
+    return zlib.compress(data, 1)
+
+
+def inflated(data: memoryview, size: int) -> bytearray:
+    """The ``size`` bytes that were compressed to ``data``; no more memory is used than for them.
+
+    Raises:
+        ValueError: If they are more, or fewer, or damaged.
+    """
+    try:
+        stream = zlib.decompressobj()
+        found = bytearray(stream.decompress(data, size + 1))
+    except zlib.error as exc:
+        raise ValueError(str(exc)) from exc
+    if len(found) != size or not stream.eof or stream.unused_data:
+        raise ValueError("compressed data of another size than is said")
+    return found

@@ -1,0 +1,241 @@
+"""Reads a commit object: as few of its bytes as tell what the checkpoint holds.
+
+Our own have all that a reader needs at their end, so that a request for the last megabytes mostly
+fetches it; the pickle before it, which is for other readers, stays where it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from cloudckpt.checkpoint.body import Body
+from cloudckpt.checkpoint.inventory import Inventory
+from cloudckpt.checkpoint.lazy import lazy_metadata
+from cloudckpt.checkpoint.metadata import Trailer, load_metadata, notes_at_end, pickle_in
+from cloudckpt.checkpoint.objects import METADATA, checked
+from cloudckpt.checkpoint.structure import Structure
+from cloudckpt.checkpoint.torch_private import StorageInfo
+from cloudckpt.checkpoint.written import WrittenObject
+from cloudckpt.checksum import CRC32C, ChecksumAlgorithm
+from cloudckpt.errors import (
+    CheckpointCorruptError,
+    CheckpointReplacedError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    RangeNotSatisfiableError,
+)
+from cloudckpt.stores.base import ObjectInfo, ObjectStore
+from cloudckpt.transfer.retry import Retrier
+
+__all__ = ["CommitObject", "Fetched", "fetch", "read_commit"]
+
+logger = logging.getLogger("cloudckpt")
+
+_TAIL = 4 * 1024 * 1024
+"""Bytes that are asked for at first: the columns of half a million chunks, or all of a small
+one."""
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """The last bytes of a commit object.
+
+    Attributes:
+        info: The object.
+        data: Its bytes from some place on.
+    """
+
+    info: ObjectInfo
+    data: bytearray
+
+    def pack(self) -> bytes:
+        """It as bytes, for other ranks."""
+        head = json.dumps([self.info.key, self.info.size, self.info.version]).encode()
+        return struct.pack("<I", len(head)) + head + self.data
+
+    @classmethod
+    def unpack(cls, packed: bytes | bytearray | memoryview) -> Fetched:
+        """The reverse."""
+        packed = memoryview(packed)
+        (length,) = struct.unpack_from("<I", packed)
+        key, size, version = json.loads(bytes(packed[4 : 4 + length]))
+        return cls(ObjectInfo(key, size, version), bytearray(packed[4 + length :]))
+
+
+def fetch(store: ObjectStore, key: str, *, whole: bool = False) -> Fetched:
+    """Reads what there is to know of a commit object: by two requests, mostly.
+
+    Args:
+        store: The store.
+        key: The commit object.
+        whole: Whether to read all of it; of other writers' that is always done.
+
+    Raises:
+        ObjectNotFoundError: If there is none.
+        CheckpointReplacedError: If it was replaced or deleted meanwhile.
+        StoreError: If the store refuses or stays unreachable.
+    """
+    info = store.head(key)
+    start = 0 if whole else max(0, info.size - _TAIL)
+    data = _range(store, info, start, info.size)
+    if start:
+        trailer = Trailer.at_end_of(data, store.uri(info.key))
+        needed = info.size
+        if trailer is not None and trailer.size + trailer.behind_pickle == info.size:
+            body = _body_in(data, trailer)
+            if body is None or (body.nbytes and Body.has_columns(body)):
+                needed = trailer.behind_pickle
+        if needed > len(data):
+            data = _range(store, info, info.size - needed, start) + data
+        elif needed < info.size:
+            data = data[-needed:]
+    return Fetched(info, data)
+
+
+def _body_in(data: bytearray, trailer: Trailer) -> memoryview | None:
+    start = len(data) - trailer.behind_pickle
+    return None if start < 0 else memoryview(data)[start : start + trailer.body_size]
+
+
+def _range(store: ObjectStore, info: ObjectInfo, start: int, stop: int) -> bytearray:
+    data = bytearray(stop - start)
+    if data:
+        try:
+            store.get_range(info.key, start, [memoryview(data)], if_version=info.version)
+        except (PreconditionFailedError, ObjectNotFoundError, RangeNotSatisfiableError) as error:
+            raise CheckpointReplacedError(
+                "it was replaced or deleted while its metadata was read; load it again",
+                uri=store.uri(info.key.rpartition("/")[0]),
+                cause=error,
+            ) from error
+    return data
+
+
+@dataclass(frozen=True)
+class CommitObject:
+    """What a commit object says.
+
+    Attributes:
+        info: The object.
+        metadata: torch's metadata; lazy if there is an inventory.
+        body: Ours; None if another writer has written it.
+        notes: The notes, as they are stored.
+    """
+
+    info: ObjectInfo
+    metadata: Metadata
+    body: Body | None
+    notes: bytes = b""
+
+    @property
+    def inventory(self) -> Inventory | None:
+        """Its columns; None if it has none."""
+        return None if self.body is None else self.body.inventory
+
+    @property
+    def objects(self) -> Sequence[WrittenObject]:
+        """Its data objects, if it is ours."""
+        return () if self.body is None else self.body.objects
+
+    @property
+    def checksum(self) -> ChecksumAlgorithm | None:
+        """The algorithm of its checksums; None if it has none."""
+        return None if self.body is None else self.body.checksum
+
+    @property
+    def structure(self) -> Structure:
+        """How what was saved was nested, beyond what the metadata say."""
+        return Structure() if self.body is None else self.body.structure
+
+    @classmethod
+    def parse(cls, fetched: Fetched, uri: str, *, trust_pickle: bool = False) -> CommitObject:
+        """Reads it.
+
+        Raises:
+            UntrustedPickleError: If another writer's names code that is not on the allow-list.
+            CheckpointCorruptError: If it is damaged, or no metadata.
+        """
+        data = fetched.data
+        body = None
+        trailer = Trailer.at_end_of(data, uri)
+        notes = notes_at_end(data, uri)
+        if trailer is not None:
+            body = _checked_body(fetched, trailer, uri)
+            if body is not None and body.inventory is not None:
+                metadata = lazy_metadata(body.inventory, body.attempt)
+                return cls(fetched.info, metadata, body, notes)
+        metadata = load_metadata(data, uri, trust_pickle=trust_pickle)
+        return cls(fetched.info, metadata, body, notes)
+
+    def names(self, uri: str) -> set[str]:
+        """The names of the data objects.
+
+        Another writer's metadata may name anything beneath the prefix, also the commit object that
+        is there by now or another checkpoint: only what can be data of this one counts.
+
+        Raises:
+            CheckpointCorruptError: If it names what lies outside of the checkpoint.
+        """
+        if self.body is not None:
+            return {one.name for one in self.body.objects}
+        return names_in(self.metadata, uri)
+
+
+def names_in(metadata: Metadata, uri: str) -> set[str]:
+    """The names of the data objects that metadata of another writer name."""
+    places = metadata.storage_data if isinstance(metadata.storage_data, dict) else {}
+    names = {
+        checked(entry.relative_path, uri)
+        for entry in places.values()
+        if isinstance(entry, StorageInfo)
+    }
+    data = {name for name in names if "/" not in name and not name.endswith(METADATA)}
+    if data != names:
+        logger.warning("%s: the metadata name what is no data of it, which is left as it is", uri)
+    return data
+
+
+def _checked_body(fetched: Fetched, trailer: Trailer, uri: str) -> Body | None:
+    """The body; None if there is none: the checkpoint is a copy of another writer's."""
+    if len(fetched.data) == fetched.info.size:
+        pickle_in(fetched.data, uri)  # it is for others, but what is damaged is told
+    found = _body_in(fetched.data, trailer)
+    size = trailer.size + trailer.behind_pickle
+    if found is None or size != fetched.info.size or CRC32C.of(found) != trailer.body_crc:
+        raise CheckpointCorruptError(
+            "the metadata does not match its checksum: restore it, or load an older checkpoint",
+            uri=uri,
+        )
+    return Body.parse(found, trailer.size, uri) if found.nbytes else None
+
+
+def read_commit(
+    store: ObjectStore,
+    key: str,
+    retrier: Retrier,
+    *,
+    trust_pickle: bool = False,
+) -> tuple[CommitObject, Fetched]:
+    """A commit object, and its bytes; fetched once more if it seems to be damaged.
+
+    Raises:
+        ObjectNotFoundError: If there is none.
+        UntrustedPickleError: If another writer's names code that is not on the allow-list.
+        CheckpointCorruptError: If it is damaged.
+        StoreError: If the store refuses or stays unreachable.
+    """
+    uri = store.uri(key)
+    fetched = retrier.call(functools.partial(fetch, store, key))
+    try:
+        return CommitObject.parse(fetched, uri, trust_pickle=trust_pickle), fetched
+    except CheckpointCorruptError as error:
+        logger.warning("fetched again: %s", error)
+    fetched = retrier.call(functools.partial(fetch, store, key, whole=True))
+    return CommitObject.parse(fetched, uri, trust_pickle=trust_pickle), fetched

@@ -1,0 +1,291 @@
+"""The bytes of a commit object, before they are sent; and from one save to the next.
+
+What a save of the same structure changes is the random names of its objects, their sizes and
+checksums, and the places of the values that are no tensors. These are overwritten in the bytes of
+the save before, so that a coordinator spends no time on chunks that are where they were.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import pickle
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+
+from cloudckpt.checkpoint.body import Packed, to_json, without_columns
+from cloudckpt.checkpoint.columns import column_of, counted, unfilled
+from cloudckpt.checkpoint.committed import CommitObject
+from cloudckpt.checkpoint.inventory import Inventory, NotInColumnsError
+from cloudckpt.checkpoint.lazy import lazy_metadata, save_id_of
+from cloudckpt.checkpoint.metadata import with_trailer
+from cloudckpt.checkpoint.pickled import MetadataPickle
+from cloudckpt.checkpoint.structure import Structure
+from cloudckpt.checkpoint.torch_private import CURRENT_DCP_VERSION, StorageInfo
+from cloudckpt.checkpoint.written import Extents, Written, WrittenObject
+from cloudckpt.checksum import ChecksumAlgorithm
+from cloudckpt.errors import DifferentCheckpointsError, IncompleteSaveError
+from cloudckpt.gc_pause import paused_gc
+
+__all__ = ["Draft"]
+
+
+class Draft:
+    """What a save is about to commit.
+
+    Attributes:
+        attempt: The random name of the save.
+        objects: Its data objects.
+        inventory: What it holds; None if only the pickle can say so.
+        metadata: torch's metadata of it.
+    """
+
+    def __init__(
+        self,
+        attempt: str,
+        objects: Sequence[WrittenObject],
+        metadata: Metadata,
+        inventory: Inventory | None,
+        pickled: MetadataPickle | bytes,
+        body: Packed | bytes,
+    ) -> None:
+        self.attempt = attempt
+        self.objects = objects
+        self.metadata = metadata
+        self.inventory = inventory
+        self._pickled = pickled
+        self._body = body
+        self._rows: tuple[torch.Tensor, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        metadata: Metadata,
+        indices: Sequence[Sequence[MetadataIndex]],
+        written: Sequence[Written],
+        checksum: ChecksumAlgorithm,
+        *,
+        attempt: str,
+        uri: str,
+    ) -> Draft:
+        """That of a save whose structure is new.
+
+        Args:
+            metadata: The planner's.
+            indices: By rank, those of the items in its plan, in its order.
+            written: By rank, what it has written.
+            checksum: The algorithm of the store.
+            attempt: The random name of the save: sixteen hexadecimal digits.
+            uri: The checkpoint.
+
+        Raises:
+            DifferentCheckpointsError: If a rank has written to another location.
+            IncompleteSaveError: If the metadata promise an item that nobody has written.
+        """
+        for rank, one in enumerate(written):
+            if one.uri != uri:
+                raise DifferentCheckpointsError(
+                    f"the rank that commits saves here, and rank {rank} to {one.uri}: give the "
+                    "same checkpoint_id on all ranks, for example by a broadcast of it",
+                    uri=uri,
+                )
+        try:
+            inventory, rows = Inventory.of(metadata, indices, written, checksum, uri)
+        except NotInColumnsError:
+            return cls._by_pickle(metadata, indices, written, checksum, attempt, uri)
+        draft = cls.from_inventory(inventory, attempt)
+        if draft is None:
+            return cls._by_pickle(metadata, indices, written, checksum, attempt, uri)
+        draft._rows = rows
+        return draft
+
+    @classmethod
+    def from_inventory(cls, inventory: Inventory, attempt: str) -> Draft | None:
+        """That of an inventory; None if the format has no room for something in it."""
+        packed = Packed.of(inventory)
+        if packed is None:
+            return None
+        pickled = MetadataPickle(inventory, attempt)
+        if packed.with_objects(attempt, inventory, len(pickled.data)) is None:
+            return None
+        metadata = lazy_metadata(inventory, attempt)
+        return cls(attempt, inventory.objects, metadata, inventory, pickled, packed)
+
+    @classmethod
+    def of_copy(
+        cls, source: CommitObject, objects: Mapping[str, WrittenObject], attempt: str
+    ) -> Draft:
+        """That of a copy of a checkpoint.
+
+        Args:
+            source: What is copied.
+            objects: What its data objects have become, by the names that they had.
+            attempt: The random name of the copy.
+        """
+        renamed = [objects[one.name] for one in source.objects]
+        if source.inventory is not None:
+            draft = cls.from_inventory(
+                dataclasses.replace(source.inventory, objects=renamed), attempt
+            )
+            assert draft is not None  # it has been one before
+            return draft
+        metadata = dataclasses.replace(source.metadata)
+        with paused_gc():
+            metadata.storage_data = {
+                index: dataclasses.replace(place, relative_path=objects[place.relative_path].name)
+                for index, place in (source.metadata.storage_data or {}).items()
+            }
+            metadata.storage_meta = dataclasses.replace(
+                source.metadata.storage_meta or StorageMeta(), checkpoint_id=None, load_id=None
+            )
+            if source.body is not None:
+                metadata.storage_meta.save_id = save_id_of(attempt)
+            pickled = pickle.dumps(metadata, protocol=pickle.HIGHEST_PROTOCOL)
+        body = b""
+        if source.body is not None:
+            more = _more(source.structure)
+            body = without_columns(attempt, renamed, source.body.checksum, more)
+        return cls(attempt, list(objects.values()), metadata, None, pickled, body)
+
+    def filled(self, written: Sequence[Written], attempt: str, uri: str) -> Draft | None:
+        """The draft of the next save, of the same structure; this one gives it its bytes.
+
+        Args:
+            written: By rank, its objects, and the items of its plan that lie elsewhere than before.
+            attempt: The random name of that save.
+            uri: Where it goes.
+
+        Returns:
+            The draft; None if this one knows too little: make one by :meth:`of`.
+
+        Raises:
+            DifferentCheckpointsError: If a rank has written to another location.
+            IncompleteSaveError: If a rank has written what makes no sense.
+        """
+        for rank, one in enumerate(written):
+            if one.uri != uri:
+                raise DifferentCheckpointsError(
+                    f"the rank that commits saves here, and rank {rank} to {one.uri}: give the "
+                    "same checkpoint_id on all ranks, for example by a broadcast of it",
+                    uri=uri,
+                )
+        if self.inventory is None or len(written) != len(self._rows):
+            return None
+        objects = list(itertools.chain.from_iterable(one.objects for one in written))
+        inventory = dataclasses.replace(self.inventory, objects=objects)
+        is_as_before = [(o.rank, o.ordinal) for o in objects] == [
+            (o.rank, o.ordinal) for o in self.objects
+        ]
+        changed, extents = self._changes(written)
+        if changed.numel():
+            inventory = inventory.located(changed, extents)
+            is_as_before = is_as_before and int(changed.min()) >= inventory.values_from
+        try:
+            inventory.check_extents()
+        except ValueError as exc:
+            raise IncompleteSaveError(
+                f"a rank has written other objects than it says: {exc}; nothing was committed",
+                uri=uri,
+            ) from exc
+        rows = self._rows
+        if is_as_before:
+            assert isinstance(self._pickled, MetadataPickle)
+            values = counted(inventory.values_from, len(inventory.extents))
+            self._pickled.overwrite(
+                attempt, objects, inventory.extents.at(values) if changed.numel() else None
+            )
+            metadata = lazy_metadata(inventory, attempt)
+            draft = Draft(attempt, objects, metadata, inventory, self._pickled, self._body)
+        else:
+            made = Draft.from_inventory(inventory, attempt)
+            if made is None:
+                return None
+            draft = made
+        draft._rows = rows
+        return draft
+
+    def _changes(self, written: Sequence[Written]) -> tuple[torch.Tensor, Extents]:
+        """The rows that lie elsewhere than before, and where."""
+        rows: list[torch.Tensor] = []
+        columns: list[list[torch.Tensor]] = [[], [], []]
+        base = 0
+        for of_rank, one in zip(self._rows, written, strict=True):
+            if one.items is None or one.items:
+                taken = of_rank if one.items is None else of_rank[column_of(one.items)]
+                rows.append(taken)
+                for column, values in zip(columns, one.extents.columns, strict=True):
+                    column.append(values + base if column is columns[0] else values)
+            base += len(one.objects)
+        if not rows:
+            return unfilled(0), Extents.none()
+        return torch.cat(rows), Extents(*map(torch.cat, columns))
+
+    def data(self, notes: bytes = b"") -> list[memoryview]:
+        """All bytes of the commit object, with notes in it."""
+        if isinstance(self._pickled, MetadataPickle):
+            assert isinstance(self._body, Packed)
+            assert self.inventory is not None
+            size = len(self._pickled.data)
+            parts = self._body.with_objects(self.attempt, self.inventory, size)
+            assert parts is not None
+            return with_trailer(self._pickled.data, b"".join(parts), notes)
+        assert isinstance(self._body, bytes)
+        return with_trailer(self._pickled, self._body, notes)
+
+    @classmethod
+    def _by_pickle(
+        cls,
+        metadata: Metadata,
+        indices: Sequence[Sequence[MetadataIndex]],
+        written: Sequence[Written],
+        checksum: ChecksumAlgorithm,
+        attempt: str,
+        uri: str,
+    ) -> Draft:
+        """That of metadata with classes of a user's own."""
+        places: dict[MetadataIndex, StorageInfo] = {}
+        for of_rank, one in zip(indices, written, strict=True):
+            names = [found.name for found in one.objects]
+            rows = zip(*(column.tolist() for column in one.extents.columns), strict=True)
+            for index, (number, offset, length) in zip(of_rank, rows, strict=True):
+                places[index] = StorageInfo(names[number], offset, length)
+        _check_complete(metadata, places, uri)
+        objects = list(itertools.chain.from_iterable(one.objects for one in written))
+        structure = Structure.merged([one.structure for one in written], uri)
+        metadata.storage_data = places
+        metadata.storage_meta = StorageMeta(save_id=save_id_of(attempt))
+        metadata.version = CURRENT_DCP_VERSION
+        with paused_gc():
+            pickled = pickle.dumps(metadata, protocol=pickle.HIGHEST_PROTOCOL)
+        body = without_columns(attempt, objects, checksum, _more(structure))
+        return cls(attempt, objects, metadata, None, pickled, body)
+
+
+def _more(structure: Structure) -> bytes:
+    return to_json({"structure": structure.to_json()} if structure else {})
+
+
+def _check_complete(
+    metadata: Metadata, written: dict[MetadataIndex, StorageInfo], uri: str
+) -> None:
+    """Whether every item that a reader may ask for was written."""
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            wanted = [MetadataIndex(fqn, chunk.offsets) for chunk in entry.chunks]
+        else:
+            wanted = [MetadataIndex(fqn)]
+        for index in wanted:
+            if index not in written:
+                raise IncompleteSaveError(
+                    f"{fqn} (offsets {index.offset}) was planned, but no rank has written it; "
+                    "nothing was committed",
+                    uri=uri,
+                    item=fqn,
+                )

@@ -1,0 +1,212 @@
+"""The index at the end of a data object: what lies where in it, and the checksums of all blocks.
+
+The items of an object stand in ascending order, each at the next multiple of 64, and so does the
+index behind them. So it holds no offsets: they follow from the lengths. It is believed only if its
+size and CRC32C are those that the commit object has of it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cloudckpt.checkpoint.columns import numbers_in
+from cloudckpt.checkpoint.written import WrittenObject
+from cloudckpt.checksum import CRC32C, CRC64NVME, Blocks, ChecksumAlgorithm, block_size_for
+from cloudckpt.errors import CheckpointCorruptError
+from cloudckpt.transfer.boxes import ALIGNMENT
+
+__all__ = [
+    "KINDS",
+    "LONGEST_EDGE",
+    "MOST_INDEX",
+    "IndexItem",
+    "ObjectIndex",
+    "code_of",
+    "index_bytes",
+    "index_growth",
+    "index_size",
+    "kind_of",
+]
+
+_MAGIC = b"ckptidx\1"
+_HEADER = struct.Struct("<8sIB3x")
+_ITEM = 2 + 2 + 1 + 8  # head, tail, type, bytes of the data proper
+_END = 1 << 63
+
+LONGEST_EDGE = (1 << 16) - 1
+"""Bytes that an envelope may have before a tensor, and behind it."""
+
+MOST_INDEX = (1 << 32) - 1
+"""Bytes that an index may have."""
+
+KINDS = {1: CRC32C, 2: CRC64NVME}
+"""The numbers by which indexes and commit objects name the algorithm of checksums."""
+
+_DTYPES = (
+    *("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8"),
+    *("bool", "complex128", "complex64", "complex32", "uint16", "uint32", "uint64"),
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    *("float4_e2m1fn_x2", "bits1x8", "bits2x4", "bits4x2", "bits8", "bits16"),
+)
+_TYPES = {
+    code: dtype
+    for code, name in enumerate(_DTYPES, 1)
+    if (dtype := getattr(torch, name, None)) is not None
+}
+_CODES = {dtype: code for code, dtype in _TYPES.items()}
+
+
+def kind_of(algorithm: ChecksumAlgorithm) -> int:
+    """Its number."""
+    return next(kind for kind, known in KINDS.items() if known is algorithm)
+
+
+def code_of(dtype: torch.dtype) -> int | None:
+    """The number of an element type in an index; None if the format has none for it."""
+    return _CODES.get(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class IndexItem:
+    """What an index says of an item.
+
+    Attributes:
+        head: Bytes of the envelope before the data proper.
+        tail: Bytes of the envelope behind it.
+        dtype: The element type of a plain tensor; None for anything else, which has no envelope.
+        raw_length: Bytes of the data proper.
+        blocks: Their checksums.
+    """
+
+    head: int
+    tail: int
+    dtype: torch.dtype | None
+    raw_length: int
+    blocks: Blocks
+
+
+def index_size(raw_lengths: Sequence[int], algorithm: ChecksumAlgorithm) -> int:
+    """The bytes of the index of items with these lengths of data proper."""
+    return _HEADER.size + sum(index_growth(length, algorithm) for length in raw_lengths)
+
+
+def index_growth(raw_length: int, algorithm: ChecksumAlgorithm) -> int:
+    """The bytes that an item with this length of data proper takes in an index."""
+    return _ITEM + algorithm.nbytes * -(-raw_length // block_size_for(raw_length))
+
+
+def index_bytes(
+    heads: Sequence[int],
+    tails: Sequence[int],
+    codes: Sequence[int],
+    raw_lengths: Sequence[int],
+    checksums: Sequence[int],
+    algorithm: ChecksumAlgorithm,
+) -> bytes:
+    """The index of items, by columns; ``checksums`` are those of all blocks of all items."""
+    count = len(codes)
+    return b"".join(
+        (
+            _HEADER.pack(_MAGIC, count, kind_of(algorithm)),
+            struct.pack(f"<{count}H", *heads),
+            struct.pack(f"<{count}H", *tails),
+            bytes(codes),
+            struct.pack(f"<{count}Q", *raw_lengths),
+            algorithm.pack(checksums),
+        )
+    )
+
+
+class ObjectIndex:
+    """The index of one object, as it was read."""
+
+    def __init__(
+        self, data: bytearray, record: WrittenObject, algorithm: ChecksumAlgorithm, uri: str
+    ) -> None:
+        """
+        Args:
+            data: Its bytes.
+            record: What the commit object says of the object.
+            algorithm: The checksums of the checkpoint.
+            uri: The object, for messages.
+
+        Raises:
+            CheckpointCorruptError: If it is not the one that the commit object means.
+        """
+        self._uri = uri
+        self._name = record.name
+        self._algorithm = algorithm
+        if len(data) != record.index_size or CRC32C.of(data) != record.index_crc:
+            raise self._corrupt("the index of the object does not match its checksum")
+        try:
+            self._parse(data, record.size - record.index_size)
+        except (ValueError, RuntimeError, struct.error) as exc:
+            raise self._corrupt(f"the index of the object makes no sense: {exc}", exc) from exc
+
+    def _parse(self, data: bytearray, end: int) -> None:
+        magic, count, kind = _HEADER.unpack_from(data)
+        if magic != _MAGIC or KINDS.get(kind) is not self._algorithm:
+            raise ValueError("it is of a newer version, or of another algorithm")
+        if _HEADER.size + _ITEM * count > len(data):
+            raise ValueError("it is too short for its items")
+        at = _HEADER.size
+        self._heads = numbers_in(data, torch.uint16, count, at)
+        self._tails = numbers_in(data, torch.uint16, count, at + 2 * count)
+        self._codes = data[at + 4 * count : at + 5 * count]
+        self._raws = raws = numbers_in(data, torch.int64, count, at + 5 * count)
+        self._sums = at + _ITEM * count
+        self._data = data
+        if count and not 0 <= int(raws.min()) <= int(raws.max()) <= end:
+            raise ValueError("an item is larger than its object")
+        # the sum of lengths that are each at most that of the object: it can't overflow unseen
+        self._lengths = self._heads.to(torch.int64) + raws + self._tails.to(torch.int64)
+        steps = (self._lengths + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+        if steps.to(torch.float64).sum() > 2.0**62:
+            raise ValueError("its items are larger than any object")
+        behind = steps.cumsum(0)
+        self._starts = behind - steps
+        if (int(behind[-1]) if count else 0) != end or end % ALIGNMENT:
+            raise ValueError("its items do not end where it begins")
+        blocks = torch.full_like(raws, block_size_for(0))
+        for power in range(block_size_for(0).bit_length(), block_size_for(_END).bit_length()):
+            blocks += blocks * (raws // 64 >= 1 << power)
+        self._blocks = ((raws + blocks - 1) // blocks).cumsum(0)
+        total = int(self._blocks[-1]) if count else 0
+        if len(data) != self._sums + total * self._algorithm.nbytes:
+            raise ValueError("it has checksums too many, or too few")
+
+    def find(self, offset: int, length: int, item: str) -> IndexItem:
+        """The item that takes these bytes of the object.
+
+        Raises:
+            CheckpointCorruptError: If there is none.
+        """
+        number = int(torch.searchsorted(self._starts, offset, right=True)) - 1
+        # an empty item begins where the next one does: the one of this length is meant
+        while number >= 0 and int(self._starts[number]) == offset:
+            if int(self._lengths[number]) == length:
+                return self._item(number, item)
+            number -= 1
+        raise self._corrupt("index and metadata contradict each other", item=item)
+
+    def _item(self, number: int, item: str) -> IndexItem:
+        code, width = self._codes[number], self._algorithm.nbytes
+        dtype = _TYPES.get(code)
+        head, tail = int(self._heads[number]), int(self._tails[number])
+        if (dtype is None and code) or (not code and (head or tail)):
+            raise self._corrupt(f"this torch does not know the element type {code}", item=item)
+        first = int(self._blocks[number - 1]) if number else 0
+        start = self._sums + first * width
+        stop = self._sums + int(self._blocks[number]) * width
+        sums = self._algorithm.unpack(bytes(self._data[start:stop]))
+        raw = int(self._raws[number])
+        return IndexItem(head, tail, dtype, raw, Blocks(self._algorithm, block_size_for(raw), sums))
+
+    def _corrupt(
+        self, message: str, cause: Exception | None = None, item: str | None = None
+    ) -> CheckpointCorruptError:
+        return CheckpointCorruptError(message, uri=self._uri, item=item, cause=cause)

@@ -1,0 +1,437 @@
+"""All that a checkpoint holds, as columns: of each chunk where it lies and which part it is.
+
+torch's metadata has three objects of Python for each chunk of each tensor of each rank: half a
+million chunks take a gigabyte and seconds. Here is a table over the names, and columns of numbers
+over the chunks, from which torch's objects are made for the names that somebody asks for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from cloudckpt.checkpoint.columns import column_of, counted, unfilled
+from cloudckpt.checkpoint.structure import Structure
+from cloudckpt.checkpoint.written import Extents, Written, WrittenObject
+from cloudckpt.checksum import ChecksumAlgorithm
+from cloudckpt.errors import IncompleteSaveError
+from cloudckpt.gc_pause import paused_gc
+
+__all__ = ["Chunks", "Entry", "Inventory", "NotInColumnsError", "Paths", "rows_of"]
+
+Paths = Mapping[str, tuple["str | int", ...]]
+"""``planner_data`` of torch's metadata: where in the state dict a name stood."""
+
+_END = 1 << 63
+
+
+class NotInColumnsError(Exception):
+    """Metadata that columns can't express: with classes or fields of a user's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What is known of a name.
+
+    Attributes:
+        first: The row of its first chunk, or of the value that it names.
+        count: How many chunks it has; 1 if it is no tensor.
+        shape: Of the tensor; None if it is none.
+        properties: The number of its properties.
+        place: The number of its first chunk among those of tensors of as many dimensions.
+    """
+
+    first: int
+    count: int
+    shape: tuple[int, ...] | None
+    properties: int
+    place: int
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Which parts the chunks of all tensors with a number of dimensions are.
+
+    Attributes:
+        rows: The rows of the chunks.
+        offsets: Where in the tensor each begins: a row each, a column for each dimension.
+        sizes: How large it is.
+    """
+
+    rows: torch.Tensor
+    offsets: torch.Tensor
+    sizes: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Inventory:
+    """Names, chunks and objects of a checkpoint.
+
+    Rows are the chunks of tensors, in the order of the names, and behind them the values.
+
+    Attributes:
+        entries: By name, in the order of the metadata.
+        properties: Those that tensors have.
+        chunks: By number of dimensions.
+        extents: Where the rows lie.
+        objects: The data objects, by rank and ordinal.
+        checksum: The algorithm of all checksums.
+        paths: ``planner_data``, or None.
+        structure: What the paths do not say.
+    """
+
+    entries: Mapping[str, Entry]
+    properties: Sequence[TensorProperties]
+    chunks: Mapping[int, Chunks]
+    extents: Extents
+    objects: Sequence[WrittenObject]
+    checksum: ChecksumAlgorithm
+    paths: Paths | None = None
+    structure: Structure = field(default_factory=Structure)
+
+    @functools.cached_property
+    def values_from(self) -> int:
+        """The first row that is no chunk of a tensor."""
+        return sum(chunks.rows.numel() for chunks in self.chunks.values())
+
+    def row_of(self, index: MetadataIndex) -> int | None:
+        """The row of an item; its hint is believed only where it leads to the offsets."""
+        entry = self.entries.get(index.fqn)
+        if entry is None or (entry.shape is None) != (index.offset is None):
+            return None
+        if entry.shape is None or index.offset is None:
+            return entry.first
+        wanted, hint = tuple(index.offset), index.index
+        if len(wanted) != len(entry.shape):
+            return None
+        offsets = self.chunks[len(wanted)].offsets[entry.place : entry.place + entry.count]
+        if hint is not None and 0 <= hint < entry.count and tuple(offsets[hint].tolist()) == wanted:
+            return entry.first + hint
+        found = (offsets == column_of(wanted)).all(1).nonzero()
+        return entry.first + int(found[0]) if found.numel() else None
+
+    def shape_of(self, name: str, row: int) -> tuple[int, ...]:
+        """The shape of a chunk."""
+        entry = self.entries[name]
+        if entry.shape is None:
+            return ()
+        return tuple(self.chunks[len(entry.shape)].sizes[entry.place + row - entry.first].tolist())
+
+    def extent_of(self, row: int) -> tuple[WrittenObject, int, int]:
+        """The object of a row, its first byte there, and its bytes."""
+        objects, offset, length = (int(column[row]) for column in self.extents.columns)
+        return self.objects[objects], offset, length
+
+    def metadata_of(self, name: str) -> TensorStorageMetadata | BytesStorageMetadata:
+        """What torch's metadata say of a name."""
+        entry = self.entries[name]
+        if entry.shape is None:
+            return BytesStorageMetadata()
+        chunks, stop = self.chunks[len(entry.shape)], entry.place + entry.count
+        parts = zip(
+            chunks.offsets[entry.place : stop].tolist(),
+            chunks.sizes[entry.place : stop].tolist(),
+            strict=True,
+        )
+        size = torch.Size
+        made = [ChunkStorageMetadata(size(offsets), size(sizes)) for offsets, sizes in parts]
+        properties = dataclasses.replace(self.properties[entry.properties])
+        return TensorStorageMetadata(properties, size(entry.shape), made)
+
+    @classmethod
+    def of(
+        cls,
+        metadata: Metadata,
+        indices: Sequence[Sequence[MetadataIndex]],
+        written: Sequence[Written],
+        checksum: ChecksumAlgorithm,
+        uri: str,
+    ) -> tuple[Inventory, tuple[torch.Tensor, ...]]:
+        """That of a save, and by rank the rows of the items in its plan.
+
+        Args:
+            metadata: torch's, without the places.
+            indices: By rank, those of the items in its plan.
+            written: By rank, what it has written.
+            checksum: The algorithm of the store.
+            uri: The checkpoint, for messages.
+
+        Raises:
+            IncompleteSaveError: If the metadata promise an item that nobody has written.
+            NotInColumnsError: If they are not of torch's classes alone.
+        """
+        with paused_gc():
+            made = _Tables(metadata)
+            objects = list(itertools.chain.from_iterable(of_rank.objects for of_rank in written))
+            extents, rows = made.placed(indices, written, uri)
+            structure = Structure.merged([of_rank.structure for of_rank in written], uri)
+        inventory = cls(
+            made.entries,
+            made.properties,
+            made.chunks,
+            extents,
+            objects,
+            checksum,
+            made.paths,
+            structure,
+        )
+        try:
+            inventory.check()
+        except ValueError as exc:
+            raise NotInColumnsError(str(exc)) from exc
+        return inventory, rows
+
+    def check(self) -> None:
+        """Whether all numbers are within their bounds.
+
+        Raises:
+            ValueError: If one is not.
+        """
+        self.check_extents()
+        for dims, chunks in self.chunks.items():
+            of_tensors = [e for e in self.entries.values() if e.shape and len(e.shape) == dims]
+            counts = column_of([entry.count for entry in of_tensors])
+            for dim in range(dims):  # one after the other, which takes less memory
+                ends = column_of([(entry.shape or ())[dim] for entry in of_tensors])
+                limits = ends.repeat_interleave(counts)
+                sizes, offsets = chunks.sizes[:, dim], chunks.offsets[:, dim]
+                inside = (sizes >= 0) & (offsets >= 0) & (sizes <= limits)
+                if not bool((inside & (offsets <= limits.sub_(sizes))).all()):
+                    raise ValueError("a chunk lies outside of its tensor")
+
+    def check_extents(self) -> None:
+        """Whether all places are inside of objects.
+
+        Raises:
+            ValueError: If one is not.
+        """
+        extents, objects = self.extents, self.objects
+        if not len(extents):
+            return
+        if not 0 <= int(extents.objects.min()) <= int(extents.objects.max()) < len(objects):
+            raise ValueError("an item lies in no object")
+        ends = column_of([one.size - one.index_size for one in objects])
+        limits = ends[extents.objects]
+        inside = (extents.offsets >= 0) & (extents.lengths >= 0) & (extents.lengths <= limits)
+        if not bool((inside & (extents.offsets <= limits.sub_(extents.lengths))).all()):
+            raise ValueError("an item lies outside of its object")
+
+    def located(self, items: torch.Tensor, extents: Extents) -> Inventory:
+        """The same with rows elsewhere."""
+        columns = [column.clone() for column in self.extents.columns]
+        for column, changed in zip(columns, extents.columns, strict=True):
+            column[items] = changed
+        return dataclasses.replace(self, extents=Extents(*columns))
+
+
+class _Tables:
+    """torch's metadata as a table and columns.
+
+    Raises:
+        NotInColumnsError: If they are not of torch's classes alone.
+    """
+
+    def __init__(self, metadata: Metadata) -> None:
+        known = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
+        if type(metadata) is not Metadata or vars(metadata).keys() - known:
+            raise NotInColumnsError("metadata with fields of another's")
+        self.entries: dict[str, Entry] = {}
+        self.properties: list[TensorProperties] = []
+        self.paths = _paths(metadata.planner_data)
+        self._numbers: dict[tuple[Any, ...], int] = {}
+        self._offsets: dict[int, array[int]] = {}
+        self._sizes: dict[int, array[int]] = {}
+        self._places: dict[int, int] = {}
+        rows = 0
+        values: list[str] = []
+        for name, described in metadata.state_dict_metadata.items():
+            if type(name) is not str:
+                raise NotInColumnsError("a name that is no string")
+            if type(described) is BytesStorageMetadata:
+                self.entries[name] = Entry(0, 1, None, 0, 0)  # keeps its place; set below
+                values.append(name)
+            elif type(described) is TensorStorageMetadata:
+                self.entries[name] = self._tensor(described, rows)
+                rows += len(described.chunks)
+            else:
+                raise NotInColumnsError("an entry of another class")
+        for row, name in enumerate(values, rows):
+            self.entries[name] = Entry(row, 1, None, 0, 0)
+        self.rows = rows + len(values)
+        self.chunks = self._columns()
+
+    def _tensor(self, described: TensorStorageMetadata, first: int) -> Entry:
+        properties, chunks = described.properties, described.chunks
+        shape = tuple(described.size)
+        dims = len(shape)
+        plain = type(properties) is TensorProperties and type(chunks) is list
+        if not plain or set(map(type, chunks)) - {ChunkStorageMetadata}:
+            raise NotInColumnsError("properties or chunks of another class")
+        offsets = [chunk.offsets for chunk in chunks]
+        sizes = [chunk.sizes for chunk in chunks]
+        if set(map(len, offsets)) | set(map(len, sizes)) | {dims} != {dims}:
+            raise NotInColumnsError("a chunk of another number of dimensions than its tensor")
+        if not all(type(dim) is int and dim >= 0 for dim in shape):
+            raise NotInColumnsError("a size that is no number")
+        if math.prod(shape) * properties.dtype.itemsize >= _END:
+            raise NotInColumnsError("a tensor that is larger than any memory")
+        key = properties.__getstate__()  # type: ignore[no-untyped-call]
+        number = self._numbers.setdefault(key, len(self.properties))
+        if number == len(self.properties):
+            self.properties.append(properties)
+        try:
+            _extend(self._offsets.setdefault(dims, array("q")), offsets)
+            _extend(self._sizes.setdefault(dims, array("q")), sizes)
+        except (TypeError, OverflowError) as exc:
+            raise NotInColumnsError("a chunk whose numbers are none") from exc
+        place = self._places.get(dims, 0)
+        self._places[dims] = place + len(chunks)
+        return Entry(first, len(chunks), shape, number, place)
+
+    def _columns(self) -> dict[int, Chunks]:
+        tensors = [entry for entry in self.entries.values() if entry.shape is not None]
+        return {
+            dims: Chunks(
+                rows_of(tensors, dims),
+                _matrix(self._offsets[dims], dims, count),
+                _matrix(self._sizes[dims], dims, count),
+            )
+            for dims, count in sorted(self._places.items())
+        }
+
+    def placed(
+        self, indices: Sequence[Sequence[MetadataIndex]], written: Sequence[Written], uri: str
+    ) -> tuple[Extents, tuple[torch.Tensor, ...]]:
+        """Where all rows are, and by rank the rows of its items."""
+        columns = [unfilled(self.rows).fill_(-1) for _ in range(3)]
+        base = 0
+        by_rank: list[torch.Tensor] = []
+        for of_rank, one in zip(indices, written, strict=True):
+            rows = self._rows(of_rank)
+            by_rank.append(rows)
+            if rows.numel() != len(one.extents):
+                raise IncompleteSaveError(
+                    f"rank {one.objects[0].rank if one.objects else '?'} has planned "
+                    f"{rows.numel()} items, and written {len(one.extents)}; nothing was committed",
+                    uri=uri,
+                )
+            objects, offsets, lengths = one.extents.columns
+            for column, values in zip(columns, (objects + base, offsets, lengths), strict=True):
+                column[rows] = values
+            base += len(one.objects)
+        missing = (columns[0] < 0).nonzero()
+        if missing.numel():
+            self._tell_missing(int(missing[0]), columns[0], uri)
+        return Extents(*columns), tuple(by_rank)
+
+    def _rows(self, indices: Iterable[MetadataIndex]) -> torch.Tensor:
+        """The rows of a rank's items: by their hints, where these lead to their offsets."""
+        entries, rows = self.entries, array("q")
+        claimed: dict[int, tuple[array[int], array[int], list[MetadataIndex]]] = {}
+        for index in indices:
+            entry = entries.get(index.fqn)
+            if entry is None or (entry.shape is None) != (index.offset is None):
+                raise NotInColumnsError("an item that the metadata do not have")
+            hint = index.index
+            if entry.shape is None or index.offset is None:
+                rows.append(entry.first)
+                continue
+            if hint is None or not 0 <= hint < entry.count:
+                hint = 0
+            if not entry.count or len(index.offset) != len(entry.shape):
+                raise NotInColumnsError("an item that the metadata do not have")
+            numbers, offsets, of_dims = claimed.setdefault(
+                len(entry.shape), (array("q"), array("q"), [])
+            )
+            numbers.append(len(rows))
+            offsets.extend(index.offset)
+            of_dims.append(index)
+            rows.append(entry.first + hint)
+        found = column_of(rows)
+        for dims, (numbers, offsets, of_dims) in claimed.items():
+            chunks = self.chunks[dims]
+            places = torch.searchsorted(chunks.rows, found[column_of(numbers)])
+            wanted = _matrix(offsets, dims, len(numbers))
+            wrong = (chunks.offsets[places] != wanted).any(1).nonzero().view(-1).tolist()
+            for number in wrong:
+                found[numbers[number]] = self._search(of_dims[number], wanted[number])
+        return found
+
+    def _search(self, index: MetadataIndex, wanted: torch.Tensor) -> int:
+        entry = self.entries[index.fqn]
+        offsets = self.chunks[len(wanted)].offsets[entry.place : entry.place + entry.count]
+        found = (offsets == wanted).all(1).nonzero()
+        if not found.numel():
+            raise NotInColumnsError("an item that the metadata do not have")
+        return entry.first + int(found[0])
+
+    def _tell_missing(self, row: int, objects: torch.Tensor, uri: str) -> NoReturn:
+        name, entry = next(
+            (name, entry)
+            for name, entry in self.entries.items()
+            if entry.first <= row < entry.first + entry.count
+        )
+        offsets = None
+        if entry.shape is not None:
+            chunks = self.chunks[len(entry.shape)]
+            part = chunks.offsets[entry.place : entry.place + entry.count]
+            missing = part[row - entry.first]
+            offsets = torch.Size(missing.tolist())
+            twins = (part == missing).all(1).nonzero().view(-1) + entry.first
+            if bool((objects[twins] >= 0).any()):
+                raise NotInColumnsError("two chunks with one place")
+        raise IncompleteSaveError(
+            f"{name} (offsets {offsets}) was planned, but no rank has written it; "
+            "nothing was committed",
+            uri=uri,
+            item=name,
+        )
+
+
+def rows_of(tensors: Iterable[Entry], dims: int) -> torch.Tensor:
+    """The rows of the chunks of all tensors with a number of dimensions."""
+    of_dims = [entry for entry in tensors if entry.shape is not None and len(entry.shape) == dims]
+    firsts = column_of([entry.first - entry.place for entry in of_dims])
+    counts = column_of([entry.count for entry in of_dims])
+    shifts = firsts.repeat_interleave(counts)
+    return shifts + counted(0, shifts.numel())
+
+
+def _extend(flat: array[int], sizes: Sequence[torch.Size]) -> None:
+    flat.extend(itertools.chain.from_iterable(sizes))
+
+
+def _matrix(flat: array[int], dims: int, count: int) -> torch.Tensor:
+    if not flat:
+        return unfilled(count, dims)
+    return torch.frombuffer(flat, dtype=torch.int64).view(count, dims)
+
+
+def _paths(planner_data: Any) -> Paths | None:
+    if planner_data is None:
+        return None
+    if type(planner_data) is not dict:
+        raise NotInColumnsError("planner data of another planner")
+    for name, path in planner_data.items():
+        if type(name) is not str or type(path) is not tuple:
+            raise NotInColumnsError("planner data of another planner")
+        for element in path:
+            if type(element) is not str and (type(element) is not int or not 0 <= element < _END):
+                raise NotInColumnsError("a path with an element that is neither key nor index")
+    return planner_data

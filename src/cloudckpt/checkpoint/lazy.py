@@ -1,0 +1,95 @@
+"""torch's metadata of an inventory, made for the names that somebody asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+
+from cloudckpt.checkpoint.inventory import Inventory
+from cloudckpt.checkpoint.torch_private import CURRENT_DCP_VERSION, StorageInfo
+
+__all__ = ["SavedPlaces", "lazy_metadata", "save_id_of"]
+
+
+def save_id_of(attempt: str) -> str:
+    """What ``storage_meta.save_id`` says of a save: as long for each."""
+    return f"cloudckpt-1-{attempt}"
+
+
+def lazy_metadata(inventory: Inventory, attempt: str) -> Metadata:
+    """The metadata of a save. Their mappings make what they hold when it is asked for."""
+    metadata: Any = Metadata(state_dict_metadata={})
+    metadata.state_dict_metadata = _Described(inventory)
+    metadata.planner_data = None if inventory.paths is None else dict(inventory.paths)
+    metadata.storage_data = SavedPlaces(inventory)
+    metadata.storage_meta = StorageMeta(save_id=save_id_of(attempt))
+    metadata.version = CURRENT_DCP_VERSION
+    return metadata  # type: ignore[no-any-return]
+
+
+class _Described(Mapping[str, Any]):
+    """``state_dict_metadata``; what was made is kept. Pickles as a dict."""
+
+    def __init__(self, inventory: Inventory) -> None:
+        self._inventory = inventory
+        self._made: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if (made := self._made.get(name)) is None:
+            made = self._made[name] = self._inventory.metadata_of(name)
+        return made
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._inventory.entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._inventory.entries)
+
+    def __len__(self) -> int:
+        return len(self._inventory.entries)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+class SavedPlaces(Mapping[MetadataIndex, StorageInfo]):
+    """``storage_data``: by torch's index of an item its place. Pickles as a dict.
+
+    Attributes:
+        inventory: Whose places they are.
+    """
+
+    def __init__(self, inventory: Inventory) -> None:
+        self.inventory = inventory
+
+    def __getitem__(self, index: MetadataIndex) -> StorageInfo:
+        row = self.inventory.row_of(index) if isinstance(index, MetadataIndex) else None
+        if row is None:
+            raise KeyError(index)
+        found, offset, length = self.inventory.extent_of(row)
+        return StorageInfo(found.name, offset, length)
+
+    def __iter__(self) -> Iterator[MetadataIndex]:
+        chunks = self.inventory.chunks
+        for name, entry in self.inventory.entries.items():
+            if entry.shape is None:
+                yield MetadataIndex(name)
+                continue
+            offsets = chunks[len(entry.shape)].offsets[entry.place : entry.place + entry.count]
+            for number, offset in enumerate(offsets.tolist()):
+                yield MetadataIndex(name, torch.Size(offset), number)
+
+    def __len__(self) -> int:
+        return len(self.inventory.extents)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)

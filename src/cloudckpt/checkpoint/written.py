@@ -1,0 +1,176 @@
+"""What a rank tells the coordinator of a save: its objects, and where in them its items lie."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from cloudckpt.checkpoint.columns import column_of, numbers_in, raw_bytes
+from cloudckpt.checkpoint.objects import data_name
+from cloudckpt.checkpoint.structure import Structure
+from cloudckpt.checkpoint.timing import RankTiming
+
+__all__ = ["RECORD", "Extents", "Written", "WrittenObject"]
+
+RECORD = struct.Struct("<II8sQQII")
+"""The bytes of a :class:`WrittenObject`."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenObject:
+    """A data object that the store has.
+
+    Attributes:
+        rank: Who has written it.
+        ordinal: Its number among the objects of that rank, from 0.
+        attempt: The random part of its name: sixteen hexadecimal digits.
+        size: Its bytes.
+        checksum: Theirs, by the algorithm of the store.
+        index_size: Bytes of the index at its end.
+        index_crc: CRC32C of these.
+    """
+
+    rank: int
+    ordinal: int
+    attempt: str
+    size: int
+    checksum: int
+    index_size: int
+    index_crc: int
+
+    @property
+    def name(self) -> str:
+        """Its name beneath the checkpoint."""
+        return data_name(self.rank, self.ordinal, self.attempt)
+
+    def pack(self) -> bytes:
+        """It in 40 bytes."""
+        return RECORD.pack(
+            self.rank,
+            self.ordinal,
+            bytes.fromhex(self.attempt),
+            self.size,
+            self.checksum,
+            self.index_size,
+            self.index_crc,
+        )
+
+    @classmethod
+    def unpack_all(cls, packed: bytes | bytearray | memoryview) -> tuple[WrittenObject, ...]:
+        """Those that :meth:`pack` has packed, one after the other.
+
+        Raises:
+            ValueError: If their sizes make no sense.
+        """
+        found = tuple(
+            cls(rank, ordinal, attempt.hex(), size, *rest)
+            for rank, ordinal, attempt, size, *rest in RECORD.iter_unpack(packed)
+        )
+        if any(not one.index_size <= one.size < 1 << 63 for one in found):
+            raise ValueError("an object is smaller than its index, or of no size")
+        return found
+
+
+@dataclass(frozen=True)
+class Extents:
+    """Where items lie, as columns of int64.
+
+    Attributes:
+        objects: The numbers of their objects.
+        offsets: Their first bytes in these, envelopes included.
+        lengths: Their bytes, envelopes included.
+    """
+
+    objects: torch.Tensor
+    offsets: torch.Tensor
+    lengths: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[int, int, int]]) -> Extents:
+        """Of rows of object, offset and length."""
+        table = column_of(rows).reshape(-1, 3)
+        return cls(*(column.contiguous() for column in table.unbind(1)))
+
+    @classmethod
+    def none(cls) -> Extents:
+        """Of no items."""
+        return cls.of([])
+
+    def __len__(self) -> int:
+        return self.objects.numel()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Extents) or len(self) != len(other):
+            return NotImplemented if not isinstance(other, Extents) else False
+        return all(map(torch.equal, self.columns, other.columns))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def columns(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The three."""
+        return self.objects, self.offsets, self.lengths
+
+    def changed_since(self, earlier: Extents) -> torch.Tensor:
+        """The numbers of the items that lie elsewhere than in ``earlier``, which has as many."""
+        same = torch.ones(len(self), dtype=torch.bool, device="cpu")
+        for column, before in zip(self.columns, earlier.columns, strict=True):
+            same &= column == before
+        return (~same).nonzero().view(-1)
+
+    def at(self, items: torch.Tensor) -> Extents:
+        """Those of some items."""
+        return Extents(*(column[items] for column in self.columns))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # tensors pickle in a thousand bytes each
+        return _unpacked, (b"".join(map(raw_bytes, self.columns)),)
+
+
+def _unpacked(packed: bytes) -> Extents:
+    columns = numbers_in(bytearray(packed), torch.int64, len(packed) // 8).view(3, -1)
+    return Extents(*columns.unbind(0))
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one rank has written in a save.
+
+    Attributes:
+        uri: Where to.
+        objects: Its objects, by ordinal.
+        extents: Where the items of its plan are, in their order.
+        items: The numbers of the plan's items that ``extents`` are of; None if of all.
+        structure: How its values were nested.
+        indices: Those of the plan's items, where the coordinator does not know them.
+        timing: What it took.
+    """
+
+    uri: str
+    objects: tuple[WrittenObject, ...]
+    extents: Extents
+    items: tuple[int, ...] | None = None
+    structure: Structure = field(default_factory=Structure)
+    indices: tuple[MetadataIndex, ...] | None = None
+    timing: RankTiming | None = None
+
+    def since(self, earlier: Extents) -> Written:
+        """The same, saying only which items lie elsewhere than in ``earlier``."""
+        items = self.extents.changed_since(earlier)
+        numbers = tuple(items.tolist())
+        extents = self.extents.at(items)
+        return dataclasses.replace(self, extents=extents, items=numbers, indices=None)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        packed = b"".join(one.pack() for one in self.objects)
+        rest = (self.extents, self.items, self.structure, self.indices, self.timing)
+        return _written, (self.uri, packed, *rest)
+
+
+def _written(uri: str, packed: bytes, *fields: object) -> Written:
+    return Written(uri, WrittenObject.unpack_all(packed), *fields)  # type: ignore[arg-type]

@@ -1,0 +1,13 @@
+"""Commit objects as tests need them."""
+
+import pickle
+from typing import Any
+
+from cloudckpt.checkpoint.metadata import with_trailer
+
+__all__ = ["framed"]
+
+
+def framed(metadata: Any, notes: bytes = b"") -> bytes:
+    """A pickle of ``metadata`` in a commit object, as a copy of another writer's checkpoint has."""
+    return b"".join(with_trailer(pickle.dumps(metadata, pickle.HIGHEST_PROTOCOL), b"", notes))
