@@ -261,7 +261,7 @@ class TestStoresWithoutConditions:
         for step in (1, 2):
             cloudckpt.save(filled(step, SMALL), checkpoint_id=uri, config=unprobed)
         tried = [request.path for request in proxy.requests("PutObject", "*/.conditions.*")]
-        assert len(tried) == 4
+        assert len(tried) > 3
         assert len(set(tried)) == 1, "the second save must not try it again"
         assert load_step(uri, unprobed, SMALL) == 2
         store.assert_tidy()

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.metadata import (
 
 import cloudckpt
 from cloudckpt import CheckpointCorruptError, UntrustedPickleError
-from cloudckpt.checkpoint.metadata import dump_metadata
 from cloudckpt.checkpoint.torch_private import StorageInfo
+from commit_objects import framed
 
 
 class Exploit:
@@ -76,7 +76,7 @@ def plant(store):
         uri = store.uri("run/foreign")
         folder = store.key_of(uri)
         store.put(f"{folder}/__0_0.distcp", item)
-        data = metadata if isinstance(metadata, bytes) else dump_metadata(metadata)
+        data = metadata if isinstance(metadata, bytes) else framed(metadata)
         store.put(f"{folder}/.metadata", data)
         return uri
 
@@ -124,7 +124,7 @@ class TestMetadata:
     def test_a_checksum_makes_an_exploit_no_better(self, plant, direct, mark):
         honest = metadata_of("w", tensor_entry(), 10)
         honest.planner_data = Exploit(mark)
-        uri = plant(dump_metadata(honest), saved_bytes(torch.ones(4)))
+        uri = plant(framed(honest), saved_bytes(torch.ones(4)))
         with pytest.raises(UntrustedPickleError):
             cloudckpt.load({"w": torch.zeros(4)}, checkpoint_id=uri, config=direct)
         assert not mark.exists()

@@ -100,7 +100,8 @@ class Places:
         """
         with paused_gc():
             wholes = [self._whole(index) for index in indices]
-        self._read_indexes({name for name, _, _ in wholes}, store, config, stats)
+        wanted_by = {name: whole.item for name, whole, _ in reversed(wholes)}
+        self._read_indexes(wanted_by, store, config, stats)
         with paused_gc():
             places = [
                 self._place(index, *whole) for index, whole in zip(indices, wholes, strict=True)
@@ -125,7 +126,8 @@ class Places:
             CheckpointCorruptError: If one is damaged.
             StoreError: If the store refuses or stays unreachable.
         """
-        self._read_indexes(set(self._objects), store, config, TransferStats(str(self._uri)))
+        names = {name: f"the index of {name}" for name in self._objects}
+        self._read_indexes(names, store, config, TransferStats(str(self._uri)))
 
     def whole(self, index: MetadataIndex) -> StoredBytes:
         """The data proper of an item with their checksums, if its index was read; else all of it.
@@ -167,9 +169,9 @@ class Places:
         )
 
     def _read_indexes(
-        self, names: set[str], store: ObjectStore, config: Config, stats: TransferStats
+        self, names: Mapping[str, str], store: ObjectStore, config: Config, stats: TransferStats
     ) -> None:
-        """Reads the indexes of objects, as far as they were not read yet."""
+        """Reads the indexes of objects, as far as that was not done; ``names`` also has items."""
         records = [
             self._objects[name]
             for name in sorted(names)
@@ -177,7 +179,7 @@ class Places:
         ]
         sinks = [BytesSink(record.index_size) for record in records]
         wanted = [
-            Wanted(self._index_bytes(record), 0, record.index_size, sink, True)
+            Wanted(self._index_bytes(record, names[record.name]), 0, record.index_size, sink, True)
             for record, sink in zip(records, sinks, strict=True)
         ]
         download(store, wanted, config, stats)
@@ -192,10 +194,10 @@ class Places:
             else:
                 self._indexes[record.name] = found
 
-    def _index_bytes(self, record: WrittenObject) -> StoredBytes:
+    def _index_bytes(self, record: WrittenObject, item: str) -> StoredBytes:
         start, size = record.size - record.index_size, record.index_size
         key, blocks = self._uri.key(record.name), Blocks(CRC32C, size, (record.index_crc,))
-        return StoredBytes(key, start, size, blocks, record.size, f"the index of {record.name}")
+        return StoredBytes(key, start, size, blocks, record.size, item)
 
     def _uri_of(self, record: WrittenObject) -> str:
         return f"{self._uri}/{record.name}"
