@@ -233,8 +233,6 @@ class CheckpointCopy:
         found = list(parts(source.uri, source.config))
         if self._is_of_a_run and _has_the_same(target, found, source):
             return _Plan(is_there=True)
-        for part in found:
-            part.sources()  # which fails if metadata and manifest contradict each other
         baselines = self._baselines(found)
         objects = {one.source: one for part in found for one in self._objects(part)}
         attempt = random_suffix()
