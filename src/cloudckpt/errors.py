@@ -181,11 +181,13 @@ class StoreError(CloudCheckpointError):
             an error code of its own in its own format, or the request never left this machine. An
             answer of a gateway, a lost connection and a store's own timeout or internal error are
             not certain: such a request may have been carried out, or may yet be.
+        status: The HTTP status of the answer, if there was one.
     """
 
     def __init__(self, message: str, *, certain: bool = False, **context: Any) -> None:
         super().__init__(message, **context)
         self.certain = certain
+        self.status: int | None = None
 
 
 class ObjectNotFoundError(StoreError, FileNotFoundError):

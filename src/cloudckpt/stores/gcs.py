@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from urllib.parse import quote
@@ -273,7 +272,6 @@ class GCSStore(RestStore):
     def failure(
         self, status: int, headers: Mapping[str, str], body: bytes, action: str, uri: str
     ) -> StoreError:
-        self._downloads.refused(status, body)
         return from_answer(status, headers, body, action, uri)
 
     def _authorized(
@@ -322,16 +320,10 @@ class _Downloads:
         self._download = f"{endpoint}/download/storage/v1/"
         self._is_known = is_google  # which of the two it has
         self._is_plain = False
-        self._refused = threading.local()
 
     def is_content(self, url: str) -> bool:
         """Whether a URL of the JSON API is that of content."""
         return url.startswith(self._plain) and "alt=media" in url
-
-    def refused(self, status: int, body: bytes) -> None:
-        """Notes how this thread was refused."""
-        self._refused.status = status
-        self._refused.is_missing = b"No such object" in body  # Google's words
 
     def ask(self, url: str, send: _Send, uri: str) -> Reply:
         """The answer to a read of content.
@@ -346,25 +338,17 @@ class _Downloads:
             InvalidRequestError: If the content is compressed.
         """
         if self._is_plain:
-            reply = self._send(url, send)
+            reply = send(url, _AS_STORED)
         else:
             try:
-                reply = self._send(url.replace(self._plain, self._download, 1), send)
+                reply = send(url.replace(self._plain, self._download, 1), _AS_STORED)
                 self._is_known = True
             except _UNKNOWN as error:
-                if self._is_known or not self._may_lack_path():
+                if self._is_known or not _may_lack_path(error):
                     raise
                 reply = self._ask_plainly(url, send, error)
         _check_encoding(reply, uri)
         return reply
-
-    def _send(self, url: str, send: _Send) -> Reply:
-        self.refused(0, b"")  # not yet
-        return send(url, _AS_STORED)
-
-    def _may_lack_path(self) -> bool:
-        """Whether the endpoint has refused the path, and not the object."""
-        return self._refused.status in _UNKNOWN_PATH and not self._refused.is_missing
 
     def _ask_plainly(self, url: str, send: _Send, error: StoreError) -> Reply:
         """The answer of an endpoint that perhaps knows the other URL only.
@@ -373,13 +357,18 @@ class _Downloads:
         it: then the first answer was about the object.
         """
         try:
-            reply = self._send(url, send)
+            reply = send(url, _AS_STORED)
         except StoreError as second:
-            if self._refused.status in (404, 412, 416):
+            if second.status in (404, 412, 416):
                 raise second from None
             raise error from None
         self._is_known = self._is_plain = True
         return reply
+
+
+def _may_lack_path(refused: StoreError) -> bool:
+    """Whether the endpoint has refused the path, and not the object, in Google's words."""
+    return refused.status in _UNKNOWN_PATH and "No such object" not in (refused.cause or "")
 
 
 def _check_encoding(reply: Reply, uri: str) -> None:

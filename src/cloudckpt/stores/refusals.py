@@ -127,12 +127,14 @@ def refusal(
             otherwise it is if the store itself says so, see :func:`_is_certain`.
     """
     if status == 404 and not code and page.strip():
-        return ServerError(
+        foreign = ServerError(
             f"{action}: something between this machine and the store has answered in its place; "
             "check the endpoint and the proxy",
             uri=uri,
             cause=f"HTTP {status} without an error code of the store",
         )
+        foreign.status = status
+        return foreign
     meaning = SLOW_DOWN if status == 429 else known or (own or {}).get(status) or by_status(status)
     if certain is None:
         certain = _is_certain(code, status, known)
@@ -144,6 +146,7 @@ def refusal(
         cause += f"; request {identity}"
     kind, text = meaning
     error = kind(f"{action}: {text}", uri=uri, cause=masked(cause) or None, certain=certain)
+    error.status = status or None
     if isinstance(error, TransientStoreError):
         error.retry_after = retry_after(given)
     return error
