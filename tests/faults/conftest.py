@@ -114,10 +114,13 @@ def unshared(endpoint):
     return lambda **options: impatient(endpoint, read_timeout=30 + next(_counter) / 1e6, **options)
 
 
+LASTING = ("cloudckpt-watch", "cloudckpt-loop")  # over connections; of cloudckpt.aio
+
+
 def busy_threads() -> list[str]:
-    """The threads of cloudckpt, but for the watch over connections."""
+    """The threads of cloudckpt, but for those that live as long as the process."""
     names = [thread.name for thread in threading.enumerate()]
-    return [name for name in names if name.startswith("cloudckpt") and name != "cloudckpt-watch"]
+    return [n for n in names if n.startswith("cloudckpt") and n not in LASTING]
 
 
 @pytest.fixture(autouse=True)

@@ -41,7 +41,7 @@ def _own_loop() -> asyncio.AbstractEventLoop:
     with _lock:
         if _loop is None or _process != os.getpid():
             _loop, _process = asyncio.new_event_loop(), os.getpid()
-            thread = threading.Thread(target=_loop.run_forever, name="cloudckpt-aio", daemon=True)
+            thread = threading.Thread(target=_loop.run_forever, name="cloudckpt-loop", daemon=True)
             thread.start()
         return _loop
 
