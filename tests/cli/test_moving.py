@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
 
@@ -87,6 +89,27 @@ def test_ranks_of_torchrun_divide_a_copy_and_the_first_one_speaks(cli, run, tmp_
     found = torchrun("verify", str(tmp_path / "copy" / "step-9"))
     assert found.returncode == 0, found.stderr
     assert found.stdout.count("all of it is as it was written (8 items") == 1
-    again = torchrun("cp", str(run / "step-9"), str(tmp_path / "copy" / "step-9"))
-    assert again.returncode == 1
-    assert again.stderr.count("cloudckpt: there is a checkpoint already") == 1
+
+
+def test_ranks_end_with_the_same_code_and_one_says_why(run, tmp_path):
+    [data] = (run / "step-5").glob("*.distcp")
+    content = bytearray(data.read_bytes())
+    content[2000] ^= 1
+    data.write_bytes(content)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = ["-m", "cloudckpt", "cp", str(run / "step-5"), str(tmp_path / "copy")]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    children = [
+        subprocess.Popen(
+            [sys.executable, *command],
+            env={**os.environ, **place, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    told = [child.communicate(timeout=250)[1] for child in children]
+    assert [child.returncode for child in children] == [4, 4], told
+    assert ["cloudckpt: " in text for text in told] == [True, False]
+    assert not list(tmp_path.glob("copy/*"))

@@ -1,6 +1,7 @@
 """Commands that torchrun has started on several ranks, of which the first one speaks."""
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from cloudckpt.checkpoint.torch_private import set_group_timeout
 from cloudckpt.cli.app import code_of, say
+from cloudckpt.dcp.failures import release_frames
 from cloudckpt.errors import CloudCheckpointError, ProcessGroupError
 
 _MEETING = timedelta(minutes=5)  # in which all ranks must have started
@@ -24,12 +26,17 @@ class Ranks:
     """Who takes part in a command.
 
     Attributes:
-        group: All ranks; None if this process is alone.
+        are_many: Whether there are others than this one.
         speaks: Whether this one prints.
     """
 
-    group: dist.ProcessGroup | None = None
+    are_many: bool = False
     speaks: bool = True
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """All ranks; None if this process is alone. Whoever keeps it keeps its threads."""
+        return dist.group.WORLD if self.are_many else None
 
 
 @contextmanager
@@ -59,10 +66,12 @@ def together() -> Iterator[Ranks]:
         ) from exc
     speaks = dist.get_rank() == 0
     try:
-        yield Ranks(dist.group.WORLD, speaks)
-    except ProcessGroupError:
-        raise
-    except CloudCheckpointError as error:
+        yield Ranks(are_many=True, speaks=speaks)
+    except BaseException as error:
+        # its frames keep the group, whose threads abort a process that ends before them
+        release_frames(error)
+        if isinstance(error, ProcessGroupError) or not isinstance(error, CloudCheckpointError):
+            raise
         if speaks:
             say(error)
         with contextlib.suppress(RuntimeError):
@@ -71,3 +80,4 @@ def together() -> Iterator[Ranks]:
     finally:
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
+        gc.collect()
