@@ -59,17 +59,31 @@ class Others:
 
     def __init__(self) -> None:
         self._sizes: dict[str, torch.Size] = {}
+        self._tensors: list[int] = []
 
     def told(self, value: Any, rank: int) -> Any:
         """What rank ``rank`` sends where this one sends ``value``."""
         if isinstance(value, SavePlan):
-            tensors = [item for item in value.items if item.tensor_data is not None]
-            return replace(value, items=[self._item(item, rank) for item in tensors])
+            self._tensors = [
+                number for number, item in enumerate(value.items) if item.tensor_data is not None
+            ]
+            items = [self._item(value.items[number], rank) for number in self._tensors]
+            return replace(value, items=items)
+        if isinstance(value, tuple):
+            digest, written = value
+            objects = tuple(replace(one, rank=rank) for one in written.objects)
+            if written.items is None:
+                extents, items = written.extents.at(torch.tensor(self._tensors)), None
+            else:
+                extents, items = written.extents.none(), ()
+            return digest, replace(written, objects=objects, extents=extents, items=items)
         return [
             replace(
                 result,
                 index=self._index(result.index, rank),
-                storage_data=_place(result.storage_data, rank),
+                storage_data=replace(
+                    result.storage_data, relative_path=of(result.storage_data.relative_path, rank)
+                ),
             )
             for result in value
             if result.index.fqn in self._sizes
@@ -87,27 +101,24 @@ class Others:
         return MetadataIndex(index.fqn, (rank * rows, 0), index.index)
 
 
-def _place(place: Any, rank: int) -> Any:
-    """Where another rank has written what this one has: in objects of its own."""
-    if isinstance(place, tuple):
-        where, record = place
-        return where, replace(
-            record, object=replace(record.object, name=of(record.object.name, rank))
-        )
-    return replace(place, relative_path=of(place.relative_path, rank))
-
-
 def of(name: str, rank: int) -> str:
     """The name that another rank gives to what is called so on rank 0."""
     return name.replace("__0_", f"__{rank}_", 1)
 
 
 @contextmanager
-def others(gathered: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
-    """Has the other ranks take part in gatherings, and lets none hear of anything.
+def others(
+    gathered: Callable[[], None] = lambda: None,
+    *,
+    planned: Callable[[SavePlan], Any] = lambda plan: plan,
+    committed: Any = None,
+) -> Iterator[list[int]]:
+    """Has the other ranks take part in gatherings.
 
     Args:
         gathered: Called on the coordinator when all have sent, and nothing was unpickled.
+        planned: What another rank is handed as its part of the plan.
+        committed: What it is told of the commit.
 
     Yields:
         The bytes that this rank has sent in each gathering.
@@ -128,12 +139,13 @@ def others(gathered: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
         return [pickle.loads(data) for data in received]
 
     def scatter(self: Any, values: list[Any] | None) -> Any:
-        return values[0] if values is not None else last[0]  # nobody else has these shards
+        # nobody else has the shards of this rank, so that its part is what it has planned
+        return values[0] if values is not None else planned(last[0])
 
     methods: dict[str, Any] = {
         "gather_object": gather,
         "scatter_object": scatter,
-        "broadcast_object": lambda self, value: value,
+        "broadcast_object": lambda self, value: value if value is not None else committed,
     }
     usual = {name: getattr(_DistWrapper, name) for name in methods}
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 from collections.abc import Iterator, Mapping
@@ -177,10 +178,17 @@ def _other_rank(port: int, who: str, ranks: int, tensors: int) -> dict[str, floa
             return super().write_data(plan, planner)
 
     if who == OURS:
+        from cloudckpt.dcp.save_loop import Committed
         from cloudckpt.events import subscribe
 
         subscribe(lambda event: note() if event.phase == "plan" else None)
-    with others() as sent:
+        heard: dict[str, Any] = {
+            "planned": lambda plan: (plan, 7),
+            "committed": Committed("0" * 16, can_be_filled=True),
+        }
+    else:
+        heard = {}
+    with others(**heard) as sent:
         for _ in range(2):
             sent.clear()
             began, planned = cpu_seconds(), 0.0
@@ -209,10 +217,11 @@ def _reading(port: int, who: str, ranks: int, tensors: int) -> dict[str, float]:
     planner.create_local_plan()
     found["load_plan_cpu"] = cpu_seconds() - cpu
     if who == OURS:
-        files = [path for path in folder.iterdir() if not path.name.endswith(".distcp")]
-        stored = sum(path.stat().st_size for path in files)
-        stock = len(pickle.dumps(FileSystemReader(folder).read_metadata(), 4))
-        found["chunk"] = (stored - stock) / (ranks * tensors)
+        indexes = sum(one.index_size for one in reader.inventory.objects)
+        stored = io.BytesIO((folder / ".metadata").read_bytes())
+        pickle.load(stored)  # of this very run
+        behind = len(stored.getbuffer()) - stored.tell()
+        found["chunk"] = (behind + indexes) / (ranks * tensors)
     return found
 
 

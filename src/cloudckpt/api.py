@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+from torch.distributed.tensor import DTensor
 
 from cloudckpt.checkpoint.objects import is_committed
 from cloudckpt.config import Config
@@ -51,6 +53,7 @@ __all__ = [
 S = TypeVar("S")
 T = TypeVar("T")
 
+_TENSORS = (torch.Tensor, torch.nn.Parameter, DTensor)
 _LOST = "the ranks lost each other: look which one ended first and why, and start them again"
 _WHAT_IS_COMMITTED = {
     True: "this save is committed all the same",
@@ -188,24 +191,30 @@ def save_prepared(
     """
     meeting = Meeting.of(process_group, no_dist)
 
-    def begin() -> tuple[ToSave, dict[str, Any], SaveLoop | None]:
+    loops: list[SaveLoop] = []
+
+    def begin() -> tuple[ToSave, dict[str, Any]]:
         made, state = _both(prepare, lambda: content_of(state_dict))
         planner = made.planner or CloudSavePlanner()
-        made = replace(made, planner=planner)
-        if not use_collectives:
-            return made, state, None
-        return made, state, SaveLoop.of(state, made.writer, planner, process_group, no_dist)
+        if use_collectives:
+            loops.extend(SaveLoop.of(state, made.writer, planner, process_group, no_dist))
+        return replace(made, planner=planner), state
 
-    def stance(begun: tuple[ToSave, dict[str, Any], SaveLoop | None]) -> Stance:
-        made, _, loop = begun
-        own = _stance(made.writer if use_collectives else None)
-        return own if loop is None else replace(own, plan=loop.plan)
+    def stance(begun: tuple[ToSave, dict[str, Any]]) -> Stance:
+        own = _stance(begun[0].writer if use_collectives else None)
+        return replace(own, plan=loops[0].plan) if loops else own
 
-    (made, state, loop), plan = meeting.begin_planned(begin, stance)
+    plan = TORCHS_WAY
+    try:
+        (made, state), plan = meeting.begin_planned(begin, stance)
+    finally:
+        if plan == TORCHS_WAY:
+            for loop in loops:
+                loop.give_up()
     writer = made.writer
     save_it: Callable[[], Metadata]
-    if loop is not None and plan != TORCHS_WAY:
-        save_it = functools.partial(loop.run, plan)
+    if plan != TORCHS_WAY:
+        save_it = functools.partial(loops[0].run, plan)
     else:
         save_it = functools.partial(
             state_dict_saver.save,
@@ -353,7 +362,10 @@ def _each_alone(meeting: Meeting, run: Callable[[], T], applies: Callable[[], bo
 def content_of(state_dict: dict[str, Any]) -> dict[str, Any]:
     """The state dict with what its ``Stateful`` values return, which are asked one by one."""
     return {
-        key: value.state_dict() if isinstance(value, Stateful) else value
+        # tensors first: whether a class has the methods of a protocol is slow to tell
+        key: value
+        if type(value) in _TENSORS or not isinstance(value, Stateful)
+        else value.state_dict()
         for key, value in state_dict.items()
     }
 

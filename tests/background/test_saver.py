@@ -26,6 +26,7 @@ from cloudckpt import (
     BackgroundOptions,
     BucketNotFoundError,
     ClosedError,
+    CloudStorageWriter,
     RanksFailedError,
     SaveInProgressError,
     StagingError,
@@ -493,7 +494,8 @@ def test_an_interrupt_of_a_stager_fails_the_save(local):
 
 
 def test_metadata_that_nobody_asks_for_is_not_unpickled():
-    result = PickledResult(pickle.dumps((b"no pickle", None)))
+    writer = CloudStorageWriter("memory://x/run")
+    result = PickledResult(pickle.dumps((b"no pickle", None)), writer)
     assert result.transferred() is None
     with pytest.raises(pickle.UnpicklingError):
         result.load()

@@ -93,7 +93,7 @@ class Outcome:
     """How a save ended.
 
     Attributes:
-        result: The pickled metadata and what was transferred, if it succeeded.
+        result: The metadata, or where they are, and what was transferred, if it succeeded.
         error: Why it failed.
         is_last: Whether the process takes no other save, unless that is on its way already.
     """

@@ -17,7 +17,9 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 from cloudckpt.api import ToSave
 from cloudckpt.background.stager import StagedState
+from cloudckpt.dcp.committed_metadata import committed_metadata
 from cloudckpt.dcp.failures import release_frames
+from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.errors import (
     AsyncSaveError,
     ClosedError,
@@ -70,22 +72,34 @@ class SaveFuture(Future[Metadata | None]):
 
 
 class PickledResult:
-    """Metadata as the saving process sent it: of no use to most trainers, and slow to unpickle."""
+    """Metadata as the saving process sent it: of no use to most trainers, and slow to unpickle.
 
-    def __init__(self, data: bytes) -> None:
+    Of a save by this package's own loop only its random name was sent: whoever looks into the
+    metadata reads them from the store.
+    """
+
+    def __init__(self, data: bytes, writer: StorageWriter) -> None:
         """
         Args:
-            data: A pickle of the pickled metadata, and of what was sent.
+            data: A pickle of the pickled metadata or the name, and of what was sent.
+            writer: Leads to the store.
         """
-        self._pickled: bytes
+        self._told: bytes | str
         self._sent: Transferred | None
-        self._pickled, self._sent = pickle.loads(data)  # noqa: S301 - from our own child
+        self._told, self._sent = pickle.loads(data)  # noqa: S301 - from our own child
+        self._where = (
+            (writer.uri, writer.config) if isinstance(writer, CloudStorageWriter) else None
+        )
         self._metadata: Metadata | None = None
 
     def load(self) -> Metadata:
         """The metadata."""
         if self._metadata is None:
-            self._metadata = pickle.loads(self._pickled)  # noqa: S301 - as above
+            if isinstance(self._told, bytes):
+                self._metadata = pickle.loads(self._told)  # noqa: S301 - as above
+            else:
+                assert self._where is not None
+                self._metadata = committed_metadata(*self._where, self._told)
         assert self._metadata is not None
         return self._metadata
 

@@ -361,7 +361,8 @@ class AsyncSaver:
     def _in_process(self, process: SaveProcess, save: Save) -> PickledResult:
         arena = None if save.copy is None else save.copy.arena
         others = (save.writer, save.planner, save.use_collectives)
-        made = PickledResult(process.save(save.content, arena, others, save.failure))
+        told = process.save(save.content, arena, others, save.failure)
+        made = PickledResult(told, save.writer)
         if isinstance(save.writer, CloudStorageWriter):
             save.writer.transferred = save.written.transferred = made.transferred()
         return made

@@ -37,6 +37,7 @@ from cloudckpt.background.handoff import (
     unpack,
 )
 from cloudckpt.checkpoint.torch_private import set_group_timeout
+from cloudckpt.dcp.committed_metadata import attempt_of
 from cloudckpt.dcp.failures import portable, release_frames
 from cloudckpt.dcp.meeting import Meeting
 from cloudckpt.dcp.writer import CloudStorageWriter
@@ -189,7 +190,9 @@ def _save(job: Job, arenas: dict[int, Arena], meeting: Meeting) -> bytes:
     )
     sent = writer.transferred if isinstance(writer, CloudStorageWriter) else None
     protocol = pickle.HIGHEST_PROTOCOL
-    return pickle.dumps((pickle.dumps(metadata, protocol), sent), protocol)
+    attempt = attempt_of(metadata)
+    told = attempt if attempt is not None else pickle.dumps(metadata, protocol)
+    return pickle.dumps((told, sent), protocol)
 
 
 def _unpacked(job: Job, arenas: dict[int, Arena]) -> tuple[dict[str, Any], Any]:

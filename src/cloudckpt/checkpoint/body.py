@@ -7,11 +7,12 @@ lengths nobody can foresee. So all else of a body can be kept for the next save 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,16 +160,21 @@ class Body:
         Raises:
             CheckpointCorruptError: If it makes no sense all the same.
         """
-        try:
-            with paused_gc():
-                return _parse(memoryview(data), pickle_size)
-        except _SENSELESS as exc:
-            raise CheckpointCorruptError(
-                "the metadata make no sense: they are not as cloudckpt writes them, or a newer "
-                "cloudckpt has written them, which can read them",
-                uri=uri,
-                cause=exc,
-            ) from exc
+        with _made_sense_of(uri), paused_gc():
+            return _parse(memoryview(data), pickle_size)
+
+    @staticmethod
+    def objects_in(data: memoryview, uri: str) -> tuple[WrittenObject, ...]:
+        """The data objects of a body whose checksum is right; nothing else is read.
+
+        Raises:
+            CheckpointCorruptError: If it makes no sense all the same.
+        """
+        with _made_sense_of(uri):
+            magic, _, _, _, count, *_ = _HEADER.unpack_from(data)
+            if magic != _MAGIC or _HEADER.size + RECORD.size * count > len(data):
+                raise ValueError("it is of a version that this cloudckpt does not know, or cut off")
+            return WrittenObject.unpack_all(data[_HEADER.size :][: RECORD.size * count])
 
 
 _SENSELESS = (
@@ -180,6 +186,19 @@ _SENSELESS = (
     RuntimeError,
     struct.error,
 )
+
+
+@contextlib.contextmanager
+def _made_sense_of(uri: str) -> Iterator[None]:
+    try:
+        yield
+    except _SENSELESS as exc:
+        raise CheckpointCorruptError(
+            "the metadata make no sense: they are not as cloudckpt writes them, or a newer "
+            "cloudckpt has written them, which can read them",
+            uri=uri,
+            cause=exc,
+        ) from exc
 
 
 def _parse(data: memoryview, pickle_size: int) -> Body:

@@ -44,7 +44,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from cloudckpt.checkpoint.committed import CommitObject, Fetched, fetch
+from cloudckpt.checkpoint.committed import Fetched, fetch, object_names
 from cloudckpt.checkpoint.objects import (
     METADATA,
     ObjectRecord,
@@ -369,7 +369,7 @@ def named_objects(fetched: Fetched, uri: str) -> set[str]:
     Raises:
         CloudCheckpointError: If the metadata can't be read.
     """
-    return CommitObject.parse(fetched, uri).names(uri)
+    return object_names(fetched, uri)
 
 
 def publish(

@@ -34,7 +34,7 @@ from cloudckpt.errors import (
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.transfer.retry import Retrier
 
-__all__ = ["CommitObject", "Fetched", "fetch", "read_commit"]
+__all__ = ["CommitObject", "Fetched", "fetch", "object_names", "read_commit"]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -202,8 +202,29 @@ def names_in(metadata: Metadata, uri: str) -> set[str]:
     return data
 
 
+def object_names(fetched: Fetched, uri: str) -> set[str]:
+    """The names of the data objects, see :meth:`CommitObject.names`.
+
+    Of a body of ours only the records of the objects are read, and not the columns behind them.
+
+    Raises:
+        UntrustedPickleError: If another writer's names code that is not on the allow-list.
+        CheckpointCorruptError: If it is damaged, or no metadata.
+    """
+    trailer = Trailer.at_end_of(fetched.data, uri)
+    if trailer is not None and (found := _checked(fetched, trailer, uri)).nbytes:
+        return {one.name for one in Body.objects_in(found, uri)}
+    return CommitObject.parse(fetched, uri).names(uri)
+
+
 def _checked_body(fetched: Fetched, trailer: Trailer, uri: str) -> Body | None:
     """The body; None if there is none: the checkpoint is a copy of another writer's."""
+    found = _checked(fetched, trailer, uri)
+    return Body.parse(found, trailer.size, uri) if found.nbytes else None
+
+
+def _checked(fetched: Fetched, trailer: Trailer, uri: str) -> memoryview:
+    """The bytes of the body, if they are those that were written."""
     if len(fetched.data) == fetched.info.size:
         pickle_in(fetched.data, uri)  # it is for others, but what is damaged is told
     found = _body_in(fetched.data, trailer)
@@ -213,7 +234,7 @@ def _checked_body(fetched: Fetched, trailer: Trailer, uri: str) -> Body | None:
             "the metadata does not match its checksum: restore it, or load an older checkpoint",
             uri=uri,
         )
-    return Body.parse(found, trailer.size, uri) if found.nbytes else None
+    return found
 
 
 def read_commit(

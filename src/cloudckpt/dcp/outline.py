@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Outline"]
+__all__ = ["PLAIN", "Outline"]
 
-_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
+"""The classes of tensors that are bytes in memory and nothing else."""
+
 _DICTS = frozenset((dict, OrderedDict, defaultdict))
 _KEYS = frozenset((bool, float, bytes, type(None)))  # besides str and int
 _VALUES = frozenset((type(None), bool, int, float, complex, str, bytes, tuple))
@@ -84,7 +86,7 @@ class Outline:
             else:
                 raise _UnknownError
             kind = type(entry)
-            if kind in _TENSORS:
+            if kind in PLAIN:
                 told(_tensor(entry))
                 leaf(entry)
             elif kind is DTensor:
@@ -110,7 +112,7 @@ class Outline:
             for entry in value:
                 self._other(entry)
             return
-        if kind in _TENSORS:
+        if kind in PLAIN:
             told: Any = _tensor(value)
         elif kind is DTensor:
             told = self._dtensor(value)
@@ -149,7 +151,7 @@ class Outline:
 def _tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What the plan of a tensor that lies in memory follows from, and the place of its bytes."""
     kind = type(tensor)
-    if kind not in _TENSORS or tensor.layout is not torch.strided:
+    if kind not in PLAIN or tensor.layout is not torch.strided:
         raise _UnknownError
     return (
         kind,
@@ -158,5 +160,6 @@ def _tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
         tensor.device,
         tensor.requires_grad,
         tensor.is_contiguous(),
+        tensor.is_neg() or (tensor.is_complex() and tensor.is_conj()),
         tensor.is_pinned(),
     )

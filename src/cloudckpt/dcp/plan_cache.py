@@ -10,42 +10,48 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
+from cloudckpt.checkpoint.draft import Draft
+from cloudckpt.checkpoint.shard import SmallForm
 from cloudckpt.checkpoint.structure import Structure
+from cloudckpt.checkpoint.written import Extents
 from cloudckpt.dcp.meeting import PLAN_ANEW
 from cloudckpt.dcp.outline import Outline
 from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.fork import ModuleLock
 
-__all__ = ["KnownPlan", "digest_of", "find", "flags_of", "forget", "new_number", "remember"]
+__all__ = ["KnownPlan", "digest_of", "flags_of", "forget", "new_number", "remember", "take"]
 
 _MOST = 4
 """Entries that are kept: a model and its averages, say, or the state of two engines."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class KnownPlan:
     """What this rank remembers of a save.
 
     Attributes:
         number: Of the plan, the same on all ranks.
         group: The ranks; None for a process alone.
-        flags: Of the planner, see :func:`flags_of`.
+        flags: Of the planner, see :func:`flags_of`, and the algorithm of the store's checksums.
         outline: Of this rank's state dict, without its values.
         names: The flat names of its values, in the outline's order.
         mappings: Where they stood, by their names.
         structure: What flattening has lost of it.
         plan: What this rank writes.
         digest: Of that.
-        metadata: On the coordinator, torch's of the whole checkpoint, without places.
+        expected: About how many bytes it will write.
+        leaves: Of each item the number of its value.
+        forms: Of each item that is a small tensor in host memory how it looks in an object.
+        extents: Where the items lay in this rank's objects in the last save.
+        draft: On the coordinator, what it has committed then.
         digests: On the coordinator, those of all ranks.
     """
 
@@ -58,23 +64,31 @@ class KnownPlan:
     structure: Structure
     plan: SavePlan
     digest: bytes
-    metadata: Metadata | None
-    digests: tuple[bytes, ...]
+    expected: int
+    leaves: Sequence[int]
+    forms: Sequence[SmallForm | None]
+    extents: Extents = field(default_factory=Extents.none)
+    draft: Draft | None = None
+    digests: tuple[bytes, ...] = ()
 
 
-_entries: deque[KnownPlan] = deque(maxlen=_MOST)  # the last one used stands first
+_entries: list[KnownPlan] = []  # the last one used stands first
 _lock = ModuleLock()
 
 
-def find(
+def take(
     group: dist.ProcessGroup | None, flags: tuple[Any, ...], outline: Outline
 ) -> KnownPlan | None:
-    """The entry for a state dict of this outline."""
+    """The entry for a state dict of this outline, which is the caller's from then on.
+
+    A save that fails does not bring it back: ranks may have heard of different ends. And another
+    thread that saves the same meanwhile does not find it: the bytes of its draft are overwritten.
+    """
     with _lock:
-        entries = list(_entries)
-    for entry in entries:
-        if entry.group is group and entry.flags == flags and entry.outline == outline:
-            return entry
+        for entry in _entries:
+            if entry.group is group and entry.flags == flags and entry.outline == outline:
+                _entries.remove(entry)
+                return entry
     return None
 
 
@@ -82,8 +96,7 @@ def remember(entry: KnownPlan) -> None:
     """Keeps an entry, in the place of one for the same structure."""
     with _lock:
         held = [other for other in _entries if not _is_for_the_same(other, entry)]
-        _entries.clear()
-        _entries.extend([entry, *held][:_MOST])
+        _entries[:] = [entry, *held][:_MOST]
 
 
 def forget() -> None:

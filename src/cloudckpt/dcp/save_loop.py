@@ -19,22 +19,30 @@ What this rules out:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import StorageWriter
+from torch.distributed.tensor import DTensor
 
+from cloudckpt.checkpoint.draft import Draft
+from cloudckpt.checkpoint.shard import SmallForm
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.torch_private import Collectives
+from cloudckpt.checkpoint.written import Written
+from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.dcp import plan_cache
+from cloudckpt.dcp.committed_metadata import committed_metadata
 from cloudckpt.dcp.meeting import PLAN_ANEW
-from cloudckpt.dcp.outline import Outline
+from cloudckpt.dcp.outline import PLAIN, Outline
 from cloudckpt.dcp.plan_cache import KnownPlan
 from cloudckpt.dcp.planners import CloudSavePlanner
+from cloudckpt.dcp.saving import Quick, expected_size
 from cloudckpt.dcp.torch_log import logged_by_torch
 from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.errors import IncompleteSaveError
@@ -42,8 +50,25 @@ from cloudckpt.gc_pause import paused_gc
 
 __all__ = ["SaveLoop"]
 
-Told = tuple[bytes, list[WriteResult]]
-"""What a rank says when it has written: the digest of its plan, and its results."""
+Told = tuple[bytes, Written]
+"""What a rank says when it has written: the digest of its plan, and what it has written."""
+
+
+class Committed(NamedTuple):
+    """What the coordinator says when it has committed: the save, and whether its plan is kept."""
+
+    attempt: str
+    can_be_filled: bool
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A new plan: this rank's part, and on the coordinator what there is of all."""
+
+    step: SavePlan
+    number: int
+    metadata: Metadata | None
+    plans: list[SavePlan]
 
 
 class SaveLoop:
@@ -75,7 +100,7 @@ class SaveLoop:
             CheckpointExistsError: On the coordinator, if there is one that must not be overwritten.
         """
         self._state_dict, self._writer, self._planner = state_dict, writer, planner
-        self._flags, self._group = flags, group
+        self._group = group
         alone = no_dist or not (dist.is_available() and dist.is_initialized())
         self._ranks = Collectives(group, not alone, 0)
         self._members = None if alone else group if group is not None else dist.group.WORLD
@@ -83,11 +108,12 @@ class SaveLoop:
             self._ranks.is_coordinator, rank=self._ranks.rank, use_collectives=True
         )
         writer.look_for_older()
+        self._flags = (*flags, writer.checksum.name)  # a plan's commit object has checksums in it
         with paused_gc():
             self._outline = Outline.of(state_dict)
         self._known: KnownPlan | None = None
         if self._outline is not None:
-            self._known = plan_cache.find(self._members, flags, self._outline)
+            self._known = plan_cache.take(self._members, self._flags, self._outline)
         self.plan = PLAN_ANEW if self._known is None else self._known.number
 
     @classmethod
@@ -98,12 +124,17 @@ class SaveLoop:
         planner: SavePlanner,
         group: dist.ProcessGroup | None,
         no_dist: bool,
-    ) -> SaveLoop | None:
-        """The save; None if it has to be torch's, for a writer or a planner of a user's own."""
+    ) -> list[SaveLoop]:
+        """The save; none if it has to be torch's, for a writer or a planner of a user's own."""
         flags = plan_cache.flags_of(planner)
         if flags is None or type(writer) is not CloudStorageWriter:
-            return None
-        return cls(state_dict, writer, cast(DefaultSavePlanner, planner), flags, group, no_dist)
+            return []
+        return [cls(state_dict, writer, cast(DefaultSavePlanner, planner), flags, group, no_dist)]
+
+    def give_up(self) -> None:
+        """Does not save: the ranks do not begin, or go torch's way."""
+        if self._known is not None:
+            plan_cache.remember(self._known)
 
     def run(self, agreed: int) -> Metadata:
         """Saves; errors are raised as torch's saver does.
@@ -115,43 +146,49 @@ class SaveLoop:
             CheckpointException: If ranks failed, with the failures of all.
         """
         known = self._known if agreed != PLAN_ANEW else None
-        if known is None:
-            step: SavePlan
-            step, number, metadata = self._planned()
-        else:
-            step, number, metadata = known.plan, known.number, known.metadata
+        planned = self._planned() if known is None else None
         mine: list[KnownPlan] = []
+        drafts: list[Draft] = []
 
         @self._logged
         def write_data() -> Told:
-            entry = self._taken_up(known) if known is not None else self._finished(step, number)
-            mine.append(entry)
-            future = self._writer.write_data(entry.plan, self._planner)
-            return entry.digest, future.value()
+            entry = self._finished(planned) if planned is not None else self._taken_up()
+            quick = None if planned is not None else self._quick(entry)
+            written = self._writer.send(entry.plan, self._planner, quick)
+            mine.append(replace(entry, extents=written.extents))
+            if known is not None:  # as the coordinator knows how the values were nested, too
+                written = replace(written.since(known.extents), structure=Structure())
+            return entry.digest, written
 
         @self._logged
-        def finish_checkpoint(told: list[Told]) -> Metadata:
+        def finish_checkpoint(told: list[Told]) -> Committed:
             digests = tuple(digest for digest, _ in told)
-            if known is not None:
-                self._check(known, digests)
-            assert metadata is not None
-            committed = replace(metadata)
-            self._writer.finish(committed, [results for _, results in told])
-            mine[0] = replace(mine[0], metadata=metadata, digests=digests)
-            return committed
+            written = [one for _, one in told]
+            timings = [one.timing for one in written if one.timing is not None]
+            if planned is not None:
+                draft = self._writer.finish_with(lambda: self._new_draft(planned, written), timings)
+            else:
+                draft = self._writer.finish_with(
+                    lambda: self._next_draft(digests, written), timings
+                )
+            drafts.append(draft)
+            mine[0] = replace(mine[0], draft=draft, digests=digests)
+            return Committed(self._writer.attempt, draft.inventory is not None)
 
-        result: Metadata = self._ranks.all_reduce("write", write_data, finish_checkpoint)
-        if self._outline is not None:
+        committed: Committed = self._ranks.all_reduce("write", write_data, finish_checkpoint)
+        if self._outline is not None and committed.can_be_filled:
             plan_cache.remember(mine[0])
-        return result
+        if drafts:
+            return drafts[0].metadata
+        return committed_metadata(self._writer.uri, self._writer.config, committed.attempt)
 
     def _logged(self, step: Callable[..., Any]) -> Any:
         """A step, of which torch's logger is told as of those of torch's saver."""
         return logged_by_torch(checkpoint_id=self._writer.checkpoint_id, group=self._group)(step)
 
-    def _planned(self) -> tuple[SavePlan, int, Metadata | None]:
-        """This rank's part of a new plan, its number, and on the coordinator the metadata."""
-        found: list[Metadata] = []
+    def _planned(self) -> _Planned:
+        """This rank's part of a new plan."""
+        found: list[tuple[Metadata, list[SavePlan]]] = []
 
         @self._logged
         def local_step() -> SavePlan:
@@ -163,16 +200,19 @@ class SaveLoop:
         @self._logged
         def global_step(plans: list[SavePlan]) -> list[tuple[SavePlan, int]]:
             plans, metadata = self._planner.create_global_plan(plans)
-            found.append(metadata)
+            plans = self._writer.prepare_global_plan(plans)
+            found.append((metadata, plans))
             number = plan_cache.new_number()
-            return [(plan, number) for plan in self._writer.prepare_global_plan(plans)]
+            return [(plan, number) for plan in plans]
 
         step, number = self._ranks.reduce_scatter("plan", local_step, global_step)
-        return step, number, found[0] if found else None
+        metadata, plans = found[0] if found else (None, [])
+        return _Planned(step, number, metadata, plans)
 
-    def _finished(self, step: SavePlan, number: int) -> KnownPlan:
+    def _finished(self, planned: _Planned) -> KnownPlan:
+        """What is to be remembered of a new plan."""
         planner = self._planner
-        plan = planner.finish_plan(step)
+        plan = planner.finish_plan(planned.step)
         if isinstance(planner, CloudSavePlanner):
             structure = planner.structure
         else:
@@ -180,8 +220,10 @@ class SaveLoop:
                 structure = Structure.of(self._state_dict, str(self._writer.uri))
         self._writer.note_structure(structure)
         outline = self._outline if self._outline is not None else Outline()
+        values, checksum = planner.state_dict, self._writer.checksum
+        numbers = {name: number for number, name in enumerate(values)}
         return KnownPlan(
-            number=number,
+            number=planned.number,
             group=self._members,
             flags=self._flags,
             outline=outline.without_leaves(),
@@ -190,33 +232,80 @@ class SaveLoop:
             structure=structure,
             plan=plan,
             digest=plan_cache.digest_of(plan),
-            metadata=None,
-            digests=(),
+            expected=expected_size(plan.items),
+            leaves=[numbers[item.index.fqn] for item in plan.items],
+            forms=[
+                None if item.tensor_data is None else _form(values[item.index.fqn], checksum)
+                for item in plan.items
+            ],
         )
 
-    def _taken_up(self, known: KnownPlan) -> KnownPlan:
-        """Sets up the planner as it was when it had planned."""
-        assert self._outline is not None
-        assert self._outline.leaves is not None
-        planner = self._planner
-        planner.state_dict = dict(zip(known.names, self._outline.leaves, strict=True))
+    def _taken_up(self) -> KnownPlan:
+        """The plan of before, with the planner set up as it was when it had made it."""
+        known, outline, planner = self._known, self._outline, self._planner
+        assert known is not None
+        assert outline is not None
+        assert outline.leaves is not None
+        planner.state_dict = dict(zip(known.names, outline.leaves, strict=True))
         planner.mappings, planner.plan = known.mappings, known.plan
         planner.is_coordinator = self._ranks.is_coordinator
         if isinstance(planner, CloudSavePlanner):
             planner.structure = known.structure
-        self._writer.note_structure(known.structure)
         return known
 
-    def _check(self, known: KnownPlan, digests: tuple[bytes, ...]) -> None:
-        """Whether all ranks have written by the plan that this one knows.
+    def _quick(self, entry: KnownPlan) -> Quick:
+        assert self._outline is not None
+        assert self._outline.leaves is not None
+        values = self._outline.leaves
+        tensors = [
+            None if form is None else _local(values[leaf])
+            for leaf, form in zip(entry.leaves, entry.forms, strict=True)
+        ]
+        return Quick(entry.expected, entry.forms, tensors)
+
+    def _new_draft(self, planned: _Planned, written: list[Written]) -> Draft:
+        assert planned.metadata is not None
+        return Draft.of(
+            planned.metadata,
+            [[item.index for item in plan.items] for plan in planned.plans],
+            written,
+            self._writer.checksum,
+            attempt=self._writer.attempt,
+            uri=str(self._writer.uri),
+        )
+
+    def _next_draft(self, digests: tuple[bytes, ...], written: list[Written]) -> Draft:
+        """That of before, with what is another in this save.
 
         Raises:
-            IncompleteSaveError: If one has not.
+            IncompleteSaveError: If a rank has written by another plan.
         """
+        known, uri = self._known, str(self._writer.uri)
+        assert known is not None
+        assert known.draft is not None
         for rank, (digest, planned) in enumerate(zip(digests, known.digests, strict=True)):
             if digest != planned:
                 raise IncompleteSaveError(
                     f"rank {rank} has written by another plan than the one that rank 0 knows under "
                     "the same number; nothing was committed. Save again: all ranks plan anew then",
-                    uri=str(self._writer.uri),
+                    uri=uri,
                 )
+        draft = known.draft.filled(written, self._writer.attempt, uri)
+        if draft is None:
+            raise IncompleteSaveError(
+                "what the ranks have written does not fit the plan of the save before; nothing was "
+                "committed. Save again: all ranks plan anew then",
+                uri=uri,
+            )
+        return draft
+
+
+def _form(value: torch.Tensor, checksum: ChecksumAlgorithm) -> SmallForm | None:
+    """How a tensor looks in an object, if it is a small one in host memory."""
+    local = _local(value)
+    return SmallForm.of(local, checksum) if type(local) in PLAIN else None
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this rank has in its memory."""
+    return value._local_tensor if isinstance(value, DTensor) else value

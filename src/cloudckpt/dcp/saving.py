@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -12,8 +14,9 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from cloudckpt.checkpoint.objects import data_name
 from cloudckpt.checkpoint.shard import (
     OpenObject,
-    PendingItem,
+    Place,
     ShardWriter,
+    SmallForm,
     check_supported,
     travels_as_bytes,
 )
@@ -31,9 +34,35 @@ from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.upload import ObjectUpload, creates_only
 from cloudckpt.uri import CheckpointURI
 
-__all__ = ["expected_size", "send"]
+__all__ = ["Quick", "expected_size", "send"]
 
 _PICKLED = WriteItemType.BYTE_IO
+_RUN = 256
+"""Small tensors that are written by one call."""
+
+
+@dataclass(frozen=True)
+class Quick:
+    """What is known of items that were written in a save before, with the tensors of this one.
+
+    Attributes:
+        expected: About how many bytes they will take.
+        forms: Of each item that is a small tensor in host memory how it looks in an object.
+        tensors: These tensors.
+    """
+
+    expected: int
+    forms: Sequence[SmallForm | None]
+    tensors: Sequence[torch.Tensor | None]
+
+
+def _has_its_memory(form: SmallForm, tensor: torch.Tensor) -> bool:
+    """Whether its memory is there; if not, who looks closer says what is wrong."""
+    try:
+        storage, address = tensor.untyped_storage(), tensor.data_ptr()
+        return address != 0 and address + form.size <= storage.data_ptr() + storage.nbytes()
+    except RuntimeError:
+        return False
 
 
 def expected_size(items: Sequence[WriteItem]) -> int:
@@ -59,6 +88,7 @@ def send(
     rank: int,
     attempt: str,
     began: Callable[[str], None],
+    quick: Quick | None = None,
 ) -> tuple[tuple[WrittenObject, ...], Extents]:
     """Sends the items of one rank; returns when the store has all of them.
 
@@ -74,6 +104,7 @@ def send(
         rank: That of this process.
         attempt: The random part of the names of its objects.
         began: Told the name of each object before it is begun.
+        quick: What is known of them, of a save before.
 
     Returns:
         The objects, and where in them the items are, in the order of ``items``.
@@ -84,7 +115,7 @@ def send(
     group = TaskGroup(config.connections, name="cloudckpt-save", interrupt=store.interrupt)
     retrier = Retrier(config.retry, group.cancellation, on_retry=stats.add_retry)
     pool = StagingPool(config.memory_budget, group.cancellation)
-    expected = expected_size(items)
+    expected = quick.expected if quick is not None else expected_size(items)
 
     def open_object(ordinal: int, staged: bool) -> OpenObject:
         part_size = choose_part_size(
@@ -105,13 +136,36 @@ def send(
     shard = ShardWriter(
         open_object, pool, checksum=store.capabilities.checksum, zip_crc32=config.zip_crc32
     )
-    rows = [(0, 0, 0)] * len(items)
+    places = [array("q", bytes(8 * len(items))) for _ in range(3)]
+    small: Sequence[tuple[SmallForm | None, torch.Tensor | None]] = ()
+    if quick is not None and not config.zip_crc32:
+        small = list(zip(quick.forms, quick.tensors, strict=True))
+    run: list[tuple[int, SmallForm, torch.Tensor]] = []
+
+    def note(number: int, place: Place) -> None:
+        for column, value in zip(places, place, strict=True):
+            column[number] = value
+
+    def write_run() -> None:
+        written = shard.add_small([form for _, form, _ in run], [tensor for _, _, tensor in run])
+        for (number, _, _), place in zip(run, written, strict=True):
+            note(number, place)
+        run.clear()
 
     def produce() -> None:
         # what is pickled comes last: how long it is can't be foreseen, and nothing else shifts
         for number in sorted(range(len(items)), key=lambda n: items[n].type == _PICKLED):
-            written = _write(items[number], planner, shard, str(uri))
-            rows[number] = (written.object, written.offset, written.length)
+            form, tensor = small[number] if small else (None, None)
+            if form is not None and tensor is not None and _has_its_memory(form, tensor):
+                run.append((number, form, tensor))
+                if len(run) == _RUN:
+                    write_run()
+                continue
+            if run:
+                write_run()
+            note(number, _write(items[number], planner, shard, str(uri)))
+        if run:
+            write_run()
         shard.close()
 
     try:
@@ -122,10 +176,10 @@ def send(
         raise
     finally:
         pool.close()
-    return shard.objects(rank), Extents.of(rows)
+    return shard.objects(rank), Extents(*(torch.frombuffer(c, dtype=torch.int64) for c in places))
 
 
-def _write(item: WriteItem, planner: SavePlanner, shard: ShardWriter, uri: str) -> PendingItem:
+def _write(item: WriteItem, planner: SavePlanner, shard: ShardWriter, uri: str) -> Place:
     data, fqn, is_bytes = (
         planner.resolve_data(item),
         item.index.fqn,

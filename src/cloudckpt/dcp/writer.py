@@ -25,10 +25,11 @@ from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.timing import RankTiming, SaveTiming
 from cloudckpt.checkpoint.torch_private import state_dict_being_planned, traverse_state_dict
 from cloudckpt.checkpoint.written import Written
+from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.config import Config
 from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.dcp.planners import CloudSavePlanner
-from cloudckpt.dcp.saving import expected_size, send
+from cloudckpt.dcp.saving import Quick, expected_size, send
 from cloudckpt.errors import (
     CheckpointExistsError,
     CloudCheckpointError,
@@ -132,6 +133,16 @@ class CloudStorageWriter(StorageWriter):
         """The location, as a string."""
         return str(self.uri)
 
+    @property
+    def attempt(self) -> str:
+        """The random name of this save, on a rank that commits."""
+        return self._attempt
+
+    @property
+    def checksum(self) -> ChecksumAlgorithm:
+        """The algorithm of the store."""
+        return self._store().capabilities.checksum
+
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether the location can be parsed."""
@@ -210,13 +221,20 @@ class CloudStorageWriter(StorageWriter):
         future.set_result([WriteResult(MetadataIndex(""), 0, told)])
         return future
 
-    def send(self, plan: SavePlan, planner: SavePlanner) -> Written:
-        """Sends this rank's items; says what the store has when it has all of them."""
+    def send(self, plan: SavePlan, planner: SavePlanner, quick: Quick | None = None) -> Written:
+        """Sends this rank's items; says what the store has when it has all of them.
+
+        Args:
+            plan: What to send.
+            planner: Has the data.
+            quick: What is known of the items, of a save before.
+        """
         sending = self._tell_plan()
-        stats = TransferStats(str(self.uri), self._rank, expected_size(plan.items))
+        expected = quick.expected if quick is not None else expected_size(plan.items)
+        stats = TransferStats(str(self.uri), self._rank, expected)
         with portable_errors(str(self.uri)), Span("upload", str(self.uri), self._rank) as span:
             try:
-                written = self._send(plan.items, planner, stats)
+                written = self._send(plan.items, planner, stats, quick)
             finally:
                 self.transferred = stats.snapshot()
             span.bytes = self.transferred.bytes
@@ -244,7 +262,7 @@ class CloudStorageWriter(StorageWriter):
                 metadata,
                 [one.indices for one in written],
                 written,
-                self._store().capabilities.checksum,
+                self.checksum,
                 attempt=self._attempt,
                 uri=str(self.uri),
             ),
@@ -354,7 +372,13 @@ class CloudStorageWriter(StorageWriter):
                     self.committed = True
         return self.committed
 
-    def _send(self, items: list[WriteItem], planner: SavePlanner, stats: TransferStats) -> Written:
+    def _send(
+        self,
+        items: list[WriteItem],
+        planner: SavePlanner,
+        stats: TransferStats,
+        quick: Quick | None,
+    ) -> Written:
         try:
             objects, extents = send(
                 items,
@@ -366,6 +390,7 @@ class CloudStorageWriter(StorageWriter):
                 rank=self._rank,
                 attempt=random_suffix(),
                 began=self._written.append,
+                quick=quick,
             )
         except BaseException:
             self._written = []  # nothing of it is left in the store

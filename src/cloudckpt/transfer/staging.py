@@ -8,8 +8,9 @@ than the copy. A download borrows from a :class:`ScratchPool`.
 
 from __future__ import annotations
 
+import ctypes
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -176,15 +177,9 @@ class Packer:
         Returns:
             That position, and the copy, which is there until the next call.
         """
-        slab, place = self._pool.reserve(nbytes)
-        if slab is self._slab and place == self._stop:
-            slab.release()  # one hold is enough for the growing piece
-        else:
-            self.flush()
-            if gap := padding(self._upload.position):
-                self._upload.write(Piece(memoryview(_ZEROS)[:gap]))
-            self._slab, self._start, self._stop = slab, place, place
-        position = self.position
+        place = self._room(nbytes)
+        position, slab = self.position, self._slab
+        assert slab is not None
         view, start = slab.view, place
         for buffer in buffers:
             end = place + len(buffer)
@@ -194,6 +189,55 @@ class Packer:
         view[place : place + gap] = _ZEROS[:gap]
         self._stop = place + gap
         return position, view[start : start + nbytes]
+
+    def append_from_memory(
+        self, items: Iterable[tuple[bytes, int, int, bytes]], checksum: Callable[..., int]
+    ) -> tuple[list[int], list[int]]:
+        """The same for many items at a time, at a tenth of the cost of one call for each.
+
+        Args:
+            items: Of each what stands before it, its address, its bytes, and what stands behind
+                it, filled up with zeros so that all of it is a multiple of 64 bytes.
+            checksum: Of a buffer.
+
+        Returns:
+            Their positions in the object, and the checksums of the copies of their bytes.
+        """
+        positions: list[int] = []
+        checksums: list[int] = []
+        limit, copy = self._pool.slab_bytes, ctypes.memmove
+        slab, shift, base = None, 0, 0
+        view = memoryview(b"")
+        for head, address, size, tail in items:
+            length = len(head) + size + len(tail)
+            place = self._stop
+            if slab is None or place + length > limit:
+                place = self._room(length)
+                slab = self._slab
+                assert slab is not None
+                view, base = slab.view, slab.memory.data_ptr()
+                shift = self._upload.position - self._start
+            first = place + len(head)
+            end = first + size
+            view[place:first] = head
+            copy(base + first, address, size)
+            view[end : end + len(tail)] = tail
+            slab.used = self._stop = place + length
+            positions.append(shift + place)
+            checksums.append(checksum(view[first:end]))
+        return positions, checksums
+
+    def _room(self, nbytes: int) -> int:
+        """The place in the slab for the next bytes."""
+        slab, place = self._pool.reserve(nbytes)
+        if slab is self._slab and place == self._stop:
+            slab.release()  # one hold is enough for the growing piece
+        else:
+            self.flush()
+            if gap := padding(self._upload.position):
+                self._upload.write(Piece(memoryview(_ZEROS)[:gap]))
+            self._slab, self._start, self._stop = slab, place, place
+        return place
 
     def flush(self) -> None:
         """Writes what was packed to the object."""

@@ -1,0 +1,97 @@
+"""torch's metadata of a save that another process has committed, read when somebody looks at it.
+
+Most callers drop what ``save`` returns. So no rank but the coordinator is sent the metadata, which
+are large for a large job: it gets these, and whoever looks into them reads them from the store.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+from cloudckpt.checkpoint.lazy import save_id_of
+from cloudckpt.checkpoint.torch_private import CURRENT_DCP_VERSION
+from cloudckpt.config import Config
+from cloudckpt.dcp.reader import CloudStorageReader
+from cloudckpt.errors import CheckpointReplacedError
+from cloudckpt.uri import CheckpointURI
+
+__all__ = ["attempt_of", "committed_metadata"]
+
+
+def committed_metadata(uri: CheckpointURI, config: Config, attempt: str) -> Metadata:
+    """The metadata of a save.
+
+    Its mappings raise CheckpointReplacedError if another save has replaced it when they are looked
+    into for the first time, and what reading metadata raises.
+
+    Args:
+        uri: Where it was committed.
+        config: The options.
+        attempt: Its random name.
+    """
+    wanted = save_id_of(attempt)
+
+    @functools.cache
+    def read() -> Metadata:
+        found = CloudStorageReader(uri, config=config).read_metadata()
+        save_id = getattr(found.storage_meta, "save_id", None)
+        if save_id != wanted:
+            raise CheckpointReplacedError(
+                "another save has replaced it before anybody has looked at its metadata",
+                saves=(wanted, save_id),
+                uri=str(uri),
+            )
+        return found
+
+    metadata: Any = Metadata(state_dict_metadata={})
+    for field in ("state_dict_metadata", "planner_data", "storage_data"):
+        setattr(metadata, field, _Later(read, field))
+    metadata.storage_meta = StorageMeta(checkpoint_id=str(uri), save_id=wanted)
+    metadata.version = CURRENT_DCP_VERSION
+    return metadata  # type: ignore[no-any-return]
+
+
+def attempt_of(metadata: Metadata) -> str | None:
+    """The random name of a save whose metadata :func:`committed_metadata` can read.
+
+    None if torch's own saver has made the metadata.
+    """
+    held: Any = metadata.state_dict_metadata
+    if isinstance(held, dict) or metadata.storage_meta is None:
+        return None
+    return str(metadata.storage_meta.save_id).rpartition("-")[2]
+
+
+class _Later(Mapping[Any, Any]):
+    """A mapping in metadata. Pickles as a dict."""
+
+    def __init__(self, read: Callable[[], Metadata], field: str) -> None:
+        self._read = read
+        self._field = field
+
+    @property
+    def _held(self) -> Mapping[Any, Any]:
+        found: Mapping[Any, Any] = getattr(self._read(), self._field) or {}
+        return found
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._held[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._held
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
