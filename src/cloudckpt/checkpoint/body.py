@@ -111,15 +111,16 @@ def without_columns(
     attempt: str, objects: Sequence[WrittenObject], checksum: ChecksumAlgorithm, more: bytes
 ) -> bytes:
     """The body of metadata that only their pickle can express; ``more`` is the structure."""
+    table, nothing = deflated(more), deflated(b"")
     header = _HEADER.pack(
         _MAGIC,
         bytes.fromhex(attempt),
         kind_of(checksum),
         False,
         len(objects),
-        *(0, 0, len(deflated(more)), len(more), 0, 0, 0, 0),
+        *(0, 0, len(table), len(more), len(nothing), 0, len(nothing), 0),
     )
-    return b"".join((header, *(one.pack() for one in objects), deflated(more)))
+    return b"".join((header, *(one.pack() for one in objects), table, nothing, nothing))
 
 
 def _bound(pickle_size: int) -> int:

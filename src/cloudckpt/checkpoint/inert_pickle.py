@@ -268,6 +268,8 @@ def _run(
         elif op == 0x28:  # MARK
             below.append(stack)
             stack = []
+        elif op == 0x31:  # POP_MARK
+            stack = below.pop()
         elif op == 0x7D:  # EMPTY_DICT
             stack.append(Dict())
         elif op == 0x81:  # NEWOBJ

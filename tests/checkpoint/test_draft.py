@@ -1,0 +1,430 @@
+"""The commit object: columns and pickle say the same, to us and to stock torch, save after save."""
+
+import dataclasses
+import json
+import pickle
+import struct
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from cloudckpt.checkpoint.committed import CommitObject, Fetched
+from cloudckpt.checkpoint.draft import Draft
+from cloudckpt.checkpoint.metadata import load_metadata
+from cloudckpt.checkpoint.structure import Structure
+from cloudckpt.checkpoint.written import Extents, Written, WrittenObject
+from cloudckpt.checksum import CRC32C, CRC64NVME
+from cloudckpt.errors import (
+    CheckpointCorruptError,
+    DifferentCheckpointsError,
+    IncompleteSaveError,
+)
+from cloudckpt.stores.base import ObjectInfo
+
+URI, KEY = "s3://bucket/run", "run/.metadata"
+FIRST, SECOND = "0" * 16, "00112233445566ff"
+
+NAMES = st.text(st.characters(), min_size=0, max_size=12)
+SIZES = st.lists(st.integers(0, 1 << 20), max_size=3).map(tuple)
+PROPERTIES = st.builds(
+    TensorProperties,
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.bool]),
+    requires_grad=st.booleans(),
+    memory_format=st.sampled_from([torch.contiguous_format, torch.channels_last]),
+    pin_memory=st.booleans(),
+)
+
+
+@st.composite
+def saves(draw):
+    """Metadata of tensors that are cut by rows, and of values, on a few ranks."""
+    ranks = draw(st.integers(1, 4))
+    entries, plans = {}, [[] for _ in range(ranks)]
+    for name in draw(st.lists(NAMES, unique=True, max_size=5)):
+        if draw(st.booleans()):
+            entries[name] = BytesStorageMetadata()
+            plans[draw(st.integers(0, ranks - 1))].append(MetadataIndex(name))
+            continue
+        shape, chunks = draw(SIZES), []
+        for rank in range(ranks if shape else 1):
+            rows = shape[0] // ranks if shape else 0
+            offsets = torch.Size((rank * rows, *([0] * (len(shape) - 1)))) if shape else shape
+            sizes = torch.Size((rows, *shape[1:])) if shape else torch.Size(())
+            if rank and not rows:
+                continue
+            hint = draw(st.sampled_from([None, len(chunks), 99]))
+            plans[rank].append(MetadataIndex(name, offsets, hint))
+            chunks.append(ChunkStorageMetadata(torch.Size(offsets), sizes))
+        entries[name] = TensorStorageMetadata(draw(PROPERTIES), torch.Size(shape), chunks)
+    paths = {name: ("a", 0, name) for name in entries} if draw(st.booleans()) else None
+    return Metadata(entries, planner_data=paths), plans
+
+
+def written(plans, attempt, start=0, length=99):
+    """What the ranks have written: each in one object, one item behind the other."""
+    found = []
+    for rank, plan in enumerate(plans):
+        objects = WrittenObject(rank, 0, attempt, 1 << 40, 7 * rank, 30, rank)
+        rows = [(0, start + 128 * number, length) for number in range(len(plan))]
+        found.append(Written(URI, (objects,) if plan else (), Extents.of(rows)))
+    return found
+
+
+def drawn_up(metadata, plans, attempt=FIRST, **options):
+    return Draft.of(
+        metadata, plans, written(plans, attempt, **options), CRC32C, attempt=attempt, uri=URI
+    )
+
+
+def stored(draft, notes=b""):
+    return bytearray(b"".join(draft.data(notes)))
+
+
+def read(data):
+    return CommitObject.parse(Fetched(ObjectInfo(KEY, len(data), "1"), data), URI)
+
+
+def places_of(plans, attempt, start=0, length=99):
+    return {
+        index: (f"__{rank}_0.{attempt}.distcp", start + 128 * number, length)
+        for rank, plan in enumerate(plans)
+        for number, index in enumerate(plan)
+    }
+
+
+def assert_says(data, metadata, places):
+    """Pickle, columns and the inert reader of pickles all say this."""
+    of_stock, of_ours = pickle.loads(data), read(data).metadata
+    inert = load_metadata(data, URI)
+    for found in (of_stock, of_ours, inert):
+        assert found.state_dict_metadata == metadata.state_dict_metadata
+        assert list(found.state_dict_metadata) == list(metadata.state_dict_metadata)
+        assert found.planner_data == metadata.planner_data
+        assert {
+            index: (place.relative_path, place.offset, place.length)
+            for index, place in found.storage_data.items()
+        } == places
+        assert len(found.storage_data) == len(places)
+    assert of_stock == of_ours == inert
+    for index in places:
+        hinted = dataclasses.replace(index)
+        assert of_ours.storage_data[hinted] == of_stock.storage_data[hinted]
+
+
+@settings(deadline=None, max_examples=60)
+@given(saves())
+def test_columns_and_pickle_say_the_same(save):
+    metadata, plans = save
+    assert_says(stored(drawn_up(metadata, plans)), metadata, places_of(plans, FIRST))
+
+
+@settings(deadline=None, max_examples=60)
+@given(saves(), st.sampled_from(["nothing", "values", "tensors"]))
+def test_the_next_save_says_what_a_first_one_would(save, change):
+    metadata, plans = save
+    draft = drawn_up(metadata, plans)
+    before, now = written(plans, FIRST), written(plans, SECOND)
+    for rank, plan in enumerate(plans):
+        for number, index in enumerate(plan):
+            is_value = index.offset is None
+            if (change == "values" and is_value) or change == "tensors":
+                now[rank].extents.lengths[number] = 5 + number
+    since = [one.since(earlier.extents) for one, earlier in zip(now, before, strict=True)]
+    made = draft.filled(since, SECOND, URI)
+    anew = Draft.of(metadata, plans, now, CRC32C, attempt=SECOND, uri=URI)
+    assert pickle.loads(stored(made)) == pickle.loads(stored(anew))
+    assert read(stored(made)).metadata == read(stored(anew)).metadata == made.metadata
+    assert read(stored(made)).objects == tuple(anew.objects)
+
+
+def test_the_next_save_takes_the_pickle_of_the_one_before():
+    metadata, plans = example()
+    draft = drawn_up(metadata, plans)
+    pickled = draft.data(b"")[0].obj
+    now = [
+        one.since(e.extents)
+        for one, e in zip(*(written(plans, a) for a in (SECOND, FIRST)), strict=True)
+    ]
+    assert draft.filled(now, SECOND, URI).data(b"")[0].obj is pickled
+
+
+def example(ranks=2):
+    chunks = [
+        ChunkStorageMetadata(torch.Size([rank * 4, 0]), torch.Size([4, 8])) for rank in range(ranks)
+    ]
+    entry = TensorStorageMetadata(
+        TensorProperties(torch.float32), torch.Size([4 * ranks, 8]), chunks
+    )
+    metadata = Metadata(
+        {"w": entry, "step": BytesStorageMetadata()}, {"w": ("w",), "step": ("step",)}
+    )
+    plans = [[MetadataIndex("w", chunk.offsets, n)] for n, chunk in enumerate(chunks)]
+    plans[0].append(MetadataIndex("step"))
+    return metadata, plans
+
+
+def test_many_saves_follow_each_other():
+    metadata, plans = example()
+    draft, before = drawn_up(metadata, plans), written(plans, FIRST)
+    for step in range(1, 20):
+        attempt, now = f"{step:016x}", written(plans, f"{step:016x}")
+        now[0].extents.lengths[1] = step * 1000
+        draft = draft.filled(
+            [one.since(e.extents) for one, e in zip(now, before, strict=True)], attempt, URI
+        )
+        before = now
+        places = {**places_of(plans, attempt)}
+        places[MetadataIndex("step")] = (f"__0_0.{attempt}.distcp", 128, step * 1000)
+        assert_says(stored(draft), metadata, places)
+
+
+def test_stock_torch_reads_it(tmp_path):
+    metadata, plans = example()
+    (tmp_path / ".metadata").write_bytes(stored(drawn_up(metadata, plans)))
+    found = dcp.FileSystemReader(tmp_path).read_metadata()
+    assert found.state_dict_metadata == metadata.state_dict_metadata
+    assert found.storage_meta.save_id == f"cloudckpt-1-{FIRST}"
+    assert found.version == "1.0.0"
+
+
+def test_lazy_metadata_pickle_as_torchs():
+    metadata, plans = example()
+    found = read(stored(drawn_up(metadata, plans))).metadata
+    back = pickle.loads(pickle.dumps(found))
+    assert type(back.state_dict_metadata) is type(back.storage_data) is dict
+    assert back == found
+
+
+@pytest.mark.parametrize("notes", [b"", b'{"step":7}'])
+def test_notes_structure_and_algorithm_come_back(notes):
+    metadata, plans = example()
+    told = written(plans, FIRST)
+    structure = Structure({("a", 0): {"1": 1}}, {("b",): (3,)})
+    told[1] = dataclasses.replace(told[1], structure=structure)
+    draft = Draft.of(metadata, plans, told, CRC64NVME, attempt=FIRST, uri=URI)
+    found = read(stored(draft, notes))
+    assert (found.notes, found.structure, found.checksum) == (notes, structure, CRC64NVME)
+
+
+def test_a_chunk_takes_few_bytes():
+    metadata, plans = example(512)
+    body = drawn_up(metadata, plans).data(b"")[1]
+    assert body.nbytes < 512 * 40 + 1500  # the records of the objects, and hardly anything else
+
+
+@dataclasses.dataclass
+class OfTheUser:
+    value: int
+
+
+def with_class(metadata):
+    metadata.planner_data = OfTheUser(7)
+
+
+def with_field(metadata):
+    metadata.mcore_data = {"a": 1}
+
+
+def with_layout(metadata):
+    metadata.state_dict_metadata["w"].properties.layout = torch.sparse_coo
+
+
+def with_chunk_outside(metadata):
+    metadata.state_dict_metadata["w"].chunks[1] = ChunkStorageMetadata(
+        torch.Size([4, 0]), torch.Size([4, 9])
+    )
+
+
+@pytest.mark.parametrize("change", [with_class, with_field, with_layout, with_chunk_outside])
+def test_what_columns_can_not_express_is_kept_by_the_pickle(change):
+    metadata, plans = example()
+    change(metadata)
+    draft = drawn_up(metadata, plans)
+    assert draft.inventory is None
+    data = stored(draft)
+    found = CommitObject.parse(
+        Fetched(ObjectInfo(KEY, len(data), ""), data), URI, trust_pickle=True
+    )
+    assert found.metadata == pickle.loads(data)
+    assert found.metadata.state_dict_metadata == metadata.state_dict_metadata
+    assert [one.name for one in found.objects] == [f"__{rank}_0.{FIRST}.distcp" for rank in (0, 1)]
+    assert draft.filled(written(plans, SECOND), SECOND, URI) is None
+
+
+# what ranks say is not taken on trust
+
+
+def test_an_item_that_nobody_has_written_is_named():
+    metadata, plans = example()
+    with pytest.raises(
+        IncompleteSaveError, match=r"w \(offsets torch.Size\(\[4, 0\]\)\)"
+    ) as caught:
+        drawn_up(metadata, [plans[0], []])
+    assert (caught.value.item, caught.value.uri) == ("w", URI)
+
+
+def test_a_rank_that_has_written_fewer_items_than_it_has_planned_is_told():
+    metadata, plans = example()
+    told = written(plans, FIRST)
+    told[0] = dataclasses.replace(told[0], extents=Extents.of([(0, 0, 9)]))
+    with pytest.raises(IncompleteSaveError, match="planned 2 items, and written 1"):
+        Draft.of(metadata, plans, told, CRC32C, attempt=FIRST, uri=URI)
+
+
+@pytest.mark.parametrize("save", ["first", "next"])
+def test_a_rank_that_saves_elsewhere_is_told(save):
+    metadata, plans = example()
+    told = written(plans, SECOND)
+    told[1] = dataclasses.replace(
+        told[1], uri="s3://bucket/other", items=(), extents=Extents.none()
+    )
+    before = drawn_up(metadata, plans)
+    draw_up = {
+        "first": lambda: Draft.of(metadata, plans, told, CRC32C, attempt=SECOND, uri=URI),
+        "next": lambda: before.filled(told, SECOND, URI),
+    }[save]
+    with pytest.raises(DifferentCheckpointsError, match="rank 1 to s3://bucket/other"):
+        draw_up()
+
+
+@pytest.mark.parametrize("objects", ["fewer", "smaller"])
+def test_objects_that_do_not_hold_what_they_should_are_refused(objects):
+    metadata, plans = example()
+    draft = drawn_up(metadata, plans)
+    now = [
+        one.since(e.extents)
+        for one, e in zip(*(written(plans, a) for a in (SECOND, FIRST)), strict=True)
+    ]
+    changed = () if objects == "fewer" else (dataclasses.replace(now[1].objects[0], size=100),)
+    now[1] = dataclasses.replace(now[1], objects=changed)
+    with pytest.raises(IncompleteSaveError, match="other objects"):
+        draft.filled(now, SECOND, URI)
+
+
+def test_what_a_rank_sends_is_small():
+    _, plans = example()
+    before, now = written(plans, FIRST), written(plans, SECOND)
+    since = now[0].since(before[0].extents)
+    assert len(pickle.dumps(since)) < 300
+    assert pickle.loads(pickle.dumps(since)) == since
+    assert pickle.loads(pickle.dumps(now[0])) == now[0]
+
+
+# damage
+
+
+def test_no_flipped_bit_goes_unnoticed():
+    metadata, plans = example()
+    data = stored(drawn_up(metadata, plans), b'{"step":7}')
+    said = read(data).metadata
+    for at in range(len(data)):
+        damaged = bytearray(data)
+        damaged[at] ^= 1 << (at % 8)
+        try:
+            found = read(damaged)
+        except CheckpointCorruptError:
+            continue
+        assert at >= len(data) - 20  # it no longer looks like one of ours
+        assert found.body is None
+        assert found.metadata.state_dict_metadata == said.state_dict_metadata
+
+
+@pytest.mark.parametrize("stop", [0, 1, 50, 300, -1])
+def test_a_commit_object_that_was_cut_short_is_refused(stop):
+    metadata, plans = example()
+    data = stored(drawn_up(metadata, plans))[:stop]
+    try:
+        found = read(data)
+    except CheckpointCorruptError:
+        return
+    assert found.body is None  # as one of another writer
+
+
+def remade(data, change):
+    """The commit object with another body, whose checksum is right."""
+    *numbers, magic = struct.unpack("<QIQIQI20s", data[-56:])
+    size, length = numbers[0], numbers[2]
+    body = change(bytearray(data[size : size + length]))
+    numbers[2:4] = len(body), CRC32C.of(bytes(body))
+    return bytearray(data[:size] + body + struct.pack("<QIQIQI20s", *numbers, magic))
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.data())
+def test_a_body_that_somebody_made_up_is_refused_or_consistent(data):
+    """Its checksum is right: whoever can write to the bucket can write that, too."""
+    good = stored(GOOD)
+
+    def change(body):
+        for _ in range(data.draw(st.integers(1, 3))):
+            if data.draw(st.booleans()):
+                body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
+            else:  # a number of the header
+                at = data.draw(st.integers(0, 80))
+                number = data.draw(st.sampled_from([0, 1, 255, 1 << 31, 1 << 40, (1 << 64) - 1]))
+                body[at : at + 8] = number.to_bytes(8, "little")
+        return body[: data.draw(st.integers(len(body) - 3, len(body)))]
+
+    try:
+        found = read(remade(good, change))
+    except CheckpointCorruptError:
+        return
+    sizes = {one.name: one.size - one.index_size for one in found.objects}
+    for place in found.metadata.storage_data.values():
+        assert 0 <= place.offset <= place.offset + place.length <= sizes[place.relative_path]
+
+
+GOOD = drawn_up(*example())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"names": ["w"]},
+        {"names": ["w", "w"]},
+        {"names": ["w", 7]},
+        {"shapes": [[8, 8, 1], None]},
+        {"shapes": [[4, 8], None]},
+        {"shapes": [[-1, 8], None]},
+        {"shapes": [[1 << 62, 8], None]},
+        {"shapes": [None, None]},
+        {"properties": [1, 0]},
+        {"properties": [-1, 0]},
+        {"chunks": [3, 1]},
+        {"chunks": [-1, 1]},
+        {"chunks": [True, 1]},
+        {"kinds": [["load", "strided", "contiguous_format", False, False]]},
+        {"kinds": [["float33", "strided", "contiguous_format", False, False]]},
+        {"kinds": [["float32", "strided", "contiguous_format", 0, False]]},
+        {"kinds": []},
+        {"paths": [["w", "w"]]},
+        {"paths": [["w", [-1]]]},
+        {"paths": 7},
+        {"structure": 7},
+    ],
+    ids=str,
+)
+def test_a_table_that_makes_no_sense_is_refused(change):
+    from cloudckpt.checkpoint.body import Packed
+    from cloudckpt.checkpoint.columns import deflated, inflated
+
+    made = drawn_up(*example())
+    packed = made._body
+    document = json.loads(inflated(memoryview(packed.table), packed.table_size))
+    table = json.dumps({**document, **change}).encode()
+    made._body = Packed(
+        deflated(table), len(table), packed.columns, packed.columns_size, packed.counts
+    )
+    with pytest.raises(CheckpointCorruptError, match="make no sense"):
+        read(stored(made))
