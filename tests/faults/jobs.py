@@ -92,10 +92,18 @@ def save_as_rank(
     nbytes: int,
     background: bool = False,
 ) -> dict[str, Any]:
-    """One save of two ranks over gloo, each with an item of its own."""
+    """One save of two ranks over gloo, each with an item of its own.
+
+    Another one to the local disk comes first, so that this one goes by its plan.
+    """
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     state = {f"{name}.{rank}": value for name, value in filled(step, nbytes).items()}
-    if background:
-        written = cloudckpt.async_save(state, checkpoint_id=uri, config=config)
-        return _outcome(lambda: written.result(150))
-    return _outcome(lambda: cloudckpt.save(state, checkpoint_id=uri, config=config))
+
+    def save(place: str) -> None:
+        if background:
+            cloudckpt.async_save(state, checkpoint_id=place, config=config).result(150)
+        else:
+            cloudckpt.save(state, checkpoint_id=place, config=config)
+
+    save(f"{rendezvous}-before")
+    return _outcome(lambda: save(uri))
