@@ -2,6 +2,7 @@
 
 import contextlib
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import cloudckpt
-from cloudckpt import CommitHook
+from cloudckpt import AsyncCheckpointer, CheckpointManager, CommitHook, SyncCheckpointer
+from cloudckpt.checkpointer import CheckpointerConfig
 from cloudckpt.dcp import meeting, plan_cache
 from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.errors import ConfigError, IncompleteSaveError
@@ -230,28 +232,77 @@ class Planless(CommitHook):
         CloudSavePlanner.create_local_plan = refuse
 
 
-def _in_the_background(place: Place, kind):
+def _by_async_save(place: Place, kind, states):
+    for state in states:
+        writer = cloudckpt.CloudStorageWriter(
+            place.uri, config=place.config, commit_hook=Planless()
+        )
+        cloudckpt.async_save(state, storage_writer=writer, async_checkpointer_type=kind).result()
+    cloudckpt.close_async_savers()
+
+
+def _options(place: Place, kind) -> CheckpointerConfig:
+    return CheckpointerConfig(config=place.config, kind=kind, commit_hook=Planless())
+
+
+def _by_checkpointer(place: Place, kind, states):
+    with AsyncCheckpointer(_options(place, kind)) as checkpointer:
+        for state in states:
+            checkpointer.save(state, place.uri)
+            checkpointer.wait()
+
+
+def _by_manager(place: Place, kind, states):
+    with CheckpointManager(place.uri, checkpointer=_options(place, kind)) as manager:
+        for step, state in enumerate(states):
+            assert manager.save(step, state)
+
+
+def _in_the_background(place: Place, save, kind):
     plan = CloudSavePlanner.create_local_plan
+    states = [{"t": torch.full((9,), float(step)), "step": step} for step in (1, 2, 3)]
     try:
-        for step in (1, 2, 3):
-            writer = cloudckpt.CloudStorageWriter(
-                place.uri, config=place.config, commit_hook=Planless()
-            )
-            state = {"t": torch.full((9,), float(step)), "step": step}
-            cloudckpt.async_save(
-                state, storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType(kind)
-            ).result()
+        save(place, AsyncCheckpointerType(kind), states)
     finally:
-        cloudckpt.close_async_savers()
         CloudSavePlanner.create_local_plan = plan
     state = {"t": torch.zeros(9), "step": 0}
-    cloudckpt.load(state, checkpoint_id=place.uri, config=place.config)
+    where = place if save is not _by_manager else place.at("step-2")
+    cloudckpt.load(state, checkpoint_id=where.uri, config=place.config)
     return state["step"], state["t"].tolist() == [3.0] * 9
 
 
-@pytest.mark.parametrize("kind", ["thread", "process"])
-def test_saves_in_the_background_plan_once(local, ranks, kind):
-    assert ranks(2, _in_the_background, local, kind) == [(3, True)] * 2
+@pytest.mark.parametrize(
+    ("save", "kind"),
+    [(_by_async_save, "thread"), (_by_checkpointer, "process"), (_by_manager, "process")],
+)
+def test_saves_in_the_background_plan_once(local, ranks, save, kind):
+    assert ranks(2, _in_the_background, local, save, kind) == [(3, True)] * 2
+
+
+def test_a_checkpointer_that_saves_at_once_plans_once(local):
+    options = CheckpointerConfig(config=local.config, no_dist=True)
+    with SyncCheckpointer(options) as checkpointer, watched() as (_, plans):
+        for step in (1, 2, 3):
+            checkpointer.save({"t": torch.full((3,), float(step))}, local.uri)
+    assert len(plans) == 1
+
+
+def test_two_threads_that_save_the_same_structure_do_not_share_a_draft(local):
+    """Each fills in the bytes of a commit object, which must be of no other save."""
+    places = [local.at(f"{number}") for number in range(4)]
+
+    def save(number: int) -> None:
+        for step in range(8):
+            state = {"t": torch.full((50,), float(number * 100 + step)), "v": "x" * step}
+            place = places[number]
+            cloudckpt.save(state, checkpoint_id=place.uri, config=place.config, no_dist=True)
+            state = {"t": torch.zeros(50), "v": ""}
+            cloudckpt.load(state, checkpoint_id=place.uri, config=place.config, no_dist=True)
+            assert (state["t"] == number * 100 + step).all()
+            assert state["v"] == "x" * step
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(save, range(4)))
 
 
 def _of_all_kinds() -> dict:
