@@ -398,7 +398,6 @@ def test_numbers_in_a_pickle_reserve_no_memory(name):
         ("INST", b"(ios\nsystem\n"),
         ("OBJ", b"(" + named("os", "system") + b"o"),
         ("POP", b"NN0"),
-        ("POP_MARK", b"N(1"),
         ("DUP", b"N2"),
         ("NEXT_BUFFER", b"\x97"),
         ("READONLY_BUFFER", b"N\x98"),

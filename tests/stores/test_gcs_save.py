@@ -69,7 +69,7 @@ def test_a_checkpoint_is_replaced_and_leaves_nothing_behind(stub, config):
     assert_same(loaded(config), state_of(4))
     new = set(stub.state.keys("bucket"))
     assert old & new == {"run/step-1/.metadata"}
-    assert len(new) == 4
+    assert len(new) == 3
 
 
 def test_of_two_writers_one_is_told(stub, config, monkeypatch):
@@ -85,7 +85,7 @@ def test_of_two_writers_one_is_told(stub, config, monkeypatch):
     with pytest.raises(CheckpointConflictError):
         save(state_of(3), config)
     assert_same(loaded(config), state_of(7))
-    assert len(stub.state.keys("bucket")) == 4
+    assert len(stub.state.keys("bucket")) == 3
     assert not stub.state.uploads
 
 
@@ -128,7 +128,7 @@ def test_a_connection_that_breaks_anywhere_is_survived(stub, config, at, carry_o
     save(state_of(3), config)
     assert_same(loaded(config), state_of(3))
     assert broken
-    assert len(stub.state.keys("bucket")) == 4
+    assert len(stub.state.keys("bucket")) == 3
     assert not stub.state.uploads
 
 
@@ -182,7 +182,7 @@ def test_a_cached_checkpoint_does_not_come_back(public, config, written_by):
             written_without_cache_control(public)
         for _ in range(2):
             assert_same(loaded(config), state_of(first))
-    assert len(public.keys("bucket")) == 4
+    assert len(public.keys("bucket")) == 3
 
 
 def test_nothing_that_is_written_may_be_cached(public, config):
@@ -207,7 +207,7 @@ def test_a_commit_whose_answer_was_lost_is_not_looked_for_in_a_cache(
         public.inject(is_commit, 503)
     save(state_of(4), config)
     assert_same(loaded(config), state_of(4))
-    assert len(public.keys("bucket")) == 4
+    assert len(public.keys("bucket")) == 3
 
 
 @any_strategy
@@ -232,7 +232,7 @@ def test_a_commit_whose_answer_was_lost_and_that_others_have_replaced_is_a_confl
     with pytest.raises(CheckpointConflictError):
         save(state_of(4), config)
     assert_same(loaded(config), state_of(7))
-    assert len(public.keys("bucket")) == 4
+    assert len(public.keys("bucket")) == 3
 
 
 @pytest.mark.parametrize(("of_bucket", "wanted"), [("NEARLINE", None), ("STANDARD", "COLDLINE")])
@@ -310,7 +310,7 @@ def test_a_store_without_sizes_is_saved_to_and_replaced(sparse, left_out):
     save(state_of(3), config)
     save(state_of(4), config)
     assert_same(loaded(config), state_of(4))
-    assert len(sparse.state.keys("bucket")) == 4  # what was replaced, and all parts, are deleted
+    assert len(sparse.state.keys("bucket")) == 3  # what was replaced, and all parts, are deleted
 
 
 def test_a_store_without_multipart_uploads_names_the_option_that_does_without(sparse):
