@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from cloudckpt.checkpoint.objects import is_committed
 from cloudckpt.config import Config
+from cloudckpt.dcp.load_loop import load_together, loads_together
 from cloudckpt.dcp.meeting import TORCHS_WAY, Meeting, Stance, one_error
 from cloudckpt.dcp.planners import CloudLoadPlanner, CloudSavePlanner
 from cloudckpt.dcp.reader import CloudStorageReader
@@ -256,21 +258,29 @@ def load_prepared(
 
     meeting = Meeting.of(process_group, no_dist)
     made, state = meeting.begin(
-        lambda: _both(prepare, content), lambda both: _stance(both[0].reader)
+        lambda: _both(prepare, content), lambda both: _stance_of_load(both[0].reader)
     )
-    planner = made.planner
-    if planner is None and isinstance(made.reader, CloudStorageReader):
-        planner = CloudLoadPlanner(made.reader.checkpoint_id)
-    load_it = functools.partial(
-        state_dict_loader.load,
-        state,
-        storage_reader=made.reader,
-        planner=planner,
-        process_group=process_group,
-        no_dist=no_dist,
-    )
-    rank = _rank(process_group, no_dist)
-    begun_anew(lambda: _load_once(load_it, made.reader, meeting, rank))
+    reader, planner = made.reader, made.planner
+    if isinstance(reader, CloudStorageReader):
+        planner = planner if planner is not None else CloudLoadPlanner(reader.checkpoint_id)
+    if loads_together(reader, planner):
+        assert isinstance(reader, CloudStorageReader)
+        assert isinstance(planner, DefaultLoadPlanner)
+        load_it = functools.partial(load_together, state, reader, planner, meeting)
+        begun_anew(lambda: _reset_if_replaced(load_it, reader))
+    else:
+        load_it = functools.partial(
+            state_dict_loader.load,
+            state,
+            storage_reader=reader,
+            planner=planner,
+            process_group=process_group,
+            no_dist=no_dist,
+        )
+        rank = _rank(process_group, no_dist)
+        begun_anew(
+            lambda: _reset_if_replaced(lambda: _load_once(load_it, reader, meeting, rank), reader)
+        )
     for key, value in list(state_dict.items()):
         if isinstance(value, Stateful):
             value.load_state_dict(state[str(key)])
@@ -293,22 +303,25 @@ def _both(prepare: Callable[[], T], content: Callable[[], S]) -> tuple[T, S]:
     return made, content()
 
 
+def _reset_if_replaced(load_it: Callable[[], None], reader: StorageReader) -> None:
+    """Loads; if a writer has overtaken it, the reader may begin anew."""
+    try:
+        load_it()
+    except CheckpointReplacedError:
+        reader.reset()
+        raise
+
+
 def _load_once(
     load_it: Callable[[], None], reader: StorageReader, meeting: Meeting, rank: int
 ) -> None:
-    """Loads; all ranks raise the same. If a writer has overtaken it, the reader may begin anew."""
+    """Loads with torch's loader; all ranks raise the same."""
     ours = reader if isinstance(reader, CloudStorageReader) else None
     try:
         with told_once():
             _each_alone(meeting, load_it, lambda: ours is not None and ours.reads_alone)
     except (CheckpointException, RuntimeError) as exc:
-        cause = _cause(exc, rank, _location(reader))
-        if isinstance(cause, CheckpointReplacedError):
-            reader.reset()
-        raise cause from exc
-    except CheckpointReplacedError:
-        reader.reset()
-        raise
+        raise _cause(exc, rank, _location(reader)) from exc
 
 
 def exists(checkpoint_id: URILike, *, config: Config | None = None) -> bool:
@@ -436,6 +449,13 @@ def _settle(
 
 def _stance(storage: StorageWriter | StorageReader | None) -> Stance:
     return Stance(location=_location(storage) or "")
+
+
+def _stance_of_load(reader: StorageReader) -> Stance:
+    stance = _stance(reader)
+    if not isinstance(reader, CloudStorageReader):
+        return stance
+    return replace(stance, options=f"shared_reads={reader.config.shared_reads!r}")
 
 
 def _location(storage: StorageWriter | StorageReader | None) -> str | None:

@@ -167,7 +167,7 @@ def test_what_lies_beside_is_not_beneath(place):
 
 
 def test_a_long_listing_is_not_read_to_its_end(local, monkeypatch):
-    monkeypatch.setattr(objects, "_MOST_KEYS", 7)
+    monkeypatch.setattr(objects, "_MOST_KEYS", 5)
     for step in range(10):
         save(local.at(f"step-{step}"))
     seen, inner = [], os.scandir

@@ -141,6 +141,7 @@ def test_columns_of_short_rows_are_read_with_their_rows_but_once(local, ranks):
 
 
 def test_replicas_read_no_other_replicas_copy(local, ranks):
+    local = local.having(shared_reads="off")
     stored = Layout((2, 2), (Replicate(), Shard(0)))
     ranks(4, _save_state, "one of 16 MiB", stored, local)
     for count, asked, _ in ranks(4, _load_state, "one of 16 MiB", stored, local):
@@ -206,6 +207,7 @@ def _load_everything(place: Place) -> int:
 
 
 def test_each_rank_that_needs_all_reads_all_once(local, ranks):
+    local = local.having(shared_reads="off")
     _save({"t": numbered(4096, 1024), "step": 2}, local)
     for count in ranks(2, _load_everything, local):
         assert 16 * MIB <= count <= 16 * MIB + 8 * KIB

@@ -66,7 +66,7 @@ def test_a_bucket_itself_may_hold_a_checkpoint(bucket, s3_config):
     _save_and_load(s3)
     _save_and_load(root)
     keys = [entry["Key"] for entry in s3.client().list_objects_v2(Bucket=root.uri[5:])["Contents"]]
-    assert len(keys) == 2 * (len(s3.data()) + 2)
+    assert len(keys) == 2 * (len(s3.data()) + 1)
 
 
 def test_a_writer_and_a_reader_take_any_kind_of_location(local):

@@ -301,9 +301,9 @@ def test_of_views_that_share_elements_the_last_one_counts(view, order, size, loc
 def test_columns_of_a_matrix_are_loaded_at_once(local, monkeypatch):
     rounds = []
 
-    def noted(*arguments):
+    def noted(*arguments, **options):
         rounds.append(len(arguments[1]))
-        download(*arguments)
+        download(*arguments, **options)
 
     monkeypatch.setattr(loading, "download", noted)
     state = {str(start): numbered(100, 10, first=start) for start in range(0, 100, 10)}

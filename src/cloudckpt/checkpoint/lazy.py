@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from cloudckpt.checkpoint.inventory import Inventory
 from cloudckpt.checkpoint.torch_private import CURRENT_DCP_VERSION, StorageInfo
 
-__all__ = ["SavedPlaces", "lazy_metadata", "save_id_of"]
+__all__ = ["SavedPlaces", "inventory_behind", "lazy_metadata", "save_id_of"]
 
 
 def save_id_of(attempt: str) -> str:
@@ -30,26 +30,32 @@ def lazy_metadata(inventory: Inventory, attempt: str) -> Metadata:
     return metadata  # type: ignore[no-any-return]
 
 
+def inventory_behind(metadata: Metadata) -> Inventory | None:
+    """The columns that metadata were made from; None of metadata of another kind."""
+    described = metadata.state_dict_metadata
+    return described.inventory if isinstance(described, _Described) else None
+
+
 class _Described(Mapping[str, Any]):
     """``state_dict_metadata``; what was made is kept. Pickles as a dict."""
 
     def __init__(self, inventory: Inventory) -> None:
-        self._inventory = inventory
+        self.inventory = inventory
         self._made: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
         if (made := self._made.get(name)) is None:
-            made = self._made[name] = self._inventory.metadata_of(name)
+            made = self._made[name] = self.inventory.metadata_of(name)
         return made
 
     def __contains__(self, name: object) -> bool:
-        return name in self._inventory.entries
+        return name in self.inventory.entries
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._inventory.entries)
+        return iter(self.inventory.entries)
 
     def __len__(self) -> int:
-        return len(self._inventory.entries)
+        return len(self.inventory.entries)
 
     def __repr__(self) -> str:
         return repr(dict(self))

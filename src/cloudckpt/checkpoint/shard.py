@@ -142,7 +142,9 @@ class SmallForm:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, algorithm: ChecksumAlgorithm) -> SmallForm | None:
-        """That of a tensor; None if it is not packed, or in another way."""
+        """That of a tensor; None if it is not packed, or in another way, or can't be stored."""
+        if tensor.is_quantized or tensor.layout != torch.strided:
+            return None
         if not 0 < tensor.numel() * tensor.itemsize < PACKED_BELOW or not is_plain(tensor):
             return None
         return _small_form(tensor.dtype, tuple(tensor.shape), algorithm)

@@ -119,6 +119,11 @@ class Config(Options):
         least=32 * MIB,
     )
     verify: bool = option(True, "check the checksum of every block that is read")
+    shared_reads: Literal["auto", "host", "off"] = option(
+        "auto",
+        "whether bytes that several ranks want are fetched by one of them, which hands them on: "
+        "among all ranks ('auto'), among those of a machine ('host'), or not at all",
+    )
     overwrite: bool = option(True, "replace a checkpoint at the same URI, atomically")
     conditional_writes: Switch = option(
         "auto",

@@ -16,6 +16,7 @@ from cloudckpt.checkpoint.torch_private import ExtensionRegistry, StreamTransfor
 from cloudckpt.checkpoint.values import check_trusted, load_item, load_tensor
 from cloudckpt.config import Config
 from cloudckpt.dcp.planners import KeepingKeysPlanner
+from cloudckpt.dcp.sharing import SharedReads
 from cloudckpt.errors import CheckpointCorruptError, ShapeMismatchError, UnsupportedTensorError
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectStore
@@ -52,26 +53,38 @@ class Load:
         self._claims = [Claims()]  # of the rounds
         self._afterwards: list[Callable[[], None]] = []
 
-    def run(self, plan: LoadPlan, places: Places) -> None:
-        """Returns when every item has arrived, was verified, and was handed to the planner."""
+    def prepare(self, plan: LoadPlan, places: Places) -> None:
+        """Finds out what is to be fetched, and where it goes."""
         indices = [item.storage_index for item in plan.items]
         found = places.find(indices, self._store, self._config, self._stats)
+        with paused_gc():
+            for item, place in zip(plan.items, found, strict=True):
+                if item.type == LoadItemType.BYTE_IO:
+                    self._want_bytes(item, place)
+                elif place.tensor is not None:
+                    self._want_tensor(item, place.tensor)
+                else:
+                    self._want_pickled_tensor(item, place)
+
+    def run(self, shared: SharedReads | None = None) -> None:
+        """Returns when every item has arrived, was verified, and was handed to the planner.
+
+        Args:
+            shared: Reads that other ranks take part in; a collective call then.
+        """
         try:
-            with paused_gc():
-                for item, place in zip(plan.items, found, strict=True):
-                    if item.type == LoadItemType.BYTE_IO:
-                        self._want_bytes(item, place)
-                    elif place.tensor is not None:
-                        self._want_tensor(item, place.tensor)
-                    else:
-                        self._want_pickled_tensor(item, place)
-            for wanted in self._wanted:
+            first, *others = self._wanted
+            download(self._store, first, self._config, self._stats, shared=shared)
+            for wanted in others:
                 download(self._store, wanted, self._config, self._stats)
             for finish in self._afterwards:
                 finish()
         finally:
-            # they hold this object: tensors would live until the garbage collector finds the cycle
-            self._afterwards.clear()
+            self.close()
+
+    def close(self) -> None:
+        """Lets go of what it holds: tensors would live until the collector finds the cycle."""
+        self._afterwards.clear()
 
     def _want_tensor(self, item: ReadItem, stored: StoredTensor) -> None:
         target = settled(self._planner.resolve_tensor(item)).detach()

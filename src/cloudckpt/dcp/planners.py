@@ -20,12 +20,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 
+from cloudckpt.checkpoint.lazy import inventory_behind
 from cloudckpt.checkpoint.structure import KeyNames, Structure, find_collision
 from cloudckpt.checkpoint.torch_private import (
     create_chunk_list,
     flatten_sharded_tensors,
     flatten_state_dict,
 )
+from cloudckpt.dcp.load_plan import plan_reads
 from cloudckpt.errors import MissingKeyError, ShapeMismatchError
 from cloudckpt.gc_pause import paused_gc
 
@@ -150,9 +152,14 @@ class CloudLoadPlanner(KeepingKeysPlanner):
             MissingKeyError: If the state dict has keys that the checkpoint has not.
             ShapeMismatchError: If a tensor has another shape than the one in the checkpoint.
         """
+        assert self.metadata is not None
+        inventory = inventory_behind(self.metadata)
         try:
             with paused_gc():
-                return super().create_local_plan()
+                if inventory is None:
+                    return super().create_local_plan()
+                strict = not self.allow_partial_load
+                return plan_reads(self.state_dict, inventory, strict=strict)
         except (RuntimeError, ValueError) as exc:
             self._explain(exc)
             raise

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from cloudckpt.config import Config
 from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.dcp.loading import Load
 from cloudckpt.dcp.same_checkpoint import LoadedSave, check_sources
+from cloudckpt.dcp.sharing import SharedReads
 from cloudckpt.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -125,6 +126,7 @@ class CloudStorageReader(StorageReader):
         self._commit: CommitObject | None = None
         self._fetched: Fetched | None = None
         self._save_id: str | None = None
+        self._told: str | None = None  # the save whose metadata another rank has read
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Reads the commit object: what this reader needs of it, by two requests mostly.
@@ -195,7 +197,9 @@ class CloudStorageReader(StorageReader):
         fetched = Fetched.unpack(packed)
         uri = self._store().uri(fetched.info.key)
         commit = CommitObject.parse(fetched, uri, trust_pickle=self.trust_pickle)
-        return self._taken(commit, fetched, is_shared=True)
+        metadata = self._taken(commit, fetched, is_shared=True)
+        self._told = self._save_id
+        return metadata
 
     def _taken(self, commit: CommitObject, fetched: Fetched, *, is_shared: bool) -> Metadata:
         self._commit, self._fetched = commit, fetched
@@ -209,11 +213,16 @@ class CloudStorageReader(StorageReader):
         self._save_id = metadata.storage_meta.save_id if is_shared else None
         return metadata
 
-    def _check_unchanged(self, error: CheckpointCorruptError) -> None:
-        """Raises CheckpointReplacedError if the metadata that was read is no longer there."""
-        if self._commit is not None:
-            uri, retry = str(self.uri), self.config.retry
-            check_unchanged(self._store(), self._commit.info, uri, retry, error)
+    def _unless_replaced(self, work: Callable[[], None]) -> None:
+        """Does it; if it fails since the metadata that was read is no longer there, says so."""
+        try:
+            work()
+        except CheckpointCorruptError as error:
+            if self._commit is not None:
+                uri, retry = str(self.uri), self.config.retry
+                read, told = self._commit.info, self._told
+                check_unchanged(self._store(), read, uri, retry, error, told=told)
+            raise
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -259,31 +268,48 @@ class CloudStorageReader(StorageReader):
             CheckpointReplacedError: If another save replaced the checkpoint meanwhile.
             CheckpointCorruptError: If bytes are missing or damaged.
         """
+        self.read(plan, planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def read(
+        self,
+        plan: LoadPlan,
+        planner: LoadPlanner,
+        *,
+        begin: Callable[[Callable[[], None]], None] = lambda prepare: prepare(),
+        shared: SharedReads | None = None,
+    ) -> None:
+        """As :meth:`read_data`.
+
+        Args:
+            plan: What to read.
+            planner: Where it goes.
+            begin: Calls its argument, which finds out what is to be fetched, before anything is.
+            shared: Reads that other ranks take part in; a collective call then.
+        """
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         stats = TransferStats(str(self.uri), rank)
+        load = Load(
+            self._store(),
+            self.config,
+            planner,
+            stats,
+            uri=str(self.uri),
+            trust_pickle=self.trust_pickle,
+        )
         try:
-            load = Load(
-                self._store(),
-                self.config,
-                planner,
-                stats,
-                uri=str(self.uri),
-                trust_pickle=self.trust_pickle,
-            )
             with portable_errors(str(self.uri)), Span("load", str(self.uri), rank) as span:
                 try:
-                    load.run(plan, self._places)
-                except CheckpointCorruptError as error:
-                    self._check_unchanged(error)
-                    raise
+                    begin(lambda: self._unless_replaced(lambda: load.prepare(plan, self._places)))
+                    self._unless_replaced(lambda: load.run(shared))
                 finally:
+                    load.close()
                     self.transferred = stats.snapshot()
                     span.bytes = self.transferred.bytes
         finally:
             stats.tell_verified()
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
 
     def _store(self) -> ObjectStore:
         return open_store(self.uri, self.config)

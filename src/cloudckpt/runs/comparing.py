@@ -333,7 +333,8 @@ class _Pieces:
             ]
             stats, planner = TransferStats(str(uri)), cast(LoadPlanner, self)
             load = Load(store, config, planner, stats, uri=str(uri), trust_pickle=False)
-            load.run(LoadPlan(items), part.places)
+            load.prepare(LoadPlan(items), part.places)
+            load.run()
         return self._found
 
     # what a load asks of its planner

@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 from cloudckpt.config import Config
 from cloudckpt.errors import CheckpointCorruptError, Damage
@@ -21,7 +22,7 @@ from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.staging import ScratchPool
 from cloudckpt.transfer.stats import TransferStats
 
-__all__ = ["download", "pack_requests"]
+__all__ = ["Download", "Shared", "download", "pack_requests"]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -39,6 +40,7 @@ def download(
     stats: TransferStats,
     *,
     damaged: Callable[[CheckpointCorruptError], None] = _raise,
+    shared: Shared | None = None,
 ) -> None:
     """Delivers all that is wanted; at its return every byte has arrived and was verified.
 
@@ -49,27 +51,50 @@ def download(
         stats: Counts.
         damaged: Called with what is damaged, by any thread. If it does not raise, the rest is read
             nevertheless, and what is damaged, and shares a request with it, is not delivered.
+        shared: Brings what others want, too.
 
     Raises:
         CheckpointCorruptError: If bytes are missing, were replaced, or do not match their
             checksum when they are fetched a second time.
         StoreError: If the store refuses or stays unreachable.
     """
-    _Download(store, wanted, config, stats, damaged).run()
+    work = Download(store, config, stats, damaged)
+
+    def produce() -> None:
+        with paused_gc():
+            segments = work.segments(wanted)
+        if shared is not None:
+            segments = list(shared.carry_out(work, segments))
+        with paused_gc():
+            requests = work.requests(segments)
+        for request in requests:
+            work.submit(functools.partial(work.fetch, request))
+
+    work.run(produce)
 
 
-class _Download:
+class Shared(Protocol):
+    """Brings bytes that others want, too."""
+
+    def carry_out(self, download: Download, segments: Sequence[Segment]) -> Sequence[Segment]:
+        """Delivers what others want, too; returns what is left to be fetched."""
+
+
+class Download:
+    """Fetches requests on its threads, verifies and delivers them; the first failure stops all.
+
+    :func:`download` is what mostly serves; this is for who brings some of the bytes otherwise.
+    """
+
     def __init__(
         self,
         store: RangeReader,
-        wanted: Sequence[Wanted],
         config: Config,
         stats: TransferStats,
-        damaged: Callable[[CheckpointCorruptError], None],
+        damaged: Callable[[CheckpointCorruptError], None] = _raise,
     ) -> None:
         self._damaged = damaged
         self._store = store
-        self._wanted = wanted
         self._config = config
         self._stats = stats
         self._group = TaskGroup(
@@ -78,9 +103,11 @@ class _Download:
             most_waiting=math.inf,
             interrupt=store.interrupt,
         )
-        self._retrier = Retrier(config.retry, self._group.cancellation, on_retry=stats.add_retry)
-        self._scratch = ScratchPool(config.memory_budget, self._group.cancellation)
-        cancellation = self._group.cancellation
+        self.run = self._group.run
+        self.submit = self._group.submit
+        self.cancellation = cancellation = self._group.cancellation
+        self._retrier = Retrier(config.retry, cancellation, on_retry=stats.add_retry)
+        self._scratch = ScratchPool(config.memory_budget, cancellation)
 
         def progress(count: int) -> None:  # no method: a cycle would keep the tensors alive
             cancellation.check()
@@ -88,34 +115,21 @@ class _Download:
 
         self._receiver = Receiver(store, self._retrier, progress)
 
-    def run(self) -> None:
-        with paused_gc():
-            requests = self._requests()
+    def segments(self, wanted: Sequence[Wanted]) -> list[Segment]:
+        """What to ask for, of each that is not empty."""
+        return [self._whole_blocks(want) for want in wanted if want.stop > want.start]
 
-        def produce() -> None:
-            for request in requests:
-                self._group.submit(functools.partial(self._fetch, request))
+    def requests(self, segments: Sequence[Segment]) -> list[list[Segment]]:
+        """The requests that ask for segments."""
+        limit = self._config.request_size or self._even_share(segments)
+        return list(pack_requests(segments, limit=limit, merge_gap=self._config.merge_gap))
 
-        self._group.run(produce)
-
-    def _requests(self) -> list[list[Segment]]:
-        config = self._config
-        limit = config.request_size or self._even_share()
-        by_key: dict[str, list[Segment]] = {}
-        for want in self._wanted:
-            if want.stop > want.start:
-                by_key.setdefault(want.source.key, []).append(self._whole_blocks(want))
-        return [
-            request
-            for segments in by_key.values()
-            for request in pack_requests(segments, limit=limit, merge_gap=config.merge_gap)
-        ]
-
-    def _even_share(self) -> int:
+    def _even_share(self, segments: Sequence[Segment]) -> int:
         """The size of requests; small if they need scratch memory, of which there is little."""
-        if any(want.sink.memory is None for want in self._wanted):
+        wanted = [segment.want for segment in segments]
+        if any(want.sink.memory is None for want in wanted):
             return even_share(0, self._config.connections)
-        total = sum(want.stop - want.start for want in self._wanted)
+        total = sum(want.stop - want.start for want in wanted)
         return even_share(total, self._config.connections)
 
     def _whole_blocks(self, want: Wanted) -> Segment:
@@ -129,27 +143,41 @@ class _Download:
         origin = source.offset
         return Segment(want, origin + start, origin + stop, grain if want.divisible else 0)
 
-    def _fetch(self, request: Sequence[Segment]) -> None:
+    def fetch(self, request: Sequence[Segment]) -> None:
+        """Fetches a request and delivers it."""
+        self._land(request, functools.partial(self._receive, request))
+
+    def read(self, request: Sequence[Segment], into: memoryview) -> None:
+        """Fetches the bytes of a request from its first to its last, and does no more."""
+        self._receive(request, [into])
+
+    def land(self, request: Sequence[Segment], data: memoryview) -> None:
+        """Delivers a request whose bytes are there; if they are damaged, it is fetched."""
+        self._land(request, functools.partial(_copy, data))
+
+    def _land(
+        self, request: Sequence[Segment], receive: Callable[[Sequence[memoryview]], None]
+    ) -> None:
         with paused_gc():
             landing = Landing(request)
         with self._scratch.borrowed(landing.scratch_bytes, pinned=landing.pinned) as scratch:
             views = landing.place(scratch)
             try:
-                self._receive_right(request, landing, views)
+                receive(views)
+                self._make_right(request, landing, views)
             except CheckpointCorruptError as error:
                 self._damaged(error)
             else:
                 landing.deliver()
 
-    def _receive_right(
+    def _make_right(
         self, request: Sequence[Segment], landing: Landing, views: Sequence[memoryview]
     ) -> None:
-        """Receives a request; once more if a checksum is wrong.
+        """Receives a request once more if a checksum is wrong.
 
         Raises:
             CheckpointCorruptError: If it is wrong again, or the bytes are not there.
         """
-        self._receive(request, views)
         if not (bad := self._bad(landing)):
             return
         uri = self._store.uri(request[0].want.source.key)
@@ -185,10 +213,30 @@ class _Download:
             self._stats.add_verified(landing.size, time.perf_counter() - began)
 
 
+def _copy(data: memoryview, views: Sequence[memoryview]) -> None:
+    """Fills the views, one after the other."""
+    position = 0
+    for view in views:
+        view[:] = data[position : position + view.nbytes]
+        position += view.nbytes
+
+
 def pack_requests(
     segments: Sequence[Segment], *, limit: int, merge_gap: int
 ) -> Iterator[list[Segment]]:
-    """Groups the segments of one object into requests, in the order of their bytes.
+    """Groups segments into requests, each of one object, in the order of their bytes.
+
+    The objects follow each other as in ``segments``.
+    """
+    by_key: dict[str, list[Segment]] = {}
+    for segment in segments:
+        by_key.setdefault(segment.want.source.key, []).append(segment)
+    for of_object in by_key.values():
+        yield from _pack(of_object, limit=limit, merge_gap=merge_gap)
+
+
+def _pack(segments: Sequence[Segment], *, limit: int, merge_gap: int) -> Iterator[list[Segment]]:
+    """Groups the segments of one object.
 
     Neighbours at most ``merge_gap`` bytes apart share a request until it has ``limit`` bytes; a
     segment that crosses the limit is cut there. Segments that overlap are read twice. A single one

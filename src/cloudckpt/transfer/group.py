@@ -27,6 +27,11 @@ class Cancellation:
         """Asks all that watch this flag to stop."""
         self._event.set()
 
+    @property
+    def is_set(self) -> bool:
+        """Whether it was."""
+        return self._event.is_set()
+
     def check(self) -> None:
         """Raises TransferCancelledError once cancelled."""
         if self._event.is_set():

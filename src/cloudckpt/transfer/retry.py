@@ -176,7 +176,13 @@ class Pauses:
 
 
 def check_unchanged(
-    store: ObjectStore, read: ObjectInfo, uri: str, policy: RetryPolicy, error: CloudCheckpointError
+    store: ObjectStore,
+    read: ObjectInfo,
+    uri: str,
+    policy: RetryPolicy,
+    error: CloudCheckpointError,
+    *,
+    told: str | None = None,
 ) -> None:
     """Finds out whether the failure of a load comes from a replacement.
 
@@ -190,6 +196,8 @@ def check_unchanged(
         uri: What is loaded, for the message.
         policy: For the question to the store.
         error: The failure.
+        told: Which save it is, if another rank has read that object: here, there may be another
+            one, because this is another store.
 
     Raises:
         CheckpointReplacedError: If the object has been replaced or deleted since.
@@ -201,7 +209,10 @@ def check_unchanged(
         version = None
     if version != read.version:
         raise CheckpointReplacedError(
-            "it was replaced or deleted while it was loaded; load it again", uri=uri, cause=error
+            "it was replaced or deleted while it was loaded; load it again",
+            saves=None if told is None else (told, version),
+            uri=uri,
+            cause=error,
         ) from error
 
 

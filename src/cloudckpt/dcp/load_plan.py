@@ -1,0 +1,105 @@
+"""What a rank has to read: which chunks of the checkpoint overlap which of its own.
+
+torch's planner makes objects of all chunks of all ranks and sorts them, for each tensor. Here they
+are rows of numbers, of which those that overlap are found at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.tensor import DTensor
+
+from cloudckpt.checkpoint.inventory import Inventory
+from cloudckpt.checkpoint.torch_private import create_chunk_list
+
+__all__ = ["plan_reads"]
+
+_FEW = 16
+"""Chunks that are looked at one by one sooner than all at once."""
+
+_NOTHING = torch.Size([0])
+
+
+def plan_reads(state_dict: Mapping[str, Any], inventory: Inventory, *, strict: bool) -> LoadPlan:
+    """The same as torch's ``create_default_local_load_plan``.
+
+    Args:
+        state_dict: What to load, by flat names.
+        inventory: What there is.
+        strict: Whether each name must be there; else those that are not are left out.
+
+    Raises:
+        RuntimeError: If a name is missing.
+        ValueError: If a tensor has another shape than the one in the checkpoint, or what is a
+            tensor there is none here.
+    """
+    items: list[ReadItem] = []
+    for name, value in state_dict.items():
+        entry = inventory.entries.get(name)
+        if entry is None:
+            if strict:
+                raise RuntimeError(f"Missing key in checkpoint state_dict: {name}.")
+            continue
+        has_size = entry.shape is not None and hasattr(value, "size")
+        if has_size and tuple(value.size()) != entry.shape:
+            raise ValueError(
+                f"Size mismatch between saved {entry.shape} and current: {value.size()} for {name}"
+            )
+        if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
+            continue  # this rank has no part of it
+        if entry.shape is None:
+            index = MetadataIndex(name)
+            items.append(ReadItem(LoadItemType.BYTE_IO, index, _NOTHING, index, _NOTHING, _NOTHING))
+            continue
+        chunks = inventory.chunks[len(entry.shape)] if entry.count else None
+        for number, own in enumerate(create_chunk_list(value)):
+            if chunks is not None:
+                stop = entry.place + entry.count
+                offsets, sizes = (
+                    column[entry.place : stop] for column in (chunks.offsets, chunks.sizes)
+                )
+                items += _reads(name, number, own, offsets, sizes)
+    return LoadPlan(items)
+
+
+def _reads(
+    name: str,
+    number: int,
+    own: ChunkStorageMetadata,
+    offsets: torch.Tensor,
+    sizes: torch.Tensor,
+) -> list[ReadItem]:
+    """What to read of a tensor for one of this rank's chunks of it."""
+    rows: Sequence[int] = range(len(offsets))
+    if len(rows) > _FEW:
+        begin = torch.tensor(own.offsets)
+        end = begin + torch.tensor(own.sizes)
+        overlap = (torch.minimum(offsets + sizes, end) > torch.maximum(offsets, begin)).all(1)
+        found = overlap.nonzero().flatten()
+        rows, offsets, sizes = found.tolist(), offsets[found], sizes[found]
+    size = torch.Size
+    made = []
+    for row, first, shape in zip(rows, offsets.tolist(), sizes.tolist(), strict=True):
+        starts = [max(*pair) for pair in zip(first, own.offsets, strict=True)]
+        lengths = [
+            min(a + n, b + m) - start
+            for a, n, b, m, start in zip(first, shape, own.offsets, own.sizes, starts, strict=True)
+        ]
+        if lengths and min(lengths) <= 0:
+            continue
+        made.append(
+            ReadItem(
+                LoadItemType.TENSOR,
+                MetadataIndex(name, own.offsets, number),
+                size(start - at for start, at in zip(starts, own.offsets, strict=True)),
+                MetadataIndex(name, size(first), row),
+                size(start - at for start, at in zip(starts, first, strict=True)),
+                size(lengths),
+            )
+        )
+    return made

@@ -1,0 +1,135 @@
+"""Reads that the ranks of a process group share."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from cloudckpt.checkpoint.torch_private import device_for_collectives
+from cloudckpt.config import Config
+from cloudckpt.errors import TransferCancelledError
+from cloudckpt.transfer.download import Download
+from cloudckpt.transfer.landing import Segment
+from cloudckpt.transfer.sharing import Ring, digests, hand_on, plan_shares, shared_requests
+
+__all__ = ["SharedReads"]
+
+
+class SharedReads:
+    """What the ranks of a group want in common, and how they hand it on.
+
+    Args:
+        group: The ranks.
+        config: The options, the same on all ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, config: Config) -> None:
+        self._group = group
+        self._config = config
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None, config: Config) -> SharedReads | None:
+        """Those of a group; None if there is nobody to share with, or it is not wanted."""
+        return None if group is None or config.shared_reads == "off" else cls(group, config)
+
+    def carry_out(self, download: Download, segments: Sequence[Segment]) -> list[Segment]:
+        """Delivers what others want, too; a collective call, to be made within ``download``.
+
+        Returns:
+            What is left for this rank to fetch by itself.
+
+        Raises:
+            TransferCancelledError: If another rank has failed.
+            RuntimeError: If the ranks lost each other.
+        """
+        found = digests(segments)
+        own = (socket.gethostname() if self._config.shared_reads == "host" else "", found)
+        told = [own] * dist.get_world_size(self._group)
+        dist.all_gather_object(told, own, group=self._group)
+        names = [host for host, _ in told]
+        hosts = [names.index(host) for host in names]
+        alone = set(range(len(segments)))
+        failure: Exception | None = None
+        rank = dist.get_rank(self._group)
+        for share in plan_shares([of for _, of in told], rank, hosts):
+            requests = shared_requests(
+                [segments[number] for number in share.segments],
+                len(share.ranks),
+                self._config.merge_gap,
+            )
+            if requests is None:
+                continue
+            alone.difference_update(share.segments)
+            ring = _GroupRing(self._group, share.ranks, rank)
+            try:
+                hand_on(download, ring, requests, budget=self._config.memory_budget)
+            except (RuntimeError, TransferCancelledError) as error:
+                failure = failure or error
+                download.cancellation.cancel()  # the ranks of further shares must hear of it
+        if failure is not None:
+            raise failure
+        return [segments[number] for number in sorted(alone)]
+
+
+class _GroupRing(Ring):
+    """Ranks of a process group, which send tensors to each other."""
+
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], rank: int) -> None:
+        self.size = len(ranks)
+        self.position = ranks.index(rank)
+        self._group = group
+        self._before = ranks[self.position - 1]
+        self._next = ranks[(self.position + 1) % self.size]
+        self._device = torch.device(device_for_collectives(group))
+
+    def exchange(
+        self, out: torch.Tensor | None, into: torch.Tensor | None
+    ) -> tuple[RuntimeError | None, RuntimeError | None]:
+        if self._device.type != "cpu":
+            return self._exchange_through_device(out, into)
+        receive, lost = self._begun(dist.irecv, into, group_src=self._before)
+        send, unsent = self._begun(dist.isend, out, group_dst=self._next)
+        return unsent or _waited(send), lost or _waited(receive)
+
+    def _begun(
+        self, operation: Callable[..., dist.Work | None], tensor: torch.Tensor | None, **peer: int
+    ) -> tuple[dist.Work | None, RuntimeError | None]:
+        if tensor is None:
+            return None, None
+        try:
+            return operation(tensor, group=self._group, **peer), None
+        except RuntimeError as error:
+            return None, error
+
+    def _exchange_through_device(
+        self, out: torch.Tensor | None, into: torch.Tensor | None
+    ) -> tuple[RuntimeError | None, RuntimeError | None]:
+        """For groups that have no way for host memory."""
+        ops = []
+        landing = None if into is None else torch.empty_like(into, device=self._device)
+        if landing is not None:
+            ops.append(dist.P2POp(dist.irecv, landing, None, self._group, 0, self._before))
+        if out is not None:
+            sent = out.to(self._device)
+            ops.append(dist.P2POp(dist.isend, sent, None, self._group, 0, self._next))
+        try:
+            for work in dist.batch_isend_irecv(ops) if ops else ():
+                work.wait()
+            if into is not None and landing is not None:
+                into.copy_(landing)
+        except RuntimeError as error:
+            return error, error
+        return None, None
+
+
+def _waited(work: dist.Work | None) -> RuntimeError | None:
+    """Why what was begun has failed."""
+    try:
+        if work is not None:
+            work.wait()
+    except RuntimeError as error:
+        return error
+    return None

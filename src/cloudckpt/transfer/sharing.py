@@ -1,0 +1,335 @@
+"""Bytes that several ranks want are fetched by one of them, and handed on to the others.
+
+The ranks that want the same requests stand in a ring. In each round every one of them has fetched
+one request from the store; then each hands to the next rank what it has, receives what the rank
+before it hands on, and hands that on in turn, until all have seen all. So a rank reads its share
+of the bytes from the store, sends and receives each byte once, and holds a few requests in memory,
+however many ranks there are.
+
+A rank that fails goes on receiving, so that nobody waits for it in vain, and sends one message
+more, which says so: the next rank fails by it, and so on around the ring.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cloudckpt.errors import TransferCancelledError
+from cloudckpt.transfer.download import Download, pack_requests
+from cloudckpt.transfer.group import Cancellation
+from cloudckpt.transfer.landing import Segment
+from cloudckpt.transfer.memory import bytes_of
+
+__all__ = ["Ring", "Share", "digests", "hand_on", "plan_shares", "shared_requests"]
+
+_LARGEST = 8 * 1024**2
+_SMALLEST = 256 * 1024
+"""Bytes of a request that is handed on: few enough that a rank holds several, and many enough that
+a request to a store is worth its while."""
+
+_WORTH = 64 * 1024
+"""Bytes for each of the ranks, below which they rather all ask the store."""
+
+_STATUS = 8  # bytes behind the payload of a message, of which the first is 1 if all is well
+
+
+def digests(segments: Sequence[Segment]) -> torch.Tensor:
+    """A number for each segment, which two ranks share if and only if they want the same bytes.
+
+    Returns:
+        Of 64 bits each, int64.
+    """
+    found = bytearray()
+    for segment in segments:
+        where = f"{segment.want.source.key}\0{segment.start}\0{segment.stop}\0{segment.grain}"
+        found += hashlib.blake2b(where.encode(), digest_size=8).digest()
+    if not found:
+        return torch.empty(0, dtype=torch.int64)
+    return torch.frombuffer(found, dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class Share:
+    """Segments that the same ranks want.
+
+    Attributes:
+        ranks: Who wants them, at least two, in order.
+        segments: Which of this rank's they are, by their numbers; one that it wants a second time
+            is not among them.
+    """
+
+    ranks: tuple[int, ...]
+    segments: Sequence[int]
+
+
+def plan_shares(of_ranks: Sequence[torch.Tensor], rank: int, hosts: Sequence[int]) -> list[Share]:
+    """What a rank wants that others want, too.
+
+    All ranks that take part in a share find it, and find their shares in the same order, so that
+    they can carry them out one after the other.
+
+    Args:
+        of_ranks: :func:`digests` of what each rank wants.
+        rank: This one.
+        hosts: Of each rank a number; only ranks with the same one share.
+    """
+    near = [number for number, host in enumerate(hosts) if host == hosts[rank]]
+    found = [torch.unique(of_ranks[number]) for number in near]
+    rows = torch.cat(found)
+    who = torch.cat([torch.full_like(of, number) for of, number in zip(found, near, strict=True)])
+    wanted, inverse, count = torch.unique(rows, return_inverse=True, return_counts=True)
+    # a number for each set of ranks: the sum of one drawn at random for each of its ranks
+    drawn = torch.randint(
+        -(1 << 62), 1 << 62, (len(of_ranks),), generator=torch.Generator().manual_seed(0)
+    )
+    sets = torch.zeros_like(wanted).scatter_add_(0, inverse, drawn[who])
+    sets[count < 2] = 0
+    own: dict[int, int] = {}  # where each number of this rank stands first
+    for at, number in enumerate(of_ranks[rank].tolist()):
+        own.setdefault(number, at)
+    numbers, places = torch.tensor([*own]), torch.tensor([*own.values()])
+    own_sets = sets[torch.searchsorted(wanted, numbers)]
+    made = []
+    for one in torch.unique(own_sets[own_sets != 0]).tolist():
+        ranks = who[rows == wanted[sets == one][0]]
+        made.append(Share(tuple(sorted(ranks.tolist())), places[own_sets == one].tolist()))
+    return sorted(made, key=lambda share: share.ranks)
+
+
+def shared_requests(
+    segments: Sequence[Segment], ranks: int, merge_gap: int
+) -> list[list[Segment]] | None:
+    """The requests for segments that so many ranks want, the same on all of them.
+
+    Returns:
+        None if they are so few bytes that all ranks had better ask the store.
+    """
+    total = sum(segment.stop - segment.start for segment in segments)
+    if total < _WORTH * ranks:
+        return None
+    limit = min(max(-(-total // ranks), _SMALLEST), _LARGEST)
+    ordered = sorted(segments, key=lambda one: (one.want.source.key, one.start, one.stop))
+    return list(pack_requests(ordered, limit=limit, merge_gap=merge_gap))
+
+
+class Ring(ABC):
+    """The ranks of a share, seen from one of them."""
+
+    size: int
+    """How many they are."""
+
+    position: int
+    """Which of them this is, from 0."""
+
+    @abstractmethod
+    def exchange(
+        self, out: torch.Tensor | None, into: torch.Tensor | None
+    ) -> tuple[RuntimeError | None, RuntimeError | None]:
+        """Sends to the next rank, and fills ``into`` with what the one before sends.
+
+        Both are of uint8; None if there is nothing to send or to receive.
+
+        Returns:
+            Why the one and the other failed, if the ranks lost each other.
+        """
+
+
+class _Message:
+    """The bytes of a request, and what the rank that sends it says of itself."""
+
+    def __init__(self, request: Sequence[Segment]) -> None:
+        self.nbytes = request[-1].stop - request[0].start
+        self.all = torch.empty(self.nbytes + _STATUS, dtype=torch.uint8)
+
+    @property
+    def payload(self) -> memoryview:
+        return bytes_of(self.all)[: self.nbytes]
+
+    @property
+    def is_good(self) -> bool:
+        return bool(self.all[self.nbytes] == 1)
+
+    def say(self, *, is_good: bool) -> None:
+        self.all[self.nbytes :] = int(is_good)
+
+
+def hand_on(
+    download: Download, ring: Ring, requests: Sequence[Sequence[Segment]], *, budget: int
+) -> None:
+    """Fetches this rank's requests, and hands all of them around; those of all ranks are delivered.
+
+    To be called within ``download``, on all ranks of the ring, whatever happened before on some.
+
+    Args:
+        download: Fetches and delivers.
+        ring: The ranks.
+        requests: Those of all ranks, the same on each.
+        budget: Bytes that requests may have in memory at a time, on this rank.
+
+    Raises:
+        TransferCancelledError: If this or another rank has failed.
+        RuntimeError: If the ranks lost each other.
+    """
+    _HandOn(download, ring, requests, budget).run()
+
+
+class _HandOn:
+    def __init__(
+        self,
+        download: Download,
+        ring: Ring,
+        requests: Sequence[Sequence[Segment]],
+        budget: int,
+    ) -> None:
+        self._download = download
+        self._ring = ring
+        self._requests = requests
+        largest = max(request[-1].stop - request[0].start for request in requests)
+        room = max(2, budget // largest)
+        self._ahead = max(1, room // 2)  # requests that are fetched before it is their turn
+        self._room = _Room(max(2, room - self._ahead), download.cancellation)
+        self._waiting: deque[_Fetched] = deque()
+        self._own = iter(range(ring.position, len(requests), ring.size))
+        self._failed = False  # this rank
+        self._ended = False  # what the rank before sends
+        self._silent = False  # this rank has said that it failed, or can't say anything any more
+        self._lost: RuntimeError | None = None
+
+    def run(self) -> None:
+        for _ in range(self._ahead):
+            self._fetch_next()
+        for first in range(0, len(self._requests), self._ring.size):
+            self._round(self._requests[first : first + self._ring.size])
+            if self._silent and self._ended:
+                break
+        if self._lost is not None:
+            raise self._lost
+        if self._has_failed():
+            raise TransferCancelledError("stopped, because another rank has failed")
+
+    def _fetch_next(self) -> None:
+        number = next(self._own, None)
+        if number is None or self._has_failed():
+            return
+        fetched = _Fetched(self._requests[number], self._download)
+        self._waiting.append(fetched)
+        try:
+            self._download.submit(fetched.fetch)
+        except TransferCancelledError:
+            self._failed = True
+
+    def _has_failed(self) -> bool:
+        self._failed = self._failed or self._download.cancellation.is_set
+        return self._failed
+
+    def _round(self, requests: Sequence[Sequence[Segment]]) -> None:
+        """One request of each rank goes around; in the last round some have none."""
+        size, at = self._ring.size, self._ring.position
+        held: _Message | None = None
+        if at < len(requests):
+            held = self._own_message()
+        for step in range(size - 1):
+            sent, wanted = (at - step) % size, (at - 1 - step) % size
+            out: _Message | None = None
+            if sent < len(requests) and not self._silent:
+                out = self._outgoing(held, requests[sent])
+            came: _Message | None = None
+            if wanted < len(requests) and not self._ended:
+                self._room.enter()
+                came = _Message(requests[wanted])
+            unsent, lost = self._ring.exchange(
+                None if out is None else out.all, None if came is None else came.all
+            )
+            self._lost = self._lost or unsent or lost
+            self._silent = self._silent or unsent is not None
+            self._failed = self._failed or self._lost is not None
+            held = came
+            if came is not None:
+                self._take(came, requests[wanted], came.is_good and lost is None)
+        self._fetch_next()
+
+    def _own_message(self) -> _Message | None:
+        """What this rank has fetched; None if it has failed."""
+        if not self._waiting:
+            return None
+        message = self._waiting.popleft().result()
+        self._failed = self._failed or message is None
+        return message
+
+    def _outgoing(self, held: _Message | None, request: Sequence[Segment]) -> _Message:
+        if held is None or self._has_failed():
+            self._failed = self._silent = True
+            held = _Message(request)
+        held.say(is_good=not self._failed)
+        return held
+
+    def _take(self, message: _Message, request: Sequence[Segment], is_good: bool) -> None:
+        if not is_good:
+            self._failed = self._ended = True
+        if self._has_failed():
+            self._room.leave()
+            return
+        deliver = functools.partial(_deliver, self._download, request, message, self._room)
+        try:
+            self._download.submit(deliver)
+        except TransferCancelledError:
+            self._failed = True
+            self._room.leave()
+
+
+def _deliver(
+    download: Download, request: Sequence[Segment], message: _Message, room: _Room
+) -> None:
+    try:
+        download.land(request, message.payload)
+    finally:
+        room.leave()
+
+
+class _Fetched:
+    """A request of this rank's own, which a thread fetches and delivers."""
+
+    def __init__(self, request: Sequence[Segment], download: Download) -> None:
+        self._request = request
+        self._download = download
+        self._message: _Message | None = None
+        self._done = threading.Event()
+
+    def fetch(self) -> None:
+        message = _Message(self._request)
+        self._download.read(self._request, message.payload)
+        self._message = message
+        self._done.set()
+        self._download.land(self._request, message.payload)
+
+    def result(self) -> _Message | None:
+        """The bytes; None if the download has failed meanwhile."""
+        while not self._done.wait(0.2):
+            if self._download.cancellation.is_set:
+                return None
+        return self._message
+
+
+class _Room:
+    """Room for so many messages of other ranks."""
+
+    def __init__(self, count: int, cancellation: Cancellation) -> None:
+        self._free = threading.Semaphore(count)
+        self._cancellation = cancellation
+
+    def enter(self) -> None:
+        """Waits for room; not any more once the download has failed, as nothing is kept then."""
+        while not self._free.acquire(timeout=0.2):
+            if self._cancellation.is_set:
+                return
+
+    def leave(self) -> None:
+        self._free.release()

@@ -1,0 +1,282 @@
+"""Bytes that several ranks want: who fetches them, and how they are handed on."""
+
+import dataclasses
+import itertools
+import queue
+import random
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cloudckpt.checksum import CRC32C, Blocks
+from cloudckpt.config import Config
+from cloudckpt.errors import CheckpointCorruptError, StoreError, TransferCancelledError
+from cloudckpt.stores.memory import MemoryStore
+from cloudckpt.transfer.download import Download
+from cloudckpt.transfer.landing import BytesSink, Segment, StoredBytes, Wanted
+from cloudckpt.transfer.sharing import Ring, digests, hand_on, plan_shares, shared_requests
+from cloudckpt.transfer.stats import TransferStats
+
+KIB = 1024
+BLOCK = 64 * KIB
+PATIENCE = 20.0
+
+
+class Threads(Ring):
+    """Ranks that are threads; ``mailboxes[n]`` is what rank n has yet to receive."""
+
+    def __init__(self, mailboxes: list[queue.Queue[torch.Tensor]], position: int) -> None:
+        self._mailboxes = mailboxes
+        self.size = len(mailboxes)
+        self.position = position
+
+    def exchange(self, out, into):
+        if out is not None:
+            self._mailboxes[(self.position + 1) % self.size].put(out.clone())
+        if into is not None:
+            try:
+                into.copy_(self._mailboxes[self.position].get(timeout=PATIENCE))
+            except queue.Empty:
+                return None, RuntimeError("nothing came")
+        return None, None
+
+
+class Counting(MemoryStore):
+    """Counts the bytes that are read, and may fail or damage one range."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.read = 0
+        self.fails = False
+        self.damages: set[int] = set()
+
+    def get_range(self, key, start, into, **options):
+        if self.fails:
+            raise StoreError("this one does not answer", uri=self.uri(key))
+        info = super().get_range(key, start, into, **options)
+        self.read += sum(view.nbytes for view in into)
+        if start in self.damages:
+            self.damages.discard(start)
+            into[0][0] ^= 1
+        return info
+
+
+def stored(name: str, sizes: list[int]) -> tuple[dict[str, bytes], list[StoredBytes]]:
+    """Objects of random bytes; each is one item whose blocks have checksums."""
+    store, draw = MemoryStore(name), random.Random(0)
+    contents, sources = {}, []
+    for number, size in enumerate(sizes):
+        key, data = f"object-{number}", draw.randbytes(size)
+        store.put(key, [memoryview(data)], checksum=CRC32C.of(data))
+        sums = [CRC32C.of(data[at : at + BLOCK]) for at in range(0, size, BLOCK)]
+        contents[key] = data
+        sources.append(StoredBytes(key, 0, size, Blocks(CRC32C, BLOCK, sums), size, key))
+    return contents, sources
+
+
+def run_ranks(work, count):
+    """What ``work(rank)`` raises on each of so many threads; None where it returns."""
+    raised: list[BaseException | None] = [None] * count
+
+    def one(rank: int) -> None:
+        try:
+            work(rank)
+        except BaseException as error:  # noqa: BLE001 - told below
+            raised[rank] = error
+
+    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * PATIENCE)
+    assert not any(thread.is_alive() for thread in threads), "a rank waits on"
+    return raised
+
+
+def load(stores, sources, config=Config(connections=4)):  # noqa: B008 - frozen
+    """Has each rank, with its store, load all sources; returns the sinks and the errors."""
+    mailboxes = [queue.Queue() for _ in stores]
+    sinks = [[BytesSink(source.nbytes) for source in sources] for _ in stores]
+
+    def work(rank: int) -> None:
+        download = Download(stores[rank], config, TransferStats())
+        wanted = [
+            Wanted(source, 0, source.nbytes, sink, True)
+            for source, sink in zip(sources, sinks[rank], strict=True)
+        ]
+        requests = shared_requests(download.segments(wanted), len(stores), config.merge_gap)
+        assert requests is not None
+        ring = Threads(mailboxes, rank)
+        download.run(lambda: hand_on(download, ring, requests, budget=config.memory_budget))
+
+    return sinks, run_ranks(work, len(stores))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
+def test_each_rank_gets_all_and_all_together_read_it_once(ranks):
+    name = f"shared-{ranks}"
+    contents, sources = stored(name, [3 * 1024 * KIB, 1, 700 * KIB + 3, 12 * 1024 * KIB])
+    stores = [Counting(name) for _ in range(ranks)]
+    sinks, raised = load(stores, sources)
+    assert raised == [None] * ranks
+    for of_rank in sinks:
+        assert [bytes(sink.data) for sink in of_rank] == list(contents.values())
+    total = sum(map(len, contents.values()))
+    assert sum(store.read for store in stores) == total
+    assert max(store.read for store in stores) <= 2 * total / ranks + 256 * KIB
+
+
+def test_fewer_bytes_than_ranks_can_share_are_not_shared():
+    _, sources = stored("few", [100 * KIB])
+    download = Download(MemoryStore("few"), Config(), TransferStats())
+    wanted = [
+        Wanted(source, 0, source.nbytes, BytesSink(source.nbytes), True) for source in sources
+    ]
+    assert shared_requests(download.segments(wanted), 2, 0) is None
+
+
+@pytest.mark.parametrize("failing", range(4))
+def test_if_one_rank_fails_all_end_and_it_says_why(failing):
+    name = f"failing-{failing}"
+    _, sources = stored(name, [8 * 1024 * KIB, 2 * 1024 * KIB])
+    stores = [Counting(name) for _ in range(4)]
+    stores[failing].fails = True
+    _, raised = load(stores, sources)
+    assert type(raised[failing]) is StoreError
+    others = [type(error) for rank, error in enumerate(raised) if rank != failing]
+    # one that had all before it heard of it has nothing to complain of
+    assert set(others) <= {TransferCancelledError, type(None)}
+
+
+def test_what_was_damaged_on_the_way_from_the_store_is_fetched_again_by_each_rank():
+    contents, sources = stored("damaged", [4 * 1024 * KIB])
+    stores = [Counting("damaged") for _ in range(4)]
+    stores[0].damages = {0}
+    sinks, raised = load(stores, sources)
+    assert raised == [None] * 4
+    assert all(bytes(sink.data) == contents["object-0"] for [sink] in sinks)
+
+
+def test_what_is_damaged_in_the_store_fails_on_the_ranks_that_want_it():
+    _, [source] = stored("rotten", [4 * 1024 * KIB])
+    assert source.blocks is not None
+    sums = [*source.blocks.checksums]
+    sums[5] ^= 1
+    source = dataclasses.replace(source, blocks=Blocks(CRC32C, BLOCK, sums))
+    _, raised = load([Counting("rotten") for _ in range(3)], [source])
+    assert CheckpointCorruptError in set(map(type, raised))
+    assert set(map(type, raised)) <= {CheckpointCorruptError, TransferCancelledError, type(None)}
+
+
+class Dead(Threads):
+    """A rank whose neighbours find it gone after some exchanges."""
+
+    def __init__(self, mailboxes, position, gone: threading.Event, steps: int) -> None:
+        super().__init__(mailboxes, position)
+        self._gone, self._left = gone, steps
+
+    def exchange(self, out, into):
+        if not self._left:
+            self._gone.set()
+            raise SystemExit
+        self._left -= 1
+        return super().exchange(out, into)
+
+
+class BesideDead(Threads):
+    """The rank before (``sends``) or behind one that may be gone."""
+
+    def __init__(self, mailboxes, position, gone: threading.Event, *, sends: bool) -> None:
+        super().__init__(mailboxes, position)
+        self._gone, self._sends = gone, sends
+
+    def exchange(self, out, into):
+        if self._sends:
+            lost = (
+                RuntimeError("closed by peer") if self._gone.is_set() and out is not None else None
+            )
+            return lost, super().exchange(None if lost else out, into)[1]
+        if into is not None:
+            while True:
+                try:
+                    into.copy_(self._mailboxes[self.position].get(timeout=0.05))
+                    break
+                except queue.Empty:
+                    if self._gone.is_set():
+                        super().exchange(out, None)
+                        return None, RuntimeError("closed by peer")
+            into = None
+        return super().exchange(out, into)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 4])
+def test_if_a_rank_dies_all_others_end(steps):
+    name = f"dead-{steps}"
+    _, sources = stored(name, [16 * 1024 * KIB])
+    mailboxes = [queue.Queue() for _ in range(4)]
+    gone = threading.Event()
+    rings = [
+        BesideDead(mailboxes, 0, gone, sends=True),
+        Dead(mailboxes, 1, gone, steps),
+        BesideDead(mailboxes, 2, gone, sends=False),
+        Threads(mailboxes, 3),
+    ]
+
+    def work(rank: int) -> None:
+        download = Download(MemoryStore(name), Config(connections=4), TransferStats())
+        wanted = [Wanted(one, 0, one.nbytes, BytesSink(one.nbytes), True) for one in sources]
+        requests = shared_requests(download.segments(wanted), 4, 0)
+        assert requests is not None
+        requests = list(itertools.chain(requests, requests))  # two rounds
+        download.run(lambda: hand_on(download, rings[rank], requests, budget=64 * 1024 * KIB))
+
+    raised = run_ranks(work, 4)
+    assert type(raised[1]) is SystemExit
+    assert {type(raised[rank]) for rank in (0, 2)} == {RuntimeError}
+    assert type(raised[3]) is TransferCancelledError
+
+
+def segments_of(numbers) -> list[Segment]:
+    """A segment for each number; equal numbers want the same bytes."""
+    return [
+        Segment(
+            Wanted(
+                StoredBytes(f"key-{n % 3}", 0, 1 << 30, None, None, ""), 0, 1, BytesSink(1), True
+            ),
+            n * KIB,
+            (n + 1) * KIB,
+            KIB,
+        )
+        for n in numbers
+    ]
+
+
+@given(
+    wants=st.lists(st.lists(st.integers(0, 12), max_size=12), min_size=1, max_size=5),
+    data=st.data(),
+)
+@settings(max_examples=200, deadline=None)
+def test_ranks_share_exactly_what_they_want_alike_and_in_the_same_order(wants, data):
+    hosts = data.draw(st.lists(st.integers(0, 1), min_size=len(wants), max_size=len(wants)))
+    of_ranks = [digests(segments_of(numbers)) for numbers in wants]
+    plans = [plan_shares(of_ranks, rank, hosts) for rank in range(len(wants))]
+    for rank, numbers in enumerate(wants):
+        shared = {}
+        for share in plans[rank]:
+            assert rank in share.ranks
+            for at in share.segments:
+                assert numbers[at] not in shared, "once only"
+                shared[numbers[at]] = share.ranks
+        for number in set(numbers):
+            having = tuple(
+                other
+                for other, of_other in enumerate(wants)
+                if number in of_other and hosts[other] == hosts[rank]
+            )
+            assert shared.get(number) == (having if len(having) > 1 else None)
+    for one, other in itertools.combinations(range(len(wants)), 2):
+        common = [[s.ranks for s in plans[n] if {one, other} <= {*s.ranks}] for n in (one, other)]
+        assert common[0] == common[1]
