@@ -40,7 +40,7 @@ WORKER := PYTHONHASHSEED=$(HASHSEED) MALLOC_ARENA_MAX=2
 
 COMPOSE := docker compose --file integration/compose.yaml
 
-.PHONY: demo test soak test-pythons integration integration-docker integration-real compare check bench pictures format clean
+.PHONY: demo test soak test-pythons integration integration-docker integration-real integration-frameworks compare check bench pictures format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/cloudckpt demo
@@ -80,6 +80,16 @@ integration-docker: $(VENV)/.integration
 # integration/README.md says what to set
 integration-real: $(VENV)/.integration
 	$(BIN)/python -m pytest integration --only-real
+
+# Lightning and others, in an environment of their own
+integration-frameworks: .venv-frameworks/.installed
+	.venv-frameworks/bin/python -m pytest -c integration/frameworks/pytest.ini integration/frameworks
+
+.venv-frameworks/.installed: integration/frameworks/requirements.txt constraints.txt pyproject.toml
+	$(PYTHON) -m venv .venv-frameworks
+	.venv-frameworks/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	.venv-frameworks/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[demo]' --requirement $<
+	@touch $@
 
 # our requests beside those of the vendors' clients: CLOUDS="s3 gcs azure"
 compare: $(VENV)/.integration

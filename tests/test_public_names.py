@@ -125,6 +125,10 @@ def test_what_a_module_exports_is_there():
     for module in pkgutil.walk_packages(cloudckpt.__path__, "cloudckpt."):
         if module.name.endswith("__main__") or ".demo" in module.name:
             continue
-        loaded = importlib.import_module(module.name)
+        try:
+            loaded = importlib.import_module(module.name)
+        except errors.MissingDependencyError:
+            assert ".integrations." in module.name  # its framework is not here
+            continue
         missing = [name for name in getattr(loaded, "__all__", ()) if not hasattr(loaded, name)]
         assert missing == [], module.name

@@ -1,0 +1,76 @@
+"""Real frameworks, on moto as S3; `make integration-frameworks` has what they need."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cloudckpt.testing.servers import DUMMY_AWS, moto_server
+from results import Job
+
+HERE = Path(__file__).parent
+NEEDS = {
+    "test_lightning.py": "lightning",
+    "test_fabric.py": "lightning",
+    "test_accelerate.py": "accelerate",
+    "test_trainer.py": "transformers",
+}
+collect_ignore = [name for name, module in NEEDS.items() if not importlib.util.find_spec(module)]
+
+
+@pytest.fixture(scope="session")
+def environment() -> Iterator[dict[str, str]]:
+    """What a job needs to reach an S3 that has a bucket."""
+    with moto_server() as url:
+        made = urllib.request.Request(f"{url}/frameworks", method="PUT")
+        urllib.request.urlopen(made).close()
+        here = {**DUMMY_AWS, "AWS_ENDPOINT_URL_S3": url, "OMP_NUM_THREADS": "1"}
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in here.items():
+                patch.setenv(name, value)
+            yield dict(os.environ)
+
+
+@pytest.fixture
+def run(environment: dict[str, str]) -> str:
+    """The URI of a run that nobody else has."""
+    return f"s3://frameworks/{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def job(environment: dict[str, str], tmp_path: Path) -> Job:
+    """Runs a script of this folder on some ranks, each of which prints one line of JSON at its end.
+
+    Returns what they have printed, in the order of ranks. The working folder is empty, and it is
+    the job's own: what is found there afterwards was written to the local disk.
+    """
+
+    def start(script: str, *arguments: object, ranks: int = 1) -> list[dict[str, Any]]:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command = [*torchrun, f"--nproc-per-node={ranks}", str(HERE / script)]
+        ended = subprocess.run(
+            [*command, *map(str, arguments)],
+            env={**environment, "RESULTS": str(tmp_path / "results")},
+            cwd=_folder(tmp_path),
+            timeout=240,
+            capture_output=True,
+            text=True,
+        )
+        assert ended.returncode == 0, ended.stderr[:6000]
+        return [json.loads((tmp_path / f"results{rank}").read_text()) for rank in range(ranks)]
+
+    return start
+
+
+def _folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "cwd"
+    folder.mkdir(exist_ok=True)
+    return folder

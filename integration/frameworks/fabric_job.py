@@ -1,0 +1,51 @@
+"""Fabric trains, saves, and loads again what an earlier job has saved."""
+
+import argparse
+import os
+
+import lightning
+import torch
+from torch.distributed.fsdp import fully_shard
+
+from cloudckpt.integrations import fabric as ours
+from results import tell
+
+
+def sharded(model: torch.nn.Module, mesh: torch.distributed.DeviceMesh) -> torch.nn.Module:
+    return fully_shard(model, mesh=mesh["data_parallel"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--strategy", choices=["model_parallel", "ddp"], default="model_parallel")
+    parser.add_argument("--load")
+    parser.add_argument("--save")
+    told = parser.parse_args()
+
+    world = int(os.environ["WORLD_SIZE"])
+    if told.strategy == "model_parallel":
+        chosen = {"strategy": ours.CloudModelParallelStrategy(sharded, world, 1)}
+    else:
+        chosen = {"strategy": "ddp", "plugins": [ours.CloudCheckpointIO()]}
+    fabric = lightning.Fabric(accelerator="cpu", devices=world, **chosen)
+    fabric.launch()
+    torch.manual_seed(0)
+    model = fabric.setup_module(torch.nn.Linear(8, 4))
+    optimizer = fabric.setup_optimizers(torch.optim.Adam(model.parameters(), 1e-2))
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    rest = fabric.load(told.load, state) if told.load else {}
+    losses = []
+    for _ in range(2):
+        loss = (model(torch.ones(2, 8)) - 3).pow(2).mean()
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        state["step"] += 1
+    if told.save:
+        fabric.save(told.save, {**state, "name": "of this run"})
+    tell(losses=losses, step=state["step"], rest=rest)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,341 @@
+"""Lightning Fabric's checkpoints on URIs: its strategies, and the plugin that its Trainer has, too.
+
+>>> from cloudckpt.integrations.fabric import CloudModelParallelStrategy  # doctest: +SKIP
+>>> fabric = Fabric(strategy=CloudModelParallelStrategy(parallelize))  # doctest: +SKIP
+>>> fabric.save("s3://bucket/run/step-10", state)  # doctest: +SKIP
+>>> fabric.load("s3://bucket/run/step-10", state)  # doctest: +SKIP
+
+Paths that are no URIs go Lightning's way. Tested with lightning 2.6.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from cloudckpt import api
+from cloudckpt.checkpointer import CheckpointerConfig, make_sync_checkpointer
+from cloudckpt.config import Config
+from cloudckpt.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    MissingDependencyError,
+    MissingKeyError,
+)
+from cloudckpt.runs.deleting import delete
+from cloudckpt.uri import CheckpointURI, text_of, unfolded
+
+try:
+    from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+    from lightning.fabric.strategies import FSDPStrategy, ModelParallelStrategy
+except ImportError as exc:
+    raise MissingDependencyError(
+        "cloudckpt.integrations.fabric and .lightning need Lightning: pip install 'lightning>=2.5'"
+    ) from exc
+
+__all__ = ["CloudCheckpointIO", "CloudFSDPStrategy", "CloudModelParallelStrategy"]
+
+VALUES = "lightning"
+"""The item with all that is neither a model nor an optimizer, as the bytes of ``torch.save``."""
+
+
+class CloudCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]
+    """Saves whole checkpoints to URIs, and loads them: for strategies that do not shard.
+
+    >>> trainer = Trainer(plugins=[CloudCheckpointIO()])  # doctest: +SKIP
+
+    One process saves, tensor by tensor. Strategies that shard (``ModelParallelStrategy``,
+    ``FSDPStrategy``) ask no plugin; take those of this package.
+    """
+
+    def __init__(self, config: Config | None = None) -> None:
+        """
+        Args:
+            config: The options of saving and loading.
+        """
+        super().__init__()
+        self._config = config if config is not None else Config()
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """Saves to a URI, or where Lightning would.
+
+        Raises:
+            CloudCheckpointError: As :func:`cloudckpt.save`.
+        """
+        uri = uri_of(path)
+        if uri is None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        refuse_storage_options(storage_options, uri)
+        trees = {key: value for key, value in checkpoint.items() if _is_of_tensors(value)}
+        values = {key: value for key, value in checkpoint.items() if key not in trees}
+        with self._checkpointer() as checkpointer:
+            checkpointer.save({**trees, VALUES: packed(values)}, uri)
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        map_location: Any = "cpu",
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """What was saved, as it was.
+
+        Args:
+            path: Where.
+            map_location: Lightning's; tensors of a URI come to the host.
+            weights_only: With False, pickles in the checkpoint may run any code.
+
+        Raises:
+            CloudCheckpointError: As :func:`cloudckpt.load`.
+        """
+        uri = uri_of(path)
+        if uri is None:
+            more = {} if weights_only is None else {"weights_only": weights_only}  # lightning 2.6
+            if map_location != "cpu":
+                more["map_location"] = map_location
+            return dict(super().load_checkpoint(path, **more))
+        with self._checkpointer(trust_pickle=weights_only is False) as checkpointer:
+            trees = checkpointer.load(uri)
+        values = unpacked(trees.pop(VALUES, None), weights_only)
+        return {**trees, **values}
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Deletes a checkpoint, if it is there."""
+        uri = uri_of(path)
+        if uri is None:
+            super().remove_checkpoint(path)
+        else:
+            remove(uri, self._config)
+
+    def _checkpointer(self, trust_pickle: bool = False) -> Any:
+        return make_sync_checkpointer(
+            CheckpointerConfig(config=self._config, no_dist=True, trust_pickle=trust_pickle)
+        )
+
+
+class _OnStores:
+    """What Fabric's strategies that shard do otherwise on a URI: all ranks save their shards to it,
+    in one commit.
+    """
+
+    config: Config
+
+    def save_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Saves on all ranks; to a URI, or where Lightning would.
+
+        Raises:
+            CloudCheckpointError: As :func:`cloudckpt.save`.
+        """
+        uri = uri_of(self.broadcast(path))  # type: ignore[attr-defined]
+        if uri is None:
+            super().save_checkpoint(path, state, storage_options, filter)  # type: ignore[misc]
+            return
+        refuse_storage_options(storage_options, uri)
+        if filter is not None:
+            raise ConfigError("filter= is not for sharded checkpoints: leave it out", uri=uri)
+        parts = collected(state, uri)
+        values = {key: _asked(value) for key, value in state.items() if key not in parts}
+        if self.is_global_zero:  # type: ignore[attr-defined]
+            parts[VALUES] = packed(values)
+        api.save(parts, checkpoint_id=uri, config=self.config)
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        state: Any = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Loads into the models, optimizers and other values of ``state``, on any number of ranks.
+
+        Returns:
+            The values that were saved, and are not in ``state``.
+
+        Raises:
+            MissingKeyError: If ``strict``, and the checkpoint lacks what ``state`` has.
+            CloudCheckpointError: As :func:`cloudckpt.load`.
+        """
+        uri = uri_of(self.broadcast(path))  # type: ignore[attr-defined]
+        if uri is None:
+            more = {} if weights_only is None else {"weights_only": weights_only}  # lightning 2.6
+            return dict(super().load_checkpoint(path, state, strict, **more))  # type: ignore[misc]
+        if not isinstance(state, dict) or not state:
+            raise ConfigError(
+                "a sharded checkpoint is loaded into what was saved: give a dict with the model, "
+                "as fabric.load(uri, {'model': model})",
+                uri=uri,
+            )
+        values = load_into(state, uri, strict, weights_only, self.config)
+        for key, value in state.items():
+            if isinstance(value, (Module, Optimizer)):
+                continue
+            if key in values:
+                found = values.pop(key)
+                if callable(load := getattr(value, "load_state_dict", None)):
+                    load(found)
+                else:
+                    state[key] = found
+            elif strict:
+                raise MissingKeyError(
+                    f"{key!r} is not in the checkpoint, whose values are {sorted(values)}; leave "
+                    "it out of the state, or pass strict=False",
+                    uri=uri,
+                    item=key,
+                )
+        return values
+
+
+class CloudModelParallelStrategy(_OnStores, ModelParallelStrategy):  # type: ignore[misc]
+    """Fabric's ``ModelParallelStrategy`` (FSDP2, tensor parallelism), which saves to URIs, too."""
+
+    def __init__(self, *args: Any, config: Config | None = None, **kwargs: Any) -> None:
+        """
+        Args:
+            *args: Lightning's.
+            config: The options of saving and loading.
+            **kwargs: Lightning's.
+        """
+        super().__init__(*args, **kwargs)
+        self.config = config if config is not None else Config()
+
+
+class CloudFSDPStrategy(_OnStores, FSDPStrategy):  # type: ignore[misc]
+    """Fabric's ``FSDPStrategy`` (FSDP1), which saves to URIs, too."""
+
+    def __init__(self, *args: Any, config: Config | None = None, **kwargs: Any) -> None:
+        """
+        Args:
+            *args: Lightning's.
+            config: The options of saving and loading.
+            **kwargs: Lightning's.
+        """
+        super().__init__(*args, **kwargs)
+        self.config = config if config is not None else Config()
+
+
+# ---- also for the Trainer's strategies
+
+
+def uri_of(path: str | os.PathLike[str]) -> str | None:
+    """The URI, if it is one; None for a path.
+
+    Raises:
+        InvalidURIError: If it can't be a location, or ``pathlib`` has folded it: what is saved
+            there is lost with the machine.
+    """
+    text = text_of(path) or ""
+    if "://" in text or unfolded(text) is not None:
+        return str(CheckpointURI.parse(text))
+    return None
+
+
+def refuse_storage_options(options: object, uri: str) -> None:
+    """Refuses what would be ignored.
+
+    Raises:
+        ConfigError: If there are any.
+    """
+    if options is not None:
+        raise ConfigError("storage_options= is not for cloudckpt: give config= instead", uri=uri)
+
+
+def collected(state: Mapping[str, Any], uri: str) -> dict[str, Any]:
+    """The state dicts of the model and the optimizers in ``state``, with names of parameters.
+
+    Raises:
+        ConfigError: If there are optimizers and not just one model, whose names those take.
+    """
+    models = [value for value in state.values() if isinstance(value, Module)]
+    has_optimizers = any(isinstance(value, Optimizer) for value in state.values())
+    if not models or (has_optimizers and len(models) > 1):
+        raise ConfigError(
+            f"the state has {len(models)} models: save each with its optimizers, at its own URI",
+            uri=uri,
+        )
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, Module):
+            found[key] = get_model_state_dict(value)
+        elif isinstance(value, Optimizer):
+            found[key] = get_optimizer_state_dict(models[0], value)
+    return found
+
+
+def load_into(
+    state: Mapping[str, Any], uri: str, strict: bool, weights_only: bool | None, config: Config
+) -> dict[str, Any]:
+    """Loads the models and optimizers in ``state``, each rank its shards.
+
+    Returns:
+        The values beside them.
+    """
+    parts = collected(state, uri)
+    buffer = io.BytesIO()
+    options = CheckpointerConfig(config=config, trust_pickle=weights_only is False)
+    with make_sync_checkpointer(options) as checkpointer:
+        loaded = checkpointer.load(uri, {**parts, VALUES: buffer}, strict=strict)
+    model = next(value for value in state.values() if isinstance(value, Module))
+    for key, value in state.items():
+        if isinstance(value, Module):
+            set_model_state_dict(value, loaded[key], options=StateDictOptions(strict=strict))
+        elif isinstance(value, Optimizer):
+            set_optimizer_state_dict(model, value, loaded[key])
+    found = loaded[VALUES]
+    return unpacked(None if found is buffer else found, weights_only)
+
+
+def packed(values: Mapping[str, Any]) -> io.BytesIO:
+    """Values as the bytes of ``torch.save``, which loads what Lightning keeps without more trust
+    than Lightning's own files need.
+    """
+    buffer = io.BytesIO()
+    torch.save(dict(values), buffer)
+    buffer.seek(0)
+    return buffer
+
+
+def unpacked(buffer: io.BytesIO | None, weights_only: bool | None) -> dict[str, Any]:
+    """What :func:`packed` was given; nothing, if somebody else has saved the checkpoint."""
+    if buffer is None:
+        return {}
+    buffer.seek(0)
+    return dict(torch.load(buffer, map_location="cpu", weights_only=weights_only is not False))
+
+
+def remove(uri: str, config: Config) -> None:
+    """Deletes a checkpoint, if it is there."""
+    with contextlib.suppress(CheckpointNotFoundError):
+        delete(uri, config=config)
+
+
+def _asked(value: Any) -> Any:
+    return value.state_dict() if hasattr(value, "state_dict") else value
+
+
+def _is_of_tensors(value: object) -> bool:
+    """Whether it consists of tensors, numbers and strings in dicts and lists, with tensors."""
+    kinds = {type(leaf) for leaf in torch.utils._pytree.tree_leaves(value)}
+    simple = {int, float, bool, str, type(None), torch.nn.Parameter, torch.Tensor}
+    return kinds <= simple and not kinds.isdisjoint({torch.Tensor, torch.nn.Parameter})

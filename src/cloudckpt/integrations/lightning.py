@@ -1,0 +1,165 @@
+"""Lightning's checkpoints on URIs: strategies of its ``Trainer``, its plugin, and its callback.
+
+>>> trainer = Trainer(  # doctest: +SKIP
+...     strategy=CloudModelParallelStrategy(),
+...     callbacks=[CloudModelCheckpoint("s3://bucket/run", every_n_train_steps=1000)],
+... )
+>>> trainer.fit(model, ckpt_path=cloudckpt.latest("s3://bucket/run"))  # doctest: +SKIP
+
+A checkpoint has the model as ``state_dict`` and the optimizers as ``optimizer_0`` and so on, tensor
+by tensor, and what else the trainer keeps (loops, callbacks, hyperparameters) as one value. Paths
+that are no URIs go Lightning's way. Tested with lightning 2.6.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from cloudckpt import api
+from cloudckpt.config import Config
+from cloudckpt.errors import ConfigError, MissingDependencyError
+from cloudckpt.integrations.fabric import (
+    VALUES,
+    CloudCheckpointIO,
+    load_into,
+    packed,
+    refuse_storage_options,
+    remove,
+    uri_of,
+)
+
+try:
+    from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+    from lightning.pytorch.trainer.states import TrainerFn
+except ImportError as exc:
+    raise MissingDependencyError(
+        "cloudckpt.integrations.lightning needs Lightning's Trainer: pip install 'lightning>=2.5'"
+    ) from exc
+
+__all__ = [
+    "CloudCheckpointIO",
+    "CloudFSDPMixin",
+    "CloudFSDPStrategy",
+    "CloudModelParallelStrategy",
+]
+
+
+class _OnStores:
+    """What the Trainer's strategies that shard do otherwise on a URI: all ranks save their shards
+    to it, in one commit.
+    """
+
+    config: Config = Config()
+
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        filepath: str | os.PathLike[str],
+        storage_options: Any = None,
+    ) -> None:
+        """Saves on all ranks; to a URI, or where Lightning would.
+
+        Raises:
+            ConfigError: If the strategy was told to gather the state on one rank.
+            CloudCheckpointError: As :func:`cloudckpt.save`.
+        """
+        uri = uri_of(self.broadcast(filepath))  # type: ignore[attr-defined]
+        if uri is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
+            return
+        refuse_storage_options(storage_options, uri)
+        self._check_sharded(uri)
+        values = dict(checkpoint)
+        parts = {"state_dict": values.pop("state_dict")}
+        for index, state in enumerate(values.pop("optimizer_states", [])):
+            parts[f"optimizer_{index}"] = state
+        if self.is_global_zero:  # type: ignore[attr-defined]
+            parts[VALUES] = packed(values)
+        api.save(parts, checkpoint_id=uri, config=self.config)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Loads the model, and the optimizers of a trainer that fits, on any number of ranks.
+
+        Returns:
+            What else the trainer had kept.
+
+        Raises:
+            CloudCheckpointError: As :func:`cloudckpt.load`.
+        """
+        uri = uri_of(self.broadcast(checkpoint_path))  # type: ignore[attr-defined]
+        if uri is None:
+            more = {} if weights_only is None else {"weights_only": weights_only}  # lightning 2.6
+            return dict(super().load_checkpoint(checkpoint_path, **more))  # type: ignore[misc]
+        module = self.lightning_module  # type: ignore[attr-defined]
+        state = {"state_dict": self.model}  # type: ignore[attr-defined]
+        if module.trainer.state.fn == TrainerFn.FITTING:
+            for index, optimizer in enumerate(self.optimizers):  # type: ignore[attr-defined]
+                state[f"optimizer_{index}"] = optimizer
+        return load_into(state, uri, module.strict_loading, weights_only, self.config)
+
+    def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
+        """Deletes a checkpoint, if it is there; the first rank does it."""
+        uri = uri_of(filepath)
+        if uri is None:
+            super().remove_checkpoint(filepath)  # type: ignore[misc]
+        elif self.is_global_zero:  # type: ignore[attr-defined]
+            remove(uri, self.config)
+
+    def _check_sharded(self, uri: str) -> None:
+        """Refuses to save what was gathered on one rank."""
+
+
+class CloudModelParallelStrategy(_OnStores, ModelParallelStrategy):  # type: ignore[misc]
+    """Lightning's ``ModelParallelStrategy`` (FSDP2, tensor parallelism) that saves to URIs, too."""
+
+    def __init__(self, *args: Any, config: Config | None = None, **kwargs: Any) -> None:
+        """
+        Args:
+            *args: Lightning's.
+            config: The options of saving and loading.
+            **kwargs: Lightning's.
+        """
+        super().__init__(*args, **kwargs)
+        if config is not None:
+            self.config = config
+
+    def _check_sharded(self, uri: str) -> None:
+        if not self._save_distributed_checkpoint:
+            raise ConfigError(
+                "save_distributed_checkpoint=False gathers the state on one rank: leave it out; "
+                "what every rank saves loads on any number of ranks",
+                uri=uri,
+            )
+
+
+class CloudFSDPMixin(_OnStores):
+    """For a class of yours that derives from Lightning's ``FSDPStrategy``; stands before that.
+
+    >>> class Strategy(CloudFSDPMixin, MyFSDPStrategy):  # doctest: +SKIP
+    ...     config = cloudckpt.Config(connections=32)
+
+    Attributes:
+        config: The options of saving and loading.
+    """
+
+    def _check_sharded(self, uri: str) -> None:
+        if self._state_dict_type != "sharded":  # type: ignore[attr-defined]
+            raise ConfigError("FSDP is to be given state_dict_type='sharded' for URIs", uri=uri)
+
+
+class CloudFSDPStrategy(CloudFSDPMixin, FSDPStrategy):  # type: ignore[misc]
+    """Lightning's ``FSDPStrategy`` (FSDP1) that saves shards, and to URIs, too."""
+
+    def __init__(self, *args: Any, config: Config | None = None, **kwargs: Any) -> None:
+        """
+        Args:
+            *args: Lightning's.
+            config: The options of saving and loading.
+            **kwargs: Lightning's; ``state_dict_type`` is ``"sharded"``.
+        """
+        super().__init__(*args, **{"state_dict_type": "sharded", **kwargs})
+        if config is not None:
+            self.config = config
