@@ -29,13 +29,13 @@ from cloudckpt.config import (
     RetryPolicy,
     S3Options,
 )
-from cloudckpt.dcp.install import install, uninstall
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.errors import *  # noqa: F403 - all errors are public, and listed there
 from cloudckpt.errors import Damage
 from cloudckpt.errors import __all__ as _errors
 from cloudckpt.files import FileContent, load_file, save_file
+from cloudckpt.integrations.install import install, uninstall
 from cloudckpt.runs.catalog import CheckpointSummary, latest, list_checkpoints
 from cloudckpt.runs.comparing import ComparedItem, Comparison, diff
 from cloudckpt.runs.contents import CheckpointContents, StoredItem, inspect

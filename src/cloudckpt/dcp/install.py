@@ -93,19 +93,7 @@ _chosen = _Options()
 
 
 def install(config: Config | None = None, trust_pickle: bool = False) -> None:
-    """Makes ``dcp.save``, ``async_save`` and ``load`` use cloudckpt for ``s3://``, ``gs://`` and ``az://``.
-
-    For frameworks that only pass a path on, or that make torch's ``FileSystemWriter`` and
-    ``Reader`` or ``FsspecWriter`` and ``Reader`` themselves: these become ours where they are given
-    a location in a store, and keep their names for all others. From now on nothing in torch's
-    checkpoint code, and neither ``torch.save`` nor ``torch.load``, uses a local folder named
-    ``s3:``, ``gs:`` or ``az:``: what can't become ours raises :class:`InvalidURIError` for a
-    location that has lost a slash, as in ``Path("s3://bucket/run")``, and :class:`InstallError` for
-    classes such as ``HuggingFaceStorageWriter`` that only know files. Other locations, and writers
-    and readers of other libraries, are left alone.
-
-    Calling it again replaces the options, also for what was installed before; :func:`uninstall`
-    reverts it. It holds for this process: call it in each that uses torch's functions.
+    """Changes torch's part of this process; see :func:`cloudckpt.install`, which has the contract.
 
     Args:
         config: Options of the writers and readers that are made instead of torch's; read from the

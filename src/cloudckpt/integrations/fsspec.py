@@ -1,0 +1,373 @@
+"""fsspec file systems over our stores, for frameworks that list, look and delete by fsspec.
+
+A framework that is given ``s3://bucket/run`` saves by torch's functions, but looks for its
+checkpoints and removes old ones by fsspec, which wants s3fs, gcsfs or adlfs for it.
+:func:`register` puts these in their place where they are not installed, so that the same
+credentials, endpoints and retries serve both.
+
+They differ from those packages where it matters for checkpoints: no listing is cached; a store that
+can't be reached is an error, and not "there is no such file", on which a trainer would begin anew;
+a file that is being written appears whole when it is closed, and not at all behind an error; and
+when a folder is removed, what makes a checkpoint visible goes first.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import tempfile
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+import fsspec
+from fsspec.registry import _registry, known_implementations, registry
+from fsspec.spec import AbstractFileSystem
+
+from cloudckpt.checkpoint.objects import METADATA, is_metadata_of_a_rank
+from cloudckpt.config import MIB, Config
+from cloudckpt.errors import ObjectNotFoundError, PreconditionFailedError
+from cloudckpt.files import load_file, save_file
+from cloudckpt.stores.base import ObjectInfo, ObjectStore
+from cloudckpt.torch_files.object_file import ObjectFile, PinnedObject
+from cloudckpt.transfer.deleting import delete_all
+from cloudckpt.transfer.retry import Retrier, open_store
+from cloudckpt.transfer.stats import TransferStats
+from cloudckpt.uri import CheckpointURI
+
+__all__ = [
+    "AzureFileSystem",
+    "GCSFileSystem",
+    "S3FileSystem",
+    "register",
+    "unregister",
+]
+
+_IN_MEMORY = 64 * MIB  # of a file that is being written; more of it waits on the local disk
+_COMMITS = {METADATA, "model.safetensors.index.json"}
+"""Names of objects without which nobody takes what lies beside them for a checkpoint."""
+
+
+class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
+    """The files of one kind of store; paths are ``bucket/key``, with or without the scheme."""
+
+    cachable = True
+    root_marker = ""
+    scheme: str
+
+    def __init__(self, *args: Any, config: Config | None = None, **options: Any) -> None:
+        """
+        Args:
+            args: As fsspec's.
+            config: Options; those given to ``cloudckpt.install`` where they are not given.
+            options: As fsspec's.
+        """
+        super().__init__(*args, **options)
+        self._given = config
+
+    @property
+    def _config(self) -> Config:
+        return self._given or _installed or Config()
+
+    def _uri(self, path: str) -> CheckpointURI:
+        return CheckpointURI.parse(f"{self.scheme}://{self._strip_protocol(path)}")
+
+    def _place(self, path: str) -> tuple[ObjectStore, str, Retrier]:
+        uri = self._uri(path)
+        return open_store(uri, self._config), uri.prefix, Retrier(self._config.retry)
+
+    # ---- looking
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        """What is at a path: a file, or a folder if there are files beneath it.
+
+        Raises:
+            FileNotFoundError: If there is nothing.
+            StoreError: If that can't be found out.
+        """
+        path = self._strip_protocol(path)
+        store, key, retrier = self._place(path)
+        if key:
+            try:
+                return self._file(path, retrier.call(lambda: store.head(key)))
+            except ObjectNotFoundError:
+                pass
+        below = f"{key}/" if key else ""
+        if retrier.call(lambda: next(iter(store.list(below)), None)) is None and key:
+            raise FileNotFoundError(f"{self.scheme}://{path}")
+        return self._folder(path)
+
+    def exists(self, path: str, **_: Any) -> bool:
+        return self._type(path) is not None
+
+    def isdir(self, path: str) -> bool:
+        return self._type(path) == "directory"
+
+    def isfile(self, path: str) -> bool:
+        return self._type(path) == "file"
+
+    def _type(self, path: str) -> str | None:
+        """As of `info`; fsspec's own take any error for an answer."""
+        try:
+            return str(self.info(path)["type"])
+        except FileNotFoundError:
+            return None
+
+    def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
+        """What is directly beneath a path, or the file there; asked anew each time."""
+        path = self._strip_protocol(path)
+        found = {entry["name"]: entry for entry in self._beneath(path)}
+        if not found:
+            entry = self.info(path)
+            found = {path: entry} if entry["type"] == "file" else {}
+        return list(found.values()) if detail else list(found)
+
+    def find(
+        self,
+        path: str,
+        maxdepth: int | None = None,
+        withdirs: bool = False,
+        detail: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """All files beneath a path, by one listing."""
+        if maxdepth is not None or withdirs:
+            return super().find(path, maxdepth=maxdepth, withdirs=withdirs, detail=detail, **kwargs)
+        path = self._strip_protocol(path)
+        bucket = path.partition("/")[0]
+        entries = [self._file(f"{bucket}/{found.key}", found) for found in self._listed(path)]
+        if not entries and self.isfile(path):
+            entries = [self.info(path)]
+        found = {entry["name"]: entry for entry in entries}
+        return found if detail else list(found)
+
+    def _listed(self, path: str) -> list[ObjectInfo]:
+        store, key, retrier = self._place(path)
+        return retrier.call(lambda: list(store.list(f"{key}/" if key else "")))
+
+    def _beneath(self, path: str) -> Iterator[dict[str, Any]]:
+        cut = len(path.partition("/")[2])
+        for found in self._listed(path):
+            name, is_deeper, _ = found.key[cut:].lstrip("/").partition("/")
+            if name:
+                below = f"{path}/{name}"
+                yield self._folder(below) if is_deeper else self._file(below, found)
+
+    @staticmethod
+    def _file(path: str, found: ObjectInfo) -> dict[str, Any]:
+        entry = {"name": path, "size": found.size, "type": "file", "version": found.version}
+        return entry if found.modified is None else entry | {"mtime": found.modified}
+
+    @staticmethod
+    def _folder(path: str) -> dict[str, Any]:
+        return {"name": path, "size": 0, "type": "directory"}
+
+    # ---- reading and writing
+
+    def _open(
+        self,
+        path: str,
+        mode: str = "rb",
+        block_size: int | None = None,
+        autocommit: bool = True,
+        cache_options: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> io.BufferedIOBase:
+        if mode == "rb":
+            store, key, _retrier = self._place(path)
+            pinned = PinnedObject(store, key, self._config, TransferStats(store.uri(key)))
+            return io.BufferedReader(ObjectFile(pinned, self._config))
+        if mode not in ("wb", "xb") or not autocommit:
+            raise NotImplementedError(
+                f"mode {mode!r}{'' if autocommit else ' in a transaction'}: objects are written "
+                "whole, by mode 'wb' or 'xb'"
+            )
+        return _NewFile(self._uri(path), self._config, must_be_new=mode == "xb")
+
+    def cat_file(
+        self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any
+    ) -> bytes:
+        if start is None and end is None:
+            return load_file(self._uri(path), config=self._config)
+        return bytes(super().cat_file(path, start=start, end=end, **kwargs))
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
+        _save(self._uri(path), value, self._config, must_be_new=mode == "create")
+
+    def touch(self, path: str, truncate: bool = True, **_: Any) -> None:
+        if truncate or not self.exists(path):
+            self.pipe_file(path, b"")
+
+    def cp_file(self, path1: str, path2: str, **_: Any) -> None:
+        if not self.isdir(path1):
+            with self._open(path1) as source:
+                save_file(self._uri(path2), source, config=self._config)  # type: ignore[arg-type]
+
+    def mkdir(self, path: str, create_parents: bool = True, **_: Any) -> None:
+        """Does nothing, as `makedirs` and `rmdir`: folders are what keys have in common."""
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        pass
+
+    def rmdir(self, path: str) -> None:
+        pass
+
+    # ---- removing
+
+    def rm_file(self, path: str) -> None:
+        store, key, retrier = self._place(path)
+        retrier.call(lambda: store.head(key))
+        retrier.call(lambda: store.delete(key))
+
+    def rm(
+        self, path: str | list[str], recursive: bool = False, maxdepth: int | None = None
+    ) -> None:
+        """Removes files, and what is beneath folders: what makes a checkpoint visible goes first.
+
+        Raises:
+            FileNotFoundError: If there is nothing at a path.
+            StoreError: If something could not be removed; all else was tried.
+        """
+        for one in [path] if isinstance(path, str) else path:
+            if not recursive or maxdepth is not None:
+                super().rm(one, recursive=recursive, maxdepth=maxdepth)
+                continue
+            keys = [found.key for found in self._listed(one)]
+            if keys:
+                self._delete(one, [key for key in keys if _makes_visible(key)])
+                self._delete(one, [key for key in keys if not _makes_visible(key)])
+            if not keys or self.isfile(one):
+                self.rm_file(one)
+
+    def _delete(self, path: str, keys: list[str]) -> None:
+        store, _, _ = self._place(path)
+        threads = self._config.connections
+        delete_all(store, keys, self._config.retry, threads=threads, what="objects of a folder")
+
+
+class S3FileSystem(_StoreFileSystem):
+    """``s3://``."""
+
+    protocol = scheme = "s3"
+
+
+class GCSFileSystem(_StoreFileSystem):
+    """``gs://``."""
+
+    protocol = scheme = "gs"
+
+
+class AzureFileSystem(_StoreFileSystem):
+    """``az://``."""
+
+    protocol = scheme = "az"
+
+
+class _NewFile(io.BufferedIOBase):
+    """A file that is being written; it appears in the store when it is closed."""
+
+    def __init__(self, uri: CheckpointURI, config: Config, *, must_be_new: bool) -> None:
+        self._uri = uri
+        self._config = config
+        self._must_be_new = must_be_new
+        self._content = tempfile.SpooledTemporaryFile(_IN_MEMORY)  # noqa: SIM115 - see close
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        return self._content.write(data)
+
+    def tell(self) -> int:
+        return self._content.tell()
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        try:
+            self._content.seek(0)
+            _save(self._uri, self._content, self._config, must_be_new=self._must_be_new)
+        finally:
+            self.discard()
+
+    def discard(self) -> None:
+        """Ends it without a trace in the store."""
+        self._content.close()
+        super().close()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.discard()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_content"):  # else it was never made
+            self.discard()
+
+
+def _save(uri: CheckpointURI, data: Any, config: Config, *, must_be_new: bool) -> None:
+    try:
+        save_file(uri, data, if_absent=must_be_new, config=config)
+    except PreconditionFailedError as error:
+        raise FileExistsError(f"{uri} is there already") from error
+
+
+def _makes_visible(key: str) -> bool:
+    name = key.rpartition("/")[2]
+    return name in _COMMITS or is_metadata_of_a_rank(name)
+
+
+# ---- who serves s3://, gs:// and az://
+
+_OURS = {kind.scheme: kind for kind in (S3FileSystem, GCSFileSystem, AzureFileSystem)}
+_names = {scheme: f"{kind.__module__}.{kind.__name__}" for scheme, kind in _OURS.items()}
+_replaced: dict[str, Any] = {}
+_installed: Config | None = None
+
+
+def register(config: Config | None = None) -> list[str]:
+    """Serves ``s3``, ``gs`` and ``az`` to fsspec where nobody else does.
+
+    Somebody else does if the package that fsspec names for it (s3fs, gcsfs, adlfs) is installed, or
+    a class was registered. Nothing is imported to find out.
+
+    Args:
+        config: Options of the file systems that are made without any.
+
+    Returns:
+        The schemes that are ours now.
+    """
+    global _installed
+    _installed = config
+    for scheme, name in _names.items():
+        if not _is_served(scheme, known_implementations.get(scheme, {}).get("class", "")):
+            _replaced[scheme] = known_implementations.get(scheme)
+            fsspec.register_implementation(scheme, name, clobber=True)
+    return sorted(_replaced)
+
+
+def unregister() -> None:
+    """Reverts :func:`register`; file systems that were made stay what they are."""
+    global _installed
+    _installed = None
+    while _replaced:
+        scheme, before = _replaced.popitem()
+        if _registry.get(scheme) is _OURS[scheme]:
+            del _registry[scheme]
+        if before is None:
+            known_implementations.pop(scheme, None)
+        else:
+            known_implementations[scheme] = before
+
+
+def _is_served(scheme: str, name: str) -> bool:
+    if scheme in registry or name == _names[scheme]:
+        return True
+    package = name.partition(".")[0]
+    return bool(package) and importlib.util.find_spec(package) is not None

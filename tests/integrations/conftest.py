@@ -1,0 +1,3 @@
+"""Places to save to."""
+
+from dcp.conftest import local, place, places, s3  # noqa: F401 - fixtures

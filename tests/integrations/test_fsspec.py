@@ -1,0 +1,187 @@
+"""fsspec over our stores: what frameworks list, look at and delete by it."""
+
+import dataclasses
+import importlib.util
+
+import fsspec
+import pytest
+from fsspec.registry import _registry, known_implementations, registry
+
+import cloudckpt
+from cloudckpt import Config, RetryPolicy, S3Options
+from cloudckpt.integrations.fsspec import S3FileSystem
+from cloudckpt.stores.registry import open_store
+from dcp.values import numbered
+
+
+@pytest.fixture
+def files(s3):
+    return S3FileSystem(config=s3.config, skip_instance_cache=True)
+
+
+@pytest.fixture
+def run(s3, files):
+    """Two checkpoints, a file beside them, and a file in another folder that is named alike."""
+    for step in (1, 2):
+        cloudckpt.save({"w": numbered()}, checkpoint_id=f"{s3.uri}/step-{step}", config=s3.config)
+    files.pipe_file(f"{s3.uri}/notes.txt", b"hello")
+    files.pipe_file(f"{s3.uri}-of-another/step-3/x", b"")
+    return s3.uri
+
+
+@pytest.fixture
+def without_packages(monkeypatch):
+    """No s3fs, gcsfs or adlfs, whatever is installed here."""
+    find = importlib.util.find_spec
+    hidden = ("s3fs", "gcsfs", "adlfs")
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in hidden else find(name)
+    )
+    yield
+    cloudckpt.uninstall()
+
+
+def test_a_run_is_listed_by_folders_and_files(files, run):
+    base = run.removeprefix("s3://")
+
+    assert files.ls(run, detail=False) == [f"{base}/{n}" for n in ("notes.txt", "step-1", "step-2")]
+    assert [entry["type"] for entry in files.ls(run)] == ["file", "directory", "directory"]
+    assert files.ls(f"{run}/notes.txt", detail=False) == [f"{base}/notes.txt"]
+    with pytest.raises(FileNotFoundError):
+        files.ls(f"{run}/step-3")
+
+
+def test_folders_files_and_nothing_are_told_apart(files, run):
+    assert (files.exists(run), files.isdir(run), files.isfile(run)) == (True, True, False)
+    metadata = f"{run}/step-1/.metadata"
+    assert (files.exists(metadata), files.isdir(metadata), files.isfile(metadata)) == (
+        True,
+        False,
+        True,
+    )
+    assert not files.exists(f"{run}/step")
+    assert files.isdir(run.rpartition("/")[0].rpartition("/")[0])  # the bucket
+
+
+def test_what_was_saved_after_a_listing_is_in_the_next(files, run, s3):
+    assert len(files.ls(run)) == 3
+    cloudckpt.save({"w": numbered()}, checkpoint_id=f"{run}/step-3", config=s3.config)
+    assert len(files.ls(run)) == 4
+
+
+def test_a_store_that_is_not_reached_is_an_error_and_not_an_empty_folder():
+    nobody = Config(retry=RetryPolicy(attempts=1), s3=S3Options(endpoint_url="http://127.0.0.1:1"))
+    files = S3FileSystem(config=nobody, skip_instance_cache=True)
+
+    for look in (files.exists, files.isdir, files.isfile, files.ls):
+        with pytest.raises(cloudckpt.StoreError):
+            look("s3://bucket/run")
+
+
+def test_a_folder_is_removed_and_its_commit_first(files, run, s3, monkeypatch):
+    location = cloudckpt.CheckpointURI.parse(run)
+    store = open_store(location, s3.config)
+    delete, deleted = store.delete, []
+
+    def noted(key, **kwargs):
+        deleted.append(key)
+        return delete(key, **kwargs)
+
+    monkeypatch.setattr(store, "delete", noted)
+    files.rm(f"{run}/step-1", recursive=True)
+
+    assert deleted[0] == f"{location.prefix}/step-1/.metadata"
+    assert len(deleted) > 1
+    assert not files.exists(f"{run}/step-1")
+    assert cloudckpt.exists(f"{run}/step-2", config=s3.config)
+    with pytest.raises(FileNotFoundError):
+        files.rm(f"{run}/step-1", recursive=True)
+
+
+def test_one_file_is_removed(files, run):
+    files.rm(f"{run}/notes.txt")
+    assert not files.exists(f"{run}/notes.txt")
+    with pytest.raises(FileNotFoundError):
+        files.rm(f"{run}/notes.txt")
+
+
+def test_a_file_appears_when_it_is_closed(files, run):
+    path = f"{run}/config.json"
+    with files.open(path, "w") as file:
+        file.write("{}\n")
+        assert not files.exists(path)
+    with files.open(path) as file:
+        assert file.read() == b"{}\n"
+    assert files.cat_file(path, start=1, end=2) == b"}"
+    other = files.open(path, "xb")
+    other.write(b"other")
+    with pytest.raises(FileExistsError):
+        other.close()
+    assert files.cat(path) == b"{}\n"
+
+
+def test_a_file_whose_writing_fails_does_not_appear(files, run):
+    def fail():
+        with files.open(f"{run}/broken", "wb") as file:
+            file.write(b"half")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    abandoned = files.open(f"{run}/broken", "wb")
+    abandoned.write(b"half")
+    del abandoned
+    assert not files.exists(f"{run}/broken")
+
+
+def test_modes_that_no_store_has_are_refused(files, run):
+    with pytest.raises(NotImplementedError, match="ab"):
+        files.open(f"{run}/notes.txt", "ab")
+    with files.transaction, pytest.raises(NotImplementedError, match="transaction"):
+        files.open(f"{run}/notes.txt", "wb")
+
+
+def test_files_and_folders_are_copied_and_found(files, run):
+    files.copy(f"{run}/step-1", f"{run}/copy", recursive=True)
+
+    names = {path.rpartition("/")[2] for path in files.find(f"{run}/step-1")}
+    assert {path.rpartition("/")[2] for path in files.find(f"{run}/copy")} == names
+    assert ".metadata" in names
+    assert len(files.glob(f"{run}/step-*")) == 2
+
+
+def test_install_serves_the_schemes_that_no_package_serves(without_packages, run, s3):
+    before = dict(known_implementations)
+
+    cloudckpt.install(s3.config)
+    found, path = fsspec.core.url_to_fs(run)
+    assert isinstance(found, S3FileSystem)
+    assert len(found.ls(path)) == 3
+
+    cloudckpt.uninstall()
+    assert dict(known_implementations) == before
+    assert "s3" not in registry
+
+
+def test_what_somebody_else_serves_is_left_to_them(without_packages, monkeypatch):
+    class Theirs(fsspec.AbstractFileSystem):
+        protocol = "s3"
+
+    monkeypatch.setitem(_registry, "s3", Theirs)
+    cloudckpt.install()
+
+    assert fsspec.get_filesystem_class("s3") is Theirs
+    assert fsspec.get_filesystem_class("gs").__module__.startswith("cloudckpt")
+
+
+def test_options_of_install_hold_for_file_systems_that_were_made_before(without_packages, run, s3):
+    nobody = dataclasses.replace(
+        s3.config,
+        retry=RetryPolicy(attempts=1),
+        s3=S3Options(endpoint_url="http://127.0.0.1:1"),
+    )
+    cloudckpt.install(nobody)
+    found = fsspec.filesystem("s3")
+    cloudckpt.install(s3.config)
+
+    assert found.exists(run)
