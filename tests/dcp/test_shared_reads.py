@@ -1,6 +1,7 @@
 """Ranks that want the same bytes read them from the store once."""
 
 import dataclasses
+import os
 
 import pytest
 import torch
@@ -10,6 +11,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import cloudckpt
 from cloudckpt.dcp.reader import CloudStorageReader
+from cloudckpt.stores.registry import open_store
+from cloudckpt.uri import CheckpointURI
+from ranks import RanksDiedError
 
 MIB = 1024**2
 
@@ -93,3 +97,69 @@ def mixed_options(place):
 
 def test_ranks_must_agree_on_it(ranks, local):
     assert ranks(2, mixed_options, local) == [True, True]
+
+
+def requests_for_metadata(place):
+    """How many requests of this rank are for anything but data."""
+    store, seen = open_store(CheckpointURI.parse(place.uri), place.config), []
+    verbs = {
+        verb: getattr(store, verb) for verb in ("head", "get", "get_latest", "get_range", "list")
+    }
+
+    def noting(verb):
+        def call(key, *arguments, **options):
+            if not key.endswith(".distcp"):
+                seen.append((verb, key))
+            return verbs[verb](key, *arguments, **options)
+
+        return call
+
+    for verb in verbs:
+        setattr(store, verb, noting(verb))
+    try:
+        cloudckpt.load(empty(whole()), checkpoint_id=place.uri, config=place.config)
+    finally:
+        for verb in verbs:
+            delattr(store, verb)
+    return len(seen)
+
+
+def test_the_metadata_is_read_once_for_all_ranks(ranks, s3):
+    cloudckpt.save(whole(), checkpoint_id=s3.uri, config=s3.config)
+    first, *others = ranks(4, requests_for_metadata, s3)
+    assert 1 <= first <= 2
+    assert others == [0, 0, 0]
+
+
+def load_while_one_dies(place):
+    if dist.get_rank() == 1:
+        store = open_store(CheckpointURI.parse(place.uri), place.config)
+        store.get_range = lambda *_, **__: os._exit(1)
+    cloudckpt.load(empty(whole()), checkpoint_id=place.uri, config=place.config)
+
+
+def test_if_a_rank_dies_amid_the_reading_all_others_end(ranks, s3):
+    cloudckpt.save(whole(), checkpoint_id=s3.uri, config=s3.config)
+    with pytest.raises(RanksDiedError):
+        ranks(4, load_while_one_dies, s3, deadline=60)
+
+
+def load_what_one_can_not_read(place):
+    if dist.get_rank() == 1:
+        store = open_store(CheckpointURI.parse(place.uri), place.config)
+
+        def refuse(key, *_, **__):
+            raise cloudckpt.AccessDeniedError("not you", uri=store.uri(key))
+
+        store.get_range = refuse
+    try:
+        cloudckpt.load(empty(whole()), checkpoint_id=place.uri, config=place.config)
+    finally:
+        if dist.get_rank() == 1:
+            del store.get_range
+
+
+def test_what_one_rank_can_not_read_is_told_to_all(ranks, s3):
+    cloudckpt.save(whole(), checkpoint_id=s3.uri, config=s3.config)
+    told = ranks.errors(4, load_what_one_can_not_read, s3)
+    assert [type(error) for error in told] == [cloudckpt.AccessDeniedError] * 4
