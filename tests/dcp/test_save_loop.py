@@ -342,6 +342,23 @@ def test_a_save_by_the_same_plan_writes_the_same_bytes(local, zip_crc32):
     assert saved[0] == saved[1]
 
 
+class _Halves:
+    """A value that makes items of names of its own."""
+
+    def __create_write_items__(self, fqn, value):
+        made = DefaultSavePlanner()
+        made.set_up_planner({f"{fqn}.left": torch.ones(2), f"{fqn}.right": torch.ones(3)})
+        return made.create_local_plan().items
+
+
+def test_a_value_that_makes_its_own_items_is_planned_by_torch_at_each_save(local):
+    """What comes of it is torch's to say: here, that there is no such name to look up."""
+    for _ in range(2):
+        with watched() as (_, plans), pytest.raises(cloudckpt.CloudCheckpointError, match="left"):
+            cloudckpt.save({"v": _Halves()}, checkpoint_id=local.uri, config=local.config)
+        assert len(plans) == 2  # one of them is that of the value itself
+
+
 def test_memory_that_was_freed_is_told_by_a_save_by_the_same_plan(local):
     state = {"kept": torch.ones(5), "freed": torch.ones(6)}
     cloudckpt.save(state, checkpoint_id=local.uri, config=local.config, no_dist=True)

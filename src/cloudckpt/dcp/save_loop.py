@@ -152,9 +152,13 @@ class SaveLoop:
 
         @self._logged
         def write_data() -> Told:
-            entry = self._finished(planned) if planned is not None else self._taken_up()
-            quick = None if planned is not None else self._quick(entry)
-            written = self._writer.send(entry.plan, self._planner, quick)
+            if planned is not None:
+                plan, structure = self._finished(planned)
+                written = self._writer.send(plan, self._planner)
+                entry = self._entry(planned.number, plan, structure)
+            else:
+                entry = self._taken_up()
+                written = self._writer.send(entry.plan, self._planner, self._quick(entry))
             mine.append(replace(entry, extents=written.extents))
             if known is not None:  # as the coordinator knows how the values were nested, too
                 written = replace(written.since(known.extents), structure=Structure())
@@ -209,8 +213,8 @@ class SaveLoop:
         metadata, plans = found[0] if found else (None, [])
         return _Planned(step, number, metadata, plans)
 
-    def _finished(self, planned: _Planned) -> KnownPlan:
-        """What is to be remembered of a new plan."""
+    def _finished(self, planned: _Planned) -> tuple[SavePlan, Structure]:
+        """What this rank writes by a new plan, and what flattening has lost of it."""
         planner = self._planner
         plan = planner.finish_plan(planned.step)
         if isinstance(planner, CloudSavePlanner):
@@ -219,24 +223,30 @@ class SaveLoop:
             with paused_gc():
                 structure = Structure.of(self._state_dict, str(self._writer.uri))
         self._writer.note_structure(structure)
-        outline = self._outline if self._outline is not None else Outline()
-        values, checksum = planner.state_dict, self._writer.checksum
+        return plan, structure
+
+    def _entry(self, number: int, plan: SavePlan, structure: Structure) -> KnownPlan:
+        """What is to be remembered of a new plan, when it was written."""
+        outline, items = self._outline, plan.items
+        if outline is None:  # it will not be remembered, and items may be of any name
+            outline, items = Outline(), []
+        values, checksum = self._planner.state_dict, self._writer.checksum
         numbers = {name: number for number, name in enumerate(values)}
         return KnownPlan(
-            number=planned.number,
+            number=number,
             group=self._members,
             flags=self._flags,
             outline=outline.without_leaves(),
-            names=tuple(planner.state_dict),
-            mappings=planner.mappings,
+            names=tuple(values),
+            mappings=self._planner.mappings,
             structure=structure,
             plan=plan,
             digest=plan_cache.digest_of(plan),
             expected=expected_size(plan.items),
-            leaves=[numbers[item.index.fqn] for item in plan.items],
+            leaves=[numbers[item.index.fqn] for item in items],
             forms=[
                 None if item.tensor_data is None else _form(values[item.index.fqn], checksum)
-                for item in plan.items
+                for item in items
             ],
         )
 
