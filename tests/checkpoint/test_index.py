@@ -74,7 +74,7 @@ def test_each_item_is_found_by_its_place(data):
     index = ObjectIndex(*written(found, algorithm), algorithm, URI)
     offset = 0
     for item in found:
-        back = index.find(offset, item.length, "w")
+        (back,) = index.find([offset], [item.length], ["w"])
         assert (back.head, back.tail, back.raw_length) == (item.head, item.tail, item.raw)
         assert code_of(back.dtype) == item.code if item.code else back.dtype is None
         assert list(back.blocks.checksums) == item.sums
@@ -91,7 +91,7 @@ TWO = [Item(640, 100, code_of(torch.float32), 4000, [7]), Item(0, 0, 0, 99, [8])
 def test_a_place_where_no_item_is_contradicts_the_metadata(offset, length):
     index = ObjectIndex(*written(TWO, CRC32C), CRC32C, URI)
     with pytest.raises(CheckpointCorruptError, match="contradict") as caught:
-        index.find(offset, length, "w")
+        index.find([offset], [length], ["w"])
     assert (caught.value.uri, caught.value.item) == (URI, "w")
 
 
@@ -122,8 +122,7 @@ def test_an_index_that_somebody_made_up_is_refused_or_of_bounded_size(data):
     size = data.draw(st.sampled_from([4864 + len(made), len(made), 1 << 62]))
     try:
         index = ObjectIndex(made, record_of(made, size), CRC32C, URI)
-        index.find(0, 4740, "w")
-        index.find(4800, 99, "v")
+        index.find([0, 4800], [4740, 99], ["w", "v"])
     except CheckpointCorruptError:
         return
 

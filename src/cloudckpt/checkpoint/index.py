@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cloudckpt.checkpoint.columns import numbers_in
+from cloudckpt.checkpoint.columns import column_of, numbers_in
 from cloudckpt.checkpoint.written import WrittenObject
 from cloudckpt.checksum import CRC32C, CRC64NVME, Blocks, ChecksumAlgorithm, block_size_for
 from cloudckpt.errors import CheckpointCorruptError
@@ -36,6 +36,7 @@ _MAGIC = b"ckptidx\1"
 _HEADER = struct.Struct("<8sIB3x")
 _ITEM = 2 + 2 + 1 + 8  # head, tail, type, bytes of the data proper
 _END = 1 << 63
+_CONTRADICTION = "index and metadata contradict each other"
 
 LONGEST_EDGE = (1 << 16) - 1
 """Bytes that an envelope may have before a tensor, and behind it."""
@@ -154,8 +155,8 @@ class ObjectIndex:
         if _HEADER.size + _ITEM * count > len(data):
             raise ValueError("it is too short for its items")
         at = _HEADER.size
-        self._heads = numbers_in(data, torch.uint16, count, at)
-        self._tails = numbers_in(data, torch.uint16, count, at + 2 * count)
+        self._heads = numbers_in(data, torch.uint16, count, at).to(torch.int64)
+        self._tails = numbers_in(data, torch.uint16, count, at + 2 * count).to(torch.int64)
         self._codes = data[at + 4 * count : at + 5 * count]
         self._raws = raws = numbers_in(data, torch.int64, count, at + 5 * count)
         self._sums = at + _ITEM * count
@@ -163,7 +164,7 @@ class ObjectIndex:
         if count and not 0 <= int(raws.min()) <= int(raws.max()) <= end:
             raise ValueError("an item is larger than its object")
         # the sum of lengths that are each at most that of the object: it can't overflow unseen
-        self._lengths = self._heads.to(torch.int64) + raws + self._tails.to(torch.int64)
+        self._lengths = self._heads + raws + self._tails
         steps = (self._lengths + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
         if steps.to(torch.float64).sum() > 2.0**62:
             raise ValueError("its items are larger than any object")
@@ -179,32 +180,51 @@ class ObjectIndex:
         if len(data) != self._sums + total * self._algorithm.nbytes:
             raise ValueError("it has checksums too many, or too few")
 
-    def find(self, offset: int, length: int, item: str) -> IndexItem:
-        """The item that takes these bytes of the object.
+    def find(
+        self, offsets: Sequence[int], lengths: Sequence[int], items: Sequence[str]
+    ) -> list[IndexItem]:
+        """The items that take these bytes of the object; ``items`` are for messages.
 
         Raises:
-            CheckpointCorruptError: If there is none.
+            CheckpointCorruptError: If there is none for some.
         """
-        number = int(torch.searchsorted(self._starts, offset, right=True)) - 1
-        # an empty item begins where the next one does: the one of this length is meant
-        while number >= 0 and int(self._starts[number]) == offset:
-            if int(self._lengths[number]) == length:
-                return self._item(number, item)
-            number -= 1
-        raise self._corrupt("index and metadata contradict each other", item=item)
+        if not offsets:
+            return []
+        wanted, sizes = column_of(offsets), column_of(lengths)
+        if not self._codes:
+            raise self._corrupt(_CONTRADICTION, item=items[0])
+        # empty items begin where the next one does, which is the last of those
+        first = torch.searchsorted(self._starts, wanted)
+        behind = torch.searchsorted(self._starts, wanted, right=True)
+        numbers = torch.where(sizes > 0, behind - 1, first).clamp(0, len(self._codes) - 1)
+        wrong = (self._starts[numbers] != wanted) | (self._lengths[numbers] != sizes)
+        if bool(wrong.any()):
+            raise self._corrupt(_CONTRADICTION, item=items[int(wrong.nonzero()[0])])
+        stops = self._blocks[numbers]
+        starts = torch.where(numbers > 0, self._blocks[(numbers - 1).clamp(min=0)], 0)
+        rows = zip(
+            items,
+            (self._codes[number] for number in numbers.tolist()),
+            self._heads[numbers].tolist(),
+            self._tails[numbers].tolist(),
+            self._raws[numbers].tolist(),
+            starts.tolist(),
+            stops.tolist(),
+            strict=True,
+        )
+        return [self._item(*row) for row in rows]
 
-    def _item(self, number: int, item: str) -> IndexItem:
-        code, width = self._codes[number], self._algorithm.nbytes
-        dtype = _TYPES.get(code)
-        head, tail = int(self._heads[number]), int(self._tails[number])
+    def _item(
+        self, item: str, code: int, head: int, tail: int, raw: int, first: int, stop: int
+    ) -> IndexItem:
+        algorithm, dtype = self._algorithm, _TYPES.get(code)
         if (dtype is None and code) or (not code and (head or tail)):
             raise self._corrupt(f"this torch does not know the element type {code}", item=item)
-        first = int(self._blocks[number - 1]) if number else 0
-        start = self._sums + first * width
-        stop = self._sums + int(self._blocks[number]) * width
-        sums = self._algorithm.unpack(bytes(self._data[start:stop]))
-        raw = int(self._raws[number])
-        return IndexItem(head, tail, dtype, raw, Blocks(self._algorithm, block_size_for(raw), sums))
+        packed = self._data[
+            self._sums + first * algorithm.nbytes : self._sums + stop * algorithm.nbytes
+        ]
+        blocks = Blocks(algorithm, block_size_for(raw), algorithm.unpack(bytes(packed)))
+        return IndexItem(head, tail, dtype, raw, blocks)
 
     def _corrupt(
         self, message: str, cause: Exception | None = None, item: str | None = None

@@ -126,12 +126,24 @@ class Inventory:
         found = (offsets == column_of(wanted)).all(1).nonzero()
         return entry.first + int(found[0]) if found.numel() else None
 
-    def shape_of(self, name: str, row: int) -> tuple[int, ...]:
-        """The shape of a chunk."""
-        entry = self.entries[name]
-        if entry.shape is None:
-            return ()
-        return tuple(self.chunks[len(entry.shape)].sizes[entry.place + row - entry.first].tolist())
+    @functools.cached_property
+    def _finder(self) -> _RowFinder:
+        return _RowFinder(self.entries, self.chunks)
+
+    def rows(self, indices: Sequence[MetadataIndex]) -> torch.Tensor:
+        """The rows of many items; -1 where there is no such item."""
+        return self._finder.rows(indices)
+
+    def shapes(self, rows: torch.Tensor) -> list[tuple[int, ...]]:
+        """The shapes of rows; of values that of no dimensions."""
+        found: list[tuple[int, ...]] = [()] * rows.numel()
+        for chunks in self.chunks.values():
+            places = torch.searchsorted(chunks.rows, rows).clamp(max=chunks.rows.numel() - 1)
+            items = (chunks.rows[places] == rows).nonzero().view(-1)
+            sizes = chunks.sizes[places[items]].tolist()
+            for item, size in zip(items.tolist(), sizes, strict=True):
+                found[item] = tuple(size)
+        return found
 
     def extent_of(self, row: int) -> tuple[WrittenObject, int, int]:
         """The object of a row, its first byte there, and its bytes."""
@@ -322,8 +334,11 @@ class _Tables:
         columns = [unfilled(self.rows).fill_(-1) for _ in range(3)]
         base = 0
         by_rank: list[torch.Tensor] = []
+        finder = _RowFinder(self.entries, self.chunks)
         for of_rank, one in zip(indices, written, strict=True):
-            rows = self._rows(of_rank)
+            rows = finder.rows(of_rank)
+            if bool((rows < 0).any()):
+                raise NotInColumnsError("an item that the metadata do not have")
             by_rank.append(rows)
             if rows.numel() != len(one.extents):
                 raise IncompleteSaveError(
@@ -339,47 +354,6 @@ class _Tables:
         if missing.numel():
             self._tell_missing(int(missing[0]), columns[0], uri)
         return Extents(*columns), tuple(by_rank)
-
-    def _rows(self, indices: Iterable[MetadataIndex]) -> torch.Tensor:
-        """The rows of a rank's items: by their hints, where these lead to their offsets."""
-        entries, rows = self.entries, array("q")
-        claimed: dict[int, tuple[array[int], array[int], list[MetadataIndex]]] = {}
-        for index in indices:
-            entry = entries.get(index.fqn)
-            if entry is None or (entry.shape is None) != (index.offset is None):
-                raise NotInColumnsError("an item that the metadata do not have")
-            hint = index.index
-            if entry.shape is None or index.offset is None:
-                rows.append(entry.first)
-                continue
-            if hint is None or not 0 <= hint < entry.count:
-                hint = 0
-            if not entry.count or len(index.offset) != len(entry.shape):
-                raise NotInColumnsError("an item that the metadata do not have")
-            numbers, offsets, of_dims = claimed.setdefault(
-                len(entry.shape), (array("q"), array("q"), [])
-            )
-            numbers.append(len(rows))
-            offsets.extend(index.offset)
-            of_dims.append(index)
-            rows.append(entry.first + hint)
-        found = column_of(rows)
-        for dims, (numbers, offsets, of_dims) in claimed.items():
-            chunks = self.chunks[dims]
-            places = torch.searchsorted(chunks.rows, found[column_of(numbers)])
-            wanted = _matrix(offsets, dims, len(numbers))
-            wrong = (chunks.offsets[places] != wanted).any(1).nonzero().view(-1).tolist()
-            for number in wrong:
-                found[numbers[number]] = self._search(of_dims[number], wanted[number])
-        return found
-
-    def _search(self, index: MetadataIndex, wanted: torch.Tensor) -> int:
-        entry = self.entries[index.fqn]
-        offsets = self.chunks[len(wanted)].offsets[entry.place : entry.place + entry.count]
-        found = (offsets == wanted).all(1).nonzero()
-        if not found.numel():
-            raise NotInColumnsError("an item that the metadata do not have")
-        return entry.first + int(found[0])
 
     def _tell_missing(self, row: int, objects: torch.Tensor, uri: str) -> NoReturn:
         name, entry = next(
@@ -402,6 +376,61 @@ class _Tables:
             uri=uri,
             item=name,
         )
+
+
+class _RowFinder:
+    """Finds the rows of many items at once."""
+
+    def __init__(self, entries: Mapping[str, Entry], chunks: Mapping[int, Chunks]) -> None:
+        self._chunks = chunks
+        self._numbers = {name: number for number, name in enumerate(entries)}
+        self._entries = list(entries.values())
+        self._firsts = column_of([entry.first for entry in self._entries])
+        self._counts = column_of([entry.count for entry in self._entries])
+        self._places = column_of([entry.place for entry in self._entries])
+        self._dims = column_of([_dims(entry.shape) for entry in self._entries])
+
+    def rows(self, indices: Sequence[MetadataIndex]) -> torch.Tensor:
+        """The row of each; -1 where there is none. Hints count only if they lead to the offsets."""
+        if not indices or not self._entries:
+            return unfilled(len(indices)).fill_(-1)
+        numbers = column_of([self._numbers.get(index.fqn, -1) for index in indices])
+        offsets = [index.offset for index in indices]
+        dims = column_of([_dims(offset) for offset in offsets])
+        known = numbers.clamp(min=0)
+        counts = self._counts[known]
+        is_known = (numbers >= 0) & (self._dims[known] == dims) & (counts > 0)
+        hints = column_of([_hint(index.index) for index in indices])
+        hints = hints * (hints < counts)
+        rows = (self._firsts[known] + hints).where(is_known, -1)
+        for wanted_dims, chunks in self._chunks.items():
+            items = (is_known & (dims == wanted_dims)).nonzero().view(-1)
+            if not items.numel():
+                continue
+            flat = array("q")
+            flat.extend(itertools.chain.from_iterable(offsets[n] or () for n in items.tolist()))
+            wanted = _matrix(flat, wanted_dims, items.numel())
+            at = self._places[known[items]] + hints[items]
+            wrong = (chunks.offsets[at] != wanted).any(1).nonzero().view(-1)
+            for number in wrong.tolist():
+                entry = self._entries[int(known[items[number]])]
+                rows[items[number]] = _search(entry, chunks, wanted[number])
+        return rows
+
+
+def _search(entry: Entry, chunks: Chunks, wanted: torch.Tensor) -> int:
+    """The row of the chunk with these offsets; -1 if there is none."""
+    offsets = chunks.offsets[entry.place : entry.place + entry.count]
+    found = (offsets == wanted).all(1).nonzero()
+    return entry.first + int(found[0]) if found.numel() else -1
+
+
+def _dims(sizes: Sequence[int] | None) -> int:
+    return -1 if sizes is None else len(sizes)
+
+
+def _hint(hint: int | None) -> int:
+    return hint if hint is not None and 0 <= hint < _END else 0
 
 
 def rows_of(tensors: Iterable[Entry], dims: int) -> torch.Tensor:

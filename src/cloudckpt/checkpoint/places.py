@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from cloudckpt.checkpoint.committed import CommitObject
 from cloudckpt.checkpoint.envelope import unwarned
-from cloudckpt.checkpoint.index import ObjectIndex
+from cloudckpt.checkpoint.index import IndexItem, ObjectIndex
 from cloudckpt.checkpoint.inert_pickle import Called, describe
 from cloudckpt.checkpoint.objects import checked
 from cloudckpt.checkpoint.torch_private import StorageInfo
@@ -69,6 +69,9 @@ class ItemPlace:
     transforms: Sequence[str] = ()
 
 
+_Whole = tuple[str, StoredBytes, Sequence[str]]
+
+
 class Places:
     """Finds the items of one checkpoint. The indexes that it has read are kept.
 
@@ -99,13 +102,11 @@ class Places:
             CheckpointCorruptError: If an item has no place, or a contradictory one.
         """
         with paused_gc():
-            wholes = [self._whole(index) for index in indices]
+            wholes = self._wholes(indices)
         wanted_by = {name: whole.item for name, whole, _ in reversed(wholes)}
         self._read_indexes(wanted_by, store, config, stats)
         with paused_gc():
-            places = [
-                self._place(index, *whole) for index, whole in zip(indices, wholes, strict=True)
-            ]
+            places = self._inside(indices, wholes)
         probed = [
             place.whole
             for index, place, (name, _, _) in zip(indices, places, wholes, strict=True)
@@ -129,13 +130,14 @@ class Places:
         names = {name: f"the index of {name}" for name in self._objects}
         self._read_indexes(names, store, config, TransferStats(str(self._uri)))
 
-    def whole(self, index: MetadataIndex) -> StoredBytes:
-        """The data proper of an item with their checksums, if its index was read; else all of it.
+    def wholes(self, indices: Sequence[MetadataIndex]) -> list[StoredBytes]:
+        """The data proper of items with their checksums, if indexes were read; else all of them.
 
         Raises:
-            CheckpointCorruptError: If it has no place, or a contradictory one.
+            CheckpointCorruptError: If one has no place, or a contradictory one.
         """
-        return self._place(index, *self._whole(index)).whole
+        with paused_gc():
+            return [place.whole for place in self._inside(indices, self._wholes(indices))]
 
     def length_of(self, index: MetadataIndex) -> int:
         """The bytes of an item.
@@ -143,19 +145,28 @@ class Places:
         Raises:
             CheckpointCorruptError: If it has no place.
         """
-        return self._whole(index)[1].nbytes
+        return self._wholes([index])[0][1].nbytes
 
-    def _whole(self, index: MetadataIndex) -> tuple[str, StoredBytes, Sequence[str]]:
-        """The object of an item, its bytes, and the transforms that were applied to them."""
-        commit, inventory = self._commit, self._commit.inventory if self._commit else None
-        if inventory is not None:
-            row = inventory.row_of(index)
-            if row is not None:
-                found, offset, length = inventory.extent_of(row)
-                key = self._uri.key(found.name)
-                whole = StoredBytes(key, offset, length, None, found.size, index.fqn)
-                return found.name, whole, ()
-        elif commit is not None and isinstance(commit.metadata.storage_data, Mapping):
+    def _wholes(self, indices: Sequence[MetadataIndex]) -> list[_Whole]:
+        """The objects of items, their bytes, and the transforms that were applied to them."""
+        inventory = self._commit.inventory if self._commit is not None else None
+        if inventory is None:
+            return [self._described(index) for index in indices]
+        rows = inventory.rows(indices)
+        if bool((rows < 0).any()):
+            raise self._nowhere(indices[int((rows < 0).nonzero()[0])])
+        named = [(one.name, self._uri.key(one.name), one.size) for one in inventory.objects]
+        found: list[_Whole] = []
+        columns = (column[rows].tolist() for column in inventory.extents.columns)
+        for index, number, offset, length in zip(indices, *columns, strict=True):
+            name, key, size = named[number]
+            found.append((name, StoredBytes(key, offset, length, None, size, index.fqn), ()))
+        return found
+
+    def _described(self, index: MetadataIndex) -> _Whole:
+        """The same of one item, as torch's metadata say it."""
+        commit = self._commit
+        if commit is not None and isinstance(commit.metadata.storage_data, Mapping):
             entry = commit.metadata.storage_data.get(index)
             if isinstance(entry, StorageInfo):
                 name = checked(entry.relative_path, str(self._uri))
@@ -164,7 +175,10 @@ class Places:
                 whole = StoredBytes(key, entry.offset, entry.length, None, size, index.fqn)
                 # older versions of torch do not write this field
                 return name, whole, getattr(entry, "transform_descriptors", None) or ()
-        raise self._corrupt(
+        raise self._nowhere(index)
+
+    def _nowhere(self, index: MetadataIndex) -> CheckpointCorruptError:
+        return self._corrupt(
             f"the metadata does not say where {index.fqn} (offsets {index.offset}) is", index
         )
 
@@ -208,36 +222,54 @@ class Places:
         assert self._commit.body is not None  # it names objects
         return self._commit.body.checksum
 
+    def _inside(
+        self, indices: Sequence[MetadataIndex], wholes: Sequence[_Whole]
+    ) -> list[ItemPlace]:
+        """What is in the items, as the indexes of their objects say that were read."""
+        places = [ItemPlace(whole, None, transforms) for _, whole, transforms in wholes]
+        by_object: dict[str, list[int]] = {}
+        for number, (name, _, _) in enumerate(wholes):
+            if self._indexes.get(name) is not None:
+                by_object.setdefault(name, []).append(number)
+        if not by_object:
+            return places
+        shapes = self._shapes(indices)
+        for name, numbers in by_object.items():
+            found = self._indexes[name]
+            assert found is not None
+            items = [wholes[number][1] for number in numbers]
+            described = found.find(
+                [item.offset for item in items],
+                [item.nbytes for item in items],
+                [item.item for item in items],
+            )
+            for number, whole, item in zip(numbers, items, described, strict=True):
+                places[number] = self._place(indices[number], whole, item, shapes[number])
+        return places
+
     def _place(
-        self, index: MetadataIndex, name: str, whole: StoredBytes, transforms: Sequence[str]
+        self, index: MetadataIndex, whole: StoredBytes, item: IndexItem, shape: tuple[int, ...]
     ) -> ItemPlace:
-        found = self._indexes.get(name)
-        if found is None:
-            return ItemPlace(whole, None, transforms)
-        item = found.find(whole.offset, whole.nbytes, index.fqn)
-        raw = replace(
-            whole, offset=whole.offset + item.head, nbytes=item.raw_length, blocks=item.blocks
-        )
+        offset, key, size = whole.offset + item.head, whole.key, whole.object_size
+        raw = StoredBytes(key, offset, item.raw_length, item.blocks, size, whole.item)
         if item.dtype is None:
             return ItemPlace(raw, None)
-        shape = self._shape(index)
         if math.prod(shape) * item.dtype.itemsize != item.raw_length:
             raise self._corrupt("index and metadata contradict each other", index)
         return ItemPlace(raw, StoredTensor(raw, item.dtype, shape))
 
-    def _shape(self, index: MetadataIndex) -> tuple[int, ...]:
-        assert self._commit is not None
+    def _shapes(self, indices: Sequence[MetadataIndex]) -> list[tuple[int, ...]]:
+        assert self._commit is not None  # there are indexes of its objects
         inventory = self._commit.inventory
         if inventory is not None:
-            row = inventory.row_of(index)
-            assert row is not None  # it has a place
-            return inventory.shape_of(index.fqn, row)
+            return inventory.shapes(inventory.rows(indices))
+        return [self._shape(index) for index in indices]
+
+    def _shape(self, index: MetadataIndex) -> tuple[int, ...]:
+        assert self._commit is not None
         entry = self._commit.metadata.state_dict_metadata.get(index.fqn)
         chunks = entry.chunks if isinstance(entry, TensorStorageMetadata) else ()
-        for chunk in chunks:
-            if chunk.offsets == index.offset:
-                return tuple(chunk.sizes)
-        raise self._corrupt(f"the metadata does not say which shape {index.fqn} has", index)
+        return next((tuple(chunk.sizes) for chunk in chunks if chunk.offsets == index.offset), ())
 
     def _corrupt(self, message: str, index: MetadataIndex) -> CheckpointCorruptError:
         return CheckpointCorruptError(message, uri=str(self._uri), item=index.fqn)

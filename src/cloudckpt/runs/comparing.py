@@ -156,15 +156,16 @@ class _Entry:
 
     def chunks(self) -> dict[tuple[tuple[int, ...], tuple[int, ...]], StoredBytes]:
         """Its bytes, by the offsets and sizes of the chunks."""
-        whole, tensor = self.part.places.whole, self.tensor
+        tensor = self.tensor
         if tensor is None:
-            return {((), ()): whole(MetadataIndex(self.name))}
-        return {
-            (tuple(chunk.offsets), tuple(chunk.sizes)): whole(
-                MetadataIndex(self.name, chunk.offsets, number)
-            )
+            (value,) = self.part.places.wholes([MetadataIndex(self.name)])
+            return {((), ()): value}
+        indices = [
+            MetadataIndex(self.name, chunk.offsets, number)
             for number, chunk in enumerate(tensor.chunks)
-        }
+        ]
+        boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks]
+        return dict(zip(boxes, self.part.places.wholes(indices), strict=True))
 
 
 def _entries(uri: CheckpointURI, pattern: str, config: Config) -> dict[str, _Entry]:

@@ -167,7 +167,7 @@ class CheckpointPart:
         except CheckpointCorruptError as error:
             check_unchanged(store, self.commit, store.uri(self.commit.key), config.retry, error)
             raise
-        return [self.places.whole(index) for index in found]
+        return self.places.wholes(found)
 
 
 def _stored(name: str, shape: tuple[int, ...], dtype: torch.dtype, chunks: int) -> StoredItem:
