@@ -1,0 +1,134 @@
+"""Reading metadata takes few requests, and one rank's reading serves others."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+import cloudckpt
+from cloudckpt import CheckpointCorruptError, CloudStorageReader
+from cloudckpt.checkpoint import committed
+from cloudckpt.stores.registry import open_store
+from cloudckpt.uri import CheckpointURI
+
+from .places import Place
+from .values import assert_same, blank_like, numbered
+
+STATE = {"w": numbered(300, 100), "none": torch.zeros(0, 4), "scalar": torch.tensor(2.0), "n": [1]}
+
+
+@pytest.fixture
+def saved(local) -> Place:
+    cloudckpt.save(STATE, checkpoint_id=local.uri)
+    return local
+
+
+@pytest.fixture
+def requests(saved, monkeypatch) -> list[tuple[str, str]]:
+    """Those that are sent for objects of the checkpoint."""
+    store, sent = open_store(CheckpointURI.parse(saved.uri), saved.config), []
+
+    def noting(verb, usual, key, *args, **kwargs):
+        sent.append((verb, key.rpartition("/")[2]))
+        return usual(key, *args, **kwargs)
+
+    for verb in ("head", "get", "get_range"):
+        monkeypatch.setattr(store, verb, partial(noting, verb, getattr(store, verb)), raising=False)
+    return sent
+
+
+def test_metadata_take_two_requests(saved, requests):
+    saved.reader().read_metadata()
+    assert requests == [("head", ".metadata"), ("get_range", ".metadata")]
+
+
+@pytest.mark.parametrize(("tail", "count"), [(10_000, 2), (100, 3)], ids=["in it", "longer"])
+def test_of_large_metadata_only_the_end_is_read(saved, requests, monkeypatch, tail, count):
+    """A body that is longer than what is read at first takes one more request."""
+    cloudckpt.save(
+        {f"t{number}": numbered(3, first=number) for number in range(500)}, checkpoint_id=saved.uri
+    )
+    requests.clear()
+    monkeypatch.setattr(committed, "_TAIL", tail)
+    reader = saved.reader()
+    metadata = reader.read_metadata()
+    assert len(metadata.state_dict_metadata) == 500
+    assert len(requests) == count
+    assert len(reader.packed()) < len(saved.read(".metadata")) / 2
+
+
+@pytest.mark.parametrize("tail", [100, 1 << 20])
+def test_metadata_with_classes_of_a_user_are_read_as_a_pickle(saved, monkeypatch, tail):
+    class Own(DefaultSavePlanner):
+        def create_global_plan(self, all_plans):
+            plans, metadata = super().create_global_plan(all_plans)
+            metadata.mcore_data = {"kept": [1, 2]}
+            return plans, metadata
+
+    cloudckpt.save(STATE, checkpoint_id=saved.uri, planner=Own())
+    monkeypatch.setattr(committed, "_TAIL", tail)
+    reader = saved.reader()
+    assert reader.read_metadata().mcore_data == {"kept": [1, 2]}
+    assert (reader.inventory, reader.has_checksums) == (None, True)
+    loaded = blank_like(STATE)
+    cloudckpt.load(loaded, checkpoint_id=saved.uri)
+    assert_same(loaded, STATE)
+    assert cloudckpt.verify(saved.uri).has_checksums
+
+
+def test_what_one_reader_has_read_serves_another_without_a_request(saved, requests):
+    first = saved.reader()
+    told = first.read_metadata()
+    requests.clear()
+    second = CloudStorageReader(saved.uri)
+    metadata = second.adopt(first.packed())
+    metadata.storage_meta.load_id = told.storage_meta.load_id
+    assert metadata == told
+    assert requests == []
+    loaded = blank_like(STATE)
+    second.set_up_storage_reader(metadata, True)
+    assert second.structure == first.structure
+    assert_same(loaded | {"n": [1]}, blank_like(STATE) | {"n": [1]})
+
+
+def test_packed_metadata_of_stock_torch_are_taken_too(tmp_path):
+    dcp.save(STATE, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    first, second = CloudStorageReader(tmp_path), CloudStorageReader(tmp_path)
+    told = first.read_metadata()
+    found = second.adopt(first.packed())
+    assert found.state_dict_metadata == told.state_dict_metadata
+    assert not second.has_checksums
+
+
+def test_packed_metadata_that_were_damaged_are_refused(saved):
+    reader = saved.reader()
+    reader.read_metadata()
+    packed = bytearray(reader.packed())
+    packed[-200] ^= 1
+    with pytest.raises(CheckpointCorruptError):
+        CloudStorageReader(saved.uri).adopt(packed)
+
+
+def test_a_load_reads_the_indexes_of_the_objects_that_it_needs(saved, requests):
+    loaded = {"w": torch.zeros(300, 100)}
+    cloudckpt.load(loaded, checkpoint_id=saved.uri, config=saved.config)
+    assert_same(loaded["w"], STATE["w"])
+    [large] = [name for name in saved.data() if len(saved.read(name)) > 100_000]
+    assert {name for _, name in requests if name.endswith(".distcp")} == {large}
+
+
+def test_metadata_that_a_user_has_changed_lead_to_the_same_bytes(saved):
+    """As libraries do that rename entries before they load."""
+    reader = saved.reader()
+    metadata = reader.read_metadata()
+    places = dict(metadata.storage_data)
+    changed = dataclasses.replace(metadata, storage_data=places)
+    reader.set_up_storage_reader(changed, True)
+    (found,) = reader.places_in(changed).wholes([MetadataIndex("w", (0, 0))])
+    assert found.nbytes == places[MetadataIndex("w", (0, 0))].length
