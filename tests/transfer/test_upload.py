@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloudckpt.checksum import CRC32C
+from cloudckpt.checksum import CRC32C, BlockChecksums
 from cloudckpt.config import RetryPolicy
 from cloudckpt.errors import (
     AccessDeniedError,
@@ -75,7 +75,7 @@ def pieces_of(data, size):
     return [Piece(memoryview(data)[at : at + size]) for at in range(0, len(data), size)]
 
 
-def send(store, pieces, *, width=4, policy=AT_ONCE, key=KEY, create_only=False):
+def send(store, pieces, *, width=4, policy=AT_ONCE, key=KEY, create_only=False, end=None):
     """What a writer does: writes, closes, and abandons if anything fails."""
     stats = TransferStats()
     group = TaskGroup(width)
@@ -85,7 +85,7 @@ def send(store, pieces, *, width=4, policy=AT_ONCE, key=KEY, create_only=False):
     def produce():
         for piece in pieces:
             upload.write(piece)
-        upload.close()
+        upload.close(end)
 
     try:
         group.run(produce)
@@ -519,3 +519,54 @@ def test_a_part_that_is_still_copied_does_not_keep_others_from_their_checksums(s
     last = Piece(memoryview(bytes(PART)), ready=arrived.set)
     send(store, [*slow, last, Piece(memoryview(b"end"))], width=8)
     assert in_time == [True] * 4
+
+
+# what is known only when the checksums of all else are
+
+
+def index_of(data, size, sums):
+    """The end of an object that holds ``data``: its checksum, at the end of ``size`` bytes."""
+    index = bytearray(size)
+    made = []
+
+    def make():
+        made.append(1)
+        index[-4:] = sums.finish(len(data))[0].to_bytes(4, "little") if data else bytes(4)
+
+    return made, Piece(memoryview(index), made=make)
+
+
+@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("size", [0, 1, PART - 4, PART - 3, PART, PART + 1, 12_345, 13_000])
+@pytest.mark.parametrize("length", [4, 1000, 2500])
+def test_an_end_that_is_made_of_the_checksums_before_it_arrives(store, size, length, width):
+    data, sums = some_bytes(size), BlockChecksums(CRC32C, 1 << 20)
+    made, end = index_of(data, length, sums)
+    pieces = [Piece(memoryview(data)[at : at + 333], sums, start=at) for at in range(0, size, 333)]
+    upload, _ = send(store, pieces, width=width, end=end)
+    expected = data + bytes(length - 4) + (CRC32C.of(data) if data else 0).to_bytes(4, "little")
+    assert bytes(store.inner.get(KEY)[0]) == expected
+    assert (upload.position, upload.checksum) == (len(expected), CRC32C.of(expected))
+    assert made
+    assert held(store) == [KEY]
+
+
+@pytest.mark.parametrize("call", [1, 3, 5])
+@pytest.mark.parametrize("width", [1, 2])
+def test_an_end_whose_parts_fail_leaves_nothing(store, call, width):
+    data, sums = some_bytes(3 * PART), BlockChecksums(CRC32C, 1 << 20)
+    _, end = index_of(data, 2500, sums)
+    store.fail("put_part", AccessDeniedError, calls=[call])
+    with pytest.raises(AccessDeniedError):
+        send(store, [Piece(memoryview(data), sums)], width=width, end=end)
+    assert held(store) == []
+
+
+def test_an_end_that_can_not_be_made_ends_the_upload(store):
+    def fail():
+        raise ValueError("no checksums")
+
+    data = some_bytes(3 * PART)
+    with pytest.raises(ValueError, match="no checksums"):
+        send(store, pieces_of(data, 700), end=Piece(memoryview(bytearray(2500)), made=fail))
+    assert held(store) == []
