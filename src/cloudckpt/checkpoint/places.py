@@ -32,7 +32,7 @@ from cloudckpt.checksum import CRC32C, Blocks, ChecksumAlgorithm
 from cloudckpt.config import Config
 from cloudckpt.errors import CheckpointCorruptError
 from cloudckpt.gc_pause import paused_gc
-from cloudckpt.stores.base import ObjectStore
+from cloudckpt.stores.base import RangeReader
 from cloudckpt.transfer.boxes import is_row_major
 from cloudckpt.transfer.download import download
 from cloudckpt.transfer.landing import BytesSink, StoredBytes, Wanted
@@ -89,7 +89,7 @@ class Places:
     def find(
         self,
         indices: Sequence[MetadataIndex],
-        store: ObjectStore,
+        store: RangeReader,
         config: Config,
         stats: TransferStats,
     ) -> list[ItemPlace]:
@@ -120,7 +120,7 @@ class Places:
             for place in places
         ]
 
-    def read_indexes(self, store: ObjectStore, config: Config) -> None:
+    def read_indexes(self, store: RangeReader, config: Config) -> None:
         """Reads the indexes of all objects, as far as that was not done yet.
 
         Raises:
@@ -183,7 +183,7 @@ class Places:
         )
 
     def _read_indexes(
-        self, names: Mapping[str, str], store: ObjectStore, config: Config, stats: TransferStats
+        self, names: Mapping[str, str], store: RangeReader, config: Config, stats: TransferStats
     ) -> None:
         """Reads the indexes of objects, as far as that was not done; ``names`` also has items."""
         records = [
@@ -283,7 +283,7 @@ _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 
 
 def locate(
-    store: ObjectStore, items: Sequence[StoredBytes], config: Config, stats: TransferStats
+    store: RangeReader, items: Sequence[StoredBytes], config: Config, stats: TransferStats
 ) -> Mapping[StoredBytes, StoredTensor | None]:
     """The plain tensors in items without an index; None for what only ``torch.load`` can read."""
     edges: dict[StoredBytes, tuple[BytesSink, BytesSink]] = {}

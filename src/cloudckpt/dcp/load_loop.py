@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
+from cloudckpt.checkpoint.model_folder import ModelFolder
 from cloudckpt.dcp.meeting import Meeting, Stance, one_error
 from cloudckpt.dcp.planners import CloudLoadPlanner, EverythingPlanner, PartialPlanner
 from cloudckpt.dcp.reader import CloudStorageReader
@@ -98,7 +99,7 @@ def _metadata(reader: CloudStorageReader, meeting: Meeting, rank: int) -> Metada
     """What the first rank reads; or what each one has, if they have saved each by itself."""
     read: list[Metadata] = []
 
-    def read_it() -> bytes | CheckpointNotFoundError:
+    def read_it() -> bytes | ModelFolder | CheckpointNotFoundError:
         try:
             read.append(reader.read_metadata())
         except CheckpointNotFoundError as error:

@@ -17,6 +17,7 @@ from torch.futures import Future
 
 from cloudckpt.checkpoint.committed import CommitObject, Fetched, read_commit
 from cloudckpt.checkpoint.inventory import Inventory
+from cloudckpt.checkpoint.model_folder import KeyMapping, ModelFolder, ModelPlaces
 from cloudckpt.checkpoint.objects import beneath, metadata_name
 from cloudckpt.checkpoint.places import Places
 from cloudckpt.checkpoint.structure import Structure
@@ -30,6 +31,7 @@ from cloudckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CloudCheckpointError,
+    ConfigError,
     ObjectNotFoundError,
 )
 from cloudckpt.events import Span
@@ -47,8 +49,9 @@ class CloudStorageReader(StorageReader):
     """Reads a checkpoint from ``s3://``, ``file://`` or a local path.
 
     Works wherever torch takes a ``storage_reader``, on checkpoints of cloudckpt and of torch's own
-    writers. Only the bytes that this rank needs are fetched, straight into its tensors where these
-    are contiguous in host memory; every block is checked against its checksum.
+    writers, and on models in safetensors files. Only the bytes that this rank needs are fetched,
+    straight into its tensors where these are contiguous in host memory; every block is checked
+    against its checksum, where there is one.
 
     Attributes:
         transferred: What this rank received in the last load.
@@ -57,13 +60,20 @@ class CloudStorageReader(StorageReader):
     """
 
     def __init__(
-        self, checkpoint_id: URILike, *, config: Config | None = None, trust_pickle: bool = False
+        self,
+        checkpoint_id: URILike,
+        *,
+        config: Config | None = None,
+        trust_pickle: bool = False,
+        key_mapping: KeyMapping | None = None,
     ) -> None:
         """
         Args:
             checkpoint_id: Where to load from; :meth:`reset` may name another place later.
             config: Options; read from the environment where they are not given.
             trust_pickle: Whether pickles in the checkpoint may run any code.
+            key_mapping: For models in safetensors files: what a tensor of the files is called here,
+                or None to leave it out.
 
         Raises:
             InvalidURIError: If ``checkpoint_id`` is no location.
@@ -72,6 +82,7 @@ class CloudStorageReader(StorageReader):
         self.uri = CheckpointURI.parse(checkpoint_id)
         self.config = config if config is not None else Config()
         self.trust_pickle = trust_pickle
+        self.key_mapping = key_mapping
         self.reset()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -79,6 +90,7 @@ class CloudStorageReader(StorageReader):
             "checkpoint_id": self.uri,
             "config": self.config,
             "trust_pickle": self.trust_pickle,
+            "key_mapping": self.key_mapping,
         }
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -125,6 +137,7 @@ class CloudStorageReader(StorageReader):
         self._places = Places(self.uri, None)
         self._commit: CommitObject | None = None
         self._fetched: Fetched | None = None
+        self._model: ModelFolder | None = None
         self._save_id: str | None = None
         self._told: str | None = None  # the save whose metadata another rank has read
 
@@ -170,6 +183,10 @@ class CloudStorageReader(StorageReader):
                 self._store(), key, Retrier(self.config.retry), trust_pickle=self.trust_pickle
             )
         except ObjectNotFoundError as error:
+            if rank is None and (model := ModelFolder.find(self._store(), self.uri, self.config)):
+                return self._begun_with(
+                    model if self.key_mapping is None else model.renamed(self.key_mapping)
+                )
             found = beneath(self._store(), self.uri) if rank is None else ""
             raise CheckpointNotFoundError(
                 "there is no committed checkpoint here: it has no .metadata. "
@@ -178,13 +195,21 @@ class CloudStorageReader(StorageReader):
             ) from error
         return self._taken(commit, fetched, is_shared=rank is None)
 
-    def packed(self) -> bytes:
+    def _begun_with(self, model: ModelFolder) -> Metadata:
+        self._model = model
+        metadata = model.metadata
+        metadata.storage_meta = StorageMeta(load_id=self._load_id)
+        return metadata
+
+    def packed(self) -> bytes | ModelFolder:
         """What was read, for the readers of other ranks: see :meth:`adopt`."""
+        if self._model is not None:
+            return self._model
         if self._fetched is None:
             raise ValueError("no metadata was read yet")
         return self._fetched.pack()
 
-    def adopt(self, packed: bytes | bytearray | memoryview) -> Metadata:
+    def adopt(self, packed: bytes | bytearray | memoryview | ModelFolder) -> Metadata:
         """Takes the metadata that another rank's reader of this checkpoint has read.
 
         Args:
@@ -194,6 +219,8 @@ class CloudStorageReader(StorageReader):
             UntrustedPickleError: If another writer's names code that is not on the allow-list.
             CheckpointCorruptError: If it is damaged.
         """
+        if isinstance(packed, ModelFolder):
+            return self._begun_with(packed)
         fetched = Fetched.unpack(packed)
         uri = self._store().uri(fetched.info.key)
         commit = CommitObject.parse(fetched, uri, trust_pickle=self.trust_pickle)
@@ -202,6 +229,11 @@ class CloudStorageReader(StorageReader):
         return metadata
 
     def _taken(self, commit: CommitObject, fetched: Fetched, *, is_shared: bool) -> Metadata:
+        if self.key_mapping is not None:
+            raise ConfigError(
+                "key_mapping is for models in safetensors files, and this is a checkpoint",
+                uri=str(self.uri),
+            )
         self._commit, self._fetched = commit, fetched
         metadata = commit.metadata
         if getattr(metadata, "storage_meta", None) is None:
@@ -218,10 +250,12 @@ class CloudStorageReader(StorageReader):
         try:
             work()
         except CheckpointCorruptError as error:
-            if self._commit is not None:
+            read = self._commit.info if self._commit is not None else None
+            if self._model is not None:
+                read = self._model.committed
+            if read is not None:
                 uri, retry = str(self.uri), self.config.retry
-                read, told = self._commit.info, self._told
-                check_unchanged(self._store(), read, uri, retry, error, told=told)
+                check_unchanged(self._store(), read, uri, retry, error, told=self._told)
             raise
 
     def set_up_storage_reader(
@@ -235,6 +269,8 @@ class CloudStorageReader(StorageReader):
 
     def places_in(self, metadata: Metadata) -> Places:
         """Where the items are, of which this reader has read the metadata last."""
+        if self._model is not None:
+            return ModelPlaces(self._model)
         places, commit = metadata.storage_data, self._commit
         if not isinstance(places, Mapping):
             raise CheckpointCorruptError(

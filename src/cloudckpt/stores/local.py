@@ -318,7 +318,8 @@ class LocalStore(ObjectStore):
 
     def _walk(self, prefix: str) -> Iterator[Path]:
         """The files in and beneath the folder that ``prefix`` leads to, in the order of keys."""
-        return _files(prefix if prefix.endswith("/") else os.path.dirname(prefix))
+        folder, _, name = prefix.rpartition("/")
+        return _files(f"{folder}/", name)
 
     @contextlib.contextmanager
     def _errors(self, key: str) -> Iterator[None]:
@@ -379,8 +380,13 @@ def _copy_range(source: int, start: int, target: int, offset: int, size: int) ->
         start, offset = start + count, offset + count
 
 
-def _files(folder: str) -> Iterator[Path]:
-    """The files in and beneath a folder; a folder is looked into when its turn has come."""
+def _files(folder: str, prefix: str = "") -> Iterator[Path]:
+    """The files in and beneath a folder; a folder is looked into when its turn has come.
+
+    Args:
+        folder: The folder.
+        prefix: What the names in it begin with; nothing else is looked into.
+    """
     try:
         with os.scandir(folder) as entries:
             # a key goes on behind the name of a folder with a slash
@@ -389,6 +395,8 @@ def _files(folder: str) -> Iterator[Path]:
         return
     for name in sorted(names):
         path = os.path.join(folder, name)
+        if not name.startswith((prefix, _UNFINISHED)):
+            continue
         if name.endswith("/"):
             yield from _files(path)
         elif not os.path.isdir(path):

@@ -72,18 +72,23 @@ class StagingPool:
         self._streams: dict[torch.device, torch.Stream] = {}
         self._pinned = False
 
-    def pieces(self, tensor: torch.Tensor) -> Iterator[Piece]:
+    def pieces(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Iterator[Piece]:
         """The row-major bytes of any strided tensor, slice after slice, each in a slab.
 
         The last use of a piece must release its lease.
+
+        Args:
+            tensor: The tensor.
+            dtype: What its elements are converted to, if that is another type.
         """
+        dtype = dtype or tensor.dtype
         # not before: pinning starts CUDA, which a process may do without, and must after a fork
         self._pinned = self._pinned or tensor.is_cuda
         stream = self._side_stream(tensor.device)
-        for part in row_major_slices(tensor.shape, tensor.itemsize, self.slab_bytes):
+        for part in row_major_slices(tensor.shape, dtype.itemsize, self.slab_bytes):
             source, nbytes = narrow(tensor, part.box), part.stop - part.start
             slab, first = self.reserve(nbytes)
-            memory = slab.memory[first : first + nbytes].view(tensor.dtype).view(source.shape)
+            memory = slab.memory[first : first + nbytes].view(dtype).view(source.shape)
             ready = None
             if stream is None:
                 memory.copy_(source)

@@ -1,0 +1,309 @@
+"""A folder of safetensors files, or one such file, read as if it were a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from cloudckpt.checkpoint.places import ItemPlace, Places, StoredTensor
+from cloudckpt.checkpoint.safetensors import (
+    INDEX,
+    LENGTH_BYTES,
+    SINGLE_FILE,
+    SUFFIX,
+    FileHeader,
+    header_length,
+    parse_header,
+    parse_index,
+)
+from cloudckpt.config import Config
+from cloudckpt.errors import (
+    AccessDeniedError,
+    CheckpointCorruptError,
+    KeyCollisionError,
+    ObjectNotFoundError,
+)
+from cloudckpt.stores.base import ObjectInfo, ObjectStore, RangeReader
+from cloudckpt.transfer.download import download
+from cloudckpt.transfer.group import TaskGroup
+from cloudckpt.transfer.landing import BytesSink, StoredBytes, Wanted
+from cloudckpt.transfer.retry import Retrier
+from cloudckpt.transfer.stats import TransferStats
+from cloudckpt.uri import CheckpointURI
+
+__all__ = ["KeyMapping", "ModelFolder", "ModelPlaces"]
+
+_FIRST_READ = 128 * 1024  # holds the header of a file of about a thousand tensors
+_SHARDING = "DCP_SHARDING_INFO"  # in files that torch's HuggingFaceStorageWriter writes by ranks
+
+KeyMapping = Callable[[str], "str | None"]
+"""What a tensor of the files is called where it is loaded; None leaves it out."""
+
+_Chunk = tuple[tuple[int, ...], StoredTensor]
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A model in safetensors files.
+
+    Attributes:
+        uri: Where.
+        files: Its files.
+        committed: The object that makes it a model: its index, or its only file.
+        chunks: Of each tensor where it begins, and what is stored there. Only files that torch has
+            written by ranks have more than one.
+    """
+
+    uri: CheckpointURI
+    files: Sequence[ObjectInfo]
+    committed: ObjectInfo
+    chunks: dict[str, list[_Chunk]]
+
+    @classmethod
+    def find(cls, store: ObjectStore, uri: CheckpointURI, config: Config) -> ModelFolder | None:
+        """The model at a location; None if there is none.
+
+        As transformers does, it takes ``model.safetensors`` if there is one, else what the index
+        names; else the files that torch's HuggingFaceStorageWriter writes without an index. A
+        location may also be that of a file.
+
+        Raises:
+            CheckpointCorruptError: If files are missing or damaged.
+            UnsupportedTensorError: If a tensor is of a type that this torch has not.
+        """
+        retrier = Retrier(config.retry)
+        head = functools.partial(_head, store, retrier)
+        if uri.prefix.endswith(SUFFIX):
+            only = head(uri.prefix)
+            return None if only is None else cls._read(store, uri, [only], only, {}, config)
+        if only := head(uri.key(SINGLE_FILE)):
+            return cls._read(store, uri, [only], only, {}, config)
+        key = uri.key(INDEX)
+        try:
+            data, committed = retrier.call(lambda: store.get_latest(key))
+        except ObjectNotFoundError:
+            found = retrier.call(lambda: _listed(store, uri))
+            return cls._read(store, uri, found, found[0], {}, config) if found else None
+        names = parse_index(data, store.uri(key))
+        files: dict[str, ObjectInfo] = {}
+
+        def look(name: str) -> None:
+            info = head(uri.key(name))
+            if info is None:
+                raise CheckpointCorruptError(
+                    f"{name}, which the index names, is not there", uri=str(uri)
+                )
+            files[name] = info
+
+        group = TaskGroup(config.connections, name="cloudckpt-look", interrupt=store.interrupt)
+
+        def look_at_all() -> None:
+            for name in set(names.values()):
+                group.submit(functools.partial(look, name))
+
+        group.run(look_at_all)
+        return cls._read(store, uri, [files[n] for n in sorted(files)], committed, names, config)
+
+    @classmethod
+    def _read(
+        cls,
+        store: ObjectStore,
+        uri: CheckpointURI,
+        files: Sequence[ObjectInfo],
+        committed: ObjectInfo,
+        names: dict[str, str],
+        config: Config,
+    ) -> ModelFolder:
+        """Reads the headers; ``names`` has the file of each tensor, if an index says so."""
+        chunks: dict[str, list[_Chunk]] = {}
+        for info, header in zip(files, _headers(store, files, config), strict=True):
+            offsets = _sharding(header, store.uri(info.key))
+            for entry in header.tensors:
+                if names and uri.key(names.get(entry.name, "")) != info.key:
+                    continue
+                nbytes = entry.stop - entry.start
+                stored = StoredBytes(info.key, entry.start, nbytes, None, info.size, entry.name)
+                at = offsets.get(entry.name, (0,) * len(entry.shape))
+                chunk = (at, StoredTensor(stored, entry.dtype, entry.shape))
+                chunks.setdefault(entry.name, []).append(chunk)
+        _check(chunks, names, str(uri))
+        return cls(uri, files, committed, chunks)
+
+    def renamed(self, mapping: KeyMapping) -> ModelFolder:
+        """The same, with other names.
+
+        Raises:
+            KeyCollisionError: If two tensors get one name.
+        """
+        chunks: dict[str, list[_Chunk]] = {}
+        for name, found in self.chunks.items():
+            wanted = mapping(name)
+            if wanted in chunks:
+                raise KeyCollisionError(
+                    f"key_mapping calls {name} {wanted}, as another one",
+                    uri=str(self.uri),
+                    item=name,
+                )
+            if wanted is not None:
+                chunks[wanted] = found
+        return dataclasses.replace(self, chunks=chunks)
+
+    @property
+    def metadata(self) -> Metadata:
+        """What torch calls the metadata of a checkpoint."""
+        entries: dict[str, TensorStorageMetadata] = {}
+        for name, chunks in self.chunks.items():
+            ends = [
+                [at + size for at, size in zip(offsets, stored.shape, strict=True)]
+                for offsets, stored in chunks
+            ]
+            entries[name] = TensorStorageMetadata(
+                TensorProperties(dtype=chunks[0][1].dtype),
+                torch.Size(max(sizes) for sizes in zip(*ends, strict=True)),
+                [
+                    ChunkStorageMetadata(torch.Size(offsets), torch.Size(stored.shape))
+                    for offsets, stored in chunks
+                ],
+            )
+        return Metadata(state_dict_metadata=dict(entries), storage_data={})
+
+
+class ModelPlaces(Places):
+    """Where the tensors of a model are."""
+
+    def __init__(self, folder: ModelFolder) -> None:
+        super().__init__(folder.uri, None)
+        self._found = {
+            (name, tuple(offsets)): stored
+            for name, chunks in folder.chunks.items()
+            for offsets, stored in chunks
+        }
+
+    def find(
+        self,
+        indices: Sequence[MetadataIndex],
+        store: RangeReader,
+        config: Config,
+        stats: TransferStats,
+    ) -> list[ItemPlace]:
+        found = []
+        for index in indices:
+            stored = self._found.get((index.fqn, tuple(index.offset or ())))
+            if stored is None:
+                raise self._corrupt(f"{index.fqn} has nothing at {index.offset}", index)
+            found.append(ItemPlace(stored.elements, stored))
+        return found
+
+    def whole(self, index: MetadataIndex) -> StoredBytes:
+        return self._found[index.fqn, tuple(index.offset or ())].elements
+
+
+def _head(store: ObjectStore, retrier: Retrier, key: str) -> ObjectInfo | None:
+    try:
+        return retrier.call(lambda: store.head(key))
+    except ObjectNotFoundError:
+        return None
+
+
+def _listed(store: ObjectStore, uri: CheckpointURI) -> list[ObjectInfo]:
+    """The files that no index names; none if nobody may list."""
+    below = uri.key("")
+    try:
+        return [
+            info
+            for prefix in ("model-", "shard-")
+            for info in store.list(below + prefix)
+            if info.key.endswith(SUFFIX) and "/" not in info.key.removeprefix(below)
+        ]
+    except AccessDeniedError:
+        return []
+
+
+def _headers(store: RangeReader, files: Sequence[ObjectInfo], config: Config) -> list[FileHeader]:
+    """The headers of files: mostly by one request each, all at the same time."""
+    stats = TransferStats()
+
+    def fetched(stops: Sequence[int]) -> list[bytearray]:
+        sinks = [BytesSink(stop) for stop in stops]
+        wanted = [
+            Wanted(
+                StoredBytes(info.key, 0, info.size, None, info.size, info.key), 0, stop, to, True
+            )
+            for info, stop, to in zip(files, stops, sinks, strict=True)
+        ]
+        download(store, wanted, config, stats)
+        return [sink.data for sink in sinks]
+
+    first = fetched([min(info.size, _FIRST_READ) for info in files])
+    ends = [
+        LENGTH_BYTES + header_length(data[:LENGTH_BYTES], info.size, store.uri(info.key))
+        for info, data in zip(files, first, strict=True)
+    ]
+    if any(end > len(data) for end, data in zip(ends, first, strict=True)):
+        first = fetched(ends)
+    return [
+        parse_header(memoryview(data)[LENGTH_BYTES:end], info.size, store.uri(info.key))
+        for info, data, end in zip(files, first, ends, strict=True)
+    ]
+
+
+def _sharding(header: FileHeader, uri: str) -> dict[str, tuple[int, ...]]:
+    """Where the tensors of a file begin in the whole ones, if torch has written it by ranks."""
+    text = header.metadata.get(_SHARDING)
+    if text is None:
+        return {}
+    try:
+        found = json.loads(text)
+        offsets = {entry.name: found[entry.name]["saved_offsets"] for entry in header.tensors}
+        for entry in header.tensors:
+            at = offsets[entry.name]
+            if len(at) != len(entry.shape) or not all(type(n) is int and n >= 0 for n in at):
+                raise ValueError(f"{entry.name} is nowhere")
+    except (ValueError, KeyError, TypeError, RecursionError) as exc:
+        raise CheckpointCorruptError("the description of shards is damaged", uri=uri) from exc
+    return {name: tuple(at) for name, at in offsets.items()}
+
+
+def _check(chunks: dict[str, list[_Chunk]], names: dict[str, str], uri: str) -> None:
+    missing = names.keys() - chunks.keys()
+    if missing:
+        first = min(missing)
+        raise CheckpointCorruptError(
+            f"the index names a file for {first} that does not hold it",
+            uri=uri,
+            item=first,
+        )
+    for name, found in chunks.items():
+        if len(found) == 1 and not any(found[0][0]):
+            continue
+        kinds = {(stored.dtype, len(stored.shape)) for _, stored in found}
+        if len({at for at, _ in found}) < len(found) or len(kinds) > 1:
+            raise CheckpointCorruptError(
+                f"{name} is in more than one file: an index has to say which one counts",
+                uri=uri,
+                item=name,
+            )
+        ends = [
+            [at + size for at, size in zip(offsets, stored.shape, strict=True)]
+            for offsets, stored in found
+        ]
+        whole = math.prod(max(sizes) for sizes in zip(*ends, strict=True))
+        if sum(math.prod(stored.shape) for _, stored in found) != whole:
+            raise CheckpointCorruptError(
+                f"the shards of {name} do not make it up: files are missing, or are of two saves",
+                uri=uri,
+                item=name,
+            )

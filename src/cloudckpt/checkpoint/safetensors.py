@@ -1,0 +1,265 @@
+"""The safetensors format: the header of a file, and the index of a model of several files. No I/O.
+
+A file is eight bytes with the length of its header, the header (JSON: of each tensor its type,
+shape and bytes), and the tensors one behind the other. What is read here comes from anywhere, so
+it is checked as the format's own library does before a single number of it is believed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cloudckpt.checkpoint.objects import checked
+from cloudckpt.errors import CheckpointCorruptError, UnsupportedTensorError
+from cloudckpt.transfer.boxes import ALIGNMENT, aligned
+
+__all__ = [
+    "INDEX",
+    "LENGTH_BYTES",
+    "MOST_HEADER_BYTES",
+    "SINGLE_FILE",
+    "SUFFIX",
+    "FileHeader",
+    "TensorEntry",
+    "header_bytes",
+    "header_length",
+    "index_bytes",
+    "parse_header",
+    "parse_index",
+    "type_name",
+]
+
+SINGLE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SUFFIX = ".safetensors"
+LENGTH_BYTES = 8
+MOST_HEADER_BYTES = 100_000_000
+"""The format's own limit."""
+
+_METADATA = "__metadata__"
+_NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "C64": "complex64",
+    "F64": "float64",
+    "I64": "int64",
+    "U64": "uint64",
+}
+_TYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, of) for name, of in _NAMES.items() if hasattr(torch, of)
+}
+_TYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor of a file.
+
+    Attributes:
+        name: Its name.
+        dtype: Element type.
+        shape: Its shape.
+        start: Its first byte in the file.
+        stop: Behind its last byte.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class FileHeader:
+    """What a file holds: its tensors in the order of their bytes, and texts by name."""
+
+    tensors: Sequence[TensorEntry]
+    metadata: Mapping[str, str]
+
+
+def type_name(dtype: torch.dtype, fqn: str) -> str:
+    """What the format calls an element type.
+
+    Raises:
+        UnsupportedTensorError: If it has no name for it.
+    """
+    try:
+        return _TYPE_NAMES[dtype]
+    except KeyError:
+        raise UnsupportedTensorError(
+            f"{fqn} is of type {dtype}, which safetensors files can't hold: convert it, or leave "
+            "it out",
+            item=fqn,
+        ) from None
+
+
+def header_bytes(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
+    """What stands before the tensors of a file, which follow in this order without gaps.
+
+    Raises:
+        UnsupportedTensorError: If a name or a type can't be written, or there are too many.
+    """
+    entries: dict[str, Any] = {_METADATA: {"format": "pt"}}  # transformers reads no file without
+    position = 0
+    for name, dtype, shape in tensors:
+        if name in entries:
+            raise UnsupportedTensorError(f"the name {name!r} is taken", item=name)
+        stop = position + math.prod(shape) * dtype.itemsize
+        offsets = [position, stop]
+        kind = type_name(dtype, name)
+        entries[name] = {"dtype": kind, "shape": list(shape), "data_offsets": offsets}
+        position = stop
+    try:
+        text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError as exc:
+        raise UnsupportedTensorError("a name of a tensor is no valid text", cause=exc) from exc
+    length = aligned(LENGTH_BYTES + len(text), ALIGNMENT) - LENGTH_BYTES
+    if length > MOST_HEADER_BYTES:
+        raise UnsupportedTensorError(
+            f"a safetensors file of {len(tensors)} tensors needs a header of {length} bytes, and "
+            f"{MOST_HEADER_BYTES} are allowed: give a smaller max_shard"
+        )
+    return struct.pack("<Q", length) + text.ljust(length)
+
+
+def header_length(first: bytes | bytearray | memoryview, size: int, uri: str) -> int:
+    """Bytes of the header, by the first eight of a file of ``size`` bytes.
+
+    Raises:
+        CheckpointCorruptError: If no file of that size has such a header.
+    """
+    if len(first) < LENGTH_BYTES:
+        raise CheckpointCorruptError("the file is too short for a safetensors file", uri=uri)
+    (length,) = struct.unpack_from("<Q", first)
+    if not 2 <= length <= min(MOST_HEADER_BYTES, size - LENGTH_BYTES):
+        raise CheckpointCorruptError(
+            f"this is no safetensors file, or it was cut off: it has {size} bytes, and claims a "
+            f"header of {length}",
+            uri=uri,
+        )
+    return int(length)
+
+
+def parse_header(text: bytes | bytearray | memoryview, size: int, uri: str) -> FileHeader:
+    """Reads the header of a file of ``size`` bytes.
+
+    Raises:
+        CheckpointCorruptError: If it is not what the format says: a tensor outside of the file,
+            overlapping with another or behind a gap, of a size that its shape has not, a name that
+            is there twice, a type that nobody knows.
+        UnsupportedTensorError: If this torch has no such type.
+    """
+    try:
+        document = _document(bytes(text))
+        metadata = document.pop(_METADATA, {})
+        _expect(_is_texts(metadata), "its __metadata__ are no texts")
+        first = LENGTH_BYTES + len(text)
+        found = [_entry(name, entry, first, size) for name, entry in document.items()]
+        found.sort(key=lambda entry: (entry.start, entry.stop))
+        expected = first
+        for entry in found:
+            _expect(entry.start == expected, f"{entry.name} does not begin where the last one ends")
+            expected = entry.stop
+        _expect(expected == size, f"its tensors end at byte {expected} of {size}")
+    except ValueError as exc:
+        raise CheckpointCorruptError(
+            f"the header of a safetensors file is damaged: {exc}", uri=uri
+        ) from exc
+    return FileHeader(found, metadata)
+
+
+def index_bytes(files: Mapping[str, str], total: int) -> bytes:
+    """The index of a model: the file of each tensor, by name; ``total`` bytes of tensors."""
+    document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
+    return (json.dumps(document, indent=2) + "\n").encode()
+
+
+def parse_index(data: bytes | bytearray, uri: str) -> dict[str, str]:
+    """The file of each tensor, by name.
+
+    Raises:
+        CheckpointCorruptError: If it is no index, or names something outside of its folder.
+    """
+    try:
+        files = _document(bytes(data)).get("weight_map")
+        _expect(_is_texts(files), "its weight_map does not name a file for each tensor")
+    except ValueError as exc:
+        raise CheckpointCorruptError(f"the index of a model is damaged: {exc}", uri=uri) from exc
+    assert isinstance(files, dict)
+    for name in set(files.values()):
+        checked(name, uri)
+    return files
+
+
+def _document(data: bytes) -> dict[str, Any]:
+    try:
+        document = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_no_number)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    _expect(isinstance(document, dict), "it is no JSON object")
+    return dict(document)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("it has a name twice")
+    return found
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"it has {text}, which is no number of JSON")
+
+
+def _expect(ok: bool, message: str) -> None:
+    if not ok:
+        raise ValueError(message)
+
+
+def _is_texts(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(one, str) for one in value.values())
+
+
+def _entry(name: str, entry: object, first: int, size: int) -> TensorEntry:
+    _expect(
+        isinstance(entry, dict) and entry.keys() == {"dtype", "shape", "data_offsets"},
+        f"{name} is not described by dtype, shape and data_offsets",
+    )
+    assert isinstance(entry, dict)
+    kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    for numbers in (shape, offsets):
+        _expect(
+            isinstance(numbers, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in numbers),
+            f"{name} has numbers that no tensor has",
+        )
+    _expect(len(offsets) == 2 and len(shape) <= 64, f"{name} has numbers that no tensor has")
+    start, stop = offsets
+    _expect(start <= stop <= size - first, f"{name} lies outside of the file")
+    if not isinstance(kind, str) or kind not in _TYPES:
+        raise UnsupportedTensorError(f"{name} is of type {kind!r}, which is not known", item=name)
+    dtype = _TYPES[kind]
+    _expect(
+        math.prod(shape) * dtype.itemsize == stop - start, f"{name} has not the bytes of its shape"
+    )
+    return TensorEntry(name, dtype, tuple(shape), first + start, first + stop)

@@ -1,0 +1,368 @@
+"""The plan of a model in safetensors files: what stands where, and which rank sends it. No I/O.
+
+The tensors of a file stand one behind the other, in row-major order, while ranks hold boxes of
+them: rows, columns, or anything that a device mesh cuts. A file is sent in parts of equal size,
+each by one rank, its owner: the one that has most of its bytes. What other ranks have of a part
+they hand to the owner in rounds. In a round each rank puts together one part at most and gives
+away about as many bytes as a part has, so that the memory in use does not depend on the model.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from cloudckpt.checkpoint.safetensors import INDEX, SINGLE_FILE, SUFFIX, header_bytes
+from cloudckpt.errors import ConfigError, UnsupportedTensorError
+from cloudckpt.transfer.boxes import Box, row_major_slices
+
+__all__ = [
+    "Chunk",
+    "FilePlan",
+    "Gift",
+    "PartPlanOfRanks",
+    "PieceOfRun",
+    "RankWork",
+    "Round",
+    "Run",
+    "TensorPlan",
+    "boxes_between",
+    "divide",
+    "nbytes_of",
+    "needs_index",
+    "plan_files",
+    "runs_of_part",
+    "weight_map",
+]
+
+_FILE_NAME = re.compile(r"[^/\x00-\x1f]+\.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a tensor that a rank holds, as the item of that number in its plan."""
+
+    rank: int
+    item: int
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """A tensor of the model, as it will be stored, and the boxes that make it up."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: Sequence[Chunk]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """A file: its name, its header, and its tensors in order with the first byte of each."""
+
+    name: str
+    header: bytes
+    tensors: Sequence[TensorPlan]
+    starts: Sequence[int]
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class PieceOfRun:
+    """A part of a run that lies in one chunk.
+
+    Attributes:
+        rank: Who has it.
+        item: In which item of its plan.
+        source: Which box of that item.
+        place: Where in the run.
+    """
+
+    rank: int
+    item: int
+    source: Box
+    place: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Elements that follow one another in a file: a box of a tensor, and what makes it up."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: Sequence[PieceOfRun]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class PartPlanOfRanks:
+    """A part of a file: its number from 1, and in order its bytes, or where they are."""
+
+    file: int
+    number: int
+    runs: Sequence[bytes | Run]
+
+
+@dataclass(frozen=True, slots=True)
+class Gift:
+    """What a rank hands to the owner of a part."""
+
+    to: int
+    item: int
+    source: Box
+    dtype: torch.dtype
+
+
+@dataclass
+class Round:
+    """What a rank does in a round: the part that it puts together, and what it hands to others."""
+
+    part: PartPlanOfRanks | None = None
+    gifts: list[Gift] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class RankWork:
+    """What a rank does: rounds, of which all ranks have the same number, and parts of its own."""
+
+    rounds: Sequence[Round]
+    own: Sequence[PartPlanOfRanks]
+
+
+def plan_files(
+    tensors: Sequence[TensorPlan],
+    max_shard: int,
+    fqn_to_file: Mapping[str, str | int] | None,
+) -> list[FilePlan]:
+    """Which file a tensor goes into, and where.
+
+    Args:
+        tensors: All of them, in the order in which they fill the files.
+        max_shard: Most bytes of tensors in a file; one that has more is alone in its file.
+        fqn_to_file: The file of each tensor instead: its name, or its number from 1.
+
+    Raises:
+        ConfigError: If ``fqn_to_file`` leaves out a tensor, or has no names of files.
+        UnsupportedTensorError: If safetensors files can't hold a tensor.
+    """
+    if fqn_to_file is None:
+        groups, filled = [[]], 0  # type: list[list[TensorPlan]], int
+        for tensor in tensors:
+            if groups[-1] and filled + tensor.nbytes > max_shard:
+                groups.append([])
+                filled = 0
+            groups[-1].append(tensor)
+            filled += tensor.nbytes
+        return [
+            _file(_numbered(number, len(groups)), group) for number, group in enumerate(groups, 1)
+        ]
+    missing = [tensor.name for tensor in tensors if tensor.name not in fqn_to_file]
+    if missing:
+        raise ConfigError(
+            f"fqn_to_file names no file for {len(missing)} tensors, the first: {missing[:5]}"
+        )
+    by_file: dict[str | int, list[TensorPlan]] = {}
+    for tensor in tensors:
+        by_file.setdefault(fqn_to_file[tensor.name], []).append(tensor)
+    if all(type(key) is int and key > 0 for key in by_file):
+        count = max((key for key in fqn_to_file.values() if isinstance(key, int)), default=1)
+        named = {_numbered(int(key), count): group for key, group in sorted(by_file.items())}
+        return [_file(name, group) for name, group in named.items()]
+    for key in by_file:
+        if not isinstance(key, str) or not _FILE_NAME.fullmatch(key):
+            raise ConfigError(
+                f"fqn_to_file has {key!r}: write names such as model-00001-of-00002{SUFFIX} for "
+                "all tensors, or numbers from 1 for all"
+            )
+    return [_file(str(name), group) for name, group in by_file.items()]
+
+
+def _numbered(number: int, count: int) -> str:
+    return SINGLE_FILE if count == 1 else f"model-{number:05}-of-{count:05}{SUFFIX}"
+
+
+def _file(name: str, tensors: Sequence[TensorPlan]) -> FilePlan:
+    # larger elements first: then each lies at a multiple of its size, as readers map it
+    ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+    header = header_bytes([(tensor.name, tensor.dtype, tensor.shape) for tensor in ordered])
+    starts, at = [], len(header)
+    for tensor in ordered:
+        starts.append(at)
+        at += tensor.nbytes
+    return FilePlan(name, header, ordered, starts, at)
+
+
+def needs_index(files: Sequence[FilePlan]) -> bool:
+    """Whether readers need an index to find the tensors."""
+    return [file.name for file in files] != [SINGLE_FILE]
+
+
+def weight_map(files: Sequence[FilePlan]) -> dict[str, str]:
+    """The file of each tensor, for the index."""
+    found: dict[str, str] = {}
+    for file in files:
+        for tensor in file.tensors:
+            if tensor.name in found:
+                raise UnsupportedTensorError(
+                    f"{tensor.name} is there twice", item=tensor.name, uri=INDEX
+                )
+            found[tensor.name] = file.name
+    return found
+
+
+def boxes_between(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """The boxes that elements ``start`` to ``stop`` of a row-major tensor consist of, in order."""
+    if start >= stop:
+        return
+    if not shape:
+        yield ()
+        return
+    rest = tuple(shape[1:])
+    inner = math.prod(rest)
+    full = tuple((0, size) for size in rest)
+    (first, begin), (last, end) = divmod(start, inner), divmod(stop, inner)
+    if first == last:
+        for box in boxes_between(rest, begin, end):
+            yield ((first, 1), *box)
+        return
+    if begin:
+        for box in boxes_between(rest, begin, inner):
+            yield ((first, 1), *box)
+        first += 1
+    if last > first:
+        yield ((first, last - first), *full)
+    if end:
+        for box in boxes_between(rest, 0, end):
+            yield ((last, 1), *box)
+
+
+def runs_of_part(file: FilePlan, start: int, stop: int, limit: int) -> Iterator[bytes | Run]:
+    """What bytes ``start`` to ``stop`` of a file consist of, in order.
+
+    What several chunks make up together comes in runs of at most ``limit`` bytes.
+    """
+    header = len(file.header)
+    if start < header:
+        yield file.header[start : min(stop, header)]
+    number = max(bisect_right(file.starts, start) - 1, 0)
+    while number < len(file.tensors) and file.starts[number] < stop:
+        tensor, at = file.tensors[number], file.starts[number]
+        itemsize = tensor.dtype.itemsize
+        first = max(start - at, 0) // itemsize
+        last = min(stop - at, tensor.nbytes) // itemsize
+        for box in boxes_between(tensor.shape, first, last):
+            yield from _runs(tensor, box, limit)
+        number += 1
+
+
+def _runs(tensor: TensorPlan, box: Box, limit: int) -> Iterator[Run]:
+    shape = tuple(length for _, length in box)
+    pieces = list(_pieces(tensor, box))
+    run = Run(tensor.name, tensor.dtype, shape, pieces)
+    if len(pieces) == 1 or run.nbytes <= limit:
+        yield run
+        return
+    for part in row_major_slices(shape, tensor.dtype.itemsize, limit):
+        inner = tuple(
+            (start + at, length) for (start, _), (at, length) in zip(box, part.box, strict=True)
+        )
+        sizes = tuple(length for _, length in inner)
+        yield Run(tensor.name, tensor.dtype, sizes, list(_pieces(tensor, inner)))
+
+
+def _pieces(tensor: TensorPlan, box: Box) -> Iterator[PieceOfRun]:
+    for chunk in tensor.chunks:
+        source, place = [], []
+        for (start, length), (first, size) in zip(box, chunk.box, strict=True):
+            begin, end = max(start, first), min(start + length, first + size)
+            if begin >= end:
+                break
+            source.append((begin - first, end - begin))
+            place.append((begin - start, end - begin))
+        else:
+            yield PieceOfRun(chunk.rank, chunk.item, tuple(source), tuple(place))
+
+
+def divide(
+    files: Sequence[FilePlan], part_sizes: Sequence[int], ranks: int, limit: int
+) -> list[RankWork]:
+    """Which rank sends which parts of the files, and what the others hand to it.
+
+    Args:
+        files: The files.
+        part_sizes: Bytes of the parts of each.
+        ranks: How many ranks there are.
+        limit: Most bytes that are put together at a time.
+    """
+    own: list[list[PartPlanOfRanks]] = [[] for _ in range(ranks)]
+    rounds: list[list[Round]] = []
+    given: list[Counter[int]] = []  # bytes that a rank hands to others, by rounds
+    free: list[int] = [0] * ranks  # the first round in which a rank has no part yet
+    owned: Counter[int] = Counter()
+    for number_of_file, (file, size) in enumerate(zip(files, part_sizes, strict=True)):
+        for number, start in enumerate(range(0, file.size, size), 1):
+            runs = list(runs_of_part(file, start, min(start + size, file.size), limit))
+            part = PartPlanOfRanks(number_of_file, number, runs)
+            shares = _shares(part)
+            owner = max(shares, key=lambda rank: (shares[rank], -owned[rank], -rank), default=0)
+            if not shares:  # of a header alone
+                owner = min(range(ranks), key=lambda rank: owned[rank])
+            owned[owner] += size
+            if len(shares) <= 1:
+                own[owner].append(part)
+                continue
+            del shares[owner]
+            at = free[owner]
+            while at < len(rounds) and (
+                rounds[at][owner].part is not None
+                or any(given[at][rank] and given[at][rank] + n > size for rank, n in shares.items())
+            ):
+                at += 1
+            if at == len(rounds):
+                rounds.append([Round() for _ in range(ranks)])
+                given.append(Counter())
+            while free[owner] < len(rounds) and (
+                free[owner] == at or rounds[free[owner]][owner].part is not None
+            ):
+                free[owner] += 1
+            given[at].update(shares)
+            rounds[at][owner].part = part
+            for run in part.runs:
+                if isinstance(run, Run):
+                    for piece in run.pieces:
+                        if piece.rank != owner:
+                            gift = Gift(owner, piece.item, piece.source, run.dtype)
+                            rounds[at][piece.rank].gifts.append(gift)
+    return [RankWork([each[rank] for each in rounds], own[rank]) for rank in range(ranks)]
+
+
+def nbytes_of(box: Box, dtype: torch.dtype) -> int:
+    """Bytes of a box of elements."""
+    return math.prod(length for _, length in box) * dtype.itemsize
+
+
+def _shares(part: PartPlanOfRanks) -> Counter[int]:
+    """The bytes of a part that each rank has."""
+    shares: Counter[int] = Counter()
+    for run in part.runs:
+        if isinstance(run, Run):
+            for piece in run.pieces:
+                shares[piece.rank] += nbytes_of(piece.place, run.dtype)
+    return shares

@@ -1,0 +1,63 @@
+"""``load``: from a model in safetensors files into tensors, sharded or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from cloudckpt.api import ToLoad, load_prepared
+from cloudckpt.checkpoint.model_folder import KeyMapping
+from cloudckpt.config import Config
+from cloudckpt.dcp.planners import CloudLoadPlanner, PartialPlanner
+from cloudckpt.dcp.reader import CloudStorageReader
+from cloudckpt.uri import URILike
+
+__all__ = ["load"]
+
+
+def load(
+    state_dict: dict[str, Any],
+    uri: URILike,
+    *,
+    key_mapping: KeyMapping | None = None,
+    strict: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    config: Config | None = None,
+) -> None:
+    """Loads a model of safetensors files into a state dict, in place.
+
+    All ranks call it. Each fetches only the bytes of its shards, straight into its tensors where
+    these are contiguous in host memory, and converts types where they differ. The files have no
+    checksums of their own: TLS, and the store, guard the bytes; what this checks is that headers
+    and index are sound, and that all ranges of a file are of one version of it.
+
+    Args:
+        state_dict: What to load: its keys say what, its tensors where to and how sharded.
+        uri: The folder of the model, or one safetensors file.
+        key_mapping: What a tensor of the files is called in the state dict, or None to leave it
+            out; called with each name in the files.
+        strict: Whether a key that the model lacks is an error; else it keeps its value, as that of
+            tied weights, which models mostly store once.
+        process_group: The ranks that load, if these are not all.
+        no_dist: This process alone loads.
+        config: Options.
+
+    Raises:
+        CheckpointNotFoundError: If there is no model.
+        MissingKeyError: If it lacks a key of the state dict, and ``strict`` is on.
+        ShapeMismatchError: If a shape differs.
+        KeyCollisionError: If ``key_mapping`` gives two tensors one name.
+        CheckpointCorruptError: If files are missing, cut off, or not what the format says.
+        CheckpointReplacedError: If writers replaced it again and again meanwhile.
+        RanksFailedError: If ranks failed for different reasons, or outside of cloudckpt.
+        ProcessGroupError: If a rank died or the ranks lost each other.
+    """
+
+    def prepare() -> ToLoad:
+        reader = CloudStorageReader(uri, config=config, key_mapping=key_mapping)
+        planner = CloudLoadPlanner if strict else PartialPlanner
+        return ToLoad(reader, planner(reader.checkpoint_id))
+
+    load_prepared(state_dict, prepare, process_group=process_group, no_dist=no_dist)

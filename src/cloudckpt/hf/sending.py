@@ -1,0 +1,274 @@
+"""One rank's work on a model: it hands to other ranks what they send, and sends its own parts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from cloudckpt.checkpoint.torch_private import device_for_collectives
+from cloudckpt.config import Config
+from cloudckpt.errors import CloudCheckpointError, RanksFailedError
+from cloudckpt.hf.layout import Gift, PartPlanOfRanks, RankWork, Round, Run, nbytes_of
+from cloudckpt.stores.base import ObjectStore, Part, Upload
+from cloudckpt.transfer.group import TaskGroup
+from cloudckpt.transfer.memory import bytes_of, is_plain, narrow
+from cloudckpt.transfer.parts import PartPlan, Piece
+from cloudckpt.transfer.retry import Retrier
+from cloudckpt.transfer.staging import PACKED_BELOW, StagingPool
+from cloudckpt.transfer.stats import TransferStats
+from cloudckpt.transfer.upload import ObjectUpload
+
+__all__ = ["FileUpload", "slab_bytes", "send_work"]
+
+
+def slab_bytes(config: Config) -> int:
+    """Most bytes that are put together at a time."""
+    return StagingPool(config.memory_budget, TaskGroup(1).cancellation).slab_bytes
+
+
+class FileUpload(ObjectUpload):
+    """A file of which any rank may send parts, and that appears only when it is told to."""
+
+    def adopt(self, upload: Upload) -> None:
+        """Goes on with an upload that another process may have begun."""
+        self._upload = upload
+
+    def begin(self) -> Upload:
+        """Begins the upload; nothing is visible."""
+        self._upload = self._create()
+        return self._upload
+
+    def send(self, part: PartPlan) -> None:
+        """Sends a part, by a thread of the group."""
+        self._group.submit(lambda: self._put_part(part))
+
+    @property
+    def sent(self) -> list[Part]:
+        """The parts that were sent from here."""
+        return self._sent
+
+    def appear(self, parts: Sequence[Part]) -> None:
+        """Makes the object of the parts that all ranks have sent, by a thread of the group."""
+        self._sent = list(parts)
+        self.position = sum(part.size for part in parts)
+        self._group.submit(self._complete)
+
+    def abandon(self) -> None:
+        """Ends the upload; what is at the key stays."""
+        if self._upload is not None and self.info is None:
+            self._abort(self._upload)
+
+
+class _StoppedError(CloudCheckpointError):
+    """Another rank has failed."""
+
+
+def send_work(
+    work: RankWork,
+    uploads: Sequence[Upload],
+    resolve: Callable[[int], torch.Tensor],
+    store: ObjectStore,
+    config: Config,
+    stats: TransferStats,
+    group: dist.ProcessGroup | None,
+) -> list[list[Part]]:
+    """Does a rank's work; returns, of each file, the parts that it has sent.
+
+    All ranks of ``group`` call it together. If one fails, all stop after the round.
+
+    Args:
+        work: What to do.
+        uploads: Of the files.
+        resolve: The tensor of an item of this rank's plan.
+        store: The store of the files.
+        config: Options.
+        stats: Counts what is sent.
+        group: The ranks, or None if this process is alone.
+
+    Raises:
+        CloudCheckpointError: Why this rank has failed.
+        RanksFailedError: If only others have.
+    """
+    tasks = TaskGroup(config.connections, name="cloudckpt-save", interrupt=store.interrupt)
+    retrier = Retrier(config.retry, tasks.cancellation, on_retry=stats.add_retry)
+    pool = StagingPool(config.memory_budget, tasks.cancellation)
+    files = [
+        FileUpload(store, upload.key, upload.part_size, tasks, retrier, stats) for upload in uploads
+    ]
+    for file, upload in zip(files, uploads, strict=True):
+        file.adopt(upload)
+    sender = _Sender(files, resolve, pool)
+
+    def produce() -> None:
+        failure: Exception | None = None
+        for each in work.rounds:
+            assert group is not None
+            received, failure, is_over = _exchange(group, each, sender.given, failure)
+            if failure is not None:
+                raise failure
+            if is_over:
+                raise _StoppedError("another rank has failed")
+            if each.part is not None:
+                try:
+                    sender.send(each.part, received)
+                except Exception as error:  # noqa: BLE001 - told to the others in the next round
+                    failure = error
+        if failure is not None:
+            raise failure
+        for part in work.own:
+            sender.send(part, {})
+
+    try:
+        tasks.run(produce)
+    except _StoppedError as error:
+        raise RanksFailedError("another rank has failed to send its part", failures={}) from error
+    finally:
+        pool.close()
+        sender.forget()
+    return [file.sent for file in files]
+
+
+class _Sender:
+    """Makes parts of the memory of tensors, and sends them."""
+
+    def __init__(
+        self,
+        files: Sequence[FileUpload],
+        resolve: Callable[[int], torch.Tensor],
+        pool: StagingPool,
+    ) -> None:
+        self._files = files
+        self._resolve = resolve
+        self._pool = pool
+        self._tensors: dict[int, torch.Tensor] = {}
+
+    def forget(self) -> None:
+        """Lets go of the tensors."""
+        self._tensors.clear()
+
+    def _tensor(self, item: int) -> torch.Tensor:
+        if item not in self._tensors:
+            self._tensors[item] = self._resolve(item)
+        return self._tensors[item]
+
+    def given(self, gift: Gift) -> torch.Tensor:
+        """The bytes that another rank gets."""
+        tensor = narrow(self._tensor(gift.item), gift.source).to(gift.dtype)
+        return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+    def send(self, part: PartPlanOfRanks, received: Mapping[int, torch.Tensor]) -> None:
+        """Puts a part together and sends it; ``received`` has what other ranks gave, in order."""
+        plan = PartPlan(part.number)
+        at = dict.fromkeys(received, 0)
+        for piece in self._pieces(part, received, at):
+            plan.pieces.append(piece)
+            plan.size += piece.view.nbytes
+        self._files[part.file].send(plan)
+
+    def _pieces(
+        self, part: PartPlanOfRanks, received: Mapping[int, torch.Tensor], at: dict[int, int]
+    ) -> Iterator[Piece]:
+        waiting: list[Run] = []  # to be put together in one slab
+        filled = 0
+        for run in part.runs:
+            own = self._as_it_lies(run, received)
+            if own is None:
+                assert isinstance(run, Run)
+                if filled + run.nbytes > self._pool.slab_bytes:
+                    yield self._together(waiting, filled, received, at)
+                    waiting, filled = [], 0
+                waiting.append(run)
+                filled += run.nbytes
+                continue
+            if waiting:
+                yield self._together(waiting, filled, received, at)
+                waiting, filled = [], 0
+            yield from own
+        if waiting:
+            yield self._together(waiting, filled, received, at)
+
+    def _as_it_lies(
+        self, run: bytes | Run, received: Mapping[int, torch.Tensor]
+    ) -> Iterator[Piece] | None:
+        """The pieces of a run that need not be put together with others."""
+        if isinstance(run, bytes):
+            return iter((Piece(memoryview(run)),))
+        if len(run.pieces) > 1 or run.pieces[0].rank in received or run.nbytes < PACKED_BELOW:
+            return None
+        tensor = narrow(self._tensor(run.pieces[0].item), run.pieces[0].source)
+        if tensor.dtype == run.dtype and is_plain(tensor):
+            return iter((Piece(bytes_of(tensor), owner=tensor, item=run.name),))
+        if run.nbytes <= self._pool.slab_bytes:
+            return None
+        return self._pool.pieces(tensor, run.dtype)
+
+    def _together(
+        self,
+        runs: Sequence[Run],
+        nbytes: int,
+        received: Mapping[int, torch.Tensor],
+        at: dict[int, int],
+    ) -> Piece:
+        slab, place = self._pool.reserve(nbytes)
+        position = place
+        for run in runs:
+            room = slab.memory[position : position + run.nbytes].view(run.dtype).view(run.shape)
+            for piece in run.pieces:
+                if piece.rank in received:
+                    count = nbytes_of(piece.place, run.dtype)
+                    start = at[piece.rank]
+                    at[piece.rank] += count
+                    data = received[piece.rank][start : start + count].clone().view(run.dtype)
+                    source = data.view([size for _, size in piece.place])
+                else:
+                    source = narrow(self._tensor(piece.item), piece.source)
+                narrow(room, piece.place).copy_(source)
+            position += run.nbytes
+        return Piece(slab.view[place : place + nbytes], lease=slab)
+
+
+def _exchange(
+    group: dist.ProcessGroup,
+    work: Round,
+    given: Callable[[Gift], torch.Tensor],
+    failure: Exception | None,
+) -> tuple[dict[int, torch.Tensor], Exception | None, bool]:
+    """One round, in which all ranks take part, also those that have failed: all stop behind it.
+
+    In front of what a rank hands to another stands a byte that says whether it has failed.
+
+    Returns:
+        What this rank was given, by ranks; why it has failed, if it has; and whether any has.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    device = torch.device(device_for_collectives(group))
+    expected, handed = [1] * size, [1] * size
+    for run in work.part.runs if work.part is not None else ():
+        if isinstance(run, Run):
+            for piece in run.pieces:
+                if piece.rank != rank:
+                    expected[piece.rank] += nbytes_of(piece.place, run.dtype)
+    for gift in work.gifts:
+        handed[gift.to] += nbytes_of(gift.source, gift.dtype)
+    starts = [0, *itertools.accumulate(handed)][:-1]
+    room = torch.empty(sum(handed), dtype=torch.uint8, device=device)
+    if failure is None:
+        try:
+            at = [start + 1 for start in starts]
+            for gift in work.gifts:
+                data = given(gift)
+                room[at[gift.to] : at[gift.to] + data.numel()].copy_(data)
+                at[gift.to] += data.numel()
+        except Exception as error:  # noqa: BLE001 - raised when the others have been told
+            failure = error
+    room[torch.tensor(starts, device=device)] = int(failure is not None)
+    taken = torch.empty(sum(expected), dtype=torch.uint8, device=device)
+    dist.all_to_all_single(taken, room, expected, handed, group=group)
+    parts = torch.split(taken.cpu(), expected)
+    received = {
+        index: data[1:] for index, data in enumerate(parts) if index != rank and data.numel() > 1
+    }
+    return received, failure, any(bool(data[0]) for data in parts)

@@ -1,0 +1,505 @@
+"""``SafetensorsWriter``: torch's StorageWriter that makes a model in safetensors files."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from cloudckpt.checkpoint.commit import conditions_work
+from cloudckpt.checkpoint.safetensors import INDEX, SINGLE_FILE, SUFFIX, index_bytes, type_name
+from cloudckpt.checkpoint.shard import check_supported
+from cloudckpt.config import Config
+from cloudckpt.dcp.failures import portable_errors
+from cloudckpt.dcp.meeting import Meeting, Stance
+from cloudckpt.errors import (
+    CheckpointConflictError,
+    CheckpointExistsError,
+    CommitUnknownError,
+    ConfigError,
+    DifferentCheckpointsError,
+    InvalidURIError,
+    PreconditionFailedError,
+    ShapeMismatchError,
+    StoreError,
+    UnsupportedTensorError,
+)
+from cloudckpt.events import Span
+from cloudckpt.hf.layout import (
+    Chunk,
+    FilePlan,
+    RankWork,
+    TensorPlan,
+    divide,
+    needs_index,
+    plan_files,
+    weight_map,
+)
+from cloudckpt.hf.sending import FileUpload, send_work, slab_bytes
+from cloudckpt.stores.base import ObjectStore, Part, Upload, random_suffix
+from cloudckpt.stores.listings import forget_listings
+from cloudckpt.transfer.boxes import ALIGNMENT, aligned
+from cloudckpt.transfer.deleting import delete_all, delete_quietly
+from cloudckpt.transfer.group import TaskGroup
+from cloudckpt.transfer.memory import settled
+from cloudckpt.transfer.parts import choose_part_size
+from cloudckpt.transfer.retry import Retrier, open_store
+from cloudckpt.transfer.stats import Transferred, TransferStats
+from cloudckpt.transfer.upload import put_whole
+from cloudckpt.uri import CheckpointURI, URILike
+
+__all__ = ["FilesUnderConstruction", "SafetensorsWriter", "bytes_of_size"]
+
+logger = logging.getLogger("cloudckpt")
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
+_MOST_LISTED = 10_000
+
+
+def bytes_of_size(size: int | str) -> int:
+    """``"5GB"`` as bytes; GB are 10**9 bytes, as for transformers, and GiB 2**30.
+
+    Raises:
+        ConfigError: If it is no size.
+    """
+    if isinstance(size, str):
+        match = _SIZE.fullmatch(size)
+        if match is None:
+            raise ConfigError(f"max_shard={size!r}: write a number of bytes, or 5GB, or 4GiB")
+        number, unit, binary = match.groups()
+        power = " KMGT".index(unit.upper() or " ")
+        size = int(float(number) * (1024 if binary else 1000) ** power)
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ConfigError(f"max_shard={size!r}: at least 1 byte is needed")
+    return size
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What the coordinator tells a rank to do; it travels with the rank's plan."""
+
+    uri: str
+    ranks: int
+    work: RankWork
+    uploads: Sequence[Upload]
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """What a rank tells the coordinator: the parts of each file that it has sent."""
+
+    parts: Sequence[Sequence[Part]]
+
+
+class SafetensorsWriter(StorageWriter):
+    """Writes a model as safetensors files, and their index, from any number of ranks.
+
+    Works wherever torch takes a ``storage_writer``. Each rank sends parts of the files straight
+    from tensor memory; where a part holds bytes of several ranks, these hand theirs to the one that
+    has most of them, in bounded memory. The files appear when all of them are complete, the index
+    behind them.
+
+    Attributes:
+        transferred: What this rank sent in the last save.
+        failure: What the last save failed with, for all ranks.
+    """
+
+    def __init__(
+        self,
+        checkpoint_id: URILike,
+        *,
+        max_shard: int | str = "5GB",
+        dtype: torch.dtype | None = None,
+        fqn_to_file: Mapping[str, str | int] | None = None,
+        config: Config | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """
+        Args:
+            checkpoint_id: The folder of the model.
+            max_shard: Most bytes of tensors in a file, as a number, ``"5GB"`` or ``"4GiB"``.
+            dtype: What floating-point tensors are converted to; as they are by default.
+            fqn_to_file: The file of each tensor instead, by its name or by its number from 1.
+            config: Options; read from the environment where they are not given.
+            process_group: The ranks that save, if these are not all.
+
+        Raises:
+            InvalidURIError: If ``checkpoint_id`` is no location, or that of a single file.
+            ConfigError: If another argument can't be what it is given for.
+            UnsupportedTensorError: If safetensors files can't hold ``dtype``.
+        """
+        super().__init__()
+        self.config = config if config is not None else Config()
+        self.max_shard = bytes_of_size(max_shard)
+        self.dtype = dtype
+        if dtype is not None:
+            type_name(dtype, "dtype")
+        self.fqn_to_file = None if fqn_to_file is None else dict(fqn_to_file)
+        self.transferred: Transferred | None = None
+        self._group = process_group
+        self._under_construction: FilesUnderConstruction | None = None
+        self.reset(str(CheckpointURI.parse(checkpoint_id)))
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The location, as a string."""
+        return str(self.uri)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether the location can be parsed."""
+        return CheckpointURI.accepts(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begins anew, at another location if one is given."""
+        if checkpoint_id:
+            uri = CheckpointURI.parse(checkpoint_id)
+            if uri.prefix.endswith(SUFFIX):
+                raise InvalidURIError(
+                    f"{uri} is a file; a model is written to a folder, which may get several"
+                )
+            self.uri = uri
+        self._under_construction = None
+
+    def storage_meta(self) -> None:
+        """Nothing: a model has no metadata of torch."""
+        return
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.get("use_collectives", True):
+            raise ConfigError(
+                "a model in safetensors files is committed by all ranks together: leave "
+                "use_collectives=True",
+                uri=str(self.uri),
+            )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        for item in plan.items:
+            if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
+                raise UnsupportedTensorError(
+                    f"{item.index.fqn} is no tensor, and safetensors files hold nothing else: "
+                    "leave it out, or save it in a checkpoint",
+                    uri=str(self.uri),
+                    item=item.index.fqn,
+                )
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Plans the files and begins them.
+
+        Raises:
+            CheckpointExistsError: If there is a model and ``overwrite`` is off.
+        """
+        files = plan_files(_tensors(plans, self.dtype), self.max_shard, self.fqn_to_file)
+        building = FilesUnderConstruction(self.uri, self.config, files)
+        self._under_construction = building
+        building.begin()
+        sizes = [upload.part_size for upload in building.uploads]
+        work = divide(files, sizes, len(plans), slab_bytes(self.config))
+        return [
+            dataclasses.replace(
+                plan, storage_data=_Task(str(self.uri), len(plans), own, building.uploads)
+            )
+            for plan, own in zip(plans, work, strict=True)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Sends this rank's parts; all ranks raise if one fails."""
+        task = plan.storage_data
+        assert isinstance(task, _Task)
+        meeting = Meeting.of(self._group, no_dist=task.ranks == 1)
+        stats = TransferStats(str(self.uri), meeting.rank)
+        failure: Exception | None = None
+        parts: list[list[Part]] = []
+        with Span("upload", str(self.uri), meeting.rank) as span:
+            try:
+                with portable_errors(str(self.uri)):
+                    if task.uri != str(self.uri):
+                        raise DifferentCheckpointsError(
+                            f"the coordinator saves to {task.uri}: give the same on all ranks",
+                            uri=str(self.uri),
+                        )
+                    parts = send_work(
+                        task.work,
+                        task.uploads,
+                        lambda item: _resolved(plan.items[item], planner),
+                        open_store(self.uri, self.config),
+                        self.config,
+                        stats,
+                        meeting.group,
+                    )
+            except Exception as error:  # noqa: BLE001 - told to all ranks
+                failure = error
+            self.transferred = stats.snapshot()
+            span.bytes = self.transferred.bytes
+            verdict = meeting.hold(Stance(failure=failure), has_begun=True)
+            if any(one.failure is not None for one in verdict.stances):
+                self.discard()
+            verdict.raise_alike("while they sent their parts")
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([WriteResult(MetadataIndex(""), 0, _Sent(parts))])
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Makes the files appear, then the index; on the coordinator.
+
+        Raises:
+            CheckpointConflictError: If another writer was faster.
+            CommitUnknownError: If the store did not say whether it has carried out the last step.
+        """
+        building = self._under_construction
+        assert building is not None
+        parts: list[list[Part]] = [[] for _ in building.uploads]
+        for result in results:
+            for one in result:
+                for mine, found in zip(parts, one.storage_data.parts, strict=True):
+                    mine.extend(found)
+        building.commit([sorted(each, key=lambda part: part.number) for each in parts])
+        self._under_construction = None
+
+    def discard(self) -> None:
+        """Ends what was begun and is not committed; errors are logged."""
+        building, self._under_construction = self._under_construction, None
+        if building is not None:
+            building.abandon()
+
+
+class FilesUnderConstruction:
+    """The files of a model that nobody sees yet, and their commit.
+
+    All bytes are at the store, in uploads, before anything at the location changes. Then the files
+    appear one after the other, and last the index, on the condition that there is none. If there is
+    a model already, what readers begin with (the index, or the single file) is deleted before: a
+    reader finds the old model, or none for a moment, or the new one, and never a mix of both.
+
+    Attributes:
+        uploads: Of the files, once begun.
+    """
+
+    def __init__(self, uri: CheckpointURI, config: Config, files: Sequence[FilePlan]) -> None:
+        self.uploads: list[Upload] = []
+        self._uri = uri
+        self._config = config
+        self._files = files
+        self._store: ObjectStore = open_store(uri, config)
+        self._retrier = Retrier(config.retry)
+        self._there: set[str] = set()
+        self._appeared: list[str] = []
+        self._is_new = True
+        self._conditional = True
+
+    def begin(self, part_sizes: Sequence[int] | None = None) -> None:
+        """Begins the uploads.
+
+        Args:
+            part_sizes: Bytes of the parts of each file, unless they follow from the options.
+
+        Raises:
+            CheckpointExistsError: If there is a model and ``overwrite`` is off.
+        """
+        self._there = self._look()
+        if self._there and not self._config.overwrite:
+            raise CheckpointExistsError(
+                "a model, or files of one, are there already and overwrite is off: delete them, or "
+                "save elsewhere",
+                uri=str(self._uri),
+            )
+        self._is_new = not self._there
+        trial, setting = f".trial-{random_suffix()}", self._config.conditional_writes
+        self._conditional = conditions_work(
+            self._store, setting, self._uri.key(trial), self._retrier
+        )
+        sizes = part_sizes or [self._part_size(file.size) for file in self._files]
+        try:
+            for file, size in zip(self._files, sizes, strict=True):
+                self.uploads.append(self._upload(file, size).begin())
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _part_size(self, size: int) -> int:
+        config = self._config
+        found = choose_part_size(
+            size,
+            config.part_size,
+            self._store.capabilities,
+            connections=config.connections,
+            copied=config.memory_budget,
+        )
+        least = -(-size // self._store.capabilities.max_parts)
+        return aligned(max(found, least), ALIGNMENT)  # no element is cut
+
+    def _upload(self, file: FilePlan, part_size: int, group: TaskGroup | None = None) -> FileUpload:
+        return FileUpload(
+            self._store,
+            self._uri.key(file.name),
+            part_size,
+            group or TaskGroup(1),
+            self._retrier,
+            TransferStats(),
+            create_only=self._is_new and self._conditional,
+        )
+
+    def _look(self) -> set[str]:
+        """The names of what belongs to a model here."""
+        below, found = self._uri.key(""), set()
+        for number, info in enumerate(self._store.list(below)):
+            name = info.key.removeprefix(below)
+            if "/" not in name and name.endswith((SUFFIX, INDEX)):
+                found.add(name)
+            if number > _MOST_LISTED:
+                break
+        return found
+
+    def commit(self, parts: Sequence[Sequence[Part]]) -> None:
+        """Makes the files appear, of the parts of each in order, then the index.
+
+        Raises:
+            CheckpointConflictError: If another writer was faster; what appeared is deleted.
+            CommitUnknownError: If the store did not say whether it has carried out the last step.
+        """
+        try:
+            with Span("commit", str(self._uri), 0):
+                self._commit(parts)
+        except PreconditionFailedError as error:
+            self.abandon()
+            raise CheckpointConflictError(
+                "another writer has written to this location meanwhile: look what is there",
+                uri=str(self._uri),
+                cause=error,
+            ) from error
+        except CommitUnknownError:
+            raise
+        except BaseException:
+            self.abandon()
+            raise
+        finally:
+            forget_listings()
+
+    def _commit(self, parts: Sequence[Sequence[Part]]) -> None:
+        new = {file.name for file in self._files}
+        obsolete = self._there & {INDEX, SINGLE_FILE} - ({SINGLE_FILE} & new)
+        self._delete(obsolete)
+        group = TaskGroup(self._config.connections, interrupt=self._store.interrupt)
+        uploads = [
+            self._upload(file, upload.part_size, group)
+            for file, upload in zip(self._files, self.uploads, strict=True)
+        ]
+
+        def appear() -> None:
+            for upload, begun, own in zip(uploads, self.uploads, parts, strict=True):
+                upload.adopt(begun)
+                upload.appear(own)
+
+        try:
+            group.run(appear)
+        finally:
+            self._appeared = [upload.key for upload in uploads if upload.info is not None]
+        if needs_index(self._files):
+            self._check_all_ours(uploads)
+            total = sum(file.size - len(file.header) for file in self._files)
+            data = memoryview(index_bytes(weight_map(self._files), total))
+            key = self._uri.key(INDEX)
+            try:
+                put_whole(self._store, key, data, self._retrier, if_absent=self._conditional)
+            except StoreError as error:
+                if error.certain or isinstance(error, PreconditionFailedError):
+                    raise
+                raise CommitUnknownError(
+                    "the store did not say whether it has written the index: look for it. The "
+                    "files were kept",
+                    uri=self._store.uri(key),
+                    cause=error,
+                ) from error
+        self._appeared = []
+        policy, threads = self._config.retry, self._config.connections
+        left = [self._uri.key(name) for name in self._there - new - {INDEX}]
+        delete_quietly(self._store, left, policy, threads=threads)
+
+    def _delete(self, names: set[str]) -> None:
+        if names:
+            keys = [self._uri.key(name) for name in sorted(names)]
+            policy, threads = self._config.retry, self._config.connections
+            delete_all(self._store, keys, policy, threads=threads, what="parts of the old model")
+
+    def _check_all_ours(self, uploads: Sequence[FileUpload]) -> None:
+        """Raises PreconditionFailedError if another writer has replaced a file meanwhile."""
+        if self._is_new:
+            return  # the store has seen to it
+        for upload in uploads:
+            head = functools.partial(self._store.head, upload.key)
+            found = self._retrier.call(head)
+            if upload.info is not None and found.version != upload.info.version:
+                self._appeared = []
+                raise PreconditionFailedError(
+                    "the file was replaced", uri=self._store.uri(upload.key), certain=True
+                )
+
+    def abandon(self) -> None:
+        """Ends the uploads, and deletes files that have appeared without a commit."""
+        for file, upload in zip(self._files, self.uploads, strict=False):
+            if self._uri.key(file.name) not in self._appeared:
+                made = self._upload(file, upload.part_size)
+                made.adopt(upload)
+                made.abandon()
+        delete_quietly(self._store, self._appeared, self._config.retry, threads=1)
+        self._appeared = []
+
+
+def _tensors(plans: Sequence[SavePlan], dtype: torch.dtype | None) -> list[TensorPlan]:
+    """The tensors that the ranks' plans are of, in the natural order of their names."""
+    chunks: dict[str, list[Chunk]] = {}
+    kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for rank, plan in enumerate(plans):
+        for number, item in enumerate(plan.items):
+            data, name = item.tensor_data, item.index.fqn
+            assert data is not None  # see prepare_local_plan
+            kind = data.properties.dtype
+            if dtype is not None and kind.is_floating_point:
+                kind = dtype
+            type_name(kind, name)
+            found = kinds.setdefault(name, (kind, tuple(data.size)))
+            if found != (kind, tuple(data.size)):
+                raise ShapeMismatchError(
+                    f"{name} is of other type or shape on rank {rank} than on another", item=name
+                )
+            box = tuple(zip(data.chunk.offsets, data.chunk.sizes, strict=True))
+            chunks.setdefault(name, []).append(Chunk(rank, number, box))
+    return [TensorPlan(name, *kinds[name], chunks[name]) for name in sorted(kinds, key=_natural)]
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    parts = re.split(r"(\d+)", name)
+    return [
+        (part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts if part
+    ]
+
+
+def _resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
+    data = planner.resolve_data(item)
+    assert isinstance(data, torch.Tensor)
+    assert item.tensor_data is not None
+    tensor = settled(data).detach()
+    check_supported(tensor, item.index.fqn)
+    if tensor.shape != item.tensor_data.chunk.sizes:
+        raise ShapeMismatchError(
+            f"{item.index.fqn} is planned with shape {tuple(item.tensor_data.chunk.sizes)}, and is "
+            f"of shape {tuple(tensor.shape)} now",
+            item=item.index.fqn,
+        )
+    with contextlib.suppress(RuntimeError):
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.as_subclass(torch.Tensor) if type(tensor) is not torch.Tensor else tensor

@@ -1,0 +1,193 @@
+"""Models are saved and loaded; the safetensors package itself looks at the files."""
+
+import functools
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import cloudckpt
+import cloudckpt.hf
+from cloudckpt import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    MissingKeyError,
+    UnsupportedTensorError,
+)
+from dcp.layouts import LAYOUTS, check_local_parts, full_state, spread
+from dcp.values import assert_same, numbered
+
+safetensors_torch = pytest.importorskip("safetensors.torch")
+
+
+def _files(place):
+    """All tensors of a model, as the safetensors package reads them, and its files."""
+    names = [name for name in place.names() if name.endswith(".safetensors")]
+    tensors = {}
+    for name in names:
+        tensors |= safetensors_torch.load(place.read(name))
+    return tensors, names
+
+
+def _assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert_same(found[name], tensor, name)
+
+
+def test_a_small_model_is_one_file_without_an_index(place) -> None:
+    state = full_state() | {"scalar": torch.tensor(3.5), "none": torch.empty(0, 4)}
+    cloudckpt.hf.save(state, place.uri, config=place.config)
+    assert place.names() == ["model.safetensors"]
+    _assert_same(_files(place)[0], state)
+    assert not place.unfinished()
+
+
+def test_a_larger_model_has_an_index_that_names_the_file_of_each_tensor(place) -> None:
+    state = full_state()
+    cloudckpt.hf.save(state, place.uri, max_shard="2kB", config=place.config)
+    tensors, names = _files(place)
+    _assert_same(tensors, state)
+    index = json.loads(place.read("model.safetensors.index.json"))
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in state.values())
+    assert index["weight_map"].keys() == state.keys()
+    assert sorted(set(index["weight_map"].values())) == names
+    for name, file in index["weight_map"].items():
+        assert name in safetensors_torch.load(place.read(file))
+
+
+def test_strided_tensors_and_other_types_are_converted_on_the_way(local) -> None:
+    state = {
+        "columns": numbered(3000, 700).t(),
+        "weights": numbered(2000, 900, dtype=torch.float64),
+        "counts": numbered(5, dtype=torch.int64),
+    }
+    cloudckpt.hf.save(state, local.uri, dtype=torch.bfloat16, config=local.config)
+    expected = {
+        name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+        for name, tensor in state.items()
+    }
+    _assert_same(_files(local)[0], expected)
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    cloudckpt.hf.load(loaded, local.uri, config=local.config)
+    for name, tensor in loaded.items():
+        assert_same(tensor, expected[name].to(tensor.dtype), name)
+
+
+def _large() -> dict[str, torch.Tensor]:
+    return full_state() | {"embedding": numbered(3001, 1999)}  # several parts
+
+
+def _save_spread(place, layout, **options):
+    state = spread(_large(), LAYOUTS[layout])
+    cloudckpt.hf.save(state, place.uri, config=place.config, **options)
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if LAYOUTS[name].world > 1])
+def test_ranks_write_the_files_together(ranks, local, layout: str) -> None:
+    place = local.having(part_size=5 * 1024**2)
+    ranks(LAYOUTS[layout].world, functools.partial(_save_spread, max_shard="20MB"), place, layout)
+    tensors, names = _files(place)
+    _assert_same(tensors, _large())
+    assert names == [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    assert not place.unfinished()
+
+
+def test_ranks_write_parts_to_s3(ranks, s3) -> None:
+    place = s3.having(part_size=5 * 1024**2)
+    ranks(4, _save_spread, place, "2x2 blocks")
+    _assert_same(_files(place)[0], _large())
+    assert not place.unfinished()
+
+
+def _load_spread(place, layout):
+    blank = spread(full_state(), LAYOUTS[layout], blank=True)
+    cloudckpt.hf.load(blank, place.uri, config=place.config)
+    check_local_parts(blank, LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("layout", ["2x2 blocks", "2 columns", "3 rows"])
+def test_ranks_load_their_shards(ranks, local, layout: str) -> None:
+    cloudckpt.hf.save(full_state(), local.uri, max_shard="100kB", config=local.config)
+    ranks(LAYOUTS[layout].world, _load_spread, local, layout)
+
+
+def test_names_are_mapped_and_tied_weights_may_lack(local) -> None:
+    cloudckpt.hf.save({"model.a": numbered(4), "b": numbered(2)}, local.uri, config=local.config)
+    state = {"a": torch.zeros(4), "tied": torch.ones(3)}
+    mapping = {"model.a": "a"}.get
+    with pytest.raises(MissingKeyError, match="tied"):
+        cloudckpt.hf.load(dict(state), local.uri, key_mapping=mapping, config=local.config)
+    cloudckpt.hf.load(state, local.uri, key_mapping=mapping, strict=False, config=local.config)
+    _assert_same(state, {"a": numbered(4), "tied": torch.ones(3)})
+
+
+def test_torchs_load_begins_from_a_model(local) -> None:
+    cloudckpt.hf.save(full_state(), local.uri, max_shard=1, config=local.config)
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in full_state().items()}
+    torch.distributed.checkpoint.load(loaded, storage_reader=local.reader())
+    _assert_same(loaded, full_state())
+
+
+def test_a_file_that_the_package_wrote_is_loaded(local) -> None:
+    state = full_state()
+    safetensors_torch.save_file(state, f"{local.path}/adapter.safetensors")
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    cloudckpt.hf.load(loaded, f"{local.uri}/adapter.safetensors", config=local.config)
+    _assert_same(loaded, state)
+
+
+def test_a_model_replaces_another_one_wholly(place) -> None:
+    cloudckpt.hf.save(full_state(), place.uri, max_shard="1kB", config=place.config)
+    cloudckpt.hf.save({"w": numbered(3)}, place.uri, config=place.config)
+    assert place.names() == ["model.safetensors"]
+    cloudckpt.hf.save(
+        {"w": numbered(3), "v": numbered(2)}, place.uri, max_shard=1, config=place.config
+    )
+    _assert_same(_files(place)[0], {"w": numbered(3), "v": numbered(2)})
+    assert len(place.names()) == 3
+
+
+def test_a_model_is_left_alone_if_overwrite_is_off(place) -> None:
+    cloudckpt.hf.save({"w": numbered(3)}, place.uri, config=place.config)
+    with pytest.raises(CheckpointExistsError):
+        cloudckpt.hf.save(
+            {"w": numbered(4)}, place.uri, config=place.having(overwrite=False).config
+        )
+    _assert_same(_files(place)[0], {"w": numbered(3)})
+
+
+def test_no_model_is_not_found(place) -> None:
+    with pytest.raises(CheckpointNotFoundError):
+        cloudckpt.hf.load({"w": torch.zeros(1)}, place.uri, config=place.config)
+
+
+@pytest.mark.parametrize(
+    "value", [3, torch.zeros(2, dtype=torch.complex128)], ids=["number", "complex128"]
+)
+def test_what_the_format_has_not_is_refused(local, value) -> None:
+    with pytest.raises(UnsupportedTensorError, match="step"):
+        cloudckpt.hf.save({"w": numbered(3), "step": value}, local.uri, config=local.config)
+    assert local.names() == []
+
+
+def _fail_on_one(place, layout):
+    state = spread(_large(), LAYOUTS[layout])
+    if dist.get_rank() == 1:
+        local = state["embedding"].to_local()
+        local.untyped_storage().resize_(0)
+    cloudckpt.hf.save(state, place.uri, config=place.config)
+
+
+@pytest.mark.parametrize("layout", ["2 rows", "4 columns"])
+def test_a_rank_that_fails_is_told_to_all_and_nothing_is_left(ranks, s3, layout: str) -> None:
+    place = s3.having(part_size=5 * 1024**2)
+    errors = ranks.errors(LAYOUTS[layout].world, _fail_on_one, place, layout)
+    assert {type(error).__name__ for error in errors} <= {
+        "UnsupportedTensorError",
+        "RanksFailedError",
+    }
+    assert all("memory was freed" in str(error) for error in errors)
+    assert place.names() == []
+    assert not place.unfinished()
