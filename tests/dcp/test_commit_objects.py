@@ -132,3 +132,39 @@ def test_metadata_that_a_user_has_changed_lead_to_the_same_bytes(saved):
     reader.set_up_storage_reader(changed, True)
     (found,) = reader.places_in(changed).wholes([MetadataIndex("w", (0, 0))])
     assert found.nbytes == places[MetadataIndex("w", (0, 0))].length
+
+
+def test_a_verification_finds_damage_in_what_only_other_readers_read(saved, monkeypatch):
+    cloudckpt.save(
+        {f"t{number}": numbered(3, first=number) for number in range(500)}, checkpoint_id=saved.uri
+    )
+    monkeypatch.setattr(committed, "_TAIL", 10_000)
+    with open(f"{saved.path}/.metadata", "r+b") as file:
+        file.seek(12_345)
+        byte = file.read(1)[0]
+        file.seek(12_345)
+        file.write(bytes([byte ^ 1]))
+    loaded = {"t7": torch.zeros(3)}
+    cloudckpt.load(loaded, checkpoint_id=saved.uri)
+    assert_same(loaded["t7"], numbered(3, first=7))
+    with pytest.raises(CheckpointCorruptError, match="other readers") as caught:
+        cloudckpt.verify(saved.uri)
+    assert caught.value.uri.endswith("/.metadata")
+
+
+def test_values_of_a_hundred_megabytes_go_there_and_back(saved):
+    state = {"large": "x" * 100_000_000, "t": numbered(3), "small": 5}
+    cloudckpt.save(state, checkpoint_id=saved.uri)
+    loaded = {"large": "", "t": torch.zeros(3), "small": 0}
+    cloudckpt.load(loaded, checkpoint_id=saved.uri)
+    assert_same(loaded, state)
+
+
+@pytest.mark.parametrize("state", [{}, {"e": torch.zeros(0, 3)}, {"s": torch.tensor(1)}, {"d": {}}])
+def test_next_to_nothing_goes_there_and_back(saved, state):
+    for _ in range(2):
+        cloudckpt.save(state, checkpoint_id=saved.uri)
+    loaded = blank_like(state)
+    cloudckpt.load(loaded, checkpoint_id=saved.uri)
+    assert_same(loaded, state)
+    assert cloudckpt.verify(saved.uri).has_checksums

@@ -127,12 +127,14 @@ class CommitObject:
         metadata: torch's metadata; lazy if there is an inventory.
         body: Ours; None if another writer has written it.
         notes: The notes, as they are stored.
+        trailer: What stands at its end; None if another writer has written it.
     """
 
     info: ObjectInfo
     metadata: Metadata
     body: Body | None
     notes: bytes = b""
+    trailer: Trailer | None = None
 
     @property
     def inventory(self) -> Inventory | None:
@@ -170,9 +172,31 @@ class CommitObject:
             body = _checked_body(fetched, trailer, uri)
             if body is not None and body.inventory is not None:
                 metadata = lazy_metadata(body.inventory, body.attempt)
-                return cls(fetched.info, metadata, body, notes)
+                return cls(fetched.info, metadata, body, notes, trailer)
         metadata = load_metadata(data, uri, trust_pickle=trust_pickle)
-        return cls(fetched.info, metadata, body, notes)
+        return cls(fetched.info, metadata, body, notes, trailer)
+
+    def check_pickle(self, store: ObjectStore, retrier: Retrier) -> None:
+        """Reads torch's pickle, which a load of ours does without, and compares its checksum.
+
+        Raises:
+            CheckpointCorruptError: If it is damaged.
+            CheckpointReplacedError: If the commit object was replaced meanwhile.
+            StoreError: If the store refuses or stays unreachable.
+        """
+        if self.trailer is None:
+            return
+        crc = 0
+        for start in range(0, self.trailer.size, _TAIL):
+            stop = min(start + _TAIL, self.trailer.size)
+            crc = CRC32C.of(
+                retrier.call(functools.partial(_range, store, self.info, start, stop)), crc
+            )
+        if crc != self.trailer.crc:
+            raise CheckpointCorruptError(
+                "the metadata for other readers than cloudckpt do not match their checksum",
+                uri=store.uri(self.info.key),
+            )
 
     def names(self, uri: str) -> set[str]:
         """The names of the data objects.

@@ -21,7 +21,7 @@ from cloudckpt.runs.resuming import Unfinished
 from cloudckpt.stores.base import ObjectInfo, RangeReader
 from cloudckpt.transfer.download import download
 from cloudckpt.transfer.landing import Sink, StoredBytes, Wanted
-from cloudckpt.transfer.retry import begun_anew, check_unchanged, open_store
+from cloudckpt.transfer.retry import Retrier, begun_anew, check_unchanged, open_store
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI, URILike
 
@@ -109,6 +109,8 @@ class _Content:
     def of(cls, uri: CheckpointURI, config: Config) -> _Content:
         found = list(parts(uri, config))
         store = open_store(uri, config)
+        for part in found:
+            part.said.check_pickle(store, Retrier(config.retry))
         sources = [source for part in found for source in part.sources(store, config)]
         sources.sort(key=lambda source: (source.key, source.offset))
         commits = [part.commit for part in found]
