@@ -184,7 +184,7 @@ class CommitObject:
             CheckpointReplacedError: If the commit object was replaced meanwhile.
             StoreError: If the store refuses or stays unreachable.
         """
-        if self.trailer is None:
+        if self.trailer is None or self.info.size <= _TAIL:  # the latter was read as a whole
             return
         crc = 0
         for start in range(0, self.trailer.size, _TAIL):
