@@ -10,20 +10,11 @@ Paths that are no URIs go Lightning's way. Tested with lightning 2.6.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -31,13 +22,11 @@ from cloudckpt import api
 from cloudckpt.checkpointer import CheckpointerConfig, make_sync_checkpointer
 from cloudckpt.config import Config
 from cloudckpt.errors import (
-    CheckpointNotFoundError,
     ConfigError,
     MissingDependencyError,
     MissingKeyError,
 )
-from cloudckpt.runs.deleting import delete
-from cloudckpt.uri import CheckpointURI, text_of, unfolded
+from cloudckpt.integrations.parts import VALUES, Parts, packed, remove, unpacked, uri_of
 
 try:
     from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
@@ -48,9 +37,6 @@ except ImportError as exc:
     ) from exc
 
 __all__ = ["CloudCheckpointIO", "CloudFSDPStrategy", "CloudModelParallelStrategy"]
-
-VALUES = "lightning"
-"""The item with all that is neither a model nor an optimizer, as the bytes of ``torch.save``."""
 
 
 class CloudCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]
@@ -155,7 +141,7 @@ class _OnStores:
         refuse_storage_options(storage_options, uri)
         if filter is not None:
             raise ConfigError("filter= is not for sharded checkpoints: leave it out", uri=uri)
-        parts = collected(state, uri)
+        parts = _parts(state, uri).state_dicts()
         values = {key: _asked(value) for key, value in state.items() if key not in parts}
         if self.is_global_zero:  # type: ignore[attr-defined]
             parts[VALUES] = packed(values)
@@ -187,7 +173,7 @@ class _OnStores:
                 "as fabric.load(uri, {'model': model})",
                 uri=uri,
             )
-        values = load_into(state, uri, strict, weights_only, self.config)
+        values = _parts(state, uri).load(uri, self.config, strict=strict, weights_only=weights_only)
         for key, value in state.items():
             if isinstance(value, (Module, Optimizer)):
                 continue
@@ -235,22 +221,6 @@ class CloudFSDPStrategy(_OnStores, FSDPStrategy):  # type: ignore[misc]
         self.config = config if config is not None else Config()
 
 
-# ---- also for the Trainer's strategies
-
-
-def uri_of(path: str | os.PathLike[str]) -> str | None:
-    """The URI, if it is one; None for a path.
-
-    Raises:
-        InvalidURIError: If it can't be a location, or ``pathlib`` has folded it: what is saved
-            there is lost with the machine.
-    """
-    text = text_of(path) or ""
-    if "://" in text or unfolded(text) is not None:
-        return str(CheckpointURI.parse(text))
-    return None
-
-
 def refuse_storage_options(options: object, uri: str) -> None:
     """Refuses what would be ignored.
 
@@ -261,73 +231,21 @@ def refuse_storage_options(options: object, uri: str) -> None:
         raise ConfigError("storage_options= is not for cloudckpt: give config= instead", uri=uri)
 
 
-def collected(state: Mapping[str, Any], uri: str) -> dict[str, Any]:
-    """The state dicts of the model and the optimizers in ``state``, with names of parameters.
+def _parts(state: Mapping[str, Any], uri: str) -> Parts:
+    """The models and optimizers in ``state``.
 
     Raises:
         ConfigError: If there are optimizers and not just one model, whose names those take.
     """
-    models = [value for value in state.values() if isinstance(value, Module)]
-    has_optimizers = any(isinstance(value, Optimizer) for value in state.values())
-    if not models or (has_optimizers and len(models) > 1):
+    models = {key: value for key, value in state.items() if isinstance(value, Module)}
+    optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}
+    if not models or (optimizers and len(models) > 1):
         raise ConfigError(
             f"the state has {len(models)} models: save each with its optimizers, at its own URI",
             uri=uri,
         )
-    found: dict[str, Any] = {}
-    for key, value in state.items():
-        if isinstance(value, Module):
-            found[key] = get_model_state_dict(value)
-        elif isinstance(value, Optimizer):
-            found[key] = get_optimizer_state_dict(models[0], value)
-    return found
-
-
-def load_into(
-    state: Mapping[str, Any], uri: str, strict: bool, weights_only: bool | None, config: Config
-) -> dict[str, Any]:
-    """Loads the models and optimizers in ``state``, each rank its shards.
-
-    Returns:
-        The values beside them.
-    """
-    parts = collected(state, uri)
-    buffer = io.BytesIO()
-    options = CheckpointerConfig(config=config, trust_pickle=weights_only is False)
-    with make_sync_checkpointer(options) as checkpointer:
-        loaded = checkpointer.load(uri, {**parts, VALUES: buffer}, strict=strict)
-    model = next(value for value in state.values() if isinstance(value, Module))
-    for key, value in state.items():
-        if isinstance(value, Module):
-            set_model_state_dict(value, loaded[key], options=StateDictOptions(strict=strict))
-        elif isinstance(value, Optimizer):
-            set_optimizer_state_dict(model, value, loaded[key])
-    found = loaded[VALUES]
-    return unpacked(None if found is buffer else found, weights_only)
-
-
-def packed(values: Mapping[str, Any]) -> io.BytesIO:
-    """Values as the bytes of ``torch.save``, which loads what Lightning keeps without more trust
-    than Lightning's own files need.
-    """
-    buffer = io.BytesIO()
-    torch.save(dict(values), buffer)
-    buffer.seek(0)
-    return buffer
-
-
-def unpacked(buffer: io.BytesIO | None, weights_only: bool | None) -> dict[str, Any]:
-    """What :func:`packed` was given; nothing, if somebody else has saved the checkpoint."""
-    if buffer is None:
-        return {}
-    buffer.seek(0)
-    return dict(torch.load(buffer, map_location="cpu", weights_only=weights_only is not False))
-
-
-def remove(uri: str, config: Config) -> None:
-    """Deletes a checkpoint, if it is there."""
-    with contextlib.suppress(CheckpointNotFoundError):
-        delete(uri, config=config)
+    model = next(iter(models.values()))
+    return Parts(models, {key: (model, optimizer) for key, optimizer in optimizers.items()})
 
 
 def _asked(value: Any) -> Any:

@@ -19,15 +19,8 @@ from typing import Any
 from cloudckpt import api
 from cloudckpt.config import Config
 from cloudckpt.errors import ConfigError, MissingDependencyError
-from cloudckpt.integrations.fabric import (
-    VALUES,
-    CloudCheckpointIO,
-    load_into,
-    packed,
-    refuse_storage_options,
-    remove,
-    uri_of,
-)
+from cloudckpt.integrations.fabric import CloudCheckpointIO, refuse_storage_options
+from cloudckpt.integrations.parts import VALUES, Parts, packed, remove, uri_of
 
 try:
     from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
@@ -94,11 +87,15 @@ class _OnStores:
             more = {} if weights_only is None else {"weights_only": weights_only}  # lightning 2.6
             return dict(super().load_checkpoint(checkpoint_path, **more))  # type: ignore[misc]
         module = self.lightning_module  # type: ignore[attr-defined]
-        state = {"state_dict": self.model}  # type: ignore[attr-defined]
-        if module.trainer.state.fn == TrainerFn.FITTING:
-            for index, optimizer in enumerate(self.optimizers):  # type: ignore[attr-defined]
-                state[f"optimizer_{index}"] = optimizer
-        return load_into(state, uri, module.strict_loading, weights_only, self.config)
+        model = self.model  # type: ignore[attr-defined]
+        is_fitting = module.trainer.state.fn == TrainerFn.FITTING
+        optimizers = self.optimizers if is_fitting else []  # type: ignore[attr-defined]
+        parts = Parts(
+            {"state_dict": model},
+            {f"optimizer_{index}": (model, one) for index, one in enumerate(optimizers)},
+        )
+        strict = module.strict_loading
+        return parts.load(uri, self.config, strict=strict, weights_only=weights_only)
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
         """Deletes a checkpoint, if it is there; the first rank does it."""

@@ -1,0 +1,87 @@
+"""A loop with Accelerate, FSDP2 if it is told so, from the checkpoint that it is told to resume."""
+
+import argparse
+import random
+
+import torch
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType, ProjectConfiguration
+from torch.utils.data import DataLoader, TensorDataset
+
+from cloudckpt.integrations.accelerate import CloudAccelerator
+from results import tell
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(8, 16)
+        self.second = torch.nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fsdp", action="store_true")
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--save", action="append", default=[])
+    parser.add_argument("--load")
+    parser.add_argument("--project")
+    told = parser.parse_args()
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="no_wrap", state_dict_type="SHARDED_STATE_DICT"
+    )
+    project = ProjectConfiguration(told.project, automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = CloudAccelerator(cpu=True, project_config=project if told.project else None)
+    if told.fsdp:  # which Accelerate knows on accelerators only
+        accelerator.state._shared_state["distributed_type"] = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugin
+    torch.manual_seed(0)
+    random.seed(accelerator.process_index)
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    data = DataLoader(TensorDataset(torch.ones(64, 8) * torch.arange(8)), batch_size=4)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    model, optimizer, data, scheduler = accelerator.prepare(model, optimizer, data, scheduler)
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    losses = []
+    if told.load:
+        accelerator.load_state(None if told.load == "newest" else told.load)
+    for _, (batch,) in zip(range(told.steps), data, strict=False):
+        loss = (model(batch) - batch.sum(1, keepdim=True)).pow(2).mean()
+        losses.append(loss.item())
+        accelerator.backward(loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        counter.count += 1
+        if told.project:
+            accelerator.save_state()
+    for uri in told.save:
+        accelerator.save_state(uri)
+    tell(
+        kind=accelerator.distributed_type.value,
+        losses=losses,
+        count=counter.count,
+        rate=scheduler.get_last_lr()[0],
+        drawn=random.random(),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+from pathlib import Path
+
+import pytest
+
+import cloudckpt
+from results import Job
+
+
+def test_fsdp2_state_goes_on_with_other_numbers_of_ranks(
+    job: Job, run: str, tmp_path: Path
+) -> None:
+    straight = job("accelerate_job.py", "--fsdp", "--steps=6", ranks=2)
+    first = job("accelerate_job.py", "--fsdp", "--steps=3", f"--save={run}/step-3", ranks=2)
+    same = job("accelerate_job.py", "--fsdp", "--steps=3", f"--load={run}/step-3", ranks=2)
+    alone = job("accelerate_job.py", "--steps=3", f"--load={run}/step-3", ranks=1)
+
+    assert {one["kind"] for one in first} == {"FSDP"}
+    assert alone[0]["kind"] == "NO"
+    for resumed in (same[0], alone[0]):
+        assert resumed["losses"] == pytest.approx(straight[0]["losses"][3:], rel=1e-4)
+        assert resumed["count"] == 6
+        assert resumed["rate"] == pytest.approx(straight[0]["rate"])
+    assert [one["drawn"] for one in same] == [one["drawn"] for one in first]  # random states
+    assert same[0]["drawn"] != same[1]["drawn"]
+    names = {item.name for item in cloudckpt.inspect(f"{run}/step-3").items}
+    assert {"model_0.first.weight", "optimizer_0.state.second.bias.exp_avg"} <= names
+    assert not [*(tmp_path / "cwd").iterdir()]
+
+
+def test_named_checkpoints_rotate_in_the_project_and_the_newest_is_loaded(
+    job: Job, run: str, tmp_path: Path
+) -> None:
+    job("accelerate_job.py", "--steps=3", f"--project={run}", ranks=2)
+    kept = [one.uri for one in cloudckpt.list_checkpoints(f"{run}/checkpoints")]
+    resumed = job("accelerate_job.py", "--steps=0", f"--project={run}", "--load=newest")
+
+    assert kept == [f"{run}/checkpoints/checkpoint_1", f"{run}/checkpoints/checkpoint_2"]
+    assert resumed[0]["count"] == 3
+    assert not [*(tmp_path / "cwd").iterdir()]

@@ -1,0 +1,122 @@
+"""Models and optimizers of a framework as one checkpoint, with the small values beside them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from cloudckpt.checkpointer import CheckpointerConfig, make_sync_checkpointer
+from cloudckpt.config import Config
+from cloudckpt.errors import CheckpointNotFoundError
+from cloudckpt.runs.deleting import delete
+from cloudckpt.uri import CheckpointURI, text_of, unfolded
+
+__all__ = ["VALUES", "Parts", "packed", "remove", "unpacked", "uri_of"]
+
+VALUES = "other_values"
+"""The item with all that is neither a model nor an optimizer, as the bytes of ``torch.save``."""
+
+
+class Parts:
+    """What of a training is saved tensor by tensor, each rank its shards.
+
+    The names in it are those of parameters, which no resharding changes.
+    """
+
+    def __init__(
+        self, models: Mapping[str, Module], optimizers: Mapping[str, tuple[Module, Optimizer]]
+    ) -> None:
+        """
+        Args:
+            models: By the names that they have in a checkpoint.
+            optimizers: Likewise; each with the model whose parameters it has.
+        """
+        self._models = models
+        self._optimizers = optimizers
+
+    def state_dicts(self) -> dict[str, Any]:
+        """Of all, by their names; a collective call."""
+        found: dict[str, Any] = {}
+        for name, model in self._models.items():
+            found[name] = get_model_state_dict(model)
+        for name, (model, optimizer) in self._optimizers.items():
+            found[name] = get_optimizer_state_dict(model, optimizer)
+        return found
+
+    def load(
+        self, uri: str, config: Config, *, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Loads them in place, on any number of ranks; a collective call.
+
+        Args:
+            uri: Where from.
+            config: Options.
+            strict: Whether all of them must be in the checkpoint.
+            weights_only: With False, pickles in the checkpoint may run any code.
+
+        Returns:
+            The values beside them.
+
+        Raises:
+            CloudCheckpointError: As :func:`cloudckpt.load`.
+        """
+        buffer = io.BytesIO()
+        wanted = {**self.state_dicts(), VALUES: buffer}
+        options = CheckpointerConfig(config=config, trust_pickle=weights_only is False)
+        with make_sync_checkpointer(options) as checkpointer:
+            loaded = checkpointer.load(uri, wanted, strict=strict)
+        for name, model in self._models.items():
+            set_model_state_dict(model, loaded[name], options=StateDictOptions(strict=strict))
+        for name, (model, optimizer) in self._optimizers.items():
+            set_optimizer_state_dict(model, optimizer, loaded[name])
+        found = loaded[VALUES]
+        return unpacked(None if found is buffer else found, weights_only)
+
+
+def packed(values: Mapping[str, Any]) -> io.BytesIO:
+    """Values as the bytes of ``torch.save``, which load as a framework's own small files do."""
+    buffer = io.BytesIO()
+    torch.save(dict(values), buffer)
+    buffer.seek(0)
+    return buffer
+
+
+def unpacked(buffer: io.BytesIO | None, weights_only: bool | None = None) -> dict[str, Any]:
+    """What :func:`packed` was given; nothing, if somebody else has saved the checkpoint."""
+    if buffer is None:
+        return {}
+    buffer.seek(0)
+    return dict(torch.load(buffer, map_location="cpu", weights_only=weights_only is not False))
+
+
+def uri_of(path: str | os.PathLike[str]) -> str | None:
+    """The URI, if it is one; None for a path.
+
+    Raises:
+        InvalidURIError: If it can't be a location, or ``pathlib`` has folded it: what is saved
+            there is lost with the machine.
+    """
+    text = text_of(path) or ""
+    if "://" in text or unfolded(text) is not None:
+        return str(CheckpointURI.parse(text))
+    return None
+
+
+def remove(uri: str, config: Config) -> None:
+    """Deletes a checkpoint, if it is there."""
+    with contextlib.suppress(CheckpointNotFoundError):
+        delete(uri, config=config)
