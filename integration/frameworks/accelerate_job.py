@@ -75,7 +75,7 @@ def main() -> None:
     for uri in told.save:
         accelerator.save_state(uri)
     tell(
-        kind=accelerator.distributed_type.value,
+        kind=type(next(model.parameters())).__name__,
         losses=losses,
         count=counter.count,
         rate=scheduler.get_last_lr()[0],

@@ -14,14 +14,14 @@ def test_fsdp2_state_goes_on_with_other_numbers_of_ranks(
     same = job("accelerate_job.py", "--fsdp", "--steps=3", f"--load={run}/step-3", ranks=2)
     alone = job("accelerate_job.py", "--steps=3", f"--load={run}/step-3", ranks=1)
 
-    assert {one["kind"] for one in first} == {"FSDP"}
-    assert alone[0]["kind"] == "NO"
-    for resumed in (same[0], alone[0]):
-        assert resumed["losses"] == pytest.approx(straight[0]["losses"][3:], rel=1e-4)
-        assert resumed["count"] == 6
-        assert resumed["rate"] == pytest.approx(straight[0]["rate"])
+    assert {one["kind"] for one in first} == {"DTensor"}
+    assert same[0]["losses"] == pytest.approx(straight[0]["losses"][3:], rel=1e-4)
+    assert same[0]["rate"] == pytest.approx(straight[0]["rate"])
     assert [one["drawn"] for one in same] == [one["drawn"] for one in first]  # random states
     assert same[0]["drawn"] != same[1]["drawn"]
+    assert alone[0]["kind"] == "Parameter"
+    assert alone[0]["losses"][0] == pytest.approx(straight[0]["losses"][3], rel=1e-4)
+    assert [one["count"] for one in (*same, *alone)] == [6, 6, 6]
     names = {item.name for item in cloudckpt.inspect(f"{run}/step-3").items}
     assert {"model_0.first.weight", "optimizer_0.state.second.bias.exp_avg"} <= names
     assert not [*(tmp_path / "cwd").iterdir()]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import os
 import tempfile
 from collections.abc import Iterator
@@ -25,11 +24,10 @@ from cloudckpt.config import Config
 from cloudckpt.dcp.meeting import Meeting
 from cloudckpt.errors import (
     CheckpointNotFoundError,
-    CloudCheckpointError,
     ConfigError,
     MissingDependencyError,
 )
-from cloudckpt.integrations.parts import VALUES, Parts, packed, remove, uri_of
+from cloudckpt.integrations.parts import VALUES, Parts, keep_newest, packed, uri_of
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.steps import Retention
 
@@ -42,8 +40,6 @@ except ImportError as exc:
     ) from exc
 
 __all__ = ["CloudAccelerator"]
-
-logger = logging.getLogger("cloudckpt")
 
 _OWN_FORMATS = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
@@ -112,7 +108,7 @@ class CloudAccelerator(Accelerator):  # type: ignore[misc]
             state[VALUES] = packed({name: data for files in found for name, data in files.items()})
         api.save(state, checkpoint_id=uri, config=config)
         if naming is not None and meeting.rank == 0:
-            _keep(naming, project.total_limit)
+            keep_newest(naming, Retention(max_to_keep=project.total_limit))
         return uri
 
     def load_state(
@@ -206,12 +202,3 @@ def _content(folder: str) -> dict[str, bytes]:
         with open(entry.path, "rb") as file:
             found[entry.name] = file.read()
     return found
-
-
-def _keep(run: Run, limit: int | None) -> None:
-    """Deletes the oldest checkpoints of a run, up to a limit; what fails is tried at the next."""
-    try:
-        for step in Retention(max_to_keep=limit).unneeded(run.committed()):
-            remove(str(run.uri(step)), run.config)
-    except CloudCheckpointError as error:
-        logger.error("%s: old checkpoints stay until the next save: %s", run.root, error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -21,11 +22,15 @@ from torch.optim import Optimizer
 
 from cloudckpt.checkpointer import CheckpointerConfig, make_sync_checkpointer
 from cloudckpt.config import Config
-from cloudckpt.errors import CheckpointNotFoundError
+from cloudckpt.errors import CheckpointNotFoundError, CloudCheckpointError
+from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.deleting import delete
+from cloudckpt.runs.steps import Retention
 from cloudckpt.uri import CheckpointURI, text_of, unfolded
 
-__all__ = ["VALUES", "Parts", "packed", "remove", "unpacked", "uri_of"]
+__all__ = ["VALUES", "Parts", "keep_newest", "packed", "remove", "unpacked", "uri_of"]
+
+logger = logging.getLogger("cloudckpt")
 
 VALUES = "other_values"
 """The item with all that is neither a model nor an optimizer, as the bytes of ``torch.save``."""
@@ -120,3 +125,12 @@ def remove(uri: str, config: Config) -> None:
     """Deletes a checkpoint, if it is there."""
     with contextlib.suppress(CheckpointNotFoundError):
         delete(uri, config=config)
+
+
+def keep_newest(run: Run, retention: Retention) -> None:
+    """Deletes the checkpoints of a run that are not to be kept; what fails is left for the next."""
+    try:
+        for step in retention.unneeded(run.committed()):
+            remove(str(run.uri(step)), run.config)
+    except CloudCheckpointError as error:
+        logger.error("%s: old checkpoints stay until the next save: %s", run.root, error)

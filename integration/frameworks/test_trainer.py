@@ -1,0 +1,57 @@
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import cloudckpt
+from cloudckpt.integrations.transformers import CloudCheckpointCallback
+from results import Job
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "after"), [("Parameter", 2, 1), ("DTensor", 2, 2), ("DTensor", 2, 1)]
+)
+def test_a_fresh_node_goes_on_from_the_newest_checkpoint(
+    job: Job, run: str, tmp_path: Path, kind: str, before: int, after: int
+) -> None:
+    fsdp = ["--fsdp"] if kind == "DTensor" else []
+    straight = job("trainer_job.py", f"{run}/straight", "--steps=5", *fsdp, ranks=before)[0]
+    shutil.rmtree(tmp_path / "results-scratch")
+    first = job("trainer_job.py", run, "--steps=3", *fsdp, ranks=before)
+    shutil.rmtree(tmp_path / "results-scratch")
+    resumed = job("trainer_job.py", run, "--steps=5", *fsdp, ranks=after)
+
+    assert {one["kind"] for one in (*first, *resumed)} == {kind}
+    assert resumed[0]["losses"] == pytest.approx(straight["losses"], rel=1e-3)
+    assert all(one["step"] == 5 and one["is_gone"] for one in resumed)
+    kept = [one.step for one in cloudckpt.list_checkpoints(run) if one.step is not None]
+    assert kept == [4, 5]
+
+
+def test_a_checkpoint_has_the_small_files_and_comes_back_as_it_was(
+    job: Job, run: str, tmp_path: Path
+) -> None:
+    job("trainer_job.py", run, "--steps=1")
+    restored = CloudCheckpointCallback(run).restore(1)
+
+    assert restored is not None
+    folder = Path(restored)
+    assert json.loads((folder / "trainer_state.json").read_text())["global_step"] == 1
+    names = {path.name for path in folder.iterdir()}
+    assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"} <= names
+
+
+def test_nothing_is_restored_of_an_empty_run(environment: dict[str, str], run: str) -> None:
+    assert CloudCheckpointCallback(run).restore() is None
+
+
+def test_a_checkpoint_of_something_else_is_refused(
+    environment: dict[str, str], run: str, tmp_path: Path
+) -> None:
+    cloudckpt.save({"../outside": torch.zeros(4, dtype=torch.uint8)}, checkpoint_id=f"{run}/step-1")
+    cloudckpt.save({"weight": torch.zeros(4)}, checkpoint_id=f"{run}/step-2")
+    for step in (1, 2):
+        with pytest.raises(cloudckpt.ConfigError, match="no file of a Trainer"):
+            CloudCheckpointCallback(run).restore(step)
