@@ -189,6 +189,18 @@ def test_many_saves_follow_each_other():
         assert_says(stored(draft), metadata, places)
 
 
+def test_a_save_that_has_failed_leaves_nothing_in_the_next_one():
+    metadata, plans = example()
+    draft, before = drawn_up(metadata, plans), written(plans, FIRST)
+    failed = written(plans, "f" * 16)
+    failed[0].extents.lengths[1] = 77_777
+    draft.filled(
+        [one.since(e.extents) for one, e in zip(failed, before, strict=True)], "f" * 16, URI
+    )
+    now = [one.since(e.extents) for one, e in zip(written(plans, SECOND), before, strict=True)]
+    assert_says(stored(draft.filled(now, SECOND, URI)), metadata, places_of(plans, SECOND))
+
+
 def test_stock_torch_reads_it(tmp_path):
     metadata, plans = example()
     (tmp_path / ".metadata").write_bytes(stored(drawn_up(metadata, plans)))

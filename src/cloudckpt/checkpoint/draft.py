@@ -198,9 +198,8 @@ class Draft:
         if is_as_before:
             assert isinstance(self._pickled, MetadataPickle)
             values = counted(inventory.values_from, len(inventory.extents))
-            self._pickled.overwrite(
-                attempt, objects, inventory.extents.at(values) if changed.numel() else None
-            )
+            # also values that are where they were: a save that has failed may have moved them
+            self._pickled.overwrite(attempt, objects, inventory.extents.at(values))
             metadata = lazy_metadata(inventory, attempt)
             draft = Draft(attempt, objects, metadata, inventory, self._pickled, self._body)
         else:

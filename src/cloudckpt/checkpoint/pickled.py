@@ -70,21 +70,17 @@ class MetadataPickle:
         self.data = bytearray().join(self._parts)
         del self._parts, self._inventory, self._memo
 
-    def overwrite(
-        self, attempt: str, objects: Sequence[WrittenObject], values: Extents | None
-    ) -> None:
+    def overwrite(self, attempt: str, objects: Sequence[WrittenObject], values: Extents) -> None:
         """Puts in another save: its random name, those of its objects, the places of its values."""
         for at, written in zip(self._names, objects, strict=True):
             name = written.name.encode()
             self.data[at : at + len(name)] = name
         save_id = save_id_of(attempt).encode()
         self.data[self._save_id : self._save_id + len(save_id)] = save_id
-        if values is not None:
-            for at, *numbers in zip(
-                self._values, *(column.tolist() for column in values.columns[1:]), strict=True
-            ):
-                for start, number in zip((at, at + self._between), numbers, strict=True):
-                    self.data[start : start + 8] = number.to_bytes(8, "little")
+        columns = (column.tolist() for column in values.columns[1:])
+        for at, *numbers in zip(self._values, *columns, strict=True):
+            for start, number in zip((at, at + self._between), numbers, strict=True):
+                self.data[start : start + 8] = number.to_bytes(8, "little")
 
     def _write(self, *parts: bytes) -> None:
         self._parts += parts
