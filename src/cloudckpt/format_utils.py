@@ -169,7 +169,8 @@ def _load_with_notes(
     """What is in a checkpoint, and its notes, of one save."""
     reader = CloudStorageReader(uri, config=config, trust_pickle=trust_pickle)
     state, commit = _content_of(reader), reader.commit
-    assert commit is not None  # it was loaded
+    if commit is None:  # a model in safetensors files
+        return state, Notes()
     return state, Notes.from_json(commit.notes, str(uri))
 
 

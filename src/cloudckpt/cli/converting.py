@@ -3,13 +3,16 @@
 # no `from __future__ import annotations`: typer reads the annotations of functions
 
 import contextlib
+import dataclasses
 import warnings
 from collections.abc import Callable
 from enum import Enum
 from pathlib import PurePosixPath
 from typing import Annotated, Optional
 
+import torch
 import typer
+from rich.filesize import decimal as as_size
 
 from cloudckpt import events
 from cloudckpt.cli.app import Json, Quiet, app, print_json
@@ -21,6 +24,7 @@ from cloudckpt.format_utils import (
     kind_of,
     torch_save_to_dcp,
 )
+from cloudckpt.hf import export_checkpoint
 
 _FILES = frozenset({".bin", ".ckpt", ".pt", ".pth"})  # what files of torch.save are called
 _CONVERSIONS: dict[tuple[Kind, Kind], Callable[..., object]] = {
@@ -29,6 +33,9 @@ _CONVERSIONS: dict[tuple[Kind, Kind], Callable[..., object]] = {
     ("torch", "dcp"): torch_save_to_dcp,
 }
 _NAMES: dict[Kind, str] = {"dcp": "checkpoint", "torch": "file of torch.save"}
+
+
+_Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is at TARGET.")]
 
 
 class To(str, Enum):
@@ -51,9 +58,7 @@ def convert(
             "other one, or what TARGET is named like."
         ),
     ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace what is at TARGET.")
-    ] = False,
+    overwrite: _Overwrite = False,
     trust_pickle: Annotated[
         bool,
         typer.Option("--trust-pickle", help="Let pickles in SOURCE run any code: only your own."),
@@ -99,3 +104,77 @@ def _wanted(found: Kind, target: str, to: Optional[To]) -> Kind:  # noqa: UP045 
             "SOURCE is a checkpoint, and TARGET may be another one or a file: give --to"
         )
     return "dcp"
+
+
+@app.command(rich_help_panel="Checkpoints")
+def export(
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint, of cloudckpt or torch.")],
+    target: Annotated[str, typer.Argument(help="The folder of the model.")],
+    prefix: Annotated[
+        str,
+        typer.Option(help="Take only what is beneath this name, such as model, without the name."),
+    ] = "",
+    max_shard: Annotated[
+        str, typer.Option(help="Most bytes of tensors in a file: 5GB, 4GiB.")
+    ] = "5GB",
+    dtype: Annotated[
+        Optional[str],  # noqa: UP045 - as above
+        typer.Option(help="What floating-point tensors become: bfloat16, float16, float32, ..."),
+    ] = None,
+    overwrite: _Overwrite = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write the tensors of a checkpoint as a model in safetensors files.
+
+    Where the store can, it copies them itself. The model appears when all of it is there.
+    """
+    kind = getattr(torch, dtype, None) if dtype else None
+    if dtype and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
+        raise typer.BadParameter(f"torch has no floating-point type {dtype}", param_hint="--dtype")
+    beneath = f"{prefix.rstrip('.')}." if prefix else ""
+
+    def renamed(name: str) -> Optional[str]:  # noqa: UP045 - as above
+        return name.removeprefix(beneath) if name.startswith(beneath) else None
+
+    config = Config(overwrite=overwrite)
+    bar = contextlib.nullcontext() if quiet or as_json else events.progress_bar()
+    with bar, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be here
+        done = export_checkpoint(
+            checkpoint, target, max_shard=max_shard, dtype=kind, key_mapping=renamed, config=config
+        )
+    if as_json:
+        print_json({"checkpoint": checkpoint, "target": target, **dataclasses.asdict(done)})
+    elif not quiet:
+        print(
+            f"{checkpoint} is now the model {target}: {len(done.files)} files of "
+            f"{as_size(done.bytes)}, of which {as_size(done.moved)} went through here"
+            + (f"; {len(done.left_out)} names were left out" if done.left_out else "")
+        )
+
+
+@app.command("import", rich_help_panel="Checkpoints")
+def import_(
+    source: Annotated[
+        str, typer.Argument(help="A model in safetensors files: its folder, or one file.")
+    ],
+    checkpoint: Annotated[str, typer.Argument(help="Where to save.")],
+    overwrite: _Overwrite = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Save a model in safetensors files as a checkpoint.
+
+    It takes one copy of the model in memory. The checkpoint appears when it is complete.
+    """
+    config = Config(overwrite=overwrite)
+    bar = contextlib.nullcontext() if quiet or as_json else events.progress_bar()
+    with bar, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be here
+        metadata = dcp_to_dcp(source, checkpoint, config=config)
+    count = len(metadata.state_dict_metadata)
+    if as_json:
+        print_json({"source": source, "checkpoint": checkpoint, "tensors": count})
+    elif not quiet:
+        print(f"{source} is now the checkpoint {checkpoint}, of {count} tensors")

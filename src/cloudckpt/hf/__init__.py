@@ -5,8 +5,9 @@
 >>> cloudckpt.hf.load(state_dict, "s3://bucket/model")  # doctest: +SKIP
 """
 
+from cloudckpt.hf.exporting import Exported, export_checkpoint
 from cloudckpt.hf.loading import load
 from cloudckpt.hf.saving import save
 from cloudckpt.hf.writer import SafetensorsWriter
 
-__all__ = ["SafetensorsWriter", "load", "save"]
+__all__ = ["Exported", "SafetensorsWriter", "export_checkpoint", "load", "save"]

@@ -34,6 +34,7 @@ __all__ = [
     "TensorPlan",
     "boxes_between",
     "divide",
+    "natural",
     "nbytes_of",
     "needs_index",
     "plan_files",
@@ -366,3 +367,11 @@ def _shares(part: PartPlanOfRanks) -> Counter[int]:
             for piece in run.pieces:
                 shares[piece.rank] += nbytes_of(piece.place, run.dtype)
     return shares
+
+
+def natural(name: str) -> list[tuple[bool, int, str]]:
+    """Orders names by the numbers in them: layer 2 stands before layer 10."""
+    parts = re.split(r"(\d+)", name)
+    return [
+        (part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts if part
+    ]

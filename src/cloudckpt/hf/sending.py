@@ -45,6 +45,14 @@ class FileUpload(ObjectUpload):
         """Sends a part, by a thread of the group."""
         self._group.submit(lambda: self._put_part(part))
 
+    def send_now(self, part: PartPlan) -> None:
+        """Sends a part, by the thread that calls it."""
+        self._put_part(part)
+
+    def took(self, part: Part) -> None:
+        """Notes a part that the store has made itself."""
+        self._took(part)
+
     @property
     def sent(self) -> list[Part]:
         """The parts that were sent from here."""

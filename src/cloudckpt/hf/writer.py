@@ -44,6 +44,7 @@ from cloudckpt.hf.layout import (
     RankWork,
     TensorPlan,
     divide,
+    natural,
     needs_index,
     plan_files,
     weight_map,
@@ -478,14 +479,7 @@ def _tensors(plans: Sequence[SavePlan], dtype: torch.dtype | None) -> list[Tenso
                 )
             box = tuple(zip(data.chunk.offsets, data.chunk.sizes, strict=True))
             chunks.setdefault(name, []).append(Chunk(rank, number, box))
-    return [TensorPlan(name, *kinds[name], chunks[name]) for name in sorted(kinds, key=_natural)]
-
-
-def _natural(name: str) -> list[tuple[bool, int, str]]:
-    parts = re.split(r"(\d+)", name)
-    return [
-        (part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts if part
-    ]
+    return [TensorPlan(name, *kinds[name], chunks[name]) for name in sorted(kinds, key=natural)]
 
 
 def _resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor:

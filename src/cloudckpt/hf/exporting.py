@@ -1,0 +1,429 @@
+"""A finished checkpoint becomes a model in safetensors files, by copies within the store if it can.
+
+A part of a file is copied by the store if it is a range of one data object of the checkpoint. What
+is smaller than a part may be (headers, small tensors, the begin of a tensor behind them) is read
+and sent by this process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+from cloudckpt.api import ToLoad, load_prepared
+from cloudckpt.checkpoint.model_folder import KeyMapping
+from cloudckpt.checkpoint.places import StoredTensor
+from cloudckpt.config import MIB, Config
+from cloudckpt.dcp.planners import CloudLoadPlanner
+from cloudckpt.dcp.reader import CloudStorageReader
+from cloudckpt.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    InvalidRequestError,
+    InvalidURIError,
+    KeyCollisionError,
+)
+from cloudckpt.hf.layout import Chunk, FilePlan, RankWork, TensorPlan, divide, natural, plan_files
+from cloudckpt.hf.sending import FileUpload, send_work, slab_bytes
+from cloudckpt.hf.writer import FilesUnderConstruction, bytes_of_size
+from cloudckpt.stores.base import ObjectInfo, ObjectStore, Part, Upload
+from cloudckpt.transfer.download import download
+from cloudckpt.transfer.group import TaskGroup
+from cloudckpt.transfer.landing import BytesSink, StoredBytes, Wanted
+from cloudckpt.transfer.parts import PartPlan, Piece
+from cloudckpt.transfer.retry import Retrier, open_store
+from cloudckpt.transfer.stats import TransferStats
+from cloudckpt.uri import CheckpointURI, URILike
+
+__all__ = ["Exported", "PlannedCopy", "cut_into_parts", "export_checkpoint"]
+
+logger = logging.getLogger("cloudckpt")
+
+_COPY = 256 * MIB  # a store copies some hundred MiB a second for each request
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export has made.
+
+    Attributes:
+        files: The names of the files.
+        bytes: Of the files.
+        moved: Bytes that this process has sent; the rest was copied within the store.
+        left_out: Names in the checkpoint that are no tensors, or that ``key_mapping`` left out.
+    """
+
+    files: Sequence[str]
+    bytes: int
+    moved: int
+    left_out: Sequence[str]
+
+
+def export_checkpoint(
+    checkpoint: URILike,
+    target: URILike,
+    *,
+    max_shard: int | str = "5GB",
+    dtype: torch.dtype | None = None,
+    fqn_to_file: Mapping[str, str | int] | None = None,
+    key_mapping: KeyMapping | None = None,
+    config: Config | None = None,
+) -> Exported:
+    """Writes the tensors of a checkpoint as a model in safetensors files; see :func:`save`.
+
+    Where the store can copy ranges, and reach both places with the same credentials, it copies
+    nearly all bytes itself. Else, and if types are converted, or tensors were saved in columns, the
+    files are made one after the other, in about ``max_shard`` of memory. Call it on one rank: it
+    takes no part in collectives.
+
+    Args:
+        checkpoint: A committed checkpoint, of cloudckpt or of torch.
+        target: The folder of the model.
+        max_shard: Most bytes of tensors in a file.
+        dtype: What floating-point tensors are converted to; as they are by default.
+        fqn_to_file: The file of each tensor instead, by its name there or by its number from 1.
+        key_mapping: What a tensor of the checkpoint is called in the model, or None to leave it
+            out, as ``optim.…`` mostly.
+        config: Options, for both sides.
+
+    Raises:
+        CheckpointNotFoundError: If there is no checkpoint, or no tensor is left of it.
+        CheckpointExistsError: If there is a model and ``overwrite`` is off.
+        CheckpointCorruptError: If bytes of the checkpoint are missing or damaged.
+        UnsupportedTensorError: If safetensors files can't hold a tensor.
+        KeyCollisionError: If ``key_mapping`` gives two tensors one name.
+        CloudCheckpointError: As :func:`save`.
+    """
+    config = config if config is not None else Config()
+    source, uri = CheckpointURI.parse(checkpoint), CheckpointURI.parse(target)
+    if source == uri:
+        raise InvalidURIError(f"{uri} is both the checkpoint and the model to be written")
+    found = _Source(source, config, key_mapping, dtype)
+    files = plan_files(found.tensors, bytes_of_size(max_shard), fqn_to_file)
+    stats = TransferStats(str(uri), 0, sum(file.size for file in files))
+    target_store = open_store(uri, config)
+    copies = found.store if uri.is_cloud and target_store.copies_from(found.store) else None
+    if copies is not None and target_store.capabilities.copies_parts and found.is_copyable:
+        try:
+            _export_by_copies(uri, config, files, found, stats)
+            return _outcome(files, stats, found)
+        except InvalidRequestError as error:  # some servers want parts of one size, or no copies
+            logger.warning("the store does not copy that, so it is read and sent: %s", error)
+    building = FilesUnderConstruction(uri, config, files)
+    building.begin()
+    try:
+        parts = _sent_by_files(files, building.uploads, found, target_store, config, stats)
+    except BaseException:
+        building.abandon()
+        raise
+    building.commit(parts)
+    return _outcome(files, stats, found)
+
+
+def _outcome(files: Sequence[FilePlan], stats: TransferStats, found: _Source) -> Exported:
+    size = sum(file.size for file in files)
+    names = [file.name for file in files]
+    return Exported(names, size, stats.snapshot().bytes, found.left_out)
+
+
+class _Source:
+    """The tensors of a checkpoint, and where their bytes are.
+
+    Attributes:
+        tensors: As they will be stored, by their new names.
+        stored: Of each the chunks, with where they begin.
+        left_out: The other names.
+        is_copyable: Whether all bytes are in the checkpoint just as they will be in the files.
+    """
+
+    def __init__(
+        self,
+        uri: CheckpointURI,
+        config: Config,
+        key_mapping: KeyMapping | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self._config = config
+        self.uri = uri
+        self.store: ObjectStore = open_store(uri, config)
+        self.reader = CloudStorageReader(uri, config=config)
+        metadata = self.reader.read_metadata()
+        self.tensors: list[TensorPlan] = []
+        self.stored: dict[str, list[tuple[tuple[int, ...], StoredTensor]]] = {}
+        self.names: dict[str, str] = {}
+        self.left_out: list[str] = []
+        entries: dict[str, TensorStorageMetadata] = {}
+        for name, entry in metadata.state_dict_metadata.items():
+            wanted = name if key_mapping is None else key_mapping(name)
+            if wanted is None or not isinstance(entry, TensorStorageMetadata):
+                self.left_out.append(name)
+                continue
+            if wanted in entries:
+                raise KeyCollisionError(f"two tensors are called {wanted}", uri=str(uri), item=name)
+            entries[wanted], self.names[wanted] = entry, name
+        if not entries:
+            raise CheckpointNotFoundError(
+                "no tensor is left to be exported: see what `cloudckpt inspect` shows",
+                uri=str(uri),
+            )
+        for name in sorted(entries, key=natural):
+            entry = entries[name]
+            kind = entry.properties.dtype
+            if dtype is not None and kind.is_floating_point:
+                kind = dtype
+            box = tuple((0, size) for size in entry.size)
+            chunk = Chunk(0, len(self.tensors), box)
+            self.tensors.append(TensorPlan(name, kind, tuple(entry.size), [chunk]))
+        indices = [
+            (name, MetadataIndex(self.names[name], chunk.offsets))
+            for name in entries
+            for chunk in entries[name].chunks
+        ]
+        places = self.reader.places_in(metadata)
+        found = places.find(
+            [index for _, index in indices], self.store, config, TransferStats(str(uri))
+        )
+        self.is_copyable = True
+        for (name, index), place in zip(indices, found, strict=True):
+            if place.tensor is None:
+                self.is_copyable = False
+                continue
+            begin = tuple(index.offset or ())
+            self.stored.setdefault(name, []).append((begin, place.tensor))
+        self.is_copyable = self.is_copyable and all(map(self._is_in_order, self.tensors))
+
+    def _is_in_order(self, tensor: TensorPlan) -> bool:
+        """Whether its chunks, one behind the other, are the tensor; sorts them so."""
+        chunks = sorted(self.stored[tensor.name], key=lambda chunk: chunk[0])
+        self.stored[tensor.name] = chunks
+        rows = 0
+        for begin, stored in chunks:
+            is_rows = stored.shape[1:] == tensor.shape[1:] and begin[:1] == (rows,)[: len(begin)]
+            if stored.dtype != tensor.dtype or not is_rows or any(begin[1:]):
+                return False
+            rows += stored.shape[0] if stored.shape else 1
+        return rows == (tensor.shape[0] if tensor.shape else 1)
+
+    def extents(self, tensor: TensorPlan) -> Iterator[StoredBytes]:
+        """Where the bytes of a copyable tensor are, in order."""
+        for _, stored in self.stored[tensor.name]:
+            yield stored.elements
+
+    def loaded(self, tensors: Sequence[TensorPlan]) -> dict[str, torch.Tensor]:
+        """Tensors, verified and converted, in memory."""
+        state = {
+            self.names[tensor.name]: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            for tensor in tensors
+        }
+        reader = CloudStorageReader(self.uri, config=self._config)
+        planner = CloudLoadPlanner(reader.checkpoint_id)
+        load_prepared(state, lambda: ToLoad(reader, planner), no_dist=True)
+        return {tensor.name: state[self.names[tensor.name]] for tensor in tensors}
+
+
+def _sent_by_files(
+    files: Sequence[FilePlan],
+    uploads: Sequence[Upload],
+    found: _Source,
+    store: ObjectStore,
+    config: Config,
+    stats: TransferStats,
+) -> list[list[Part]]:
+    """Loads and sends the files one after the other; returns their parts."""
+    names = [tensor.name for tensor in found.tensors]
+    sent: list[list[Part]] = []
+    for file, upload in zip(files, uploads, strict=True):
+        (work,) = divide([file], [upload.part_size], 1, slab_bytes(config))
+        state = found.loaded(file.tensors)
+
+        def resolve(item: int, state: Mapping[str, torch.Tensor] = state) -> torch.Tensor:
+            return state[names[item]]
+
+        (parts,) = send_work(RankWork([], work.own), [upload], resolve, store, config, stats, None)
+        sent.append(sorted(parts, key=lambda part: part.number))
+    return sent
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCopy:
+    """Bytes ``start`` to ``stop`` of an item's data."""
+
+    source: StoredBytes
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        """How many."""
+        return self.stop - self.start
+
+
+def cut_into_parts(
+    header: bytes, extents: Sequence[StoredBytes], *, least: int, most: int
+) -> Iterator[PlannedCopy | list[bytes | PlannedCopy]]:
+    """The parts of a file: what the store copies, or what is to be read and sent.
+
+    All but the last have at least ``least`` bytes. A copy begins and ends with a block that has a
+    checksum, if there are blocks, so that the store's word for it can be compared.
+
+    Args:
+        header: What stands in front.
+        extents: Where the rest is, in order.
+        least: Fewest bytes of a part.
+        most: Most bytes of a copy.
+    """
+    ours: list[bytes | PlannedCopy] = [header]
+    size = len(header)
+    for source in extents:
+        at, grain = 0, source.blocks.size if source.blocks is not None else 1
+        if 0 < size < least:
+            at = min(-(-(least - size) // grain) * grain, source.nbytes)
+            if source.nbytes - at < least:
+                at = source.nbytes
+        if size and at == 0 and source.nbytes < least:
+            at = source.nbytes
+        if at:
+            ours.append(PlannedCopy(source, 0, at))
+            size += at
+        rest = source.nbytes - at
+        if rest == 0:
+            if size >= least:
+                yield ours
+                ours, size = [], 0
+            continue
+        if rest < least:
+            ours.append(PlannedCopy(source, at, source.nbytes))
+            size += rest
+            continue
+        if size:
+            yield ours
+            ours, size = [], 0
+        count = -(-rest // most)
+        step = max(rest // count // grain * grain, grain)
+        for number in range(count):
+            start = at + number * step
+            stop = source.nbytes if number == count - 1 else start + step
+            yield PlannedCopy(source, start, stop)
+    if size:
+        yield ours
+
+
+def _export_by_copies(
+    uri: CheckpointURI,
+    config: Config,
+    files: Sequence[FilePlan],
+    found: _Source,
+    stats: TransferStats,
+) -> None:
+    store = open_store(uri, config)
+    limits = store.capabilities
+    most = min(_COPY, limits.max_part_size // 2)
+    group = TaskGroup(config.connections, name="cloudckpt-copy", interrupt=store.interrupt)
+    retrier = Retrier(config.retry, group.cancellation, on_retry=stats.add_retry)
+    building = FilesUnderConstruction(uri, config, files)
+    building.begin([max(limits.min_part_size, MIB)] * len(files))
+    uploads = [
+        FileUpload(store, begun.key, begun.part_size, group, retrier, stats)
+        for begun in building.uploads
+    ]
+    infos: dict[str, ObjectInfo] = {}
+
+    def info_of(key: str) -> ObjectInfo:
+        if key not in infos:
+            infos[key] = retrier.call(lambda: found.store.head(key))
+        return infos[key]
+
+    def produce() -> None:
+        for file, upload, begun in zip(files, uploads, building.uploads, strict=True):
+            upload.adopt(begun)
+            extents = [
+                one for tensor in file.tensors for one in found.extents(tensor) if one.nbytes
+            ]
+            cut = cut_into_parts(
+                file.header, extents, least=max(limits.min_part_size, MIB), most=most
+            )
+            for number, part in enumerate(cut, 1):
+                if isinstance(part, PlannedCopy):
+                    info = info_of(part.source.key)
+                    task: Callable[[], None] = functools.partial(
+                        _copy, store, found.store, info, begun, number, part, upload, retrier
+                    )
+                else:
+                    task = functools.partial(
+                        _relay, found.store, part, number, upload, config, stats
+                    )
+                group.submit(task)
+
+    try:
+        group.run(produce)
+    except BaseException:
+        building.abandon()
+        raise
+    building.commit([sorted(one.sent, key=lambda part: part.number) for one in uploads])
+
+
+def _copy(
+    store: ObjectStore,
+    source: ObjectStore,
+    info: ObjectInfo,
+    upload: Upload,
+    number: int,
+    planned: PlannedCopy,
+    to: FileUpload,
+    retrier: Retrier,
+) -> None:
+    start, stop = planned.source.offset + planned.start, planned.source.offset + planned.stop
+    part = retrier.call(lambda: store.copy_part(source, info, upload, number, start, stop))
+    expected = _checksum_of(planned, store)
+    if part.checksum is not None and expected is not None and part.checksum != expected:
+        raise CheckpointCorruptError(
+            f"bytes {start} to {stop} of the object do not match their checksum: the object is "
+            "damaged; restore it or export an older checkpoint",
+            uri=source.uri(info.key),
+            item=planned.source.item,
+        )
+    to.took(part)
+
+
+def _checksum_of(planned: PlannedCopy, store: ObjectStore) -> int | None:
+    """What the copied bytes must add up to, by the blocks of the checkpoint."""
+    blocks = planned.source.blocks
+    algorithm = store.capabilities.checksum
+    if blocks is None or blocks.algorithm.name != algorithm.name or planned.start % blocks.size:
+        return None
+    if planned.stop % blocks.size and planned.stop != planned.source.nbytes:
+        return None
+    first, last = planned.start // blocks.size, -(-planned.stop // blocks.size)
+    lengths = [blocks.size] * (last - first)
+    lengths[-1] = planned.stop - (last - 1) * blocks.size
+    return algorithm.combine(zip(blocks.checksums[first:last], lengths, strict=True))
+
+
+def _relay(
+    source: ObjectStore,
+    content: Sequence[bytes | PlannedCopy],
+    number: int,
+    to: FileUpload,
+    config: Config,
+    stats: TransferStats,
+) -> None:
+    """Reads what a part consists of, verified, and sends it."""
+    sinks = [one if isinstance(one, bytes) else BytesSink(one.nbytes) for one in content]
+    wanted = [
+        Wanted(one.source, one.start, one.stop, sink, True)
+        for one, sink in zip(content, sinks, strict=True)
+        if not isinstance(one, bytes) and not isinstance(sink, bytes)
+    ]
+    download(source, wanted, dataclasses.replace(config, connections=1), TransferStats())
+    part = PartPlan(number)
+    for sink in sinks:
+        view = memoryview(sink if isinstance(sink, bytes) else sink.data).toreadonly()
+        part.pieces.append(Piece(view))
+        part.size += view.nbytes
+    to.send_now(part)
