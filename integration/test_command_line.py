@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import cloudckpt
+import cloudckpt.hf
 from clouds import Cloud, Place
 
 # What is typed, its exit code, and a pattern of what is printed. {run} has step-1, step-2 and what
@@ -28,6 +29,16 @@ COMMANDS = {
     "cp": ("cp {run}/step-2 {run}/copy", 0, r"{run}/copy: copied 1 checkpoint \(1 objects"),
     "doctor": ("doctor {run} --size 1", 0, r"ok\tmultipart\t(.*\n)*ok\tclean-up\t"),
     "convert": ("convert {run}/step-2 {local}/model.pt", 0, r"file of torch.save"),
+    "export": (
+        "export {run}/step-2 {run}-exported",
+        0,
+        r"is now the model {run}-exported: 1 files",
+    ),
+    "import": (
+        "import {run}-model {local}/new",
+        0,
+        r"is now the checkpoint {local}/new, of 1 tens",
+    ),
     "rm": ("rm {run}/step-1 {run}/step-2 --yes", 0, r"deleted {run}/step-1\ndeleted"),
     "prune": ("prune {run} --max-to-keep 1 --yes", 0, r"deleted {run}/step-1\n"),
     "sweep": ("sweep {run} --older-than 0 --yes", 0, r"deleted 1 objects"),
@@ -46,6 +57,7 @@ def run(place: Place, cloud: Cloud) -> str:
         for step in (1, 2):
             state = {"w": torch.full((500, 3), float(step)), "step": step}
             manager.save(step, state, metrics={"loss": 1 / step})
+    cloudckpt.hf.save({"w": torch.ones(5)}, f"{place.uri}-model", config=place.config)
     cloud.look.put(f"{place.key}/step-3/__0_0.0123456789abcdef.distcp", b"left over")
     return place.uri
 
