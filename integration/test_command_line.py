@@ -29,16 +29,8 @@ COMMANDS = {
     "cp": ("cp {run}/step-2 {run}/copy", 0, r"{run}/copy: copied 1 checkpoint \(1 objects"),
     "doctor": ("doctor {run} --size 1", 0, r"ok\tmultipart\t(.*\n)*ok\tclean-up\t"),
     "convert": ("convert {run}/step-2 {local}/model.pt", 0, r"file of torch.save"),
-    "export": (
-        "export {run}/step-2 {run}-exported",
-        0,
-        r"is now the model {run}-exported: 1 files",
-    ),
-    "import": (
-        "import {run}-model {local}/new",
-        0,
-        r"is now the checkpoint {local}/new, of 1 tens",
-    ),
+    "export": ("export {run}/step-2 {run}-made", 0, r"is now the model {run}-made: 1 files"),
+    "import": ("import {run}-model {local}/new", 0, r"is now the checkpoint {local}/new, of 1 "),
     "rm": ("rm {run}/step-1 {run}/step-2 --yes", 0, r"deleted {run}/step-1\ndeleted"),
     "prune": ("prune {run} --max-to-keep 1 --yes", 0, r"deleted {run}/step-1\n"),
     "sweep": ("sweep {run} --older-than 0 --yes", 0, r"deleted 1 objects"),
