@@ -49,17 +49,22 @@ def main() -> None:
     parser.add_argument("--strategy", choices=["model_parallel", "ddp"], default="model_parallel")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--resume")
+    parser.add_argument("--callback", action="store_true")
     told = parser.parse_args()
 
     world = int(os.environ["WORLD_SIZE"])
     sharded = told.strategy == "model_parallel"
     strategy = ours.CloudModelParallelStrategy(world, 1) if sharded else "ddp"
+    saving = ours.CloudModelCheckpoint(
+        told.run, every_n_train_steps=1, save_top_k=2, monitor="loss", save_last=True
+    )
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=world,
         strategy=strategy,
         plugins=None if sharded else [ours.CloudCheckpointIO()],
-        enable_checkpointing=False,
+        callbacks=[saving] if told.callback else None,
+        enable_checkpointing=told.callback,
         max_steps=told.steps,
         logger=False,
         enable_progress_bar=False,
@@ -70,8 +75,14 @@ def main() -> None:
     model = Model(sharded)
     resume = cloudckpt.latest(told.run) if told.resume == "latest" else told.resume
     trainer.fit(model, DataLoader(TensorDataset(same), batch_size=4), ckpt_path=resume)
-    trainer.save_checkpoint(f"{told.run}/step-{trainer.global_step}")
-    tell(step=trainer.global_step, losses=model.losses)
+    if not told.callback:
+        trainer.save_checkpoint(f"{told.run}/step-{trainer.global_step}")
+    tell(
+        step=trainer.global_step,
+        losses=model.losses,
+        best=saving.best_model_path,
+        last=saving.last_model_path,
+    )
 
 
 if __name__ == "__main__":

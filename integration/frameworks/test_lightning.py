@@ -43,6 +43,23 @@ def test_training_that_is_not_sharded_goes_on_through_the_plugin(
     assert not [*(tmp_path / "cwd").iterdir()]
 
 
+@pytest.mark.parametrize(("strategy", "ranks"), [("model_parallel", 2), ("ddp", 1)])
+def test_the_best_and_the_last_are_kept_and_training_goes_on_from_the_last(
+    job: Job, run: str, tmp_path: Path, strategy: str, ranks: int
+) -> None:
+    how = [f"--strategy={strategy}", "--callback"]
+    first = job("lightning_job.py", run, "--steps=4", *how, ranks=ranks)[0]
+    names = [one.uri.removeprefix(f"{run}/") for one in cloudckpt.list_checkpoints(run)]
+    best = sorted(sorted(range(4), key=first["losses"].__getitem__)[:2])
+    assert names == [*(f"step-{index + 1}" for index in best), "last"]
+    assert first["last"] == f"{run}/last"
+
+    resumed = job("lightning_job.py", run, "--steps=6", "--resume=last", *how)[0]
+    assert resumed["step"] == 6
+    assert len(resumed["losses"]) == 2
+    assert not [*(tmp_path / "cwd").iterdir()]
+
+
 def test_the_plugin_gives_back_what_it_was_given_and_removes_it(
     environment: dict[str, str], run: str
 ) -> None:

@@ -13,6 +13,7 @@ when a folder is removed, what makes a checkpoint visible goes first.
 
 from __future__ import annotations
 
+import datetime
 import importlib.util
 import io
 import tempfile
@@ -112,6 +113,18 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
             return str(self.info(path)["type"])
         except FileNotFoundError:
             return None
+
+    def modified(self, path: str) -> datetime.datetime:
+        """When a file was written, or the newest one in a folder, by the store's clock.
+
+        Raises:
+            FileNotFoundError: If there is nothing.
+        """
+        files = self.find(path, detail=True).values()
+        times = [entry["mtime"] for entry in files if "mtime" in entry]
+        if not times:
+            raise FileNotFoundError(f"{self.scheme}://{self._strip_protocol(path)}")
+        return datetime.datetime.fromtimestamp(max(times), datetime.timezone.utc)
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
         """What is directly beneath a path, or the file there; asked anew each time."""

@@ -20,9 +20,13 @@ from cloudckpt import api
 from cloudckpt.config import Config
 from cloudckpt.errors import ConfigError, MissingDependencyError
 from cloudckpt.integrations.fabric import CloudCheckpointIO, refuse_storage_options
+from cloudckpt.integrations.fsspec import register
 from cloudckpt.integrations.parts import VALUES, Parts, packed, remove, uri_of
+from cloudckpt.runs.catalog import list_checkpoints
 
 try:
+    import fsspec
+    from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
     from lightning.pytorch.trainer.states import TrainerFn
 except ImportError as exc:
@@ -34,6 +38,7 @@ __all__ = [
     "CloudCheckpointIO",
     "CloudFSDPMixin",
     "CloudFSDPStrategy",
+    "CloudModelCheckpoint",
     "CloudModelParallelStrategy",
 ]
 
@@ -160,3 +165,65 @@ class CloudFSDPStrategy(CloudFSDPMixin, FSDPStrategy):  # type: ignore[misc]
         super().__init__(*args, **{"state_dict_type": "sharded", **kwargs})
         if config is not None:
             self.config = config
+
+
+class CloudModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
+    """Lightning's ``ModelCheckpoint``, with names of which ``cloudckpt.latest`` finds the newest.
+
+    Checkpoints are ``<dirpath>/step-<step>``, without ``.ckpt``, as they are no files. One that a
+    job saves again is replaced when the new one is committed. ``save_top_k``, ``save_last`` and
+    ``ckpt_path="last"`` are Lightning's; the trainer needs a strategy or plugin of ours.
+    """
+
+    FILE_EXTENSION = ""
+
+    def __init__(
+        self,
+        dirpath: str,
+        filename: str = "step-{step}",
+        *,
+        auto_insert_metric_name: bool = False,
+        enable_version_counter: bool = False,
+        config: Config | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """
+        Args:
+            dirpath: The folder of the run, for example ``s3://bucket/run``.
+            filename: Lightning's.
+            auto_insert_metric_name: Lightning's.
+            enable_version_counter: Lightning's.
+            config: The options of looking for checkpoints.
+            **kwargs: Lightning's.
+
+        Raises:
+            InvalidURIError: If ``dirpath`` can't be a location.
+        """
+        self._root = uri_of(dirpath)
+        self._config = config if config is not None else Config()
+        if self._root is not None:
+            _serve(self._root.partition("://")[0], config)
+        super().__init__(
+            dirpath,
+            filename,
+            auto_insert_metric_name=auto_insert_metric_name,
+            enable_version_counter=enable_version_counter,
+            **kwargs,
+        )
+
+    def _find_last_checkpoints(self, trainer: Any) -> set[str]:
+        """For ``ckpt_path="last"``: the newest that is committed; Lightning loses the scheme."""
+        if self._root is None:
+            return set(super()._find_last_checkpoints(trainer))
+        found = list_checkpoints(self._root, config=self._config)
+        committed = [one for one in found if one.is_committed]
+        newest = max(committed, key=lambda one: (one.modified or 0.0, one.step or -1), default=None)
+        return set() if newest is None else {newest.uri}
+
+
+def _serve(scheme: str, config: Config | None) -> None:
+    """Lightning asks fsspec about folders, which may know nobody who serves the scheme."""
+    try:
+        fsspec.get_filesystem_class(scheme)
+    except (ImportError, ValueError):
+        register(config)
