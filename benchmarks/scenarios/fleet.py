@@ -331,6 +331,7 @@ def _rank_of_four(port: int, tensors: int) -> dict[str, float]:
             dist.barrier()
             began = cpu_seconds()
             cloudckpt.save(state, checkpoint_id=place.uri("sharded"), config=config)
+    planning = planned - began
     replicated = {f"{index}": torch.full((MIB,), float(index)) for index in range(32)}
     cloudckpt.save(replicated, checkpoint_id=place.uri("replicated"), config=config)
     if rank == 0:
@@ -344,7 +345,7 @@ def _rank_of_four(port: int, tensors: int) -> dict[str, float]:
     data = [entry for entry in reads if entry[2].endswith(".distcp")]
     found = {
         "sent": sum(sent),
-        "plan_cpu": (planned - began) * 1000,
+        "plan_cpu": planning * 1000,
         "read": sum(entry[4] for entry in data),
         "needed": sum(tensor.nbytes for tensor in replicated.values()),
         "metadata": len(reads) - len(data),
