@@ -202,16 +202,17 @@ def _reading(port: int, who: str, ranks: int, tensors: int) -> dict[str, float]:
     folder = _folder(port, who)
     if who == OURS:
         import cloudckpt
+        from cloudckpt.dcp.planners import CloudLoadPlanner
 
         reader: Any = cloudckpt.CloudStorageReader(folder)
+        planner: DefaultLoadPlanner = CloudLoadPlanner(str(folder))
     else:
-        reader = FileSystemReader(folder)
+        reader, planner = FileSystemReader(folder), DefaultLoadPlanner()
     resident, cpu = start_high_water(), cpu_seconds()
     metadata = reader.read_metadata()
     found = {"read_cpu": cpu_seconds() - cpu, "read_memory": (high_water() - resident) / MIB}
     begin(5, int(ranks * _LOADING))
     state = sharded(tensors, ranks)
-    planner = DefaultLoadPlanner()
     cpu = cpu_seconds()
     planner.set_up_planner(state, metadata, is_coordinator=False)
     planner.create_local_plan()
