@@ -21,6 +21,8 @@ NEEDS = {
     "test_lightning.py": "lightning",
     "test_fabric.py": "lightning",
     "test_accelerate.py": "accelerate",
+    "test_torch_checkpointing.py": "torch_checkpointing",
+    "test_torchtitan.py": "torchtitan",
     "test_trainer.py": "transformers",
 }
 collect_ignore = [name for name, module in NEEDS.items() if not importlib.util.find_spec(module)]

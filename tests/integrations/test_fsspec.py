@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import os
 
 import fsspec
 import pytest
@@ -113,10 +114,8 @@ def test_a_file_appears_when_it_is_closed(files, run):
     with files.open(path) as file:
         assert file.read() == b"{}\n"
     assert files.cat_file(path, start=1, end=2) == b"}"
-    other = files.open(path, "xb")
-    other.write(b"other")
     with pytest.raises(FileExistsError):
-        other.close()
+        files.pipe_file(path, b"other", mode="create")
     assert files.cat(path) == b"{}\n"
 
 
@@ -128,10 +127,30 @@ def test_a_file_whose_writing_fails_does_not_appear(files, run):
 
     with pytest.raises(KeyError):
         fail()
-    abandoned = files.open(f"{run}/broken", "wb")
-    abandoned.write(b"half")
-    del abandoned
+    dropped = files.open(f"{run}/broken", "wb")
+    dropped.write(b"half")
+    del dropped
     assert not files.exists(f"{run}/broken")
+
+
+def test_what_is_written_is_sent_in_parts_and_may_change_after(files, run, s3):
+    small = dataclasses.replace(s3.config, part_size=5 * 2**20, memory_budget=2**25)
+    data = bytearray(os.urandom(2**20))
+    expected = bytes(data) * 12
+    with S3FileSystem(config=small, skip_instance_cache=True).open(f"{run}/large", "wb") as file:
+        for _ in range(12):
+            taken = bytearray(data)
+            file.write(taken)
+            taken[:] = bytes(len(taken))
+    assert files.cat_file(f"{run}/large") == expected
+
+
+def test_a_write_that_can_not_be_sent_is_told(s3):
+    files = S3FileSystem(config=s3.config, skip_instance_cache=True)
+    file = files.open("s3://no-such-bucket-at-all/x", "wb")
+    file.write(b"some")
+    with pytest.raises(cloudckpt.StoreError):
+        file.close()
 
 
 def test_modes_that_no_store_has_are_refused(files, run):

@@ -16,9 +16,8 @@ from __future__ import annotations
 import datetime
 import importlib.util
 import io
-import tempfile
-from collections.abc import Iterator
-from types import TracebackType
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import fsspec
@@ -26,12 +25,15 @@ from fsspec.registry import _registry, known_implementations, registry
 from fsspec.spec import AbstractFileSystem
 
 from cloudckpt.checkpoint.objects import METADATA, is_metadata_of_a_rank
-from cloudckpt.config import MIB, Config
+from cloudckpt.config import Config
 from cloudckpt.errors import ObjectNotFoundError, PreconditionFailedError
 from cloudckpt.files import load_file, save_file
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.torch_files.object_file import ObjectFile, PinnedObject
+from cloudckpt.torch_files.written_file import WrittenFile
+from cloudckpt.transfer.copying import copies_within
 from cloudckpt.transfer.deleting import delete_all
+from cloudckpt.transfer.relay import Passage, relay
 from cloudckpt.transfer.retry import Retrier, open_store
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI
@@ -40,11 +42,11 @@ __all__ = [
     "AzureFileSystem",
     "GCSFileSystem",
     "S3FileSystem",
+    "file_system",
     "register",
     "unregister",
 ]
 
-_IN_MEMORY = 64 * MIB  # of a file that is being written; more of it waits on the local disk
 _COMMITS = {METADATA, "model.safetensors.index.json"}
 """Names of objects without which nobody takes what lies beside them for a checkpoint."""
 
@@ -190,12 +192,13 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
             store, key, _retrier = self._place(path)
             pinned = PinnedObject(store, key, self._config, TransferStats(store.uri(key)))
             return io.BufferedReader(ObjectFile(pinned, self._config))
-        if mode not in ("wb", "xb") or not autocommit:
+        if mode != "wb" or not autocommit:
             raise NotImplementedError(
                 f"mode {mode!r}{'' if autocommit else ' in a transaction'}: objects are written "
-                "whole, by mode 'wb' or 'xb'"
+                "whole, by mode 'wb'"
             )
-        return _NewFile(self._uri(path), self._config, must_be_new=mode == "xb")
+        store, key, _retrier = self._place(path)
+        return WrittenFile(store, key, self._config)
 
     def cat_file(
         self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any
@@ -205,7 +208,10 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return bytes(super().cat_file(path, start=start, end=end, **kwargs))
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
-        _save(self._uri(path), value, self._config, must_be_new=mode == "create")
+        try:
+            save_file(self._uri(path), value, if_absent=mode == "create", config=self._config)
+        except PreconditionFailedError as error:
+            raise FileExistsError(f"{self._uri(path)} is there already") from error
 
     def touch(self, path: str, truncate: bool = True, **_: Any) -> None:
         if truncate or not self.exists(path):
@@ -215,6 +221,42 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         if not self.isdir(path1):
             with self._open(path1) as source:
                 save_file(self._uri(path2), source, config=self._config)  # type: ignore[arg-type]
+
+    def copy_files(self, pairs: Sequence[tuple[str, str]]) -> None:
+        """Copies files: by the store itself where it can.
+
+        Args:
+            pairs: From where, and to where nobody else writes; all from one bucket, and to one.
+        """
+        if not pairs:
+            return
+        source, _, retrier = self._place(pairs[0][0])
+        target, _, _ = self._place(pairs[0][1])
+        passages = []
+        for path, copy in pairs:
+            key = self._uri(path).prefix
+            found = retrier.call(partial(source.head, key))
+            is_within = copies_within(source, target, found.size)
+            passages.append(
+                Passage(
+                    key,
+                    self._uri(copy).prefix,
+                    found.size,
+                    found.checksum,
+                    source.capabilities.checksum,
+                    found if is_within else None,
+                )
+            )
+        stats = TransferStats(str(self._uri(pairs[0][1])))
+        relay(
+            source,
+            target,
+            passages,
+            self._config,
+            stats,
+            moved=lambda count: None,
+            arrived=lambda passage: None,
+        )
 
     def mkdir(self, path: str, create_parents: bool = True, **_: Any) -> None:
         """Does nothing, as `makedirs` and `rmdir`: folders are what keys have in common."""
@@ -276,64 +318,14 @@ class AzureFileSystem(_StoreFileSystem):
     protocol = scheme = "az"
 
 
-class _NewFile(io.BufferedIOBase):
-    """A file that is being written; it appears in the store when it is closed."""
-
-    def __init__(self, uri: CheckpointURI, config: Config, *, must_be_new: bool) -> None:
-        self._uri = uri
-        self._config = config
-        self._must_be_new = must_be_new
-        self._content = tempfile.SpooledTemporaryFile(_IN_MEMORY)  # noqa: SIM115 - see close
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        return self._content.write(data)
-
-    def tell(self) -> int:
-        return self._content.tell()
-
-    def close(self) -> None:
-        if self.closed:
-            return
-        try:
-            self._content.seek(0)
-            _save(self._uri, self._content, self._config, must_be_new=self._must_be_new)
-        finally:
-            self.discard()
-
-    def discard(self) -> None:
-        """Ends it without a trace in the store."""
-        self._content.close()
-        super().close()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is None:
-            self.close()
-        else:
-            self.discard()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_content"):  # else it was never made
-            self.discard()
-
-
-def _save(uri: CheckpointURI, data: Any, config: Config, *, must_be_new: bool) -> None:
-    try:
-        save_file(uri, data, if_absent=must_be_new, config=config)
-    except PreconditionFailedError as error:
-        raise FileExistsError(f"{uri} is there already") from error
-
-
 def _makes_visible(key: str) -> bool:
     name = key.rpartition("/")[2]
     return name in _COMMITS or is_metadata_of_a_rank(name)
+
+
+def file_system(scheme: str, config: Config | None = None) -> _StoreFileSystem:
+    """The file system of ours for a scheme, whoever serves it to fsspec."""
+    return _OURS[scheme](config=config)
 
 
 # ---- who serves s3://, gs:// and az://

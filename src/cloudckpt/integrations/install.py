@@ -20,7 +20,8 @@ def install(config: Config | None = None, trust_pickle: bool = False) -> None:
     location that has lost a slash, as in ``Path("s3://bucket/run")``, and :class:`InstallError` for
     what only knows files. Other locations, and writers and readers of other libraries, are left
     alone. fsspec, by which frameworks list and delete checkpoints, gets file systems of ours for
-    the schemes that no installed package serves (s3fs, gcsfs, adlfs).
+    the schemes that no installed package serves (s3fs, gcsfs, adlfs), and torchtitan saves models
+    in Hugging Face's format to URIs, too.
 
     Calling it again replaces the options, also for what was installed before; :func:`uninstall`
     reverts it. It holds for this process: call it in each that uses torch's functions.
@@ -35,8 +36,9 @@ def install(config: Config | None = None, trust_pickle: bool = False) -> None:
     """
     torch_side.install(config, trust_pickle)
     with late_imports:
-        from cloudckpt.integrations.fsspec import register
-    register(config)
+        from cloudckpt.integrations import fsspec, torchtitan
+    fsspec.register(config)
+    torchtitan.watch(config)
 
 
 def uninstall() -> None:
@@ -46,5 +48,6 @@ def uninstall() -> None:
     """
     torch_side.uninstall()
     with late_imports:
-        from cloudckpt.integrations.fsspec import unregister
-    unregister()
+        from cloudckpt.integrations import fsspec, torchtitan
+    torchtitan.unwatch()
+    fsspec.unregister()

@@ -1,0 +1,75 @@
+import importlib.util
+import json
+import random
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import cloudckpt
+from results import Job
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture
+def assets(tmp_path: Path, environment: dict[str, str]) -> None:
+    """A tokenizer of some words, and texts of these."""
+    words = [f"w{number}" for number in range(200)]
+    chance = random.Random(0)
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "data").mkdir()
+    named = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    vocabulary = {word: number for number, word in enumerate([*named.values(), *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
+    (tmp_path / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(named))
+    texts = ({"text": " ".join(chance.choices(words, k=100))} for _ in range(100))
+    (tmp_path / "data" / "data.json").write_text("\n".join(map(json.dumps, texts)))
+    environment["ASSETS"] = str(tmp_path)
+
+
+def _arguments(run: str, tmp_path: Path, *more: str) -> list[str]:
+    """What a user writes, with few steps."""
+    return [
+        *("--checkpoint.enable", "--checkpoint.folder", run, "--checkpoint.interval", "1"),
+        *("--checkpoint.keep_latest_k", "2", "--training.steps", "7", "--debug.seed", "1"),
+        *("--dump-folder", str(tmp_path / "dump"), *more),
+    ]
+
+
+def test_training_that_was_killed_goes_on_from_the_newest_checkpoint(
+    assets: None, job: Job, run: str, tmp_path: Path
+) -> None:
+    for package in ("s3fs", "gcsfs", "adlfs"):
+        assert importlib.util.find_spec(package) is None  # whose part ours have here
+    in_hf = ("--checkpoint.last_save_model_only", "--checkpoint.last_save_in_hf")
+    arguments = _arguments(f"{run}/straight", tmp_path, *in_hf)
+    straight = job("torchtitan_job.py", *arguments, ranks=2)[0]["losses"]
+    assert set(straight) == {str(step) for step in range(1, 8)}
+    assert cloudckpt.latest(f"{run}/straight") == f"{run}/straight/step-6"
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(cloudckpt.load_file(f"{run}/straight/step-7/model.safetensors"))
+    with safe_open(file, "pt") as model:
+        assert model.get_tensor("model.embed_tokens.weight").any()
+        assert "lm_head.weight" in model.keys()  # noqa: SIM118 - it is no dict
+
+    arguments = _arguments(run, tmp_path, "--checkpoint.async_mode", "async")
+    with pytest.raises(AssertionError, match="SIGKILL"):
+        job("torchtitan_job.py", *arguments, "--kill-at=5", ranks=2)
+    newest = cloudckpt.latest(run)
+    assert newest == f"{run}/step-4"
+
+    resumed = job("torchtitan_job.py", *arguments, ranks=2)[0]["losses"]
+    assert set(resumed) == {"5", "6", "7"}
+    for step, loss in resumed.items():
+        assert loss == pytest.approx(straight[step], rel=1e-5)
+    found = [one.step for one in cloudckpt.list_checkpoints(run)]
+    # torchtitan removes what is older than the two newest each time, and looks before the one
+    # that is under way, and never behind the last one
+    assert set(found) <= {4, 5, 6, 7}
+    assert {6, 7} <= set(found)
+    assert not [*(tmp_path / "cwd").iterdir()]
+    assert not [*tmp_path.glob("dump/**/*.distcp")]

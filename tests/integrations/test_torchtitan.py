@@ -1,0 +1,70 @@
+"""torchtitan is adapted when it is imported; what it is like is seen by integration/frameworks."""
+
+import importlib
+import sys
+
+import pytest
+
+import cloudckpt
+
+_MODULE = "torchtitan.components.checkpointer.dcp"
+_LIKE_TORCHTITAN = """
+class BaseCheckpointManager:
+    class Config:
+        def __init__(self, folder, last_save_in_hf=False, last_save_model_only=True):
+            self.folder = folder
+            self.last_save_in_hf = last_save_in_hf
+            self.last_save_model_only = last_save_model_only
+            self.__post_init__()
+
+        def __post_init__(self):
+            if self.last_save_in_hf and "://" in self.folder:
+                raise ValueError("last_save_in_hf is not supported with a remote folder")
+
+class CheckpointManager(BaseCheckpointManager):
+    def dcp_save(self, state_dict, checkpoint_id, async_mode, gc=False, to_hf=False): ...
+"""
+
+
+@pytest.fixture
+def torchtitan(tmp_path, monkeypatch):
+    """A package in the place of torchtitan; returns the file that its managers are in."""
+    if importlib.util.find_spec("torchtitan"):
+        pytest.skip("the real one is here")
+    folder = tmp_path / "torchtitan" / "components" / "checkpointer"
+    folder.mkdir(parents=True)
+    (folder / "dcp.py").write_text(_LIKE_TORCHTITAN)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield folder / "dcp.py"
+    cloudckpt.uninstall()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchtitan"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("first", ["install", "import"])
+def test_the_refusal_of_models_on_uris_is_taken_back(torchtitan, first):
+    if first == "install":
+        cloudckpt.install()
+    module = importlib.import_module(_MODULE)
+    cloudckpt.install()
+    cloudckpt.install()
+
+    config = module.BaseCheckpointManager.Config
+    assert config("s3://bucket/run", last_save_in_hf=True).last_save_in_hf
+    assert not config("s3://bucket/run").last_save_in_hf
+    for refused in (
+        {"folder": "hdfs://node/run"},
+        {"folder": "s3://bucket/run", "last_save_model_only": False},
+    ):
+        with pytest.raises(ValueError, match="not supported"):
+            config(**refused, last_save_in_hf=True)
+    cloudckpt.uninstall()
+    with pytest.raises(ValueError, match="not supported"):
+        config("s3://bucket/run", last_save_in_hf=True)
+
+
+def test_one_that_is_unlike_is_left_alone(torchtitan, caplog):
+    torchtitan.write_text("class CheckpointManager: ...\n")
+    cloudckpt.install()
+    importlib.import_module(_MODULE)
+    assert "this torchtitan is newer" in caplog.text
