@@ -44,7 +44,7 @@ from cloudckpt.fork import ModuleLock
 from cloudckpt.stores.listings import forget_listings
 from cloudckpt.uri import CLOUD_SCHEMES, CheckpointURI, text_of, unfolded
 
-__all__ = ["install", "uninstall"]
+__all__ = ["Change", "chosen_config", "install", "our_uri", "uninstall"]
 
 _DCP = "torch.distributed.checkpoint"
 _OPENED_BY_TORCH = (
@@ -65,7 +65,7 @@ _OF_SPEED = {"cache_staged_state_dict", "per_thread_copy_ahead", "single_file_pe
 _OF_SPEED |= {"sync_files", "thread_count"}
 """Options of torch's writers that say how fast, and not what is saved."""
 
-_Change = tuple[Any, str, Any]
+Change = tuple[Any, str, Any]
 """An object of torch, the name of its attribute, and what stands there instead."""
 
 
@@ -88,24 +88,34 @@ class _Options:
 
 _OURS: dict[bool, Any] = {True: CloudStorageReader, False: CloudStorageWriter}
 _lock = ModuleLock()
-_replaced: list[_Change] = []
+_replaced: list[Change] = []
 _chosen = _Options()
 
 
-def install(config: Config | None = None, trust_pickle: bool = False) -> None:
+def chosen_config() -> Config | None:
+    """The options that :func:`install` was given."""
+    return _chosen.config
+
+
+def install(
+    config: Config | None = None,
+    trust_pickle: bool = False,
+    more: Callable[[], Iterator[Change]] = lambda: iter(()),
+) -> None:
     """Changes torch's part of this process; see :func:`cloudckpt.install`, which has the contract.
 
     Args:
         config: Options of the writers and readers that are made instead of torch's; read from the
             environment where they are not given.
         trust_pickle: Whether pickles in the checkpoints that they load may run any code.
+        more: Further changes, of rooms above this one.
 
     Raises:
         InstallError: If the running torch does not look as expected; nothing is changed then.
     """
     global _chosen
     with _lock:
-        changes = [] if _replaced else list(_changes())
+        changes = [] if _replaced else [*_changes(), *more()]
         _chosen = _Options(config, trust_pickle)
         for owner, name, value in changes:
             _replaced.append((owner, name, vars(owner)[name]))
@@ -123,7 +133,7 @@ def uninstall() -> None:
             setattr(owner, name, value)
 
 
-def _changes() -> Iterator[_Change]:
+def _changes() -> Iterator[Change]:
     storage, saver, loader = (
         _module(f"{_DCP}.{name}")
         for name in ("_storage_utils", "state_dict_saver", "state_dict_loader")
@@ -143,7 +153,7 @@ def _changes() -> Iterator[_Change]:
     yield from _experimental()
 
 
-def _file_systems() -> Iterator[_Change]:
+def _file_systems() -> Iterator[Change]:
     files, fsspec = _module(f"{_DCP}.filesystem"), _fsspec_module()
     yield from _of_file_system(_in(files, "FileSystem"), "torch's FileSystem", _keep_local)
     yield from _constructors(files, "FileSystem")
@@ -153,7 +163,7 @@ def _file_systems() -> Iterator[_Change]:
         yield from _constructors(fsspec, "Fsspec")
 
 
-def _of_file_system(kind: Any, road: str, check: Callable[..., None]) -> Iterator[_Change]:
+def _of_file_system(kind: Any, road: str, check: Callable[..., None]) -> Iterator[Change]:
     """Every method, so that none of a later torch is forgotten."""
     for name in ("init_path", "create_stream", "mkdir", "rename", "rm_file"):
         _in(kind, name)
@@ -162,7 +172,7 @@ def _of_file_system(kind: Any, road: str, check: Callable[..., None]) -> Iterato
             yield kind, name, _guarded(method, road, check)
 
 
-def _constructors(module: Any, prefix: str) -> Iterator[_Change]:
+def _constructors(module: Any, prefix: str) -> Iterator[Change]:
     for reads in (False, True):
         kind = _in(module, prefix + ("Reader" if reads else "Writer"))
         _in(kind, "__init__", "self", "path", more=True)
@@ -170,7 +180,7 @@ def _constructors(module: Any, prefix: str) -> Iterator[_Change]:
         yield kind, "__init__", _becoming_ours(kind, reads=reads, is_remote=is_remote)
 
 
-def _experimental() -> Iterator[_Change]:
+def _experimental() -> Iterator[Change]:
     try:
         process = importlib.import_module(f"{_DCP}._experimental.checkpoint_process")
     except ModuleNotFoundError:  # torch may drop it
@@ -184,7 +194,7 @@ def _experimental() -> Iterator[_Change]:
     yield kind, "__init__", _installing_in_its_process(begin)
 
 
-def _refusing(module: str, path: str, road: str) -> _Change:
+def _refusing(module: str, path: str, road: str) -> Change:
     owner: Any = _module(module)
     *outer, name = path.split(".")
     for part in outer:
@@ -241,7 +251,7 @@ def _unlike(what: str, how: str) -> InstallError:
 # ---- which locations are ours
 
 
-def _our_uri(location: object) -> str | None:
+def our_uri(location: object) -> str | None:
     """The location as a string, if it is in a store of ours; None if it is torch's to judge."""
     if isinstance(location, CheckpointURI):
         return str(location)
@@ -267,7 +277,7 @@ def _keep_off(location: object, road: str) -> None:
     if not isinstance(location, (str, os.PathLike, CheckpointURI)):
         return
     text = text_of(location)
-    if text is not None and (_our_uri(text) is not None or unfolded(text) is not None):
+    if text is not None and (our_uri(text) is not None or unfolded(text) is not None):
         raise _no_road(text, road)
 
 
@@ -300,7 +310,7 @@ def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
     def _storage_setup(storage: Any, checkpoint_id: Any, reader: bool = False) -> Any:
         if storage:
             return original(storage, _as_known(storage, checkpoint_id), reader)
-        uri = _our_uri(checkpoint_id)
+        uri = our_uri(checkpoint_id)
         if uri is not None:
             return _chosen.make(uri, reads=reader)
         _keep_off(checkpoint_id, "torch")
@@ -312,7 +322,7 @@ def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
 def _as_known(storage: Any, checkpoint_id: Any) -> Any:
     """The location as a string if the storage is ours: path objects may be any library's."""
     if isinstance(storage, (CloudStorageWriter, CloudStorageReader)):
-        return _our_uri(checkpoint_id) or checkpoint_id
+        return our_uri(checkpoint_id) or checkpoint_id
     return checkpoint_id
 
 
@@ -333,7 +343,7 @@ def _settling(original: Any) -> Any:
                 if files.__module__.startswith("torch."):  # its reset would refuse, elsewhere
                     check = _keep_local if files is FileSystem else _keep_off
                     check(checkpoint_id, type(storage_writer).__name__)
-            elif (uri := _our_uri(checkpoint_id)) is not None:
+            elif (uri := our_uri(checkpoint_id)) is not None:
                 checkpoint_id, storage_writer = uri, _chosen.make(uri, reads=False)
             else:
                 _keep_off(checkpoint_id, "torch")
@@ -404,7 +414,7 @@ def _becoming_ours(kind: type, *, reads: bool, is_remote: bool) -> Any:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         given = signature.bind(self, *args, **kwargs).arguments
-        uri = _our_uri(given["path"])
+        uri = our_uri(given["path"])
         if uri is not None and type(self) is kind:
             arguments = _chosen.arguments(reads=reads)
             arguments |= _counterparts(uri, kind.__name__, given, signature, arguments)

@@ -18,10 +18,11 @@ def install(config: Config | None = None, trust_pickle: bool = False) -> None:
     checkpoint code, and neither ``torch.save`` nor ``torch.load``, uses a local folder named
     ``s3:``, ``gs:`` or ``az:``: what can't become ours raises :class:`InvalidURIError` for a
     location that has lost a slash, as in ``Path("s3://bucket/run")``, and :class:`InstallError` for
-    what only knows files. Other locations, and writers and readers of other libraries, are left
-    alone. fsspec, by which frameworks list and delete checkpoints, gets file systems of ours for
-    the schemes that no installed package serves (s3fs, gcsfs, adlfs), and torchtitan saves models
-    in Hugging Face's format to URIs, too.
+    what only knows files. ``HuggingFaceStorageWriter`` and ``Reader``, and the consolidation of
+    safetensors, take locations in stores, too. Other locations, and writers and readers of other
+    libraries, are left alone. fsspec, by which frameworks list and delete checkpoints, gets file
+    systems of ours for the schemes that no installed package serves (s3fs, gcsfs, adlfs), and
+    torchtitan saves models in Hugging Face's format to URIs, too.
 
     Calling it again replaces the options, also for what was installed before; :func:`uninstall`
     reverts it. It holds for this process: call it in each that uses torch's functions.
@@ -34,9 +35,10 @@ def install(config: Config | None = None, trust_pickle: bool = False) -> None:
     Raises:
         InstallError: If the running torch does not look as expected; nothing is changed then.
     """
-    torch_side.install(config, trust_pickle)
     with late_imports:
+        from cloudckpt.hf.torch_classes import changes
         from cloudckpt.integrations import fsspec, torchtitan
+    torch_side.install(config, trust_pickle, changes)
     fsspec.register(config)
     torchtitan.watch(config)
 

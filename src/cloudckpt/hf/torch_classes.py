@@ -1,0 +1,111 @@
+"""torch's own classes for safetensors become ours for locations in stores, by ``install``."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from cloudckpt.dcp.install import Change, chosen_config, our_uri
+from cloudckpt.dcp.meeting import Meeting
+from cloudckpt.dcp.reader import CloudStorageReader
+from cloudckpt.errors import InstallError, InvalidURIError
+from cloudckpt.hf.exporting import export_checkpoint
+from cloudckpt.hf.writer import SafetensorsWriter
+
+__all__ = ["changes"]
+
+_DCP = "torch.distributed.checkpoint"
+_CONSOLIDATIONS = ("consolidate_safetensors_files", "consolidate_safetensors_files_on_every_rank")
+
+
+def changes() -> Iterator[Change]:
+    """What :func:`cloudckpt.install` replaces in torch for safetensors files.
+
+    Raises:
+        InstallError: If the running torch does not look as expected.
+    """
+    try:
+        storage = importlib.import_module(f"{_DCP}.hf_storage")
+        consolidation = importlib.import_module(f"{_DCP}._consolidate_hf_safetensors")
+    except ModuleNotFoundError:  # of a torch that has them no more
+        return
+    try:
+        for name, become in (
+            ("HuggingFaceStorageWriter", _become_writer),
+            ("HuggingFaceStorageReader", _become_reader),
+        ):
+            kind = getattr(storage, name)
+            yield kind, "__init__", _becoming(kind, become)
+        for name in _CONSOLIDATIONS:
+            replaced = _consolidating(getattr(consolidation, name))
+            for module in (consolidation, storage):
+                if name in vars(module):
+                    yield module, name, replaced
+    except AttributeError as exc:
+        raise InstallError(
+            f"torch's code for safetensors looks otherwise than this cloudckpt knows: {exc}"
+        ) from exc
+
+
+def _becoming(kind: type, become: Callable[[Any, str, dict[str, Any]], None]) -> Any:
+    """The constructor of a class of torch that makes ours of an object for a location of ours."""
+    original = vars(kind)["__init__"]
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        given = signature.bind(self, *args, **kwargs).arguments
+        uri = our_uri(given["path"])
+        if uri is None or type(self) is not kind:
+            original(self, *args, **kwargs)
+        else:
+            become(self, uri, given)
+
+    return __init__
+
+
+def _become_writer(self: Any, uri: str, given: dict[str, Any]) -> None:
+    """Torch writes shards and puts them together; ours are whole from the beginning."""
+    self.__class__ = SafetensorsWriter
+    mapping = given.get("fqn_to_index_mapping")
+    config = chosen_config()
+    SafetensorsWriter.__init__(self, uri, max_shard=sys.maxsize, fqn_to_file=mapping, config=config)
+
+
+def _become_reader(self: Any, uri: str, given: dict[str, Any]) -> None:
+    self.__class__ = CloudStorageReader
+    CloudStorageReader.__init__(self, uri, config=chosen_config())
+
+
+def _consolidating(original: Callable[..., None]) -> Any:
+    """A function of torch that puts shards together, for locations of ours on one rank."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def consolidate(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs).arguments
+        source, target = given["input_dir"], given["output_dir"]
+        if our_uri(source) is None and our_uri(target) is None:
+            original(*args, **kwargs)
+            return
+        if target is None or str(target) == str(source):
+            raise InvalidURIError("shards are put together in another folder: give output_dir")
+        together = original.__name__ == _CONSOLIDATIONS[1]
+        group: dist.ProcessGroup | None = given.get("process_group")
+        Meeting.of(group, no_dist=not together).told_by_first(
+            lambda: export_checkpoint(
+                str(source),
+                str(target),
+                max_shard=sys.maxsize,
+                fqn_to_file=given.get("fqn_to_index_mapping"),
+                config=chosen_config(),
+            )
+        )
+
+    return consolidate
