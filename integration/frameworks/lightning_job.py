@@ -2,10 +2,14 @@
 
 import argparse
 import os
+from collections.abc import Callable
+from typing import Any
 
 import lightning
 import torch
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, fully_sharded_data_parallel
+from torch.distributed.fsdp._init_utils import _init_device_handle
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.data import DataLoader, TensorDataset
 
 import cloudckpt
@@ -43,18 +47,34 @@ class Model(lightning.LightningModule):
         return torch.optim.Adam(self.parameters(), 1e-2)
 
 
+def fsdp1(world: int) -> ours.CloudFSDPStrategy:
+    """FSDP1, which is told that there is a device: the host."""
+
+    def on_host(state: Any, module: torch.nn.Module, ignored: Any, device: object) -> Any:
+        return _init_device_handle(state, module, ignored, torch.device("cpu"))
+
+    fully_sharded_data_parallel._init_device_handle = on_host
+    return ours.CloudFSDPStrategy(auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}))
+
+
+STRATEGIES: dict[str, Callable[[int], Any]] = {
+    "model_parallel": lambda world: ours.CloudModelParallelStrategy(world, 1),
+    "fsdp": fsdp1,
+    "ddp": lambda _: "ddp",
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("run")
-    parser.add_argument("--strategy", choices=["model_parallel", "ddp"], default="model_parallel")
+    parser.add_argument("--strategy", choices=[*STRATEGIES], default="model_parallel")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--resume")
     parser.add_argument("--callback", action="store_true")
     told = parser.parse_args()
 
     world = int(os.environ["WORLD_SIZE"])
-    sharded = told.strategy == "model_parallel"
-    strategy = ours.CloudModelParallelStrategy(world, 1) if sharded else "ddp"
+    strategy = STRATEGIES[told.strategy](world)
     saving = ours.CloudModelCheckpoint(
         told.run, every_n_train_steps=1, save_top_k=2, monitor="loss", save_last=True
     )
@@ -62,7 +82,7 @@ def main() -> None:
         accelerator="cpu",
         devices=world,
         strategy=strategy,
-        plugins=None if sharded else [ours.CloudCheckpointIO()],
+        plugins=[ours.CloudCheckpointIO()] if told.strategy == "ddp" else None,
         callbacks=[saving] if told.callback else None,
         enable_checkpointing=told.callback,
         max_steps=told.steps,
@@ -72,7 +92,7 @@ def main() -> None:
         use_distributed_sampler=False,
     )
     same = torch.ones(64, 8) * torch.arange(8)
-    model = Model(sharded)
+    model = Model(told.strategy == "model_parallel")
     resume = cloudckpt.latest(told.run) if told.resume == "latest" else told.resume
     trainer.fit(model, DataLoader(TensorDataset(same), batch_size=4), ckpt_path=resume)
     if not told.callback:

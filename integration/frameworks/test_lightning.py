@@ -8,13 +8,17 @@ from cloudckpt.integrations import lightning as ours
 from results import Job
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("strategy", "before", "after"),
+    [("model_parallel", 2, 1), ("model_parallel", 1, 2), ("fsdp", 2, 1)],
+)
 def test_sharded_training_goes_on_with_another_number_of_ranks(
-    job: Job, run: str, tmp_path: Path, before: int, after: int
+    job: Job, run: str, tmp_path: Path, strategy: str, before: int, after: int
 ) -> None:
-    straight = job("lightning_job.py", f"{run}/straight", "--steps=6", ranks=1)[0]
-    job("lightning_job.py", run, "--steps=3", ranks=before)
-    resumed = job("lightning_job.py", run, "--steps=6", "--resume=latest", ranks=after)
+    how = f"--strategy={strategy}"
+    straight = job("lightning_job.py", f"{run}/straight", "--steps=6", how, ranks=1)[0]
+    job("lightning_job.py", run, "--steps=3", how, ranks=before)
+    resumed = job("lightning_job.py", run, "--steps=6", "--resume=latest", how, ranks=after)
 
     assert [one["step"] for one in resumed] == [6] * after
     assert resumed[0]["losses"] == pytest.approx(straight["losses"][3:], rel=1e-5)
