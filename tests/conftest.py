@@ -1,6 +1,7 @@
 """What all tests share: clean surroundings, a real S3 server, and a pool of ranks."""
 
 import os
+import signal
 import uuid
 from collections.abc import Iterator
 
@@ -30,6 +31,13 @@ def _own_surroundings() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ctrl_c_is_heeded() -> None:
+    """A script that starts the tests in the background has SIGINT ignored, for all of them."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
