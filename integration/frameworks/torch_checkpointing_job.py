@@ -27,7 +27,7 @@ def _gathered(self: object, data: object, process_group: object = None) -> dict[
 
 def _state(mesh: object, fill: float | None) -> dict[str, dict[str, object]]:
     whole = torch.arange(64.0).reshape(16, 4) if fill is None else torch.full((16, 4), fill)
-    return {"model": {"weight": distribute_tensor(whole, mesh, [Shard(0)])}, "step": {"step": 7}}
+    return {"model": {"weight": distribute_tensor(whole, mesh, [Shard(0)])}}
 
 
 def main() -> None:
@@ -59,7 +59,7 @@ def main() -> None:
         loaded = manager.load(told.uri, into=state)
         weight = loaded["model"]["weight"]
         assert isinstance(weight, DTensor)
-        tell(weight=weight.full_tensor().flatten().tolist(), step=loaded["step"]["step"])
+        tell(weight=weight.full_tensor().flatten().tolist())
     manager.close()
     dist.destroy_process_group()
 
