@@ -1,8 +1,10 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 import cloudckpt
+from cloudckpt.integrations.accelerate import CloudAccelerator
 from results import Job
 
 
@@ -37,3 +39,18 @@ def test_named_checkpoints_rotate_in_the_project_and_the_newest_is_loaded(
     assert kept == [f"{run}/checkpoints/checkpoint_1", f"{run}/checkpoints/checkpoint_2"]
     assert resumed[0]["count"] == 3
     assert not [*(tmp_path / "cwd").iterdir()]
+
+
+def test_paths_go_accelerates_way_and_folded_uris_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    accelerator = CloudAccelerator(cpu=True)
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    with pytest.raises(cloudckpt.InvalidURIError, match="s3://bucket/run"):
+        accelerator.save_state(Path("s3://bucket/run"))
+    assert not [*tmp_path.iterdir()]
+
+    accelerator.save_state(tmp_path / "step-1")
+    assert (tmp_path / "step-1" / "model.safetensors").exists()
+    accelerator.load_state(tmp_path / "step-1")

@@ -5,7 +5,7 @@
 >>> fabric.save("s3://bucket/run/step-10", state)  # doctest: +SKIP
 >>> fabric.load("s3://bucket/run/step-10", state)  # doctest: +SKIP
 
-Paths that are no URIs go Lightning's way. Tested with lightning 2.6.
+Paths that are no URIs go Lightning's way. Tested with lightning 2.5.6 and 2.6.
 """
 
 from __future__ import annotations

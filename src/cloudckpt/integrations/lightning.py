@@ -8,7 +8,7 @@
 
 A checkpoint has the model as ``state_dict`` and the optimizers as ``optimizer_0`` and so on, tensor
 by tensor, and what else the trainer keeps (loops, callbacks, hyperparameters) as one value. Paths
-that are no URIs go Lightning's way. Tested with lightning 2.6.
+that are no URIs go Lightning's way. Tested with lightning 2.5.6 and 2.6.
 """
 
 from __future__ import annotations
