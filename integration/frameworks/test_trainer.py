@@ -55,3 +55,21 @@ def test_a_checkpoint_of_something_else_is_refused(
     for step in (1, 2):
         with pytest.raises(cloudckpt.ConfigError, match="no file of a Trainer"):
             CloudCheckpointCallback(run).restore(step)
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for step in (1, 2):
+        content = torch.full((100_000,), step, dtype=torch.uint8)
+        cloudckpt.save({"folder/file": content}, checkpoint_id=f"{run}/step-{step}")
+    [data] = (run / "step-2").glob("*.distcp")
+    damaged = bytearray(data.read_bytes())
+    damaged[50_000] ^= 1
+    data.write_bytes(damaged)
+
+    saved = CloudCheckpointCallback(str(run))
+    restored = saved.restore()
+    assert restored is not None
+    assert (Path(restored) / "folder" / "file").read_bytes() == bytes([1]) * 100_000
+    with pytest.raises(cloudckpt.CheckpointCorruptError):
+        saved.restore(2)
