@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 _BY_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PIECE = 1024 * 1024  # bytes that are decompressed at a time
 _IS_BIG = sys.byteorder == "big"
 
 
@@ -118,11 +119,17 @@ def inflated(data: memoryview, size: int) -> bytearray:
     Raises:
         ValueError: If they are more, or fewer, or damaged.
     """
+    stream, rest = zlib.decompressobj(), bytes(data)
+    found, filled = bytearray(size), 0
     try:
-        stream = zlib.decompressobj()
-        found = bytearray(stream.decompress(data, size + 1))
+        while piece := stream.decompress(rest, _PIECE):
+            rest = stream.unconsumed_tail
+            if filled + len(piece) > size:
+                raise ValueError("compressed data of another size than is said")
+            found[filled : filled + len(piece)] = piece
+            filled += len(piece)
     except zlib.error as exc:
         raise ValueError(str(exc)) from exc
-    if len(found) != size or not stream.eof or stream.unused_data:
+    if filled != size or not stream.eof or stream.unused_data:
         raise ValueError("compressed data of another size than is said")
     return found
