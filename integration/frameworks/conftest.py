@@ -21,6 +21,7 @@ NEEDS = {
     "test_lightning.py": "lightning",
     "test_fabric.py": "lightning",
     "test_accelerate.py": "accelerate",
+    "test_ray.py": "ray",
     "test_torch_checkpointing.py": "torch_checkpointing",
     "test_torchtitan.py": "torchtitan",
     "test_trainer.py": "transformers",
