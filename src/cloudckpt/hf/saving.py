@@ -36,7 +36,7 @@ def save(
     there is no index, and nobody takes what is there for a model.
 
     Tensors go from memory to the store. None is gathered: what several ranks have of one part of a
-    file they hand to one of them, in about 96 MiB of memory.
+    file they hand to one of them, part after part, in bounded memory.
 
     Args:
         state_dict: Tensors by name, in dicts if you like: then their names are joined by dots.

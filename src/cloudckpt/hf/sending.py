@@ -182,7 +182,7 @@ class _Sender:
         waiting: list[Run] = []  # to be put together in one slab
         filled = 0
         for run in part.runs:
-            own = self._as_it_lies(run, received)
+            own = self._as_it_lies(run, received, at)
             if own is None:
                 assert isinstance(run, Run)
                 if filled + run.nbytes > self._pool.slab_bytes:
@@ -199,19 +199,36 @@ class _Sender:
             yield self._together(waiting, filled, received, at)
 
     def _as_it_lies(
-        self, run: bytes | Run, received: Mapping[int, torch.Tensor]
+        self, run: bytes | Run, received: Mapping[int, torch.Tensor], at: dict[int, int]
     ) -> Iterator[Piece] | None:
         """The pieces of a run that need not be put together with others."""
         if isinstance(run, bytes):
             return iter((Piece(memoryview(run)),))
-        if len(run.pieces) > 1 or run.pieces[0].rank in received or run.nbytes < PACKED_BELOW:
+        if len(run.pieces) > 1 or run.nbytes < PACKED_BELOW:
             return None
+        if run.pieces[0].rank in received:
+            if run.nbytes <= self._pool.slab_bytes:
+                return None
+            return self._given_whole(run, received, at)
         tensor = narrow(self._tensor(run.pieces[0].item), run.pieces[0].source)
         if tensor.dtype == run.dtype and is_plain(tensor):
             return iter((Piece(bytes_of(tensor), owner=tensor, item=run.name),))
         if run.nbytes <= self._pool.slab_bytes:
             return None
         return self._pool.pieces(tensor, run.dtype)
+
+    def _given_whole(
+        self, run: Run, received: Mapping[int, torch.Tensor], at: dict[int, int]
+    ) -> Iterator[Piece]:
+        """A run that another rank gave, and that no slab holds at once."""
+        rank = run.pieces[0].rank
+        start, most = at[rank], self._pool.slab_bytes
+        at[rank] += run.nbytes
+        for first in range(start, start + run.nbytes, most):
+            count = min(most, start + run.nbytes - first)
+            slab, place = self._pool.reserve(count)
+            slab.memory[place : place + count].copy_(received[rank][first : first + count])
+            yield Piece(slab.view[place : place + count], lease=slab)
 
     def _together(
         self,
