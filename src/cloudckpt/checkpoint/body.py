@@ -224,16 +224,13 @@ def _parse(data: memoryview, pickle_size: int) -> Body:
     if not has_columns:
         return Body(attempt.hex(), objects, checksum, structure, None)
     entries, properties = _entries(document, chunks, values)
-    extents = unfilled(3, chunks + values)
-    of_chunks, of_values = _Reading(columns), _Reading(places)
-    of_chunks.fill(extents[:, :chunks])
-    of_values.fill(extents[:, chunks:])
-    of_values.end()
+    extents, of_dims = _columns(columns, places, entries.values(), chunks, values)
+    del columns, places  # as large as a third of what they have become
     inventory = Inventory(
         entries,
         properties,
-        of_chunks.chunks(entries.values()),
-        Extents(*extents.unbind(0)),
+        of_dims,
+        extents,
         objects,
         checksum,
         _paths(document["paths"]),
@@ -241,6 +238,22 @@ def _parse(data: memoryview, pickle_size: int) -> Body:
     )
     inventory.check()
     return Body(attempt.hex(), objects, checksum, structure, inventory)
+
+
+def _columns(
+    of_chunks: bytearray,
+    of_values: bytearray,
+    entries: Iterable[Entry],
+    chunks: int,
+    values: int,
+) -> tuple[Extents, dict[int, Chunks]]:
+    """Where the rows lie, and which parts the chunks are."""
+    extents = unfilled(3, chunks + values)
+    first, last = _Reading(of_chunks), _Reading(of_values)
+    first.fill(extents[:, :chunks])
+    last.fill(extents[:, chunks:])
+    last.end()
+    return Extents(*extents.unbind(0)), first.chunks(entries)
 
 
 class _Reading:
