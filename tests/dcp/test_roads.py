@@ -250,7 +250,9 @@ class _DerivedFsspec(FsspecWriter):
     pass
 
 
-@pytest.mark.parametrize("kind", [*_FOR_FILES, _Derived, _DerivedReader, _DerivedFsspec])
+@pytest.mark.parametrize(
+    "kind", [QuantizedHuggingFaceStorageReader, _Derived, _DerivedReader, _DerivedFsspec]
+)
 @pytest.mark.parametrize("uri", _WHOLE)
 def test_what_is_derived_from_torchs_classes_is_refused_for_a_store(uri, kind, bare):
     with pytest.raises(InstallError, match="local folder"):
@@ -542,10 +544,3 @@ def test_what_accelerate_and_the_trainer_do(installed, s3):
     assert_same(loaded, _state())
     with pytest.raises(InstallError):
         torch.save({"lr": 1.0}, os.path.join(s3.uri, "checkpoint-1", "scheduler.pt"))
-
-
-def test_what_torchtitan_does_for_hugging_face(bare):
-    with pytest.raises(InstallError, match="HuggingFaceStorageWriter"):
-        HuggingFaceStorageWriter(
-            path="s3://bucket/run", save_distributed=True, enable_consolidation=True
-        )
