@@ -49,7 +49,7 @@ test: $(VENV)/.test integration/node_modules/.stamp
 	$(WORKER) $(BIN)/python -m pytest $(COV) -n $(WORKERS) --dist loadfile --max-worker-restart 1
 
 soak: $(VENV)/.test integration/node_modules/.stamp
-	$(WORKER) $(BIN)/python -m pytest tests/soak --seconds $(SECONDS) --seed $(SEED) -n $(WORKERS)
+	$(WORKER) $(BIN)/python -m pytest tests/soak --seconds $(SECONDS) --seed $(SEED) -n $(WORKERS) --maxschedchunk 1
 
 test-pythons: $(PYTHONS:%=test-python-%)
 

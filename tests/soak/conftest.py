@@ -61,3 +61,12 @@ def rounds(request: pytest.FixtureRequest) -> Callable[[], Iterator[int]]:
         print(f"{number} rounds")
 
     return rounds
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The long ones come first, and each with a short one: so each worker gets one of them."""
+    long = [item for item in items if "interleaving" in item.name]
+    others = [item for item in items if item not in long]
+    pairs = [item for pair in zip(long, others) for item in pair]  # noqa: B905 - as far as both go
+    items[:] = [*pairs, *long[len(others) :], *others[len(long) :]]
