@@ -154,7 +154,7 @@ def test_of_two_writers_the_second_to_commit_is_told(cloud, store, place, there,
         save(of_step(3), place)
     assert store.put is put, "the other writer never came"
     assert step_at(place) == 2
-    assert len(cloud.names(place)) == 4  # those of the winner
+    assert len(cloud.names(place)) == 3  # those of the winner
     assert cloud.uploads(place) == []
 
 
