@@ -89,13 +89,7 @@ class Draft:
             DifferentCheckpointsError: If a rank has written to another location.
             IncompleteSaveError: If the metadata promise an item that nobody has written.
         """
-        for rank, one in enumerate(written):
-            if one.uri != uri:
-                raise DifferentCheckpointsError(
-                    f"the rank that commits saves here, and rank {rank} to {one.uri}: give the "
-                    "same checkpoint_id on all ranks, for example by a broadcast of it",
-                    uri=uri,
-                )
+        _check_location(written, uri)
         try:
             inventory, rows = Inventory.of(metadata, indices, written, checksum, uri)
         except NotInColumnsError:
@@ -169,13 +163,7 @@ class Draft:
             DifferentCheckpointsError: If a rank has written to another location.
             IncompleteSaveError: If a rank has written what makes no sense.
         """
-        for rank, one in enumerate(written):
-            if one.uri != uri:
-                raise DifferentCheckpointsError(
-                    f"the rank that commits saves here, and rank {rank} to {one.uri}: give the "
-                    "same checkpoint_id on all ranks, for example by a broadcast of it",
-                    uri=uri,
-                )
+        _check_location(written, uri)
         if self.inventory is None or len(written) != len(self._rows):
             return None
         objects = list(itertools.chain.from_iterable(one.objects for one in written))
@@ -265,6 +253,17 @@ class Draft:
             pickled = pickle.dumps(metadata, protocol=pickle.HIGHEST_PROTOCOL)
         body = without_columns(attempt, objects, checksum, _more(structure))
         return cls(attempt, objects, metadata, None, pickled, body)
+
+
+def _check_location(written: Sequence[Written], uri: str) -> None:
+    """Whether all ranks have written to the location of the one that commits."""
+    for rank, one in enumerate(written):
+        if one.uri != uri:
+            raise DifferentCheckpointsError(
+                f"the rank that commits saves here, and rank {rank} to {one.uri}: give the same "
+                "checkpoint_id on all ranks, for example by a broadcast of it",
+                uri=uri,
+            )
 
 
 def _more(structure: Structure) -> bytes:

@@ -300,8 +300,7 @@ class SaveLoop:
                     "the same number; nothing was committed. Save again: all ranks plan anew then",
                     uri=uri,
                 )
-        with paused_gc():  # which would look through all that is remembered
-            draft = known.draft.filled(written, self._writer.attempt, uri)
+        draft = known.draft.filled(written, self._writer.attempt, uri)
         if draft is None:
             raise IncompleteSaveError(
                 "what the ranks have written does not fit the plan of the save before; nothing was "

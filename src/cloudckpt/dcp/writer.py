@@ -277,7 +277,8 @@ class CloudStorageWriter(StorageWriter):
         if self._baseline is None:
             raise IncompleteSaveError("the save was not planned", uri=str(self.uri))
         with portable_errors(str(self.uri)):
-            draft = draw_up()
+            with paused_gc():  # which would look through the plans of all ranks
+                draft = draw_up()
             if draft.metadata.storage_meta is not None:  # what is stored may be copied elsewhere
                 draft.metadata.storage_meta.checkpoint_id = str(self.uri)
             if self.commit_hook is not None:
