@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import cloudckpt
+from cloudckpt.dcp import sharing
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.stores.registry import open_store
 from cloudckpt.uri import CheckpointURI
@@ -163,3 +164,18 @@ def test_what_one_rank_can_not_read_is_told_to_all(ranks, s3):
     cloudckpt.save(whole(), checkpoint_id=s3.uri, config=s3.config)
     told = ranks.errors(4, load_what_one_can_not_read, s3)
     assert [type(error) for error in told] == [cloudckpt.AccessDeniedError] * 4
+
+
+def load_while_ranks_lose_each_other(place):
+    def lost(*_, **__):
+        raise RuntimeError("Connection closed by peer")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharing, "hand_on", lost)
+        cloudckpt.load(empty(whole()), checkpoint_id=place.uri, config=place.config)
+
+
+def test_ranks_that_lose_each_other_say_so_by_name(ranks, local):
+    cloudckpt.save(whole(), checkpoint_id=local.uri, config=local.config)
+    told = ranks.errors(2, load_while_ranks_lose_each_other, local)
+    assert [type(error) for error in told] == [cloudckpt.ProcessGroupError] * 2

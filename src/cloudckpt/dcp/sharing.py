@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from cloudckpt.checkpoint.torch_private import device_for_collectives
 from cloudckpt.config import Config
-from cloudckpt.errors import TransferCancelledError
+from cloudckpt.errors import CloudCheckpointError, ProcessGroupError, TransferCancelledError
 from cloudckpt.transfer.download import Download
 from cloudckpt.transfer.landing import Segment
 from cloudckpt.transfer.sharing import Ring, digests, hand_on, plan_shares, shared_requests
@@ -43,7 +43,7 @@ class SharedReads:
 
         Raises:
             TransferCancelledError: If another rank has failed.
-            RuntimeError: If the ranks lost each other.
+            ProcessGroupError: If the ranks lost each other.
         """
         found = digests(segments)
         own = (socket.gethostname() if self._config.shared_reads == "host" else "", found)
@@ -67,11 +67,23 @@ class SharedReads:
             try:
                 hand_on(download, ring, requests, budget=self._config.memory_budget)
             except (RuntimeError, TransferCancelledError) as error:
-                failure = failure or error
+                failure = failure or _named(error)
                 download.cancellation.cancel()  # the ranks of further shares must hear of it
         if failure is not None:
             raise failure
         return [segments[number] for number in sorted(alone)]
+
+
+def _named(error: Exception) -> CloudCheckpointError:
+    """The error, which is a plain one of torch's if the ranks lost each other."""
+    if isinstance(error, CloudCheckpointError):
+        return error
+    made = ProcessGroupError(
+        "the ranks lost each other: look which one ended first and why, and start them again",
+        cause=error,
+    )
+    made.__cause__ = error
+    return made
 
 
 class _GroupRing(Ring):
