@@ -63,6 +63,8 @@ class Others:
 
     def told(self, value: Any, rank: int) -> Any:
         """What rank ``rank`` sends where this one sends ``value``."""
+        if isinstance(value, bytes):  # a plan that its rank has pickled
+            return pickle.dumps(self.told(pickle.loads(value), rank))
         if isinstance(value, SavePlan):
             self._tensors = [
                 number for number, item in enumerate(value.items) if item.tensor_data is not None
@@ -140,7 +142,9 @@ def others(
 
     def scatter(self: Any, values: list[Any] | None) -> Any:
         # nobody else has the shards of this rank, so that its part is what it has planned
-        return values[0] if values is not None else planned(last[0])
+        if values is not None:
+            return values[0]
+        return planned(last[0])
 
     methods: dict[str, Any] = {
         "gather_object": gather,

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from cloudckpt.checkpoint.committed import CommitObject, Fetched
-from cloudckpt.checkpoint.draft import Draft
+from cloudckpt.checkpoint.draft import Draft, Planned
 from cloudckpt.checkpoint.metadata import load_metadata
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.written import Extents, Written, WrittenObject
@@ -83,7 +83,11 @@ def written(plans, attempt, start=0, length=99):
 
 def drawn_up(metadata, plans, attempt=FIRST, **options):
     return Draft.of(
-        metadata, plans, written(plans, attempt, **options), CRC32C, attempt=attempt, uri=URI
+        Planned.of(metadata, plans),
+        written(plans, attempt, **options),
+        CRC32C,
+        attempt=attempt,
+        uri=URI,
     )
 
 
@@ -142,7 +146,7 @@ def test_the_next_save_says_what_a_first_one_would(save, change):
                 now[rank].extents.lengths[number] = 5 + number
     since = [one.since(earlier.extents) for one, earlier in zip(now, before, strict=True)]
     made = draft.filled(since, SECOND, URI)
-    anew = Draft.of(metadata, plans, now, CRC32C, attempt=SECOND, uri=URI)
+    anew = Draft.of(Planned.of(metadata, plans), now, CRC32C, attempt=SECOND, uri=URI)
     assert pickle.loads(stored(made)) == pickle.loads(stored(anew))
     assert read(stored(made)).metadata == read(stored(anew)).metadata == made.metadata
     assert read(stored(made)).objects == tuple(anew.objects)
@@ -224,7 +228,7 @@ def test_notes_structure_and_algorithm_come_back(notes):
     told = written(plans, FIRST)
     structure = Structure({("a", 0): {"1": 1}}, {("b",): (3,)})
     told[1] = dataclasses.replace(told[1], structure=structure)
-    draft = Draft.of(metadata, plans, told, CRC64NVME, attempt=FIRST, uri=URI)
+    draft = Draft.of(Planned.of(metadata, plans), told, CRC64NVME, attempt=FIRST, uri=URI)
     found = read(stored(draft, notes))
     assert (found.notes, found.structure, found.checksum) == (notes, structure, CRC64NVME)
 
@@ -291,7 +295,7 @@ def test_a_rank_that_has_written_fewer_items_than_it_has_planned_is_told():
     told = written(plans, FIRST)
     told[0] = dataclasses.replace(told[0], extents=Extents.of([(0, 0, 9)]))
     with pytest.raises(IncompleteSaveError, match="planned 2 items, and written 1"):
-        Draft.of(metadata, plans, told, CRC32C, attempt=FIRST, uri=URI)
+        Draft.of(Planned.of(metadata, plans), told, CRC32C, attempt=FIRST, uri=URI)
 
 
 @pytest.mark.parametrize("save", ["first", "next"])
@@ -303,7 +307,9 @@ def test_a_rank_that_saves_elsewhere_is_told(save):
     )
     before = drawn_up(metadata, plans)
     draw_up = {
-        "first": lambda: Draft.of(metadata, plans, told, CRC32C, attempt=SECOND, uri=URI),
+        "first": lambda: Draft.of(
+            Planned.of(metadata, plans), told, CRC32C, attempt=SECOND, uri=URI
+        ),
         "next": lambda: before.filled(told, SECOND, URI),
     }[save]
     with pytest.raises(DifferentCheckpointsError, match="rank 1 to s3://bucket/other"):

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from cloudckpt.checkpoint.inventory import Inventory
+from cloudckpt.checkpoint.inventory import Inventory, PlannedInventory
 from cloudckpt.checkpoint.written import Extents, Written, WrittenObject
 from cloudckpt.checksum import CRC32C
 from cloudckpt.dcp.load_plan import plan_reads
@@ -84,7 +84,7 @@ def inventory_of(metadata: Metadata) -> Inventory:
     places = torch.arange(count)
     extents = Extents(torch.zeros(count, dtype=torch.int64), places, torch.ones_like(places))
     written = Written("", (WrittenObject(0, 0, "0" * 16, count, 0, 0, 0),), extents)
-    return Inventory.of(metadata, [indices], [written], CRC32C, "")[0]
+    return PlannedInventory(metadata, [indices]).placed([written], CRC32C, "")
 
 
 def described(shape, boxes) -> TensorStorageMetadata:

@@ -22,7 +22,7 @@ from cloudckpt import Config, RetryPolicy
 from cloudckpt.checkpoint import commit as committing
 from cloudckpt.checkpoint.commit import begin, named_objects, publish
 from cloudckpt.checkpoint.committed import Fetched, fetch
-from cloudckpt.checkpoint.draft import Draft
+from cloudckpt.checkpoint.draft import Draft, Planned
 from cloudckpt.checkpoint.index import index_bytes
 from cloudckpt.checkpoint.objects import METADATA, ObjectRecord
 from cloudckpt.checkpoint.written import Extents, Written, WrittenObject
@@ -187,8 +187,10 @@ class World:
                 )
                 written.append(Written(str(uri), (one,), Extents.of([(0, 0, 64)])))
             draft = Draft.of(
-                Metadata({f"v{rank}": BytesStorageMetadata() for rank in range(RANKS)}),
-                [[MetadataIndex(f"v{rank}")] for rank in range(RANKS)],
+                Planned.of(
+                    Metadata({f"v{rank}": BytesStorageMetadata() for rank in range(RANKS)}),
+                    [[MetadataIndex(f"v{rank}")] for rank in range(RANKS)],
+                ),
                 written,
                 store.capabilities.checksum,
                 attempt=attempt,

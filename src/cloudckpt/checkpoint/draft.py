@@ -7,10 +7,12 @@ the save before, so that a coordinator spends no time on chunks that are where t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -23,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 from cloudckpt.checkpoint.body import Packed, to_json, without_columns
 from cloudckpt.checkpoint.columns import column_of, counted, unfilled
 from cloudckpt.checkpoint.committed import CommitObject
-from cloudckpt.checkpoint.inventory import Inventory, NotInColumnsError
+from cloudckpt.checkpoint.inventory import Inventory, NotInColumnsError, PlannedInventory
 from cloudckpt.checkpoint.lazy import lazy_metadata, save_id_of
 from cloudckpt.checkpoint.metadata import with_trailer
 from cloudckpt.checkpoint.pickled import MetadataPickle
@@ -34,7 +36,7 @@ from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.errors import DifferentCheckpointsError, IncompleteSaveError
 from cloudckpt.gc_pause import paused_gc
 
-__all__ = ["Draft"]
+__all__ = ["Draft", "Planned"]
 
 
 class Draft:
@@ -67,8 +69,7 @@ class Draft:
     @classmethod
     def of(
         cls,
-        metadata: Metadata,
-        indices: Sequence[Sequence[MetadataIndex]],
+        planned: Planned,
         written: Sequence[Written],
         checksum: ChecksumAlgorithm,
         *,
@@ -78,8 +79,7 @@ class Draft:
         """That of a save whose structure is new.
 
         Args:
-            metadata: The planner's.
-            indices: By rank, those of the items in its plan, in its order.
+            planned: What all ranks were to write.
             written: By rank, what it has written.
             checksum: The algorithm of the store.
             attempt: The random name of the save: sixteen hexadecimal digits.
@@ -87,30 +87,57 @@ class Draft:
 
         Raises:
             DifferentCheckpointsError: If a rank has written to another location.
-            IncompleteSaveError: If the metadata promise an item that nobody has written.
+            IncompleteSaveError: If the metadata promise an item that nobody has written, or a rank
+                has written what makes no sense.
         """
         _check_location(written, uri)
-        try:
-            inventory, rows = Inventory.of(metadata, indices, written, checksum, uri)
-        except NotInColumnsError:
-            return cls._by_pickle(metadata, indices, written, checksum, attempt, uri)
-        draft = cls.from_inventory(inventory, attempt)
-        if draft is None:
-            return cls._by_pickle(metadata, indices, written, checksum, attempt, uri)
-        draft._rows = rows
-        return draft
+        for rank, (count, one) in enumerate(zip(planned.counts, written, strict=True)):
+            if count != len(one.extents):
+                raise IncompleteSaveError(
+                    f"rank {rank} has planned {count} items, and written {len(one.extents)}; "
+                    "nothing was committed",
+                    uri=uri,
+                )
+        if planned.inventory is not None:
+            with _refusing_other_objects(uri):
+                inventory = planned.inventory.placed(written, checksum, uri)
+            draft = cls.from_inventory(inventory, attempt)
+            draft._rows = planned.inventory.rows
+            return draft
+        metadata = planned.metadata
+        metadata.storage_data = places = _places(planned.indices, written)
+        _check_complete(metadata, places, uri)
+        metadata.storage_meta = StorageMeta(save_id=save_id_of(attempt))
+        metadata.version = CURRENT_DCP_VERSION
+        objects = list(itertools.chain.from_iterable(one.objects for one in written))
+        structure = Structure.merged([one.structure for one in written], uri)
+        return cls._by_pickle(attempt, objects, metadata, checksum, structure)
 
     @classmethod
-    def from_inventory(cls, inventory: Inventory, attempt: str) -> Draft | None:
-        """That of an inventory; None if the format has no room for something in it."""
+    def from_inventory(cls, inventory: Inventory, attempt: str) -> Draft:
+        """That of an inventory; only the pickle has it if the format has no room for all of it."""
+        metadata, objects = lazy_metadata(inventory, attempt), inventory.objects
         packed = Packed.of(inventory)
-        if packed is None:
-            return None
-        pickled = MetadataPickle(inventory, attempt)
-        if packed.with_objects(attempt, inventory, len(pickled.data)) is None:
-            return None
-        metadata = lazy_metadata(inventory, attempt)
-        return cls(attempt, inventory.objects, metadata, inventory, pickled, packed)
+        if packed is not None:
+            pickled = MetadataPickle(inventory, attempt)
+            if packed.with_objects(attempt, inventory, len(pickled.data)) is not None:
+                return cls(attempt, objects, metadata, inventory, pickled, packed)
+        return cls._by_pickle(attempt, objects, metadata, inventory.checksum, inventory.structure)
+
+    @classmethod
+    def _by_pickle(
+        cls,
+        attempt: str,
+        objects: Sequence[WrittenObject],
+        metadata: Metadata,
+        checksum: ChecksumAlgorithm,
+        structure: Structure,
+    ) -> Draft:
+        """That of metadata which columns can't express, or not in bounds."""
+        with paused_gc():
+            pickled = pickle.dumps(metadata, protocol=pickle.HIGHEST_PROTOCOL)
+        body = without_columns(attempt, objects, checksum, _more(structure))
+        return cls(attempt, objects, metadata, None, pickled, body)
 
     @classmethod
     def of_copy(
@@ -125,11 +152,9 @@ class Draft:
         """
         renamed = [objects[one.name] for one in source.objects]
         if source.inventory is not None:
-            draft = cls.from_inventory(
+            return cls.from_inventory(
                 dataclasses.replace(source.inventory, objects=renamed), attempt
             )
-            assert draft is not None  # it has been one before
-            return draft
         metadata = dataclasses.replace(source.metadata)
         with paused_gc():
             metadata.storage_data = {
@@ -175,13 +200,8 @@ class Draft:
         if changed.numel():
             inventory = inventory.located(changed, extents)
             is_as_before = is_as_before and int(changed.min()) >= inventory.values_from
-        try:
+        with _refusing_other_objects(uri):
             inventory.check_extents()
-        except ValueError as exc:
-            raise IncompleteSaveError(
-                f"a rank has written other objects than it says: {exc}; nothing was committed",
-                uri=uri,
-            ) from exc
         rows = self._rows
         if is_as_before:
             assert isinstance(self._pickled, MetadataPickle)
@@ -191,10 +211,7 @@ class Draft:
             metadata = lazy_metadata(inventory, attempt)
             draft = Draft(attempt, objects, metadata, inventory, self._pickled, self._body)
         else:
-            made = Draft.from_inventory(inventory, attempt)
-            if made is None:
-                return None
-            draft = made
+            draft = Draft.from_inventory(inventory, attempt)
         draft._rows = rows
         return draft
 
@@ -226,33 +243,59 @@ class Draft:
         assert isinstance(self._body, bytes)
         return with_trailer(self._pickled, self._body, notes)
 
+
+@dataclass(frozen=True)
+class Planned:
+    """What the ranks of a save whose structure is new are to write.
+
+    It is made before they write, so that the plans of all ranks need not be kept until they have.
+
+    Attributes:
+        counts: By rank, the number of items in its plan.
+        inventory: All of it; None if columns can't express it.
+        metadata: torch's, in that case.
+        indices: By rank, those of the items in its plan, in that case.
+    """
+
+    counts: tuple[int, ...]
+    inventory: PlannedInventory | None
+    metadata: Metadata
+    indices: Sequence[Sequence[MetadataIndex]]
+
     @classmethod
-    def _by_pickle(
-        cls,
-        metadata: Metadata,
-        indices: Sequence[Sequence[MetadataIndex]],
-        written: Sequence[Written],
-        checksum: ChecksumAlgorithm,
-        attempt: str,
-        uri: str,
-    ) -> Draft:
-        """That of metadata with classes of a user's own."""
-        places: dict[MetadataIndex, StorageInfo] = {}
-        for of_rank, one in zip(indices, written, strict=True):
-            names = [found.name for found in one.objects]
-            rows = zip(*(column.tolist() for column in one.extents.columns), strict=True)
-            for index, (number, offset, length) in zip(of_rank, rows, strict=True):
-                places[index] = StorageInfo(names[number], offset, length)
-        _check_complete(metadata, places, uri)
-        objects = list(itertools.chain.from_iterable(one.objects for one in written))
-        structure = Structure.merged([one.structure for one in written], uri)
-        metadata.storage_data = places
-        metadata.storage_meta = StorageMeta(save_id=save_id_of(attempt))
-        metadata.version = CURRENT_DCP_VERSION
-        with paused_gc():
-            pickled = pickle.dumps(metadata, protocol=pickle.HIGHEST_PROTOCOL)
-        body = without_columns(attempt, objects, checksum, _more(structure))
-        return cls(attempt, objects, metadata, None, pickled, body)
+    def of(cls, metadata: Metadata, indices: Sequence[Sequence[MetadataIndex]]) -> Planned:
+        """
+        Args:
+            metadata: The planner's.
+            indices: By rank, those of the items in its plan, in its order.
+        """
+        counts = tuple(map(len, indices))
+        try:
+            return cls(counts, PlannedInventory(metadata, indices), Metadata({}), ())
+        except NotInColumnsError:
+            return cls(counts, None, metadata, indices)
+
+
+@contextlib.contextmanager
+def _refusing_other_objects(uri: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as exc:
+        raise IncompleteSaveError(
+            f"a rank has written other objects than it says: {exc}; nothing was committed", uri=uri
+        ) from exc
+
+
+def _places(
+    indices: Sequence[Sequence[MetadataIndex]], written: Sequence[Written]
+) -> dict[MetadataIndex, StorageInfo]:
+    places: dict[MetadataIndex, StorageInfo] = {}
+    for of_rank, one in zip(indices, written, strict=True):
+        names = [found.name for found in one.objects]
+        rows = zip(*(column.tolist() for column in one.extents.columns), strict=True)
+        for index, (number, offset, length) in zip(of_rank, rows, strict=True):
+            places[index] = StorageInfo(names[number], offset, length)
+    return places
 
 
 def _check_location(written: Sequence[Written], uri: str) -> None:

@@ -14,7 +14,7 @@ import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -30,10 +30,17 @@ from cloudckpt.checkpoint.columns import column_of, counted, unfilled
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.written import Extents, Written, WrittenObject
 from cloudckpt.checksum import ChecksumAlgorithm
-from cloudckpt.errors import IncompleteSaveError
 from cloudckpt.gc_pause import paused_gc
 
-__all__ = ["Chunks", "Entry", "Inventory", "NotInColumnsError", "Paths", "rows_of"]
+__all__ = [
+    "Chunks",
+    "Entry",
+    "Inventory",
+    "NotInColumnsError",
+    "Paths",
+    "PlannedInventory",
+    "rows_of",
+]
 
 Paths = Mapping[str, tuple["str | int", ...]]
 """``planner_data`` of torch's metadata: where in the state dict a name stood."""
@@ -166,49 +173,6 @@ class Inventory:
         properties = dataclasses.replace(self.properties[entry.properties])
         return TensorStorageMetadata(properties, size(entry.shape), made)
 
-    @classmethod
-    def of(
-        cls,
-        metadata: Metadata,
-        indices: Sequence[Sequence[MetadataIndex]],
-        written: Sequence[Written],
-        checksum: ChecksumAlgorithm,
-        uri: str,
-    ) -> tuple[Inventory, tuple[torch.Tensor, ...]]:
-        """That of a save, and by rank the rows of the items in its plan.
-
-        Args:
-            metadata: torch's, without the places.
-            indices: By rank, those of the items in its plan.
-            written: By rank, what it has written.
-            checksum: The algorithm of the store.
-            uri: The checkpoint, for messages.
-
-        Raises:
-            IncompleteSaveError: If the metadata promise an item that nobody has written.
-            NotInColumnsError: If they are not of torch's classes alone.
-        """
-        with paused_gc():
-            made = _Tables(metadata)
-            objects = list(itertools.chain.from_iterable(of_rank.objects for of_rank in written))
-            extents, rows = made.placed(indices, written, uri)
-            structure = Structure.merged([of_rank.structure for of_rank in written], uri)
-        inventory = cls(
-            made.entries,
-            made.properties,
-            made.chunks,
-            extents,
-            objects,
-            checksum,
-            made.paths,
-            structure,
-        )
-        try:
-            inventory.check()
-        except ValueError as exc:
-            raise NotInColumnsError(str(exc)) from exc
-        return inventory, rows
-
     def check(self) -> None:
         """Whether all numbers are within their bounds.
 
@@ -216,16 +180,7 @@ class Inventory:
             ValueError: If one is not.
         """
         self.check_extents()
-        for dims, chunks in self.chunks.items():
-            of_tensors = [e for e in self.entries.values() if e.shape and len(e.shape) == dims]
-            counts = column_of([entry.count for entry in of_tensors])
-            for dim in range(dims):  # one after the other, which takes less memory
-                ends = column_of([(entry.shape or ())[dim] for entry in of_tensors])
-                limits = ends.repeat_interleave(counts)
-                sizes, offsets = chunks.sizes[:, dim], chunks.offsets[:, dim]
-                inside = (sizes >= 0) & (offsets >= 0) & (sizes <= limits)
-                if not bool((inside & (offsets <= limits.sub_(sizes))).all()):
-                    raise ValueError("a chunk lies outside of its tensor")
+        _check_chunks(self.entries.values(), self.chunks)
 
     def check_extents(self) -> None:
         """Whether all places are inside of objects.
@@ -250,6 +205,74 @@ class Inventory:
         for column, changed in zip(columns, extents.columns, strict=True):
             column[items] = changed
         return dataclasses.replace(self, extents=Extents(*columns))
+
+
+class PlannedInventory:
+    """An inventory before anything is written: all of it but the places.
+
+    Attributes:
+        rows: By rank, the rows of the items in its plan.
+    """
+
+    def __init__(self, metadata: Metadata, indices: Iterable[Sequence[MetadataIndex]]) -> None:
+        """
+        Args:
+            metadata: torch's, without the places.
+            indices: By rank, those of the items in its plan.
+
+        Raises:
+            NotInColumnsError: If the metadata are not of torch's classes alone, or do not fit the
+                plans.
+        """
+        with paused_gc():
+            self._tables = tables = _Tables(metadata)
+            finder = _RowFinder(tables.entries, tables.chunks)
+            self.rows = tuple(map(finder.rows, indices))
+        is_written = torch.zeros(tables.rows, dtype=torch.bool, device="cpu")
+        for rows in self.rows:
+            if bool((rows < 0).any()):
+                raise NotInColumnsError("an item that the metadata do not have")
+            is_written[rows] = True
+        if not bool(is_written.all()):
+            raise NotInColumnsError("two chunks with one place, or one that nobody will write")
+        try:
+            _check_chunks(tables.entries.values(), tables.chunks)
+        except ValueError as exc:
+            raise NotInColumnsError(str(exc)) from exc
+
+    def placed(
+        self, written: Sequence[Written], checksum: ChecksumAlgorithm, uri: str
+    ) -> Inventory:
+        """The inventory of what the ranks have written, each all items of its plan.
+
+        Args:
+            written: By rank.
+            checksum: The algorithm of the store.
+            uri: The checkpoint, for messages.
+
+        Raises:
+            ValueError: If an item lies in no object.
+        """
+        tables = self._tables
+        columns = [unfilled(tables.rows) for _ in range(3)]
+        base = 0
+        for rows, one in zip(self.rows, written, strict=True):
+            objects, offsets, lengths = one.extents.columns
+            for column, values in zip(columns, (objects + base, offsets, lengths), strict=True):
+                column[rows] = values
+            base += len(one.objects)
+        inventory = Inventory(
+            tables.entries,
+            tables.properties,
+            tables.chunks,
+            Extents(*columns),
+            list(itertools.chain.from_iterable(of_rank.objects for of_rank in written)),
+            checksum,
+            tables.paths,
+            Structure.merged([of_rank.structure for of_rank in written], uri),
+        )
+        inventory.check_extents()
+        return inventory
 
 
 class _Tables:
@@ -327,55 +350,24 @@ class _Tables:
             for dims, count in sorted(self._places.items())
         }
 
-    def placed(
-        self, indices: Sequence[Sequence[MetadataIndex]], written: Sequence[Written], uri: str
-    ) -> tuple[Extents, tuple[torch.Tensor, ...]]:
-        """Where all rows are, and by rank the rows of its items."""
-        columns = [unfilled(self.rows).fill_(-1) for _ in range(3)]
-        base = 0
-        by_rank: list[torch.Tensor] = []
-        finder = _RowFinder(self.entries, self.chunks)
-        for of_rank, one in zip(indices, written, strict=True):
-            rows = finder.rows(of_rank)
-            if bool((rows < 0).any()):
-                raise NotInColumnsError("an item that the metadata do not have")
-            by_rank.append(rows)
-            if rows.numel() != len(one.extents):
-                raise IncompleteSaveError(
-                    f"rank {one.objects[0].rank if one.objects else '?'} has planned "
-                    f"{rows.numel()} items, and written {len(one.extents)}; nothing was committed",
-                    uri=uri,
-                )
-            objects, offsets, lengths = one.extents.columns
-            for column, values in zip(columns, (objects + base, offsets, lengths), strict=True):
-                column[rows] = values
-            base += len(one.objects)
-        missing = (columns[0] < 0).nonzero()
-        if missing.numel():
-            self._tell_missing(int(missing[0]), columns[0], uri)
-        return Extents(*columns), tuple(by_rank)
 
-    def _tell_missing(self, row: int, objects: torch.Tensor, uri: str) -> NoReturn:
-        name, entry = next(
-            (name, entry)
-            for name, entry in self.entries.items()
-            if entry.first <= row < entry.first + entry.count
-        )
-        offsets = None
-        if entry.shape is not None:
-            chunks = self.chunks[len(entry.shape)]
-            part = chunks.offsets[entry.place : entry.place + entry.count]
-            missing = part[row - entry.first]
-            offsets = torch.Size(missing.tolist())
-            twins = (part == missing).all(1).nonzero().view(-1) + entry.first
-            if bool((objects[twins] >= 0).any()):
-                raise NotInColumnsError("two chunks with one place")
-        raise IncompleteSaveError(
-            f"{name} (offsets {offsets}) was planned, but no rank has written it; "
-            "nothing was committed",
-            uri=uri,
-            item=name,
-        )
+def _check_chunks(entries: Iterable[Entry], of_dims: Mapping[int, Chunks]) -> None:
+    """Whether all chunks are inside of their tensors.
+
+    Raises:
+        ValueError: If one is not.
+    """
+    tensors = [entry for entry in entries if entry.shape]
+    for dims, chunks in of_dims.items():
+        shapes = [(entry.shape or (), entry.count) for entry in tensors]
+        of_these = [(shape, count) for shape, count in shapes if len(shape) == dims]
+        counts = column_of([count for _, count in of_these])
+        for dim in range(dims):  # one after the other, which takes less memory
+            limits = column_of([shape[dim] for shape, _ in of_these]).repeat_interleave(counts)
+            sizes, offsets = chunks.sizes[:, dim], chunks.offsets[:, dim]
+            inside = (sizes >= 0) & (offsets >= 0) & (sizes <= limits)
+            if not bool((inside & (offsets <= limits.sub_(sizes))).all()):
+                raise ValueError("a chunk lies outside of its tensor")
 
 
 class _RowFinder:

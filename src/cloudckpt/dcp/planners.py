@@ -85,6 +85,10 @@ class CloudSavePlanner(DefaultSavePlanner):
         with paused_gc():
             return super().create_global_plan(all_plans)
 
+    def forget_others(self) -> None:
+        """Lets go of the plans of all ranks and what they make, which were handed on."""
+        self.global_plan, self.metadata = [], Metadata({})
+
 
 class KeepingKeysPlanner(DefaultLoadPlanner):
     """Puts values behind the keys that the state dict has.

@@ -18,6 +18,7 @@ What this rules out:
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
@@ -30,7 +31,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.distributed.tensor import DTensor
 
-from cloudckpt.checkpoint.draft import Draft
+from cloudckpt.checkpoint.draft import Draft, Planned
 from cloudckpt.checkpoint.shard import SmallForm
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.torch_private import Collectives
@@ -63,12 +64,11 @@ class Committed(NamedTuple):
 
 @dataclass(frozen=True)
 class _Planned:
-    """A new plan: this rank's part, and on the coordinator what there is of all."""
+    """A new plan: this rank's part, its number, and on the coordinator what all will write."""
 
     step: SavePlan
     number: int
-    metadata: Metadata | None
-    plans: list[SavePlan]
+    of_all: Planned | None
 
 
 class SaveLoop:
@@ -191,27 +191,39 @@ class SaveLoop:
         return logged_by_torch(checkpoint_id=self._writer.checkpoint_id, group=self._group)(step)
 
     def _planned(self) -> _Planned:
-        """This rank's part of a new plan."""
-        found: list[tuple[Metadata, list[SavePlan]]] = []
+        """This rank's part of a new plan.
+
+        Plans are pickled here, and not on their way: those of a large job are millions of objects,
+        which the collector would look through again and again. They are gone at the end of a step.
+        """
+        found: list[Planned] = []
+        alone = self._members is None
 
         @self._logged
-        def local_step() -> SavePlan:
+        def local_step() -> SavePlan | bytes:
             self._planner.set_up_planner(
                 self._state_dict, self._writer.storage_meta(), self._ranks.is_coordinator
             )
-            return self._writer.prepare_local_plan(self._planner.create_local_plan())
+            plan = self._writer.prepare_local_plan(self._planner.create_local_plan())
+            with paused_gc():
+                return plan if alone else pickle.dumps(plan)
 
         @self._logged
-        def global_step(plans: list[SavePlan]) -> list[tuple[SavePlan, int]]:
-            plans, metadata = self._planner.create_global_plan(plans)
-            plans = self._writer.prepare_global_plan(plans)
-            found.append((metadata, plans))
+        def global_step(told: list[Any]) -> list[tuple[SavePlan | bytes, int]]:
             number = plan_cache.new_number()
-            return [(plan, number) for plan in plans]
+            with paused_gc():
+                plans = told if alone else list(map(pickle.loads, told))
+                plans, metadata = self._planner.create_global_plan(plans)
+                plans = self._writer.prepare_global_plan(plans)
+                found.append(Planned.of(metadata, [[i.index for i in p.items] for p in plans]))
+                if isinstance(self._planner, CloudSavePlanner):
+                    self._planner.forget_others()
+                return [(plan if alone else pickle.dumps(plan), number) for plan in plans]
 
         step, number = self._ranks.reduce_scatter("plan", local_step, global_step)
-        metadata, plans = found[0] if found else (None, [])
-        return _Planned(step, number, metadata, plans)
+        with paused_gc():
+            plan = step if alone else pickle.loads(step)  # noqa: S301 - of the coordinator
+        return _Planned(plan, number, found[0] if found else None)
 
     def _finished(self, planned: _Planned) -> tuple[SavePlan, Structure]:
         """What this rank writes by a new plan, and what flattening has lost of it."""
@@ -274,10 +286,9 @@ class SaveLoop:
         return Quick(entry.expected, entry.forms, tensors)
 
     def _new_draft(self, planned: _Planned, written: list[Written]) -> Draft:
-        assert planned.metadata is not None
+        assert planned.of_all is not None
         return Draft.of(
-            planned.metadata,
-            [[item.index for item in plan.items] for plan in planned.plans],
+            planned.of_all,
             written,
             self._writer.checksum,
             attempt=self._writer.attempt,

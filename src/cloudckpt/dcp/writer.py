@@ -18,7 +18,7 @@ from torch.futures import Future
 
 from cloudckpt.checkpoint.commit import Baseline, begin, named_objects, publish
 from cloudckpt.checkpoint.committed import fetch
-from cloudckpt.checkpoint.draft import Draft
+from cloudckpt.checkpoint.draft import Draft, Planned
 from cloudckpt.checkpoint.notes import Notes, with_timing
 from cloudckpt.checkpoint.objects import METADATA, ObjectRecord, metadata_name
 from cloudckpt.checkpoint.structure import Structure
@@ -259,8 +259,7 @@ class CloudStorageWriter(StorageWriter):
         written = [of_rank[0].storage_data for of_rank in results if of_rank]
         draft = self.finish_with(
             lambda: Draft.of(
-                metadata,
-                [one.indices for one in written],
+                Planned.of(metadata, [one.indices for one in written]),
                 written,
                 self.checksum,
                 attempt=self._attempt,
