@@ -3,7 +3,7 @@
 import pickle
 from typing import Any
 
-from cloudckpt.checkpoint.metadata import with_trailer
+from cloudckpt.checkpoint.trailer import with_trailer
 
 __all__ = ["framed"]
 

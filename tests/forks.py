@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+import cloudckpt
+
 __all__ = ["Child", "child", "context"]
 
 context = multiprocessing.get_context("forkserver")
@@ -30,7 +32,8 @@ context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
     [
         "boto3",
-        "cloudckpt",
+        *(f"cloudckpt.{module}" for module in sorted(set(cloudckpt._LATER.values()))),
+        "cloudckpt.aio",
         "cloudckpt.stores.azure",
         "cloudckpt.stores.gcs",
         "cloudckpt.stores.s3",

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import cloudckpt
-from cloudckpt.checkpoint.metadata import MOST_NOTES
 from cloudckpt.checkpoint.notes import Notes, with_timing
 from cloudckpt.checkpoint.timing import RankTiming, SaveTiming
+from cloudckpt.checkpoint.trailer import MOST_NOTES
 from cloudckpt.errors import CheckpointCorruptError
 
 NOTES = Notes(step=7, metrics={"loss": 0.5})

@@ -173,14 +173,15 @@ def test_a_reader_that_goes_away_ends_the_command_quietly(run):
 
 
 _WAITS = """
-import sys, threading
-from cloudckpt.cli import main, moving
+import threading
+import cloudckpt
+from cloudckpt.cli import main
 
 def verify(*args, **kwargs):
     print("waiting", flush=True)
     threading.Event().wait(200)
 
-moving.verifying.verify = verify
+cloudckpt.verify = verify
 main()
 """
 

@@ -18,10 +18,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from cloudckpt.checkpoint.body import Body
 from cloudckpt.checkpoint.inventory import Inventory
 from cloudckpt.checkpoint.lazy import lazy_metadata
-from cloudckpt.checkpoint.metadata import Trailer, load_metadata, notes_at_end, pickle_in
+from cloudckpt.checkpoint.metadata import load_metadata
 from cloudckpt.checkpoint.objects import METADATA, checked
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.torch_private import StorageInfo
+from cloudckpt.checkpoint.trailer import Trailer, notes_at_end, pickle_in
 from cloudckpt.checkpoint.written import WrittenObject
 from cloudckpt.checksum import CRC32C, ChecksumAlgorithm
 from cloudckpt.errors import (

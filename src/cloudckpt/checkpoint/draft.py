@@ -27,10 +27,10 @@ from cloudckpt.checkpoint.columns import column_of, counted, unfilled
 from cloudckpt.checkpoint.committed import CommitObject
 from cloudckpt.checkpoint.inventory import Inventory, NotInColumnsError, PlannedInventory
 from cloudckpt.checkpoint.lazy import lazy_metadata, save_id_of
-from cloudckpt.checkpoint.metadata import with_trailer
 from cloudckpt.checkpoint.pickled import MetadataPickle
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.torch_private import CURRENT_DCP_VERSION, StorageInfo
+from cloudckpt.checkpoint.trailer import with_trailer
 from cloudckpt.checkpoint.written import Extents, Written, WrittenObject
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.errors import DifferentCheckpointsError, IncompleteSaveError

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cloudckpt.checkpoint.metadata import MOST_NOTES, TAIL, notes_at_end
 from cloudckpt.checkpoint.objects import METADATA
 from cloudckpt.checkpoint.timing import SaveTiming
+from cloudckpt.checkpoint.trailer import MOST_NOTES, TAIL, notes_at_end
 from cloudckpt.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,

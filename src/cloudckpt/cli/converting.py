@@ -5,34 +5,24 @@
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import PurePosixPath
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Optional
 
-import torch
 import typer
 from rich.filesize import decimal as as_size
 
 from cloudckpt import events
 from cloudckpt.cli.app import Json, Quiet, app, print_json
 from cloudckpt.config import Config
-from cloudckpt.format_utils import (
-    Kind,
-    dcp_to_dcp,
-    dcp_to_torch_save,
-    kind_of,
-    torch_save_to_dcp,
-)
-from cloudckpt.hf import export_checkpoint
+
+if TYPE_CHECKING:
+    from cloudckpt.format_utils import Kind
 
 _FILES = frozenset({".bin", ".ckpt", ".pt", ".pth"})  # what files of torch.save are called
-_CONVERSIONS: dict[tuple[Kind, Kind], Callable[..., object]] = {
-    ("dcp", "dcp"): dcp_to_dcp,
-    ("dcp", "torch"): dcp_to_torch_save,
-    ("torch", "dcp"): torch_save_to_dcp,
-}
-_NAMES: dict[Kind, str] = {"dcp": "checkpoint", "torch": "file of torch.save"}
+_NAMES: dict["Kind", str] = {"dcp": "checkpoint", "torch": "file of torch.save"}
 
 
 _Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is at TARGET.")]
@@ -71,20 +61,25 @@ def convert(
     What SOURCE is, is found by looking at it. It takes one copy of the state in memory. TARGET
     appears when it is complete.
     """
+    from cloudckpt import format_utils
+
     config = Config(overwrite=overwrite)
-    found = kind_of(source, config=config)
+    found = format_utils.kind_of(source, config=config)
     wanted = _wanted(found, target, to)
-    bar = contextlib.nullcontext() if quiet or as_json else events.progress_bar()
-    with bar, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be here
-        _CONVERSIONS[found, wanted](source, target, config=config, trust_pickle=trust_pickle)
+    convert = {
+        ("dcp", "dcp"): format_utils.dcp_to_dcp,
+        ("dcp", "torch"): format_utils.dcp_to_torch_save,
+        ("torch", "dcp"): format_utils.torch_save_to_dcp,
+    }[found, wanted]
+    with _shown(not (quiet or as_json)):
+        convert(source, target, config=config, trust_pickle=trust_pickle)
     if as_json:
         print_json({"source": source, "from": found, "target": target, "to": wanted})
     elif not quiet:
         print(f"{source} ({_NAMES[found]}) is now {target} ({_NAMES[wanted]})")
 
 
-def _wanted(found: Kind, target: str, to: Optional[To]) -> Kind:  # noqa: UP045 - as above
+def _wanted(found: "Kind", target: str, to: Optional[To]) -> "Kind":  # noqa: UP045 - as above
     """What is to be written.
 
     Raises:
@@ -129,6 +124,10 @@ def export(
 
     Where the store can, it copies them itself. The model appears when all of it is there.
     """
+    import torch
+
+    from cloudckpt.hf import export_checkpoint
+
     kind = getattr(torch, dtype, None) if dtype else None
     if dtype and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
         raise typer.BadParameter(f"torch has no floating-point type {dtype}", param_hint="--dtype")
@@ -138,9 +137,7 @@ def export(
         return name.removeprefix(beneath) if name.startswith(beneath) else None
 
     config = Config(overwrite=overwrite)
-    bar = contextlib.nullcontext() if quiet or as_json else events.progress_bar()
-    with bar, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be here
+    with _shown(not (quiet or as_json)):
         done = export_checkpoint(
             checkpoint, target, max_shard=max_shard, dtype=kind, key_mapping=renamed, config=config
         )
@@ -168,13 +165,21 @@ def import_(
 
     It takes one copy of the model in memory. The checkpoint appears when it is complete.
     """
+    from cloudckpt.format_utils import dcp_to_dcp
+
     config = Config(overwrite=overwrite)
-    bar = contextlib.nullcontext() if quiet or as_json else events.progress_bar()
-    with bar, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be here
+    with _shown(not (quiet or as_json)):
         metadata = dcp_to_dcp(source, checkpoint, config=config)
     count = len(metadata.state_dict_metadata)
     if as_json:
         print_json({"source": source, "checkpoint": checkpoint, "tensors": count})
     elif not quiet:
         print(f"{source} is now the checkpoint {checkpoint}, of {count} tensors")
+
+
+@contextmanager
+def _shown(progress: bool) -> Iterator[None]:
+    bar = events.progress_bar() if progress else contextlib.nullcontext()
+    with bar, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be here
+        yield

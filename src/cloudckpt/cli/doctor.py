@@ -5,7 +5,7 @@
 import dataclasses
 import logging
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -13,7 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from cloudckpt.cli.app import FAILED, Json, Quiet, app, print_json, safe
-from cloudckpt.doctor import Finding, examine
+
+if TYPE_CHECKING:
+    from cloudckpt.doctor import Finding
 
 _SIGNS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "failed": ("✗", "red")}
 _MIB = 1024 * 1024
@@ -41,8 +43,9 @@ def doctor(
     What it writes is named .cloudckpt-doctor.* and deleted again. No credentials are shown. The
     exit code is 1 if something does not work.
     """
+    from cloudckpt.doctor import examine
 
-    def tell(finding: Finding) -> None:
+    def tell(finding: "Finding") -> None:
         if not (as_json or (quiet and finding.outcome == "ok")):
             _print(finding)
 
@@ -62,7 +65,7 @@ def doctor(
         raise typer.Exit(FAILED)
 
 
-def _print(finding: Finding) -> None:
+def _print(finding: "Finding") -> None:
     """A paragraph on a terminal; else a line whose fields are separated by tabs."""
     if not sys.stdout.isatty():
         fields = (finding.outcome, finding.check, finding.found, finding.advice)

@@ -10,6 +10,7 @@ from typing import Annotated, Optional
 import typer
 from rich.filesize import decimal as as_size
 
+import cloudckpt
 from cloudckpt.cli.app import (
     DIFFERENT,
     FAILED,
@@ -24,8 +25,6 @@ from cloudckpt.cli.app import (
     safe,
 )
 from cloudckpt.cli.page import page
-from cloudckpt.runs import comparing, contents
-from cloudckpt.runs.contents import StoredItem
 
 Pattern = Annotated[str, typer.Argument(help="Which names, e.g. 'model.*'; * stands for any text.")]
 
@@ -42,7 +41,7 @@ def inspect(
     quiet: Quiet = False,
 ) -> None:
     """Show what is in a checkpoint: names, shapes, types, sizes, and what was noted with it."""
-    found = contents.inspect(checkpoint)
+    found = cloudckpt.inspect(checkpoint)
     items = tuple(item for item in found.items if fnmatchcase(item.name, pattern))
     if html is not None:
         _write(html, page(dataclasses.replace(found, items=items)))
@@ -93,7 +92,7 @@ def diff(
     The exit code is 5 if they differ, and 1 if that can't be told without --read.
     """
     with progress_bar("reading", shown=read and not (quiet or as_json)) as progress:
-        found = comparing.diff(first, second, pattern=pattern, read=read, progress=progress)
+        found = cloudckpt.diff(first, second, pattern=pattern, read=read, progress=progress)
     counts = Counter[str](item.verdict for item in found.items)
     if as_json:
         print_json({**dataclasses.asdict(found), "are_same": found.are_same})
@@ -130,7 +129,7 @@ def _write(name: str, text: str) -> None:
         fail(f"{name} can't be written: {error.strerror}", FAILED)
 
 
-def _form(item: StoredItem | None) -> str:
+def _form(item: "cloudckpt.StoredItem | None") -> str:
     """Type and shape of an entry."""
     if item is None:
         return ""
@@ -139,5 +138,5 @@ def _form(item: StoredItem | None) -> str:
     return f"{item.dtype} {_shape(item)}"
 
 
-def _shape(item: StoredItem) -> str:
+def _shape(item: "cloudckpt.StoredItem") -> str:
     return "" if item.shape is None else " x ".join(map(str, item.shape)) or "scalar"

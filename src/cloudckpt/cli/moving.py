@@ -9,6 +9,7 @@ from typing import Annotated, Optional
 import typer
 from rich.filesize import decimal as as_size
 
+import cloudckpt
 from cloudckpt.cli.app import (
     Checkpoint,
     Json,
@@ -21,7 +22,6 @@ from cloudckpt.cli.app import (
 )
 from cloudckpt.cli.ranks import together
 from cloudckpt.errors import CheckpointCorruptError, Damage
-from cloudckpt.runs import copying, verifying
 
 
 @app.command(rich_help_panel="Checkpoints")
@@ -46,7 +46,7 @@ def verify(
         shown = ranks.speaks and not (quiet or as_json)
         try:
             with progress_bar("verifying", shown=shown) as progress:
-                found = verifying.verify(
+                found = cloudckpt.verify(
                     checkpoint, resume=resume, process_group=ranks.group, progress=progress
                 )
         except CheckpointCorruptError as error:
@@ -109,7 +109,7 @@ def cp(
     with together() as ranks:
         shown = ranks.speaks and not (quiet or as_json)
         with progress_bar("copying", shown=shown) as progress:
-            copied = copying.copy(
+            copied = cloudckpt.copy(
                 source,
                 target,
                 overwrite=overwrite,

@@ -13,10 +13,12 @@ import json
 import re
 from collections import Counter
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cloudckpt.checkpoint.timing import SaveTiming
-from cloudckpt.runs.contents import CheckpointContents, StoredItem
+
+if TYPE_CHECKING:
+    from cloudckpt import CheckpointContents, StoredItem
 
 __all__ = ["page"]
 

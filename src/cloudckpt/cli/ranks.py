@@ -1,5 +1,7 @@
 """Commands that torchrun has started on several ranks, of which the first one speaks."""
 
+from __future__ import annotations
+
 import contextlib
 import gc
 import os
@@ -9,13 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
-from cloudckpt.checkpoint.torch_private import set_group_timeout
 from cloudckpt.cli.app import code_of, say
-from cloudckpt.dcp.failures import release_frames
 from cloudckpt.errors import CloudCheckpointError, ProcessGroupError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 _MEETING = timedelta(minutes=5)  # in which all ranks must have started
 _LONGEST = timedelta(days=1)  # that ranks wait for the slowest; one that is gone is noticed at once
@@ -36,7 +38,11 @@ class Ranks:
     @property
     def group(self) -> dist.ProcessGroup | None:
         """All ranks; None if this process is alone. Whoever keeps it keeps its threads."""
-        return dist.group.WORLD if self.are_many else None
+        if not self.are_many:
+            return None
+        import torch.distributed as dist
+
+        return dist.group.WORLD
 
 
 @contextmanager
@@ -53,6 +59,11 @@ def together() -> Iterator[Ranks]:
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         yield Ranks()
         return
+    import torch.distributed as dist
+
+    from cloudckpt.checkpoint.torch_private import set_group_timeout
+    from cloudckpt.dcp.failures import release_frames
+
     # torchrun stops the others like this when one dies; then they clean up, as after Ctrl-C
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

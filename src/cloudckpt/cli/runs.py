@@ -12,6 +12,7 @@ from typing import Annotated, Optional
 import typer
 from rich.filesize import decimal as as_size
 
+import cloudckpt
 from cloudckpt.cli.app import (
     Json,
     Quiet,
@@ -25,10 +26,13 @@ from cloudckpt.cli.app import (
     safe,
 )
 from cloudckpt.errors import CheckpointNotFoundError
-from cloudckpt.runs import catalog, deleting, sweeping
 from cloudckpt.runs.steps import DEFAULT_PATTERN
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only print what would be deleted.")]
+
+
+LEFTOVERS_AGE = 24.0
+"""Hours: ``sweeping.LEFTOVERS_AGE``, which takes torch to be asked."""
 
 
 class Mode(str, Enum):
@@ -41,7 +45,7 @@ class Mode(str, Enum):
 @app.command(rich_help_panel="Runs")
 def ls(run: Run, step_name: StepName = DEFAULT_PATTERN, as_json: Json = False) -> None:
     """List the checkpoints of a run: step, age, size, and whether each is committed or torn."""
-    found = catalog.list_checkpoints(run, step_name=step_name)
+    found = cloudckpt.list_checkpoints(run, step_name=step_name)
     if as_json:
         print_json([dataclasses.asdict(one) for one in found])
         return
@@ -63,7 +67,7 @@ def ls(run: Run, step_name: StepName = DEFAULT_PATTERN, as_json: Json = False) -
 @app.command(rich_help_panel="Runs")
 def latest(run: Run, step_name: StepName = DEFAULT_PATTERN, as_json: Json = False) -> None:
     """Print the newest committed checkpoint of a run."""
-    found = catalog.latest(run, step_name=step_name)
+    found = cloudckpt.latest(run, step_name=step_name)
     if found is None:
         raise CheckpointNotFoundError("there is no committed checkpoint in this run", uri=run)
     if as_json:
@@ -104,6 +108,8 @@ def prune(
     quiet: Quiet = False,
 ) -> None:
     """Delete the checkpoints of a run that are not to be kept; never the newest committed one."""
+    from cloudckpt.runs import deleting
+
     unneeded = deleting.unneeded(
         run,
         max_to_keep=max_to_keep,
@@ -130,19 +136,19 @@ def sweep(
     older_than: Annotated[
         float,
         typer.Option(min=0, help="Hours; less than a day only if no job is saving there."),
-    ] = sweeping.LEFTOVERS_AGE / 3600,
+    ] = LEFTOVERS_AGE,
     dry_run: DryRun = False,
     yes: Yes = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Delete what saves that were killed have left: data of no checkpoint, and open uploads."""
-    found = sweeping.find_leftovers(run, older_than=older_than * 3600)
+    found = cloudckpt.find_leftovers(run, older_than=older_than * 3600)
     for uri in found.unread:
         print(f"cloudckpt: {safe(uri)} can't be read: all beside it stays", file=sys.stderr)
     if not dry_run and (found.objects or found.uploads):
         confirm(f"Delete {_told(found)} in {safe(run)}?", yes)
-        found = sweeping.sweep(run, older_than=older_than * 3600)
+        found = cloudckpt.sweep(run, older_than=older_than * 3600)
     if as_json:
         print_json({"dry_run": dry_run, **dataclasses.asdict(found)})
     elif dry_run:
@@ -158,7 +164,7 @@ def _delete(checkpoints: Sequence[str], as_json: bool, quiet: bool) -> None:
     deleted = []
     try:
         for checkpoint in checkpoints:
-            deleting.delete(checkpoint)
+            cloudckpt.delete(checkpoint)
             deleted.append(checkpoint)
             if not (quiet or as_json):
                 print(f"deleted {safe(checkpoint)}")
@@ -167,7 +173,7 @@ def _delete(checkpoints: Sequence[str], as_json: bool, quiet: bool) -> None:
             print_json({"dry_run": False, "checkpoints": deleted})
 
 
-def _told(found: sweeping.Leftovers) -> str:
+def _told(found: "cloudckpt.Leftovers") -> str:
     size = as_size(found.nbytes)
     return f"{len(found.objects)} objects ({size}) and {len(found.uploads)} uploads"
 
