@@ -4,11 +4,11 @@ import argparse
 import random
 
 import torch
-from accelerate import FullyShardedDataParallelPlugin
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import DistributedType, ProjectConfiguration
 from torch.utils.data import DataLoader, TensorDataset
 
-from cloudckpt.integrations.accelerate import CloudAccelerator
+import cloudckpt
 from results import tell
 
 
@@ -34,6 +34,7 @@ class Net(torch.nn.Module):
 
 
 def main() -> None:
+    cloudckpt.install()
     parser = argparse.ArgumentParser()
     parser.add_argument("--fsdp", action="store_true")
     parser.add_argument("--steps", type=int, required=True)
@@ -46,7 +47,7 @@ def main() -> None:
         fsdp_version=2, auto_wrap_policy="no_wrap", state_dict_type="SHARDED_STATE_DICT"
     )
     project = ProjectConfiguration(told.project, automatic_checkpoint_naming=True, total_limit=2)
-    accelerator = CloudAccelerator(cpu=True, project_config=project if told.project else None)
+    accelerator = Accelerator(cpu=True, project_config=project if told.project else None)
     if told.fsdp:  # which Accelerate knows on accelerators only
         accelerator.state._shared_state["distributed_type"] = DistributedType.FSDP
         accelerator.state.fsdp_plugin = plugin
@@ -63,12 +64,13 @@ def main() -> None:
     if told.load:
         accelerator.load_state(None if told.load == "newest" else told.load)
     for _, (batch,) in zip(range(told.steps), data, strict=False):
-        loss = (model(batch) - batch.sum(1, keepdim=True)).pow(2).mean()
-        losses.append(loss.item())
-        accelerator.backward(loss)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
+        with accelerator.accumulate(model):
+            loss = (model(batch) - batch.sum(1, keepdim=True)).pow(2).mean()
+            losses.append(loss.item())
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
         counter.count += 1
         if told.project:
             accelerator.save_state()
@@ -80,7 +82,9 @@ def main() -> None:
         count=counter.count,
         rate=scheduler.get_last_lr()[0],
         drawn=random.random(),
+        step=accelerator.step,
     )
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

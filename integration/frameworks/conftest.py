@@ -3,8 +3,7 @@
 import importlib.util
 import json
 import os
-import subprocess
-import sys
+import signal
 import urllib.request
 import uuid
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from cloudckpt.testing.servers import DUMMY_AWS, moto_server
+from launched import launched
 from results import Job
 
 HERE = Path(__file__).parent
@@ -50,24 +50,24 @@ def run(environment: dict[str, str]) -> str:
 
 @pytest.fixture
 def job(environment: dict[str, str], tmp_path: Path) -> Job:
-    """Runs a script of this folder on some ranks, each of which prints one line of JSON at its end.
+    """Runs a script of this folder on some ranks, each of which tells something at its end.
 
-    Returns what they have printed, in the order of ranks. The working folder is empty, and it is
-    the job's own: what is found there afterwards was written to the local disk.
+    Returns what they have told, in the order of ranks. The working folder is empty, and it is the
+    job's own: what is found there afterwards was written to the local disk.
     """
 
     def start(script: str, *arguments: object, ranks: int = 1) -> list[dict[str, Any]]:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command = [*torchrun, f"--nproc-per-node={ranks}", str(HERE / script)]
-        ended = subprocess.run(
-            [*command, *map(str, arguments)],
-            env={**environment, "RESULTS": str(tmp_path / "results")},
-            cwd=_folder(tmp_path),
+        ended = launched(
+            HERE / script,
+            [str(argument) for argument in arguments],
+            ranks=ranks,
+            environment={**environment, "RESULTS": str(tmp_path / "results")},
+            folder=_folder(tmp_path),
             timeout=240,
-            capture_output=True,
-            text=True,
         )
-        assert ended.returncode == 0, ended.stderr[:6000]
+        for rank, (code, printed) in enumerate(ended):
+            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            assert code == 0, f"rank {rank}: {how}\n{printed[-6000:]}"
         return [json.loads((tmp_path / f"results{rank}").read_text()) for rank in range(ranks)]
 
     return start

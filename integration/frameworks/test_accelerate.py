@@ -1,10 +1,14 @@
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
 
 import cloudckpt
-from cloudckpt.integrations.accelerate import CloudAccelerator
+import cloudckpt.integrations.accelerate  # after which the plain Accelerator takes URIs
 from results import Job
 
 
@@ -26,31 +30,111 @@ def test_fsdp2_state_goes_on_with_other_numbers_of_ranks(
     assert [one["count"] for one in (*same, *alone)] == [6, 6, 6]
     names = {item.name for item in cloudckpt.inspect(f"{run}/step-3").items}
     assert {"model_0.first.weight", "optimizer_0.state.second.bias.exp_avg"} <= names
+    assert {"files.random_states_1.pkl", "files.scheduler.bin"} <= names
     assert not [*(tmp_path / "cwd").iterdir()]
 
 
 def test_named_checkpoints_rotate_in_the_project_and_the_newest_is_loaded(
     job: Job, run: str, tmp_path: Path
 ) -> None:
-    job("accelerate_job.py", "--steps=3", f"--project={run}", ranks=2)
+    job("accelerate_job.py", "--steps=3", f"--project={run}")
     kept = [one.uri for one in cloudckpt.list_checkpoints(f"{run}/checkpoints")]
-    resumed = job("accelerate_job.py", "--steps=0", f"--project={run}", "--load=newest")
+    resumed = job("accelerate_job.py", "--steps=1", f"--project={run}", "--load=newest", ranks=2)
+    later = [one.uri for one in cloudckpt.list_checkpoints(f"{run}/checkpoints")]
 
     assert kept == [f"{run}/checkpoints/checkpoint_1", f"{run}/checkpoints/checkpoint_2"]
-    assert resumed[0]["count"] == 3
+    assert later == [f"{run}/checkpoints/checkpoint_2", f"{run}/checkpoints/checkpoint_3"]
+    assert [one["count"] for one in resumed] == [4, 4]
+    assert [one["step"] for one in resumed] == [4, 4]  # also where there was no rank before
     assert not [*(tmp_path / "cwd").iterdir()]
 
 
+@pytest.fixture
+def accelerator(environment: dict[str, str]) -> Accelerator:
+    made = Accelerator(cpu=True)
+    made.prepare(torch.nn.Linear(2, 2))
+    return made
+
+
 def test_paths_go_accelerates_way_and_folded_uris_nowhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    accelerator = CloudAccelerator(cpu=True)
-    accelerator.prepare(torch.nn.Linear(2, 2))
     with pytest.raises(cloudckpt.InvalidURIError, match="s3://bucket/run"):
         accelerator.save_state(Path("s3://bucket/run"))
+    with pytest.raises(cloudckpt.InstallError, match=r"cloudckpt\.hf\.save"):
+        accelerator.save_model(accelerator._models[0], "s3://bucket/run")
     assert not [*tmp_path.iterdir()]
 
     accelerator.save_state(tmp_path / "step-1")
     assert (tmp_path / "step-1" / "model.safetensors").exists()
     accelerator.load_state(tmp_path / "step-1")
+
+
+def test_hooks_save_and_load_what_they_take_upon_themselves(
+    accelerator: Accelerator, run: str
+) -> None:
+    """As the training scripts of diffusers have them."""
+
+    def save(models: list[Any], weights: list[Any], folder: str) -> None:
+        (Path(folder) / "unet").mkdir()
+        (Path(folder) / "unet" / "config.json").write_text(json.dumps({"models": len(models)}))
+        torch.save(weights.pop(), Path(folder) / "unet" / "weights.pt")
+
+    def load(models: list[Any], folder: str) -> None:
+        assert json.loads((Path(folder) / "unet" / "config.json").read_text()) == {"models": 1}
+        models.pop().load_state_dict(torch.load(Path(folder) / "unet" / "weights.pt"))
+
+    model = accelerator._models[0]
+    saving = accelerator.register_save_state_pre_hook(save)
+    accelerator.save_state(f"{run}/step-1")
+    names = {item.name for item in cloudckpt.inspect(f"{run}/step-1").items}
+    assert "files.unet/weights.pt" in names
+    assert not any(name.startswith("model_0") for name in names)
+
+    expected = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.zero_()
+    loading = accelerator.register_load_state_pre_hook(load)
+    accelerator.load_state(f"{run}/step-1")
+    assert torch.equal(model.weight, expected)
+
+    saving.remove()
+    loading.remove()
+    with pytest.raises(cloudckpt.MissingKeyError, match="model_0"):
+        accelerator.load_state(f"{run}/step-1")
+    accelerator.register_load_state_pre_hook(lambda models, folder: None)
+    with pytest.raises(cloudckpt.MissingKeyError, match="no hook has loaded it"):
+        accelerator.load_state(f"{run}/step-1")
+
+
+def test_a_name_that_is_older_than_what_is_there_is_refused(
+    environment: dict[str, str], run: str
+) -> None:
+    def made(iteration: int) -> Accelerator:
+        project = ProjectConfiguration(
+            run, automatic_checkpoint_naming=True, total_limit=1, iteration=iteration
+        )
+        return Accelerator(cpu=True, project_config=project)
+
+    with pytest.raises(cloudckpt.CheckpointNotFoundError, match="no checkpoint was saved yet"):
+        made(0).load_state()
+    made(3).save_state()
+    with pytest.raises(cloudckpt.CheckpointExistsError, match="checkpoint_3 is there already"):
+        made(0).save_state()
+    resumed = made(0)
+    resumed.load_state()
+    resumed.save_state()
+    assert cloudckpt.latest(f"{run}/checkpoints", step_name="checkpoint_{step}") == (
+        f"{run}/checkpoints/checkpoint_4"
+    )
+
+
+def test_uninstall_leaves_accelerate_as_it_was() -> None:
+    assert "cloudckpt" in Accelerator.save_state.__code__.co_filename
+    cloudckpt.uninstall()
+    try:
+        for method in (Accelerator.save_state, Accelerator.load_state, Accelerator.save_model):
+            assert "cloudckpt" not in method.__code__.co_filename
+    finally:
+        cloudckpt.install()

@@ -4,10 +4,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import cloudckpt
 from cloudckpt.integrations.transformers import CloudCheckpointCallback
 from results import Job
+
+SHAPE = LlamaConfig(
+    vocab_size=8,
+    hidden_size=8,
+    intermediate_size=8,
+    num_hidden_layers=1,
+    num_attention_heads=1,
+    tie_word_embeddings=False,
+)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +53,23 @@ def test_a_checkpoint_has_the_small_files_and_comes_back_as_it_was(
     assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"} <= names
 
 
+def test_what_would_make_a_local_folder_of_a_uri_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cloudckpt.install()
+    model = LlamaForCausalLM(SHAPE)
+    trainer = Trainer(model, TrainingArguments(str(tmp_path), use_cpu=True))
+    with pytest.raises(cloudckpt.InstallError, match="CloudCheckpointCallback"):
+        TrainingArguments("s3://bucket/run", use_cpu=True)
+    with pytest.raises(cloudckpt.InvalidURIError, match="s3://bucket/run"):
+        TrainingArguments(Path("s3://bucket/run"), use_cpu=True)
+    for saving in (trainer.save_model, model.save_pretrained):
+        with pytest.raises(cloudckpt.InstallError, match=r"cloudckpt\.hf\.save"):
+            saving("s3://bucket/run")
+    assert not [*tmp_path.iterdir()]
+
+
 def test_nothing_is_restored_of_an_empty_run(environment: dict[str, str], run: str) -> None:
     assert CloudCheckpointCallback(run).restore() is None
 
@@ -53,7 +80,7 @@ def test_a_checkpoint_of_something_else_is_refused(
     cloudckpt.save({"../outside": torch.zeros(4, dtype=torch.uint8)}, checkpoint_id=f"{run}/step-1")
     cloudckpt.save({"weight": torch.zeros(4)}, checkpoint_id=f"{run}/step-2")
     for step in (1, 2):
-        with pytest.raises(cloudckpt.ConfigError, match="no file of a Trainer"):
+        with pytest.raises(cloudckpt.ConfigError, match="is no file of a"):
             CloudCheckpointCallback(run).restore(step)
 
 

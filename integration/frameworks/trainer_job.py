@@ -59,6 +59,7 @@ def main() -> None:
         losses=[entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         is_gone=restored is None or not os.path.exists(restored),
     )
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

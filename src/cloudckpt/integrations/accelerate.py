@@ -1,204 +1,280 @@
-"""Hugging Face Accelerate: an ``Accelerator`` whose ``save_state`` and ``load_state`` take URIs.
+"""Hugging Face Accelerate: ``save_state`` and ``load_state`` of an ``Accelerator`` take URIs.
 
->>> from cloudckpt.integrations.accelerate import CloudAccelerator  # doctest: +SKIP
->>> accelerator = CloudAccelerator(fsdp_plugin=plugin)  # doctest: +SKIP
+>>> import cloudckpt.integrations.accelerate  # doctest: +SKIP
 >>> accelerator.save_state("s3://bucket/run/step-10")  # doctest: +SKIP
 >>> accelerator.load_state(cloudckpt.latest("s3://bucket/run"))  # doctest: +SKIP
 
+They do so as soon as this module is imported, or ``cloudckpt.install()`` was called, whose options
+are used; whether Accelerate is imported before or after it. All ranks save their shards, in one
+commit, and load them on any number of ranks. Paths that are no URIs go Accelerate's way.
+
 A checkpoint has the models as ``model_0`` and so on, the optimizers as ``optimizer_0``, tensor by
-tensor, and the small files that Accelerate writes (random states, schedulers, samplers, the scaler,
-registered objects) as one value. Tested with accelerate 1.15.
+tensor, and as ``files`` those that Accelerate and registered hooks write (random states,
+schedulers, samplers, the scaler, registered objects). Tested with accelerate 1.15.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
+import functools
+import importlib.util
+import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any
+
+import torch
 
 from cloudckpt import api
 from cloudckpt.config import Config
+from cloudckpt.dcp.install import Change, chosen_config
 from cloudckpt.dcp.meeting import Meeting
 from cloudckpt.errors import (
+    CheckpointExistsError,
     CheckpointNotFoundError,
     ConfigError,
     MissingDependencyError,
+    MissingKeyError,
 )
-from cloudckpt.integrations.parts import VALUES, Parts, keep_newest, packed, uri_of
+from cloudckpt.integrations import local_only
+from cloudckpt.integrations.adapting import watch
+from cloudckpt.integrations.folders import files_of, room_for
+from cloudckpt.integrations.parts import Parts, keep_newest, uri_of
 from cloudckpt.runs.catalog import Run
+from cloudckpt.runs.contents import inspect
 from cloudckpt.runs.steps import Retention
 
-try:
-    from accelerate import Accelerator
-    from accelerate.utils import DistributedType
-except ImportError as exc:
+if importlib.util.find_spec("accelerate") is None:
     raise MissingDependencyError(
         "cloudckpt.integrations.accelerate needs Accelerate: pip install 'accelerate>=1.8'"
-    ) from exc
+    )
 
-__all__ = ["CloudAccelerator"]
+__all__ = ["changes"]
 
-_OWN_FORMATS = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+_FILES = "files"
+_OF_A_RANK = re.compile(r"random_states_(\d+)\.pkl")
+_OWN_FORMATS = ("DEEPSPEED", "MEGATRON_LM")
 
 
-class CloudAccelerator(Accelerator):  # type: ignore[misc]
-    """Accelerate's ``Accelerator``, which saves its state to URIs, too.
+def changes(module: ModuleType) -> Iterator[Change]:
+    """What is changed in ``accelerate.accelerator``.
 
-    All ranks save their shards, in one commit, and load them on any number of ranks. Paths that
-    are no URIs go Accelerate's way. With ``automatic_checkpoint_naming`` and a ``project_dir`` that
-    is a URI, checkpoints are ``<project_dir>/checkpoints/checkpoint_<iteration>``, and
-    ``total_limit`` of them are kept.
+    Raises:
+        AttributeError: If it does not look as expected.
     """
+    kind = module.Accelerator
+    yield kind, "save_state", _saving(kind.save_state)
+    yield kind, "load_state", _loading(kind.load_state)
+    yield from local_only.changes(module)
 
-    _models: list[Any]
-    _optimizers: list[Any]
 
-    def __init__(self, *args: Any, config: Config | None = None, **kwargs: Any) -> None:
-        """
-        Args:
-            *args: Accelerate's.
-            config: The options of saving and loading.
-            **kwargs: Accelerate's.
-        """
-        super().__init__(*args, **kwargs)
-        self._config = config if config is not None else Config()
-
-    def save_state(
-        self,
-        output_dir: str | os.PathLike[str] | None = None,
-        safe_serialization: bool = True,
-        **save_model_func_kwargs: Any,
-    ) -> Any:
-        """Saves on all ranks; to a URI, or where Accelerate would.
-
-        Hooks that were registered for saving are called with no models, and with the folder of
-        which the files are saved.
-
-        Returns:
-            The URI.
-
-        Raises:
-            ConfigError: If the state can't be saved tensor by tensor (DeepSpeed, Megatron-LM).
-            CheckpointExistsError: If an automatic name is taken.
-            CloudCheckpointError: As :func:`cloudckpt.save`.
-        """
-        project, naming, config = self.project_configuration, self._run(), self._config
-        place: Any = output_dir
+def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def save_state(self: Any, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
+        naming, place = _naming(self), None
         if naming is not None:
-            place = naming.uri(project.iteration)
-            config = dataclasses.replace(config, overwrite=False)  # as Accelerate does
-        elif project.automatic_checkpoint_naming:
-            place = None
-        uri = None if place is None else uri_of(place)
-        if uri is None:
-            return super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
-        parts, meeting = self._parts(uri), Meeting.of(None, False)
+            place = str(naming.uri(self.save_iteration))
+        elif not self.project_configuration.automatic_checkpoint_naming and output_dir is not None:
+            place = uri_of(output_dir)
+        if place is None:
+            return original(self, output_dir, *args, **kwargs)
+        write = functools.partial(original, self)
+        _save(self, place, naming, lambda folder: write(folder, *args, **kwargs))
+        return place
 
-        def small_files() -> dict[str, bytes]:
-            with tempfile.TemporaryDirectory() as folder, self._of_small_files():
-                Accelerator.save_state(self, folder, safe_serialization)
-                return _content(folder)
+    return save_state
 
-        found = meeting.gathered(meeting.begin(small_files))
-        state = parts.state_dicts()
-        if meeting.rank == 0:
-            state[VALUES] = packed({name: data for files in found for name, data in files.items()})
-        api.save(state, checkpoint_id=uri, config=config)
-        if naming is not None and meeting.rank == 0:
-            keep_newest(naming, Retention(max_to_keep=project.total_limit))
-        return uri
 
-    def load_state(
-        self,
-        input_dir: str | os.PathLike[str] | None = None,
-        load_kwargs: dict[str, Any] | None = None,
-        **load_model_func_kwargs: Any,
-    ) -> None:
-        """Loads on all ranks; from a URI, or where Accelerate would.
-
-        Without ``input_dir``, the newest that was saved by an automatic name. A rank that there was
-        not when it was saved keeps its random states.
-
-        Raises:
-            CheckpointNotFoundError: If there is no committed checkpoint.
-            CloudCheckpointError: As :func:`cloudckpt.load`.
-        """
-        uri = self._newest() if input_dir is None else uri_of(input_dir)
-        if uri is None:
-            super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
+def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load_state(self: Any, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
+        naming = _naming(self)
+        if input_dir is not None:
+            place = uri_of(input_dir)
+        else:
+            place = None if naming is None else _newest(naming)
+        if place is None:
+            original(self, input_dir, *args, **kwargs)
             return
-        files = self._parts(uri).load(uri, self._config)
+        read = functools.partial(original, self)
+        _load(self, place, lambda folder: read(folder, *args, **kwargs))
+        run, _, name = place.rpartition("/")
+        if naming is not None and run == str(naming.root):
+            self.project_configuration.iteration = (naming.names.step(name) or 0) + 1
+
+    return load_state
+
+
+def _save(accelerator: Any, uri: str, naming: Run | None, write: Callable[[str], object]) -> None:
+    """Saves on all ranks, with the files that ``write`` writes to the folder that it is given."""
+    meeting, config = Meeting.of(None, False), _config()
+    if naming is not None:
+        meeting.told_by_first(functools.partial(_check_newest, naming, accelerator.save_iteration))
+        config = dataclasses.replace(config, overwrite=False)  # as Accelerate does
+    with tempfile.TemporaryDirectory(prefix="cloudckpt-") as folder:
+
+        def collect() -> dict[str, Any]:
+            state = _parts(accelerator, uri).state_dicts()
+            hooks = accelerator._save_model_state_pre_hook.values()
+            weights = {} if _is_fsdp(accelerator) else _models_in(state)
+            left = list(weights.values())  # hooks take out what they save themselves
+            for hook in hooks:
+                hook(accelerator._models, left, folder)
+            with _of_small_files(accelerator):
+                write(folder)
+            is_left = {id(one) for one in left}
+            taken = [name for name, one in weights.items() if id(one) not in is_left]
+            return {name: value for name, value in state.items() if name not in taken}
+
+        state = meeting.begin(collect)
+        state[_FILES] = files_of(folder, meeting)
+        api.save(state, checkpoint_id=uri, config=config)
+    if naming is not None and meeting.rank == 0:
+        keep_newest(naming, Retention(max_to_keep=accelerator.project_configuration.total_limit))
+
+
+def _load(accelerator: Any, uri: str, read: Callable[[str], object]) -> None:
+    """Loads on all ranks, with the files, which ``read`` reads from the folder it is given."""
+    meeting, config = Meeting.of(None, False), _config()
+    items = meeting.told_by_first(
+        lambda: [(one.name, one.nbytes) for one in inspect(uri, config=config).items]
+    )
+    hooks = list(accelerator._load_model_state_pre_hook.values())
+    there = {name.partition(".")[0] for name, _ in items}
+    with tempfile.TemporaryDirectory(prefix="cloudckpt-") as folder:
+
+        def prepare() -> tuple[Parts, dict[str, torch.Tensor]]:
+            files = {
+                name.partition(".")[2]: nbytes
+                for name, nbytes in items
+                if name.partition(".")[0] == _FILES
+            }
+            rooms = {
+                name: room_for(folder, name, nbytes, uri)
+                for name, nbytes in files.items()
+                if _is_for(name, meeting.rank)
+            }
+            # what the checkpoint lacks is left to the hooks that have saved it
+            return _parts(accelerator, uri, there if hooks else None), rooms
+
+        parts, rooms = meeting.begin(prepare)
+        parts.load(uri, config, beside={_FILES: rooms} if rooms else {})
 
         def load_files() -> None:
-            with tempfile.TemporaryDirectory() as folder, self._of_small_files():
-                for name, data in files.items():
-                    path = os.path.join(folder, os.path.basename(name))
-                    with open(path, "wb") as file:
-                        file.write(data)
-                Accelerator.load_state(self, folder, load_kwargs, **load_model_func_kwargs)
+            left = [] if _is_fsdp(accelerator) else list(accelerator._models)
+            for hook in hooks:
+                hook(left, folder)
+            for index, model in enumerate(accelerator._models):
+                if f"model_{index}" not in there and any(one is model for one in left):
+                    raise MissingKeyError(
+                        f"model_{index} is not in the checkpoint, and no hook has loaded it",
+                        uri=uri,
+                        item=f"model_{index}",
+                    )
+            with _of_small_files(accelerator):
+                read(folder)
 
-        Meeting.of(None, False).begin(load_files)
+        meeting.begin(load_files)
+    # which a rank that there was not when it was saved has in no file of its own
+    accelerator.step = meeting.told_by_first(lambda: accelerator.step)
 
-    def _parts(self, uri: str) -> Parts:
-        if self.distributed_type in _OWN_FORMATS:
-            raise ConfigError(
-                f"{self.distributed_type} writes files of its own: save to a folder", uri=uri
-            )
-        models, optimizers = self._models, self._optimizers
-        if len(optimizers) > len(models):
-            raise ConfigError(
-                f"there are {len(optimizers)} optimizers and {len(models)} models: prepare one "
-                "model for each, in the same order",
-                uri=uri,
-            )
-        pairs = zip(models, optimizers, strict=False)
-        return Parts(
-            {f"model_{index}": model for index, model in enumerate(models)},
-            {
-                f"optimizer_{index}": (model, optimizer.optimizer)
-                for index, (model, optimizer) in enumerate(pairs)
-            },
+
+def _parts(accelerator: Any, uri: str, there: set[str] | None = None) -> Parts:
+    """The models and optimizers; of the models those of ``there`` only, if it is given."""
+    if accelerator.distributed_type.value in _OWN_FORMATS:
+        raise ConfigError(
+            f"{accelerator.distributed_type} writes files of its own: save to a folder", uri=uri
+        )
+    models, optimizers = accelerator._models, accelerator._optimizers
+    if len(optimizers) > len(models):
+        raise ConfigError(
+            f"there are {len(optimizers)} optimizers and {len(models)} models: prepare one "
+            "model for each, in the same order",
+            uri=uri,
+        )
+    named = {f"model_{index}": model for index, model in enumerate(models)}
+    pairs = zip(models, optimizers, strict=False)
+    return Parts(
+        {name: model for name, model in named.items() if there is None or name in there},
+        {
+            f"optimizer_{index}": (model, optimizer.optimizer)
+            for index, (model, optimizer) in enumerate(pairs)
+        },
+    )
+
+
+def _models_in(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name.startswith("model_")}
+
+
+def _is_for(name: str, rank: int) -> bool:
+    of_a_rank = _OF_A_RANK.fullmatch(name)
+    return of_a_rank is None or int(of_a_rank.group(1)) == rank
+
+
+def _is_fsdp(accelerator: Any) -> bool:
+    """Whether Accelerate gives hooks no weights, and no models to load, as it does for FSDP."""
+    return bool(accelerator.distributed_type.value == "FSDP")
+
+
+@contextlib.contextmanager
+def _of_small_files(accelerator: Any) -> Iterator[None]:
+    """Within it, Accelerate sees neither models nor optimizers nor hooks, and names no folders."""
+    project = accelerator.project_configuration
+    hidden: Sequence[tuple[Any, str, Any]] = (
+        (accelerator, "_models", []),
+        (accelerator, "_optimizers", []),
+        (accelerator, "_save_model_state_pre_hook", {}),
+        (accelerator, "_load_model_state_pre_hook", {}),
+        (project, "automatic_checkpoint_naming", False),
+    )
+    kept = [(owner, name, getattr(owner, name)) for owner, name, _ in hidden]
+    for owner, name, value in hidden:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in kept:
+            setattr(owner, name, value)
+
+
+def _config() -> Config:
+    return chosen_config() or Config()
+
+
+def _naming(accelerator: Any) -> Run | None:
+    """Where checkpoints with automatic names are, if that is a URI."""
+    project = accelerator.project_configuration
+    if not project.automatic_checkpoint_naming or accelerator.project_dir is None:
+        return None
+    root = uri_of(accelerator.project_dir)
+    if root is None:
+        return None
+    return Run(f"{root}/checkpoints", step_name="checkpoint_{step}", config=_config())
+
+
+def _newest(naming: Run) -> str:
+    first = Meeting.of(None, False).told_by_first(lambda: next(naming.committed_steps(), None))
+    if first is None:
+        raise CheckpointNotFoundError("no checkpoint was saved yet", uri=str(naming.root))
+    return str(naming.uri(first))
+
+
+def _check_newest(naming: Run, iteration: int) -> None:
+    """Refuses a checkpoint that would be taken for an old one, and be deleted before others.
+
+    Raises:
+        CheckpointExistsError: If there is a later one.
+    """
+    newest = next(naming.committed_steps(), None)
+    if newest is not None and newest >= iteration:
+        raise CheckpointExistsError(
+            f"checkpoint_{newest} is there already, and this would be checkpoint_{iteration}: call "
+            "load_state() first, set project_configuration.iteration, or give another project_dir",
+            uri=str(naming.root),
         )
 
-    @contextlib.contextmanager
-    def _of_small_files(self) -> Iterator[None]:
-        """Within it, Accelerate's functions see neither models nor optimizers, nor name folders."""
-        kept = self._models, self._optimizers
-        naming = self.project_configuration.automatic_checkpoint_naming
-        self._models, self._optimizers = [], []
-        self.project_configuration.automatic_checkpoint_naming = False
-        try:
-            yield
-        finally:
-            self._models, self._optimizers = kept
-            self.project_configuration.automatic_checkpoint_naming = naming
 
-    def _run(self) -> Run | None:
-        """Where checkpoints with automatic names are, if that is a URI."""
-        project = self.project_configuration
-        if not project.automatic_checkpoint_naming or self.project_dir is None:
-            return None
-        root = uri_of(self.project_dir)
-        if root is None:
-            return None
-        return Run(f"{root}/checkpoints", step_name="checkpoint_{step}", config=self._config)
-
-    def _newest(self) -> str | None:
-        run = self._run()
-        if run is None:
-            return None
-        first = Meeting.of(None, False).told_by_first(lambda: next(run.committed_steps(), None))
-        if first is None:
-            raise CheckpointNotFoundError("no checkpoint was saved yet", uri=str(run.root))
-        return str(run.uri(first))
-
-
-def _content(folder: str) -> dict[str, bytes]:
-    found = {}
-    for entry in os.scandir(folder):
-        with open(entry.path, "rb") as file:
-            found[entry.name] = file.read()
-    return found
+watch("accelerate.accelerator")

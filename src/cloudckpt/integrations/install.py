@@ -37,10 +37,10 @@ def install(config: Config | None = None, trust_pickle: bool = False) -> None:
     """
     with late_imports:
         from cloudckpt.hf.torch_classes import changes
-        from cloudckpt.integrations import fsspec, torchtitan
+        from cloudckpt.integrations import adapting, fsspec
     torch_side.install(config, trust_pickle, changes)
     fsspec.register(config)
-    torchtitan.watch(config)
+    adapting.watch()
 
 
 def uninstall() -> None:
@@ -50,6 +50,6 @@ def uninstall() -> None:
     """
     torch_side.uninstall()
     with late_imports:
-        from cloudckpt.integrations import fsspec, torchtitan
-    torchtitan.unwatch()
+        from cloudckpt.integrations import adapting, fsspec
+    adapting.unwatch()
     fsspec.unregister()

@@ -6,7 +6,7 @@ import contextlib
 import io
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -63,24 +63,31 @@ class Parts:
         return found
 
     def load(
-        self, uri: str, config: Config, *, strict: bool = True, weights_only: bool | None = None
+        self,
+        uri: str,
+        config: Config,
+        *,
+        beside: Mapping[str, Any] | None = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """Loads them in place, on any number of ranks; a collective call.
 
         Args:
             uri: Where from.
             config: Options.
+            beside: What to load besides, instead of the values.
             strict: Whether all of them must be in the checkpoint.
             weights_only: With False, pickles in the checkpoint may run any code.
 
         Returns:
-            The values beside them.
+            The values beside them, if they were to be loaded.
 
         Raises:
             CloudCheckpointError: As :func:`cloudckpt.load`.
         """
         buffer = io.BytesIO()
-        wanted = {**self.state_dicts(), VALUES: buffer}
+        wanted = {**self.state_dicts(), **({VALUES: buffer} if beside is None else beside)}
         options = CheckpointerConfig(config=config, trust_pickle=weights_only is False)
         with make_sync_checkpointer(options) as checkpointer:
             loaded = checkpointer.load(uri, wanted, strict=strict)
@@ -88,7 +95,7 @@ class Parts:
             set_model_state_dict(model, loaded[name], options=StateDictOptions(strict=strict))
         for name, (model, optimizer) in self._optimizers.items():
             set_optimizer_state_dict(model, optimizer, loaded[name])
-        found = loaded[VALUES]
+        found = loaded.get(VALUES)
         return unpacked(None if found is buffer else found, weights_only)
 
 
@@ -127,10 +134,19 @@ def remove(uri: str, config: Config) -> None:
         delete(uri, config=config)
 
 
-def keep_newest(run: Run, retention: Retention) -> None:
-    """Deletes the checkpoints of a run that are not to be kept; what fails is left for the next."""
+def keep_newest(run: Run, retention: Retention, kept: Collection[int | None] = ()) -> None:
+    """Deletes the checkpoints of a run that are not to be kept; what fails is left for the next.
+
+    Args:
+        run: Where they are.
+        retention: Which are kept.
+        kept: Steps that are kept besides.
+    """
+    if retention.max_to_keep is None:
+        return
     try:
         for step in retention.unneeded(run.committed()):
-            remove(str(run.uri(step)), run.config)
+            if step not in kept:
+                remove(str(run.uri(step)), run.config)
     except CloudCheckpointError as error:
         logger.error("%s: old checkpoints stay until the next save: %s", run.root, error)

@@ -3,99 +3,34 @@
 torchtitan (0.3 and later) saves and loads by torch's functions, which ``install`` leads here, and
 lists and removes by fsspec, which :mod:`cloudckpt.integrations.fsspec` serves. What is left is the
 last save in Hugging Face's format, which it refuses on what is not local, since torch's writer of
-that format knows files only: :func:`adapt` has :func:`cloudckpt.hf.save` write it, and takes the
+that format knows files only: :func:`changes` has :func:`cloudckpt.hf.save` write it, and takes the
 refusal back.
-
-It is applied when torchtitan's module is imported, whether before ``install`` or after it.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.machinery
-import logging
-import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from cloudckpt.config import Config
+from cloudckpt.dcp.install import Change, chosen_config
 from cloudckpt.hf import save as save_model
 from cloudckpt.uri import CheckpointURI
 
-__all__ = ["adapt", "watch", "unwatch"]
-
-logger = logging.getLogger("cloudckpt")
-
-_MODULE = "torchtitan.components.checkpointer.dcp"
-
-_replaced: list[tuple[Any, str, Any]] = []
-_config: Config | None = None
+__all__ = ["changes"]
 
 
-def watch(config: Config | None = None) -> None:
-    """Adapts torchtitan, now or when it is imported; ``config`` has options for models saved."""
-    global _config
-    _config = config
-    if _replaced or any(isinstance(finder, _Watch) for finder in sys.meta_path):
-        return
-    if _MODULE in sys.modules:
-        adapt(sys.modules[_MODULE])
-    else:
-        sys.meta_path.insert(0, _Watch())
-
-
-def unwatch() -> None:
-    """Reverts :func:`watch`."""
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Watch)]
-    while _replaced:
-        owner, name, value = _replaced.pop()
-        setattr(owner, name, value)
-
-
-class _Watch(MetaPathFinder):
-    """Sees the module being imported; that is all it is looked for."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name != _MODULE:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                execute(module)
-                adapt(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
-def adapt(module: ModuleType) -> None:
+def changes(module: ModuleType) -> Iterator[Change]:
     """Has the managers of ``torchtitan.components.checkpointer.dcp`` save models to URIs.
 
-    If they do not look as those of 0.3 they are left alone: then torchtitan refuses, as before.
+    Raises:
+        AttributeError: If they do not look as those of 0.3.
     """
-    try:
-        manager = module.CheckpointManager
-        config = module.BaseCheckpointManager.Config
-        changes = [
-            (config, "__post_init__", _accepting(config.__post_init__)),
-            (manager, "dcp_save", _saving_models(manager.dcp_save)),
-        ]
-    except AttributeError as error:
-        logger.warning(
-            "this torchtitan is newer than this cloudckpt knows (%s): it saves no models in "
-            "Hugging Face's format to URIs",
-            error,
-        )
-        return
-    for owner, name, value in changes:
-        _replaced.append((owner, name, vars(owner)[name]))
-        setattr(owner, name, value)
+    manager = module.CheckpointManager
+    config = module.BaseCheckpointManager.Config
+    yield config, "__post_init__", _accepting(config.__post_init__)
+    yield manager, "dcp_save", _saving_models(manager.dcp_save)
 
 
 def _is_ours(folder: str) -> bool:
@@ -135,7 +70,7 @@ def _saving_models(original: Callable[..., Any]) -> Callable[..., Any]:
             adapter.to_hf(state_dict),
             checkpoint_id,
             fqn_to_file=adapter.fqn_to_index_mapping or None,
-            config=_config,
+            config=chosen_config(),
         )
         return None
 

@@ -13,25 +13,36 @@ Tested with transformers 5.23.
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import os
 import shutil
 import tempfile
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from cloudckpt import api
-from cloudckpt.checkpointer import CheckpointerConfig, make_sync_checkpointer
+from cloudckpt.checkpointer import (
+    Checkpointer,
+    CheckpointerConfig,
+    make_async_checkpointer,
+    make_sync_checkpointer,
+)
 from cloudckpt.config import Config
 from cloudckpt.dcp.meeting import Meeting
 from cloudckpt.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
+    CloudCheckpointError,
     ConfigError,
     MissingDependencyError,
+    ProcessGroupError,
 )
+from cloudckpt.integrations.folders import files_of, room_for
 from cloudckpt.integrations.parts import keep_newest
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.contents import StoredItem, inspect
@@ -40,6 +51,7 @@ from cloudckpt.uri import URILike
 
 try:
     from transformers import TrainerCallback
+    from transformers.trainer import TRAINER_STATE_NAME
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 except ImportError as exc:
     raise MissingDependencyError(
@@ -56,7 +68,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
 
     It saves when the Trainer has saved: all of its files, whatever wrote them, FSDP's shards, the
     optimizer, random states and ``trainer_state.json`` among them. A failure is raised on every
-    rank. ``save_total_limit=1`` is enough for the local disk.
+    rank, unless you have it logged. ``save_total_limit=1`` is enough for the local disk.
     """
 
     def __init__(
@@ -65,14 +77,24 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         *,
         max_to_keep: int | None = None,
         keep_period: int | None = None,
+        asynchronous: bool = False,
+        keep_local: bool = True,
+        on_failure: Literal["raise", "log"] = "raise",
         step_name: str = DEFAULT_PATTERN,
         config: Config | None = None,
     ) -> None:
         """
         Args:
             run: The folder of the run, for example ``s3://bucket/run``.
-            max_to_keep: How many checkpoints are kept in the run, the newest; None keeps all.
+            max_to_keep: How many checkpoints are kept in the run, the newest; None keeps all. The
+                one that the Trainer takes for the best is kept besides.
             keep_period: Steps that it divides are kept besides.
+            asynchronous: Whether a checkpoint is copied to memory and saved while training goes on.
+                What fails then is raised when the next one is saved, or training ends.
+            keep_local: Whether the Trainer's own folder stays when its files are saved; it is
+                needed for ``load_best_model_at_end``.
+            on_failure: Whether a failure to save ends the training, or is logged: then training
+                goes on, and the files stay on the local disk. Ranks that lost each other raise.
             step_name: What the folders of checkpoints are called.
             config: The options of saving and loading.
 
@@ -80,41 +102,67 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             ConfigError: If an option makes no sense.
             InvalidURIError: If ``run`` is no location.
         """
+        if on_failure not in ("raise", "log"):
+            raise ConfigError(f"on_failure={on_failure!r}: write 'raise' or 'log'")
         self._run = Run(run, step_name=step_name, config=config)
         self._retention = Retention(max_to_keep=max_to_keep, keep_period=keep_period)
+        self._asynchronous = asynchronous
+        self._keep_local = keep_local
+        self._on_failure = on_failure
+        self._checkpointer: Checkpointer | None = None
+        self._committing: Callable[[], None] | None = None  # what is left to do for the last save
+        self._newest: int | None = None  # the step that was saved last
+        self._args: Any = None
         self._restored: str | None = None
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Learns where the Trainer writes.
+
+        Raises:
+            ConfigError: If it would read what is not kept.
+        """
+        self._args = args
+        if args.load_best_model_at_end and not self._keep_local:
+            raise ConfigError("load_best_model_at_end reads the local disk: leave out keep_local")
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Saves what the Trainer has just written; it calls this on all ranks.
 
         Raises:
-            CloudCheckpointError: As :func:`cloudckpt.save`.
+            CloudCheckpointError: As :func:`cloudckpt.save`, of this save or of the one before.
         """
-        folder = os.path.join(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-        uri = self._run.uri(state.global_step)
-        meeting = Meeting.of(None, False)
-        meeting.begin(lambda: None)  # all have written
-        sizes = meeting.gathered(meeting.begin(lambda: _sizes(folder)))
-        if not any(sizes):
-            raise ConfigError(f"the Trainer has written nothing to {folder}", uri=str(uri))
+        self._unless_logged(self._finish_last)
+        self._unless_logged(lambda: self._save(args, state))
 
-        def mine() -> dict[str, Any]:
-            return {
-                name: _mapped(os.path.join(folder, name), size)
-                for name, size in sizes[meeting.rank].items()
-                if _owner(name, sizes) == meeting.rank
-            }
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Deletes what was restored, which all ranks have read by then."""
+        self._forget_restored()
 
-        api.save(meeting.begin(mine), checkpoint_id=uri, config=self._run.config)
-        if meeting.rank == 0:
-            keep_newest(self._run, self._retention)
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Waits until what was saved is committed.
+
+        Raises:
+            CloudCheckpointError: As :meth:`on_save`.
+        """
+        self._forget_restored()
+        if getattr(args, "enable_jit_checkpoint", False) and self._newest != state.global_step:
+            # which the Trainer writes when it is told to end, and calls nobody
+            is_written = os.path.isdir(_folder(args.output_dir, state.global_step))
+            if any(Meeting.of(None, False).gathered(is_written)):
+                self.on_save(args, state, control)
+        self._unless_logged(self._finish_last)
+        checkpointer, self._checkpointer = self._checkpointer, None
+        if checkpointer is not None:
+            checkpointer.close()
 
     def restore(self, step: int | None = None) -> str | None:
         """Brings a checkpoint to the local disk of each node: the newest that is whole.
 
         All ranks call it, after the ``TrainingArguments`` were made, which connect them. The ranks
-        of a node share the work. The copy is deleted when the Trainer has taken its first step, or
-        when the process ends.
+        of a node share the work. The copy is in ``output_dir`` if the Trainer was given this
+        callback before, else a temporary folder; it is deleted when the Trainer has taken its first
+        step, or the process ends. With ``load_best_model_at_end``, the best checkpoint is brought
+        to its place in ``output_dir``, too, if the run still has it.
 
         Args:
             step: The step to restore instead of the newest.
@@ -145,20 +193,111 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             raise damage
         return None
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Deletes what was restored, which all ranks have read by then."""
-        if self._restored is not None:
-            shutil.rmtree(self._restored, ignore_errors=True)
-            self._restored = None
+    def _save(self, args: Any, state: Any) -> None:
+        step, meeting = state.global_step, Meeting.of(None, False)
+        folder = _folder(args.output_dir, step)
+        meeting.begin(lambda: None)  # all have written
+        files = files_of(folder, meeting)
+        if self._checkpointer is None:
+            self._checkpointer = self._made()
+        saver = self._checkpointer
+        saver.save(files, self._run.uri(step))
+        self._newest = step
+        kept = {step, getattr(state, "best_global_step", None)}
+
+        def finish() -> None:
+            saver.wait()
+            if not self._keep_local and _place()[0] == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+            if meeting.rank == 0:
+                keep_newest(self._run, self._retention, kept)
+
+        self._committing = finish
+        if not self._asynchronous:
+            self._finish_last()
+
+    def _made(self) -> Checkpointer:
+        config = self._run.config
+        if not self._asynchronous:
+            return make_sync_checkpointer(CheckpointerConfig(config=config))
+        kind = AsyncCheckpointerType.THREAD
+        return make_async_checkpointer(
+            CheckpointerConfig(config=config, kind=kind, stager=_AsItIs())
+        )
+
+    def _finish_last(self) -> None:
+        """Ends the save that is under way."""
+        finish, self._committing = self._committing, None
+        if finish is not None:
+            finish()
+
+    def _unless_logged(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except ProcessGroupError:
+            raise
+        except CloudCheckpointError as error:
+            if self._on_failure == "raise":
+                raise
+            logger.error("a checkpoint was not saved, and training goes on: %s", error)
 
     def _bring(self, meeting: Meeting, step: int) -> str:
-        local_rank = int(os.environ.get("LOCAL_RANK", "0")) if meeting.size > 1 else 0
-        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if meeting.size > 1 else 1
+        local_rank, _ = _place()
+        output_dir = None if self._args is None else self._args.output_dir
 
-        self._restored = meeting.begin(lambda: _own_folder() if local_rank == 0 else None)
-        roots = meeting.gathered(self._restored)
-        root = str(roots[meeting.rank - local_rank])
-        folder = os.path.join(root, f"{PREFIX_CHECKPOINT_DIR}-{step}")
+        def make() -> str | None:
+            if local_rank != 0:
+                return None
+            if output_dir is None:
+                made = tempfile.mkdtemp(prefix="cloudckpt-")
+            else:  # what a killed job has left there goes; pushing to a hub leaves out names with _
+                made = os.path.join(output_dir, f"_restored-{meeting.rank}")
+                shutil.rmtree(made, ignore_errors=True)
+                os.makedirs(made)
+            atexit.register(shutil.rmtree, made, ignore_errors=True)
+            return os.path.abspath(made)
+
+        self._restored = meeting.begin(make)
+        root = str(meeting.gathered(self._restored)[meeting.rank - local_rank])
+        folder = _folder(root, step)
+        self._fetch(meeting, step, folder)
+        if self._args is not None and self._args.load_best_model_at_end:
+            self._bring_best(meeting, folder, root)
+        return folder
+
+    def _bring_best(self, meeting: Meeting, folder: str, root: str) -> None:
+        """Brings the best checkpoint to where the Trainer looks for it, and has it look there."""
+        file = os.path.join(folder, TRAINER_STATE_NAME)
+
+        def look() -> int | None:
+            with open(file) as opened:
+                best = json.load(opened).get("best_global_step")
+            return best if best is not None and self._run.is_committed(best) else None
+
+        best = meeting.told_by_first(look)
+        if best is None:
+            return
+        place = os.path.abspath(_folder(self._args.output_dir, best))
+        are_there = meeting.gathered(os.path.isdir(place))
+        copy = _folder(os.path.join(root, "best"), best)
+        if not all(are_there):
+            self._fetch(meeting, best, copy)
+
+        def put() -> None:
+            if _place()[0] != 0:
+                return
+            if not os.path.isdir(place):
+                os.rename(copy, place)
+            with open(file) as opened:
+                state = json.load(opened)
+            with open(file, "w") as opened:
+                json.dump({**state, "best_model_checkpoint": place}, opened)
+
+        meeting.begin(put)
+
+    def _fetch(self, meeting: Meeting, step: int, folder: str) -> None:
+        """Brings a checkpoint to a folder of each node; the ranks of a node share the work."""
+        local_rank, local_size = _place()
 
         def fetch() -> None:
             uri = str(self._run.uri(step))
@@ -169,55 +308,44 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
                 checkpointer.load(uri, wanted, strict=True)
 
         meeting.begin(fetch)
-        return folder
+
+    def _forget_restored(self) -> None:
+        if self._restored is not None:
+            shutil.rmtree(self._restored, ignore_errors=True)
+            self._restored = None
 
 
-def _own_folder() -> str:
-    made = tempfile.mkdtemp(prefix="cloudckpt-")
-    atexit.register(shutil.rmtree, made, ignore_errors=True)
-    return made
+class _AsItIs(AsyncStager):
+    """A stager that copies nothing: nobody changes the files of a checkpoint, and what is mapped
+    stays there when they are deleted.
+    """
+
+    _synchronize_after_execute = False
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return state_dict
+
+    def synchronize_staging(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
-def _sizes(folder: str) -> dict[str, int]:
-    """The files beneath a folder, by their paths in it."""
-    return {
-        os.path.relpath(path, folder): os.path.getsize(path)
-        for where, _, names in os.walk(folder)
-        for path in (os.path.join(where, name) for name in names)
-    }
+def _folder(output_dir: str, step: int) -> str:
+    return os.path.join(output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
 
 
-def _owner(name: str, sizes: list[dict[str, int]]) -> int:
-    """The rank that saves a file, of those that see it: ranks of a node see the same files."""
-    seen_by = [rank for rank, files in enumerate(sizes) if name in files]
-    size = sizes[seen_by[0]][name]
-    alike = [rank for rank in seen_by if sizes[rank][name] == size]
-    return alike[sorted(sizes[seen_by[0]]).index(name) % len(alike)]
-
-
-def _mapped(path: str, size: int) -> torch.Tensor:
-    """The bytes of a file, which are read when they are sent."""
-    if size == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.from_file(path, shared=False, size=size, dtype=torch.uint8)
+def _place() -> tuple[int, int]:
+    """Which rank of its node this is, and how many the node has, as the launcher says."""
+    if not dist.is_initialized():
+        return 0, 1
+    return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _room(folder: str, item: StoredItem, uri: str) -> torch.Tensor:
-    """A new file of an item's size, to load into.
-
-    Raises:
-        ConfigError: If the item is no file, or its name leads out of the folder.
-    """
-    path = os.path.normpath(os.path.join(folder, item.name))
-    is_file = item.dtype == "uint8" and item.shape is not None and len(item.shape) == 1
-    if not is_file or not path.startswith(folder + os.sep):
+    if item.dtype != "uint8" or item.shape is None or len(item.shape) != 1:
         raise ConfigError(
             f"{item.name!r} is no file of a Trainer: this checkpoint was saved by something else",
             uri=uri,
             item=item.name,
         )
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    if item.nbytes == 0:
-        with open(path, "wb"):
-            return torch.empty(0, dtype=torch.uint8)
-    return torch.from_file(path, shared=True, size=item.nbytes, dtype=torch.uint8)
+    return room_for(folder, item.name, item.nbytes, uri)
