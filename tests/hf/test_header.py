@@ -113,10 +113,10 @@ def test_a_length_that_no_header_has_is_refused(length: int, size: int) -> None:
 
 
 def test_an_index_stays_in_its_folder() -> None:
-    assert parse_index(index_bytes({"w": "a.safetensors"}, 4), "") == {"w": "a.safetensors"}
+    assert parse_index(index_bytes({"w": "a.safetensors"}, 4, "id"), "") == {"w": "a.safetensors"}
     for name in ("../a.safetensors", "/etc/passwd", "", "a/../b"):
         with pytest.raises(CheckpointCorruptError, match="outside"):
-            parse_index(index_bytes({"w": name}, 4), "")
+            parse_index(index_bytes({"w": name}, 4, "id"), "")
     for data in (b"{}", b'{"weight_map": []}', b'{"weight_map": {"w": 1}}', b"\xff"):
         with pytest.raises(CheckpointCorruptError, match="index"):
             parse_index(data, "")

@@ -25,6 +25,7 @@ from cloudckpt.checkpoint.safetensors import (
     SINGLE_FILE,
     SUFFIX,
     FileHeader,
+    claimed_files,
     header_length,
     parse_header,
     parse_index,
@@ -40,13 +41,14 @@ from cloudckpt.stores.base import ObjectInfo, ObjectStore, RangeReader
 from cloudckpt.transfer.download import download
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.landing import BytesSink, StoredBytes, Wanted
-from cloudckpt.transfer.retry import Retrier
+from cloudckpt.transfer.retry import Retrier, check_unchanged
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI
 
 __all__ = ["KeyMapping", "ModelFolder", "ModelPlaces"]
 
 _FIRST_READ = 128 * 1024  # holds the header of a file of about a thousand tensors
+_SHARDS = "shard-"  # what torch calls the files that its ranks write
 _SHARDING = "DCP_SHARDING_INFO"  # in files that torch's HuggingFaceStorageWriter writes by ranks
 
 KeyMapping = Callable[[str], "str | None"]
@@ -77,26 +79,30 @@ class ModelFolder:
         """The model at a location; None if there is none.
 
         As transformers does, it takes ``model.safetensors`` if there is one, else what the index
-        names; else the files that torch's HuggingFaceStorageWriter writes without an index. A
-        location may also be that of a file.
+        names; else the files that torch's HuggingFaceStorageWriter writes by ranks, without an
+        index. Other files without an index are those of a save that was interrupted. A location may
+        also be that of a file.
 
         Raises:
             CheckpointCorruptError: If files are missing or damaged.
+            CheckpointReplacedError: If it was replaced or deleted meanwhile.
             UnsupportedTensorError: If a tensor is of a type that this torch has not.
         """
         retrier = Retrier(config.retry)
         head = functools.partial(_head, store, retrier)
+        single = uri.prefix if uri.prefix.endswith(SUFFIX) else uri.key(SINGLE_FILE)
+        if only := head(single):
+            return cls._read(store, uri, lambda: [only], only, {}, config)
         if uri.prefix.endswith(SUFFIX):
-            only = head(uri.prefix)
-            return None if only is None else cls._read(store, uri, [only], only, {}, config)
-        if only := head(uri.key(SINGLE_FILE)):
-            return cls._read(store, uri, [only], only, {}, config)
+            return None
         key = uri.key(INDEX)
         try:
             data, committed = retrier.call(lambda: store.get_latest(key))
         except ObjectNotFoundError:
             found = retrier.call(lambda: _listed(store, uri))
-            return cls._read(store, uri, found, found[0], {}, config) if found else None
+            return cls._read(store, uri, lambda: found, found[0], {}, config) if found else None
+        if claimed_files(data, store.uri(key)) is not None:
+            return None
         names = parse_index(data, store.uri(key))
         files: dict[str, ObjectInfo] = {}
 
@@ -110,24 +116,43 @@ class ModelFolder:
 
         group = TaskGroup(config.connections, name="cloudckpt-look", interrupt=store.interrupt)
 
-        def look_at_all() -> None:
+        def submit() -> None:
             for name in set(names.values()):
                 group.submit(functools.partial(look, name))
 
-        group.run(look_at_all)
-        return cls._read(store, uri, [files[n] for n in sorted(files)], committed, names, config)
+        def look_at_all() -> list[ObjectInfo]:
+            group.run(submit)
+            return [files[name] for name in sorted(files)]
+
+        return cls._read(store, uri, look_at_all, committed, names, config)
 
     @classmethod
     def _read(
         cls,
         store: ObjectStore,
         uri: CheckpointURI,
-        files: Sequence[ObjectInfo],
+        find: Callable[[], Sequence[ObjectInfo]],
         committed: ObjectInfo,
         names: dict[str, str],
         config: Config,
     ) -> ModelFolder:
-        """Reads the headers; ``names`` has the file of each tensor, if an index says so."""
+        """Finds the files and reads their headers; for each tensor ``names`` may have its file."""
+        try:
+            files = find()
+            return cls(uri, files, committed, cls._chunks(store, uri, files, names, config))
+        except CheckpointCorruptError as error:
+            check_unchanged(store, committed, str(uri), config.retry, error)
+            raise
+
+    @classmethod
+    def _chunks(
+        cls,
+        store: ObjectStore,
+        uri: CheckpointURI,
+        files: Sequence[ObjectInfo],
+        names: dict[str, str],
+        config: Config,
+    ) -> dict[str, list[_Chunk]]:
         chunks: dict[str, list[_Chunk]] = {}
         for info, header in zip(files, _headers(store, files, config), strict=True):
             offsets = _sharding(header, store.uri(info.key))
@@ -135,12 +160,14 @@ class ModelFolder:
                 if names and uri.key(names.get(entry.name, "")) != info.key:
                     continue
                 nbytes = entry.stop - entry.start
-                stored = StoredBytes(info.key, entry.start, nbytes, None, info.size, entry.name)
+                stored = StoredBytes(
+                    info.key, entry.start, nbytes, None, info.size, entry.name, info.version
+                )
                 at = offsets.get(entry.name, (0,) * len(entry.shape))
                 chunk = (at, StoredTensor(stored, entry.dtype, entry.shape))
                 chunks.setdefault(entry.name, []).append(chunk)
         _check(chunks, names, str(uri))
-        return cls(uri, files, committed, chunks)
+        return chunks
 
     def renamed(self, mapping: KeyMapping) -> ModelFolder:
         """The same, with other names.
@@ -219,13 +246,12 @@ def _head(store: ObjectStore, retrier: Retrier, key: str) -> ObjectInfo | None:
 
 
 def _listed(store: ObjectStore, uri: CheckpointURI) -> list[ObjectInfo]:
-    """The files that no index names; none if nobody may list."""
+    """The files that torch's HuggingFaceStorageWriter writes by ranks; none if nobody may list."""
     below = uri.key("")
     try:
         return [
             info
-            for prefix in ("model-", "shard-")
-            for info in store.list(below + prefix)
+            for info in store.list(below + _SHARDS)
             if info.key.endswith(SUFFIX) and "/" not in info.key.removeprefix(below)
         ]
     except AccessDeniedError:
@@ -240,7 +266,11 @@ def _headers(store: RangeReader, files: Sequence[ObjectInfo], config: Config) ->
         sinks = [BytesSink(stop) for stop in stops]
         wanted = [
             Wanted(
-                StoredBytes(info.key, 0, info.size, None, info.size, info.key), 0, stop, to, True
+                StoredBytes(info.key, 0, info.size, None, info.size, info.key, info.version),
+                0,
+                stop,
+                to,
+                True,
             )
             for info, stop, to in zip(files, stops, sinks, strict=True)
         ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,8 @@ __all__ = [
     "SUFFIX",
     "FileHeader",
     "TensorEntry",
+    "claim_bytes",
+    "claimed_files",
     "header_bytes",
     "header_length",
     "index_bytes",
@@ -44,6 +46,7 @@ MOST_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 
 _METADATA = "__metadata__"
+_CLAIM = b"cloudckpt is writing a model here, which is not complete: "
 _NAMES = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -189,10 +192,45 @@ def parse_header(text: bytes | bytearray | memoryview, size: int, uri: str) -> F
     return FileHeader(found, metadata)
 
 
-def index_bytes(files: Mapping[str, str], total: int) -> bytes:
-    """The index of a model: the file of each tensor, by name; ``total`` bytes of tensors."""
-    document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
+def index_bytes(files: Mapping[str, str], total: int, save_id: str) -> bytes:
+    """The index of a model.
+
+    Args:
+        files: The file of each tensor, by name.
+        total: Bytes of the tensors.
+        save_id: What tells this index from that of another save of the same tensors: the version of
+            an object is made of its bytes alone in some stores.
+    """
+    metadata = {"total_size": total, "cloudckpt_save": save_id}
+    document = {"metadata": metadata, "weight_map": dict(sorted(files.items()))}
     return (json.dumps(document, indent=2) + "\n").encode()
+
+
+def claim_bytes(files: Iterable[str], save_id: str) -> bytes:
+    """What stands in the place of the index while a model is put together: no reader takes it.
+
+    Args:
+        files: What is to be deleted if the save does not come to its end.
+        save_id: As of :func:`index_bytes`.
+    """
+    return _CLAIM + json.dumps({"save": save_id, "files": sorted(files)}).encode() + b"\n"
+
+
+def claimed_files(data: bytes | bytearray, uri: str) -> list[str] | None:
+    """The files that a claim names; None if this is no claim.
+
+    Raises:
+        CheckpointCorruptError: If it is damaged, or names something outside of its folder.
+    """
+    if not data.startswith(_CLAIM):
+        return None
+    try:
+        files = _document(bytes(data[len(_CLAIM) :])).get("files")
+        _expect(isinstance(files, list) and all(isinstance(one, str) for one in files), "no files")
+    except ValueError as exc:
+        raise CheckpointCorruptError(f"a claim is damaged: {exc}", uri=uri) from exc
+    assert isinstance(files, list)
+    return [checked(name, uri) for name in files]
 
 
 def parse_index(data: bytes | bytearray, uri: str) -> dict[str, str]:

@@ -29,9 +29,10 @@ from cloudckpt.errors import (
     InvalidURIError,
     KeyCollisionError,
 )
+from cloudckpt.hf.commit import FilesUnderConstruction
 from cloudckpt.hf.layout import Chunk, FilePlan, RankWork, TensorPlan, divide, natural, plan_files
 from cloudckpt.hf.sending import FileUpload, send_work, slab_bytes
-from cloudckpt.hf.writer import FilesUnderConstruction, bytes_of_size
+from cloudckpt.hf.writer import bytes_of_size
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, Part, Upload
 from cloudckpt.transfer.download import download
 from cloudckpt.transfer.group import TaskGroup

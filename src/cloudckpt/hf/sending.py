@@ -36,9 +36,14 @@ class FileUpload(ObjectUpload):
         """Goes on with an upload that another process may have begun."""
         self._upload = upload
 
-    def begin(self) -> Upload:
+    def begin(self) -> None:
         """Begins the upload; nothing is visible."""
         self._upload = self._create()
+
+    @property
+    def upload(self) -> Upload:
+        """What was begun."""
+        assert self._upload is not None
         return self._upload
 
     def send(self, part: PartPlan) -> None:
@@ -59,15 +64,22 @@ class FileUpload(ObjectUpload):
         return self._sent
 
     def appear(self, parts: Sequence[Part]) -> None:
-        """Makes the object of the parts that all ranks have sent, by a thread of the group."""
+        """Makes the object of the parts that all ranks have sent.
+
+        Raises:
+            PreconditionFailedError: If there is one, and it must not be replaced.
+            StoreError: If it did not appear; ``is_doubtful`` says whether it yet may.
+        """
         self._sent = list(parts)
         self.position = sum(part.size for part in parts)
-        self._group.submit(self._complete)
+        self._complete()
 
     def abandon(self) -> None:
         """Ends the upload; what is at the key stays."""
-        if self._upload is not None and self.info is None:
+        if self._upload is not None:
             self._abort(self._upload)
+        if self._may_have_twin:
+            self._abort_twins()
 
 
 class _StoppedError(CloudCheckpointError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import os
 import re
@@ -19,55 +18,40 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from cloudckpt.checkpoint.commit import conditions_work
-from cloudckpt.checkpoint.safetensors import INDEX, SINGLE_FILE, SUFFIX, index_bytes, type_name
+from cloudckpt.checkpoint.safetensors import SUFFIX, type_name
 from cloudckpt.checkpoint.shard import check_supported
 from cloudckpt.config import Config
 from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.dcp.meeting import Meeting, Stance
 from cloudckpt.errors import (
-    CheckpointConflictError,
-    CheckpointExistsError,
-    CommitUnknownError,
     ConfigError,
     DifferentCheckpointsError,
     InvalidURIError,
-    PreconditionFailedError,
     ShapeMismatchError,
-    StoreError,
     UnsupportedTensorError,
 )
 from cloudckpt.events import Span
+from cloudckpt.hf.commit import FilesUnderConstruction
 from cloudckpt.hf.layout import (
     Chunk,
-    FilePlan,
     RankWork,
     TensorPlan,
     divide,
     natural,
-    needs_index,
     plan_files,
-    weight_map,
 )
-from cloudckpt.hf.sending import FileUpload, send_work, slab_bytes
-from cloudckpt.stores.base import ObjectStore, Part, Upload, random_suffix
-from cloudckpt.stores.listings import forget_listings
-from cloudckpt.transfer.boxes import ALIGNMENT, aligned
-from cloudckpt.transfer.deleting import delete_all, delete_quietly
-from cloudckpt.transfer.group import TaskGroup
+from cloudckpt.hf.sending import send_work, slab_bytes
+from cloudckpt.stores.base import Part, Upload
 from cloudckpt.transfer.memory import settled
-from cloudckpt.transfer.parts import choose_part_size
-from cloudckpt.transfer.retry import Retrier, open_store
+from cloudckpt.transfer.retry import open_store
 from cloudckpt.transfer.stats import Transferred, TransferStats
-from cloudckpt.transfer.upload import put_whole
 from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["FilesUnderConstruction", "SafetensorsWriter", "bytes_of_size"]
+__all__ = ["SafetensorsWriter", "bytes_of_size"]
 
 logger = logging.getLogger("cloudckpt")
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
-_MOST_LISTED = 10_000
 
 
 def bytes_of_size(size: int | str) -> int:
@@ -261,7 +245,7 @@ class SafetensorsWriter(StorageWriter):
             CheckpointConflictError: If another writer was faster.
             CommitUnknownError: If the store did not say whether it has carried out the last step.
         """
-        building = self._under_construction
+        building, self._under_construction = self._under_construction, None
         assert building is not None
         parts: list[list[Part]] = [[] for _ in building.uploads]
         for result in results:
@@ -269,195 +253,12 @@ class SafetensorsWriter(StorageWriter):
                 for mine, found in zip(parts, one.storage_data.parts, strict=True):
                     mine.extend(found)
         building.commit([sorted(each, key=lambda part: part.number) for each in parts])
-        self._under_construction = None
 
     def discard(self) -> None:
         """Ends what was begun and is not committed; errors are logged."""
         building, self._under_construction = self._under_construction, None
         if building is not None:
             building.abandon()
-
-
-class FilesUnderConstruction:
-    """The files of a model that nobody sees yet, and their commit.
-
-    All bytes are at the store, in uploads, before anything at the location changes. Then the files
-    appear one after the other, and last the index, on the condition that there is none. If there is
-    a model already, what readers begin with (the index, or the single file) is deleted before: a
-    reader finds the old model, or none for a moment, or the new one, and never a mix of both.
-
-    Attributes:
-        uploads: Of the files, once begun.
-    """
-
-    def __init__(self, uri: CheckpointURI, config: Config, files: Sequence[FilePlan]) -> None:
-        self.uploads: list[Upload] = []
-        self._uri = uri
-        self._config = config
-        self._files = files
-        self._store: ObjectStore = open_store(uri, config)
-        self._retrier = Retrier(config.retry)
-        self._there: set[str] = set()
-        self._appeared: list[str] = []
-        self._is_new = True
-        self._conditional = True
-
-    def begin(self, part_sizes: Sequence[int] | None = None) -> None:
-        """Begins the uploads.
-
-        Args:
-            part_sizes: Bytes of the parts of each file, unless they follow from the options.
-
-        Raises:
-            CheckpointExistsError: If there is a model and ``overwrite`` is off.
-        """
-        self._there = self._look()
-        if self._there and not self._config.overwrite:
-            raise CheckpointExistsError(
-                "a model, or files of one, are there already and overwrite is off: delete them, or "
-                "save elsewhere",
-                uri=str(self._uri),
-            )
-        self._is_new = not self._there
-        trial, setting = f".trial-{random_suffix()}", self._config.conditional_writes
-        self._conditional = conditions_work(
-            self._store, setting, self._uri.key(trial), self._retrier
-        )
-        sizes = part_sizes or [self._part_size(file.size) for file in self._files]
-        try:
-            for file, size in zip(self._files, sizes, strict=True):
-                self.uploads.append(self._upload(file, size).begin())
-        except BaseException:
-            self.abandon()
-            raise
-
-    def _part_size(self, size: int) -> int:
-        config = self._config
-        found = choose_part_size(
-            size,
-            config.part_size,
-            self._store.capabilities,
-            connections=config.connections,
-            copied=config.memory_budget,
-        )
-        least = -(-size // self._store.capabilities.max_parts)
-        return aligned(max(found, least), ALIGNMENT)  # no element is cut
-
-    def _upload(self, file: FilePlan, part_size: int, group: TaskGroup | None = None) -> FileUpload:
-        return FileUpload(
-            self._store,
-            self._uri.key(file.name),
-            part_size,
-            group or TaskGroup(1),
-            self._retrier,
-            TransferStats(),
-            create_only=self._is_new and self._conditional,
-        )
-
-    def _look(self) -> set[str]:
-        """The names of what belongs to a model here."""
-        below, found = self._uri.key(""), set()
-        for number, info in enumerate(self._store.list(below)):
-            name = info.key.removeprefix(below)
-            if "/" not in name and name.endswith((SUFFIX, INDEX)):
-                found.add(name)
-            if number > _MOST_LISTED:
-                break
-        return found
-
-    def commit(self, parts: Sequence[Sequence[Part]]) -> None:
-        """Makes the files appear, of the parts of each in order, then the index.
-
-        Raises:
-            CheckpointConflictError: If another writer was faster; what appeared is deleted.
-            CommitUnknownError: If the store did not say whether it has carried out the last step.
-        """
-        try:
-            with Span("commit", str(self._uri), 0):
-                self._commit(parts)
-        except PreconditionFailedError as error:
-            self.abandon()
-            raise CheckpointConflictError(
-                "another writer has written to this location meanwhile: look what is there",
-                uri=str(self._uri),
-                cause=error,
-            ) from error
-        except CommitUnknownError:
-            raise
-        except BaseException:
-            self.abandon()
-            raise
-        finally:
-            forget_listings()
-
-    def _commit(self, parts: Sequence[Sequence[Part]]) -> None:
-        new = {file.name for file in self._files}
-        obsolete = self._there & {INDEX, SINGLE_FILE} - ({SINGLE_FILE} & new)
-        self._delete(obsolete)
-        group = TaskGroup(self._config.connections, interrupt=self._store.interrupt)
-        uploads = [
-            self._upload(file, upload.part_size, group)
-            for file, upload in zip(self._files, self.uploads, strict=True)
-        ]
-
-        def appear() -> None:
-            for upload, begun, own in zip(uploads, self.uploads, parts, strict=True):
-                upload.adopt(begun)
-                upload.appear(own)
-
-        try:
-            group.run(appear)
-        finally:
-            self._appeared = [upload.key for upload in uploads if upload.info is not None]
-        if needs_index(self._files):
-            self._check_all_ours(uploads)
-            total = sum(file.size - len(file.header) for file in self._files)
-            data = memoryview(index_bytes(weight_map(self._files), total))
-            key = self._uri.key(INDEX)
-            try:
-                put_whole(self._store, key, data, self._retrier, if_absent=self._conditional)
-            except StoreError as error:
-                if error.certain or isinstance(error, PreconditionFailedError):
-                    raise
-                raise CommitUnknownError(
-                    "the store did not say whether it has written the index: look for it. The "
-                    "files were kept",
-                    uri=self._store.uri(key),
-                    cause=error,
-                ) from error
-        self._appeared = []
-        policy, threads = self._config.retry, self._config.connections
-        left = [self._uri.key(name) for name in self._there - new - {INDEX}]
-        delete_quietly(self._store, left, policy, threads=threads)
-
-    def _delete(self, names: set[str]) -> None:
-        if names:
-            keys = [self._uri.key(name) for name in sorted(names)]
-            policy, threads = self._config.retry, self._config.connections
-            delete_all(self._store, keys, policy, threads=threads, what="parts of the old model")
-
-    def _check_all_ours(self, uploads: Sequence[FileUpload]) -> None:
-        """Raises PreconditionFailedError if another writer has replaced a file meanwhile."""
-        if self._is_new:
-            return  # the store has seen to it
-        for upload in uploads:
-            head = functools.partial(self._store.head, upload.key)
-            found = self._retrier.call(head)
-            if upload.info is not None and found.version != upload.info.version:
-                self._appeared = []
-                raise PreconditionFailedError(
-                    "the file was replaced", uri=self._store.uri(upload.key), certain=True
-                )
-
-    def abandon(self) -> None:
-        """Ends the uploads, and deletes files that have appeared without a commit."""
-        for file, upload in zip(self._files, self.uploads, strict=False):
-            if self._uri.key(file.name) not in self._appeared:
-                made = self._upload(file, upload.part_size)
-                made.adopt(upload)
-                made.abandon()
-        delete_quietly(self._store, self._appeared, self._config.retry, threads=1)
-        self._appeared = []
 
 
 def _tensors(plans: Sequence[SavePlan], dtype: torch.dtype | None) -> list[TensorPlan]:

@@ -199,7 +199,12 @@ class Download:
     def _receive(self, request: Sequence[Segment], views: Sequence[memoryview]) -> None:
         source = request[0].want.source
         self._receiver.receive(
-            source.key, request[0].start, views, size=source.object_size, item=source.item
+            source.key,
+            request[0].start,
+            views,
+            size=source.object_size,
+            item=source.item,
+            version=source.version,
         )
         self._stats.add_requests(1)
 

@@ -137,6 +137,8 @@ class StoredBytes:
         blocks: What its blocks must be, or None if that is unknown.
         object_size: What the object's size must be, or None if that is unknown.
         item: The item's name, for messages.
+        version: What the object's version must be, or None if that is unknown: then all of its
+            ranges must be of the same one.
     """
 
     key: str
@@ -145,6 +147,7 @@ class StoredBytes:
     blocks: Blocks | None
     object_size: int | None
     item: str
+    version: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,14 @@ class Receiver:
         self._lock = threading.Lock()
 
     def receive(
-        self, key: str, start: int, views: Sequence[memoryview], *, size: int | None, item: str
+        self,
+        key: str,
+        start: int,
+        views: Sequence[memoryview],
+        *,
+        size: int | None,
+        item: str,
+        version: str | None = None,
     ) -> None:
         """Fills ``views``, one after the other, with the object's bytes from ``start``.
 
@@ -55,6 +62,7 @@ class Receiver:
             views: Writable byte views, not empty in total.
             size: What the object's size must be, or None if that is unknown.
             item: What is read, for messages.
+            version: What the object's version must be, or None if that is unknown.
 
         Raises:
             CheckpointCorruptError: If the object is gone, was replaced since its first range was
@@ -64,7 +72,7 @@ class Receiver:
         at, rest = start, list(views)
         with self._lock:
             seen = self._seen.get(key)
-        version = seen.version if seen is not None else None
+        version = seen.version if seen is not None else version
 
         def once() -> ObjectInfo:
             nonlocal at, rest, version

@@ -39,6 +39,7 @@ class ObjectUpload:
         key: Its key.
         position: Bytes written so far.
         info: What the store holds, once the object is complete.
+        is_doubtful: Whether the store may have completed it, or may yet, though it does not say so.
         algorithm: Of the checksums that go along.
     """
 
@@ -57,6 +58,7 @@ class ObjectUpload:
         self.key = key
         self.position = 0
         self.info: ObjectInfo | None = None
+        self.is_doubtful = False
         self._whole: int | None = 0  # the checksum of all; only of a copy it may stay unknown
         self._store = store
         self.algorithm = store.capabilities.checksum
@@ -285,6 +287,7 @@ class ObjectUpload:
             info = self._retrier.wait_for(look) if is_gone else look()
             if info is not None:
                 self._abort(upload)  # what may be left of it
+            self.is_doubtful = info is None
             return info
 
         self.info = self._retrier.call(

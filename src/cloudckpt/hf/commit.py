@@ -1,0 +1,356 @@
+"""The commit of a model: a few files and an index, of which readers see all or nothing.
+
+No store changes several objects at once, and the names of the files are those that transformers
+expects, so a new model mostly has the names of the old one. What makes a model is therefore one
+object that is written last: the index, or the file of a model that has only one. A commit goes like
+this, when all bytes are at the store, in uploads that nobody sees:
+
+1. The index is claimed: on the condition that it is what it was when the save began, or still
+   missing, it is replaced by a text that is no index, and that names the files to be deleted if
+   this save does not come to its end. Readers find no model from here on.
+2. The files of the old model are deleted, each on the condition that it is what it was.
+3. The new files appear, each on the condition that there is none of its name.
+4. The index replaces the claim, on the condition that this is still there.
+
+A model of one file needs no index: it does steps 1 and 2 if there is more than such a file, and
+deletes the claim; then the file appears, or replaces its predecessor at once. Beside a model of
+several files, each of the two looks for the other's before or behind its last step: at least one
+sees the other, and gives up. Of two that replace the same file both may succeed, one behind the
+other: stores complete an upload on the condition that there is no object, and on no other.
+
+So these can't happen, where A and B are two jobs, or a process that was thought dead and the one
+that was started in its place:
+
+- *A dies.* Before step 1 the old model is whole. Until step 4 there is no model: the claim is no
+  index, and files that no index names are not taken for a model. Then the new one is whole. The
+  next save deletes what A has left.
+- *A and B save at the same time.* One of them claims first; the other's condition does not hold. If
+  B begins amid A's commit, and takes the claim from A, then A's step 4 fails; what A makes
+  meanwhile B does not replace, nor A what B makes, so that all files of the one that commits are
+  its own.
+- *A reader has the old index, and the files are replaced while it reads them.* It reads each file
+  on the condition that it is what it was, and an old file is deleted before any new one appears:
+  so it fails, and begins anew (``transfer.retry.begun_anew``).
+- *The answer to the last step is lost.* As in ``checkpoint.commit``: the store is asked what is
+  there; if it does not say, that is a :class:`CommitUnknownError`, and nothing is deleted.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from cloudckpt.checkpoint.commit import Baseline, commit, conditions_work
+from cloudckpt.checkpoint.safetensors import (
+    INDEX,
+    SINGLE_FILE,
+    claim_bytes,
+    claimed_files,
+    index_bytes,
+    parse_index,
+)
+from cloudckpt.config import Config
+from cloudckpt.errors import (
+    CheckpointConflictError,
+    CheckpointCorruptError,
+    CheckpointExistsError,
+    CloudCheckpointError,
+    CommitUnknownError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    StoreError,
+)
+from cloudckpt.events import Span
+from cloudckpt.hf.layout import FilePlan, needs_index, weight_map
+from cloudckpt.hf.sending import FileUpload
+from cloudckpt.stores.base import ObjectInfo, ObjectStore, Part, Upload, random_suffix
+from cloudckpt.stores.listings import forget_listings
+from cloudckpt.transfer.boxes import ALIGNMENT, aligned
+from cloudckpt.transfer.group import TaskGroup
+from cloudckpt.transfer.parts import choose_part_size
+from cloudckpt.transfer.retry import Retrier, open_store
+from cloudckpt.transfer.stats import TransferStats
+from cloudckpt.transfer.upload import put_whole
+from cloudckpt.uri import CheckpointURI
+
+__all__ = ["FilesUnderConstruction"]
+
+_T = TypeVar("_T")
+logger = logging.getLogger("cloudckpt")
+
+_NUMBERED = re.compile(r"(shard-\d+-)?model-\d+-of-\d+\.safetensors")
+
+
+class FilesUnderConstruction:
+    """The files of a model that nobody sees yet, and their commit.
+
+    Attributes:
+        uploads: Of the files, once begun.
+    """
+
+    def __init__(self, uri: CheckpointURI, config: Config, files: Sequence[FilePlan]) -> None:
+        self.uploads: list[Upload] = []
+        self._uri = uri
+        self._config = config
+        self._files = files
+        self._store: ObjectStore = open_store(uri, config)
+        self._retrier = Retrier(config.retry)
+        self._there: dict[str, ObjectInfo] = {}
+        self._begun: list[FileUpload] = []
+        self._claim: ObjectInfo | None = None
+        self._conditional = True
+        self._may_be_there = False  # whether the last step was sent, and not refused
+
+    def begin(self, part_sizes: Sequence[int] | None = None) -> None:
+        """Looks what is there, and begins the uploads.
+
+        Args:
+            part_sizes: Bytes of the parts of each file, unless they follow from the options.
+
+        Raises:
+            CheckpointExistsError: If there is a model and ``overwrite`` is off.
+        """
+        self._there = self._look()
+        if self._there and not self._config.overwrite:
+            raise CheckpointExistsError(
+                "a model, or files of one, are there already and overwrite is off: delete them, or "
+                "save elsewhere",
+                uri=str(self._uri),
+            )
+        trial, setting = f".trial-{random_suffix()}", self._config.conditional_writes
+        self._conditional = conditions_work(
+            self._store, setting, self._uri.key(trial), self._retrier
+        )
+        sizes = part_sizes or [self._part_size(file.size) for file in self._files]
+        self._begun = [
+            FileUpload(
+                self._store,
+                self._uri.key(file.name),
+                size,
+                TaskGroup(1),
+                self._retrier,
+                TransferStats(),
+                create_only=self._conditional and not self._replaces(file.name),
+            )
+            for file, size in zip(self._files, sizes, strict=True)
+        ]
+        try:
+            self._each(self._begun, FileUpload.begin)
+        except BaseException:
+            self.abandon()
+            raise
+        self.uploads = [one.upload for one in self._begun]
+
+    def commit(self, parts: Sequence[Sequence[Part]]) -> None:
+        """Makes the files appear, of the parts of each in order, then the index.
+
+        Whatever it raises, there is nothing left to be abandoned.
+
+        Raises:
+            CheckpointConflictError: If another writer was faster; what appeared is deleted.
+            CommitUnknownError: If the store did not say whether it has carried out the last step.
+            StoreError: If it certainly has not, and will not.
+        """
+        try:
+            with Span("commit", str(self._uri), 0):
+                if needs_index(self._files):
+                    self._commit_with_index(parts)
+                else:
+                    self._commit_alone(parts[0])
+        except PreconditionFailedError as error:
+            self.abandon()
+            raise CheckpointConflictError(
+                "another writer has written to this location since this save began; this save is "
+                "discarded: look what is there",
+                uri=str(self._uri),
+                cause=error,
+            ) from error
+        except BaseException:
+            if not self._may_be_there:
+                self.abandon()
+            raise
+        finally:
+            self._begun, self._claim = [], None
+            forget_listings()
+
+    def _hide_old(self) -> None:
+        """Claims the index, and deletes the files of the old model."""
+        before = self._there.pop(INDEX, None)
+        names = self._there.keys() | {file.name for file in self._files}
+        self._claim = put_whole(
+            self._store,
+            self._uri.key(INDEX),
+            memoryview(claim_bytes(names - {SINGLE_FILE}, random_suffix())),
+            self._retrier,
+            if_absent=self._conditional and before is None,
+            if_version=before.version if self._conditional and before is not None else None,
+        )
+        self._delete(self._there.values())
+
+    def _commit_with_index(self, parts: Sequence[Sequence[Part]]) -> None:
+        is_new = not self._there
+        self._hide_old()
+        assert self._claim is not None
+        self._each([*zip(self._begun, parts, strict=True)], lambda one: one[0].appear(one[1]))
+        if not is_new:
+            self._check_all_ours()  # for stores that ignore conditions of deletions and uploads
+        self._check_no_other(SINGLE_FILE)
+        total = sum(file.size - len(file.header) for file in self._files)
+        body = [memoryview(index_bytes(weight_map(self._files), total, random_suffix()))]
+        baseline = Baseline(self._uri.key(INDEX), self._claim.version)
+        conditional = self._conditional
+        self._may_be_there = True
+        try:
+            commit(self._store, baseline, body, conditional=conditional, retrier=self._retrier)
+        except (CheckpointConflictError, StoreError):
+            self._may_be_there = False  # only these two say so for certain
+            raise
+
+    def _commit_alone(self, parts: Sequence[Part]) -> None:
+        old = self._there.pop(SINGLE_FILE, None)
+        if self._there:
+            self._hide_old()
+            assert self._claim is not None
+            self._delete([self._claim])
+        (only,) = self._begun
+        if old is not None and self._head(only.key) != old:
+            raise PreconditionFailedError("the file was replaced", uri=self._store.uri(only.key))
+        self._may_be_there = True
+        try:
+            only.appear(parts)
+        except StoreError as error:
+            if isinstance(error, PreconditionFailedError) or (
+                error.certain and not only.is_doubtful
+            ):
+                self._may_be_there = False
+                raise
+            raise CommitUnknownError(
+                "the store did not say whether it has put the file together, which may have "
+                "happened or happen yet: look for it",
+                uri=self._store.uri(only.key),
+                cause=error,
+            ) from error
+        self._may_be_there = False
+        self._check_no_other(INDEX)
+
+    def abandon(self) -> None:
+        """Ends the uploads, and deletes what has appeared without a commit; errors are logged."""
+        begun, self._begun = self._begun, []
+        made = [one.info for one in begun if one.info is not None]
+        retrier = Retrier.for_cleanup(self._config.retry)
+
+        def delete(info: ObjectInfo) -> None:
+            try:
+                self._delete_one(info, retrier)
+            except CloudCheckpointError as error:
+                logger.warning("a file of a save that failed may be left behind: %s", error)
+
+        self._each([one for one in begun if one.info is None], FileUpload.abandon)
+        self._each(made, delete)
+        if self._claim is not None:  # last: files without an index are taken for a model by some
+            delete(self._claim)
+
+    def _replaces(self, name: str) -> bool:
+        """Whether a file replaces the one of its name, which is not deleted before."""
+        return name in self._there and not needs_index(self._files)
+
+    def _part_size(self, size: int) -> int:
+        config = self._config
+        found = choose_part_size(
+            size,
+            config.part_size,
+            self._store.capabilities,
+            connections=config.connections,
+            copied=config.memory_budget,
+        )
+        least = -(-size // self._store.capabilities.max_parts)
+        return aligned(max(found, least), ALIGNMENT)  # no element is cut
+
+    def _look(self) -> dict[str, ObjectInfo]:
+        """What belongs to a model that is there, or was to: its index and its files, by name.
+
+        Other files that are there, such as adapters, are none of ours.
+        """
+        below = self._uri.key("")
+        found: dict[str, ObjectInfo] = {}
+        for prefix in (SINGLE_FILE, "model-", "shard-"):  # first the index: its files are there
+            for info in self._retrier.call(functools.partial(self._listed, below + prefix)):
+                name = info.key.removeprefix(below)
+                if name in (INDEX, SINGLE_FILE) or _NUMBERED.fullmatch(name):
+                    found[name] = info
+        named = {file.name for file in self._files}
+        if INDEX in found:
+            named.update(self._named_by(found[INDEX].key))
+
+        def look(name: str) -> None:
+            if (info := self._head(self._uri.key(name))) is not None:
+                found[name] = info
+
+        listed = (name for name in named if _NUMBERED.fullmatch(name))
+        self._each(sorted(named.difference(found, listed, [SINGLE_FILE])), look)
+        return found
+
+    def _named_by(self, key: str) -> Iterable[str]:
+        """The files that an index names, or a claim."""
+        try:
+            data, _ = self._retrier.call(lambda: self._store.get_latest(key))
+            claimed = claimed_files(data, self._store.uri(key))
+            return parse_index(data, self._store.uri(key)).values() if claimed is None else claimed
+        except (CheckpointCorruptError, ObjectNotFoundError):
+            return ()
+
+    def _listed(self, prefix: str) -> list[ObjectInfo]:
+        return list(self._store.list(prefix))
+
+    def _head(self, key: str) -> ObjectInfo | None:
+        try:
+            return self._retrier.call(lambda: self._store.head(key))
+        except ObjectNotFoundError:
+            return None
+
+    def _delete(self, found: Iterable[ObjectInfo]) -> None:
+        """Deletes objects, unless others have taken their place; first what readers begin with."""
+        ordered = sorted(found, key=lambda info: info.key != self._uri.key(SINGLE_FILE))
+        delete = functools.partial(self._delete_one, retrier=self._retrier)
+        self._each(ordered[:1], delete)
+        self._each(ordered[1:], delete)
+
+    def _delete_one(self, info: ObjectInfo, retrier: Retrier) -> None:
+        version = info.version if self._conditional else None
+        retrier.call(lambda: self._store.delete(info.key, if_version=version))
+
+    def _check_all_ours(self) -> None:
+        """Raises PreconditionFailedError if another writer has replaced a file meanwhile."""
+
+        def check(one: FileUpload) -> None:
+            found = self._head(one.key)
+            if one.info is None or found is None or found.version != one.info.version:
+                raise PreconditionFailedError(
+                    "the file was replaced", uri=self._store.uri(one.key), certain=True
+                )
+
+        self._each(self._begun, check)
+
+    def _check_no_other(self, name: str) -> None:
+        """Raises PreconditionFailedError if another writer makes a model of other files."""
+        if self._head(self._uri.key(name)) is not None:
+            raise PreconditionFailedError(
+                "another model is there", uri=self._store.uri(self._uri.key(name)), certain=True
+            )
+
+    def _each(self, items: Sequence[_T], action: Callable[[_T], None]) -> None:
+        """Does something with each, on as many threads as there may be connections."""
+        if not items:
+            return
+        group = TaskGroup(
+            self._config.connections, name="cloudckpt-commit", interrupt=self._store.interrupt
+        )
+
+        def submit() -> None:
+            for item in items:
+                group.submit(functools.partial(action, item))
+
+        group.run(submit)

@@ -1,0 +1,416 @@
+"""A model is there whole, or not at all: whoever dies when, and whoever else saves or loads."""
+
+import contextlib
+import functools
+import json
+import random
+import threading
+import uuid
+import warnings
+
+import pytest
+import torch
+
+import cloudckpt.hf
+from cloudckpt import (
+    CheckpointConflictError,
+    CheckpointNotFoundError,
+    CheckpointReplacedError,
+    CloudCheckpointError,
+    CommitUnknownError,
+    Config,
+    ConnectionLostError,
+    RetryPolicy,
+)
+from cloudckpt.checkpoint.safetensors import INDEX, SINGLE_FILE
+from cloudckpt.errors import ObjectNotFoundError, StoreError
+from cloudckpt.stores import memory, registry
+from cloudckpt.stores.memory import MemoryStore
+from cloudckpt.testing.faulty import FaultyStore
+from cloudckpt.transfer import retry
+from runs.interleavings import Actor, KilledError
+
+safetensors_torch = pytest.importorskip("safetensors.torch")
+
+NAMES = ("a", "b", "c")
+SHAPES = {  # of a model of three tensors: what save is told of its files
+    "one file": {},
+    "two files": {"max_shard": 128},
+    "three files": {"max_shard": 64},
+    "names of its own": {"fqn_to_file": {n: f"{n}.safetensors" for n in NAMES}},
+}
+RETRY = RetryPolicy(attempts=3, base=0.0, cap=0.0, deadline=1e9)
+FOREIGN = "adapter_model.safetensors"
+
+
+class Gated(FaultyStore):
+    """A store that asks before each request whether it may be sent."""
+
+    def __init__(self, inner, gate) -> None:
+        super().__init__(inner)
+        self._gate = gate
+
+    def _struck(self, verb, key):
+        self._gate(f"{verb} {key}")
+        return super()._struck(verb, key)
+
+
+def changes(request: str) -> bool:
+    """Whether it may change what is there."""
+    return request.split()[0] not in ("head", "get", "get_range", "list", "list_uploads")
+
+
+class World:
+    """A place in memory, and those who reach it, each by options of its own."""
+
+    def __init__(self) -> None:
+        name = uuid.uuid4().hex
+        self.uri = f"memory://{name}/model"
+        self.plain = MemoryStore(name)
+        self.gates = []  # the others reach the store without one
+        self.stores = []
+        self.put(FOREIGN, b"of nobody here")
+
+    def put(self, name: str, data: bytes) -> None:
+        self.plain.put(f"model/{name}", [memoryview(data)], checksum=0)
+
+    def config(self, gate=None) -> Config:
+        self.gates.append(gate)
+        return Config(connections=1, retry=RETRY, merge_gap=len(self.gates))
+
+    def opened(self, config: Config):
+        gate = self.gates[config.merge_gap - 1]
+        if gate is None:
+            return self.plain
+        self.stores.append(Gated(self.plain, gate))
+        return self.stores[-1]
+
+    def save(self, step: int, shape: str, gate=None) -> None:
+        state = {name: torch.full((16,), float(step)) for name in NAMES}
+        cloudckpt.hf.save(state, self.uri, config=self.config(gate), **SHAPES[shape])
+
+    def load(self, gate=None) -> int:
+        """The one step that all tensors are of."""
+        state = {name: torch.full((16,), -1.0) for name in NAMES}
+        cloudckpt.hf.load(state, self.uri, config=self.config(gate))
+        return one_step(state)
+
+    def names(self) -> set[str]:
+        return {info.key.removeprefix("model/") for info in self.plain.list("model/")}
+
+    def seen(self) -> int | None:
+        """The step that all kinds of readers see, as far as they see any."""
+        steps = {self._seen_by_us(), self._seen_by_index(), self._seen_by_names()} - {None}
+        assert len(steps) <= 1, steps
+        return next(iter(steps), None)
+
+    def look(self) -> None:
+        """Fails if readers see a mix, beside several writers: those who go by the index."""
+        self._seen_by_us()
+        self._seen_by_index()
+
+    def _seen_by_us(self) -> int | None:
+        try:
+            return self.load()
+        except CheckpointNotFoundError:
+            return None
+
+    def _read(self, name: str) -> bytes | None:
+        try:
+            return bytes(self.plain.get(f"model/{name}")[0])
+        except ObjectNotFoundError:
+            return None
+
+    def _index(self) -> dict | None:
+        return json.loads(self._read(INDEX) or "null")
+
+    def _seen_by_index(self) -> int | None:
+        """As transformers does it."""
+        if (data := self._read(SINGLE_FILE)) is not None:
+            return one_step(safetensors_torch.load(data))
+        try:
+            index = self._index()
+        except ValueError:
+            return None
+        if index is None:
+            return None
+        files = {name: self._read(name) for name in index["weight_map"].values()}
+        tensors = {
+            name: safetensors_torch.load(files[file])[name]
+            for name, file in index["weight_map"].items()
+        }
+        return one_step(tensors)
+
+    def _seen_by_names(self) -> int | None:
+        """As vLLM does it: all files that end like that, or those of them that the index names."""
+        files = {name for name in self.names() if name.endswith(".safetensors")} - {FOREIGN}
+        try:
+            index = self._index()
+        except ValueError:
+            return None
+        if index is not None:
+            files &= set(index["weight_map"].values())
+        tensors: dict[str, torch.Tensor] = {}
+        for file in sorted(files):
+            found = safetensors_torch.load(self._read(file))
+            assert not found.keys() & tensors.keys(), "a tensor is there twice"
+            tensors |= found
+        if tensors.keys() < set(NAMES):
+            return None  # it misses weights
+        return one_step(tensors)
+
+
+def one_step(tensors) -> int:
+    assert tensors.keys() == set(NAMES)
+    steps = {int(value) for tensor in tensors.values() for value in tensor.unique()}
+    assert len(steps) == 1, f"a mix of steps: {steps}"
+    return steps.pop()
+
+
+@pytest.fixture
+def world(monkeypatch):
+    """Makes worlds, of which the newest is there."""
+    current: list[World] = []
+    monkeypatch.setattr(registry, "_OPENERS", {"memory": lambda: lambda uri, config:
+                                               current[0].opened(config)})  # fmt: skip
+    monkeypatch.setattr(retry, "_FIRST_PAUSE", 0.0)
+
+    def made() -> World:
+        for known in (memory._buckets, registry._places):
+            known.clear()
+        current[:] = [World()]
+        return current[0]
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield made
+    for known in (memory._buckets, registry._places):
+        known.clear()
+
+
+class _Life:
+    """Ends amid its requests: none is sent any more."""
+
+    def __init__(self, requests: float) -> None:
+        self.left = requests
+
+    def __call__(self, request: str) -> None:
+        self.left -= changes(request) or self.left <= 0
+        if self.left < 0:
+            raise KilledError
+
+
+@pytest.mark.parametrize("new", ["one file", "two files", "names of its own"])
+@pytest.mark.parametrize("old", [None, *SHAPES])
+def test_a_save_that_is_killed_leaves_the_old_model_or_none_or_the_new_one(
+    world, old: str | None, new: str
+) -> None:
+    outcomes: list[int | None] = []
+    fresh = world()
+    fresh.save(3, new)
+    while True:
+        here = world()
+        if old is not None:
+            here.save(1, old)
+        life = _Life(len(outcomes))
+        try:
+            here.save(2, new, life)
+            is_over = True
+        except KilledError:
+            is_over = False
+        outcomes.append(here.seen())
+        here.save(3, new)
+        assert here.seen() == 3
+        assert here.names() == fresh.names()
+        if is_over:
+            break
+    before = None if old is None else 1
+    assert outcomes[0] == before
+    assert outcomes[-1] == 2
+    order = [before, None, 2]
+    assert [order.index(one) for one in outcomes] == sorted(order.index(one) for one in outcomes)
+    if old in (None, "one file") and new == "one file":
+        assert None not in outcomes[outcomes.index(2) :]
+        assert old is None or None not in outcomes, "one file replaces another at once"
+
+
+@pytest.mark.parametrize("verb", ["create_upload", "put_part", "complete_upload", "put", "delete"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("new", ["one file", "two files"])
+def test_a_save_outlives_passing_faults_and_undoes_itself_at_lasting_ones(
+    world, verb, when, new
+) -> None:
+    for calls in ([1], [2], [1, 2], None):
+        here = world()
+        here.save(1, "three files")
+
+        config = here.config(lambda request: None)
+        registry.open_store(cloudckpt.uri.CheckpointURI.parse(here.uri), config)
+        here.stores[-1].fail(verb, ConnectionLostError, calls=calls, when=when)
+        state = {name: torch.full((16,), 2.0) for name in NAMES}
+        try:
+            cloudckpt.hf.save(state, here.uri, config=config, **SHAPES[new])
+        except (ConnectionLostError, CommitUnknownError) as error:
+            assert calls is None
+            seen = here.seen()
+            if isinstance(error, CommitUnknownError):
+                assert seen in (None, 2)
+            else:
+                assert seen in (1, None)
+        else:
+            assert here.seen() == 2
+            assert not list(here.plain.list_uploads("")), "of lost answers, too"
+            here.save(3, "two files")
+            assert here.seen() == 3
+
+
+def test_a_commit_whose_answers_are_all_lost_is_looked_up(world) -> None:
+    for shape in ("one file", "two files"):
+        here = world()
+        config = here.config(lambda request: None)
+        registry.open_store(cloudckpt.uri.CheckpointURI.parse(here.uri), config)
+        store = here.stores[-1]
+        last = "complete_upload" if shape == "one file" else "put"
+        store.fail(last, ConnectionLostError, when="after")
+        state = {name: torch.full((16,), 2.0) for name in NAMES}
+        cloudckpt.hf.save(state, here.uri, config=config, **SHAPES[shape])
+        assert here.seen() == 2
+
+
+def test_a_commit_that_nobody_answers_is_unknown_and_nothing_is_deleted(world) -> None:
+    for shape in ("one file", "two files"):
+        here = world()
+        config = here.config(lambda request: None)
+        registry.open_store(cloudckpt.uri.CheckpointURI.parse(here.uri), config)
+        store = here.stores[-1]
+        last, number = ("complete_upload", 1) if shape == "one file" else ("put", 2)
+        store.fail(last, ConnectionLostError, calls=range(number, 99), when="after")
+        store.fail("head", ConnectionLostError, calls=range(1, 99))
+        store.fail("get", ConnectionLostError, calls=range(1, 99))
+        if shape == "two files":
+            store.heal()
+            store.fail("put", ConnectionLostError, calls=range(2, 99), when="before")
+        state = {name: torch.full((16,), 2.0) for name in NAMES}
+        with pytest.raises(CommitUnknownError):
+            cloudckpt.hf.save(state, here.uri, config=config, **SHAPES[shape])
+        files = {name for name in here.names() if name.endswith(".safetensors")} - {FOREIGN}
+        assert len(files) == (1 if shape == "one file" else 2)
+
+
+_NOT_THERE = (CheckpointNotFoundError, CheckpointReplacedError, ConnectionLostError)
+
+
+class Interleaving:
+    """Some save and load at the same time; whose request is next is drawn."""
+
+    def __init__(self, here: World, seed: int) -> None:
+        self.here, self.rng = here, random.Random(seed)
+        self.outcomes: dict[int, BaseException | None] = {}
+        self.history: list[str] = []
+        self.actors: list[Actor] = []
+        shapes = list(SHAPES)
+        self.first = self.rng.choice([None, *shapes])
+        if self.first is not None:
+            here.save(1, self.first)
+        for step in range(2, self.rng.choice([4, 5])):
+            self._add(f"save-{step}", self._saver(step, self.rng.choice(shapes[:3])))
+        self._add("load", self._loader)
+        self.doomed = {
+            actor: self.rng.randint(1, 30) for actor in self.actors if self.rng.random() < 0.2
+        }
+
+    def _add(self, name: str, work) -> None:
+        actor = Actor(name, lambda _: None)
+        actor.work = lambda config: work(functools.partial(self._gate, actor))
+        self.actors.append(actor)
+
+    def _gate(self, actor: Actor, request: str) -> None:
+        actor.gate()
+        self.history[-1] += f": {request}"
+        if self.rng.random() < 0.01:
+            raise ConnectionLostError("the request was lost", uri=self.here.uri)
+
+    def _saver(self, step: int, shape: str):
+        def work(gate) -> None:
+            self.outcomes[step] = KilledError()
+            try:
+                self.here.save(step, shape, gate)
+            except Exception as error:
+                self.outcomes[step] = error
+                if not isinstance(error, (CheckpointConflictError, StoreError, CommitUnknownError)):
+                    raise
+            else:
+                self.outcomes[step] = None
+
+        return work
+
+    def _loader(self, gate) -> None:
+        for _ in range(3):
+            with contextlib.suppress(*_NOT_THERE):
+                self.here.load(gate)
+
+    def run(self) -> None:
+        for actor in self.actors:
+            threading.Thread(target=self._act, args=(actor,)).start()
+            actor.at_gate.acquire()
+        turns = dict.fromkeys(self.actors, 0)
+        try:
+            while live := [actor for actor in self.actors if not actor.has_ended]:
+                # mostly the same one goes on: else all are always in the midst of it
+                going_on = self.history and self.rng.random() < 0.7
+                last = [one for one in live if going_on and self.history[-1].startswith(one.name)]
+                actor = self.rng.choice(last or live)
+                turns[actor] += 1
+                actor.is_dead = self.doomed.get(actor) == turns[actor]
+                self.history.append(f"{actor.name}{' †' * actor.is_dead}")
+                actor.go.release()
+                actor.at_gate.acquire()
+                if ": " in self.history[-1] and changes(self.history[-1].partition(": ")[2]):
+                    self.here.look()
+        finally:
+            for actor in self.actors:
+                actor.is_dead = True
+                actor.go.release()
+        for actor in self.actors:
+            if actor.error is not None:
+                raise actor.error
+        self._check_end()
+
+    def _act(self, actor: Actor) -> None:
+        try:
+            actor.gate()
+            actor.work(None)
+        except KilledError:
+            pass
+        except BaseException as error:  # noqa: BLE001 - raised by the test
+            actor.error = error
+        actor.has_ended = True
+        actor.at_gate.release()
+
+    def _check_end(self) -> None:
+        if any("†" in line for line in self.history):
+            self.here.look()
+        else:
+            self._check_outcomes(self.here.seen())
+        self.here.save(99, "two files")
+        assert self.here.seen() == 99
+
+    def _check_outcomes(self, seen: int | None) -> None:
+        certain = {
+            step
+            for step, error in self.outcomes.items()
+            if isinstance(error, CloudCheckpointError) and not isinstance(error, CommitUnknownError)
+        }
+        assert seen not in certain, f"step {seen} is there, and its save has failed"
+        if not certain and all(error is None for error in self.outcomes.values()):
+            assert seen in self.outcomes
+
+
+def test_no_interleaving_shows_anybody_a_mix_of_two_models(world) -> None:
+    for seed in range(40):
+        one = Interleaving(world(), seed)
+        try:
+            one.run()
+        except Exception as error:
+            story = "\n".join(one.history)
+            raise AssertionError(f"seed {seed}: {error!r}\n{story}") from error
