@@ -125,6 +125,16 @@ def test_a_path_object_is_a_local_path(tmp_path):
     assert CheckpointURI.parse(tmp_path / "run").prefix == f"{tmp_path}/run"
 
 
+def test_a_folder_whose_name_is_no_text_is_the_same_one_as_a_uri():
+    uri = CheckpointURI.parse(os.fsdecode(b"/data/\xff/run"))
+    assert CheckpointURI.parse(str(uri)) == uri
+
+
+@pytest.mark.parametrize("name", [" run", "a s3", "s3", "'run'", "az.c:x", "run:1", "s3-x:1"])
+def test_names_of_folders_that_are_no_uri_are_left_alone(name):
+    assert CheckpointURI.parse(name).prefix.endswith(f"/{name}")
+
+
 def test_what_was_parsed_is_parsed_again():
     uri = CheckpointURI.parse("s3://bucket/run")
     assert CheckpointURI.parse(uri) is uri
@@ -198,6 +208,13 @@ def test_other_names_of_buckets_are_left_alone(bucket):
 @pytest.mark.parametrize(
     ("text", "hint"),
     [
+        (" s3://bucket/run", "nearly a URI"),
+        ("\ufeffgs://bucket/run", "nearly a URI"),
+        ('"s3://bucket/run"', "nearly a URI"),
+        ("'https://acc.blob.core.windows.net/c/run'", "nearly a URI"),
+        ("<file:///data/run>", "nearly a URI"),
+        ("s3:bucket/run", "nearly a URI"),
+        ("az:container", "nearly a URI"),
         ("", "empty"),
         ("  ", "empty"),
         ("s3:/bucket/run", '"s3://bucket/run"'),
@@ -252,6 +269,9 @@ def test_other_names_of_buckets_are_left_alone(bucket):
         ("https://acc.blob.core.windows.net/c/a%FFb", "no encoded UTF-8"),
         ("https://acc.blob.core.windows.net/c/a%ED%A0%BDb", "no encoded UTF-8"),
         ("s3://bucket/a\ud83db", "half of a surrogate pair"),
+        ("/data/a\ud83db", "half of a surrogate pair"),
+        ("file:///data/a\ud83db", "half of a surrogate pair"),
+        ("file:///data/a%00b", "control character"),
         ("gs://bucket/a\udcffb", "half of a surrogate pair"),
         ("az://container/a\udcffb", "half of a surrogate pair"),
         ("https://acc.blob.core.windows.net/c/run?sv=1&sig=x", "AZURE_STORAGE_SAS_TOKEN"),

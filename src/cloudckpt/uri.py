@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Union
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 from cloudckpt.errors import InvalidURIError
 
@@ -62,6 +62,9 @@ _FOLDED = re.compile(  # a folder named as the schemes of the three clouds, othe
     + r"(?:/|$)))"
     r"(?:/+(?P<rest>.*))?$",
     re.IGNORECASE | re.DOTALL,
+)
+_NEARLY = re.compile(  # what is before it, or no slash behind it, makes a folder of a URI
+    r"[\s'\"<\ufeff]+[a-z][a-z0-9+.\-]*:/|(?:s3[an]?|gs|gcs|az|abfss?):[^/]", re.IGNORECASE
 )
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _HALVES = re.compile(r"[\ud800-\udfff]")
@@ -154,6 +157,10 @@ class CheckpointURI:
             raise InvalidURIError(f"the checkpoint location is empty; write {_FORMS}")
         if _CONTROL.search(text):
             raise InvalidURIError(f"{_shown(text)!r} holds a control character")
+        try:
+            os.fsencode(text)
+        except UnicodeEncodeError:
+            raise InvalidURIError(f"{_shown(text)!r} holds half of a surrogate pair") from None
         if foreign := _FOREIGN.match(text):
             raise InvalidURIError(_did_you_mean(foreign[1].lower(), text[foreign.end() :], text))
         if (lost := unfolded(text)) is not None:
@@ -168,6 +175,10 @@ class CheckpointURI:
             raise InvalidURIError(
                 f"{shown!r} lost a slash, as pathlib.Path does to a URI; "
                 f'pass the string "{shown.replace(":/", f":{slashes}", 1)}" instead'
+            )
+        if _NEARLY.match(text):
+            raise InvalidURIError(
+                f"{_shown(text)!r} is nearly a URI, and would be a local folder; write {_FORMS}"
             )
         match = _SCHEME.match(text)
         if match is None:
@@ -190,7 +201,10 @@ class CheckpointURI:
             raise InvalidURIError(
                 f"{_shown(text)!r}: write %3F for '?' and %23 for '#' in a file URI"
             )
-        return cls("file", "", os.path.abspath(unquote(parts.path)))
+        path = os.fsdecode(unquote_to_bytes(os.fsencode(parts.path)))  # names may be no UTF-8
+        if _CONTROL.search(path):
+            raise InvalidURIError(f"{_shown(text)!r} holds a control character")
+        return cls("file", "", os.path.abspath(path))
 
     @classmethod
     def _azure(cls, scheme: str, rest: str, text: str) -> CheckpointURI:
