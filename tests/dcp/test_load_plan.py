@@ -116,6 +116,15 @@ def test_names_that_are_missing_are_left_out_or_refused():
         plan_reads(state, inventory, strict=True)
 
 
+def test_the_default_device_does_not_matter():
+    boxes = [[(row, row + 1), (0, 3)] for row in range(40)]
+    inventory = inventory_of(Metadata({"t": described((40, 3), boxes)}))
+    state = {"t": torch.zeros(40, 3)}
+    expected = plan_reads(state, inventory, strict=True)
+    with torch.device("meta"):  # stands for "cuda": memory that the processor can't read
+        assert plan_reads(state, inventory, strict=True) == expected
+
+
 def test_a_tensor_of_another_shape_is_refused():
     inventory = inventory_of(Metadata({"t": described((3,), [[(0, 3)]])}))
     with pytest.raises(ValueError, match="t"):

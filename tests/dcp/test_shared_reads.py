@@ -58,6 +58,23 @@ def test_replicated_tensors_leave_the_store_once(ranks, s3, shared_reads):
     assert max(read) <= 0.5 * unique
 
 
+def all_load_the_same_beside_a_default_device(place, shared_reads):
+    with torch.device("meta"):  # stands for "cuda": memory that the processor can't read
+        config = dataclasses.replace(place.config, shared_reads=shared_reads)
+        with torch.device("cpu"):
+            state = whole()
+            target = empty(state)
+        cloudckpt.save(state, checkpoint_id=place.uri, config=config)
+        read = load(place.uri, target, config)
+    assert all(torch.equal(target[name], value) for name, value in state.items())
+    return read
+
+
+def test_the_default_device_does_not_matter(ranks, local):
+    unique = sum(value.nbytes for value in whole().values())
+    assert sum(ranks(2, all_load_the_same_beside_a_default_device, local, "auto")) <= 1.05 * unique
+
+
 def test_without_shared_reads_each_rank_reads_all(ranks, s3):
     unique = sum(value.nbytes for value in whole().values())
     assert min(ranks(2, all_load_the_same, s3, "off")) >= unique

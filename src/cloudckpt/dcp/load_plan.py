@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.tensor import DTensor
 
+from cloudckpt.checkpoint.columns import column_of
 from cloudckpt.checkpoint.inventory import Inventory
 from cloudckpt.checkpoint.torch_private import create_chunk_list
 
@@ -77,8 +78,8 @@ def _reads(
     """What to read of a tensor for one of this rank's chunks of it."""
     rows: Sequence[int] = range(len(offsets))
     if len(rows) > _FEW:
-        begin = torch.tensor(own.offsets)
-        end = begin + torch.tensor(own.sizes)
+        begin = column_of(own.offsets)
+        end = begin + column_of(own.sizes)
         overlap = (torch.minimum(offsets + sizes, end) > torch.maximum(offsets, begin)).all(1)
         found = overlap.nonzero().flatten()
         rows, offsets, sizes = found.tolist(), offsets[found], sizes[found]

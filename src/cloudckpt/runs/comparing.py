@@ -353,7 +353,8 @@ class _Pieces:
 
 
 def _empty(tensor: TensorStorageMetadata, box: Box) -> torch.Tensor:
-    return torch.empty([length for _, length in box], dtype=tensor.properties.dtype)
+    sizes = [length for _, length in box]
+    return torch.empty(sizes, dtype=tensor.properties.dtype, device="cpu")
 
 
 def _read_items(number: int, entry: _Entry, box: Box | None) -> Iterator[ReadItem]:

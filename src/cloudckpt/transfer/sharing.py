@@ -17,7 +17,7 @@ import hashlib
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +52,7 @@ def digests(segments: Sequence[Segment]) -> torch.Tensor:
         where = f"{segment.want.source.key}\0{segment.start}\0{segment.stop}\0{segment.grain}"
         found += hashlib.blake2b(where.encode(), digest_size=8).digest()
     if not found:
-        return torch.empty(0, dtype=torch.int64)
+        return _numbers(())
     return torch.frombuffer(found, dtype=torch.int64)
 
 
@@ -88,20 +88,29 @@ def plan_shares(of_ranks: Sequence[torch.Tensor], rank: int, hosts: Sequence[int
     wanted, inverse, count = torch.unique(rows, return_inverse=True, return_counts=True)
     # a number for each set of ranks: the sum of one drawn at random for each of its ranks
     drawn = torch.randint(
-        -(1 << 62), 1 << 62, (len(of_ranks),), generator=torch.Generator().manual_seed(0)
+        -(1 << 62),
+        1 << 62,
+        (len(of_ranks),),
+        generator=torch.Generator().manual_seed(0),
+        device="cpu",
     )
     sets = torch.zeros_like(wanted).scatter_add_(0, inverse, drawn[who])
     sets[count < 2] = 0
     own: dict[int, int] = {}  # where each number of this rank stands first
     for at, number in enumerate(of_ranks[rank].tolist()):
         own.setdefault(number, at)
-    numbers, places = torch.tensor([*own]), torch.tensor([*own.values()])
+    numbers, places = _numbers(own), _numbers(own.values())
     own_sets = sets[torch.searchsorted(wanted, numbers)]
     made = []
     for one in torch.unique(own_sets[own_sets != 0]).tolist():
         ranks = who[rows == wanted[sets == one][0]]
         made.append(Share(tuple(sorted(ranks.tolist())), places[own_sets == one].tolist()))
     return sorted(made, key=lambda share: share.ranks)
+
+
+def _numbers(numbers: Iterable[int]) -> torch.Tensor:
+    """In host memory, whatever the default device; also if there are none."""
+    return torch.tensor([*numbers], dtype=torch.int64, device="cpu")
 
 
 def shared_requests(
@@ -147,7 +156,7 @@ class _Message:
 
     def __init__(self, request: Sequence[Segment]) -> None:
         self.nbytes = request[-1].stop - request[0].start
-        self.all = torch.empty(self.nbytes + _STATUS, dtype=torch.uint8)
+        self.all = torch.empty(self.nbytes + _STATUS, dtype=torch.uint8, device="cpu")
 
     @property
     def payload(self) -> memoryview:
