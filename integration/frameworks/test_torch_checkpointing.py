@@ -14,21 +14,30 @@ def storage(environment: dict[str, str]) -> CloudStorage:
     return CloudStorageConfig().create_storage()
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
-def test_what_was_saved_is_loaded_by_another_number_of_ranks(
-    job: Job, run: str, storage: CloudStorage, tmp_path: Path, before: int, after: int
+@pytest.mark.parametrize(
+    ("before", "how", "after"),
+    [(1, "in background", 2), (2, "in background", 1), (2, "at once", 2)],
+)
+def test_what_was_saved_is_loaded_by_any_number_of_ranks(
+    job: Job, run: str, storage: CloudStorage, tmp_path: Path, before: int, how: str, after: int
 ) -> None:
-    job("torch_checkpointing_job.py", f"{run}/step-7", "--save", ranks=before)
+    job("torch_checkpointing_job.py", f"{run}/step-7", f"--save={how}", ranks=before)
     assert storage.ls(Path(run)) == ["step-7"]  # nothing is left of the folder that was renamed
     loaded = job("torch_checkpointing_job.py", f"{run}/step-7", ranks=after)
     assert loaded == [{"weight": WEIGHT}] * after
     assert not [*(tmp_path / "cwd").iterdir()]
 
 
-def test_two_ranks_save_in_the_background(job: Job, run: str) -> None:
-    job("torch_checkpointing_job.py", f"{run}/step-7", "--save", "--in-background", ranks=2)
-    loaded = job("torch_checkpointing_job.py", f"{run}/step-7", ranks=2)
-    assert loaded == [{"weight": WEIGHT}] * 2
+def test_what_one_rank_failed_to_save_is_not_there(
+    job: Job, run: str, storage: CloudStorage
+) -> None:
+    path = f"{run}/step-7"
+    told = job("torch_checkpointing_job.py", path, "--save=at once", "--failing-rank=1", ranks=2)
+    assert "this rank is to fail" in told[1]["failure"]
+    assert "failure" in told[0]  # that the other one did not come
+    assert not storage.exists(Path(path))
+    [after] = job("torch_checkpointing_job.py", path)
+    assert "failure" in after
 
 
 def test_a_place_that_is_taken_is_not_renamed_to(storage: CloudStorage, run: str) -> None:

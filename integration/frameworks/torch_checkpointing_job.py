@@ -1,22 +1,24 @@
-"""torch_checkpointing saves a sharded state to a run, or loads it.
+"""torch_checkpointing saves a sharded state to a run, or loads it, as docs/frameworks.md shows it.
 
 It gathers its metadata by tensors on a GPU; on a CPU it does so by torch's gathering of objects.
 """
 
 import argparse
 
+import page
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch_checkpointing.checkpoint_manager import CheckpointManager
-from torch_checkpointing.config import AsyncCheckpointSaverConfig
-from torch_checkpointing.default_resharder import DefaultResharder
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch_checkpointing.checkpoint_writer import CheckpointWriter, CheckpointWriterConfig
+from torch_checkpointing.config import SyncCheckpointSaverConfig
 from torch_checkpointing.metadata_manager import DefaultMetadataManager
-from torch_checkpointing.schema import ItemSpec
 
-from cloudckpt.integrations.torch_checkpointing import CloudStorageConfig
 from results import tell
+
+SAVE = 'written = manager.save("s3://bucket/run/step-1000", {"model": model_state})'
+WAIT = "written.result()\n"
+LOAD = 'manager.load("s3://bucket/run/step-1000", into={"model": model_state})'
 
 
 def _gathered(self: object, data: object, process_group: object = None) -> dict[int, object]:
@@ -25,42 +27,43 @@ def _gathered(self: object, data: object, process_group: object = None) -> dict[
     return dict(enumerate(found))
 
 
-def _state(mesh: object, fill: float | None) -> dict[str, dict[str, object]]:
-    whole = torch.arange(64.0).reshape(16, 4) if fill is None else torch.full((16, 4), fill)
-    return {"model": {"weight": distribute_tensor(whole, mesh, [Shard(0)])}}
+def _nothing_written(self: object, items: object, state: object) -> None:
+    raise OSError("this rank is to fail")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("uri")
-    parser.add_argument("--save", action="store_true")
-    parser.add_argument("--in-background", action="store_true")
+    parser.add_argument("--save", choices=["at once", "in background"])
+    parser.add_argument("--failing-rank", type=int)
     told = parser.parse_args()
 
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    config = CheckpointManager.Config(
-        storage_config=CloudStorageConfig(),
-        items={"model": ItemSpec(requires_copy=True, resharder=DefaultResharder())},
-        default=ItemSpec(requires_copy=False),
-    )
-    if told.in_background:
-        config.save = AsyncCheckpointSaverConfig()
     DefaultMetadataManager._all_gather_pickled_data = _gathered
-    manager = config.build()
-    if told.save:
-        written = manager.save(told.uri, _state(mesh, None))
-        if written is not None:
-            written.result()
-        dist.barrier()
-        tell()
+    whole = torch.arange(64.0).reshape(16, 4) if told.save else torch.zeros(16, 4)
+    weight = distribute_tensor(whole, mesh, [Shard(0)])
+    changed = {"s3://bucket/run/step-1000": told.uri}
+    if told.save == "at once":
+        changed |= {
+            "CheckpointManager.Config(": "CheckpointManager.Config(save=at_once, ",
+            WAIT: "",
+        }
+    changed |= {LOAD: ""} if told.save else {SAVE: "", WAIT: ""}
+    if told.failing_rank == dist.get_rank():
+        CheckpointWriter._write_keys = _nothing_written
+    program = page.code("torch_checkpointing", changed)
+    soon = CheckpointWriterConfig(checkpoint_write_barrier_timeout_sec=5)
+    at_once = SyncCheckpointSaverConfig(writer_config=soon)
+    seen: dict[str, object] = {"model_state": {"weight": weight}, "at_once": at_once}
+    try:
+        exec(program, seen)
+    except Exception as error:  # noqa: BLE001 - of this rank, or torch's that another one did not come
+        tell(failure=str(error))
     else:
-        state = _state(mesh, 0.0)
-        loaded = manager.load(told.uri, into=state)
-        weight = loaded["model"]["weight"]
-        assert isinstance(weight, DTensor)
+        dist.barrier()
         tell(weight=weight.full_tensor().flatten().tolist())
-    manager.close()
+    seen["manager"].close()
     dist.destroy_process_group()
 
 

@@ -1,7 +1,7 @@
 """torchtitan's own main, with its arguments, on ranks that have a CPU only.
 
-`import cloudckpt.auto` is all that it needs for checkpoints. It also asks for a GPU in four places,
-and in one for a torch that is not released yet; these are led to what is here.
+The import that docs/frameworks.md shows is all that it needs for checkpoints. It also asks for a
+GPU in four places, and in one for a torch that is not released yet; these are led to what is here.
 """
 
 import argparse
@@ -13,12 +13,14 @@ import sys
 import types
 from typing import Any
 
+import page
 import torch
 import torchtitan.tools.utils as utils
 from torch.distributed.fsdp import FSDPModule
 
-import cloudckpt.auto  # noqa: F401 - which installs
 from results import tell
+
+exec(page.code("Without a line of code"))
 
 
 class _Processor:
