@@ -1,49 +1,71 @@
-"""A run of Ray Train that crashes once, on two workers."""
+"""The run of Ray Train that docs/frameworks.md shows, on two workers, of which one crashes once."""
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
-import pyarrow.fs
+import page
 import ray
 import torch
-from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchTrainer
+
+import cloudckpt
+from results import tell
+
+SAVE, REPORT = "cloudckpt.save(state, checkpoint_id=uri)", "checkpoint=checkpoint(uri)"
+BY_PYARROW = {'**storage("s3://bucket/runs")': 'storage_path="s3://bucket/runs"'}
+IN_BACKGROUND = {
+    SAVE: "written = cloudckpt.async_save(state, checkpoint_id=uri)",
+    REPORT: "checkpoint=checkpoint(uri, written), "
+    "checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC",
+}
+NOT_COPIED = {REPORT: f"{REPORT}, checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD"}
+ELSEWHERE = {REPORT: 'checkpoint=checkpoint("s3://elsewhere/step-1")'}
 
 
-def train(told: dict[str, Any]) -> None:
-    from ray.train import report
-    from ray.train.v2.api.report_config import CheckpointUploadMode
+def make_state() -> dict[str, Any]:
+    return {"weight": torch.zeros(4), "step": 0}
 
-    import cloudckpt
-    from cloudckpt.integrations.ray import checkpoint, run_uri, uri_of
 
-    state = {"weight": torch.zeros(4), "step": 0}
-    newest = ray.train.get_checkpoint()
-    if newest is not None:
-        cloudckpt.load(state, checkpoint_id=uri_of(newest))
-    for step in range(state["step"] + 1, 7):
-        state["weight"] += 1
-        state["step"] = step
-        if step == 4 and newest is None:
-            raise RuntimeError("it is to crash here")
-        uri = f"{run_uri()}/step-{step}"
-        cloudckpt.save(state, checkpoint_id=uri)
-        seen = {"step": step, "sum": state["weight"].sum().item(), "crashed": newest is not None}
-        mode = CheckpointUploadMode.NO_UPLOAD
-        report(seen, checkpoint=checkpoint(uri), checkpoint_upload_mode=mode)
+def train_step(state: dict[str, Any]) -> float:
+    state["weight"] += 1
+    state["step"] += 1
+    crashed = Path(os.environ["CRASHED"])
+    if (
+        state["step"] == 4
+        and ray.train.get_context().get_world_rank() == 0
+        and not crashed.exists()
+    ):
+        crashed.touch()
+        raise RuntimeError("it is to crash here")
+    return state["weight"].sum().item()
+
+
+def run(place: str, steps: int, changed: dict[str, str]) -> dict[str, Any]:
+    """Runs the page's program; its function is pickled by Ray, with what it uses of this module."""
+    here = {"s3://bucket/runs": place, "10_000": steps, "num_workers=8": "num_workers=2"}
+    few = {"num_to_keep=3": "num_to_keep=2", "max_failures=3": "max_failures=1"}
+    exec(page.code("Ray Train", {**changed, **here, **few}), globals())
+    ended = globals()["result"]
+    uri = globals()["uri_of"](ended.checkpoint)
+    state = make_state()
+    cloudckpt.load(state, checkpoint_id=uri)
+    return {"loss": ended.metrics["loss"], "uri": uri, "sum": state["weight"].sum().item()}
+
+
+def main() -> None:
+    place = sys.argv[1]
+    ray.init(num_cpus=3, include_dashboard=False)
+    seen = {"crashed": run(f"{place}/ours", 6, {})}
+    seen["begun anew"] = run(f"{place}/ours", 8, NOT_COPIED)
+    seen["by pyarrow"] = run(f"{place}/pyarrow", 3, BY_PYARROW)
+    seen["in background"] = run(f"{place}/background", 3, IN_BACKGROUND)
+    try:
+        run(f"{place}/refused", 1, ELSEWHERE)
+    except ray.train.TrainingFailedError as error:
+        seen["refused"] = str(error)
+    tell(**seen)
 
 
 if __name__ == "__main__":
-    server = os.environ["AWS_ENDPOINT_URL_S3"].removeprefix("http://")
-    files = pyarrow.fs.S3FileSystem(endpoint_override=server, scheme="http", region="us-east-1")
-    ray.init(num_cpus=3, include_dashboard=False)
-    run = RunConfig(
-        name="run",
-        storage_path=sys.argv[1],
-        storage_filesystem=files,
-        failure_config=FailureConfig(max_failures=1),
-        checkpoint_config=CheckpointConfig(num_to_keep=2),
-    )
-    ended = TorchTrainer(train, scaling_config=ScalingConfig(num_workers=2), run_config=run).fit()
-    print("ENDED", ended.checkpoint.path, ended.metrics)
+    main()

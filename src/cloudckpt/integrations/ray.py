@@ -1,28 +1,62 @@
 """Ray Train V2: checkpoints that are in the run's storage already are reported, and not copied.
 
-Each worker saves with :func:`cloudckpt.save` beneath :func:`run_uri`, and reports where to, with
-``checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD``: else Ray copies it once more. Ray removes
-what ``num_to_keep`` does not keep, and gives the newest back after a crash.
+Each worker saves with :func:`cloudckpt.save` beneath :func:`run_uri`, and reports where to. Ray
+removes what ``num_to_keep`` does not keep, and gives the newest back after a crash.
+
+``ray.train.report`` copies what it is given, and in the background removes the original afterwards.
+For what :func:`checkpoint` makes, and for nothing else, it is led to do neither: Ray takes a
+function that uploads, and the one that it gets here has nothing to do.
 
 Tested with ray 2.60.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+from concurrent.futures import Future
 from typing import Any
 
-from cloudckpt.errors import ConfigError, MissingDependencyError
+from cloudckpt.config import Config
+from cloudckpt.errors import ConfigError, InvalidURIError, MissingDependencyError
+from cloudckpt.integrations.fsspec import file_system
 from cloudckpt.uri import CheckpointURI, URILike
 
 try:
     import ray.train
+    from pyarrow.fs import FSSpecHandler, PyFileSystem
+    from ray.train.v2._internal.execution.context import TrainContext
+    from ray.train.v2.api.report_config import CheckpointUploadMode
 except ModuleNotFoundError as error:
-    raise MissingDependencyError("this needs Ray: pip install 'ray[train]'", cause=error) from error
+    raise MissingDependencyError(
+        "this needs Ray Train V2: pip install 'ray[train]>=2.60'", cause=error
+    ) from error
 
-__all__ = ["checkpoint", "run_uri", "uri_of"]
+__all__ = ["checkpoint", "run_uri", "storage", "uri_of"]
 
 _SCHEMES = {"s3": "s3", "gcs": "gs", "abfs": "az"}
 """What pyarrow calls the file systems of the clouds, and their schemes here."""
+
+_OURS = "py::fsspec+"
+"""What pyarrow calls ours begins so, and ends in the scheme."""
+
+
+def storage(uri: URILike, config: Config | None = None) -> dict[str, Any]:
+    """Where Ray is to keep runs, for ``RunConfig(**storage("s3://bucket/runs"))``.
+
+    Ray works with ``storage_path="s3://bucket/runs"``, too, by pyarrow. This way it looks, writes
+    and deletes as cloudckpt does: with the same credentials, endpoints and retries, and of a
+    checkpoint that is not kept the commit goes first, so that nobody finds one that is half gone.
+
+    Raises:
+        InvalidURIError: If it is in no cloud: give Ray the path then.
+    """
+    place = CheckpointURI.parse(uri)
+    if not place.is_cloud:
+        raise InvalidURIError(f"{place} is in no cloud: give it to RunConfig as storage_path")
+    files = PyFileSystem(FSSpecHandler(file_system(place.scheme, config)))
+    path = str(place).partition("://")[2]
+    return {"storage_path": path, "storage_filesystem": files}
 
 
 def run_uri() -> str:
@@ -31,12 +65,18 @@ def run_uri() -> str:
     Raises:
         ConfigError: If the run's ``storage_path`` is in no cloud.
     """
-    storage = ray.train.get_context().get_storage()
-    return _uri(storage.storage_filesystem, storage.experiment_fs_path)
+    place = _storage()
+    return _uri(place.storage_filesystem, place.experiment_fs_path)
 
 
-def checkpoint(uri: URILike) -> Any:
-    """The ``ray.train.Checkpoint`` of a checkpoint that is beneath :func:`run_uri`.
+def checkpoint(uri: URILike, written: Future[Any] | None = None) -> Any:
+    """What ``ray.train.report`` takes for a checkpoint that is beneath :func:`run_uri`.
+
+    Args:
+        uri: Where it is.
+        written: What a save in the background has returned. The report waits for it, in a thread of
+            Ray's with ``checkpoint_upload_mode=CheckpointUploadMode.ASYNC``, and fails if the save
+            does.
 
     Raises:
         ConfigError: If it is elsewhere: Ray would neither take nor remove it.
@@ -44,8 +84,8 @@ def checkpoint(uri: URILike) -> Any:
     location, run = str(CheckpointURI.parse(uri)), run_uri()
     if not location.startswith(f"{run}/"):
         raise ConfigError(f"Ray manages what is beneath {run}: save there", uri=location)
-    storage = ray.train.get_context().get_storage()
-    return ray.train.Checkpoint(location.partition("://")[2], storage.storage_filesystem)
+    _lead_reports()
+    return _Stored(location.partition("://")[2], _storage().storage_filesystem, written)
 
 
 def uri_of(found: Any) -> str:
@@ -53,8 +93,55 @@ def uri_of(found: Any) -> str:
     return _uri(found.filesystem, found.path)
 
 
+class _Stored(ray.train.Checkpoint):  # type: ignore[misc]
+    """A checkpoint that is where Ray would copy it to; a plain one in other processes."""
+
+    def __init__(self, path: str, filesystem: Any, written: Future[Any] | None) -> None:
+        super().__init__(path, filesystem)
+        self.written = written
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ray.train.Checkpoint, (self.path, self.filesystem)
+
+
+def _when_written(stored: _Stored, name: str) -> _Stored:
+    """In the place of an upload: returns what is there, as soon as it is."""
+    if stored.written is not None:
+        stored.written.result()
+    return stored
+
+
+@functools.cache
+def _lead_reports() -> None:
+    """From now on, what is stored already is reported in this process as it is."""
+    original = TrainContext.report
+    signature = inspect.signature(original)
+    needed = {"checkpoint_upload_fn", "delete_local_checkpoint_after_upload"}
+    if not needed <= {*signature.parameters}:
+        raise MissingDependencyError(
+            f"ray {ray.__version__} reports otherwise than this cloudckpt knows: take ray 2.60"
+        )
+
+    @functools.wraps(original)
+    def report(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind(self, *args, **kwargs).arguments
+        if isinstance(given.get("checkpoint"), _Stored):
+            given["checkpoint_upload_fn"] = _when_written
+            given["delete_local_checkpoint_after_upload"] = False
+            if given.get("checkpoint_upload_mode") is CheckpointUploadMode.NO_UPLOAD:
+                given["checkpoint_upload_mode"] = CheckpointUploadMode.SYNC
+        original(**given)
+
+    TrainContext.report = report
+
+
+def _storage() -> Any:
+    return ray.train.get_context().get_storage()
+
+
 def _uri(files: Any, path: str) -> str:
-    scheme = _SCHEMES.get(files.type_name)
-    if scheme is None:
-        raise ConfigError(f"{path} is on a file system {files.type_name!r}, and in no cloud")
+    kind = str(files.type_name)
+    scheme = kind.removeprefix(_OURS) if kind.startswith(_OURS) else _SCHEMES.get(kind)
+    if scheme not in _SCHEMES.values():
+        raise ConfigError(f"{path} is on a file system {kind!r}, and in no cloud")
     return str(CheckpointURI.parse(f"{scheme}://{path}"))
