@@ -236,9 +236,9 @@ def _reading(name: str, client: ContainerClient, store: AzureStore) -> Iterator[
         lambda: list(store.list(prefix)),
     )
     yield Operation(
-        f"{name}: list folders",
+        f"{name}: list a level",
         lambda: list(client.walk_blobs(prefix, delimiter="/", results_per_page=1000)),
-        lambda: list(store.list_folders(prefix)),
+        lambda: list(store.list_level(prefix)),
     )
     yield Operation(
         f"{name}: list uploads",

@@ -310,9 +310,9 @@ def _reading(name: str, bucket: storage.Bucket, store: GCSStore) -> Iterator[Ope
         lambda: list(store.list("run/a b+ü/")),
     )
     yield Operation(
-        f"{name}: list folders",
+        f"{name}: list a level",
         lambda: list(bucket.list_blobs(prefix="run/a b+ü/", delimiter="/")),
-        lambda: list(store.list_folders("run/a b+ü/")),
+        lambda: list(store.list_level("run/a b+ü/")),
     )
     prefix = f"uploads&encoding-type=url&prefix={quote('run/a b+ü/', safe='')}"
 

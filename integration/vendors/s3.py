@@ -275,9 +275,9 @@ def _reading(
         f"{name}: list", listed("list_objects_v2"), lambda: list(store.list("run/a b+ü/"))
     )
     yield Operation(
-        f"{name}: list folders",
+        f"{name}: list a level",
         listed("list_objects_v2", Delimiter="/"),
-        lambda: list(store.list_folders("run/a b+ü/")),
+        lambda: list(store.list_level("run/a b+ü/")),
     )
     yield Operation(
         f"{name}: list uploads",

@@ -107,7 +107,7 @@ class Long(MemoryStore):
         self.folders = [f"step-{step}" for step in range(1, steps + 1)]
         self.requests: list[str] = []
 
-    def list_folders(self, prefix):
+    def list_level(self, prefix):
         self.requests += ["folders"] * (len(self.folders) // 1000 + 1)
         return iter(self.folders)
 

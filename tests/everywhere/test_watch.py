@@ -31,9 +31,9 @@ class Counting(MemoryStore):
         super().__init__(name)
         self.asked: Counter[str] = Counter()
 
-    def list_folders(self, prefix):
+    def list_level(self, prefix):
         self.asked["folders"] += 1
-        return super().list_folders(prefix)
+        return super().list_level(prefix)
 
     def list(self, prefix):
         self.asked["list"] += 1

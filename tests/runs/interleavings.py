@@ -112,8 +112,8 @@ class Gated(MemoryStore):
     def list(self, prefix):
         return iter(self._sent(lambda: list(MemoryStore.list(self, prefix))))
 
-    def list_folders(self, prefix):
-        return iter(self._sent(lambda: list(MemoryStore.list_folders(self, prefix))))
+    def list_level(self, prefix):
+        return iter(self._sent(lambda: list(MemoryStore.list_level(self, prefix))))
 
     def list_uploads(self, prefix):
         return iter(self._sent(lambda: list(MemoryStore.list_uploads(self, prefix))))

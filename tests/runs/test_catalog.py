@@ -30,8 +30,8 @@ class Counting(MemoryStore):
         self.requests += ["list"] * (len(found) // 1000 + 1)
         return iter(found)
 
-    def list_folders(self, prefix):
-        found = list(super().list_folders(prefix))
+    def list_level(self, prefix):
+        found = list(super().list_level(prefix))
         self.requests = self.requests[: -1 - len(list(super().list(prefix))) // 1000]
         self.requests += ["folders"] * (len(found) // 1000 + 1)
         return iter(found)
@@ -131,7 +131,7 @@ def test_a_store_that_refuses_is_no_empty_run(store, monkeypatch) -> None:
     def refuse(prefix):
         raise AccessDeniedError("no", uri=store.uri(prefix), certain=True)
 
-    monkeypatch.setattr(store, "list_folders", refuse)
+    monkeypatch.setattr(store, "list_level", refuse)
     for ask in (latest, list_checkpoints):
         with pytest.raises(AccessDeniedError):
             ask(f"{store.root}/run", config=CONFIG)

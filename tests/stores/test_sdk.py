@@ -24,12 +24,12 @@ from cloudckpt.stores.s3 import S3Store
 FOUND = ObjectInfo("run/source", 100, "17")
 CALLS = {
     "s3 list": ("s3", lambda store: list(store.list("run/"))),
-    "s3 list_folders": ("s3", lambda store: list(store.list_folders("run/"))),
+    "s3 list_level": ("s3", lambda store: list(store.list_level("run/"))),
     "s3 list_uploads": ("s3", lambda store: list(store.list_uploads("run/"))),
     "s3 delete": ("s3", lambda store: store.delete("run/object")),
     "s3 copy": ("s3", lambda store: store.copy(store, FOUND, "run/copy")),
     "gs list": ("gs", lambda store: list(store.list("run/"))),
-    "gs list_folders": ("gs", lambda store: list(store.list_folders("run/"))),
+    "gs list_level": ("gs", lambda store: list(store.list_level("run/"))),
     "gs delete": ("gs", lambda store: store.delete("run/object")),
     "gs copy": ("gs", lambda store: store.copy(store, FOUND, "run/copy")),
     "az delete": ("az", lambda store: store.delete("run/object")),

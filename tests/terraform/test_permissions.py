@@ -317,7 +317,7 @@ READING = {
     "get_range": lambda store, key: store.get_range(key, 1, [memoryview(bytearray(2))]),
     "head": _head,
     "list": lambda store, key: list(store.list(key)),
-    "list_folders": lambda store, key: list(store.list_folders(f"{key}/")),
+    "list_level": lambda store, key: list(store.list_level(f"{key}/")),
 }
 WRITING = {
     "put": _put,

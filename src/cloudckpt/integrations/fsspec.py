@@ -18,6 +18,7 @@ import importlib.util
 import io
 from collections.abc import Iterator, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import fsspec
@@ -26,7 +27,7 @@ from fsspec.spec import AbstractFileSystem
 
 from cloudckpt.checkpoint.objects import METADATA, is_metadata_of_a_rank
 from cloudckpt.config import Config
-from cloudckpt.errors import ObjectNotFoundError, PreconditionFailedError
+from cloudckpt.errors import BucketNotFoundError, ObjectNotFoundError, PreconditionFailedError
 from cloudckpt.files import load_file, save_file
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.torch_files.object_file import ObjectFile, PinnedObject
@@ -96,7 +97,7 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
             except ObjectNotFoundError:
                 pass
         below = f"{key}/" if key else ""
-        if retrier.call(lambda: next(iter(store.list(below)), None)) is None and key:
+        if retrier.call(lambda: next(iter(store.list_level(below)), None)) is None and key:
             raise FileNotFoundError(f"{self.scheme}://{path}")
         return self._folder(path)
 
@@ -113,7 +114,8 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         """As of `info`; fsspec's own take any error for an answer."""
         try:
             return str(self.info(path)["type"])
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            _omit_what_is_gone(error)
             return None
 
     def modified(self, path: str) -> datetime.datetime:
@@ -131,11 +133,33 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
         """What is directly beneath a path, or the file there; asked anew each time."""
         path = self._strip_protocol(path)
-        found = {entry["name"]: entry for entry in self._beneath(path)}
-        if not found:
+        store, key, retrier = self._place(path)
+        level = retrier.call(lambda: list(store.list_level(f"{key}/" if key else "")))
+        bucket = path.partition("/")[0]
+        entries = [
+            self._folder(f"{path}/{found}")
+            if isinstance(found, str)
+            else self._file(f"{bucket}/{found.key}", found)
+            for found in level
+            if isinstance(found, str) or not found.key.endswith("/")
+        ]
+        if not level:
             entry = self.info(path)
-            found = {path: entry} if entry["type"] == "file" else {}
-        return list(found.values()) if detail else list(found)
+            entries = [entry] if entry["type"] == "file" else []
+        entries.sort(key=itemgetter("name"))
+        return entries if detail else [entry["name"] for entry in entries]
+
+    def walk(
+        self,
+        path: str,
+        maxdepth: int | None = None,
+        topdown: bool = True,
+        on_error: Any = None,
+        **kwargs: Any,
+    ) -> Iterator[Any]:
+        """As fsspec's; but by default what is denied, or in no bucket, is not omitted."""
+        on_error = on_error or _omit_what_is_gone
+        return super().walk(path, maxdepth, topdown, on_error, **kwargs)  # type: ignore[no-any-return]
 
     def find(
         self,
@@ -145,28 +169,26 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         detail: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """All files beneath a path, by one listing."""
-        if maxdepth is not None or withdirs:
+        """All files beneath a path, and with ``withdirs`` it and its folders, by one listing."""
+        if maxdepth is not None:
             return super().find(path, maxdepth=maxdepth, withdirs=withdirs, detail=detail, **kwargs)
         path = self._strip_protocol(path)
         bucket = path.partition("/")[0]
-        entries = [self._file(f"{bucket}/{found.key}", found) for found in self._listed(path)]
+        names = {f"{bucket}/{found.key}": found for found in self._listed(path)}
+        entries = {
+            name: self._file(name, found) for name, found in names.items() if name[-1] != "/"
+        }
         if not entries and self.isfile(path):
-            entries = [self.info(path)]
-        found = {entry["name"]: entry for entry in entries}
+            entries = {path: self.info(path)}
+        elif withdirs and entries:
+            folders = {name[:end] for name in names for end in _ends_of_folders(name, len(path))}
+            entries |= {folder: self._folder(folder) for folder in folders}
+        found = dict(sorted(entries.items()))
         return found if detail else list(found)
 
     def _listed(self, path: str) -> list[ObjectInfo]:
         store, key, retrier = self._place(path)
         return retrier.call(lambda: list(store.list(f"{key}/" if key else "")))
-
-    def _beneath(self, path: str) -> Iterator[dict[str, Any]]:
-        cut = len(path.partition("/")[2])
-        for found in self._listed(path):
-            name, is_deeper, _ = found.key[cut:].lstrip("/").partition("/")
-            if name:
-                below = f"{path}/{name}"
-                yield self._folder(below) if is_deeper else self._file(below, found)
 
     @staticmethod
     def _file(path: str, found: ObjectInfo) -> dict[str, Any]:
@@ -316,6 +338,18 @@ class AzureFileSystem(_StoreFileSystem):
     """``az://``."""
 
     protocol = scheme = "az"
+
+
+def _omit_what_is_gone(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError) or isinstance(error, BucketNotFoundError):
+        raise error
+
+
+def _ends_of_folders(name: str, start: int) -> Iterator[int]:
+    """Where the names of the folders end that a file is in, from one position on."""
+    while start >= 0:
+        yield start
+        start = name.find("/", start + 1)
 
 
 def _makes_visible(key: str) -> bool:

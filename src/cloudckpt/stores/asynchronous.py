@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from typing import TypeVar
 
 from cloudckpt.errors import RangeNotSatisfiableError
-from cloudckpt.stores.base import ObjectInfo, ObjectStore
+from cloudckpt.stores.base import ObjectInfo, ObjectStore, folders_of
 
 __all__ = ["AsyncStore", "ThreadedStore", "in_thread", "look_at"]
 
@@ -68,7 +68,7 @@ class ThreadedStore(AsyncStore):
         return await self._asked(lambda: list(self._store.list(prefix)))
 
     async def folders(self, prefix: str) -> list[str]:
-        return await self._asked(lambda: list(self._store.list_folders(prefix)))
+        return await self._asked(lambda: list(folders_of(self._store, prefix)))
 
     async def _asked(self, question: Callable[[], T]) -> T:
         async with self._free:

@@ -335,10 +335,12 @@ class ObjectStore(RangeReader):
         """The objects whose key begins with ``prefix``, in the order of keys, page by page."""
 
     @abstractmethod
-    def list_folders(self, prefix: str) -> Iterator[str]:
-        """The names beneath ``prefix`` that have keys beneath them, in order, page by page.
+    def list_level(self, prefix: str) -> Iterator[ObjectInfo | str]:
+        """What is directly beneath ``prefix``, page by page: the objects there, and folders.
 
-        It takes a request for each thousand names, however many keys there are.
+        A folder is the name of what has keys beneath it. Of each page the objects come first, and
+        both are in order. It takes a request for each thousand of them, however many keys there
+        are beneath the folders.
 
         Args:
             prefix: Empty, or ends in a slash.
@@ -387,6 +389,11 @@ def skip(views: Sequence[memoryview], count: int) -> list[memoryview]:
         rest.append(view[count:] if count else view)
         count = 0
     return rest
+
+
+def folders_of(store: ObjectStore, prefix: str) -> Iterator[str]:
+    """The names directly beneath ``prefix`` that have keys beneath them, in order."""
+    return (found for found in store.list_level(prefix) if isinstance(found, str))
 
 
 def random_suffix() -> str:

@@ -225,8 +225,8 @@ class GCSStore(RestStore):
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         return (info for info in self._control.list(prefix) if not is_temporary(info.key))
 
-    def list_folders(self, prefix: str) -> Iterator[str]:
-        return self._control.list_folders(prefix)
+    def list_level(self, prefix: str) -> Iterator[ObjectInfo | str]:
+        return self._control.list_level(prefix)
 
     def delete(self, key: str, *, if_version: str | None = None) -> None:
         self._control.delete(key, if_version)

@@ -79,18 +79,21 @@ class Control:
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """The objects whose key begins with ``prefix``, page by page."""
         for page, _ in self._pages(prefix, fields=f"items({_LISTED}),nextPageToken"):
-            for blob in page:
-                if blob.generation is None or blob.size is None:  # an emulator may leave them out
-                    yield self._store.head(blob.name)
-                    continue
-                modified = blob.updated.timestamp() if blob.updated else None
-                yield ObjectInfo(blob.name, blob.size, str(blob.generation), modified=modified)
+            yield from map(self._found, page)
 
-    def list_folders(self, prefix: str) -> Iterator[str]:
-        """The names beneath ``prefix`` that have objects beneath them, page by page."""
-        for _, folders in self._pages(prefix, delimiter="/", fields="prefixes,nextPageToken"):
+    def list_level(self, prefix: str) -> Iterator[ObjectInfo | str]:
+        """The objects and the folders directly beneath ``prefix``, page by page."""
+        fields = f"items({_LISTED}),prefixes,nextPageToken"
+        for page, folders in self._pages(prefix, delimiter="/", fields=fields):
+            yield from map(self._found, page)
             for folder in folders:
                 yield folder.removeprefix(prefix).rstrip("/")
+
+    def _found(self, blob: Any) -> ObjectInfo:
+        if blob.generation is None or blob.size is None:  # an emulator may leave them out
+            return self._store.head(blob.name)
+        modified = blob.updated.timestamp() if blob.updated else None
+        return ObjectInfo(blob.name, blob.size, str(blob.generation), modified=modified)
 
     def _pages(self, prefix: str, **wanted: str) -> Iterator[_Page]:
         """The objects and the folders of each page."""

@@ -220,13 +220,20 @@ class LocalStore(ObjectStore):
                 with contextlib.suppress(FileNotFoundError):
                     yield _info(str(path), path.stat())
 
-    def list_folders(self, prefix: str) -> Iterator[str]:
+    def list_level(self, prefix: str) -> Iterator[ObjectInfo | str]:
         try:
             with os.scandir(prefix) as entries:
-                folders = [entry.name for entry in entries if entry.is_dir()]
+                found = sorted((entry.is_dir(), entry.name) for entry in entries)
         except OSError:
-            return iter(())
-        return (name for name in sorted(folders) if any(_files(os.path.join(prefix, name))))
+            return
+        for is_folder, name in found:
+            path = os.path.join(prefix, name)
+            if is_folder:
+                if any(_files(path)):
+                    yield name
+            elif not name.startswith(_UNFINISHED):
+                with contextlib.suppress(FileNotFoundError):
+                    yield _info(path, os.stat(path))
 
     def delete(self, key: str, *, if_version: str | None = None) -> None:
         with self._errors(key):

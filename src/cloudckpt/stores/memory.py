@@ -204,9 +204,10 @@ class MemoryStore(ObjectStore):
             if key.startswith(prefix)
         )
 
-    def list_folders(self, prefix: str) -> Iterator[str]:
-        below = (info.key.removeprefix(prefix) for info in self.list(prefix))
-        return iter(dict.fromkeys(name.partition("/")[0] for name in below if "/" in name))
+    def list_level(self, prefix: str) -> Iterator[ObjectInfo | str]:
+        below = [(info.key.removeprefix(prefix), info) for info in self.list(prefix)]
+        yield from (info for name, info in below if "/" not in name)
+        yield from dict.fromkeys(name.partition("/")[0] for name, _ in below if "/" in name)
 
     def delete(self, key: str, *, if_version: str | None = None) -> None:
         with self._bucket.lock:

@@ -295,8 +295,8 @@ class S3Store(RestStore):
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         return self._control.list(prefix)
 
-    def list_folders(self, prefix: str) -> Iterator[str]:
-        return self._control.list_folders(prefix)
+    def list_level(self, prefix: str) -> Iterator[ObjectInfo | str]:
+        return self._control.list_level(prefix)
 
     def delete(self, key: str, *, if_version: str | None = None) -> None:
         self._spelled(if_version, lambda tag: self._control.delete(key, tag))

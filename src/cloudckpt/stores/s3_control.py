@@ -72,9 +72,10 @@ class Control:
         for page in self._pages(prefix):
             yield from objects_in(page)
 
-    def list_folders(self, prefix: str) -> Iterator[str]:
-        """The names beneath ``prefix`` that have keys beneath them, page by page."""
+    def list_level(self, prefix: str) -> Iterator[ObjectInfo | str]:
+        """The objects and the folders directly beneath ``prefix``, page by page."""
         for page in self._pages(prefix, Delimiter="/"):
+            yield from objects_in(page)
             yield from folders_in(page, prefix)
 
     def _pages(self, prefix: str, **wanted: str) -> Iterator[dict[str, Any]]:

@@ -291,8 +291,8 @@ class FaultyStore(ObjectStore):
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         return iter(self._call("list", prefix, lambda: [*self.inner.list(prefix)]))
 
-    def list_folders(self, prefix: str) -> Iterator[str]:
-        return iter(self._call("list", prefix, lambda: [*self.inner.list_folders(prefix)]))
+    def list_level(self, prefix: str) -> Iterator[ObjectInfo | str]:
+        return iter(self._call("list", prefix, lambda: [*self.inner.list_level(prefix)]))
 
     def delete(self, key: str, *, if_version: str | None = None) -> None:
         self._call("delete", key, lambda: self.inner.delete(key, if_version=if_version))

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from cloudckpt.stores.asynchronous import look_at
-from cloudckpt.stores.base import ObjectInfo, ObjectStore
+from cloudckpt.stores.base import ObjectInfo, ObjectStore, folders_of
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.retry import Retrier
 
@@ -65,7 +65,7 @@ class BlockingView(View):
         return self._retrier.call(lambda: [*self._store.list(prefix)])
 
     async def folders(self, prefix: str) -> list[str]:
-        return self._retrier.call(lambda: [*self._store.list_folders(prefix)])
+        return self._retrier.call(lambda: [*folders_of(self._store, prefix)])
 
     async def each(
         self, look: Callable[[S], Coroutine[Any, Any, T]], wanted: Iterable[S]

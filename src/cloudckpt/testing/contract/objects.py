@@ -260,17 +260,27 @@ class ReadingContract(Hooks):
 
     def test_list_of_nothing_is_empty(self, store: ObjectStore, prefix: str) -> None:
         assert list(store.list(prefix + "nothing/")) == []
-        assert list(store.list_folders(prefix + "nothing/")) == []
+        assert list(store.list_level(prefix + "nothing/")) == []
 
-    def test_folders_are_listed_once_and_without_what_is_in_them(
+    def test_one_level_has_its_objects_and_each_folder_once(
         self, store: ObjectStore, prefix: str
     ) -> None:
         for name in ("file", "b/x", "a/1", "a/2", "a/deep/3", "a b/x", "é+%/x", "a-file"):
             self.put_directly(store, f"{prefix}run/{name}", b"")
         self.put_directly(store, prefix + "running/x", b"")
-        assert sorted(store.list_folders(prefix + "run/")) == ["a", "a b", "b", "é+%"]
-        assert list(store.list_folders(prefix + "run/a/")) == ["deep"]
-        assert list(store.list_folders(prefix + "run/b/")) == []
+        objects = {info.key: info for info in store.list(prefix)}
+        whole = list(store.list_level(prefix + "run/"))
+        assert sorted(found for found in whole if isinstance(found, str)) == [
+            "a",
+            "a b",
+            "b",
+            "é+%",
+        ]
+        files = [objects[f"{prefix}run/{name}"] for name in ("a-file", "file")]
+        assert [found for found in whole if not isinstance(found, str)] == files
+        inner = [*(objects[f"{prefix}run/a/{name}"] for name in "12"), "deep"]
+        assert list(store.list_level(prefix + "run/a/")) == inner
+        assert list(store.list_level(prefix + "run/a/deep/")) == [objects[f"{prefix}run/a/deep/3"]]
 
     def test_many_objects_are_listed(self, store: ObjectStore, prefix: str) -> None:
         keys = [f"{prefix}{n:05}" for n in range(self.object_count)]
