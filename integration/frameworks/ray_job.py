@@ -5,11 +5,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import page
 import ray
 import torch
 
 import cloudckpt
+import page
 from results import tell
 
 SAVE, REPORT = "cloudckpt.save(state, checkpoint_id=uri)", "checkpoint=checkpoint(uri)"

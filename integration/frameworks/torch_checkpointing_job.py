@@ -5,7 +5,6 @@ It gathers its metadata by tensors on a GPU; on a CPU it does so by torch's gath
 
 import argparse
 
-import page
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,6 +13,7 @@ from torch_checkpointing.checkpoint_writer import CheckpointWriter, CheckpointWr
 from torch_checkpointing.config import SyncCheckpointSaverConfig
 from torch_checkpointing.metadata_manager import DefaultMetadataManager
 
+import page
 from results import tell
 
 SAVE = 'written = manager.save("s3://bucket/run/step-1000", {"model": model_state})'

@@ -13,11 +13,11 @@ import sys
 import types
 from typing import Any
 
-import page
 import torch
 import torchtitan.tools.utils as utils
 from torch.distributed.fsdp import FSDPModule
 
+import page
 from results import tell
 
 exec(page.code("Without a line of code"))
