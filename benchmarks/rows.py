@@ -79,7 +79,7 @@ class Limits:
     """Bytes read over bytes needed, sharded by rows."""
     REQUESTS = 1.2
     """Data requests over the ideal count, sharded by rows."""
-    MANY_SMALL = 3.0
+    MANY_SMALL = 2.0
     """Wall time of 20,000 small tensors over that of one tensor of the same bytes."""
     STALL = 1.15
     """Stall of the second and later `async_save` over a memcpy of the same bytes, plus
