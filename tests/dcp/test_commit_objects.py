@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -113,6 +115,54 @@ def test_packed_metadata_that_were_damaged_are_refused(saved):
     packed[-200] ^= 1
     with pytest.raises(CheckpointCorruptError):
         CloudStorageReader(saved.uri).adopt(packed)
+
+
+def changed(place: Place, change: Callable[[bytes], bytes]) -> None:
+    with open(f"{place.path}/.metadata", "r+b") as file:
+        data = change(file.read())
+        file.seek(0)
+        file.truncate()
+        file.write(data)
+
+
+@pytest.mark.parametrize("at", [-1, -2, -12, -20])
+def test_a_damaged_end_does_not_make_metadata_those_of_another_writer(saved, at):
+    """They would be read without checksums, and without the notes."""
+    changed(saved, lambda data: data[: len(data) + at] + b"\xee" + data[len(data) + at + 1 :])
+    with pytest.raises(CheckpointCorruptError):
+        cloudckpt.load(blank_like(STATE), checkpoint_id=saved.uri)
+
+
+@pytest.mark.parametrize("cut", [1, 20, 56, 100])
+def test_metadata_that_are_cut_off_behind_torchs_part_are_damaged(saved, cut):
+    changed(saved, lambda data: data[:-cut])
+    with pytest.raises(CheckpointCorruptError):
+        cloudckpt.load(blank_like(STATE), checkpoint_id=saved.uri)
+
+
+def test_metadata_with_something_behind_them_are_damaged(saved):
+    changed(saved, lambda data: data + b"\n")
+    with pytest.raises(CheckpointCorruptError, match="end of the metadata"):
+        cloudckpt.load(blank_like(STATE), checkpoint_id=saved.uri)
+
+
+def test_metadata_that_somebody_has_pickled_again_are_good(saved):
+    changed(saved, lambda data: pickle.dumps(pickle.loads(data)))
+    loaded = blank_like(STATE)
+    cloudckpt.load(loaded, checkpoint_id=saved.uri)
+    assert_same(loaded, STATE)
+
+
+@pytest.mark.parametrize("tail", [100, 1 << 20])
+def test_metadata_of_a_newer_version_are_replaced(saved, monkeypatch, tail):
+    changed(saved, lambda data: data[:-1] + b"\2")
+    monkeypatch.setattr(committed, "_TAIL", tail)
+    with pytest.raises(CheckpointCorruptError, match="newer"):
+        cloudckpt.load(blank_like(STATE), checkpoint_id=saved.uri)
+    cloudckpt.save(STATE, checkpoint_id=saved.uri)
+    loaded = blank_like(STATE)
+    cloudckpt.load(loaded, checkpoint_id=saved.uri)
+    assert_same(loaded, STATE)
 
 
 def test_a_load_reads_the_indexes_of_the_objects_that_it_needs(saved, requests):

@@ -6,9 +6,11 @@ fetches it; the pickle before it, which is for other readers, stays where it is.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
+import pickle
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from cloudckpt.checkpoint.body import Body
 from cloudckpt.checkpoint.inventory import Inventory
-from cloudckpt.checkpoint.lazy import lazy_metadata
+from cloudckpt.checkpoint.lazy import lazy_metadata, save_id_of
 from cloudckpt.checkpoint.metadata import load_metadata
 from cloudckpt.checkpoint.objects import METADATA, checked
 from cloudckpt.checkpoint.structure import Structure
@@ -28,6 +30,7 @@ from cloudckpt.checksum import CRC32C, ChecksumAlgorithm
 from cloudckpt.errors import (
     CheckpointCorruptError,
     CheckpointReplacedError,
+    Damage,
     ObjectNotFoundError,
     PreconditionFailedError,
     RangeNotSatisfiableError,
@@ -87,7 +90,9 @@ def fetch(store: ObjectStore, key: str, *, whole: bool = False) -> Fetched:
     start = 0 if whole else max(0, info.size - _TAIL)
     data = _range(store, info, start, info.size)
     if start:
-        trailer = Trailer.at_end_of(data, store.uri(info.key))
+        trailer = None
+        with contextlib.suppress(CheckpointCorruptError):  # of a newer version: who parses it says
+            trailer = Trailer.at_end_of(data, store.uri(info.key))
         needed = info.size
         if trailer is not None and trailer.size + trailer.behind_pickle == info.size:
             body = _body_in(data, trailer)
@@ -175,6 +180,12 @@ class CommitObject:
                 metadata = lazy_metadata(body.inventory, body.attempt)
                 return cls(fetched.info, metadata, body, notes, trailer)
         metadata = load_metadata(data, uri, trust_pickle=trust_pickle)
+        if trailer is None and data[-1:] != pickle.STOP and _is_ours(metadata):
+            raise CheckpointCorruptError(
+                "the end of the metadata, with the checksums, is missing or damaged: restore it, "
+                "or load an older checkpoint",
+                uri=uri,
+            )
         return cls(fetched.info, metadata, body, notes, trailer)
 
     def check_pickle(self, store: ObjectStore, retrier: Retrier) -> None:
@@ -194,9 +205,11 @@ class CommitObject:
                 retrier.call(functools.partial(_range, store, self.info, start, stop)), crc
             )
         if crc != self.trailer.crc:
+            uri, what = store.uri(self.info.key), "does not match its checksum"
             raise CheckpointCorruptError(
                 "the metadata for other readers than cloudckpt do not match their checksum",
-                uri=store.uri(self.info.key),
+                uri=uri,
+                damages=[Damage(uri, "", what, 0, self.trailer.size)],
             )
 
     def names(self, uri: str) -> set[str]:
@@ -211,6 +224,11 @@ class CommitObject:
         if self.body is not None:
             return {one.name for one in self.body.objects}
         return names_in(self.metadata, uri)
+
+
+def _is_ours(metadata: Metadata) -> bool:
+    """Whether a save of cloudckpt has written metadata; somebody may have pickled them again."""
+    return str(getattr(metadata.storage_meta, "save_id", "")).startswith(save_id_of(""))
 
 
 def names_in(metadata: Metadata, uri: str) -> set[str]:
