@@ -8,12 +8,13 @@ size and CRC32C are those that the commit object has of it.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from cloudckpt.checkpoint.columns import column_of, numbers_in
+from cloudckpt.checkpoint.envelope import Envelope, envelope
 from cloudckpt.checkpoint.written import WrittenObject
 from cloudckpt.checksum import CRC32C, CRC64NVME, Blocks, ChecksumAlgorithm, block_size_for
 from cloudckpt.errors import CheckpointCorruptError
@@ -139,7 +140,7 @@ class ObjectIndex:
             CheckpointCorruptError: If it is not the one that the commit object means.
         """
         self._uri = uri
-        self._name = record.name
+        self._record = record
         self._algorithm = algorithm
         if len(data) != record.index_size or CRC32C.of(data) != record.index_crc:
             raise self._corrupt("the index of the object does not match its checksum")
@@ -214,16 +215,69 @@ class ObjectIndex:
         )
         return [self._item(*row) for row in rows]
 
+    def between(
+        self, items: Mapping[int, tuple[str, tuple[int, ...]]]
+    ) -> list[tuple[int, Blocks, str]]:
+        """What must stand around the data proper of the items: envelopes, and zeros.
+
+        It follows from element types and shapes, and is certain if the checksum of the whole object
+        follows from it.
+
+        Args:
+            items: Names and shapes of the items, by their first bytes in the object.
+
+        Returns:
+            First bytes, the only block there, and what stands there, for messages. Nothing if it is
+            not certain: with ``zip_crc32``, and of another version's envelopes.
+        """
+        algorithm = self._algorithm
+        made: list[tuple[int, Blocks, str]] = []
+        total, at, tail, name = 0, 0, b"", ""
+
+        def add(expected: bytes, behind: str) -> int:
+            where = (
+                f"the bytes between {name} and {behind}" if name else f"the bytes before {behind}"
+            )
+            checksum = algorithm.of(expected)
+            if expected:
+                made.append(
+                    (at, Blocks(algorithm, len(expected), (checksum,)), f"the bytes {where}")
+                )
+            return algorithm.joined(total, checksum, len(expected))
+
+        columns = (self._starts, self._heads, self._raws, self._tails, self._blocks)
+        first = 0
+        for code, (start, head, raw, behind, stop) in zip(
+            self._codes, zip(*(column.tolist() for column in columns), strict=True), strict=True
+        ):
+            following, shape = items.get(start, ("", ()))
+            around = envelope(_TYPES[code], shape) if code in _TYPES else Envelope(b"", b"")
+            if not following or (len(around.head), len(around.tail)) != (head, behind):
+                return []
+            total = add(tail + bytes(start - at - len(tail)) + around.head, following)
+            sums, size = self._sums_of(first, stop), block_size_for(raw)
+            lengths = [min(size, raw - begin) for begin in range(0, raw, size)]
+            whole = algorithm.combine(zip(sums, lengths, strict=True))
+            total = algorithm.joined(total, whole, raw)
+            at, first, tail, name = start + head + raw, stop, around.tail, following
+        end = self._record.size - self._record.index_size
+        total = add(tail + bytes(end - at - len(tail)), "the index")
+        total = algorithm.joined(total, algorithm.of(self._data), len(self._data))
+        return made if total == self._record.checksum else []
+
+    def _sums_of(self, first: int, stop: int) -> tuple[int, ...]:
+        """The checksums of blocks."""
+        size = self._algorithm.nbytes
+        packed = self._data[self._sums + first * size : self._sums + stop * size]
+        return self._algorithm.unpack(bytes(packed))
+
     def _item(
         self, item: str, code: int, head: int, tail: int, raw: int, first: int, stop: int
     ) -> IndexItem:
         algorithm, dtype = self._algorithm, _TYPES.get(code)
         if (dtype is None and code) or (not code and (head or tail)):
             raise self._corrupt(f"this torch does not know the element type {code}", item=item)
-        packed = self._data[
-            self._sums + first * algorithm.nbytes : self._sums + stop * algorithm.nbytes
-        ]
-        blocks = Blocks(algorithm, block_size_for(raw), algorithm.unpack(bytes(packed)))
+        blocks = Blocks(algorithm, block_size_for(raw), self._sums_of(first, stop))
         return IndexItem(head, tail, dtype, raw, blocks)
 
     def _corrupt(

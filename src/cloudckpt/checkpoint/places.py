@@ -14,7 +14,7 @@ import math
 import struct
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,7 +34,7 @@ from cloudckpt.errors import CheckpointCorruptError
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import RangeReader
 from cloudckpt.transfer.boxes import is_row_major
-from cloudckpt.transfer.download import download
+from cloudckpt.transfer.download import download, raise_it
 from cloudckpt.transfer.landing import BytesSink, StoredBytes, Wanted
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI
@@ -85,6 +85,7 @@ class Places:
         self._commit = commit
         self._objects = {one.name: one for one in commit.objects} if commit is not None else {}
         self._indexes: dict[str, ObjectIndex | None] = {}
+        self._lost: set[str] = set()  # objects whose index is damaged, which was told
 
     def find(
         self,
@@ -120,15 +121,26 @@ class Places:
             for place in places
         ]
 
-    def read_indexes(self, store: RangeReader, config: Config) -> None:
+    def read_indexes(
+        self,
+        store: RangeReader,
+        config: Config,
+        damaged: Callable[[CheckpointCorruptError], None] = raise_it,
+    ) -> None:
         """Reads the indexes of all objects, as far as that was not done yet.
+
+        Args:
+            store: Where they are.
+            config: Options.
+            damaged: Called with what is damaged. If it does not raise, nothing is known of what is
+                in that object, and :meth:`wholes` leaves it out.
 
         Raises:
             CheckpointCorruptError: If one is damaged.
             StoreError: If the store refuses or stays unreachable.
         """
         names = {name: f"the index of {name}" for name in self._objects}
-        self._read_indexes(names, store, config, TransferStats(str(self._uri)))
+        self._read_indexes(names, store, config, TransferStats(str(self._uri)), damaged)
 
     def wholes(self, indices: Sequence[MetadataIndex]) -> list[StoredBytes]:
         """The data proper of items with their checksums, if indexes were read; else all of them.
@@ -137,7 +149,29 @@ class Places:
             CheckpointCorruptError: If one has no place, or a contradictory one.
         """
         with paused_gc():
-            return [place.whole for place in self._inside(indices, self._wholes(indices))]
+            wholes = self._wholes(indices)
+            places = self._inside(indices, wholes)
+            pairs = zip(wholes, places, strict=True)
+            return [place.whole for (name, _, _), place in pairs if name not in self._lost]
+
+    def between(self, indices: Sequence[MetadataIndex]) -> list[StoredBytes]:
+        """What stands around the data proper of all items, as far as its checksums are known.
+
+        That is in objects whose indexes were read; see :meth:`ObjectIndex.between`.
+        """
+        with paused_gc():
+            objects: dict[str, dict[int, tuple[str, tuple[int, ...]]]] = {}
+            wholes = self._wholes(indices)
+            for (name, item, _), shape in zip(wholes, self._shapes(indices), strict=True):
+                objects.setdefault(name, {})[item.offset] = item.item, shape
+            return [
+                StoredBytes(
+                    self._uri.key(name), start, blocks.size, blocks, self._objects[name].size, what
+                )
+                for name, items in objects.items()
+                if (index := self._indexes.get(name)) is not None
+                for start, blocks, what in index.between(items)
+            ]
 
     def length_of(self, index: MetadataIndex) -> int:
         """The bytes of an item.
@@ -183,7 +217,12 @@ class Places:
         )
 
     def _read_indexes(
-        self, names: Mapping[str, str], store: RangeReader, config: Config, stats: TransferStats
+        self,
+        names: Mapping[str, str],
+        store: RangeReader,
+        config: Config,
+        stats: TransferStats,
+        damaged: Callable[[CheckpointCorruptError], None] = raise_it,
     ) -> None:
         """Reads the indexes of objects, as far as that was not done; ``names`` also has items."""
         records = [
@@ -196,8 +235,17 @@ class Places:
             Wanted(self._index_bytes(record, names[record.name]), 0, record.index_size, sink, True)
             for record, sink in zip(records, sinks, strict=True)
         ]
-        download(store, wanted, config, stats)
+        lost: set[str | None] = set()
+
+        def note(error: CheckpointCorruptError) -> None:
+            damaged(error)
+            lost.add(error.uri)
+
+        download(store, wanted, config, stats, damaged=note)
         for record, sink in zip(records, sinks, strict=True):
+            if store.uri(self._uri.key(record.name)) in lost:
+                self._lost.add(record.name)
+                continue
             try:
                 found = ObjectIndex(sink.data, record, self._checksum, self._uri_of(record))
             except CheckpointCorruptError as error:

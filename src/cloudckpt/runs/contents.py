@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +18,9 @@ from cloudckpt.config import Config
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
+from cloudckpt.transfer.download import raise_it
 from cloudckpt.transfer.landing import StoredBytes
-from cloudckpt.transfer.retry import Retrier, check_unchanged, open_store
+from cloudckpt.transfer.retry import Retrier, open_store
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["CheckpointContents", "CheckpointPart", "StoredItem", "inspect", "parts"]
@@ -145,12 +146,25 @@ class CheckpointPart:
         nbytes = self.places.length_of(MetadataIndex(name))
         return StoredItem(name=name, shape=None, dtype=None, nbytes=nbytes, chunks=1)
 
-    def sources(self, store: ObjectStore, config: Config) -> list[StoredBytes]:
+    def sources(
+        self,
+        store: ObjectStore,
+        config: Config,
+        damaged: Callable[[CheckpointCorruptError], None] = raise_it,
+    ) -> tuple[list[StoredBytes], list[StoredBytes]]:
         """The bytes of all that it promises, with their checksums; reads the indexes.
+
+        Args:
+            store: Where it is.
+            config: Options.
+            damaged: Called with each index that is damaged. If it does not raise, what is in that
+                object is left out.
+
+        Returns:
+            The data proper of all items; and what stands around it, as far as that has checksums.
 
         Raises:
             CheckpointCorruptError: If it contradicts itself, or an index is damaged.
-            CheckpointReplacedError: If it was replaced meanwhile.
             StoreError: If the store refuses or stays unreachable.
         """
         found: list[MetadataIndex] = []
@@ -162,12 +176,8 @@ class CheckpointPart:
                 )
             else:
                 found.append(MetadataIndex(name))
-        try:
-            self.places.read_indexes(store, config)
-        except CheckpointCorruptError as error:
-            check_unchanged(store, self.commit, store.uri(self.commit.key), config.retry, error)
-            raise
-        return self.places.wholes(found)
+        self.places.read_indexes(store, config, damaged)
+        return self.places.wholes(found), self.places.between(found)
 
 
 def _stored(name: str, shape: tuple[int, ...], dtype: torch.dtype, chunks: int) -> StoredItem:

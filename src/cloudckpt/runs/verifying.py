@@ -38,7 +38,7 @@ class Verified:
 
     Attributes:
         items: How many pieces of entries.
-        nbytes: Their bytes.
+        nbytes: Their bytes, without envelopes.
         has_checksums: Whether each block was compared with its checksum; else it is only known that
             all bytes are there.
         resumed: Bytes that were read by an earlier verification, which was interrupted.
@@ -60,9 +60,11 @@ def verify(
 ) -> Verified:
     """Reads all of a committed checkpoint, and compares each block with its checksum.
 
-    The bytes pass through memory of at most ``memory_budget``. Of a checkpoint of torch's own
-    writers, which has no checksums, it is seen that all bytes are there. All that is damaged is
-    told, and not only the first of it.
+    So are the envelopes around tensors, which other readers than cloudckpt need, but for those of
+    saves with ``zip_crc32``. The bytes pass through memory of at most ``memory_budget``. Of a
+    checkpoint of torch's own writers, which has no checksums, it is seen that all bytes are there.
+    All that is damaged is told, and not only the first of it; of an object whose index is damaged,
+    no more than that.
 
     Args:
         checkpoint_id: ``s3://bucket/path`` or another location.
@@ -72,8 +74,8 @@ def verify(
             folder (``$XDG_CACHE_HOME/cloudckpt``), which is deleted when all was read.
         process_group: Ranks that divide the bytes among each other, if all of them call this. To
             resume, there must be as many, and each on the same machine as before.
-        progress: Called with the bytes that this rank has read and those that it is to read, by
-            any thread.
+        progress: Called with the bytes that this rank has read and those that it is to read,
+            envelopes included, by any thread.
 
     Raises:
         CheckpointNotFoundError: If there is no committed checkpoint.
@@ -96,29 +98,41 @@ class _Content:
     """What there is to read.
 
     Attributes:
-        sources: The items, in the order of the objects' bytes.
+        items: The data proper of all items.
+        between: What stands around it, as far as that has checksums.
         commits: The commit objects that were read.
         has_checksums: Whether they all have checksums.
+        damaged: What was found damaged so far.
     """
 
-    sources: Sequence[StoredBytes]
+    items: Sequence[StoredBytes]
+    between: Sequence[StoredBytes]
     commits: Sequence[ObjectInfo]
     has_checksums: bool
+    damaged: Sequence[CheckpointCorruptError]
 
     @classmethod
     def of(cls, uri: CheckpointURI, config: Config) -> _Content:
         found = list(parts(uri, config))
-        store = open_store(uri, config)
+        store, retrier = open_store(uri, config), Retrier(config.retry)
+        items: list[StoredBytes] = []
+        between: list[StoredBytes] = []
+        damaged: list[CheckpointCorruptError] = []
         for part in found:
-            part.said.check_pickle(store, Retrier(config.retry))
-        sources = [source for part in found for source in part.sources(store, config)]
-        sources.sort(key=lambda source: (source.key, source.offset))
+            try:
+                part.said.check_pickle(store, retrier)
+            except CheckpointCorruptError as error:
+                damaged.append(error)
+            own, around = part.sources(store, config, damaged.append)
+            items += own
+            between += around
         commits = [part.commit for part in found]
-        return cls(sources, commits, all(part.has_checksums for part in found))
+        return cls(items, between, commits, all(part.has_checksums for part in found), damaged)
 
     @property
-    def nbytes(self) -> int:
-        return sum(source.nbytes for source in self.sources)
+    def sources(self) -> list[StoredBytes]:
+        """All that is to be read, in the order of the objects' bytes."""
+        return sorted([*self.items, *self.between], key=lambda source: (source.key, source.offset))
 
 
 def _verify(
@@ -130,8 +144,10 @@ def _verify(
 ) -> Verified:
     content = meeting.told_by_first(lambda: _Content.of(uri, config))
     rank, ranks = meeting.rank, meeting.size
-    size = min(max(content.nbytes // (_LOTS_EACH * ranks), _SMALLEST_LOT), _LARGEST_LOT)
-    lots = [_Lot(ranges) for ranges in cut(content.sources, size)][rank::ranks]
+    sources = content.sources
+    nbytes = sum(source.nbytes for source in sources)
+    size = min(max(nbytes // (_LOTS_EACH * ranks), _SMALLEST_LOT), _LARGEST_LOT)
+    lots = [_Lot(ranges) for ranges in cut(sources, size)][rank::ranks]
     versions = [commit.version for commit in content.commits]
     unfinished = Unfinished("verify", str(uri), versions, size, rank, ranks) if resume else None
     found: list[CheckpointCorruptError] = []
@@ -143,12 +159,13 @@ def _verify(
         return journal.resumed
 
     resumed = sum(meeting.gathered(meeting.begin(read)))
-    if damaged := [error for each in meeting.gathered(found) for error in each]:
+    damaged = [*content.damaged, *(error for each in meeting.gathered(found) for error in each)]
+    if damaged:
         meeting.told_by_first(lambda: _refuse_replaced(uri, config, content, damaged[0]))
         raise one_error(damaged) from damaged[0].__cause__
     return Verified(
-        items=len(content.sources),
-        nbytes=content.nbytes,
+        items=len(content.items),
+        nbytes=sum(source.nbytes for source in content.items),
         has_checksums=content.has_checksums,
         resumed=resumed,
     )

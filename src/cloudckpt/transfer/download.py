@@ -22,14 +22,15 @@ from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.staging import ScratchPool
 from cloudckpt.transfer.stats import TransferStats
 
-__all__ = ["Download", "Shared", "download", "pack_requests"]
+__all__ = ["Download", "Shared", "download", "pack_requests", "raise_it"]
 
 logger = logging.getLogger("cloudckpt")
 
 _GRAIN = 1024 * 1024  # where unverified data may be cut
 
 
-def _raise(error: CheckpointCorruptError) -> None:
+def raise_it(error: CheckpointCorruptError) -> None:
+    """What is done with damage where nothing else is said."""
     raise error
 
 
@@ -39,7 +40,7 @@ def download(
     config: Config,
     stats: TransferStats,
     *,
-    damaged: Callable[[CheckpointCorruptError], None] = _raise,
+    damaged: Callable[[CheckpointCorruptError], None] = raise_it,
     shared: Shared | None = None,
 ) -> None:
     """Delivers all that is wanted; at its return every byte has arrived and was verified.
@@ -91,7 +92,7 @@ class Download:
         store: RangeReader,
         config: Config,
         stats: TransferStats,
-        damaged: Callable[[CheckpointCorruptError], None] = _raise,
+        damaged: Callable[[CheckpointCorruptError], None] = raise_it,
     ) -> None:
         self._damaged = damaged
         self._store = store
