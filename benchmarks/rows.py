@@ -80,7 +80,7 @@ class Limits:
     REQUESTS = 1.2
     """Data requests over the ideal count, sharded by rows."""
     MANY_SMALL = 2.0
-    """Wall time of 20,000 small tensors over that of one tensor of the same bytes."""
+    """Wall time of a first save of 20,000 small tensors over planning and one tensor."""
     STALL = 1.15
     """Stall of the second and later `async_save` over a memcpy of the same bytes, plus
     `STALL_SECONDS`."""

@@ -168,10 +168,9 @@ def _load_with_notes(
 ) -> tuple[dict[Any, Any], Notes]:
     """What is in a checkpoint, and its notes, of one save."""
     reader = CloudStorageReader(uri, config=config, trust_pickle=trust_pickle)
-    state, commit = _content_of(reader), reader.commit
-    if commit is None:  # a model in safetensors files
-        return state, Notes()
-    return state, Notes.from_json(commit.notes, str(uri))
+    state = _content_of(reader)
+    assert reader.commit is not None  # it was read
+    return state, Notes.from_json(reader.commit.notes, str(uri))
 
 
 def _refuse_existing(target: CheckpointURI, config: Config) -> None:

@@ -234,6 +234,9 @@ class ModelPlaces(Places):
             found.append(ItemPlace(stored.elements, stored))
         return found
 
+    def wholes(self, indices: Sequence[MetadataIndex]) -> list[StoredBytes]:
+        return [self.whole(index) for index in indices]
+
     def whole(self, index: MetadataIndex) -> StoredBytes:
         return self._found[index.fqn, tuple(index.offset or ())].elements
 

@@ -7,6 +7,7 @@ import math
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn
@@ -52,6 +53,7 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 def main() -> None:
     """Runs the command line; ends the process with its exit code."""
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch, where there is none
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # names that its encoding does not have

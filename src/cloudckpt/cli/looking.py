@@ -71,7 +71,7 @@ def inspect(
     print_rows(["name", "type", "shape", "size", "chunks"], rows, right={3, 4})
     print(f"{len(items)} entries, {as_size(sum(item.nbytes for item in items))}")
     if not found.has_checksums:
-        print("It has no checksums: it was not written by cloudckpt.")
+        print("It has no checksums: only checkpoints that cloudckpt has written have.")
     if found.notes.step is not None:
         print(f"step {found.notes.step}")
     for name, value in found.notes.metrics.items():

@@ -189,16 +189,17 @@ class CloudStorageReader(StorageReader):
                 )
             found = beneath(self._store(), self.uri) if rank is None else ""
             raise CheckpointNotFoundError(
-                "there is no committed checkpoint here: it has no .metadata. "
+                "there is no committed checkpoint here: neither .metadata, nor a model in "
+                "safetensors files. "
                 + (found or "Check the location; a save that was interrupted leaves none"),
                 uri=str(self.uri),
             ) from error
         return self._taken(commit, fetched, is_shared=rank is None)
 
     def _begun_with(self, model: ModelFolder) -> Metadata:
-        self._model = model
         metadata = model.metadata
         metadata.storage_meta = StorageMeta(load_id=self._load_id)
+        self._model, self._commit = model, CommitObject(model.committed, metadata, None)
         return metadata
 
     def packed(self) -> bytes | ModelFolder:
@@ -250,11 +251,8 @@ class CloudStorageReader(StorageReader):
         try:
             work()
         except CheckpointCorruptError as error:
-            read = self._commit.info if self._commit is not None else None
-            if self._model is not None:
-                read = self._model.committed
-            if read is not None:
-                uri, retry = str(self.uri), self.config.retry
+            if self._commit is not None:
+                read, uri, retry = self._commit.info, str(self.uri), self.config.retry
                 check_unchanged(self._store(), read, uri, retry, error, told=self._told)
             raise
 
