@@ -1,10 +1,18 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 import cloudckpt
 from cloudckpt.integrations.transformers import CloudCheckpointCallback
@@ -68,6 +76,111 @@ def test_what_would_make_a_local_folder_of_a_uri_is_refused(
         with pytest.raises(cloudckpt.InstallError, match=r"cloudckpt\.hf\.save"):
             saving("s3://bucket/run")
     assert not [*tmp_path.iterdir()]
+
+
+def _trainer(folder: Path, saved: CloudCheckpointCallback, steps: int, **options: Any) -> Trainer:
+    tokens = torch.arange(8)
+    data = [{"input_ids": tokens, "labels": tokens} for _ in range(32)]
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        max_steps=steps,
+        per_device_train_batch_size=4,
+        report_to=[],
+        **{"save_steps": 1, "save_total_limit": 1, **options},
+    )
+    model = LlamaForCausalLM(SHAPE)
+    return Trainer(model, arguments, train_dataset=data, eval_dataset=data[:4], callbacks=[saved])
+
+
+def _steps(run: str) -> list[int | None]:
+    return [one.step for one in cloudckpt.list_checkpoints(run) if one.is_committed]
+
+
+def test_checkpoints_are_sent_while_training_goes_on_and_leave_the_local_disk(
+    environment: dict[str, str], run: str, tmp_path: Path
+) -> None:
+    def made() -> CloudCheckpointCallback:
+        return CloudCheckpointCallback(run, max_to_keep=2, asynchronous=True, keep_local=False)
+
+    _trainer(tmp_path, made(), 4).train()
+    assert _steps(run) == [3, 4]
+    assert not [*tmp_path.iterdir()]
+
+    saved = made()
+    trainer = _trainer(tmp_path, saved, 6)
+    restored = saved.restore()
+    assert restored is not None
+    assert Path(restored).parent.parent == tmp_path  # where there is room
+    trainer.train(resume_from_checkpoint=restored)
+    assert _steps(run) == [5, 6]
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_failure_to_save_ends_the_training_or_is_logged(
+    environment: dict[str, str],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    asynchronous: bool,
+) -> None:
+    saved = CloudCheckpointCallback("s3://no-such-bucket/run", asynchronous=asynchronous)
+    trainer = _trainer(tmp_path, saved, 3)
+    with pytest.raises(cloudckpt.StoreError, match="no-such-bucket"):
+        trainer.train()
+    assert trainer.state.global_step == (2 if asynchronous else 1)
+
+    patient = CloudCheckpointCallback(
+        "s3://no-such-bucket/run", asynchronous=asynchronous, keep_local=False, on_failure="log"
+    )
+    trainer = _trainer(tmp_path, patient, 3)
+    trainer.train()
+    assert trainer.state.global_step == 3
+    assert caplog.text.count("a checkpoint was not saved, and training goes on") == 3
+    assert (tmp_path / "checkpoint-3" / "trainer_state.json").exists()
+
+
+def test_the_best_checkpoint_is_kept_and_comes_to_a_fresh_node(
+    environment: dict[str, str], run: str, tmp_path: Path
+) -> None:
+    best = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "learning_rate": 0.0,  # no later one is better than the first
+        "load_best_model_at_end": True,
+    }
+    saved = CloudCheckpointCallback(run, max_to_keep=1)
+    _trainer(tmp_path / "first", saved, 3, **best).train()
+    assert _steps(run) == [1, 3]
+
+    saved = CloudCheckpointCallback(run, max_to_keep=1)
+    trainer = _trainer(tmp_path / "fresh", saved, 4, **best)
+    trainer.train(resume_from_checkpoint=saved.restore())
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "fresh" / "checkpoint-1")
+    assert (tmp_path / "fresh" / "checkpoint-1" / "model.safetensors").exists()
+    assert _steps(run) == [1, 4]
+    with pytest.raises(cloudckpt.ConfigError, match="leave out keep_local"):
+        _trainer(tmp_path, CloudCheckpointCallback(run, keep_local=False), 1, **best)
+
+
+def test_what_the_trainer_writes_when_it_is_told_to_end_is_saved(
+    environment: dict[str, str], run: str, tmp_path: Path
+) -> None:
+    class Notice(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            [callback] = (
+                one
+                for one in trainer.callback_handler.callbacks
+                if isinstance(one, JITCheckpointCallback)
+            )
+            callback.jit_manager.is_checkpoint_requested = state.global_step == 2
+
+    saved = CloudCheckpointCallback(run)
+    trainer = _trainer(tmp_path, saved, 4, save_strategy="no", enable_jit_checkpoint=True)
+    trainer.add_callback(Notice())
+    trainer.train()
+    assert trainer.state.global_step == 3  # the step that it was at is finished
+    assert _steps(run) == [2]
 
 
 def test_nothing_is_restored_of_an_empty_run(environment: dict[str, str], run: str) -> None:

@@ -112,6 +112,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         self._checkpointer: Checkpointer | None = None
         self._committing: Callable[[], None] | None = None  # what is left to do for the last save
         self._newest: int | None = None  # the step that was saved last
+        self._told_to_end: int | None = None  # the step that was the last one then
         self._args: Any = None
         self._restored: str | None = None
 
@@ -132,11 +133,19 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             CloudCheckpointError: As :func:`cloudckpt.save`, of this save or of the one before.
         """
         self._unless_logged(self._finish_last)
-        self._unless_logged(lambda: self._save(args, state))
+        self._unless_logged(lambda: self._save(args, state, state.global_step))
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Sees whether the Trainer was told to end, and has just written a checkpoint for that."""
+        if control.should_training_stop and self._told_to_end is None:
+            self._told_to_end = state.global_step
+
+    on_pre_optimizer_step = on_step_begin
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Deletes what was restored, which all ranks have read by then."""
         self._forget_restored()
+        self.on_step_begin(args, state, control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Waits until what was saved is committed.
@@ -145,11 +154,12 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             CloudCheckpointError: As :meth:`on_save`.
         """
         self._forget_restored()
-        if getattr(args, "enable_jit_checkpoint", False) and self._newest != state.global_step:
-            # which the Trainer writes when it is told to end, and calls nobody
-            is_written = os.path.isdir(_folder(args.output_dir, state.global_step))
-            if any(Meeting.of(None, False).gathered(is_written)):
-                self.on_save(args, state, control)
+        step, self._told_to_end = self._told_to_end, None
+        if getattr(args, "enable_jit_checkpoint", False) and step is not None:
+            is_new = step != self._newest and os.path.isdir(_folder(args.output_dir, step))
+            if any(Meeting.of(None, False).gathered(is_new)):
+                self._unless_logged(self._finish_last)
+                self._unless_logged(lambda: self._save(args, state, step))
         self._unless_logged(self._finish_last)
         checkpointer, self._checkpointer = self._checkpointer, None
         if checkpointer is not None:
@@ -193,8 +203,8 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             raise damage
         return None
 
-    def _save(self, args: Any, state: Any) -> None:
-        step, meeting = state.global_step, Meeting.of(None, False)
+    def _save(self, args: Any, state: Any, step: int) -> None:
+        meeting = Meeting.of(None, False)
         folder = _folder(args.output_dir, step)
         meeting.begin(lambda: None)  # all have written
         files = files_of(folder, meeting)
