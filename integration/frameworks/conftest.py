@@ -6,7 +6,7 @@ import os
 import signal
 import urllib.request
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +52,14 @@ def run(environment: dict[str, str]) -> str:
 def job(environment: dict[str, str], tmp_path: Path) -> Job:
     """Runs a script of this folder on some ranks, each of which tells something at its end.
 
-    Returns what they have told, in the order of ranks. The working folder is empty, and it is the
-    job's own: what is found there afterwards was written to the local disk.
+    Returns what they have told, in the order of ranks, but for those that are ``killed``. The
+    working folder is empty, and it is the job's own: what is found there afterwards was written to
+    the local disk.
     """
 
-    def start(script: str, *arguments: object, ranks: int = 1) -> list[dict[str, Any]]:
+    def start(
+        script: str, *arguments: object, ranks: int = 1, killed: Collection[int] = ()
+    ) -> list[dict[str, Any]]:
         ended = launched(
             HERE / script,
             [str(argument) for argument in arguments],
@@ -67,8 +70,10 @@ def job(environment: dict[str, str], tmp_path: Path) -> Job:
         )
         for rank, (code, printed) in enumerate(ended):
             how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            assert code == 0, f"rank {rank}: {how}\n{printed[-6000:]}"
-        return [json.loads((tmp_path / f"results{rank}").read_text()) for rank in range(ranks)]
+            expected = -signal.SIGKILL if rank in killed else 0
+            assert code == expected, f"rank {rank}: {how}\n{printed[-6000:]}"
+        left = [rank for rank in range(ranks) if rank not in killed]
+        return [json.loads((tmp_path / f"results{rank}").read_text()) for rank in left]
 
     return start
 

@@ -5,8 +5,10 @@ import os
 
 import lightning
 import torch
+from lightning.fabric.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 
+import cloudckpt
 from cloudckpt.integrations import fabric as ours
 from results import tell
 
@@ -17,7 +19,9 @@ def sharded(model: torch.nn.Module, mesh: torch.distributed.DeviceMesh) -> torch
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--strategy", choices=["model_parallel", "ddp"], default="model_parallel")
+    parser.add_argument(
+        "--strategy", choices=["model_parallel", "ddp", "plain"], default="model_parallel"
+    )
     parser.add_argument("--load")
     parser.add_argument("--save")
     told = parser.parse_args()
@@ -25,6 +29,9 @@ def main() -> None:
     world = int(os.environ["WORLD_SIZE"])
     if told.strategy == "model_parallel":
         chosen = {"strategy": ours.CloudModelParallelStrategy(sharded, world, 1)}
+    elif told.strategy == "plain":
+        cloudckpt.install()
+        chosen = {"strategy": ModelParallelStrategy(sharded, world, 1)}
     else:
         chosen = {"strategy": "ddp", "plugins": [ours.CloudCheckpointIO()]}
     fabric = lightning.Fabric(accelerator="cpu", devices=world, **chosen)

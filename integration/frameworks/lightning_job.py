@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard, fully_sharded_data_parallel
 from torch.distributed.fsdp._init_utils import _init_device_handle
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import cloudckpt
 from cloudckpt.integrations import lightning as ours
-from results import tell
+from results import die_in_save, tell
 
 
 class Model(lightning.LightningModule):
@@ -61,6 +62,8 @@ STRATEGIES: dict[str, Callable[[int], Any]] = {
     "model_parallel": lambda world: ours.CloudModelParallelStrategy(world, 1),
     "fsdp": fsdp1,
     "ddp": lambda _: "ddp",
+    "plain": lambda world: ModelParallelStrategy(world, 1),
+    "plain-ddp": lambda _: "ddp",
 }
 
 
@@ -71,7 +74,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--resume")
     parser.add_argument("--callback", action="store_true")
+    parser.add_argument("--killed-in")
     told = parser.parse_args()
+    if told.strategy.startswith("plain"):
+        cloudckpt.install()
+    if told.killed_in and os.environ["RANK"] == "1":
+        die_in_save(told.killed_in)
 
     world = int(os.environ["WORLD_SIZE"])
     strategy = STRATEGIES[told.strategy](world)
@@ -92,12 +100,17 @@ def main() -> None:
         use_distributed_sampler=False,
     )
     same = torch.ones(64, 8) * torch.arange(8)
-    model = Model(told.strategy == "model_parallel")
+    model = Model(told.strategy in ("model_parallel", "plain"))
+    failure = ""
     resume = cloudckpt.latest(told.run) if told.resume == "latest" else told.resume
-    trainer.fit(model, DataLoader(TensorDataset(same), batch_size=4), ckpt_path=resume)
-    if not told.callback:
-        trainer.save_checkpoint(f"{told.run}/step-{trainer.global_step}")
+    try:
+        trainer.fit(model, DataLoader(TensorDataset(same), batch_size=4), ckpt_path=resume)
+        if not told.callback:
+            trainer.save_checkpoint(f"{told.run}/step-{trainer.global_step}")
+    except cloudckpt.CloudCheckpointError as error:
+        failure = type(error).__name__
     tell(
+        failure=failure,
         step=trainer.global_step,
         losses=model.losses,
         best=saving.best_model_path,

@@ -5,7 +5,7 @@ import pytest
 from results import Job
 
 
-@pytest.mark.parametrize("strategy", ["model_parallel", "ddp"])
+@pytest.mark.parametrize("strategy", ["model_parallel", "ddp", "plain"])
 def test_what_fabric_saves_on_two_ranks_it_loads_on_one(
     job: Job, run: str, tmp_path: Path, strategy: str
 ) -> None:

@@ -1,7 +1,13 @@
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import lightning
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 import cloudckpt
 from cloudckpt.integrations import lightning as ours
@@ -10,20 +16,41 @@ from results import Job
 
 @pytest.mark.parametrize(
     ("strategy", "before", "after"),
-    [("model_parallel", 2, 1), ("model_parallel", 1, 2), ("fsdp", 2, 1)],
+    [("model_parallel", 2, 1), ("plain", 1, 2), ("fsdp", 2, 1), ("ddp", 2, 1), ("plain-ddp", 1, 2)],
 )
-def test_sharded_training_goes_on_with_another_number_of_ranks(
+def test_training_goes_on_with_another_number_of_ranks(
     job: Job, run: str, tmp_path: Path, strategy: str, before: int, after: int
 ) -> None:
     how = f"--strategy={strategy}"
-    straight = job("lightning_job.py", f"{run}/straight", "--steps=6", how, ranks=1)[0]
-    job("lightning_job.py", run, "--steps=3", how, ranks=before)
-    resumed = job("lightning_job.py", run, "--steps=6", "--resume=latest", how, ranks=after)
+    straight = job("lightning_job.py", f"{run}/straight", "--steps=4", how, ranks=1)[0]
+    job("lightning_job.py", run, "--steps=2", how, ranks=before)
+    resumed = job("lightning_job.py", run, "--steps=4", "--resume=latest", how, ranks=after)
 
-    assert [one["step"] for one in resumed] == [6] * after
-    assert resumed[0]["losses"] == pytest.approx(straight["losses"][3:], rel=1e-5)
-    assert cloudckpt.latest(run) == f"{run}/step-6"
+    assert [one["step"] for one in resumed] == [4] * after
+    assert resumed[0]["losses"] == pytest.approx(straight["losses"][2:], rel=1e-5)
+    assert cloudckpt.latest(run) == f"{run}/step-4"
     assert not [*(tmp_path / "cwd").iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "more"), [("model_parallel", []), ("ddp", []), ("plain-ddp", ["--callback"])]
+)
+def test_a_failure_to_save_is_told_to_every_rank(job: Job, strategy: str, more: list[str]) -> None:
+    how = [f"--strategy={strategy}", *more]
+    ended = job("lightning_job.py", "s3://no-such-bucket/run", "--steps=2", *how, ranks=2)
+    assert [one["failure"] for one in ended] == ["BucketNotFoundError"] * 2
+
+
+def test_a_rank_that_is_killed_in_a_save_leaves_the_checkpoint_before(job: Job, run: str) -> None:
+    how = ["--strategy=model_parallel", "--callback"]
+    [left] = job(
+        "lightning_job.py", run, "--steps=4", "--killed-in=step-3", *how, ranks=2, killed=[1]
+    )
+    assert left["failure"] == "ProcessGroupError"
+    assert cloudckpt.latest(run) == f"{run}/step-2"
+    resumed = job("lightning_job.py", run, "--steps=3", "--resume=latest", *how, ranks=2)
+    assert [one["failure"] for one in resumed] == ["", ""]
+    assert cloudckpt.latest(run) == f"{run}/step-3"
 
 
 def test_a_sharded_checkpoint_is_one_of_named_tensors(job: Job, run: str) -> None:
@@ -34,17 +61,6 @@ def test_a_sharded_checkpoint_is_one_of_named_tensors(job: Job, run: str) -> Non
     assert state["state_dict"]["net.0.weight"].any()
     names = {item.name for item in cloudckpt.inspect(f"{run}/step-1").items}
     assert "optimizer_0.state.net.2.bias.exp_avg" in names
-
-
-def test_training_that_is_not_sharded_goes_on_through_the_plugin(
-    job: Job, run: str, tmp_path: Path
-) -> None:
-    straight = job("lightning_job.py", f"{run}/straight", "--steps=4", "--strategy=ddp")[0]
-    job("lightning_job.py", run, "--steps=2", "--strategy=ddp", ranks=2)
-    resumed = job("lightning_job.py", run, "--steps=4", "--strategy=ddp", "--resume=latest")[0]
-
-    assert resumed["losses"] == pytest.approx(straight["losses"][2:], rel=1e-5)
-    assert not [*(tmp_path / "cwd").iterdir()]
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("model_parallel", 2), ("ddp", 1)])
@@ -99,3 +115,91 @@ def test_a_folded_uri_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(cloudckpt.InvalidURIError, match="s3://bucket/run"):
         ours.CloudCheckpointIO().save_checkpoint({"epoch": 2}, Path("s3://bucket/run"))
     assert not [*tmp_path.iterdir()]
+
+
+def _trainer(**options: Any) -> lightning.Trainer:
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "limit_val_batches": 2,
+        "limit_test_batches": 2,
+        "limit_predict_batches": 2,
+    }
+    return lightning.Trainer(accelerator="cpu", devices=1, **{**quiet, **options})
+
+
+@pytest.fixture
+def installed(
+    environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
+    """A working folder that is the test's own, and Lightning as it is after ``install``."""
+    monkeypatch.chdir(tmp_path)
+    cloudckpt.install()
+    yield tmp_path
+    cloudckpt.uninstall()
+
+
+def test_lightnings_own_trainer_and_callback_take_uris(installed: Path, run: str) -> None:
+    saving = ModelCheckpoint(dirpath=run, every_n_train_steps=1, save_last=True)
+    trainer = _trainer(max_steps=2, callbacks=[saving], limit_val_batches=0)
+    model = BoringModel()
+    trainer.fit(model)
+    assert saving.best_model_path == f"{run}/epoch=0-step=2.ckpt"
+    kept = [one.uri for one in cloudckpt.list_checkpoints(run)]
+    assert kept == [saving.best_model_path, saving.last_model_path]
+
+    resumed = _trainer(max_steps=3, callbacks=[ModelCheckpoint(dirpath=run)])
+    resumed.fit(BoringModel(), ckpt_path="last")
+    assert resumed.global_step == 3
+    for evaluate in (_trainer().test, _trainer().validate, _trainer().predict):
+        other = BoringModel()
+        evaluate(other, ckpt_path=saving.last_model_path)
+        assert torch.equal(other.layer.weight, model.layer.weight)
+    loaded = BoringModel.load_from_checkpoint(saving.last_model_path)
+    assert torch.equal(loaded.layer.weight, model.layer.weight)
+
+    trainer.save_checkpoint(f"{run}/weights", weights_only=True)
+    names = {item.name for item in cloudckpt.inspect(f"{run}/weights").items}
+    assert names == {"state_dict.layer.weight", "state_dict.layer.bias", "other_values"}
+    with pytest.raises(cloudckpt.CheckpointNotFoundError):
+        BoringModel.load_from_checkpoint(f"{run}/nothing")
+    assert not [*installed.iterdir()]
+
+
+def test_single_files_that_lightning_has_saved_are_loaded(installed: Path, run: str) -> None:
+    trainer = _trainer(max_steps=1, enable_checkpointing=False)
+    model = BoringModel()
+    trainer.fit(model)
+    trainer.save_checkpoint(installed / "a.ckpt")
+    cloudckpt.save_file(f"{run}/a.ckpt", (installed / "a.ckpt").read_bytes())
+    loaded = BoringModel.load_from_checkpoint(f"{run}/a.ckpt")
+    assert torch.equal(loaded.layer.weight, model.layer.weight)
+
+
+def test_what_can_only_be_local_is_refused_before_the_first_step(installed: Path) -> None:
+    saving = ModelCheckpoint(dirpath=Path("s3://bucket/run"))
+    model = BoringModel()
+    trainer = _trainer(max_steps=1, callbacks=[saving])
+    with pytest.raises(cloudckpt.InvalidURIError, match="s3://bucket/run"):
+        trainer.fit(model)
+    assert trainer.global_step == 0
+    assert not [*installed.iterdir()]
+
+
+def test_lightnings_plugin_saves_by_ours_in_the_background(
+    environment: dict[str, str], run: str
+) -> None:
+    def plugin() -> AsyncCheckpointIO:
+        return AsyncCheckpointIO(ours.CloudCheckpointIO())
+
+    saving = ours.CloudModelCheckpoint(run, every_n_train_steps=1, save_top_k=-1)
+    _trainer(max_steps=2, callbacks=[saving], plugins=[plugin()]).fit(BoringModel())
+    assert cloudckpt.latest(run) == f"{run}/step-2"
+
+    trainer = _trainer(max_steps=1, plugins=[plugin()], enable_checkpointing=False)
+    trainer.fit(BoringModel())
+    trainer.save_checkpoint("s3://no-such-bucket/run/step-1")
+    with pytest.raises(cloudckpt.BucketNotFoundError):
+        trainer.strategy.teardown()

@@ -277,4 +277,4 @@ def _check_newest(naming: Run, iteration: int) -> None:
         )
 
 
-watch("accelerate.accelerator")
+watch("accelerate")

@@ -23,8 +23,22 @@ __all__ = ["unwatch", "watch"]
 
 logger = logging.getLogger("cloudckpt")
 
+_LIGHTNING = (
+    "lightning.fabric.plugins.io.torch_io",
+    "lightning.fabric.strategies.fsdp",
+    "lightning.fabric.strategies.model_parallel",
+    "lightning.fabric.strategies.strategy",
+    "lightning.pytorch.callbacks.model_checkpoint",
+    "lightning.pytorch.core.saving",
+    "lightning.pytorch.strategies.fsdp",
+    "lightning.pytorch.strategies.model_parallel",
+    "lightning.pytorch.strategies.strategy",
+)
 _ADAPTERS = {
+    **dict.fromkeys(_LIGHTNING, "cloudckpt.integrations.lightning_plain"),
     "accelerate.accelerator": "cloudckpt.integrations.accelerate",
+    "lightning.fabric.strategies.deepspeed": "cloudckpt.integrations.local_only",
+    "lightning.pytorch.strategies.deepspeed": "cloudckpt.integrations.local_only",
     "transformers.modeling_utils": "cloudckpt.integrations.local_only",
     "transformers.tokenization_utils_base": "cloudckpt.integrations.local_only",
     "transformers.trainer": "cloudckpt.integrations.local_only",
@@ -37,16 +51,16 @@ _watched: set[str] = set()
 _replaced: list[Change] = []
 
 
-def watch(*modules: str) -> None:
+def watch(framework: str = "") -> None:
     """Changes modules of frameworks, now or when they are imported; does nothing the second time.
 
     One that does not look as those that are known is left as it is, and that is logged.
 
     Args:
-        *modules: Which, of those in the table; all by default.
+        framework: The package that is changed; all of them by default.
     """
-    for name in modules or _ADAPTERS:
-        if name in _watched:
+    for name in _ADAPTERS:
+        if name in _watched or framework not in ("", name.partition(".")[0]):
             continue
         _watched.add(name)
         if name in sys.modules:

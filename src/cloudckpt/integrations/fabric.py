@@ -21,11 +21,13 @@ from torch.optim import Optimizer
 from cloudckpt import api
 from cloudckpt.checkpointer import CheckpointerConfig, make_sync_checkpointer
 from cloudckpt.config import Config
+from cloudckpt.dcp.install import chosen_config
 from cloudckpt.errors import (
     ConfigError,
     MissingDependencyError,
     MissingKeyError,
 )
+from cloudckpt.integrations.adapting import watch
 from cloudckpt.integrations.parts import VALUES, Parts, packed, remove, unpacked, uri_of
 
 try:
@@ -54,7 +56,7 @@ class CloudCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]
             config: The options of saving and loading.
         """
         super().__init__()
-        self._config = config if config is not None else Config()
+        self.config = config
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
@@ -107,11 +109,11 @@ class CloudCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]
         if uri is None:
             super().remove_checkpoint(path)
         else:
-            remove(uri, self._config)
+            remove(uri, config_of(self))
 
     def _checkpointer(self, trust_pickle: bool = False) -> Any:
         return make_sync_checkpointer(
-            CheckpointerConfig(config=self._config, no_dist=True, trust_pickle=trust_pickle)
+            CheckpointerConfig(config=config_of(self), no_dist=True, trust_pickle=trust_pickle)
         )
 
 
@@ -120,7 +122,7 @@ class _OnStores:
     in one commit.
     """
 
-    config: Config
+    config: Config | None = None
 
     def save_checkpoint(
         self,
@@ -139,13 +141,14 @@ class _OnStores:
             super().save_checkpoint(path, state, storage_options, filter)  # type: ignore[misc]
             return
         refuse_storage_options(storage_options, uri)
+        check_sharded(self, uri)
         if filter is not None:
             raise ConfigError("filter= is not for sharded checkpoints: leave it out", uri=uri)
         parts = _parts(state, uri).state_dicts()
         values = {key: _asked(value) for key, value in state.items() if key not in parts}
         if self.is_global_zero:  # type: ignore[attr-defined]
             parts[VALUES] = packed(values)
-        api.save(parts, checkpoint_id=uri, config=self.config)
+        api.save(parts, checkpoint_id=uri, config=config_of(self))
 
     def load_checkpoint(
         self,
@@ -173,7 +176,8 @@ class _OnStores:
                 "as fabric.load(uri, {'model': model})",
                 uri=uri,
             )
-        values = _parts(state, uri).load(uri, self.config, strict=strict, weights_only=weights_only)
+        parts = _parts(state, uri)
+        values = parts.load(uri, config_of(self), strict=strict, weights_only=weights_only)
         for key, value in state.items():
             if isinstance(value, (Module, Optimizer)):
                 continue
@@ -204,7 +208,8 @@ class CloudModelParallelStrategy(_OnStores, ModelParallelStrategy):  # type: ign
             **kwargs: Lightning's.
         """
         super().__init__(*args, **kwargs)
-        self.config = config if config is not None else Config()
+        if config is not None:
+            self.config = config
 
 
 class CloudFSDPStrategy(_OnStores, FSDPStrategy):  # type: ignore[misc]
@@ -218,7 +223,29 @@ class CloudFSDPStrategy(_OnStores, FSDPStrategy):  # type: ignore[misc]
             **kwargs: Lightning's.
         """
         super().__init__(*args, **kwargs)
-        self.config = config if config is not None else Config()
+        if config is not None:
+            self.config = config
+
+
+def config_of(owner: Any) -> Config:
+    """The options that a strategy or plugin was given, or those of ``install``."""
+    return getattr(owner, "config", None) or chosen_config() or Config()
+
+
+def check_sharded(strategy: Any, uri: str) -> None:
+    """Refuses to save what a strategy gathers on one rank.
+
+    Raises:
+        ConfigError: If it was told to do so, or does it by default.
+    """
+    if not getattr(strategy, "_save_distributed_checkpoint", True):
+        raise ConfigError(
+            "save_distributed_checkpoint=False gathers the state on one rank: leave it out; what "
+            "every rank saves loads on any number of ranks",
+            uri=uri,
+        )
+    if getattr(strategy, "_state_dict_type", "sharded") != "sharded":
+        raise ConfigError("FSDP is to be given state_dict_type='sharded' for URIs", uri=uri)
 
 
 def refuse_storage_options(options: object, uri: str) -> None:
@@ -257,3 +284,6 @@ def _is_of_tensors(value: object) -> bool:
     kinds = {type(leaf) for leaf in torch.utils._pytree.tree_leaves(value)}
     simple = {int, float, bool, str, type(None), torch.nn.Parameter, torch.Tensor}
     return kinds <= simple and not kinds.isdisjoint({torch.Tensor, torch.nn.Parameter})
+
+
+watch("lightning")

@@ -21,8 +21,9 @@ def install(config: Config | None = None, trust_pickle: bool = False) -> None:
     what only knows files. ``HuggingFaceStorageWriter`` and ``Reader``, and the consolidation of
     safetensors, take locations in stores, too. Other locations, and writers and readers of other
     libraries, are left alone. fsspec, by which frameworks list and delete checkpoints, gets file
-    systems of ours for the schemes that no installed package serves (s3fs, gcsfs, adlfs), and
-    torchtitan saves models in Hugging Face's format to URIs, too.
+    systems of ours for the schemes that no installed package serves (s3fs, gcsfs, adlfs).
+    torchtitan, Accelerate and Lightning are changed, when they are imported, where they make local
+    folders of URIs; what in Accelerate and transformers can only write to local disks refuses them.
 
     Calling it again replaces the options, also for what was installed before; :func:`uninstall`
     reverts it. It holds for this process: call it in each that uses torch's functions.

@@ -18,11 +18,16 @@ from typing import Any
 
 from cloudckpt import api
 from cloudckpt.config import Config
-from cloudckpt.errors import ConfigError, MissingDependencyError
-from cloudckpt.integrations.fabric import CloudCheckpointIO, refuse_storage_options
+from cloudckpt.errors import MissingDependencyError
+from cloudckpt.integrations.fabric import (
+    CloudCheckpointIO,
+    check_sharded,
+    config_of,
+    refuse_storage_options,
+)
 from cloudckpt.integrations.fsspec import register
 from cloudckpt.integrations.parts import VALUES, Parts, packed, remove, uri_of
-from cloudckpt.runs.catalog import list_checkpoints
+from cloudckpt.runs.catalog import CheckpointSummary, list_checkpoints
 
 try:
     import fsspec
@@ -48,7 +53,7 @@ class _OnStores:
     to it, in one commit.
     """
 
-    config: Config = Config()
+    config: Config | None = None
 
     def save_checkpoint(
         self,
@@ -67,14 +72,14 @@ class _OnStores:
             super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
             return
         refuse_storage_options(storage_options, uri)
-        self._check_sharded(uri)
+        check_sharded(self, uri)
         values = dict(checkpoint)
         parts = {"state_dict": values.pop("state_dict")}
         for index, state in enumerate(values.pop("optimizer_states", [])):
             parts[f"optimizer_{index}"] = state
         if self.is_global_zero:  # type: ignore[attr-defined]
             parts[VALUES] = packed(values)
-        api.save(parts, checkpoint_id=uri, config=self.config)
+        api.save(parts, checkpoint_id=uri, config=config_of(self))
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
@@ -100,7 +105,7 @@ class _OnStores:
             {f"optimizer_{index}": (model, one) for index, one in enumerate(optimizers)},
         )
         strict = module.strict_loading
-        return parts.load(uri, self.config, strict=strict, weights_only=weights_only)
+        return parts.load(uri, config_of(self), strict=strict, weights_only=weights_only)
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
         """Deletes a checkpoint, if it is there; the first rank does it."""
@@ -108,10 +113,7 @@ class _OnStores:
         if uri is None:
             super().remove_checkpoint(filepath)  # type: ignore[misc]
         elif self.is_global_zero:  # type: ignore[attr-defined]
-            remove(uri, self.config)
-
-    def _check_sharded(self, uri: str) -> None:
-        """Refuses to save what was gathered on one rank."""
+            remove(uri, config_of(self))
 
 
 class CloudModelParallelStrategy(_OnStores, ModelParallelStrategy):  # type: ignore[misc]
@@ -128,14 +130,6 @@ class CloudModelParallelStrategy(_OnStores, ModelParallelStrategy):  # type: ign
         if config is not None:
             self.config = config
 
-    def _check_sharded(self, uri: str) -> None:
-        if not self._save_distributed_checkpoint:
-            raise ConfigError(
-                "save_distributed_checkpoint=False gathers the state on one rank: leave it out; "
-                "what every rank saves loads on any number of ranks",
-                uri=uri,
-            )
-
 
 class CloudFSDPMixin(_OnStores):
     """For a class of yours that derives from Lightning's ``FSDPStrategy``; stands before that.
@@ -144,12 +138,8 @@ class CloudFSDPMixin(_OnStores):
     ...     config = cloudckpt.Config(connections=32)
 
     Attributes:
-        config: The options of saving and loading.
+        config: The options of saving and loading; None for those of ``install``.
     """
-
-    def _check_sharded(self, uri: str) -> None:
-        if self._state_dict_type != "sharded":  # type: ignore[attr-defined]
-            raise ConfigError("FSDP is to be given state_dict_type='sharded' for URIs", uri=uri)
 
 
 class CloudFSDPStrategy(CloudFSDPMixin, FSDPStrategy):  # type: ignore[misc]
@@ -200,7 +190,7 @@ class CloudModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
             InvalidURIError: If ``dirpath`` can't be a location.
         """
         self._root = uri_of(dirpath)
-        self._config = config if config is not None else Config()
+        self._config = config
         if self._root is not None:
             _serve(self._root.partition("://")[0], config)
         super().__init__(
@@ -215,10 +205,20 @@ class CloudModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         """For ``ckpt_path="last"``: the newest that is committed; Lightning loses the scheme."""
         if self._root is None:
             return set(super()._find_last_checkpoints(trainer))
-        found = list_checkpoints(self._root, config=self._config)
-        committed = [one for one in found if one.is_committed]
-        newest = max(committed, key=lambda one: (one.modified or 0.0, one.step or -1), default=None)
-        return set() if newest is None else {newest.uri}
+        return newest_in(self._root, self._config)
+
+
+def newest_in(folder: str, config: Config | None) -> set[str]:
+    """The committed checkpoint of a folder that was written last, whatever it is called, if any."""
+    found = [one for one in list_checkpoints(folder, config=config) if one.is_committed]
+    newest = max(found, key=_age, default=None)
+    return set() if newest is None else {newest.uri}
+
+
+def _age(one: CheckpointSummary) -> tuple[float, bool, int]:
+    """Of those of the same second (stores tell no more) Lightning has written ``last`` last."""
+    is_last = one.uri.rpartition("/")[2].startswith(ModelCheckpoint.CHECKPOINT_NAME_LAST)
+    return one.modified or 0.0, is_last, one.step or -1
 
 
 def _serve(scheme: str, config: Config | None) -> None:

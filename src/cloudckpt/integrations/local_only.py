@@ -24,8 +24,20 @@ _CALLBACK = (
 )
 _FILES = "write to a local folder, and send its files with cloudckpt.save_file"
 
+_SHARDED = "take CloudModelParallelStrategy of cloudckpt.integrations.lightning, or of .fabric"
+
 _WRITING = {
     "accelerate.accelerator": ("Accelerator.save_model", "save_directory", _MODEL),
+    "lightning.fabric.strategies.deepspeed": (
+        "DeepSpeedStrategy.save_checkpoint",
+        "path",
+        _SHARDED,
+    ),
+    "lightning.pytorch.strategies.deepspeed": (
+        "DeepSpeedStrategy.save_checkpoint",
+        "filepath",
+        _SHARDED,
+    ),
     "transformers.modeling_utils": ("PreTrainedModel.save_pretrained", "save_directory", _MODEL),
     "transformers.tokenization_utils_base": (
         "PreTrainedTokenizerBase.save_pretrained",
