@@ -32,7 +32,7 @@ def code(heading: str, replaced: Mapping[str, object] | None = None) -> CodeType
 
 def command(heading: str) -> list[str]:
     """The words of the command lines beneath a heading."""
-    return shlex.split(_sections()[heading]["commands"])
+    return shlex.split(_sections()[heading]["commands"].replace("\\\n", " "))
 
 
 def headings() -> list[str]:

@@ -8,6 +8,7 @@ from safetensors import safe_open
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import cloudckpt
+import page
 from results import Job
 
 pytestmark = pytest.mark.timeout(600)
@@ -31,11 +32,14 @@ def assets(tmp_path: Path, environment: dict[str, str]) -> None:
     environment["ASSETS"] = str(tmp_path)
 
 
-def _arguments(run: str, tmp_path: Path, *more: str) -> list[str]:
-    """What a user writes, with few steps."""
+def _arguments(run: str, tmp_path: Path, *more: str, steps: int = 7) -> list[str]:
+    """What docs/frameworks.md shows, with few steps."""
+    shown = page.command("torchtitan")
+    options = [run if word == "s3://bucket/run" else word for word in shown]
     return [
-        *("--checkpoint.enable", "--checkpoint.folder", run, "--checkpoint.interval", "1"),
-        *("--checkpoint.keep_latest_k", "2", "--training.steps", "7", "--debug.seed", "1"),
+        *options[options.index("--checkpoint.enable") :],
+        *("--checkpoint.interval", "1", "--checkpoint.keep_latest_k", "2"),
+        *("--training.steps", str(steps), "--debug.seed", "1"),
         *("--dump-folder", str(tmp_path / "dump"), *more),
     ]
 
@@ -56,7 +60,7 @@ def test_training_that_was_killed_goes_on_from_the_newest_checkpoint(
         assert model.get_tensor("model.embed_tokens.weight").any()
         assert "lm_head.weight" in model.keys()  # noqa: SIM118 - it is no dict
 
-    arguments = _arguments(run, tmp_path, "--checkpoint.async_mode", "async")
+    arguments = _arguments(run, tmp_path)
     with pytest.raises(AssertionError, match="SIGKILL"):
         job("torchtitan_job.py", *arguments, "--kill-at=5", ranks=2)
     newest = cloudckpt.latest(run)
@@ -73,3 +77,15 @@ def test_training_that_was_killed_goes_on_from_the_newest_checkpoint(
     assert {6, 7} <= set(found)
     assert not [*(tmp_path / "cwd").iterdir()]
     assert not [*tmp_path.glob("dump/**/*.distcp")]
+
+    # both have ended at the same model: one in Hugging Face's format, and one in torch's
+    first = []
+    for begun, options in (
+        (f"{run}/straight/step-7", ["--checkpoint.initial_load_in_hf"]),
+        (f"{run}/step-7", []),
+    ):
+        path = ["--checkpoint.initial_load_path", begun, *options]
+        arguments = _arguments(f"{run}/tuned{len(first)}", tmp_path, *path, steps=1)
+        first.append(job("torchtitan_job.py", *arguments, ranks=2)[0]["losses"]["1"])
+    assert first[0] == pytest.approx(first[1], rel=1e-5)
+    assert first[0] < 0.99 * straight["1"]

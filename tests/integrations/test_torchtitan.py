@@ -11,15 +11,20 @@ _MODULE = "torchtitan.components.checkpointer.dcp"
 _LIKE_TORCHTITAN = """
 class BaseCheckpointManager:
     class Config:
-        def __init__(self, folder, last_save_in_hf=False, last_save_model_only=True):
+        last_save_in_hf = initial_load_in_hf = initial_load_in_hf_quantized = False
+        last_save_model_only = initial_load_model_only = True
+        initial_load_path = None
+
+        def __init__(self, folder, **options):
             self.folder = folder
-            self.last_save_in_hf = last_save_in_hf
-            self.last_save_model_only = last_save_model_only
+            vars(self).update(options)
             self.__post_init__()
 
         def __post_init__(self):
             if self.last_save_in_hf and "://" in self.folder:
                 raise ValueError("last_save_in_hf is not supported with a remote folder")
+            if self.initial_load_in_hf and "://" in self.initial_load_path:
+                raise ValueError("initial_load_in_hf is not supported with a remote path")
 
 class CheckpointManager(BaseCheckpointManager):
     def dcp_save(self, state_dict, checkpoint_id, async_mode, gc=False, to_hf=False): ...
@@ -58,6 +63,14 @@ def test_the_refusal_of_models_on_uris_is_taken_back(torchtitan, first):
     ):
         with pytest.raises(ValueError, match="not supported"):
             config(**refused, last_save_in_hf=True)
+    begun = {"folder": "run", "initial_load_in_hf": True}
+    assert config(**begun, initial_load_path="s3://bucket/model").initial_load_in_hf
+    for refused in (
+        {"initial_load_path": "hdfs://node/model"},
+        {"initial_load_path": "s3://bucket/model", "initial_load_in_hf_quantized": True},
+    ):
+        with pytest.raises(ValueError, match="not supported"):
+            config(**begun, **refused)
     cloudckpt.uninstall()
     with pytest.raises(ValueError, match="not supported"):
         config("s3://bucket/run", last_save_in_hf=True)

@@ -1,10 +1,10 @@
 """torchtitan on URIs: ``install()``, and ``--checkpoint.folder s3://…``.
 
 torchtitan (0.3 and later) saves and loads by torch's functions, which ``install`` leads here, and
-lists and removes by fsspec, which :mod:`cloudckpt.integrations.fsspec` serves. What is left is the
-last save in Hugging Face's format, which it refuses on what is not local, since torch's writer of
-that format knows files only: :func:`changes` has :func:`cloudckpt.hf.save` write it, and takes the
-refusal back.
+lists and removes by fsspec, which :mod:`cloudckpt.integrations.fsspec` serves. What is left are
+models in Hugging Face's format, the last save and what training begins with, which it refuses on
+what is not local, since torch's writer and reader of that format know files only. :func:`changes`
+takes the refusals back, and has :func:`cloudckpt.hf.save` write; torch's reader has become ours.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["changes"]
 
 
 def changes(module: ModuleType) -> Iterator[Change]:
-    """Has the managers of ``torchtitan.components.checkpointer.dcp`` save models to URIs.
+    """Has the managers of ``torchtitan.components.checkpointer.dcp`` take URIs for models.
 
     Raises:
         AttributeError: If they do not look as those of 0.3.
@@ -38,17 +38,23 @@ def _is_ours(folder: str) -> bool:
 
 
 def _accepting(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """The check of the options, which refuses the last save in this format on any URI."""
+    """The check of the options, without its refusals of this format on URIs.
+
+    A model that is quantized stays refused: its reader is another one of torch's, for files only.
+    """
 
     @functools.wraps(original)
     def __post_init__(self: Any) -> None:  # noqa: N807
-        is_possible = self.last_save_model_only and _is_ours(self.folder)
-        wanted = self.last_save_in_hf
-        self.last_save_in_hf = wanted and not is_possible
+        saved, loaded = self.last_save_in_hf, self.initial_load_in_hf
+        if self.last_save_model_only and _is_ours(self.folder):
+            self.last_save_in_hf = False
+        is_plain = self.initial_load_model_only and not self.initial_load_in_hf_quantized
+        if is_plain and _is_ours((self.initial_load_path or "").strip()):
+            self.initial_load_in_hf = False
         try:
             original(self)
         finally:
-            self.last_save_in_hf = wanted
+            self.last_save_in_hf, self.initial_load_in_hf = saved, loaded
 
     return __post_init__
 
