@@ -70,6 +70,43 @@ def test_what_was_saved_after_a_listing_is_in_the_next(files, run, s3):
     assert len(files.ls(run)) == 4
 
 
+def test_a_listing_asks_for_one_level_only(files, run, s3, monkeypatch):
+    store = open_store(cloudckpt.CheckpointURI.parse(run), s3.config)
+    monkeypatch.setattr(store, "list", None)
+
+    assert [entry["type"] for entry in files.ls(run)] == ["file", "directory", "directory"]
+    assert files.isdir(run)
+    assert len(files.glob(f"{run}/step-*")) == 2
+
+
+def test_folders_are_found_by_the_listing_that_finds_files(files, run, s3, monkeypatch):
+    store = open_store(cloudckpt.CheckpointURI.parse(run), s3.config)
+    monkeypatch.setattr(store, "list_level", None)
+    base = run.removeprefix("s3://")
+
+    found = files.find(run, withdirs=True, detail=True)
+    folders = [name for name, entry in found.items() if entry["type"] == "directory"]
+    assert folders == [base, f"{base}/step-1", f"{base}/step-2"]
+    assert f"{base}/notes.txt" in found
+    assert list(found) == sorted(found)
+
+
+def test_what_is_denied_or_in_no_bucket_is_not_passed_over(files, run, s3, monkeypatch):
+    for look in (files.exists, files.glob, files.find, lambda path: list(files.walk(path))):
+        with pytest.raises(cloudckpt.BucketNotFoundError):
+            look("s3://no-such-bucket-at-all/run/*")
+
+    def refuse(prefix):
+        raise cloudckpt.AccessDeniedError("no", uri=prefix, certain=True)
+
+    store = open_store(cloudckpt.CheckpointURI.parse(run), s3.config)
+    monkeypatch.setattr(store, "list_level", refuse)
+    for look in (files.isdir, files.glob, lambda path: list(files.walk(path))):
+        with pytest.raises(cloudckpt.AccessDeniedError):
+            look(f"{run}/*")
+    assert list(files.walk(run, on_error="omit")) == []
+
+
 def test_a_store_that_is_not_reached_is_an_error_and_not_an_empty_folder():
     nobody = Config(retry=RetryPolicy(attempts=1), s3=S3Options(endpoint_url="http://127.0.0.1:1"))
     files = S3FileSystem(config=nobody, skip_instance_cache=True)
