@@ -20,7 +20,9 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.distributed.tensor import DTensor
 
 from cloudckpt.checkpoint.objects import is_committed
+from cloudckpt.checkpoint.torch_private import errors_gathered_as
 from cloudckpt.config import Config
+from cloudckpt.dcp.failures import portable
 from cloudckpt.dcp.load_loop import load_together, loads_together
 from cloudckpt.dcp.meeting import TORCHS_WAY, Meeting, Stance, one_error
 from cloudckpt.dcp.planners import CloudLoadPlanner, CloudSavePlanner
@@ -227,8 +229,9 @@ def save_prepared(
             no_dist=no_dist,
             use_collectives=use_collectives,
         )
+    uri = _location(writer)
     try:
-        return cast(Metadata, _each_alone(meeting, save_it, lambda: not use_collectives))
+        return cast(Metadata, _each_alone(meeting, save_it, lambda: not use_collectives, uri))
     except (CheckpointException, RuntimeError) as exc:
         raise _settle(exc, writer, _rank(process_group, no_dist)) from exc
     finally:
@@ -316,12 +319,12 @@ def _load_once(
     load_it: Callable[[], None], reader: StorageReader, meeting: Meeting, rank: int
 ) -> None:
     """Loads with torch's loader; all ranks raise the same."""
-    ours = reader if isinstance(reader, CloudStorageReader) else None
+    ours, uri = reader if isinstance(reader, CloudStorageReader) else None, _location(reader)
     try:
         with told_once():
-            _each_alone(meeting, load_it, lambda: ours is not None and ours.reads_alone)
+            _each_alone(meeting, load_it, lambda: ours is not None and ours.reads_alone, uri)
     except (CheckpointException, RuntimeError) as exc:
-        raise _cause(exc, rank, _location(reader)) from exc
+        raise _cause(exc, rank, uri) from exc
 
 
 def exists(checkpoint_id: URILike, *, config: Config | None = None) -> bool:
@@ -345,7 +348,9 @@ def exists(checkpoint_id: URILike, *, config: Config | None = None) -> bool:
     return is_committed(open_store(uri, config), uri, Retrier(config.retry))
 
 
-def _each_alone(meeting: Meeting, run: Callable[[], T], applies: Callable[[], bool]) -> T:
+def _each_alone(
+    meeting: Meeting, run: Callable[[], T], applies: Callable[[], bool], uri: str | None
+) -> T:
     """Runs a save or load of torch; without collectives, too, its ranks raise alike.
 
     They meet only in a barrier at its end then. A rank that fails before would leave the others
@@ -356,11 +361,13 @@ def _each_alone(meeting: Meeting, run: Callable[[], T], applies: Callable[[], bo
         meeting: Of the ranks.
         run: What they do.
         applies: Whether that was without collectives.
+        uri: The checkpoint, for messages.
     """
     result: T | None = None
     failure: Exception | None = None
     try:
-        result = run()
+        with errors_gathered_as(lambda error: portable(error, uri)):
+            result = run()
     except Exception as error:
         if meeting.group is None or not applies() or _is_of_group(error):
             raise

@@ -32,6 +32,7 @@ from cloudckpt import (
     RanksFailedError,
     ShapeMismatchError,
     UnsupportedTensorError,
+    UntrustedPickleError,
 )
 from cloudckpt.background import saver
 from cloudckpt.stores.local import LocalStore
@@ -128,6 +129,71 @@ def test_an_error_that_cannot_be_pickled_is_told_to_all(local, ranks):
     assert all(isinstance(error, CloudCheckpointError) for error in told), told
     assert all("the dog ate it" in str(error) for error in told), told
     assert local.names() == []
+
+
+class OneOfALibraryError(Exception):
+    """It can be pickled, and not unpickled: as many are whose arguments are not those of the
+    class above."""
+
+    def __init__(self, what: str, whose: str) -> None:
+        super().__init__(f"{whose} {what}")
+
+
+class Odd(DefaultSavePlanner):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def _fail(self, where: str) -> None:
+        if where == self.where and _is_last():
+            raise OneOfALibraryError("ate it", "the dog")
+
+    def set_up_planner(self, *args, **kwargs):
+        self._fail("set_up_planner")
+        super().set_up_planner(*args, **kwargs)
+
+    def create_local_plan(self):
+        self._fail("create_local_plan")
+        return super().create_local_plan()
+
+    def finish_plan(self, new_plan):
+        self._fail("finish_plan")
+        return super().finish_plan(new_plan)
+
+
+class OddValue:
+    """Makes its own items, or not."""
+
+    def __create_write_items__(self, fqn, value):
+        if _is_last():
+            raise OneOfALibraryError("ate it", "the dog")
+        return []
+
+
+class OddLoad(DefaultLoadPlanner):
+    def create_local_plan(self):
+        if _is_last():
+            raise OneOfALibraryError("ate it", "the dog")
+        return super().create_local_plan()
+
+
+def _oddly(where: str, place: Place) -> None:
+    if where == "load":
+        save({"a": numbered(3)}, place)
+        load({"a": torch.zeros(3)}, place, planner=OddLoad())
+    elif where == "a value":
+        save({"a": OddValue()}, place)
+    else:
+        save({"a": numbered(3)}, place, planner=Odd(where))
+
+
+@pytest.mark.parametrize(
+    "where", ["set_up_planner", "create_local_plan", "finish_plan", "a value", "load"]
+)
+def test_an_error_that_other_ranks_cannot_unpickle_leaves_nobody_waiting(where, local, ranks):
+    told = ranks.errors(2, _oddly, where, local, deadline=60)
+    assert [type(error) for error in told] == [CheckpointError] * 2
+    assert all("the dog ate it" in str(error) for error in told), told
 
 
 def _failing_save_by_torch(place: Place) -> dict:
@@ -694,6 +760,27 @@ def test_metadata_that_one_rank_can_not_read_is_told_to_all_as_what_it_is(error,
     expected = type(error) if isinstance(error, CloudCheckpointError) else CheckpointError
     assert [type(error) for error in told] == [expected] * 2
     assert all(type(error).__name__ in str(one) or str(error) in str(one) for one in told)
+
+
+class OfTheUser:
+    """What a planner keeps with the metadata."""
+
+
+class Keeping(DefaultSavePlanner):
+    def create_global_plan(self, all_plans):
+        plans, metadata = super().create_global_plan(all_plans)
+        metadata.kept = OfTheUser()
+        return plans, metadata
+
+
+def _load_what_one_rank_does_not_trust(place: Place) -> None:
+    save({"a": numbered(3)}, place, planner=Keeping())
+    load({"a": torch.zeros(3)}, place, trust_pickle=not _is_last())
+
+
+def test_metadata_that_one_rank_does_not_trust_are_refused_on_all(local, ranks):
+    told = ranks.errors(2, _load_what_one_rank_does_not_trust, local, deadline=60)
+    assert [type(error) for error in told] == [UntrustedPickleError] * 2
 
 
 def _damage(place: Place, name: str) -> None:

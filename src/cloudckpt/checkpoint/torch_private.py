@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import IO, Any
@@ -39,6 +40,7 @@ __all__ = [
     "create_chunk_list",
     "dcp_logger",
     "dcp_step_logger",
+    "errors_gathered_as",
     "device_for_collectives",
     "flatten_sharded_tensors",
     "flatten_state_dict",
@@ -88,6 +90,39 @@ def load_with(
 
     with open_zip(file) as archive:
         return load(archive, map_location, SimpleNamespace(Unpickler=Unpickler))
+
+
+_of_thread = threading.local()
+
+
+class _Gathered:
+    """Stands for what torch makes of an error that it gathers."""
+
+    def __init__(self, usual: Callable[[BaseException], Any]) -> None:
+        self._usual = usual
+
+    def __call__(self, error: BaseException) -> Any:
+        make = getattr(_of_thread, "make", None)
+        return self._usual(error if make is None else make(error))
+
+
+@contextlib.contextmanager
+def errors_gathered_as(make: Callable[[BaseException], BaseException]) -> Iterator[None]:
+    """Within, and on this thread, torch's steps tell other ranks what is made of an error.
+
+    torch pickles it as it is, also if it can't be pickled, or unpickled: then the ranks wait for
+    each other until the timeout of their group.
+    """
+    steps: Any = importlib.import_module("torch.distributed.checkpoint.utils")
+    usual = getattr(steps, "_wrap_exception", None)
+    if usual is not None and not isinstance(usual, _Gathered):
+        steps._wrap_exception = _Gathered(usual)
+    before = getattr(_of_thread, "make", None)
+    _of_thread.make = make
+    try:
+        yield
+    finally:
+        _of_thread.make = before
 
 
 class _Unlisted(list[Any]):

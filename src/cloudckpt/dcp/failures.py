@@ -32,7 +32,7 @@ def portable(error: E, uri: str | None) -> E | CheckpointError:
         cause=error,
     )
     made.__cause__ = error
-    return made
+    return made.with_traceback(error.__traceback__)
 
 
 @contextlib.contextmanager

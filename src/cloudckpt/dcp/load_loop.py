@@ -9,6 +9,7 @@ several ranks want. Planners of the caller's are carried out by torch's loader.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -71,9 +72,10 @@ def _load(
     meeting: Meeting,
 ) -> None:
     rank = 0 if meeting.group is None else dist.get_rank(meeting.group)
-    metadata = _metadata(reader, meeting, rank)
+    metadata_of = _metadata(reader, meeting, rank)
 
     def plan() -> LoadPlan:
+        metadata = metadata_of()
         planner.set_up_planner(state_dict, metadata, rank == 0)
         reader.set_up_storage_reader(metadata, rank == 0)
         return planner.finish_plan(planner.create_local_plan())
@@ -95,8 +97,12 @@ def _load(
         raise failure
 
 
-def _metadata(reader: CloudStorageReader, meeting: Meeting, rank: int) -> Metadata:
-    """What the first rank reads; or what each one has, if they have saved each by itself."""
+def _metadata(reader: CloudStorageReader, meeting: Meeting, rank: int) -> Callable[[], Metadata]:
+    """What the first rank reads; or what each one has, if they have saved each by itself.
+
+    Returns:
+        Makes it of what was told, which may fail on one rank: it may trust other classes.
+    """
     read: list[Metadata] = []
 
     def read_it() -> bytes | ModelFolder | CheckpointNotFoundError:
@@ -109,5 +115,5 @@ def _metadata(reader: CloudStorageReader, meeting: Meeting, rank: int) -> Metada
     told = meeting.told_by_first(read_it)
     if isinstance(told, CheckpointNotFoundError):
         reader.failure = told
-        return meeting.begin(functools.partial(reader.read_metadata, rank=rank))
-    return read[0] if read else reader.adopt(told)
+        return functools.partial(reader.read_metadata, rank=rank)
+    return (lambda: read[0]) if read else functools.partial(reader.adopt, told)

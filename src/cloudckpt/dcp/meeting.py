@@ -203,7 +203,7 @@ class Meeting:
             found: list[Stance] = [stance] * dist.get_world_size(self.group)
             told = replace(stance, failure=portable(stance.failure, stance.location or None))
             dist.all_gather_object(found, told, group=self.group)
-        found[rank] = stance  # with its own traceback
+        found[rank] = told  # with its own traceback
         return Verdict(rank, bool(busy), not unfit, plan, found)
 
     def begin(self, prepare: Callable[[], T], stance: Callable[[T], Stance] = _no_objection) -> T:
