@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from benchmarks.models import FilesByBoto3, OurModel, RunaiStreamer
 from benchmarks.ours import CloudCkpt
 from benchmarks.places import REGION, Place
 from benchmarks.stock import Local, PlanOnly, StockDcp, no_reader
@@ -39,6 +40,8 @@ class Entry:
     """Of its URIs, as far as it has any: only `dialects` measures others than S3's."""
     only_async: bool = False
     """Whether it differs from another only in how it saves in the background."""
+    is_model: bool = False
+    """Whether it writes models in safetensors files, which only `safetensors` measures."""
 
     @property
     def installed(self) -> bool:
@@ -127,6 +130,27 @@ CONTENDERS: Mapping[str, Entry] = {
     ),
     "fsspec": Entry(
         "torch FsspecWriter + s3fs", ("s3fs",), ("s3fs", "fsspec", "aiobotocore"), _fsspec
+    ),
+    "cloudckpt-safetensors": Entry(
+        "cloudckpt.hf",
+        ("cloudckpt",),
+        ("cloudckpt",),
+        OurModel,
+        is_model=True,
+    ),
+    "safetensors-boto3": Entry(
+        "safetensors and boto3",
+        ("safetensors", "boto3"),
+        ("safetensors", "boto3"),
+        FilesByBoto3,
+        is_model=True,
+    ),
+    "runai-streamer": Entry(
+        "runai-model-streamer, loads only",
+        ("runai_model_streamer", "runai_model_streamer_s3"),
+        ("runai-model-streamer", "runai-model-streamer-s3"),
+        RunaiStreamer,
+        is_model=True,
     ),
     "filesystem": Entry("torch FileSystemWriter to tmpfs", (), ("torch",), Local),
     "plan-only": Entry(

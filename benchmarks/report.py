@@ -18,6 +18,7 @@ _TITLES: Mapping[str, str] = {
     "plain": "One process, a link that is never the bottleneck",
     "dialects": "The same in the dialects of Google and Azure",
     "memory": "Extra memory by checkpoint size",
+    "safetensors": "Models in safetensors files",
     "shaped": "10 MB/s a connection, 50 ms to the first byte, 8 connections",
     "many-small": "Many small tensors against one of the same bytes",
     "resharding": "Loading on another number of ranks",

@@ -81,6 +81,8 @@ class Limits:
     """Data requests over the ideal count, sharded by rows."""
     MANY_SMALL = 2.0
     """Wall time of a first save of 20,000 small tensors over planning and one tensor."""
+    MODEL_CPU = 1.2
+    """CPU of saving or loading a model in safetensors files over that of our own format."""
     STALL = 1.15
     """Stall of the second and later `async_save` over a memcpy of the same bytes, plus
     `STALL_SECONDS`."""
@@ -96,12 +98,14 @@ OURS_ELSEWHERE = ("cloudckpt-gcs", "cloudckpt-azure")
 """The same over the dialects of Google and Azure."""
 OURS_IN_A_PROCESS = "cloudckpt-process"
 """The same, saving in the background in a process of its own."""
+OURS_AS_MODEL = "cloudckpt-safetensors"
+"""The same, as models in safetensors files."""
 FLOOR = "floor"
 
 
 def is_ours(contender: str) -> bool:
     """Returns whether `contender` is cloudckpt, in whichever dialect."""
-    return contender in (OURS, OURS_IN_A_PROCESS, *OURS_ELSEWHERE)
+    return contender in (OURS, OURS_IN_A_PROCESS, OURS_AS_MODEL, *OURS_ELSEWHERE)
 
 
 def limit_for(contender: str, limit: float) -> float | None:

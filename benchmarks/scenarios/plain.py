@@ -19,13 +19,25 @@ ACTIONS: tuple[Action, ...] = ("save", "load")
 def measure(bench: Bench) -> list[Row]:
     """Returns the numbers of every contender, of ours the one over S3."""
     names = [
-        name for name, entry in CONTENDERS.items() if entry.scheme == "s3" and not entry.only_async
+        name
+        for name, entry in CONTENDERS.items()
+        if entry.scheme == "s3" and not entry.only_async and not entry.is_model
     ]
     return compare(bench, "plain", bench.taking_part(*names))
 
 
-def compare(bench: Bench, scenario: str, contenders: Sequence[str]) -> list[Row]:
-    """Returns CPU, wall time and extra memory of `contenders`, taken in alternation."""
+def compare(
+    bench: Bench,
+    scenario: str,
+    contenders: Sequence[str],
+    *,
+    baseline: str = FLOOR,
+    cpu_limit: float = Limits.CPU,
+) -> list[Row]:
+    """Returns CPU, wall time and extra memory of `contenders`, taken in alternation.
+
+    `cpu_limit` is what ours may take, over `baseline`.
+    """
     spec = mixed(bench.sized(GIB, 128 * MIB))
     for name in contenders:
         bench.attempt(name, prepare, bench.server, name, spec, f"{name}-loads")
@@ -44,7 +56,16 @@ def compare(bench: Bench, scenario: str, contenders: Sequence[str]) -> list[Row]
         for action in ACTIONS
         for name in contenders
         if costs[name, action]
-        for row in _rows(scenario, name, action, spec, costs[name, action], costs[FLOOR, action])
+        for row in _rows(
+            scenario,
+            name,
+            action,
+            spec,
+            costs[name, action],
+            costs[baseline, action],
+            baseline,
+            cpu_limit,
+        )
     ]
 
 
@@ -60,14 +81,17 @@ def _rows(
     action: Action,
     spec: StateSpec,
     costs: list[Cost],
-    floor: list[Cost],
+    of_baseline: list[Cost],
+    baseline: str,
+    cpu_limit: float,
 ) -> list[Row]:
     gib = spec.total / GIB
     case = f"{action} {spec.total // MIB} MiB"
     cpu = tuple(cost.cpu_s / gib for cost in costs)
     wall = tuple(cost.wall_s / gib for cost in costs)
     memory = tuple(cost.extra_memory / MIB for cost in costs)
-    ratio = median(cpu) / median(cost.cpu_s / gib for cost in floor) if floor else None
+    yardstick = [cost.cpu_s / gib for cost in of_baseline]
+    ratio = median(cpu) / median(yardstick) if yardstick else None
     return [
         Row(
             scenario=scenario,
@@ -77,8 +101,8 @@ def _rows(
             unit="s/GiB",
             samples=cpu,
             ratio=ratio,
-            baseline=FLOOR,
-            limit=limit_for(name, Limits.CPU),
+            baseline=baseline,
+            limit=limit_for(name, cpu_limit),
         ),
         Row(
             scenario=scenario,

@@ -74,6 +74,8 @@ def read_request(wire: Wire) -> Request:
     while line := wire.readline():
         name, _, value = line.decode("latin-1").partition(":")
         headers[name.lower()] = value.strip()
+    if target.startswith("http://"):  # what clients send to a proxy, and some to any server
+        target = "/" + target.split("/", 3)[3]
     path, _, query = target.partition("?")
     bucket, _, key = unquote(path).lstrip("/").partition("/")
     if headers.get("expect", "").lower() == "100-continue":

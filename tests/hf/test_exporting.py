@@ -129,6 +129,16 @@ def test_parts_are_large_enough_and_make_up_the_file(header, sizes, most) -> Non
             assert part.start % _BLOCK == 0
 
 
+def test_of_16_tensors_of_64_mib_less_than_2_percent_are_sent_again() -> None:
+    nbytes = 64 * MIB
+    blocks = Blocks(CRC32C, MIB, (0,) * 64)
+    extents = [StoredBytes("key", 0, nbytes, blocks, None, str(n)) for n in range(16)]
+    parts = cut_into_parts(b"h" * 4096, extents, least=5 * MIB, most=256 * MIB)
+    ours = [one for part in parts if isinstance(part, list) for one in part]
+    sent = sum(len(one) if isinstance(one, bytes) else one.nbytes for one in ours)
+    assert sent <= 0.02 * 16 * nbytes
+
+
 def test_a_model_becomes_a_checkpoint(local) -> None:
     cloudckpt.hf.save(full_state(), local.at("model").uri, config=local.config)
     cloudckpt.format_utils.dcp_to_dcp(

@@ -6,8 +6,18 @@ import math
 import pytest
 import torch
 
-from cloudckpt import ConfigError
-from cloudckpt.hf.layout import Chunk, Run, TensorPlan, boxes_between, divide, plan_files
+from cloudckpt import Config, ConfigError
+from cloudckpt.config import MIB
+from cloudckpt.hf.layout import (
+    Chunk,
+    Run,
+    TensorPlan,
+    boxes_between,
+    divide,
+    plan_files,
+    plan_work,
+)
+from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.transfer.memory import narrow
 
 
@@ -112,6 +122,34 @@ def test_boxes_between_two_elements_hold_these_in_order(shape: tuple[int, ...]) 
             n for box in boxes_between(shape, start, stop) for n in narrow(numbers, box).flatten()
         ]
         assert found == list(range(start, stop))
+
+
+_LIMITS = MemoryStore("limits").capabilities
+_MOST = Config().memory_budget // 6 + MIB
+
+
+@pytest.mark.parametrize("split", ["rows", "columns", "whole"])
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_parts_are_large_only_where_little_is_copied(split: str, is_plain: bool) -> None:
+    shape = (64 * 1024, 4096)  # 1 GiB
+    boxes = SPLITS[split](shape, 4)[: 1 if split == "whole" else 4]
+    tensor = TensorPlan(
+        "w", torch.float32, shape, [Chunk(n, 0, box) for n, box in enumerate(boxes)]
+    )
+    files = plan_files([tensor], 5 * 10**9, None)
+    (size,), work = plan_work(files, Config(), _LIMITS, [is_plain] * 4)
+    assert (size > _MOST) == (is_plain and split != "columns")
+    assert sum(len(one.own) + len([r for r in one.rounds if r.part]) for one in work) == -(
+        -files[0].size // size
+    )
+
+
+def test_many_small_tensors_are_packed_into_small_parts() -> None:
+    tensors = [
+        TensorPlan(f"{n}", torch.float32, (8000,), [Chunk(0, n, ((0, 8000),))]) for n in range(9000)
+    ]
+    (size,), _ = plan_work(plan_files(tensors, 5 * 10**9, None), Config(), _LIMITS, [True])
+    assert size <= _MOST, "a part of copies alone must fit into the memory for them"
 
 
 def _plan(name: str, numel: int) -> TensorPlan:

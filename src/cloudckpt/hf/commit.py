@@ -68,9 +68,7 @@ from cloudckpt.hf.layout import FilePlan, needs_index, weight_map
 from cloudckpt.hf.sending import FileUpload
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, Part, Upload, random_suffix
 from cloudckpt.stores.listings import forget_listings
-from cloudckpt.transfer.boxes import ALIGNMENT, aligned
 from cloudckpt.transfer.group import TaskGroup
-from cloudckpt.transfer.parts import choose_part_size
 from cloudckpt.transfer.retry import Retrier, open_store
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.upload import put_whole
@@ -104,11 +102,11 @@ class FilesUnderConstruction:
         self._conditional = True
         self._may_be_there = False  # whether the last step was sent, and not refused
 
-    def begin(self, part_sizes: Sequence[int] | None = None) -> None:
+    def begin(self, part_sizes: Sequence[int]) -> None:
         """Looks what is there, and begins the uploads.
 
         Args:
-            part_sizes: Bytes of the parts of each file, unless they follow from the options.
+            part_sizes: Bytes of the parts of each file.
 
         Raises:
             CheckpointExistsError: If there is a model and ``overwrite`` is off.
@@ -124,7 +122,6 @@ class FilesUnderConstruction:
         self._conditional = conditions_work(
             self._store, setting, self._uri.key(trial), self._retrier
         )
-        sizes = part_sizes or [self._part_size(file.size) for file in self._files]
         self._begun = [
             FileUpload(
                 self._store,
@@ -135,7 +132,7 @@ class FilesUnderConstruction:
                 TransferStats(),
                 create_only=self._conditional and not self._replaces(file.name),
             )
-            for file, size in zip(self._files, sizes, strict=True)
+            for file, size in zip(self._files, part_sizes, strict=True)
         ]
         try:
             self._each(self._begun, FileUpload.begin)
@@ -256,18 +253,6 @@ class FilesUnderConstruction:
     def _replaces(self, name: str) -> bool:
         """Whether a file replaces the one of its name, which is not deleted before."""
         return name in self._there and not needs_index(self._files)
-
-    def _part_size(self, size: int) -> int:
-        config = self._config
-        found = choose_part_size(
-            size,
-            config.part_size,
-            self._store.capabilities,
-            connections=config.connections,
-            copied=config.memory_budget,
-        )
-        least = -(-size // self._store.capabilities.max_parts)
-        return aligned(max(found, least), ALIGNMENT)  # no element is cut
 
     def _look(self) -> dict[str, ObjectInfo]:
         """What belongs to a model that is there, or was to: its index and its files, by name.

@@ -30,8 +30,16 @@ from cloudckpt.errors import (
     KeyCollisionError,
 )
 from cloudckpt.hf.commit import FilesUnderConstruction
-from cloudckpt.hf.layout import Chunk, FilePlan, RankWork, TensorPlan, divide, natural, plan_files
-from cloudckpt.hf.sending import FileUpload, send_work, slab_bytes
+from cloudckpt.hf.layout import (
+    Chunk,
+    FilePlan,
+    RankWork,
+    TensorPlan,
+    natural,
+    plan_files,
+    plan_work,
+)
+from cloudckpt.hf.sending import FileUpload, send_work
 from cloudckpt.hf.writer import bytes_of_size
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, Part, Upload
 from cloudckpt.transfer.download import download
@@ -117,9 +125,10 @@ def export_checkpoint(
         except InvalidRequestError as error:  # some servers want parts of one size, or no copies
             logger.warning("the store does not copy that, so it is read and sent: %s", error)
     building = FilesUnderConstruction(uri, config, files)
-    building.begin()
+    sizes, (work,) = plan_work(files, config, target_store.capabilities, [True])
+    building.begin(sizes)
     try:
-        parts = _sent_by_files(files, building.uploads, found, target_store, config, stats)
+        parts = _sent_by_files(files, work, building.uploads, found, target_store, config, stats)
     except BaseException:
         building.abandon()
         raise
@@ -230,6 +239,7 @@ class _Source:
 
 def _sent_by_files(
     files: Sequence[FilePlan],
+    work: RankWork,
     uploads: Sequence[Upload],
     found: _Source,
     store: ObjectStore,
@@ -239,14 +249,14 @@ def _sent_by_files(
     """Loads and sends the files one after the other; returns their parts."""
     names = [tensor.name for tensor in found.tensors]
     sent: list[list[Part]] = []
-    for file, upload in zip(files, uploads, strict=True):
-        (work,) = divide([file], [upload.part_size], 1, slab_bytes(config))
+    for number, (file, upload) in enumerate(zip(files, uploads, strict=True)):
+        own = [dataclasses.replace(part, file=0) for part in work.own if part.file == number]
         state = found.loaded(file.tensors)
 
         def resolve(item: int, state: Mapping[str, torch.Tensor] = state) -> torch.Tensor:
             return state[names[item]]
 
-        (parts,) = send_work(RankWork([], work.own), [upload], resolve, store, config, stats, None)
+        (parts,) = send_work(RankWork([], own), [upload], resolve, store, config, stats, None)
         sent.append(sorted(parts, key=lambda part: part.number))
     return sent
 

@@ -19,8 +19,12 @@ from dataclasses import dataclass, field
 import torch
 
 from cloudckpt.checkpoint.safetensors import INDEX, SINGLE_FILE, SUFFIX, header_bytes
+from cloudckpt.config import Config
 from cloudckpt.errors import ConfigError, UnsupportedTensorError
-from cloudckpt.transfer.boxes import Box, row_major_slices
+from cloudckpt.stores.base import Capabilities
+from cloudckpt.transfer.boxes import ALIGNMENT, Box, aligned, row_major_slices
+from cloudckpt.transfer.parts import choose_part_size
+from cloudckpt.transfer.staging import PACKED_BELOW, slab_of
 
 __all__ = [
     "Chunk",
@@ -38,7 +42,10 @@ __all__ = [
     "nbytes_of",
     "needs_index",
     "plan_files",
+    "plan_work",
+    "pool_budget",
     "runs_of_part",
+    "slab_bytes",
     "weight_map",
 ]
 
@@ -352,6 +359,71 @@ def divide(
                             gift = Gift(owner, piece.item, piece.source, run.dtype)
                             rounds[at][piece.rank].gifts.append(gift)
     return [RankWork([each[rank] for each in rounds], own[rank]) for rank in range(ranks)]
+
+
+def plan_work(
+    files: Sequence[FilePlan], config: Config, limits: Capabilities, is_plain: Sequence[bool]
+) -> tuple[list[int], list[RankWork]]:
+    """The bytes of the parts of each file, and what each rank does.
+
+    Parts are as large as they would be in a checkpoint, if little of each is copied or handed on;
+    else they are so small that copies of some fit into the memory budget.
+
+    Args:
+        files: The files.
+        config: Options.
+        limits: Of the store.
+        is_plain: Of each rank whether its tensors lie in memory as they do in the files.
+    """
+    ranks, most = len(is_plain), part_of_budget(config.memory_budget)
+    for limit in (limits.max_part_size, 2 * most, most):
+        sizes = [_part_size(file.size, limit, config, limits) for file in files]
+        work = divide(files, sizes, ranks, slab_bytes(config.memory_budget))
+        if all(_copied(one, rank, is_plain) <= most for rank, one in enumerate(work)):
+            break
+    return sizes, work
+
+
+def part_of_budget(budget: int) -> int:
+    """Most bytes of a part that are copies: two such parts are held back, and two exchanged."""
+    return budget // 6
+
+
+def pool_budget(budget: int) -> int:
+    """What is left of the budget to put parts together in."""
+    return budget - 2 * part_of_budget(budget)
+
+
+def slab_bytes(budget: int) -> int:
+    """Most bytes that are put together at a time."""
+    return slab_of(pool_budget(budget))
+
+
+def _part_size(size: int, limit: int, config: Config, limits: Capabilities) -> int:
+    found = choose_part_size(size, config.part_size, limits, connections=config.connections)
+    least = max(-(-size // limits.max_parts), limits.min_part_size)
+    return aligned(max(min(found, limit), least), ALIGNMENT)  # no element is cut
+
+
+def _copied(work: RankWork, rank: int, is_plain: Sequence[bool]) -> int:
+    """The most bytes of a part that a rank copies, or hands on in a round."""
+    most = 0
+    for part in (*work.own, *(each.part for each in work.rounds if each.part is not None)):
+        copied = sum(
+            run.nbytes
+            for run in part.runs
+            if isinstance(run, Run) and not (is_plain[rank] and _lies_at(run, rank))
+        )
+        most = max(most, copied)
+    for each in work.rounds:
+        handed = sum(nbytes_of(gift.source, gift.dtype) for gift in each.gifts)
+        most = max(most, handed)
+    return most
+
+
+def _lies_at(run: Run, rank: int) -> bool:
+    """Whether a run is sent from the memory of a tensor of that rank, if that is plain."""
+    return len(run.pieces) == 1 and run.pieces[0].rank == rank and run.nbytes >= PACKED_BELOW
 
 
 def nbytes_of(box: Box, dtype: torch.dtype) -> int:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from cloudckpt.api import ToSave, save_prepared
 from cloudckpt.config import Config
+from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.hf.writer import SafetensorsWriter
 from cloudckpt.uri import URILike
 
@@ -60,6 +61,7 @@ def save(
         ProcessGroupError: If a rank died or the ranks lost each other.
     """
     made: list[SafetensorsWriter] = []
+    planner = CloudSavePlanner()
 
     def prepare() -> ToSave:
         writer = SafetensorsWriter(
@@ -69,9 +71,10 @@ def save(
             fqn_to_file=fqn_to_file,
             config=config,
             process_group=process_group,
+            planner=planner,
         )
         made.append(writer)
-        return ToSave(writer)
+        return ToSave(writer, planner)
 
     try:
         save_prepared(state_dict, prepare, process_group=process_group, no_dist=no_dist)

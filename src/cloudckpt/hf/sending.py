@@ -11,22 +11,22 @@ import torch.distributed as dist
 from cloudckpt.checkpoint.torch_private import device_for_collectives
 from cloudckpt.config import Config
 from cloudckpt.errors import CloudCheckpointError, RanksFailedError
-from cloudckpt.hf.layout import Gift, PartPlanOfRanks, RankWork, Round, Run, nbytes_of
+from cloudckpt.hf.layout import Gift, PartPlanOfRanks, RankWork, Round, Run, nbytes_of, pool_budget
 from cloudckpt.stores.base import ObjectStore, Part, Upload
+from cloudckpt.transfer.boxes import aligned
 from cloudckpt.transfer.group import TaskGroup
-from cloudckpt.transfer.memory import bytes_of, is_plain, narrow
+from cloudckpt.transfer.memory import bytes_of, host_buffer, is_plain, narrow
 from cloudckpt.transfer.parts import PartPlan, Piece
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.staging import PACKED_BELOW, StagingPool
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.upload import ObjectUpload
 
-__all__ = ["FileUpload", "slab_bytes", "send_work"]
+__all__ = ["FileUpload", "send_work"]
 
 
-def slab_bytes(config: Config) -> int:
-    """Most bytes that are put together at a time."""
-    return StagingPool(config.memory_budget, TaskGroup(1).cancellation).slab_bytes
+_GRAIN = 8  # bytes: where elements of all types may begin
+_STATUS = 8  # bytes behind what a rank hands to another: the first is 1 if it has failed
 
 
 class FileUpload(ObjectUpload):
@@ -114,7 +114,7 @@ def send_work(
     """
     tasks = TaskGroup(config.connections, name="cloudckpt-save", interrupt=store.interrupt)
     retrier = Retrier(config.retry, tasks.cancellation, on_retry=stats.add_retry)
-    pool = StagingPool(config.memory_budget, tasks.cancellation)
+    pool = StagingPool(pool_budget(config.memory_budget), tasks.cancellation)
     files = [
         FileUpload(store, upload.key, upload.part_size, tasks, retrier, stats) for upload in uploads
     ]
@@ -124,9 +124,11 @@ def send_work(
 
     def produce() -> None:
         failure: Exception | None = None
-        for each in work.rounds:
+        if work.rounds:
             assert group is not None
-            received, failure, is_over = _exchange(group, each, sender.given, failure)
+            exchange = _Exchange(group, work.rounds)
+        for each in work.rounds:
+            received, failure, is_over = exchange.hold(each, sender.give, failure)
             if failure is not None:
                 raise failure
             if is_over:
@@ -174,10 +176,10 @@ class _Sender:
             self._tensors[item] = self._resolve(item)
         return self._tensors[item]
 
-    def given(self, gift: Gift) -> torch.Tensor:
-        """The bytes that another rank gets."""
-        tensor = narrow(self._tensor(gift.item), gift.source).to(gift.dtype)
-        return tensor.contiguous().reshape(-1).view(torch.uint8)
+    def give(self, gift: Gift, into: torch.Tensor) -> None:
+        """Copies what another rank gets to bytes of the same number."""
+        source = narrow(self._tensor(gift.item), gift.source)
+        into.view(gift.dtype).view(source.shape).copy_(source)
 
     def send(self, part: PartPlanOfRanks, received: Mapping[int, torch.Tensor]) -> None:
         """Puts a part together and sends it; ``received`` has what other ranks gave, in order."""
@@ -235,7 +237,7 @@ class _Sender:
         """A run that another rank gave, and that no slab holds at once."""
         rank = run.pieces[0].rank
         start, most = at[rank], self._pool.slab_bytes
-        at[rank] += run.nbytes
+        at[rank] += aligned(run.nbytes, _GRAIN)
         for first in range(start, start + run.nbytes, most):
             count = min(most, start + run.nbytes - first)
             slab, place = self._pool.reserve(count)
@@ -257,8 +259,8 @@ class _Sender:
                 if piece.rank in received:
                     count = nbytes_of(piece.place, run.dtype)
                     start = at[piece.rank]
-                    at[piece.rank] += count
-                    data = received[piece.rank][start : start + count].clone().view(run.dtype)
+                    at[piece.rank] += aligned(count, _GRAIN)
+                    data = received[piece.rank][start : start + count].view(run.dtype)
                     source = data.view([size for _, size in piece.place])
                 else:
                     source = narrow(self._tensor(piece.item), piece.source)
@@ -267,45 +269,73 @@ class _Sender:
         return Piece(slab.view[place : place + nbytes], lease=slab)
 
 
-def _exchange(
-    group: dist.ProcessGroup,
-    work: Round,
-    given: Callable[[Gift], torch.Tensor],
-    failure: Exception | None,
-) -> tuple[dict[int, torch.Tensor], Exception | None, bool]:
-    """One round, in which all ranks take part, also those that have failed: all stop behind it.
+class _Exchange:
+    """What ranks hand to each other, round after round, in two pieces of memory.
 
-    In front of what a rank hands to another stands a byte that says whether it has failed.
-
-    Returns:
-        What this rank was given, by ranks; why it has failed, if it has; and whether any has.
+    All ranks take part in each round, also those that have failed: all stop behind it.
     """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    device = torch.device(device_for_collectives(group))
-    expected, handed = [1] * size, [1] * size
-    for run in work.part.runs if work.part is not None else ():
-        if isinstance(run, Run):
-            for piece in run.pieces:
-                if piece.rank != rank:
-                    expected[piece.rank] += nbytes_of(piece.place, run.dtype)
-    for gift in work.gifts:
-        handed[gift.to] += nbytes_of(gift.source, gift.dtype)
-    starts = [0, *itertools.accumulate(handed)][:-1]
-    room = torch.empty(sum(handed), dtype=torch.uint8, device=device)
-    if failure is None:
-        try:
-            at = [start + 1 for start in starts]
-            for gift in work.gifts:
-                data = given(gift)
-                room[at[gift.to] : at[gift.to] + data.numel()].copy_(data)
-                at[gift.to] += data.numel()
-        except Exception as error:  # noqa: BLE001 - raised when the others have been told
-            failure = error
-    room[torch.tensor(starts, device=device)] = int(failure is not None)
-    taken = torch.empty(sum(expected), dtype=torch.uint8, device=device)
-    dist.all_to_all_single(taken, room, expected, handed, group=group)
-    parts = torch.split(taken.cpu(), expected)
-    received = {
-        index: data[1:] for index, data in enumerate(parts) if index != rank and data.numel() > 1
-    }
-    return received, failure, any(bool(data[0]) for data in parts)
+
+    def __init__(self, group: dist.ProcessGroup, rounds: Sequence[Round]) -> None:
+        self._group = group
+        self._rank = dist.get_rank(group)
+        device = torch.device(device_for_collectives(group))
+        sizes = [self._sizes(each) for each in rounds]
+        self._out, self._in = (
+            host_buffer(most, pinned=False) if device.type == "cpu" else _on(device, most)
+            for most in (max(sum(of) for of in both) for both in zip(*sizes, strict=True))
+        )
+
+    def _sizes(self, work: Round) -> tuple[list[int], list[int]]:
+        """Bytes that this rank hands to each rank, and that it gets."""
+        size = dist.get_world_size(self._group)
+        handed, expected = [_STATUS] * size, [_STATUS] * size
+        for gift in work.gifts:
+            handed[gift.to] += aligned(nbytes_of(gift.source, gift.dtype), _GRAIN)
+        for run in work.part.runs if work.part is not None else ():
+            if isinstance(run, Run):
+                for piece in run.pieces:
+                    if piece.rank != self._rank:
+                        expected[piece.rank] += aligned(nbytes_of(piece.place, run.dtype), _GRAIN)
+        return handed, expected
+
+    def hold(
+        self,
+        work: Round,
+        give: Callable[[Gift, torch.Tensor], None],
+        failure: Exception | None,
+    ) -> tuple[dict[int, torch.Tensor], Exception | None, bool]:
+        """One round.
+
+        Args:
+            work: What this rank does in it.
+            give: Copies what another rank gets.
+            failure: Why this rank has failed before, if it has.
+
+        Returns:
+            What this rank was given, by ranks, until the next round; why it has failed, if it has;
+            and whether any has.
+        """
+        handed, expected = self._sizes(work)
+        ends = list(itertools.accumulate(handed))
+        if failure is None:
+            try:
+                at = [end - count for end, count in zip(ends, handed, strict=True)]
+                for gift in work.gifts:
+                    count = nbytes_of(gift.source, gift.dtype)
+                    give(gift, self._out[at[gift.to] : at[gift.to] + count])
+                    at[gift.to] += aligned(count, _GRAIN)
+            except Exception as error:  # noqa: BLE001 - raised when the others have been told
+                failure = error
+        for end in ends:
+            self._out[end - _STATUS] = int(failure is not None)
+        out, into = self._out[: ends[-1]], self._in[: sum(expected)]
+        dist.all_to_all_single(into, out, expected, handed, group=self._group)
+        parts = torch.split(into.cpu(), expected)
+        received = {
+            rank: data[:-_STATUS] for rank, data in enumerate(parts) if data.numel() > _STATUS
+        }
+        return received, failure, any(bool(data[-_STATUS]) for data in parts)
+
+
+def _on(device: torch.device, nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)

@@ -25,7 +25,6 @@ from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.dcp.meeting import Meeting, Stance
 from cloudckpt.errors import (
     ConfigError,
-    DifferentCheckpointsError,
     InvalidURIError,
     ShapeMismatchError,
     UnsupportedTensorError,
@@ -36,13 +35,13 @@ from cloudckpt.hf.layout import (
     Chunk,
     RankWork,
     TensorPlan,
-    divide,
     natural,
     plan_files,
+    plan_work,
 )
-from cloudckpt.hf.sending import send_work, slab_bytes
+from cloudckpt.hf.sending import send_work
 from cloudckpt.stores.base import Part, Upload
-from cloudckpt.transfer.memory import settled
+from cloudckpt.transfer.memory import is_plain, settled
 from cloudckpt.transfer.retry import open_store
 from cloudckpt.transfer.stats import Transferred, TransferStats
 from cloudckpt.uri import CheckpointURI, URILike
@@ -76,7 +75,6 @@ def bytes_of_size(size: int | str) -> int:
 class _Task:
     """What the coordinator tells a rank to do; it travels with the rank's plan."""
 
-    uri: str
     ranks: int
     work: RankWork
     uploads: Sequence[Upload]
@@ -111,6 +109,7 @@ class SafetensorsWriter(StorageWriter):
         fqn_to_file: Mapping[str, str | int] | None = None,
         config: Config | None = None,
         process_group: dist.ProcessGroup | None = None,
+        planner: SavePlanner | None = None,
     ) -> None:
         """
         Args:
@@ -120,6 +119,7 @@ class SafetensorsWriter(StorageWriter):
             fqn_to_file: The file of each tensor instead, by its name or by its number from 1.
             config: Options; read from the environment where they are not given.
             process_group: The ranks that save, if these are not all.
+            planner: That of the save: then parts can be larger where nothing is copied.
 
         Raises:
             InvalidURIError: If ``checkpoint_id`` is no location, or that of a single file.
@@ -135,6 +135,7 @@ class SafetensorsWriter(StorageWriter):
         self.fqn_to_file = None if fqn_to_file is None else dict(fqn_to_file)
         self.transferred: Transferred | None = None
         self._group = process_group
+        self._planner = planner
         self._under_construction: FilesUnderConstruction | None = None
         self.reset(str(CheckpointURI.parse(checkpoint_id)))
 
@@ -172,6 +173,7 @@ class SafetensorsWriter(StorageWriter):
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        lies = self._planner is not None  # as it is stored
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
                 raise UnsupportedTensorError(
@@ -180,7 +182,19 @@ class SafetensorsWriter(StorageWriter):
                     uri=str(self.uri),
                     item=item.index.fqn,
                 )
-        return plan
+            lies = lies and self._lies_as_stored(item)
+        return dataclasses.replace(plan, storage_data=lies)
+
+    def _lies_as_stored(self, item: WriteItem) -> bool:
+        """Whether a tensor is in memory just what it will be in the file."""
+        assert self._planner is not None
+        tensor = self._planner.resolve_data(item)
+        assert isinstance(tensor, torch.Tensor)
+        return (
+            type(tensor) in (torch.Tensor, torch.nn.Parameter)
+            and is_plain(tensor)
+            and _stored_as(tensor.dtype, self.dtype) == tensor.dtype
+        )
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Plans the files and begins them.
@@ -191,13 +205,11 @@ class SafetensorsWriter(StorageWriter):
         files = plan_files(_tensors(plans, self.dtype), self.max_shard, self.fqn_to_file)
         building = FilesUnderConstruction(self.uri, self.config, files)
         self._under_construction = building
-        building.begin()
-        sizes = [upload.part_size for upload in building.uploads]
-        work = divide(files, sizes, len(plans), slab_bytes(self.config))
+        limits = open_store(self.uri, self.config).capabilities
+        sizes, work = plan_work(files, self.config, limits, [plan.storage_data for plan in plans])
+        building.begin(sizes)
         return [
-            dataclasses.replace(
-                plan, storage_data=_Task(str(self.uri), len(plans), own, building.uploads)
-            )
+            dataclasses.replace(plan, storage_data=_Task(len(plans), own, building.uploads))
             for plan, own in zip(plans, work, strict=True)
         ]
 
@@ -209,31 +221,31 @@ class SafetensorsWriter(StorageWriter):
         stats = TransferStats(str(self.uri), meeting.rank)
         failure: Exception | None = None
         parts: list[list[Part]] = []
-        with Span("upload", str(self.uri), meeting.rank) as span:
-            try:
-                with portable_errors(str(self.uri)):
-                    if task.uri != str(self.uri):
-                        raise DifferentCheckpointsError(
-                            f"the coordinator saves to {task.uri}: give the same on all ranks",
-                            uri=str(self.uri),
+        try:
+            store = meeting.begin(
+                lambda: open_store(self.uri, self.config), lambda _: Stance(location=str(self.uri))
+            )
+            with Span("upload", str(self.uri), meeting.rank) as span:
+                try:
+                    with portable_errors(str(self.uri)):
+                        parts = send_work(
+                            task.work,
+                            task.uploads,
+                            lambda item: _resolved(plan.items[item], planner),
+                            store,
+                            self.config,
+                            stats,
+                            meeting.group,
                         )
-                    parts = send_work(
-                        task.work,
-                        task.uploads,
-                        lambda item: _resolved(plan.items[item], planner),
-                        open_store(self.uri, self.config),
-                        self.config,
-                        stats,
-                        meeting.group,
-                    )
-            except Exception as error:  # noqa: BLE001 - told to all ranks
-                failure = error
-            self.transferred = stats.snapshot()
-            span.bytes = self.transferred.bytes
-            verdict = meeting.hold(Stance(failure=failure), has_begun=True)
-            if any(one.failure is not None for one in verdict.stances):
-                self.discard()
-            verdict.raise_alike("while they sent their parts")
+                except Exception as error:  # noqa: BLE001 - told to all ranks
+                    failure = error
+                self.transferred = stats.snapshot()
+                span.bytes = self.transferred.bytes
+                verdict = meeting.hold(Stance(failure=failure), has_begun=True)
+                verdict.raise_alike("while they sent their parts")
+        except BaseException:
+            self.discard()
+            raise
         future: Future[list[WriteResult]] = Future()
         future.set_result([WriteResult(MetadataIndex(""), 0, _Sent(parts))])
         return future
@@ -269,9 +281,7 @@ def _tensors(plans: Sequence[SavePlan], dtype: torch.dtype | None) -> list[Tenso
         for number, item in enumerate(plan.items):
             data, name = item.tensor_data, item.index.fqn
             assert data is not None  # see prepare_local_plan
-            kind = data.properties.dtype
-            if dtype is not None and kind.is_floating_point:
-                kind = dtype
+            kind = _stored_as(data.properties.dtype, dtype)
             type_name(kind, name)
             found = kinds.setdefault(name, (kind, tuple(data.size)))
             if found != (kind, tuple(data.size)):
@@ -281,6 +291,10 @@ def _tensors(plans: Sequence[SavePlan], dtype: torch.dtype | None) -> list[Tenso
             box = tuple(zip(data.chunk.offsets, data.chunk.sizes, strict=True))
             chunks.setdefault(name, []).append(Chunk(rank, number, box))
     return [TensorPlan(name, *kinds[name], chunks[name]) for name in sorted(kinds, key=natural)]
+
+
+def _stored_as(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return wanted if wanted is not None and dtype.is_floating_point else dtype
 
 
 def _resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor:

@@ -22,7 +22,7 @@ from cloudckpt.transfer.memory import bytes_of, host_buffer, narrow
 from cloudckpt.transfer.parts import Piece
 from cloudckpt.transfer.upload import ObjectUpload
 
-__all__ = ["PACKED_BELOW", "Packer", "ScratchPool", "Slab", "StagingPool"]
+__all__ = ["PACKED_BELOW", "Packer", "ScratchPool", "Slab", "StagingPool", "slab_of"]
 
 PACKED_BELOW = 64 * 1024
 """Bytes from which on an item is sent from where it lies."""
@@ -54,6 +54,11 @@ class Slab:
             self._pool.take_back(self)
 
 
+def slab_of(budget: int) -> int:
+    """Bytes of a slab of a pool."""
+    return budget // _SLABS // ALIGNMENT * ALIGNMENT
+
+
 class StagingPool:
     """Slabs of host memory, ``budget`` bytes in all, in use by one save, which closes it.
 
@@ -62,7 +67,7 @@ class StagingPool:
     """
 
     def __init__(self, budget: int, cancellation: Cancellation) -> None:
-        self.slab_bytes = budget // _SLABS // ALIGNMENT * ALIGNMENT
+        self.slab_bytes = slab_of(budget)
         self._cancellation = cancellation
         self._changed = threading.Condition()
         self._free: list[Slab] = []
