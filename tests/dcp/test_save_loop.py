@@ -1,6 +1,7 @@
 """The second save of a structure plans nothing; a change of the structure is planned anew."""
 
 import contextlib
+import gc
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,6 +20,7 @@ from cloudckpt import AsyncCheckpointer, CheckpointManager, CommitHook, SyncChec
 from cloudckpt.checkpointer import CheckpointerConfig
 from cloudckpt.dcp import meeting, plan_cache
 from cloudckpt.dcp.planners import CloudSavePlanner
+from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.errors import ConfigError, IncompleteSaveError
 
 from .places import Place
@@ -108,6 +111,32 @@ def test_the_second_save_plans_nothing_and_gathers_few_bytes(place, ranks):
         assert first[0] == 1
         assert [plans for plans, _ in others] == [0, 0]
         assert max(sent for _, sent in others) <= FEW
+
+
+def _items_while_writing(place: Place) -> tuple[int, int]:
+    """How many items of plans there are in memory when this rank writes, and of those its own."""
+    found = []
+    send = CloudStorageWriter.send
+
+    def items():
+        return sum(type(one) is WriteItem for one in gc.get_objects())
+
+    def sent(self, plan, *args):
+        found.append((items() - before, len(plan.items)))
+        return send(self, plan, *args)
+
+    plan_cache.forget()
+    before = items()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CloudStorageWriter, "send", sent)
+        cloudckpt.save(_state(1), checkpoint_id=place.uri, config=place.config)
+    return found[0]
+
+
+def test_plans_of_other_ranks_are_gone_before_anything_is_written(local, ranks):
+    for there, own in ranks(3, _items_while_writing, local):
+        assert own <= there <= 2 * own + 10  # as it was planned, and as it was handed back
 
 
 def _changed_on_one(place: Place):
