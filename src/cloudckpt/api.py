@@ -333,6 +333,7 @@ def exists(checkpoint_id: URILike, *, config: Config | None = None) -> bool:
     It is for scripts that resume if they can. Only the store's own word that there is none makes it
     False: a script that takes an outage for it would start anew over a good checkpoint. Ranks that
     ask by themselves may be told different things beside a writer; let one ask, and tell the rest.
+    A model in safetensors files can be loaded, too, but is no checkpoint, and does not count.
 
     Args:
         checkpoint_id: ``s3://bucket/path`` or another location.
