@@ -590,6 +590,6 @@ def _load_layout(name: str, place: Place) -> None:
 
 
 def test_a_place_without_a_checkpoint_says_so(place):
-    with pytest.raises(CheckpointNotFoundError, match=r"no \.metadata") as caught:
+    with pytest.raises(CheckpointNotFoundError, match=r"neither \.metadata") as caught:
         load({"t": torch.zeros(3)}, place)
     assert place.uri in str(caught.value)
