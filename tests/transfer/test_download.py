@@ -3,8 +3,10 @@
 import dataclasses
 import logging
 import random
+import resource
 import threading
 import uuid
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -532,3 +534,22 @@ def test_an_error_gives_the_memory_back():
             raise KeyError
     with pool.borrowed(2 * MIB, pinned=False) as buffer:
         assert buffer.numel() >= 2 * MIB
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux tells")
+def test_no_memory_is_taken_for_bytes_that_do_not_come():
+    """Metadata that are damaged may say of an item that it has any number of bytes."""
+    MemoryStore("lies").put("object", [memoryview(b"short")], checksum=CRC32C.of(b"short"))
+    before = resident()
+    sink = BytesSink(1 << 31)
+    source = StoredBytes("object", 10, 1 << 31, None, None, "item")
+    wanted = [Wanted(source, 0, 1 << 31, sink, True)]
+    with pytest.raises(CheckpointCorruptError, match="shorter"):
+        download(MemoryStore("lies"), wanted, Config(), TransferStats())
+    assert resident() - before < 1 << 29
+    with pytest.raises(MemoryError):
+        BytesSink(1 << 62)

@@ -127,7 +127,11 @@ class ObjectIndex:
     """The index of one object, as it was read."""
 
     def __init__(
-        self, data: bytearray, record: WrittenObject, algorithm: ChecksumAlgorithm, uri: str
+        self,
+        data: bytearray | memoryview,
+        record: WrittenObject,
+        algorithm: ChecksumAlgorithm,
+        uri: str,
     ) -> None:
         """
         Args:
@@ -149,7 +153,7 @@ class ObjectIndex:
         except (ValueError, RuntimeError, struct.error) as exc:
             raise self._corrupt(f"the index of the object makes no sense: {exc}", exc) from exc
 
-    def _parse(self, data: bytearray, end: int) -> None:
+    def _parse(self, data: bytearray | memoryview, end: int) -> None:
         magic, count, kind = _HEADER.unpack_from(data)
         if magic != _MAGIC or KINDS.get(kind) is not self._algorithm:
             raise ValueError("it is of a newer version, or of another algorithm")

@@ -278,7 +278,7 @@ def _headers(store: RangeReader, files: Sequence[ObjectInfo], config: Config) ->
             for info, stop, to in zip(files, stops, sinks, strict=True)
         ]
         download(store, wanted, config, stats)
-        return [sink.data for sink in sinks]
+        return [bytearray(sink.data) for sink in sinks]
 
     first = fetched([min(info.size, _FIRST_READ) for info in files])
     ends = [

@@ -85,7 +85,7 @@ def untrusted(
     )
 
 
-def check_trusted(data: bytes | bytearray, item: str, uri: str) -> None:
+def check_trusted(data: bytes | bytearray | memoryview, item: str, uri: str) -> None:
     """Whether ``torch.load`` of a non-tensor item would run only what is allowed.
 
     Raises:
@@ -95,7 +95,9 @@ def check_trusted(data: bytes | bytearray, item: str, uri: str) -> None:
     load_item(data, item, uri, map_location="cpu")
 
 
-def load_item(data: bytes | bytearray, item: str, uri: str, *, map_location: Any) -> Any:
+def load_item(
+    data: bytes | bytearray | memoryview, item: str, uri: str, *, map_location: Any
+) -> Any:
     """A value that was written by ``torch.save``.
 
     Raises:

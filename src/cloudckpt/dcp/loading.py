@@ -194,7 +194,9 @@ class Load:
             )
 
 
-def _untransformed(place: ItemPlace, data: bytearray) -> bytes | bytearray:
+def _untransformed(
+    place: ItemPlace, data: bytearray | memoryview
+) -> bytes | bytearray | memoryview:
     """The item's bytes as they were before torch's writer compressed them."""
     if not place.transforms:
         return data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ __all__ = [
 _DIRECT = 64 * 1024  # fewer bytes are cheaper to copy than to receive in a call of their own
 
 
+_MAPPED = 1024 * 1024
+
+
 class Sink:
     """Takes the bytes of one range.
 
@@ -50,12 +54,23 @@ class Sink:
 
 
 class BytesSink(Sink):
-    """Keeps the bytes: for items that are not tensors."""
+    """Keeps the bytes: for items that are not tensors.
+
+    Of many bytes the system gives no memory before they arrive: metadata that are damaged may say
+    of an item that it has any number.
+    """
 
     __slots__ = ("data",)
 
     def __init__(self, nbytes: int) -> None:
-        self.data = bytearray(nbytes)
+        self.data: bytearray | memoryview
+        if nbytes < _MAPPED:
+            self.data = bytearray(nbytes)
+        else:
+            try:
+                self.data = memoryview(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+            except (OSError, OverflowError, ValueError) as error:
+                raise MemoryError(f"there is no room for {nbytes} bytes") from error
         super().__init__(memoryview(self.data))
 
 
