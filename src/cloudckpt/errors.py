@@ -377,7 +377,9 @@ class MissingKeyError(CheckpointError, KeyError):
 
 
 class ShapeMismatchError(CheckpointError, ValueError):
-    """A tensor has another shape than it is to be loaded into, or than a save has planned."""
+    """A tensor has another shape than it is to be loaded into, or than a save has planned; or what
+    it is to be loaded into is no tensor.
+    """
 
 
 class UnsupportedTensorError(CheckpointError, TypeError):

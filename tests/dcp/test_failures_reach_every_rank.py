@@ -5,6 +5,7 @@ import logging
 import os
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -635,6 +636,20 @@ def test_another_shape_is_named_on_all_ranks(who, place, ranks):
     assert [type(error) for error in told] == [ShapeMismatchError] * 3
     assert all("uneven" in str(error) for error in told)
     assert all("(7, 5)" in str(error) and "(5, 7)" in str(error) for error in told)
+
+
+@pytest.mark.parametrize("value", [5, None, "text", numpy.zeros(3)], ids=lambda v: type(v).__name__)
+def test_a_value_where_the_checkpoint_has_a_tensor_is_named(value, local):
+    save({"step": torch.tensor([3, 4]), "rest": 1}, local)
+    with pytest.raises(ShapeMismatchError, match="put a tensor there") as caught:
+        load({"step": value, "rest": 0}, local)
+    assert caught.value.item == "step"
+
+
+def test_a_load_that_is_not_strict_tells_another_shape_and_not_what_is_missing(local):
+    save({"a": torch.zeros(3)}, local)
+    with pytest.raises(ShapeMismatchError), cloudckpt.make_sync_checkpointer() as checkpointer:
+        checkpointer.load(local.uri, {"missing": 1, "a": torch.zeros(4)}, strict=False)
 
 
 def test_with_a_planner_of_torch_a_missing_key_is_still_named(local):

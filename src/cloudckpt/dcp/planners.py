@@ -41,6 +41,9 @@ __all__ = [
 ]
 
 
+_NO_TENSORS = ("builtins", "numpy")
+
+
 class CloudSavePlanner(DefaultSavePlanner):
     """Plans as torch does, and notes what flattening the state dict loses.
 
@@ -154,7 +157,8 @@ class CloudLoadPlanner(KeepingKeysPlanner):
 
         Raises:
             MissingKeyError: If the state dict has keys that the checkpoint has not.
-            ShapeMismatchError: If a tensor has another shape than the one in the checkpoint.
+            ShapeMismatchError: If a tensor has another shape than the one in the checkpoint, or
+                stands where the state dict has none.
         """
         assert self.metadata is not None
         inventory = inventory_behind(self.metadata)
@@ -164,7 +168,7 @@ class CloudLoadPlanner(KeepingKeysPlanner):
                     return super().create_local_plan()
                 strict = not self.allow_partial_load
                 return plan_reads(self.state_dict, inventory, strict=strict)
-        except (RuntimeError, ValueError) as exc:
+        except (RuntimeError, TypeError, ValueError) as exc:
             self._explain(exc)
             raise
 
@@ -172,7 +176,7 @@ class CloudLoadPlanner(KeepingKeysPlanner):
         assert self.metadata is not None
         stored = self.metadata.state_dict_metadata
         missing = [fqn for fqn in self.state_dict if fqn not in stored]
-        if missing:
+        if missing and not self.allow_partial_load:
             near = difflib.get_close_matches(missing[0], stored, n=3)
             hint = f"; near {missing[0]!r} it has {near}" if near else ""
             count = "1 key is" if len(missing) == 1 else f"{len(missing)} keys are"
@@ -184,8 +188,17 @@ class CloudLoadPlanner(KeepingKeysPlanner):
                 item=missing[0],
             ) from exc
         for fqn, value in self.state_dict.items():
-            entry = stored[fqn]
-            if isinstance(entry, TensorStorageMetadata) and hasattr(value, "size"):
+            entry = stored.get(fqn)
+            if not isinstance(entry, TensorStorageMetadata):
+                continue
+            if type(value).__module__ in _NO_TENSORS:
+                raise ShapeMismatchError(
+                    f"{fqn} is a tensor of shape {tuple(entry.size)} in the checkpoint, and none "
+                    "in the state dict: put a tensor there",
+                    uri=self._uri,
+                    item=fqn,
+                ) from exc
+            if hasattr(value, "size"):
                 wanted = tuple(value.size())
                 if wanted != tuple(entry.size):
                     raise ShapeMismatchError(
