@@ -62,8 +62,15 @@ STRATEGIES: dict[str, Callable[[int], Any]] = {
     "model_parallel": lambda world: ours.CloudModelParallelStrategy(world, 1),
     "fsdp": fsdp1,
     "ddp": lambda _: "ddp",
+    "async": lambda world: ours.CloudModelParallelStrategy(world, 1, asynchronous=True),
+    "async-ddp": lambda _: "ddp",
     "plain": lambda world: ModelParallelStrategy(world, 1),
     "plain-ddp": lambda _: "ddp",
+}
+
+PLUGINS: dict[str, Callable[[], list[Any]]] = {
+    "ddp": lambda: [ours.CloudCheckpointIO()],
+    "async-ddp": lambda: [ours.CloudCheckpointIO(asynchronous=True)],
 }
 
 
@@ -90,7 +97,7 @@ def main() -> None:
         accelerator="cpu",
         devices=world,
         strategy=strategy,
-        plugins=[ours.CloudCheckpointIO()] if told.strategy == "ddp" else None,
+        plugins=PLUGINS.get(told.strategy, list)(),
         callbacks=[saving] if told.callback else None,
         enable_checkpointing=told.callback,
         max_steps=told.steps,
@@ -100,14 +107,14 @@ def main() -> None:
         use_distributed_sampler=False,
     )
     same = torch.ones(64, 8) * torch.arange(8)
-    model = Model(told.strategy in ("model_parallel", "plain"))
+    model = Model(told.strategy in ("model_parallel", "async", "plain"))
     failure = ""
     resume = cloudckpt.latest(told.run) if told.resume == "latest" else told.resume
     try:
         trainer.fit(model, DataLoader(TensorDataset(same), batch_size=4), ckpt_path=resume)
         if not told.callback:
             trainer.save_checkpoint(f"{told.run}/step-{trainer.global_step}")
-    except cloudckpt.CloudCheckpointError as error:
+    except (cloudckpt.CloudCheckpointError, RuntimeError) as error:  # of collectives of a step
         failure = type(error).__name__
     tell(
         failure=failure,

@@ -16,6 +16,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("run")
     parser.add_argument("--fsdp", action="store_true")
+    parser.add_argument("--asynchronous", action="store_true")
     parser.add_argument("--steps", type=int, required=True)
     told = parser.parse_args()
 
@@ -43,7 +44,7 @@ def main() -> None:
         disable_tqdm=True,
     )
     torch.manual_seed(0)
-    saved = CloudCheckpointCallback(told.run, max_to_keep=2)
+    saved = CloudCheckpointCallback(told.run, max_to_keep=2, asynchronous=told.asynchronous)
     trainer = Trainer(LlamaForCausalLM(shape), arguments, train_dataset=data, callbacks=[saved])
     if told.fsdp:  # which Accelerate knows on accelerators only
         trainer.accelerator.state._shared_state["distributed_type"] = DistributedType.FSDP

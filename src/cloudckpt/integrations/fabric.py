@@ -10,8 +10,11 @@ Paths that are no URIs go Lightning's way. Tested with lightning 2.5.6 and 2.6.
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,12 +26,14 @@ from cloudckpt.checkpointer import CheckpointerConfig, make_sync_checkpointer
 from cloudckpt.config import Config
 from cloudckpt.dcp.install import chosen_config
 from cloudckpt.errors import (
+    CloudCheckpointError,
     ConfigError,
     MissingDependencyError,
     MissingKeyError,
 )
 from cloudckpt.integrations.adapting import watch
 from cloudckpt.integrations.parts import VALUES, Parts, packed, remove, unpacked, uri_of
+from cloudckpt.integrations.saves import Saves
 
 try:
     from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
@@ -40,6 +45,8 @@ except ImportError as exc:
 
 __all__ = ["CloudCheckpointIO", "CloudFSDPStrategy", "CloudModelParallelStrategy"]
 
+logger = logging.getLogger("cloudckpt")
+
 
 class CloudCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]
     """Saves whole checkpoints to URIs, and loads them: for strategies that do not shard.
@@ -50,13 +57,19 @@ class CloudCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]
     ``FSDPStrategy``) ask no plugin; take those of this package.
     """
 
-    def __init__(self, config: Config | None = None) -> None:
+    def __init__(self, config: Config | None = None, *, asynchronous: bool = False) -> None:
         """
         Args:
             config: The options of saving and loading.
+            asynchronous: Whether a save copies the state and goes on in the background, for the
+                Trainer, which waits for it at its end. What fails then is raised by the next save,
+                on all ranks, or by the first rank at the end.
         """
         super().__init__()
         self.config = config
+        self._saves: Saves | None = None
+        if asynchronous:
+            self._saves = Saves(config_of(self), asynchronous=True, no_dist=True)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
@@ -73,8 +86,11 @@ class CloudCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]
         refuse_storage_options(storage_options, uri)
         trees = {key: value for key, value in checkpoint.items() if _is_of_tensors(value)}
         values = {key: value for key, value in checkpoint.items() if key not in trees}
-        with self._checkpointer() as checkpointer:
-            checkpointer.save({**trees, VALUES: packed(values)}, uri)
+        state = {**trees, VALUES: packed(values)}
+        if self._saves is None:
+            api.save(state, checkpoint_id=uri, config=config_of(self), no_dist=True)
+        else:
+            self._saves.save(state, uri)
 
     def load_checkpoint(
         self,
@@ -98,7 +114,12 @@ class CloudCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]
             if map_location != "cpu":
                 more["map_location"] = map_location
             return dict(super().load_checkpoint(path, **more))
-        with self._checkpointer(trust_pickle=weights_only is False) as checkpointer:
+        if self._saves is not None:
+            self._saves.finish()
+        options = CheckpointerConfig(
+            config=config_of(self), no_dist=True, trust_pickle=weights_only is False
+        )
+        with make_sync_checkpointer(options) as checkpointer:
             trees = checkpointer.load(uri)
         values = unpacked(trees.pop(VALUES, None), weights_only)
         return {**trees, **values}
@@ -109,12 +130,15 @@ class CloudCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]
         if uri is None:
             super().remove_checkpoint(path)
         else:
-            remove(uri, config_of(self))
+            then(self._saves, functools.partial(remove, uri, config_of(self)))
 
-    def _checkpointer(self, trust_pickle: bool = False) -> Any:
-        return make_sync_checkpointer(
-            CheckpointerConfig(config=config_of(self), no_dist=True, trust_pickle=trust_pickle)
-        )
+    def teardown(self) -> None:
+        """Waits for what is saved in the background.
+
+        Raises:
+            CloudCheckpointError: If that fails, and nothing else has.
+        """
+        close(self._saves)
 
 
 class _OnStores:
@@ -230,6 +254,26 @@ class CloudFSDPStrategy(_OnStores, FSDPStrategy):  # type: ignore[misc]
 def config_of(owner: Any) -> Config:
     """The options that a strategy or plugin was given, or those of ``install``."""
     return getattr(owner, "config", None) or chosen_config() or Config()
+
+
+def then(saves: Saves | None, act: Callable[[], object]) -> None:
+    """Does something behind the saves that are under way."""
+    if saves is None:
+        act()
+    else:
+        saves.then(act)
+
+
+def close(saves: Saves | None) -> None:
+    """Ends saves in the background; where another error is on its way, a failure is logged."""
+    is_failing = sys.exc_info()[1] is not None
+    try:
+        if saves is not None:
+            saves.close()
+    except CloudCheckpointError as failure:
+        if not is_failing:
+            raise
+        logger.error("a checkpoint was not saved: %s", failure)
 
 
 def check_sharded(strategy: Any, uri: str) -> None:

@@ -13,6 +13,7 @@ that are no URIs go Lightning's way. Tested with lightning 2.5.6 and 2.6.
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -22,11 +23,14 @@ from cloudckpt.errors import MissingDependencyError
 from cloudckpt.integrations.fabric import (
     CloudCheckpointIO,
     check_sharded,
+    close,
     config_of,
     refuse_storage_options,
+    then,
 )
 from cloudckpt.integrations.fsspec import register
 from cloudckpt.integrations.parts import VALUES, Parts, packed, remove, uri_of
+from cloudckpt.integrations.saves import Saves
 from cloudckpt.runs.catalog import CheckpointSummary, list_checkpoints
 
 try:
@@ -54,6 +58,7 @@ class _OnStores:
     """
 
     config: Config | None = None
+    saves: Saves | None = None  # in the background
 
     def save_checkpoint(
         self,
@@ -79,7 +84,11 @@ class _OnStores:
             parts[f"optimizer_{index}"] = state
         if self.is_global_zero:  # type: ignore[attr-defined]
             parts[VALUES] = packed(values)
-        api.save(parts, checkpoint_id=uri, config=config_of(self))
+        saves = getattr(self, "saves", None)
+        if saves is None:
+            api.save(parts, checkpoint_id=uri, config=config_of(self))
+        else:
+            saves.save(parts, uri)
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
@@ -96,6 +105,8 @@ class _OnStores:
         if uri is None:
             more = {} if weights_only is None else {"weights_only": weights_only}  # lightning 2.6
             return dict(super().load_checkpoint(checkpoint_path, **more))  # type: ignore[misc]
+        if (saves := getattr(self, "saves", None)) is not None:
+            saves.finish()
         module = self.lightning_module  # type: ignore[attr-defined]
         model = self.model  # type: ignore[attr-defined]
         is_fitting = module.trainer.state.fn == TrainerFn.FITTING
@@ -113,22 +124,41 @@ class _OnStores:
         if uri is None:
             super().remove_checkpoint(filepath)  # type: ignore[misc]
         elif self.is_global_zero:  # type: ignore[attr-defined]
-            remove(uri, config_of(self))
+            then(self.saves, functools.partial(remove, uri, config_of(self)))
+
+    def teardown(self) -> None:
+        """Waits for what is saved in the background.
+
+        Raises:
+            CloudCheckpointError: If that fails, and nothing else has.
+        """
+        close(self.saves)
+        super().teardown()  # type: ignore[misc]
 
 
 class CloudModelParallelStrategy(_OnStores, ModelParallelStrategy):  # type: ignore[misc]
     """Lightning's ``ModelParallelStrategy`` (FSDP2, tensor parallelism) that saves to URIs, too."""
 
-    def __init__(self, *args: Any, config: Config | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        config: Config | None = None,
+        asynchronous: bool = False,
+        **kwargs: Any,
+    ) -> None:
         """
         Args:
             *args: Lightning's.
             config: The options of saving and loading.
+            asynchronous: Whether a save copies the state and goes on in the background. What fails
+                then is raised by the next save, or at the end, on all ranks.
             **kwargs: Lightning's.
         """
         super().__init__(*args, **kwargs)
         if config is not None:
             self.config = config
+        if asynchronous:
+            self.saves = Saves(config_of(self), asynchronous=True)
 
 
 class CloudFSDPMixin(_OnStores):
@@ -145,16 +175,26 @@ class CloudFSDPMixin(_OnStores):
 class CloudFSDPStrategy(CloudFSDPMixin, FSDPStrategy):  # type: ignore[misc]
     """Lightning's ``FSDPStrategy`` (FSDP1) that saves shards, and to URIs, too."""
 
-    def __init__(self, *args: Any, config: Config | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        config: Config | None = None,
+        asynchronous: bool = False,
+        **kwargs: Any,
+    ) -> None:
         """
         Args:
             *args: Lightning's.
             config: The options of saving and loading.
+            asynchronous: Whether a save copies the state and goes on in the background. What fails
+                then is raised by the next save, or at the end, on all ranks.
             **kwargs: Lightning's; ``state_dict_type`` is ``"sharded"``.
         """
         super().__init__(*args, **{"state_dict_type": "sharded", **kwargs})
         if config is not None:
             self.config = config
+        if asynchronous:
+            self.saves = Saves(config_of(self), asynchronous=True)
 
 
 class CloudModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]

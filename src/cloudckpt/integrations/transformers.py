@@ -24,14 +24,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.staging import AsyncStager
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from cloudckpt.checkpointer import (
-    Checkpointer,
-    CheckpointerConfig,
-    make_async_checkpointer,
-    make_sync_checkpointer,
-)
+from cloudckpt.checkpointer import CheckpointerConfig, make_sync_checkpointer
 from cloudckpt.config import Config
 from cloudckpt.dcp.meeting import Meeting
 from cloudckpt.errors import (
@@ -44,6 +38,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.integrations.folders import files_of, room_for
 from cloudckpt.integrations.parts import keep_newest
+from cloudckpt.integrations.saves import Saves
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.contents import StoredItem, inspect
 from cloudckpt.runs.steps import DEFAULT_PATTERN, Retention
@@ -109,8 +104,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         self._asynchronous = asynchronous
         self._keep_local = keep_local
         self._on_failure = on_failure
-        self._checkpointer: Checkpointer | None = None
-        self._committing: Callable[[], None] | None = None  # what is left to do for the last save
+        self._saves: Saves | None = None
         self._newest: int | None = None  # the step that was saved last
         self._told_to_end: int | None = None  # the step that was the last one then
         self._args: Any = None
@@ -132,7 +126,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         Raises:
             CloudCheckpointError: As :func:`cloudckpt.save`, of this save or of the one before.
         """
-        self._unless_logged(self._finish_last)
+        self._unless_logged(self._finish)
         self._unless_logged(lambda: self._save(args, state, state.global_step))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -158,12 +152,11 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         if getattr(args, "enable_jit_checkpoint", False) and step is not None:
             is_new = step != self._newest and os.path.isdir(_folder(args.output_dir, step))
             if any(Meeting.of(None, False).gathered(is_new)):
-                self._unless_logged(self._finish_last)
+                self._unless_logged(self._finish)
                 self._unless_logged(lambda: self._save(args, state, step))
-        self._unless_logged(self._finish_last)
-        checkpointer, self._checkpointer = self._checkpointer, None
-        if checkpointer is not None:
-            checkpointer.close()
+        saves, self._saves = self._saves, None
+        if saves is not None:
+            self._unless_logged(saves.close)
 
     def restore(self, step: int | None = None) -> str | None:
         """Brings a checkpoint to the local disk of each node: the newest that is whole.
@@ -208,38 +201,24 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         folder = _folder(args.output_dir, step)
         meeting.begin(lambda: None)  # all have written
         files = files_of(folder, meeting)
-        if self._checkpointer is None:
-            self._checkpointer = self._made()
-        saver = self._checkpointer
-        saver.save(files, self._run.uri(step))
+        if self._saves is None:
+            self._saves = Saves(self._run.config, asynchronous=self._asynchronous, stager=_AsItIs())
+        self._saves.save(files, str(self._run.uri(step)))
         self._newest = step
         kept = {step, getattr(state, "best_global_step", None)}
 
-        def finish() -> None:
-            saver.wait()
+        def clean() -> None:
             if not self._keep_local and _place()[0] == 0:
                 shutil.rmtree(folder, ignore_errors=True)
             if meeting.rank == 0:
                 keep_newest(self._run, self._retention, kept)
 
-        self._committing = finish
-        if not self._asynchronous:
-            self._finish_last()
+        self._saves.then(clean)
 
-    def _made(self) -> Checkpointer:
-        config = self._run.config
-        if not self._asynchronous:
-            return make_sync_checkpointer(CheckpointerConfig(config=config))
-        kind = AsyncCheckpointerType.THREAD
-        return make_async_checkpointer(
-            CheckpointerConfig(config=config, kind=kind, stager=_AsItIs())
-        )
-
-    def _finish_last(self) -> None:
+    def _finish(self) -> None:
         """Ends the save that is under way."""
-        finish, self._committing = self._committing, None
-        if finish is not None:
-            finish()
+        if self._saves is not None:
+            self._saves.finish()
 
     def _unless_logged(self, act: Callable[[], None]) -> None:
         try:

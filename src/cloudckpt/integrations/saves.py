@@ -1,0 +1,99 @@
+"""The saves of a framework's job, at once or in the background, and what is done behind each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from cloudckpt.checkpointer import (
+    Checkpointer,
+    CheckpointerConfig,
+    make_async_checkpointer,
+    make_sync_checkpointer,
+)
+from cloudckpt.config import Config
+
+__all__ = ["Saves"]
+
+
+class Saves:
+    """Saves one checkpoint after another; all ranks that save together make the same calls.
+
+    In the background there is one save at a time, in a thread: scripts of frameworks can seldom be
+    imported by a process. What is to be deleted when a save is committed waits for that, so that
+    there is always a checkpoint.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        asynchronous: bool,
+        no_dist: bool = False,
+        stager: AsyncStager | None = None,
+    ) -> None:
+        """
+        Args:
+            config: The options of saving.
+            asynchronous: Whether saves go on in the background.
+            no_dist: Whether this process saves alone.
+            stager: Copies the state for a save in the background; None for cloudckpt's own.
+        """
+        self._options = CheckpointerConfig(
+            config=config, no_dist=no_dist, kind=AsyncCheckpointerType.THREAD, stager=stager
+        )
+        self._asynchronous = asynchronous
+        self._checkpointer: Checkpointer | None = None
+        self._left: list[Callable[[], object]] = []
+
+    def save(self, state: dict[str, Any], uri: str) -> None:
+        """Saves, or begins to, when the save before is committed.
+
+        Raises:
+            CloudCheckpointError: As :func:`cloudckpt.save`, of this save or of the one before.
+        """
+        self.finish()
+        if self._checkpointer is None:
+            make = make_async_checkpointer if self._asynchronous else make_sync_checkpointer
+            self._checkpointer = make(self._options)
+        self._checkpointer.save(state, uri)
+
+    def then(self, act: Callable[[], object]) -> None:
+        """Calls ``act`` when all that was saved is committed: now, or as soon as that is known.
+
+        That is the next call of this object; never, if the save fails.
+        """
+        if self._asynchronous and self._checkpointer is not None:
+            self._left.append(act)
+        else:
+            act()
+
+    def finish(self) -> None:
+        """Waits until what was saved is committed.
+
+        Raises:
+            CloudCheckpointError: If it was not; on all ranks.
+        """
+        left, self._left = self._left, []
+        if self._checkpointer is not None:
+            self._checkpointer.wait()
+        for act in left:
+            act()
+
+    def close(self) -> None:
+        """Finishes, and gives back what was taken; later saves are made at once.
+
+        Raises:
+            CloudCheckpointError: As :meth:`finish`.
+        """
+        self._asynchronous = False
+        checkpointer = self._checkpointer
+        try:
+            self.finish()
+        finally:
+            self._checkpointer = None
+            if checkpointer is not None:
+                checkpointer.close()
