@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from cloudckpt.checkpoint.torch_private import device_for_collectives
 from cloudckpt.config import Config
-from cloudckpt.errors import CloudCheckpointError, RanksFailedError
+from cloudckpt.errors import TransferCancelledError
 from cloudckpt.hf.layout import Gift, PartPlanOfRanks, RankWork, Round, Run, nbytes_of, pool_budget
 from cloudckpt.stores.base import ObjectStore, Part, Upload
 from cloudckpt.transfer.boxes import aligned
@@ -82,10 +82,6 @@ class FileUpload(ObjectUpload):
             self._abort_twins()
 
 
-class _StoppedError(CloudCheckpointError):
-    """Another rank has failed."""
-
-
 def send_work(
     work: RankWork,
     uploads: Sequence[Upload],
@@ -110,7 +106,7 @@ def send_work(
 
     Raises:
         CloudCheckpointError: Why this rank has failed.
-        RanksFailedError: If only others have.
+        TransferCancelledError: If only others have.
     """
     tasks = TaskGroup(config.connections, name="cloudckpt-save", interrupt=store.interrupt)
     retrier = Retrier(config.retry, tasks.cancellation, on_retry=stats.add_retry)
@@ -132,7 +128,7 @@ def send_work(
             if failure is not None:
                 raise failure
             if is_over:
-                raise _StoppedError("another rank has failed")
+                raise TransferCancelledError("another rank has failed")
             if each.part is not None:
                 try:
                     sender.send(each.part, received)
@@ -145,8 +141,6 @@ def send_work(
 
     try:
         tasks.run(produce)
-    except _StoppedError as error:
-        raise RanksFailedError("another rank has failed to send its part", failures={}) from error
     finally:
         pool.close()
         sender.forget()

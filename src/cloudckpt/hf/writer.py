@@ -27,6 +27,7 @@ from cloudckpt.errors import (
     ConfigError,
     InvalidURIError,
     ShapeMismatchError,
+    TransferCancelledError,
     UnsupportedTensorError,
 )
 from cloudckpt.events import Span
@@ -241,8 +242,11 @@ class SafetensorsWriter(StorageWriter):
                     failure = error
                 self.transferred = stats.snapshot()
                 span.bytes = self.transferred.bytes
-                verdict = meeting.hold(Stance(failure=failure), has_begun=True)
+                is_own = not isinstance(failure, TransferCancelledError)
+                verdict = meeting.hold(Stance(failure=failure if is_own else None), has_begun=True)
                 verdict.raise_alike("while they sent their parts")
+                if failure is not None:
+                    raise failure
         except BaseException:
             self.discard()
             raise

@@ -1,0 +1,142 @@
+"""What befalls one rank while a model is saved is told to all, and leaves nothing behind."""
+
+import contextlib
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import cloudckpt.hf
+from cloudckpt import AccessDeniedError
+from cloudckpt.stores import registry
+from cloudckpt.testing.faulty import FaultyStore
+from dcp.layouts import LAYOUTS, spread
+from dcp.values import numbered
+from forks import child
+
+OLD = {"old": torch.ones(3)}
+
+
+def _state() -> dict[str, torch.Tensor]:
+    return {"wide": numbered(2600, 2048), "tall": numbered(3001, 501), "small": numbered(7, 3)}
+
+
+def _denied(message: str) -> AccessDeniedError:
+    return AccessDeniedError(message, certain=True)
+
+
+@contextlib.contextmanager
+def _failing(verb: str, error=_denied, calls=None, where=lambda key: True):
+    """All stores that are opened fail so."""
+    opened = registry._OPENERS
+
+    def opener(scheme):
+        def make(uri, config):
+            store = FaultyStore(opened[scheme]()(uri, config))
+            store.fail(verb, error, calls=calls, where=where)
+            return store
+
+        return lambda: make
+
+    registry._OPENERS = {scheme: opener(scheme) for scheme in opened}
+    registry._places.clear()
+    try:
+        yield
+    finally:
+        registry._OPENERS = opened
+        registry._places.clear()
+
+
+def _save(place, layout, who, phase) -> None:
+    state = spread(_state(), LAYOUTS[layout])
+    uri, options = place.uri, {"max_shard": "23MB"}
+    with contextlib.ExitStack() as stack:
+        if dist.get_rank() == who:
+            match phase:
+                case "location":
+                    uri = place.at("elsewhere").uri
+                case "no location":
+                    uri = "s4://nowhere"
+                case "option":
+                    options["max_shard"] = "some"
+                case "no tensor":
+                    state["odd"] = 3
+                case "no memory":
+                    state["wide"].to_local().untyped_storage().resize_(0)
+                case _:
+                    verb, _, what = phase.partition(" ")
+                    calls = [2] if what == "later" else None
+                    where = (lambda key: key.endswith("json")) if what == "index" else lambda key: 1
+                    stack.enter_context(_failing(verb, calls=calls, where=where))
+        cloudckpt.hf.save(state, uri, config=place.config, **options)
+
+
+PHASES = {  # what goes wrong, on which rank, and what all raise
+    "location": (-1, "DifferentCheckpointsError"),
+    "no location": (-1, "InvalidURIError"),
+    "option": (-1, "ConfigError"),
+    "no tensor": (-1, "UnsupportedTensorError"),
+    "no memory": (-1, "UnsupportedTensorError"),
+    "list": (0, "AccessDeniedError"),
+    "create_upload later": (0, "AccessDeniedError"),
+    "put_part": (0, "AccessDeniedError"),
+    "put_part later": (-1, "AccessDeniedError"),
+    "complete_upload later": (0, "AccessDeniedError"),
+    "put index": (0, "AccessDeniedError"),
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("layout", ["2 columns", "2x2 blocks"])
+def test_a_failure_of_one_rank_is_raised_on_all_and_leaves_nothing(
+    ranks, local, layout: str, phase: str
+) -> None:
+    place, world = local.having(part_size=5 * 1024**2), LAYOUTS[layout].world
+    who, expected = PHASES[phase]
+    outcomes = ranks.outcomes(world, _save, place, layout, who % world, phase, deadline=60.0)
+    assert [type(outcome.error).__name__ for outcome in outcomes] == [expected] * world, outcomes
+    assert local.names() == []
+
+
+@pytest.mark.parametrize("phase", ["no tensor", "put_part later", "create_upload later"])
+def test_a_model_that_is_there_survives_what_fails_before_the_commit(ranks, s3, phase: str) -> None:
+    place = s3.having(part_size=5 * 1024**2)
+    cloudckpt.hf.save(OLD, place.uri, config=place.config)
+    errors = ranks.errors(2, _save, place, "2 columns", PHASES[phase][0] % 2, phase)
+    assert all(errors)
+    found = {"old": torch.zeros(3)}
+    cloudckpt.hf.load(found, place.uri, config=place.config)
+    assert torch.equal(found["old"], OLD["old"])
+    assert place.names() == ["model.safetensors"]
+    assert not place.unfinished()
+
+
+def _die(message: str) -> BaseException:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError(message)
+
+
+def _save_and_die(rank: int, rendezvous: str, place) -> str:
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    state = spread(_state(), LAYOUTS["2 columns"])
+    with _failing("put_part", _die, [2]) if rank == 1 else contextlib.nullcontext():
+        try:
+            cloudckpt.hf.save(state, place.uri, config=place.config)
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            return type(error).__name__
+    return "nothing"
+
+
+def test_a_rank_that_dies_is_noticed_by_the_others_and_nothing_is_visible(s3, tmp_path) -> None:
+    place = s3.having(part_size=5 * 1024**2)
+    arguments = {"rendezvous": str(tmp_path / "rendezvous"), "place": place}
+    with (
+        child(_save_and_die, rank=0, **arguments) as zero,
+        child(_save_and_die, rank=1, **arguments) as one,
+    ):
+        assert one.wait()[0] == -signal.SIGKILL
+        assert zero.wait() == (0, "ProcessGroupError")
+    assert place.names() == []
+    assert not place.unfinished()
