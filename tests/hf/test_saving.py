@@ -5,7 +5,6 @@ import json
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import cloudckpt
 import cloudckpt.hf
@@ -171,24 +170,3 @@ def test_what_the_format_has_not_is_refused(local, value) -> None:
     with pytest.raises(UnsupportedTensorError, match="step"):
         cloudckpt.hf.save({"w": numbered(3), "step": value}, local.uri, config=local.config)
     assert local.names() == []
-
-
-def _fail_on_one(place, layout):
-    state = spread(_large(), LAYOUTS[layout])
-    if dist.get_rank() == 1:
-        local = state["embedding"].to_local()
-        local.untyped_storage().resize_(0)
-    cloudckpt.hf.save(state, place.uri, config=place.config)
-
-
-@pytest.mark.parametrize("layout", ["2 rows", "4 columns"])
-def test_a_rank_that_fails_is_told_to_all_and_nothing_is_left(ranks, s3, layout: str) -> None:
-    place = s3.having(part_size=5 * 1024**2)
-    errors = ranks.errors(LAYOUTS[layout].world, _fail_on_one, place, layout)
-    assert {type(error).__name__ for error in errors} <= {
-        "UnsupportedTensorError",
-        "RanksFailedError",
-    }
-    assert all("memory was freed" in str(error) for error in errors)
-    assert place.names() == []
-    assert not place.unfinished()

@@ -20,7 +20,7 @@ from cloudckpt.dcp.sharing import SharedReads
 from cloudckpt.errors import CheckpointCorruptError, ShapeMismatchError, UnsupportedTensorError
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectStore
-from cloudckpt.transfer.boxes import plan_boxes, row_major_slices
+from cloudckpt.transfer.boxes import Box, plan_boxes, row_major_slices, row_major_strides
 from cloudckpt.transfer.download import download
 from cloudckpt.transfer.landing import BoxSink, BytesSink, FlatSink, StoredBytes, Wanted
 from cloudckpt.transfer.memory import Claims, has_memory, narrow, settled, shows_its_memory
@@ -111,7 +111,8 @@ class Load:
         ):
             if not read.contiguous:
                 sink = BoxSink(target, read.box, dtype, stored.shape)
-                wanted.append(Wanted(source, read.start, read.stop, sink, False))
+                row = _row_bytes(read.box, stored)
+                wanted.append(Wanted(source, read.start, read.stop, sink, False, row))
                 continue
             part = narrow(target, read.box)
             if not opaque and part.is_contiguous() and shows_its_memory(part):
@@ -192,6 +193,12 @@ class Load:
                 uri=self._uri,
                 item=fqn,
             )
+
+
+def _row_bytes(box: Box, stored: StoredTensor) -> int:
+    """Bytes of a row of a stored tensor, of which a box has some columns."""
+    axis = next(axis for axis, (_, length) in enumerate(box) if length > 1)
+    return row_major_strides(stored.shape)[axis] * stored.dtype.itemsize
 
 
 def _untransformed(

@@ -134,9 +134,10 @@ class Download:
         return even_share(total, self._config.connections)
 
     def _whole_blocks(self, want: Wanted) -> Segment:
-        """The bytes to ask for: whole blocks, if they can be verified."""
+        """The bytes to ask for: whole rows, and whole blocks, if they can be verified."""
         source = want.source
-        start, stop, grain = want.start, want.stop, _GRAIN
+        start = want.start // want.row * want.row
+        stop, grain = min(aligned(want.stop, want.row), source.nbytes), _GRAIN
         if self._config.verify and source.blocks is not None:
             grain = source.blocks.size
             start = start // grain * grain

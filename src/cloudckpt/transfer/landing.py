@@ -175,6 +175,8 @@ class Wanted:
         stop: Behind the last one.
         sink: The taker.
         divisible: Whether the sink accepts the bytes in several deliveries.
+        row: Bytes of a row, of which only some columns are wanted. Whole rows are asked for: so
+            ranks that want different columns of them ask for the same, and can share it.
     """
 
     source: StoredBytes
@@ -182,6 +184,7 @@ class Wanted:
     stop: int
     sink: Sink
     divisible: bool
+    row: int = 1
 
 
 @dataclass(frozen=True, slots=True)
