@@ -10,6 +10,7 @@ import pytest
 import cloudckpt
 
 HERE = Path(__file__).parent
+pytestmark = pytest.mark.xdist_group("ray")  # it is started once
 
 
 @pytest.fixture(scope="module")
