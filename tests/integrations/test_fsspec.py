@@ -156,6 +156,22 @@ def test_a_file_appears_when_it_is_closed(files, run):
     assert files.cat(path) == b"{}\n"
 
 
+def test_slices_of_a_file_are_those_of_its_bytes(files, run):
+    path, content = f"{run}/digits", b"0123456789"
+    files.pipe_file(path, content)
+    for start, end in ((2, 5), (None, 3), (7, None), (-3, None), (2, -2), (5, 100), (5, 5), (6, 2)):
+        assert files.cat_file(path, start=start, end=end) == content[start:end]
+
+
+def test_files_and_folders_tell_when_they_were_written(files, run):
+    before = files.modified(run)
+    files.pipe_file(f"{run}/late", b"")
+    assert files.modified(f"{run}/late") == files.modified(run) >= before
+    assert files.modified(f"{run}/notes.txt") <= before
+    with pytest.raises(FileNotFoundError):
+        files.modified(f"{run}/nothing")
+
+
 def test_a_file_whose_writing_fails_does_not_appear(files, run):
     def fail():
         with files.open(f"{run}/broken", "wb") as file:

@@ -124,8 +124,10 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         Raises:
             FileNotFoundError: If there is nothing.
         """
-        files = self.find(path, detail=True).values()
-        times = [entry["mtime"] for entry in files if "mtime" in entry]
+        store, key, retrier = self._place(path)
+        file = retrier.call(lambda: next(iter(store.list(key)), None)) if key else None
+        found = [file] if file is not None and file.key == key else self._listed(path)
+        times = [one.modified for one in found if one.modified is not None]
         if not times:
             raise FileNotFoundError(f"{self.scheme}://{self._strip_protocol(path)}")
         return datetime.datetime.fromtimestamp(max(times), datetime.timezone.utc)
@@ -225,9 +227,13 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def cat_file(
         self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any
     ) -> bytes:
+        """The bytes of a file, or of a slice, whose ends may count from the end of the file."""
         if start is None and end is None:
             return load_file(self._uri(path), config=self._config)
-        return bytes(super().cat_file(path, start=start, end=end, **kwargs))
+        with self._open(path) as file:
+            start, end, _ = slice(start, end).indices(file.seek(0, io.SEEK_END))
+            file.seek(start)
+            return file.read(max(0, end - start))
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
         try:

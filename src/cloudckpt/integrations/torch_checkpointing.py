@@ -164,7 +164,7 @@ class CloudStorage(Storage):  # type: ignore[misc]
         if not is_folder:
             if files.isdir(target):
                 raise _occupied(source, target)
-            files.copy_files([(source, target)])
+            files.cp_file(source, target)  # what is there stays as it is until this is done
             files.rm_file(source)
             return
         mark = f"{target}/{_RENAMING}"
