@@ -24,6 +24,7 @@ NEEDS = {
     "test_ray.py": "ray",
     "test_torch_checkpointing.py": "torch_checkpointing",
     "test_torchtitan.py": "torchtitan",
+    "test_safetensors_models.py": "transformers",
     "test_trainer.py": "transformers",
 }
 collect_ignore = [name for name, module in NEEDS.items() if not importlib.util.find_spec(module)]

@@ -89,6 +89,14 @@ class World:
         state = {name: torch.full((16,), float(step)) for name in NAMES}
         cloudckpt.hf.save(state, self.uri, config=self.config(gate), **SHAPES[shape])
 
+    def export(self, step: int, shape: str, gate=None, **options) -> None:
+        source = self.uri.replace("/model", f"/checkpoint-{step}")
+        state = {name: torch.full((16,), float(step)) for name in NAMES}
+        cloudckpt.save(state, checkpoint_id=source, config=self.config())
+        cloudckpt.hf.export_checkpoint(
+            source, self.uri, config=self.config(gate), **options, **SHAPES[shape]
+        )
+
     def load(self, gate=None) -> int:
         """The one step that all tensors are of."""
         state = {name: torch.full((16,), -1.0) for name in NAMES}
@@ -232,6 +240,23 @@ def test_a_save_that_is_killed_leaves_the_old_model_or_none_or_the_new_one(
     if old in (None, "one file") and new == "one file":
         assert None not in outcomes[outcomes.index(2) :]
         assert old is None or None not in outcomes, "one file replaces another at once"
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": torch.float64}], ids=["by copies", "sent"])
+@pytest.mark.parametrize("new", ["one file", "two files"])
+def test_an_export_that_is_killed_does_so_too(world, monkeypatch, new: str, options) -> None:
+    monkeypatch.setattr(cloudckpt.CheckpointURI, "is_cloud", True)
+    outcomes: list[int | None] = []
+    while 2 not in outcomes:
+        here = world()
+        here.save(1, "three files")
+        with contextlib.suppress(KilledError):
+            here.export(2, new, _Life(len(outcomes)), **options)
+        outcomes.append(here.seen())
+        here.export(3, new, **options)
+        assert here.seen() == 3
+    assert outcomes[0] == 1
+    assert [one for one in outcomes if one != 1][:-1] == [None] * outcomes.count(None)
 
 
 @pytest.mark.parametrize("verb", ["create_upload", "put_part", "complete_upload", "put", "delete"])
