@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import cloudckpt
 import cloudckpt.hf
+from cloudckpt.cli import main
 from clouds import Cloud, Place
+from forks import child
 
 # What is typed, its exit code, and a pattern of what is printed. {run} has step-1, step-2 and what
 # a killed save has left; {local} is an empty folder of this machine.
@@ -29,8 +31,8 @@ COMMANDS = {
     "cp": ("cp {run}/step-2 {run}/copy", 0, r"{run}/copy: copied 1 checkpoint \(1 objects"),
     "doctor": ("doctor {run} --size 1", 0, r"ok\tmultipart\t(.*\n)*ok\tclean-up\t"),
     "convert": ("convert {run}/step-2 {local}/model.pt", 0, r"file of torch.save"),
-    "export": ("export {run}/step-2 {run}-made", 0, r"is now the model {run}-made: 1 files"),
-    "import": ("import {run}-model {local}/new", 0, r"is now the checkpoint {local}/new, of 1 "),
+    "export": ("export {run}/step-2 {run}/made", 0, r"is now the model {run}/made: 1 files"),
+    "import": ("import {run}/model {local}/new", 0, r"is now the checkpoint {local}/new, of 1 "),
     "rm": ("rm {run}/step-1 {run}/step-2 --yes", 0, r"deleted {run}/step-1\ndeleted"),
     "prune": ("prune {run} --max-to-keep 1 --yes", 0, r"deleted {run}/step-1\n"),
     "sweep": ("sweep {run} --older-than 0 --yes", 0, r"deleted 1 objects"),
@@ -49,7 +51,7 @@ def run(place: Place, cloud: Cloud) -> str:
         for step in (1, 2):
             state = {"w": torch.full((500, 3), float(step)), "step": step}
             manager.save(step, state, metrics={"loss": 1 / step})
-    cloudckpt.hf.save({"w": torch.ones(5)}, f"{place.uri}-model", config=place.config)
+    cloudckpt.hf.save({"w": torch.ones(5)}, f"{place.uri}/model", config=place.config)
     cloud.look.put(f"{place.key}/step-3/__0_0.0123456789abcdef.distcp", b"left over")
     return place.uri
 
@@ -58,16 +60,25 @@ def run(place: Place, cloud: Cloud) -> str:
 def test_each_command_does_what_it_says(name, run, cloud, tmp_path):
     command, code, printed = COMMANDS[name]
     places = {"run": run, "local": str(tmp_path)}
-    ended = subprocess.run(
-        [sys.executable, "-m", "cloudckpt", *shlex.split(command.format(**places))],
-        env={**os.environ, **cloud.environment},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert (ended.returncode, "Traceback" in ended.stderr) == (code, False), ended.stderr
+    arguments = shlex.split(command.format(**places))
+    with child(_typed, arguments=arguments, folder=str(tmp_path), **cloud.environment) as typed:
+        ended = typed.wait()[1]
+    out, err = ((tmp_path / name).read_text() for name in ("out", "err"))
+    assert (ended, "Traceback" in err) == (code, False), err
     for place, where in places.items():
         printed = printed.replace("{" + place + "}", re.escape(where))
-    assert re.search(printed, ended.stdout), ended.stdout
+    assert re.search(printed, out), out
+
+
+def _typed(arguments: list[str], folder: str, **environment: str) -> object:
+    """The exit code of a command, whose output is in two files then."""
+    for name, mode, number in (("/dev/null", "rb", 0), ("out", "wb", 1), ("err", "wb", 2)):
+        with open(Path(folder) / name, mode) as file:
+            os.dup2(file.fileno(), number)
+    os.environ.update(environment)
+    sys.argv[1:] = arguments
+    try:
+        main()
+    except SystemExit as end:
+        return end.code
+    return 0

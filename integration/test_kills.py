@@ -4,7 +4,6 @@ The rank that is to die kills itself at a call of its store, so that the moment 
 run and on every server.
 """
 
-import multiprocessing
 import signal
 import time
 
@@ -13,7 +12,8 @@ import pytest
 import cloudckpt
 from cloudckpt import CheckpointNotFoundError
 from clouds import PART_SIZE
-from victims import PRELOADED, REFUSED, of_step, run
+from forks import context
+from victims import REFUSED, of_step, run
 
 NBYTES = 2 * PART_SIZE + 1000  # of each rank: three parts
 PATIENCE = 200.0  # seconds
@@ -29,8 +29,6 @@ MOMENTS = {
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     """Saves on two ranks, one of which may die; returns their exit codes."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
 
     def save(cloud, place, step, victim=None, moment=None):
         meeting = str(tmp_path_factory.mktemp("meeting") / "store")

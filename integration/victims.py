@@ -1,7 +1,4 @@
-"""What a rank does that is to be killed in the middle of a save.
-
-It is forked from a process that has imported what is imported here, so it must not need more.
-"""
+"""What a rank does that is to be killed in the middle of a save."""
 
 from __future__ import annotations
 
@@ -17,15 +14,8 @@ import cloudckpt
 from cloudckpt import CheckpointURI, CloudCheckpointError, Config
 from cloudckpt.stores.registry import open_store
 
-__all__ = ["PRELOADED", "REFUSED", "Death", "of_step", "run"]
+__all__ = ["REFUSED", "Death", "of_step", "run"]
 
-PRELOADED = [
-    "torch.distributed.checkpoint",
-    "cloudckpt",
-    "cloudckpt.stores.azure",
-    "cloudckpt.stores.gcs",
-    "cloudckpt.stores.s3",
-]
 REFUSED = 3
 """The exit code of a rank whose save raised one of our errors."""
 

@@ -37,6 +37,7 @@ context.set_forkserver_preload(
         "cloudckpt.stores.azure",
         "cloudckpt.stores.gcs",
         "cloudckpt.stores.s3",
+        "torch._dynamo",  # which the first DTensor imports
         "torch.distributed.checkpoint",
         "torch.distributed.fsdp",
         "torch.distributed.tensor",

@@ -171,6 +171,7 @@ def _serve(pipe: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported needs no look at each collection
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     pipe.send_bytes(b"ready")
     while True:

@@ -11,9 +11,9 @@ import random
 import threading
 import types
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import pytest
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
@@ -47,6 +47,9 @@ from cloudckpt.uri import CheckpointURI
 HOUR = 3600.0
 _ALONE = 1000  # the number of one beside whom there is nobody
 RANKS = 3  # that have written what a save commits
+KINDS = ("save", "save", "save", "copy", "delete", "prune", "sweep", "load")
+"""What an actor may do, as often as chance has it."""
+
 RETRY = RetryPolicy(attempts=3, base=0.0, cap=0.0, deadline=1e9)
 
 
@@ -61,7 +64,9 @@ class Actor:
         self.name = name
         self.work = work
         self.is_dead = self.has_ended = False
-        self.at_gate, self.go = threading.Semaphore(0), threading.Semaphore(0)
+        self.at_gate, self.go = threading.Lock(), threading.Lock()  # released by the other side
+        self.at_gate.acquire()
+        self.go.acquire()
         self.error: BaseException | None = None
 
     def gate(self) -> None:
@@ -135,10 +140,16 @@ class Gated(MemoryStore):
         return self._sent(lambda: MemoryStore.delete(self, key, if_version=if_version))
 
 
+@cache
+def _config(number: int) -> Config:
+    """By which the store of an actor is found."""
+    return Config(connections=1, retry=RETRY, merge_gap=number)
+
+
 class World:
     """One interleaving."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, kinds: Sequence[str] = KINDS) -> None:
         self.rng = random.Random(seed)
         self.hours = 1000.0
         self.name = uuid.uuid4().hex
@@ -147,25 +158,11 @@ class World:
         self.history: list[str] = []
         self.copies_by_store = self.rng.random() < 0.5
         self.first: Callable[[Config], None] | None = None
-        kinds = [
-            self.save,
-            self.save,
-            self.save,
-            self.copy,
-            self.delete,
-            self.prune,
-            self.sweep,
-            self.load,
-        ]
-        chosen = [self.save, *self.rng.choices(kinds, k=self.rng.randint(2, 4))]
+        chosen = ["save", *self.rng.choices(kinds, k=self.rng.randint(2, 4))]
         self.actors = [
-            Actor(f"{kind.__name__}-{n}", kind(self.rng.choice([1, 1, 2])))
+            Actor(f"{kind}-{n}", getattr(self, kind)(self.rng.choice([1, 1, 2])))
             for n, kind in enumerate(chosen)
         ]
-
-    def config(self, number: int) -> Config:
-        """By which the store of an actor is found."""
-        return Config(connections=1, retry=RETRY, merge_gap=number)
 
     def step(self, number: int) -> CheckpointURI:
         return self.root.join(f"step-{number}")
@@ -260,7 +257,7 @@ class World:
         if self.first is not None:
             self.undisturbed(self.first)
         for number, actor in enumerate(self.actors):
-            threading.Thread(target=self._act, args=(actor, self.config(number))).start()
+            threading.Thread(target=self._act, args=(actor, _config(number))).start()
             actor.at_gate.acquire()
         doomed = {
             actor: self.rng.randint(1, 12) for actor in self.actors if self.rng.random() < 0.3
@@ -287,7 +284,7 @@ class World:
         rng, self.rng = self.rng, random.Random(0)
         self.rng.random = lambda: 0.5
         try:
-            work(self.config(_ALONE))
+            work(_config(_ALONE))
         finally:
             self.rng = rng
 
@@ -348,7 +345,7 @@ def _named(metadata: bytes) -> frozenset[str]:
 
 
 @pytest.fixture
-def worlds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], World]]:
+def worlds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
     """Makes worlds; the store and the saves have their clock."""
     current: list[World] = []
 
@@ -369,8 +366,8 @@ def worlds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], World]]:
     monkeypatch.setattr(retry, "_FIRST_PAUSE", 0.0)  # of a copy that begins anew
     monkeypatch.setattr(committing, "time", clock)
 
-    def made(seed: int) -> World:
-        current[:] = [World(seed)]
+    def made(seed: int, **options: Sequence[str]) -> World:
+        current[:] = [World(seed, **options)]
         return current[0]
 
     yield made
@@ -378,7 +375,7 @@ def worlds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], World]]:
         known.clear()
 
 
-def try_one(worlds: Callable[[int], World], seed: int) -> None:
+def try_one(worlds: Callable[..., World], seed: int) -> None:
     """One interleaving; an error tells its seed and its story."""
     world = worlds(seed)
     try:
