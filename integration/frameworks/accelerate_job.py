@@ -1,6 +1,7 @@
 """A loop with Accelerate, FSDP2 if it is told so, from the checkpoint that it is told to resume."""
 
 import argparse
+import os
 import random
 
 import torch
@@ -9,7 +10,7 @@ from accelerate.utils import DistributedType, ProjectConfiguration
 from torch.utils.data import DataLoader, TensorDataset
 
 import cloudckpt
-from results import tell
+from results import die_in_save, tell
 
 
 class Counter:
@@ -41,7 +42,10 @@ def main() -> None:
     parser.add_argument("--save", action="append", default=[])
     parser.add_argument("--load")
     parser.add_argument("--project")
+    parser.add_argument("--killed-in")
     told = parser.parse_args()
+    if told.killed_in and os.environ["RANK"] == "1":
+        die_in_save(told.killed_in)
 
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="no_wrap", state_dict_type="SHARDED_STATE_DICT"
@@ -74,9 +78,14 @@ def main() -> None:
         counter.count += 1
         if told.project:
             accelerator.save_state()
+    failures = []
     for uri in told.save:
-        accelerator.save_state(uri)
+        try:
+            accelerator.save_state(uri)
+        except cloudckpt.CloudCheckpointError as error:
+            failures.append(type(error).__name__)
     tell(
+        failures=failures,
         kind=type(next(model.parameters())).__name__,
         losses=losses,
         count=counter.count,
@@ -84,7 +93,8 @@ def main() -> None:
         drawn=random.random(),
         step=accelerator.step,
     )
-    accelerator.end_training()
+    if not told.killed_in:
+        accelerator.end_training()
 
 
 if __name__ == "__main__":

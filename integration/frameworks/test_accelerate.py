@@ -49,6 +49,23 @@ def test_named_checkpoints_rotate_in_the_project_and_the_newest_is_loaded(
     assert not [*(tmp_path / "cwd").iterdir()]
 
 
+def test_failures_are_told_to_every_rank_and_leave_the_checkpoint_before(
+    job: Job, run: str
+) -> None:
+    saving = [f"--save={run}/step-1", "--save=s3://no-such-bucket/run", f"--save={run}/step-2"]
+    [left] = job(
+        "accelerate_job.py",
+        "--fsdp",
+        "--steps=1",
+        "--killed-in=step-2",
+        *saving,
+        ranks=2,
+        killed=[1],
+    )
+    assert left["failures"] == ["BucketNotFoundError", "ProcessGroupError"]
+    assert cloudckpt.latest(run) == f"{run}/step-1"
+
+
 @pytest.fixture
 def accelerator(environment: dict[str, str]) -> Accelerator:
     made = Accelerator(cpu=True)
