@@ -334,10 +334,13 @@ class CheckpointCorruptError(CheckpointError):
 
     Attributes:
         damages: The places that are known to be damaged: of a load one, of a verification all.
+            Where none is named, the object that the error is about.
     """
 
     def __init__(self, message: str, *, damages: Sequence[Damage] = (), **context: Any) -> None:
         super().__init__(message, **context)
+        if not damages and self.uri is not None:
+            damages = [Damage(self.uri, self.item or "", message.partition(": ")[0])]
         self.damages = tuple(damages)
 
 

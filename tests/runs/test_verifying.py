@@ -178,6 +178,14 @@ def test_damage_of_the_part_for_other_readers_hides_no_other_damage(saved, monke
     assert [damage.item for damage in caught.value.damages] == ["", "model.weight"]
 
 
+@pytest.mark.parametrize("at", [100, -300, -60])  # torch's part, the columns, the trailer
+def test_damaged_metadata_are_among_the_damages(saved, at) -> None:
+    flip(saved / ".metadata", at)
+    with pytest.raises(CheckpointCorruptError) as caught:
+        verify(saved)
+    assert [damage.object for damage in caught.value.damages] == [(saved / ".metadata").as_uri()]
+
+
 def test_an_object_that_is_gone_is_found(saved) -> None:
     [data] = saved.glob("__0_0.*.distcp")
     data.unlink()
