@@ -483,6 +483,24 @@ def test_code_in_an_array_of_objects_does_not_run(tmp_path):
     assert not marker.exists()
 
 
+class OfTheScript:
+    """A class of the script that trains."""
+
+
+def test_a_class_of_the_script_is_the_same_in_its_saving_process(monkeypatch):
+    """There, Python calls the script ``__mp_main__``."""
+    monkeypatch.setattr(OfTheScript, "__module__", "__mp_main__")
+    monkeypatch.setattr(sys.modules["__mp_main__"], "OfTheScript", OfTheScript, raising=False)
+    data = saved({"kept": OfTheScript()})
+    monkeypatch.setattr(OfTheScript, "__module__", "__main__")
+    with pytest.raises(UntrustedPickleError, match=r"__main__\.OfTheScript") as caught:
+        load_item(data, "item", URI, map_location="cpu")
+    assert "__mp_main__" not in str(caught.value)
+    with torch.serialization.safe_globals([OfTheScript]):
+        loaded = load_item(data, "item", URI, map_location="cpu")
+    assert type(loaded["kept"]) is OfTheScript
+
+
 @pytest.mark.parametrize(
     "value",
     [fractions.Fraction(1, 2), argparse.Namespace(a=1), range(3)],

@@ -36,11 +36,14 @@ NO_STATE: Any = object()
 """The state of what was made without one; None is a state."""
 
 
-_HOMES = {"pathlib._local": "pathlib", "__builtin__": "builtins"}
+_HOMES = {"pathlib._local": "pathlib", "__builtin__": "builtins", "__mp_main__": "__main__"}
 
 
 def home(module: str) -> str:
-    """What a module is called in all versions of Python: 3.13 has its paths in another one."""
+    """What a module is called in all versions of Python: 3.13 has its paths in another one.
+
+    The script that trains has another name in its saving process.
+    """
     return _HOMES.get(module, module)
 
 

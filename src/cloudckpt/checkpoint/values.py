@@ -296,9 +296,7 @@ def _refused(data: bytes) -> str:
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
         known = {*_ItemBuilding.calls, *_ItemBuilding.classes, *numpy_calls(), *numpy_classes()}
-        others = sorted(
-            name for name in names if full_name(*name.rpartition(".")[::2]) not in known
-        )
+        others = sorted({full_name(*name.rpartition(".")[::2]) for name in names} - known)
         if names and not others and len(data) <= _TRIED:
             load_plain(io.BytesIO(data))
     except pickle.UnpicklingError as exc:
