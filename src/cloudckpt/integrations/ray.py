@@ -34,8 +34,8 @@ except ModuleNotFoundError as error:
 
 __all__ = ["checkpoint", "run_uri", "storage", "uri_of"]
 
-_SCHEMES = {"s3": "s3", "gcs": "gs", "abfs": "az"}
-"""What pyarrow calls the file systems of the clouds, and their schemes here."""
+_SCHEMES = {"s3": "s3", "gcs": "gs", "abfs": "az", "local": "file"}
+"""What pyarrow calls file systems, and their schemes here."""
 
 _OURS = "py::fsspec+"
 """What pyarrow calls ours begins so, and ends in the scheme."""
@@ -63,7 +63,7 @@ def run_uri() -> str:
     """Where Ray keeps this run, and removes checkpoints; for workers.
 
     Raises:
-        ConfigError: If the run's ``storage_path`` is in no cloud.
+        ConfigError: If the run's ``storage_path`` is neither in a cloud nor on a mounted disk.
     """
     place = _storage()
     return _uri(place.storage_filesystem, place.experiment_fs_path)
@@ -143,5 +143,5 @@ def _uri(files: Any, path: str) -> str:
     kind = str(files.type_name)
     scheme = kind.removeprefix(_OURS) if kind.startswith(_OURS) else _SCHEMES.get(kind)
     if scheme not in _SCHEMES.values():
-        raise ConfigError(f"{path} is on a file system {kind!r}, and in no cloud")
+        raise ConfigError(f"{path} is on a file system {kind!r}, which cloudckpt does not know")
     return str(CheckpointURI.parse(f"{scheme}://{path}"))
