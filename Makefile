@@ -83,7 +83,7 @@ integration-real: $(VENV)/.integration
 
 # Lightning and others, in an environment of their own
 integration-frameworks: .venv-frameworks/.installed
-	$(WORKER) .venv-frameworks/bin/python -m pytest -c integration/frameworks/pytest.ini integration/frameworks -n $(WORKERS) --dist loadgroup
+	$(WORKER) .venv-frameworks/bin/python -m pytest -c integration/frameworks/pytest.ini integration/frameworks -n $(WORKERS) --maxschedchunk 1
 
 .venv-frameworks/.installed: integration/frameworks/requirements.txt constraints.txt pyproject.toml
 	$(PYTHON) -m venv .venv-frameworks

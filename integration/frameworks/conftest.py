@@ -30,6 +30,11 @@ NEEDS = {
 collect_ignore = [name for name, module in NEEDS.items() if not importlib.util.find_spec(module)]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest come first, so that no worker begins with one when the others have ended."""
+    items.sort(key=lambda item: item.path.name not in ("test_ray.py", "test_torchtitan.py"))
+
+
 @pytest.fixture(scope="session")
 def environment() -> Iterator[dict[str, str]]:
     """What a job needs to reach an S3 that has a bucket."""

@@ -15,7 +15,7 @@ from cloudckpt.integrations.ray import checkpoint
 from results import tell
 
 SAVE, REPORT = "cloudckpt.save(state, checkpoint_id=uri)", "checkpoint=checkpoint(uri)"
-BY_PYARROW = {'**storage("s3://bucket/runs")': 'storage_path="s3://frameworks/of-ray/pyarrow"'}
+STORAGE = '**storage("s3://bucket/runs")'
 IN_BACKGROUND = {
     SAVE: "written = cloudckpt.async_save(state, checkpoint_id=uri)",
     REPORT: "checkpoint=checkpoint(uri, written), "
@@ -46,11 +46,9 @@ def train_step(state: dict[str, Any]) -> float:
 
 def run(place: str, steps: int, changed: dict[str, str]) -> dict[str, Any]:
     """Runs the page's program; its function is pickled by Ray, with what it uses of this module."""
-    here = {"10_000": steps, "num_workers=8": "num_workers=2"}
-    if not BY_PYARROW.keys() & changed.keys():
-        here["s3://bucket/runs"] = place
+    here = {STORAGE: f'**storage("{place}")', "10_000": steps, "num_workers=8": "num_workers=2"}
     few = {"num_to_keep=3": "num_to_keep=2", "max_failures=3": "max_failures=1"}
-    exec(page.code("Ray Train", {**changed, **here, **few}), globals())
+    exec(page.code("Ray Train", {**here, **few, **changed}), globals())
     ended = globals()["result"]
     uri = globals()["uri_of"](ended.checkpoint)
     state = make_state()
@@ -63,7 +61,8 @@ def main() -> None:
     ray.init(num_cpus=3, include_dashboard=False)
     seen = {"crashed": run(f"{place}/ours", 6, {})}
     seen["begun anew"] = run(f"{place}/ours", 8, NOT_COPIED)
-    seen["in background"] = run(f"{place}/pyarrow", 3, BY_PYARROW | IN_BACKGROUND)
+    pyarrow = {STORAGE: f'storage_path="{place}/pyarrow"'}
+    seen["in background"] = run(place, 3, IN_BACKGROUND | pyarrow)
     tell(**seen)
 
 

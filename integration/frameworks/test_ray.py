@@ -10,54 +10,39 @@ import pytest
 import cloudckpt
 
 HERE = Path(__file__).parent
-pytestmark = pytest.mark.xdist_group("ray")  # it is started once
+pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.fixture(scope="module")
-def place(environment: dict[str, str]) -> str:
-    return "s3://frameworks/of-ray"
+def test_runs_go_on_keep_what_they_are_told_to_and_are_not_copied(
+    environment: dict[str, str], run: str, tmp_path: Path
+) -> None:
+    seen = _job(environment, run, tmp_path)
+
+    crashed, anew = seen["crashed"], seen["begun anew"]
+    assert crashed == {"loss": 24.0, "uri": f"{run}/ours/run/step-6", "sum": 24.0}
+    assert anew == {"loss": 32.0, "uri": f"{run}/ours/run/step-8", "sum": 32.0}
+    assert _steps(f"{run}/ours/run") == [7, 8]
+
+    there = f"{run}/pyarrow/run"
+    assert seen["in background"] == {"loss": 12.0, "uri": f"{there}/step-3", "sum": 12.0}
+    assert _steps(there) == [2, 3]
 
 
-@pytest.fixture(scope="module")
-def seen(
-    environment: dict[str, str], place: str, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
+def _job(environment: dict[str, str], run: str, tmp_path: Path) -> dict[str, Any]:
     """What all runs of the job have told; Ray is started once for them."""
-    folder = tmp_path_factory.mktemp("ray")
     path = os.pathsep.join(filter(None, (str(HERE), environment.get("PYTHONPATH"))))
-    told = {"CRASHED": str(folder / "crashed"), "RESULTS": str(folder / "results"), "RANK": "0"}
+    told = {"CRASHED": str(tmp_path / "crashed"), "RESULTS": str(tmp_path / "results"), "RANK": "0"}
     ended = subprocess.run(
-        [sys.executable, str(HERE / "ray_job.py"), place],
+        [sys.executable, str(HERE / "ray_job.py"), run],
         env={**environment, **told, "PYTHONPATH": path},
-        cwd=folder,
-        timeout=280,
+        cwd=tmp_path,
+        timeout=560,
         capture_output=True,
         text=True,
     )
     assert ended.returncode == 0, ended.stderr[-6000:]
-    seen: dict[str, Any] = json.loads((folder / "results0").read_text())
+    seen: dict[str, Any] = json.loads((tmp_path / "results0").read_text())
     return seen
-
-
-def test_a_run_goes_on_after_a_crash(seen: dict[str, Any], place: str) -> None:
-    assert seen["crashed"]["loss"] == seen["crashed"]["sum"] == 24.0
-    assert seen["crashed"]["uri"] == f"{place}/ours/run/step-6"
-
-
-def test_a_run_that_is_begun_anew_goes_on_and_keeps_what_it_is_told_to(
-    seen: dict[str, Any], place: str
-) -> None:
-    assert seen["begun anew"]["uri"] == f"{place}/ours/run/step-8"
-    assert seen["begun anew"]["sum"] == 32.0
-    assert _steps(f"{place}/ours/run") == [7, 8]
-
-
-def test_checkpoints_that_are_reported_in_the_background_stay_where_they_are(
-    seen: dict[str, Any], place: str
-) -> None:
-    run = f"{place}/pyarrow/run"
-    assert seen["in background"] == {"loss": 12.0, "uri": f"{run}/step-3", "sum": 12.0}
-    assert _steps(run) == [2, 3]
 
 
 def _steps(run: str) -> list[int | None]:
