@@ -113,7 +113,8 @@ def _save(accelerator: Any, uri: str, naming: Run | None, write: Callable[[str],
     if naming is not None:
         meeting.told_by_first(functools.partial(_check_newest, naming, accelerator.save_iteration))
         config = dataclasses.replace(config, overwrite=False)  # as Accelerate does
-    with tempfile.TemporaryDirectory(prefix="cloudckpt-") as folder:
+    with contextlib.ExitStack() as stack:
+        folder = _own_folder(meeting, stack)
 
         def collect() -> dict[str, Any]:
             state = _parts(accelerator, uri).state_dicts()
@@ -143,7 +144,8 @@ def _load(accelerator: Any, uri: str, read: Callable[[str], object]) -> None:
     )
     hooks = list(accelerator._load_model_state_pre_hook.values())
     there = {name.partition(".")[0] for name, _ in items}
-    with tempfile.TemporaryDirectory(prefix="cloudckpt-") as folder:
+    with contextlib.ExitStack() as stack:
+        folder = _own_folder(meeting, stack)
 
         def prepare() -> tuple[Parts, dict[str, torch.Tensor]]:
             files = {
@@ -202,6 +204,13 @@ def _parts(accelerator: Any, uri: str, there: set[str] | None = None) -> Parts:
             f"optimizer_{index}": (model, optimizer.optimizer)
             for index, (model, optimizer) in enumerate(pairs)
         },
+    )
+
+
+def _own_folder(meeting: Meeting, stack: contextlib.ExitStack) -> str:
+    """A folder of this rank, for files, until the stack ends; a collective call."""
+    return meeting.begin(
+        lambda: stack.enter_context(tempfile.TemporaryDirectory(prefix="cloudckpt-"))
     )
 
 

@@ -11,10 +11,8 @@ Paths that are no URIs go Lightning's way. Tested with lightning 2.5.6 and 2.6.
 from __future__ import annotations
 
 import functools
-import logging
 import os
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,14 +24,13 @@ from cloudckpt.checkpointer import CheckpointerConfig, make_sync_checkpointer
 from cloudckpt.config import Config
 from cloudckpt.dcp.install import chosen_config
 from cloudckpt.errors import (
-    CloudCheckpointError,
     ConfigError,
     MissingDependencyError,
     MissingKeyError,
 )
 from cloudckpt.integrations.adapting import watch
 from cloudckpt.integrations.parts import VALUES, Parts, packed, remove, unpacked, uri_of
-from cloudckpt.integrations.saves import Saves
+from cloudckpt.integrations.saves import Saves, close, then
 
 try:
     from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
@@ -44,8 +41,6 @@ except ImportError as exc:
     ) from exc
 
 __all__ = ["CloudCheckpointIO", "CloudFSDPStrategy", "CloudModelParallelStrategy"]
-
-logger = logging.getLogger("cloudckpt")
 
 
 class CloudCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]
@@ -254,26 +249,6 @@ class CloudFSDPStrategy(_OnStores, FSDPStrategy):  # type: ignore[misc]
 def config_of(owner: Any) -> Config:
     """The options that a strategy or plugin was given, or those of ``install``."""
     return getattr(owner, "config", None) or chosen_config() or Config()
-
-
-def then(saves: Saves | None, act: Callable[[], object]) -> None:
-    """Does something behind the saves that are under way."""
-    if saves is None:
-        act()
-    else:
-        saves.then(act)
-
-
-def close(saves: Saves | None) -> None:
-    """Ends saves in the background; where another error is on its way, a failure is logged."""
-    is_failing = sys.exc_info()[1] is not None
-    try:
-        if saves is not None:
-            saves.close()
-    except CloudCheckpointError as failure:
-        if not is_failing:
-            raise
-        logger.error("a checkpoint was not saved: %s", failure)
 
 
 def check_sharded(strategy: Any, uri: str) -> None:

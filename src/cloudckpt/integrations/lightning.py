@@ -23,14 +23,12 @@ from cloudckpt.errors import MissingDependencyError
 from cloudckpt.integrations.fabric import (
     CloudCheckpointIO,
     check_sharded,
-    close,
     config_of,
     refuse_storage_options,
-    then,
 )
 from cloudckpt.integrations.fsspec import register
 from cloudckpt.integrations.parts import VALUES, Parts, packed, remove, uri_of
-from cloudckpt.integrations.saves import Saves
+from cloudckpt.integrations.saves import Saves, close, then
 from cloudckpt.runs.catalog import CheckpointSummary, list_checkpoints
 
 try:

@@ -17,7 +17,7 @@ from cloudckpt.integrations.parts import uri_of
 
 __all__ = ["changes"]
 
-_MODEL = "give cloudckpt.hf.save(get_model_state_dict(model), uri) the weights, on all ranks"
+_MODEL = "call cloudckpt.hf.save(get_model_state_dict(model), uri) on all ranks"
 _CALLBACK = (
     "give a local folder, and callbacks=[CloudCheckpointCallback(uri)] of "
     "cloudckpt.integrations.transformers to the Trainer"

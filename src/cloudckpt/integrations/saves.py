@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +17,11 @@ from cloudckpt.checkpointer import (
     make_sync_checkpointer,
 )
 from cloudckpt.config import Config
+from cloudckpt.errors import CloudCheckpointError
 
-__all__ = ["Saves"]
+__all__ = ["Saves", "close", "then"]
+
+logger = logging.getLogger("cloudckpt")
 
 
 class Saves:
@@ -97,3 +102,23 @@ class Saves:
             self._checkpointer = None
             if checkpointer is not None:
                 checkpointer.close()
+
+
+def then(saves: Saves | None, act: Callable[[], object]) -> None:
+    """Does something behind the saves that are under way."""
+    if saves is None:
+        act()
+    else:
+        saves.then(act)
+
+
+def close(saves: Saves | None) -> None:
+    """Ends saves in the background; where another error is on its way, a failure is logged."""
+    is_failing = sys.exc_info()[1] is not None
+    try:
+        if saves is not None:
+            saves.close()
+    except CloudCheckpointError as failure:
+        if not is_failing:
+            raise
+        logger.error("a checkpoint was not saved: %s", failure)

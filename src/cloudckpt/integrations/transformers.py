@@ -84,8 +84,8 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             max_to_keep: How many checkpoints are kept in the run, the newest; None keeps all. The
                 one that the Trainer takes for the best is kept besides.
             keep_period: Steps that it divides are kept besides.
-            asynchronous: Whether a checkpoint is copied to memory and saved while training goes on.
-                What fails then is raised when the next one is saved, or training ends.
+            asynchronous: Whether a checkpoint's files are sent while training goes on. What fails
+                then is raised when the next one is saved, or training ends.
             keep_local: Whether the Trainer's own folder stays when its files are saved; it is
                 needed for ``load_best_model_at_end``.
             on_failure: Whether a failure to save ends the training, or is logged: then training
@@ -269,8 +269,12 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         place = os.path.abspath(_folder(self._args.output_dir, best))
         are_there = meeting.gathered(os.path.isdir(place))
         copy = _folder(os.path.join(root, "best"), best)
-        if not all(are_there):
-            self._fetch(meeting, best, copy)
+        try:
+            if not all(are_there):
+                self._fetch(meeting, best, copy)
+        except (CheckpointCorruptError, CheckpointNotFoundError) as error:
+            logger.error("step %d, the best one, can't be restored: %s", best, error)
+            return
 
         def put() -> None:
             if _place()[0] != 0:
