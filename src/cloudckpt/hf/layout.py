@@ -9,11 +9,13 @@ away about as many bytes as a part has, so that the memory in use does not depen
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -63,12 +65,21 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """A tensor of the model, as it will be stored, and the boxes that make it up."""
+    """A tensor of the model, as it will be stored, and the boxes that make it up.
+
+    Attributes:
+        name: Its name.
+        dtype: Its type in the file.
+        shape: Its shape.
+        chunks: The boxes.
+        is_ordered: Whether both the first rows of the boxes and their last ones ascend.
+    """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     chunks: Sequence[Chunk]
+    is_ordered: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -208,13 +219,31 @@ def _numbered(number: int, count: int) -> str:
 
 def _file(name: str, tensors: Sequence[TensorPlan]) -> FilePlan:
     # larger elements first: then each lies at a multiple of its size, as readers map it
-    ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+    ordered = [_ordered(one) for one in sorted(tensors, key=lambda one: -one.dtype.itemsize)]
     header = header_bytes([(tensor.name, tensor.dtype, tensor.shape) for tensor in ordered])
     starts, at = [], len(header)
     for tensor in ordered:
         starts.append(at)
         at += tensor.nbytes
     return FilePlan(name, header, ordered, starts, at)
+
+
+def _ordered(tensor: TensorPlan) -> TensorPlan:
+    """The same with the boxes in the order of their rows, by which they are found."""
+    if not tensor.shape:
+        return tensor
+    chunks = sorted(tensor.chunks, key=lambda chunk: (_first_row(chunk), _behind_rows(chunk)))
+    ends = [_behind_rows(chunk) for chunk in chunks]
+    is_ordered = all(end <= after for end, after in itertools.pairwise(ends))
+    return dataclasses.replace(tensor, chunks=chunks, is_ordered=is_ordered)
+
+
+def _first_row(chunk: Chunk) -> int:
+    return chunk.box[0][0]
+
+
+def _behind_rows(chunk: Chunk) -> int:
+    return sum(chunk.box[0])
 
 
 def needs_index(files: Sequence[FilePlan]) -> bool:
@@ -296,20 +325,29 @@ def _runs(tensor: TensorPlan, box: Box, limit: int) -> Iterator[Run]:
 
 
 def _pieces(tensor: TensorPlan, box: Box) -> Iterator[PieceOfRun]:
-    for chunk in tensor.chunks:
+    chunks = tensor.chunks
+    if tensor.is_ordered:
+        row, count = box[0]
+        first = bisect_right(chunks, row, key=_behind_rows)
+        chunks = chunks[first : bisect_left(chunks, row + count, lo=first, key=_first_row)]
+    for chunk in chunks:
         source, place = [], []
-        for (start, length), (first, size) in zip(box, chunk.box, strict=True):
-            begin, end = max(start, first), min(start + length, first + size)
+        for (start, length), (at, size) in zip(box, chunk.box, strict=True):
+            begin, end = max(start, at), min(start + length, at + size)
             if begin >= end:
                 break
-            source.append((begin - first, end - begin))
+            source.append((begin - at, end - begin))
             place.append((begin - start, end - begin))
         else:
             yield PieceOfRun(chunk.rank, chunk.item, tuple(source), tuple(place))
 
 
 def divide(
-    files: Sequence[FilePlan], part_sizes: Sequence[int], ranks: int, limit: int
+    files: Sequence[FilePlan],
+    part_sizes: Sequence[int],
+    ranks: int,
+    limit: int,
+    most: int | None = None,
 ) -> list[RankWork]:
     """Which rank sends which parts of the files, and what the others hand to it.
 
@@ -318,6 +356,7 @@ def divide(
         part_sizes: Bytes of the parts of each.
         ranks: How many ranks there are.
         limit: Most bytes that are put together at a time.
+        most: Most bytes that a rank hands on in a round; by default those of a part.
     """
     own: list[list[PartPlanOfRanks]] = [[] for _ in range(ranks)]
     rounds: list[list[Round]] = []
@@ -328,7 +367,7 @@ def divide(
         for number, start in enumerate(range(0, file.size, size), 1):
             runs = list(runs_of_part(file, start, min(start + size, file.size), limit))
             part = PartPlanOfRanks(number_of_file, number, runs)
-            shares = _shares(part)
+            shares = _shares(runs)
             owner = max(shares, key=lambda rank: (shares[rank], -owned[rank], -rank), default=0)
             if not shares:  # of a header alone
                 owner = min(range(ranks), key=lambda rank: owned[rank])
@@ -337,10 +376,12 @@ def divide(
                 own[owner].append(part)
                 continue
             del shares[owner]
-            at = free[owner]
+            at, bound = free[owner], most or size
             while at < len(rounds) and (
                 rounds[at][owner].part is not None
-                or any(given[at][rank] and given[at][rank] + n > size for rank, n in shares.items())
+                or any(
+                    given[at][rank] and given[at][rank] + n > bound for rank, n in shares.items()
+                )
             ):
                 at += 1
             if at == len(rounds):
@@ -376,12 +417,16 @@ def plan_work(
         is_plain: Of each rank whether its tensors lie in memory as they do in the files.
     """
     ranks, most = len(is_plain), part_of_budget(config.memory_budget)
+    slab = slab_bytes(config.memory_budget)
     for limit in (limits.max_part_size, 2 * most, most):
         sizes = [_part_size(file.size, limit, config, limits) for file in files]
-        work = divide(files, sizes, ranks, slab_bytes(config.memory_budget))
-        if all(_copied(one, rank, is_plain) <= most for rank, one in enumerate(work)):
+        if all(
+            copied <= most
+            for file, size in zip(files, sizes, strict=True)
+            for copied in _copied(file, size, slab, is_plain)
+        ):
             break
-    return sizes, work
+    return sizes, divide(files, sizes, ranks, slab, most)
 
 
 def part_of_budget(budget: int) -> int:
@@ -405,20 +450,17 @@ def _part_size(size: int, limit: int, config: Config, limits: Capabilities) -> i
     return aligned(max(min(found, limit), least), ALIGNMENT)  # no element is cut
 
 
-def _copied(work: RankWork, rank: int, is_plain: Sequence[bool]) -> int:
-    """The most bytes of a part that a rank copies, or hands on in a round."""
-    most = 0
-    for part in (*work.own, *(each.part for each in work.rounds if each.part is not None)):
-        copied = sum(
-            run.nbytes
-            for run in part.runs
-            if isinstance(run, Run) and not (is_plain[rank] and _lies_at(run, rank))
-        )
-        most = max(most, copied)
-    for each in work.rounds:
-        handed = sum(nbytes_of(gift.source, gift.dtype) for gift in each.gifts)
-        most = max(most, handed)
-    return most
+def _copied(file: FilePlan, size: int, slab: int, is_plain: Sequence[bool]) -> Iterator[int]:
+    """The bytes that are copied, or handed on, for each part of a file."""
+    for start in range(0, file.size, size):
+        runs = [
+            run
+            for run in runs_of_part(file, start, min(start + size, file.size), slab)
+            if isinstance(run, Run)
+        ]
+        shares = _shares(runs)
+        owner = max(shares, key=lambda rank: shares[rank], default=0)
+        yield sum(run.nbytes for run in runs if not (is_plain[owner] and _lies_at(run, owner)))
 
 
 def _lies_at(run: Run, rank: int) -> bool:
@@ -431,10 +473,10 @@ def nbytes_of(box: Box, dtype: torch.dtype) -> int:
     return math.prod(length for _, length in box) * dtype.itemsize
 
 
-def _shares(part: PartPlanOfRanks) -> Counter[int]:
+def _shares(runs: Iterable[bytes | Run]) -> Counter[int]:
     """The bytes of a part that each rank has."""
     shares: Counter[int] = Counter()
-    for run in part.runs:
+    for run in runs:
         if isinstance(run, Run):
             for piece in run.pieces:
                 shares[piece.rank] += nbytes_of(piece.place, run.dtype)
