@@ -35,8 +35,9 @@ OF_THE_INTERPRETER := tests/stores/test_long_reads.py tests/checkpoint/test_pick
 # all workers order sets alike, as their lists of tests have to be the same
 HASHSEED ?= $(shell date +%s)
 
-# threads come and go in tests: glibc would give each a heap of its own, and keep it
-WORKER := PYTHONHASHSEED=$(HASHSEED) MALLOC_ARENA_MAX=2
+# threads come and go in tests: glibc would give each a heap of its own, and keep it; and what one
+# process has compiled, the next one need not
+WORKER := PYTHONHASHSEED=$(HASHSEED) MALLOC_ARENA_MAX=2 PYTHONDONTWRITEBYTECODE=
 
 COMPOSE := docker compose --file integration/compose.yaml
 
@@ -65,7 +66,7 @@ test-python-%: constraints.txt pyproject.toml
 			|| { echo "SKIPPED: no torch can be had for Python $*"; exit 0; }; \
 		.venv-$*/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --editable '.[test]' && touch .venv-$*/.test || exit 1; \
 	fi; \
-	CLOUDCKPT_TEST_NOISE=30 .venv-$*/bin/python -m pytest -q -p no:cacheprovider $(OF_THE_INTERPRETER)
+	PYTHONDONTWRITEBYTECODE= CLOUDCKPT_TEST_NOISE=30 .venv-$*/bin/python -m pytest -q -p no:cacheprovider $(OF_THE_INTERPRETER)
 
 integration: $(VENV)/.integration integration/node_modules/.stamp
 	$(BIN)/python -m pytest integration
