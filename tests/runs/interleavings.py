@@ -85,8 +85,9 @@ class Gated(MemoryStore):
         super().__init__(name)
         self._actor, self._world = actor, world
 
-    def _sent(self, request):
+    def _sent(self, request, *, reads=False):
         self._actor.gate()
+        self._world.is_checked &= reads
         luck = self._world.rng.random()
         if luck < 0.01:
             raise ConnectionLostError("the request was lost", uri=self.root)
@@ -106,22 +107,22 @@ class Gated(MemoryStore):
         return self._sent(put)
 
     def get(self, key):
-        return self._sent(lambda: MemoryStore.get(self, key))
+        return self._sent(lambda: MemoryStore.get(self, key), reads=True)
 
     def get_range(self, *args, **kwargs):
-        return self._sent(lambda: MemoryStore.get_range(self, *args, **kwargs))
+        return self._sent(lambda: MemoryStore.get_range(self, *args, **kwargs), reads=True)
 
     def head(self, key):
-        return self._sent(lambda: MemoryStore.head(self, key))
+        return self._sent(lambda: MemoryStore.head(self, key), reads=True)
 
     def list(self, prefix):
-        return iter(self._sent(lambda: list(MemoryStore.list(self, prefix))))
+        return iter(self._sent(lambda: list(MemoryStore.list(self, prefix)), reads=True))
 
     def list_level(self, prefix):
-        return iter(self._sent(lambda: list(MemoryStore.list_level(self, prefix))))
+        return iter(self._sent(lambda: list(MemoryStore.list_level(self, prefix)), reads=True))
 
     def list_uploads(self, prefix):
-        return iter(self._sent(lambda: list(MemoryStore.list_uploads(self, prefix))))
+        return iter(self._sent(lambda: list(MemoryStore.list_uploads(self, prefix)), reads=True))
 
     def copies_from(self, source):
         return self._world.copies_by_store
@@ -156,6 +157,7 @@ class World:
         self.root = CheckpointURI.parse(f"memory://{self.name}/run")
         self.plain = MemoryStore(self.name)
         self.history: list[str] = []
+        self.is_checked = False  # since the last request that may have changed anything
         self.copies_by_store = self.rng.random() < 0.5
         self.first: Callable[[Config], None] | None = None
         chosen = ["save", *self.rng.choices(kinds, k=self.rng.randint(2, 4))]
@@ -309,6 +311,9 @@ class World:
 
     def check(self) -> None:
         """Every committed checkpoint has all of its objects."""
+        if self.is_checked:
+            return
+        self.is_checked = True
         keys = {info.key for info in self.plain.list("")}
         for key in keys:
             if key.endswith(f"/{METADATA}"):
@@ -327,6 +332,7 @@ class World:
             assert not found.unread
 
         self.undisturbed(work)
+        self.is_checked = False
         self.check()
         below = {info.key for info in self.plain.list("")}
         named = {
