@@ -275,3 +275,24 @@ def test_a_damaged_directory_in_a_shard_of_torch_is_corrupt_by_name(local, field
         file.write(value)
     with pytest.raises(CheckpointCorruptError):
         cloudckpt.load({"t": torch.zeros(10)}, checkpoint_id=local.uri, config=local.config)
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_metadata_of_torch_that_lack_a_part_of_a_tensor_are_damaged(local, partial):
+    """torch's reader leaves as it is what no chunk has."""
+    dcp.save({"t": numbered(6, 4), "u": numbered(3)}, checkpoint_id=local.path)
+    with open(f"{local.path}/.metadata", "r+b") as file:
+        metadata = pickle.load(file)
+        [chunk] = metadata.state_dict_metadata["t"].chunks
+        metadata.state_dict_metadata["t"].chunks = [
+            dataclasses.replace(chunk, sizes=torch.Size([5, 4]))
+        ]
+        file.seek(0)
+        file.truncate()
+        pickle.dump(metadata, file)
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True) if partial else None
+    with pytest.raises(CheckpointCorruptError, match="20 of the 24 elements of t"):
+        cloudckpt.load(
+            {"t": torch.zeros(6, 4), "u": torch.zeros(3)}, checkpoint_id=local.uri, planner=planner
+        )
+    cloudckpt.load({"u": torch.zeros(3)}, checkpoint_id=local.uri)

@@ -13,6 +13,8 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import cloudckpt
 from cloudckpt import (
@@ -22,6 +24,7 @@ from cloudckpt import (
     CloudStorageWriter,
     ConfigError,
     InvalidURIError,
+    ShapeMismatchError,
 )
 
 from .layouts import LAYOUTS, Layout, check_local_parts, full_state, spread
@@ -120,6 +123,22 @@ def test_without_collectives_each_rank_commits_and_finds_its_own(place, ranks):
         "__2.metadata",
     ]
     assert len(names) == 3 * 2  # metadata, data
+
+
+def _load_another_part_than_was_saved_alone(place: Place) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    state = {"t": distribute_tensor(numbered(8, 6), mesh, [Shard(0)])}
+    save(state, place, use_collectives=False)
+    same = load({"t": distribute_tensor(torch.zeros(8, 6), mesh, [Shard(0)])}, place)
+    assert torch.equal(same["t"].to_local(), state["t"].to_local())
+    load({"t": distribute_tensor(torch.zeros(8, 6), mesh, [Shard(1)])}, place)
+
+
+def test_a_part_that_was_not_saved_is_not_passed_over_in_silence(local, ranks):
+    """Without collectives each rank knows its own part only; torch leaves the rest as it was."""
+    for error in ranks.errors(2, _load_another_part_than_was_saved_alone, local):
+        assert isinstance(error, ShapeMismatchError)
+        assert "12 of the 24 elements of t" in str(error)
 
 
 def test_a_save_without_collectives_that_an_older_checkpoint_would_hide_is_refused(place):

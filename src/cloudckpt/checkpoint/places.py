@@ -159,6 +159,8 @@ class Places:
 
         That is in objects whose indexes were read; see :meth:`ObjectIndex.between`.
         """
+        if not self._objects:
+            return []
         with paused_gc():
             objects: dict[str, dict[int, tuple[str, tuple[int, ...]]]] = {}
             wholes = self._wholes(indices)

@@ -18,6 +18,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from cloudckpt.checkpoint.model_folder import ModelFolder
+from cloudckpt.checkpoint.objects import is_metadata_of_a_rank
+from cloudckpt.dcp.load_plan import check_whole
 from cloudckpt.dcp.meeting import Meeting, Stance, one_error
 from cloudckpt.dcp.planners import CloudLoadPlanner, EverythingPlanner, PartialPlanner
 from cloudckpt.dcp.reader import CloudStorageReader
@@ -78,7 +80,11 @@ def _load(
         metadata = metadata_of()
         planner.set_up_planner(state_dict, metadata, rank == 0)
         reader.set_up_storage_reader(metadata, rank == 0)
-        return planner.finish_plan(planner.create_local_plan())
+        made = planner.finish_plan(planner.create_local_plan())
+        key = "" if reader.commit is None else reader.commit.info.key
+        alone = is_metadata_of_a_rank(key.rpartition("/")[2])
+        check_whole(planner.state_dict, made, metadata, reader.checkpoint_id, of_one_rank=alone)
+        return made
 
     made = meeting.begin(plan)
     failure: BaseException | None = None

@@ -10,15 +10,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.tensor import DTensor
 
 from cloudckpt.checkpoint.columns import column_of
 from cloudckpt.checkpoint.inventory import Inventory
+from cloudckpt.checkpoint.lazy import inventory_behind
 from cloudckpt.checkpoint.torch_private import create_chunk_list
+from cloudckpt.dcp.outline import PLAIN
+from cloudckpt.errors import CheckpointCorruptError, ShapeMismatchError
 
-__all__ = ["plan_reads"]
+__all__ = ["check_whole", "plan_reads"]
 
 _FEW = 16
 """Chunks that are looked at one by one sooner than all at once."""
@@ -66,6 +74,69 @@ def plan_reads(state_dict: Mapping[str, Any], inventory: Inventory, *, strict: b
                 )
                 items += _reads(name, number, own, offsets, sizes)
     return LoadPlan(items)
+
+
+def check_whole(
+    state_dict: Mapping[str, Any],
+    plan: LoadPlan,
+    metadata: Metadata,
+    uri: str,
+    *,
+    of_one_rank: bool,
+) -> None:
+    """Whether a plan reads all that this rank has of each tensor.
+
+    torch reads what there is, and leaves the rest as it was: of metadata that lack a chunk, and of
+    those of one rank that has saved by itself, which know its own part only.
+
+    Args:
+        state_dict: What to load, by flat names.
+        plan: What is read.
+        metadata: What there is.
+        uri: The checkpoint.
+        of_one_rank: Whether the metadata are of a rank that has saved by itself.
+
+    Raises:
+        ShapeMismatchError: If a rank has saved another part of a tensor by itself.
+        CheckpointCorruptError: If the metadata lack a part of a tensor.
+    """
+    inventory = inventory_behind(metadata)
+    planned: dict[str, int] = {}
+    for item in plan.items:
+        if item.type == LoadItemType.TENSOR:
+            name = item.dest_index.fqn
+            planned[name] = planned.get(name, 0) + item.lengths.numel()
+    for name, value in state_dict.items():
+        if inventory is not None:
+            entry = inventory.entries.get(name)
+            is_tensor = entry is not None and entry.shape is not None
+        else:
+            stored = metadata.state_dict_metadata.get(name)
+            is_tensor = isinstance(stored, TensorStorageMetadata)
+        if not is_tensor or planned.get(name, 0) >= (wanted := _elements(value)):
+            continue
+        what = f"{planned.get(name, 0)} of the {wanted} elements of {name} that this rank has"
+        if of_one_rank:
+            raise ShapeMismatchError(
+                f"only {what} are in what it has saved: without collectives, each rank loads its "
+                "own part, so that there must be as many ranks, and the same sharding",
+                uri=uri,
+                item=name,
+            )
+        raise CheckpointCorruptError(
+            f"the metadata have only {what}: they are damaged, or a part was not saved",
+            uri=uri,
+            item=name,
+        )
+
+
+def _elements(value: Any) -> int:
+    """How many elements of a tensor this rank has."""
+    if isinstance(value, DTensor):
+        return value._local_tensor.numel()
+    if type(value) in PLAIN:
+        return int(value.numel())
+    return sum(chunk.sizes.numel() for chunk in create_chunk_list(value))
 
 
 def _reads(
