@@ -58,7 +58,7 @@ def run(place: str, steps: int, changed: dict[str, str]) -> dict[str, Any]:
 
 def main() -> None:
     place = sys.argv[1]
-    ray.init(num_cpus=3, include_dashboard=False)
+    ray.init(num_cpus=3, include_dashboard=False, object_store_memory=100 * 2**20)
     seen = {"crashed": run(f"{place}/ours", 6, {})}
     seen["begun anew"] = run(f"{place}/ours", 8, NOT_COPIED)
     pyarrow = {STORAGE: f'storage_path="{place}/pyarrow"'}

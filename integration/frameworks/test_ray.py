@@ -31,7 +31,12 @@ def test_runs_go_on_keep_what_they_are_told_to_and_are_not_copied(
 def _job(environment: dict[str, str], run: str, tmp_path: Path) -> dict[str, Any]:
     """What all runs of the job have told; Ray is started once for them."""
     path = os.pathsep.join(filter(None, (str(HERE), environment.get("PYTHONPATH"))))
-    told = {"CRASHED": str(tmp_path / "crashed"), "RESULTS": str(tmp_path / "results"), "RANK": "0"}
+    told = {
+        "CRASHED": str(tmp_path / "crashed"),
+        "RESULTS": str(tmp_path / "results"),
+        "RANK": "0",
+        "RAY_memory_monitor_refresh_ms": "0",  # else it kills workers for the memory of others
+    }
     ended = subprocess.run(
         [sys.executable, str(HERE / "ray_job.py"), run],
         env={**environment, **told, "PYTHONPATH": path},
