@@ -144,7 +144,27 @@ _LATER = {
     }.items()
     for name in names.split()
 }
-_MODULES = frozenset({"aio", "experimental", "files", "format_utils", "hf", "integrations", "runs"})
+_MODULES = frozenset(
+    {
+        "aio",
+        "api",
+        "background",
+        "checkpoint",
+        "checkpointer",
+        "dcp",
+        "doctor",
+        "experimental",
+        "files",
+        "format_utils",
+        "hf",
+        "integrations",
+        "runs",
+        "stores",
+        "testing",
+        "torch_files",
+        "transfer",
+    }
+)
 
 if not TYPE_CHECKING:  # which would take any name for one of ours
 
