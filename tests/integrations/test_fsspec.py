@@ -38,6 +38,8 @@ def without_packages(monkeypatch):
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name in hidden else find(name)
     )
+    for scheme in ("s3", "gs", "az"):  # whose classes another test may have had loaded
+        monkeypatch.delitem(_registry, scheme, raising=False)
     yield
     cloudckpt.uninstall()
 
