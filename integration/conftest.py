@@ -19,6 +19,8 @@ from servers import BY_CLOUD, REAL, chosen
 
 pytest.register_assert_rewrite("cloudckpt.testing.contract", "dcp.layouts", "dcp.values")
 
+collect_ignore = ["frameworks"]  # which have an environment of their own
+
 _FLAGS = {"moto": "moto", "gcs": "gcp-storage-emulator", "azurite": "azurite"}
 
 

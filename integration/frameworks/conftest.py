@@ -1,6 +1,5 @@
 """Real frameworks, on moto as S3; `make integration-frameworks` has what they need."""
 
-import importlib.util
 import json
 import os
 import signal
@@ -17,17 +16,6 @@ from launched import launched
 from results import Job
 
 HERE = Path(__file__).parent
-NEEDS = {
-    "test_lightning.py": "lightning",
-    "test_fabric.py": "lightning",
-    "test_accelerate.py": "accelerate",
-    "test_ray.py": "ray",
-    "test_torch_checkpointing.py": "torch_checkpointing",
-    "test_torchtitan.py": "torchtitan",
-    "test_safetensors_models.py": "transformers",
-    "test_trainer.py": "transformers",
-}
-collect_ignore = [name for name, module in NEEDS.items() if not importlib.util.find_spec(module)]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
