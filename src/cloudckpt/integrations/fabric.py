@@ -143,6 +143,17 @@ class _OnStores:
 
     config: Config | None = None
 
+    def __init__(self, *args: Any, config: Config | None = None, **kwargs: Any) -> None:
+        """
+        Args:
+            *args: Lightning's.
+            config: The options of saving and loading.
+            **kwargs: Lightning's.
+        """
+        super().__init__(*args, **kwargs)
+        if config is not None:
+            self.config = config
+
     def save_checkpoint(
         self,
         path: str | os.PathLike[str],
@@ -219,31 +230,9 @@ class _OnStores:
 class CloudModelParallelStrategy(_OnStores, ModelParallelStrategy):  # type: ignore[misc]
     """Fabric's ``ModelParallelStrategy`` (FSDP2, tensor parallelism), which saves to URIs, too."""
 
-    def __init__(self, *args: Any, config: Config | None = None, **kwargs: Any) -> None:
-        """
-        Args:
-            *args: Lightning's.
-            config: The options of saving and loading.
-            **kwargs: Lightning's.
-        """
-        super().__init__(*args, **kwargs)
-        if config is not None:
-            self.config = config
-
 
 class CloudFSDPStrategy(_OnStores, FSDPStrategy):  # type: ignore[misc]
     """Fabric's ``FSDPStrategy`` (FSDP1), which saves to URIs, too."""
-
-    def __init__(self, *args: Any, config: Config | None = None, **kwargs: Any) -> None:
-        """
-        Args:
-            *args: Lightning's.
-            config: The options of saving and loading.
-            **kwargs: Lightning's.
-        """
-        super().__init__(*args, **kwargs)
-        if config is not None:
-            self.config = config
 
 
 def config_of(owner: Any) -> Config:

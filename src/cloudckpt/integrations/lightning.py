@@ -58,6 +58,27 @@ class _OnStores:
     config: Config | None = None
     saves: Saves | None = None  # in the background
 
+    def __init__(
+        self,
+        *args: Any,
+        config: Config | None = None,
+        asynchronous: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """
+        Args:
+            *args: Lightning's.
+            config: The options of saving and loading.
+            asynchronous: Whether a save copies the state and goes on in the background. What fails
+                then is raised by the next save, or at the end, on all ranks.
+            **kwargs: Lightning's.
+        """
+        super().__init__(*args, **kwargs)
+        if config is not None:
+            self.config = config
+        if asynchronous:
+            self.saves = Saves(config_of(self), asynchronous=True)
+
     def save_checkpoint(
         self,
         checkpoint: dict[str, Any],
@@ -137,27 +158,6 @@ class _OnStores:
 class CloudModelParallelStrategy(_OnStores, ModelParallelStrategy):  # type: ignore[misc]
     """Lightning's ``ModelParallelStrategy`` (FSDP2, tensor parallelism) that saves to URIs, too."""
 
-    def __init__(
-        self,
-        *args: Any,
-        config: Config | None = None,
-        asynchronous: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        """
-        Args:
-            *args: Lightning's.
-            config: The options of saving and loading.
-            asynchronous: Whether a save copies the state and goes on in the background. What fails
-                then is raised by the next save, or at the end, on all ranks.
-            **kwargs: Lightning's.
-        """
-        super().__init__(*args, **kwargs)
-        if config is not None:
-            self.config = config
-        if asynchronous:
-            self.saves = Saves(config_of(self), asynchronous=True)
-
 
 class CloudFSDPMixin(_OnStores):
     """For a class of yours that derives from Lightning's ``FSDPStrategy``; stands before that.
@@ -173,26 +173,9 @@ class CloudFSDPMixin(_OnStores):
 class CloudFSDPStrategy(CloudFSDPMixin, FSDPStrategy):  # type: ignore[misc]
     """Lightning's ``FSDPStrategy`` (FSDP1) that saves shards, and to URIs, too."""
 
-    def __init__(
-        self,
-        *args: Any,
-        config: Config | None = None,
-        asynchronous: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        """
-        Args:
-            *args: Lightning's.
-            config: The options of saving and loading.
-            asynchronous: Whether a save copies the state and goes on in the background. What fails
-                then is raised by the next save, or at the end, on all ranks.
-            **kwargs: Lightning's; ``state_dict_type`` is ``"sharded"``.
-        """
-        super().__init__(*args, **{"state_dict_type": "sharded", **kwargs})
-        if config is not None:
-            self.config = config
-        if asynchronous:
-            self.saves = Saves(config_of(self), asynchronous=True)
+    def __init__(self, *args: Any, state_dict_type: str = "sharded", **kwargs: Any) -> None:
+        """As Lightning's, and as :class:`CloudFSDPMixin`."""
+        super().__init__(*args, state_dict_type=state_dict_type, **kwargs)
 
 
 class CloudModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
