@@ -130,6 +130,7 @@ def test_no_byte_of_an_object_changes_unseen(saved, number) -> None:
         with pytest.raises(CheckpointCorruptError) as caught:
             verify(saved)
         assert any(one.start <= at < one.stop for one in caught.value.damages), at
+        assert all(one.item.count("the bytes") <= 1 for one in caught.value.damages)
         data.write_bytes(content)
     verify(saved)
 

@@ -239,9 +239,7 @@ class ObjectIndex:
         total, at, tail, name = 0, 0, b"", ""
 
         def add(expected: bytes, behind: str) -> int:
-            where = (
-                f"the bytes between {name} and {behind}" if name else f"the bytes before {behind}"
-            )
+            where = f"between {name} and {behind}" if name else f"before {behind}"
             checksum = algorithm.of(expected)
             if expected:
                 made.append(

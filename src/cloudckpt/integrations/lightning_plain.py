@@ -80,8 +80,7 @@ def _led(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[...
 
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        if all(uri_of(given[name]) is None for name in _PATHS if name in given):
+        if not _gives_uri(signature.bind(*args, **kwargs)):
             return original(*args, **kwargs)
         try:
             return ours(*args, **kwargs)
@@ -94,13 +93,18 @@ def _led(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[...
     return method
 
 
+def _gives_uri(given: inspect.BoundArguments) -> bool:
+    """Whether a method of Lightning's is given a URI for a path."""
+    paths = (given.arguments[name] for name in _PATHS if name in given.arguments)
+    return any(uri_of(path) is not None for path in paths)
+
+
 def _told_to_all(original: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def save_checkpoint(*args: Any, **kwargs: Any) -> None:
-        given = signature.bind(*args, **kwargs).arguments
-        if all(uri_of(given[name]) is None for name in _PATHS if name in given):
+        if not _gives_uri(signature.bind(*args, **kwargs)):
             original(*args, **kwargs)
         else:
             Meeting.of(None, False).begin(lambda: original(*args, **kwargs))
