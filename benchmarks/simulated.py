@@ -22,6 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from cloudckpt.checkpoint.written import Extents
+
 _ROWS = (8, 2, 4, 6)
 _COLUMNS = (64, 128, 192, 256)
 
@@ -60,6 +62,7 @@ class Others:
     def __init__(self) -> None:
         self._sizes: dict[str, torch.Size] = {}
         self._tensors: list[int] = []
+        self._extents = Extents.none()
 
     def told(self, value: Any, rank: int) -> Any:
         """What rank ``rank`` sends where this one sends ``value``."""
@@ -75,10 +78,12 @@ class Others:
             digest, written = value
             objects = tuple(replace(one, rank=rank) for one in written.objects)
             if written.items is None:
-                extents, items = written.extents.at(torch.tensor(self._tensors)), None
-            else:
-                extents, items = written.extents.none(), ()
-            return digest, replace(written, objects=objects, extents=extents, items=items)
+                self._extents = written.extents.at(torch.tensor(self._tensors))
+                return digest, replace(written, objects=objects, extents=self._extents)
+            unchanged = replace(written, objects=objects, extents=self._extents).since(
+                self._extents
+            )
+            return digest, unchanged
         return [
             replace(
                 result,

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from cloudckpt.checkpoint import body
 from cloudckpt.checkpoint.committed import CommitObject, Fetched
 from cloudckpt.checkpoint.draft import Draft, Planned
 from cloudckpt.checkpoint.metadata import load_metadata
@@ -133,34 +134,60 @@ def test_columns_and_pickle_say_the_same(save):
     assert_says(stored(drawn_up(metadata, plans)), metadata, places_of(plans, FIRST))
 
 
-@settings(deadline=None, max_examples=60)
-@given(saves(), st.sampled_from(["nothing", "values", "tensors"]))
-def test_the_next_save_says_what_a_first_one_would(save, change):
-    metadata, plans = save
-    draft = drawn_up(metadata, plans)
-    before, now = written(plans, FIRST), written(plans, SECOND)
+@st.composite
+def spread(draw, plans, attempt):
+    """What the ranks have written: each in some objects, the items anywhere in them."""
+    found = []
     for rank, plan in enumerate(plans):
-        for number, index in enumerate(plan):
-            is_value = index.offset is None
-            if (change == "values" and is_value) or change == "tensors":
-                now[rank].extents.lengths[number] = 5 + number
-    since = [one.since(earlier.extents) for one, earlier in zip(now, before, strict=True)]
-    made = draft.filled(since, SECOND, URI)
-    anew = Draft.of(Planned.of(metadata, plans), now, CRC32C, attempt=SECOND, uri=URI)
-    assert pickle.loads(stored(made)) == pickle.loads(stored(anew))
-    assert read(stored(made)).metadata == read(stored(anew)).metadata == made.metadata
-    assert read(stored(made)).objects == tuple(anew.objects)
+        count = draw(st.integers(1, 3)) if plan else 0
+        objects = tuple(WrittenObject(rank, n, attempt, 1 << 40, n, 30, n) for n in range(count))
+        rows = st.tuples(
+            st.integers(0, max(count - 1, 0)),
+            st.integers(0, 1 << 33),
+            st.sampled_from([9, 1 << 32]),
+        )
+        found.append(
+            Written(
+                URI,
+                objects,
+                Extents.of(draw(st.lists(rows, min_size=len(plan), max_size=len(plan)))),
+            )
+        )
+    return found
 
 
-def test_the_next_save_takes_the_pickle_of_the_one_before():
+@settings(deadline=None, max_examples=100)
+@given(saves(), st.data())
+def test_the_next_save_says_what_a_first_one_would(save, data):
+    metadata, plans = save
+    before = data.draw(spread(plans, FIRST))
+    draft = Draft.of(Planned.of(metadata, plans), before, CRC32C, attempt=FIRST, uri=URI)
+    for attempt in (SECOND, "3" * 16):
+        now = data.draw(spread(plans, attempt))
+        for rank, (one, earlier) in enumerate(zip(now, before, strict=True)):
+            if one.objects and data.draw(st.booleans()):  # its items lie where they lay
+                count = max(len(one.objects), int(earlier.extents.objects.max()) + 1)
+                objects = [dataclasses.replace(one.objects[0], ordinal=n) for n in range(count)]
+                now[rank] = dataclasses.replace(
+                    one, objects=tuple(objects), extents=earlier.extents
+                )
+        since = [one.since(earlier.extents) for one, earlier in zip(now, before, strict=True)]
+        draft = draft.next(pickle.loads(pickle.dumps(since)), attempt, URI)
+        anew = Draft.of(Planned.of(metadata, plans), now, CRC32C, attempt=attempt, uri=URI)
+        assert stored(draft) == stored(anew)
+        assert read(stored(draft)).metadata == pickle.loads(stored(draft)) == draft.metadata
+        before = now
+
+
+def test_a_rank_that_goes_by_another_save_than_the_coordinator_is_refused():
     metadata, plans = example()
     draft = drawn_up(metadata, plans)
-    pickled = draft.data(b"")[0].obj
-    now = [
-        one.since(e.extents)
-        for one, e in zip(*(written(plans, a) for a in (SECOND, FIRST)), strict=True)
-    ]
-    assert draft.filled(now, SECOND, URI).data(b"")[0].obj is pickled
+    others = written(plans, FIRST, start=256)
+    now = written(plans, SECOND, start=256)
+    now[0].extents.lengths[0] = 5
+    since = [one.since(e.extents) for one, e in zip(now, others, strict=True)]
+    with pytest.raises(IncompleteSaveError, match="rank 0 means another save"):
+        draft.next(since, SECOND, URI)
 
 
 def example(ranks=2):
@@ -184,7 +211,7 @@ def test_many_saves_follow_each_other():
     for step in range(1, 20):
         attempt, now = f"{step:016x}", written(plans, f"{step:016x}")
         now[0].extents.lengths[1] = step * 1000
-        draft = draft.filled(
+        draft = draft.next(
             [one.since(e.extents) for one, e in zip(now, before, strict=True)], attempt, URI
         )
         before = now
@@ -198,11 +225,9 @@ def test_a_save_that_has_failed_leaves_nothing_in_the_next_one():
     draft, before = drawn_up(metadata, plans), written(plans, FIRST)
     failed = written(plans, "f" * 16)
     failed[0].extents.lengths[1] = 77_777
-    draft.filled(
-        [one.since(e.extents) for one, e in zip(failed, before, strict=True)], "f" * 16, URI
-    )
+    draft.next([one.since(e.extents) for one, e in zip(failed, before, strict=True)], "f" * 16, URI)
     now = [one.since(e.extents) for one, e in zip(written(plans, SECOND), before, strict=True)]
-    assert_says(stored(draft.filled(now, SECOND, URI)), metadata, places_of(plans, SECOND))
+    assert_says(stored(draft.next(now, SECOND, URI)), metadata, places_of(plans, SECOND))
 
 
 def test_stock_torch_reads_it(tmp_path):
@@ -235,8 +260,8 @@ def test_notes_structure_and_algorithm_come_back(notes):
 
 def test_a_chunk_takes_few_bytes():
     metadata, plans = example(512)
-    body = drawn_up(metadata, plans).data(b"")[1]
-    assert body.nbytes < 512 * 40 + 1500  # the records of the objects, and hardly anything else
+    columns = drawn_up(metadata, plans).data(b"")[1]
+    assert columns.nbytes < 512 * 40 + 1500  # the records of the objects, and hardly anything else
 
 
 @dataclasses.dataclass
@@ -275,7 +300,7 @@ def test_what_columns_can_not_express_is_kept_by_the_pickle(change):
     assert found.metadata == pickle.loads(data)
     assert found.metadata.state_dict_metadata == metadata.state_dict_metadata
     assert [one.name for one in found.objects] == [f"__{rank}_0.{FIRST}.distcp" for rank in (0, 1)]
-    assert draft.filled(written(plans, SECOND), SECOND, URI) is None
+    assert draft.next(written(plans, SECOND), SECOND, URI) is None
 
 
 # what ranks say is not taken on trust
@@ -310,7 +335,7 @@ def test_a_rank_that_saves_elsewhere_is_told(save):
         "first": lambda: Draft.of(
             Planned.of(metadata, plans), told, CRC32C, attempt=SECOND, uri=URI
         ),
-        "next": lambda: before.filled(told, SECOND, URI),
+        "next": lambda: before.next(told, SECOND, URI),
     }[save]
     with pytest.raises(DifferentCheckpointsError, match="rank 1 to s3://bucket/other"):
         draw_up()
@@ -327,7 +352,7 @@ def test_objects_that_do_not_hold_what_they_should_are_refused(objects):
     changed = () if objects == "fewer" else (dataclasses.replace(now[1].objects[0], size=100),)
     now[1] = dataclasses.replace(now[1], objects=changed)
     with pytest.raises(IncompleteSaveError, match="other objects"):
-        draft.filled(now, SECOND, URI)
+        draft.next(now, SECOND, URI)
 
 
 def test_what_a_rank_sends_is_small():
@@ -373,9 +398,9 @@ def remade(data, change):
     """The commit object with another body, whose checksum is right."""
     *numbers, magic = struct.unpack("<QIQIQI20s", data[-56:])
     size, length = numbers[0], numbers[2]
-    body = change(bytearray(data[size : size + length]))
-    numbers[2:4] = len(body), CRC32C.of(bytes(body))
-    return bytearray(data[:size] + body + struct.pack("<QIQIQI20s", *numbers, magic))
+    made = change(bytearray(data[size : size + length]))
+    numbers[2:4] = len(made), CRC32C.of(bytes(made))
+    return bytearray(data[:size] + made + struct.pack("<QIQIQI20s", *numbers, magic))
 
 
 @settings(deadline=None, max_examples=400)
@@ -433,16 +458,13 @@ GOOD = drawn_up(*example())
     ],
     ids=str,
 )
-def test_a_table_that_makes_no_sense_is_refused(change):
-    from cloudckpt.checkpoint.body import Packed
-    from cloudckpt.checkpoint.columns import deflated, inflated
+def test_a_table_that_makes_no_sense_is_refused(change, monkeypatch):
+    table = body._table
 
+    def changed(inventory):
+        return json.dumps({**json.loads(table(inventory)), **change}).encode()
+
+    monkeypatch.setattr(body, "_table", changed)
     made = drawn_up(*example())
-    packed = made._body
-    document = json.loads(inflated(memoryview(packed.table), packed.table_size))
-    table = json.dumps({**document, **change}).encode()
-    made._body = Packed(
-        deflated(table), len(table), packed.columns, packed.columns_size, packed.counts
-    )
     with pytest.raises(CheckpointCorruptError, match="make no sense"):
         read(stored(made))

@@ -1,8 +1,7 @@
 """The body of a commit object: an inventory in bytes, without a pickle, and bounded when read.
 
-It has the records of the data objects, a table over the names, and columns over the chunks. What
-changes from one save to the next stands apart: the records, and the places of the values, whose
-lengths nobody can foresee. So all else of a body can be kept for the next save as it is.
+It has the records of the data objects, a table over the names, and columns over the chunks and over
+the values.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.errors import CheckpointCorruptError
 from cloudckpt.gc_pause import paused_gc
 
-__all__ = ["Body", "Packed", "to_json", "without_columns"]
+__all__ = ["Body", "body_of", "to_json", "without_columns"]
 
 _MAGIC = b"ckptbdy\1"
 _HEADER = struct.Struct("<8s8sB?2xI8Q")
@@ -46,65 +45,45 @@ _FORMATS = {
 }
 
 
-@dataclass(frozen=True)
-class Packed:
-    """The parts of a body that stay the same from one save to the next."""
+def body_of(inventory: Inventory, attempt: str, pickle_size: int) -> bytes | None:
+    """The body of an inventory.
 
-    table: bytes
-    table_size: int
-    columns: bytes
-    columns_size: int
-    counts: tuple[int, int]
+    Args:
+        inventory: What it says.
+        attempt: The random name of the save.
+        pickle_size: Bytes of the pickle that will stand before it.
 
-    @classmethod
-    def of(cls, inventory: Inventory) -> Packed | None:
-        """Those of an inventory; None if it has what the format has no room for."""
-        try:
-            table = _table(inventory)
-        except (KeyError, ValueError):
-            return None
-        columns = bytearray()
-        rows, values_from = len(inventory.extents), inventory.values_from
-        for column in inventory.extents.columns:
-            columns += packed_column(column[:values_from])
-        for chunks in inventory.chunks.values():
-            for matrix in (chunks.offsets, chunks.sizes):
-                for dim in matrix.unbind(1):
-                    columns += packed_column(dim.contiguous())
-        return cls(
-            deflated(table),
-            len(table),
-            deflated(bytes(columns)),
-            len(columns),
-            (values_from, rows - values_from),
-        )
-
-    def with_objects(
-        self, attempt: str, inventory: Inventory, pickle_size: int
-    ) -> list[bytes] | None:
-        """The body; None if readers would refuse one as large as this."""
-        values = b"".join(
-            packed_column(column[inventory.values_from :]) for column in inventory.extents.columns
-        )
-        if self.table_size + self.columns_size + len(values) > _bound(pickle_size):
-            return None
-        packed = deflated(values)
-        header = _HEADER.pack(
-            _MAGIC,
-            bytes.fromhex(attempt),
-            kind_of(inventory.checksum),
-            True,
-            len(inventory.objects),
-            *self.counts,
-            len(self.table),
-            self.table_size,
-            len(self.columns),
-            self.columns_size,
-            len(packed),
-            len(values),
-        )
-        records = b"".join(one.pack() for one in inventory.objects)
-        return [header, records, self.table, self.columns, packed]
+    Returns:
+        The bytes; None if the inventory has what the format has no room for.
+    """
+    try:
+        table = _table(inventory)
+    except (KeyError, ValueError):
+        return None
+    values_from, extents = inventory.values_from, inventory.extents.columns
+    columns = bytearray()
+    for column in extents:
+        columns += packed_column(column[:values_from])
+    for chunks in inventory.chunks.values():
+        for matrix in (chunks.offsets, chunks.sizes):
+            for dim in matrix.unbind(1):
+                columns += packed_column(dim.contiguous())
+    values = b"".join(packed_column(column[values_from:]) for column in extents)
+    streams = (table, bytes(columns), values)
+    if sum(map(len, streams)) > _bound(pickle_size):
+        return None
+    packed = list(map(deflated, streams))
+    header = _HEADER.pack(
+        _MAGIC,
+        bytes.fromhex(attempt),
+        kind_of(inventory.checksum),
+        True,
+        len(inventory.objects),
+        values_from,
+        len(inventory.extents) - values_from,
+        *(len(one) for both in zip(packed, streams, strict=True) for one in both),
+    )
+    return b"".join((header, *(one.pack() for one in inventory.objects), *packed))
 
 
 def without_columns(

@@ -1,20 +1,19 @@
-"""The bytes of a commit object, before they are sent; and from one save to the next.
+"""The bytes of a commit object, before they are sent; and what the next save can take from them.
 
-What a save of the same structure changes is the random names of its objects, their sizes and
-checksums, and the places of the values that are no tensors. These are overwritten in the bytes of
-the save before, so that a coordinator spends no time on chunks that are where they were.
+All of them are made anew at each commit, of what all ranks have written, by the same steps. A save
+of the same structure takes only the plan from the one before, as columns, and where the items of
+each rank lay in that rank's objects: a rank says which of its items have moved since. Whether the
+rank and the coordinator mean the same by that is compared, as everything that was kept is.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
@@ -22,12 +21,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from cloudckpt.checkpoint.body import Packed, to_json, without_columns
-from cloudckpt.checkpoint.columns import column_of, counted, unfilled
+from cloudckpt.checkpoint.body import body_of, to_json, without_columns
 from cloudckpt.checkpoint.committed import CommitObject
 from cloudckpt.checkpoint.inventory import Inventory, NotInColumnsError, PlannedInventory
 from cloudckpt.checkpoint.lazy import lazy_metadata, save_id_of
-from cloudckpt.checkpoint.pickled import MetadataPickle
+from cloudckpt.checkpoint.pickled import metadata_pickle
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.torch_private import CURRENT_DCP_VERSION, StorageInfo
 from cloudckpt.checkpoint.trailer import with_trailer
@@ -55,8 +53,8 @@ class Draft:
         objects: Sequence[WrittenObject],
         metadata: Metadata,
         inventory: Inventory | None,
-        pickled: MetadataPickle | bytes,
-        body: Packed | bytes,
+        pickled: bytes,
+        body: bytes,
     ) -> None:
         self.attempt = attempt
         self.objects = objects
@@ -64,7 +62,7 @@ class Draft:
         self.inventory = inventory
         self._pickled = pickled
         self._body = body
-        self._rows: tuple[torch.Tensor, ...] = ()
+        self._next: _ForNextSave | None = None
 
     @classmethod
     def of(
@@ -98,30 +96,47 @@ class Draft:
                     "nothing was committed",
                     uri=uri,
                 )
+        structure = Structure.merged([one.structure for one in written], uri)
         if planned.inventory is not None:
-            with _refusing_other_objects(uri):
-                inventory = planned.inventory.placed(written, checksum, uri)
-            draft = cls.from_inventory(inventory, attempt)
-            draft._rows = planned.inventory.rows
-            return draft
+            return cls._placed(planned.inventory, written, structure, checksum, attempt, uri)
         metadata = planned.metadata
         metadata.storage_data = places = _places(planned.indices, written)
         _check_complete(metadata, places, uri)
         metadata.storage_meta = StorageMeta(save_id=save_id_of(attempt))
         metadata.version = CURRENT_DCP_VERSION
         objects = list(itertools.chain.from_iterable(one.objects for one in written))
-        structure = Structure.merged([one.structure for one in written], uri)
         return cls._by_pickle(attempt, objects, metadata, checksum, structure)
+
+    @classmethod
+    def _placed(
+        cls,
+        planned: PlannedInventory,
+        written: Sequence[Written],
+        structure: Structure,
+        checksum: ChecksumAlgorithm,
+        attempt: str,
+        uri: str,
+    ) -> Draft:
+        """That of a plan, and of what each rank has written of it, all its items."""
+        try:
+            inventory = planned.placed(written, checksum, structure)
+        except ValueError as exc:
+            raise IncompleteSaveError(
+                f"a rank has written other objects than it says: {exc}; nothing was committed",
+                uri=uri,
+            ) from exc
+        draft = cls.from_inventory(inventory, attempt)
+        draft._next = _ForNextSave(planned, tuple(one.extents for one in written), structure)
+        return draft
 
     @classmethod
     def from_inventory(cls, inventory: Inventory, attempt: str) -> Draft:
         """That of an inventory; only the pickle has it if the format has no room for all of it."""
         metadata, objects = lazy_metadata(inventory, attempt), inventory.objects
-        packed = Packed.of(inventory)
-        if packed is not None:
-            pickled = MetadataPickle(inventory, attempt)
-            if packed.with_objects(attempt, inventory, len(pickled.data)) is not None:
-                return cls(attempt, objects, metadata, inventory, pickled, packed)
+        pickled = metadata_pickle(inventory, attempt)
+        body = None if pickled is None else body_of(inventory, attempt, len(pickled))
+        if pickled is not None and body is not None:
+            return cls(attempt, objects, metadata, inventory, pickled, body)
         return cls._by_pickle(attempt, objects, metadata, inventory.checksum, inventory.structure)
 
     @classmethod
@@ -173,8 +188,8 @@ class Draft:
             body = without_columns(attempt, renamed, source.body.checksum, more)
         return cls(attempt, list(objects.values()), metadata, None, pickled, body)
 
-    def filled(self, written: Sequence[Written], attempt: str, uri: str) -> Draft | None:
-        """The draft of the next save, of the same structure; this one gives it its bytes.
+    def next(self, written: Sequence[Written], attempt: str, uri: str) -> Draft | None:
+        """The draft of the next save, of the same structure.
 
         Args:
             written: By rank, its objects, and the items of its plan that lie elsewhere than before.
@@ -186,62 +201,43 @@ class Draft:
 
         Raises:
             DifferentCheckpointsError: If a rank has written to another location.
-            IncompleteSaveError: If a rank has written what makes no sense.
+            IncompleteSaveError: If a rank has written what makes no sense, or not by this plan.
         """
         _check_location(written, uri)
-        if self.inventory is None or len(written) != len(self._rows):
+        kept = self._next
+        if self.inventory is None or kept is None or len(written) != len(kept.extents):
             return None
-        objects = list(itertools.chain.from_iterable(one.objects for one in written))
-        inventory = dataclasses.replace(self.inventory, objects=objects)
-        is_as_before = [(o.rank, o.ordinal) for o in objects] == [
-            (o.rank, o.ordinal) for o in self.objects
-        ]
-        changed, extents = self._changes(written)
-        if changed.numel():
-            inventory = inventory.located(changed, extents)
-            is_as_before = is_as_before and int(changed.min()) >= inventory.values_from
-        with _refusing_other_objects(uri):
-            inventory.check_extents()
-        rows = self._rows
-        if is_as_before:
-            assert isinstance(self._pickled, MetadataPickle)
-            values = counted(inventory.values_from, len(inventory.extents))
-            # also values that are where they were: a save that has failed may have moved them
-            self._pickled.overwrite(attempt, objects, inventory.extents.at(values))
-            metadata = lazy_metadata(inventory, attempt)
-            draft = Draft(attempt, objects, metadata, inventory, self._pickled, self._body)
-        else:
-            draft = Draft.from_inventory(inventory, attempt)
-        draft._rows = rows
-        return draft
-
-    def _changes(self, written: Sequence[Written]) -> tuple[torch.Tensor, Extents]:
-        """The rows that lie elsewhere than before, and where."""
-        rows: list[torch.Tensor] = []
-        columns: list[list[torch.Tensor]] = [[], [], []]
-        base = 0
-        for of_rank, one in zip(self._rows, written, strict=True):
-            if one.items is None or one.items:
-                taken = of_rank if one.items is None else of_rank[column_of(one.items)]
-                rows.append(taken)
-                for column, values in zip(columns, one.extents.columns, strict=True):
-                    column.append(values + base if column is columns[0] else values)
-            base += len(one.objects)
-        if not rows:
-            return unfilled(0), Extents.none()
-        return torch.cat(rows), Extents(*map(torch.cat, columns))
+        of_all: list[Written] = []
+        for rank, (one, earlier) in enumerate(zip(written, kept.extents, strict=True)):
+            try:
+                of_all.append(one.with_unchanged(earlier))
+            except (ValueError, IndexError) as exc:
+                raise IncompleteSaveError(
+                    f"rank {rank} means another save by the one before than rank 0: {exc}; nothing "
+                    "was committed. Save again: all ranks plan anew then",
+                    uri=uri,
+                ) from exc
+        checksum = self.inventory.checksum
+        return self._placed(kept.planned, of_all, kept.structure, checksum, attempt, uri)
 
     def data(self, notes: bytes = b"") -> list[memoryview]:
         """All bytes of the commit object, with notes in it."""
-        if isinstance(self._pickled, MetadataPickle):
-            assert isinstance(self._body, Packed)
-            assert self.inventory is not None
-            size = len(self._pickled.data)
-            parts = self._body.with_objects(self.attempt, self.inventory, size)
-            assert parts is not None
-            return with_trailer(self._pickled.data, b"".join(parts), notes)
-        assert isinstance(self._body, bytes)
         return with_trailer(self._pickled, self._body, notes)
+
+
+@dataclass(frozen=True)
+class _ForNextSave:
+    """What a save of the same structure takes from the one before.
+
+    Attributes:
+        planned: What all ranks write.
+        extents: By rank, where the items of its plan lay in its objects.
+        structure: What flattening has lost of the state dicts of all.
+    """
+
+    planned: PlannedInventory
+    extents: tuple[Extents, ...]
+    structure: Structure
 
 
 @dataclass(frozen=True)
@@ -274,16 +270,6 @@ class Planned:
             return cls(counts, PlannedInventory(metadata, indices), Metadata({}), ())
         except NotInColumnsError:
             return cls(counts, None, metadata, indices)
-
-
-@contextlib.contextmanager
-def _refusing_other_objects(uri: str) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as exc:
-        raise IncompleteSaveError(
-            f"a rank has written other objects than it says: {exc}; nothing was committed", uri=uri
-        ) from exc
 
 
 def _places(

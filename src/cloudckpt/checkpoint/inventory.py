@@ -199,13 +199,6 @@ class Inventory:
         if not bool((inside & (extents.offsets <= limits.sub_(extents.lengths))).all()):
             raise ValueError("an item lies outside of its object")
 
-    def located(self, items: torch.Tensor, extents: Extents) -> Inventory:
-        """The same with rows elsewhere."""
-        columns = [column.clone() for column in self.extents.columns]
-        for column, changed in zip(columns, extents.columns, strict=True):
-            column[items] = changed
-        return dataclasses.replace(self, extents=Extents(*columns))
-
 
 class PlannedInventory:
     """An inventory before anything is written: all of it but the places.
@@ -241,14 +234,14 @@ class PlannedInventory:
             raise NotInColumnsError(str(exc)) from exc
 
     def placed(
-        self, written: Sequence[Written], checksum: ChecksumAlgorithm, uri: str
+        self, written: Sequence[Written], checksum: ChecksumAlgorithm, structure: Structure
     ) -> Inventory:
         """The inventory of what the ranks have written, each all items of its plan.
 
         Args:
             written: By rank.
             checksum: The algorithm of the store.
-            uri: The checkpoint, for messages.
+            structure: What flattening has lost of the state dicts of all.
 
         Raises:
             ValueError: If an item lies in no object.
@@ -269,7 +262,7 @@ class PlannedInventory:
             list(itertools.chain.from_iterable(of_rank.objects for of_rank in written)),
             checksum,
             tables.paths,
-            Structure.merged([of_rank.structure for of_rank in written], uri),
+            structure,
         )
         inventory.check_extents()
         return inventory

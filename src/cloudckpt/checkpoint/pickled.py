@@ -4,8 +4,7 @@ To pickle half a million chunks takes seven seconds and 700 MiB, most of it for 
 that only live for the purpose. Of all chunks with the same number of dimensions the opcodes are the
 same but for numbers; so they are written as rows of bytes of one length, into which the columns of
 numbers are copied. All names stand once, at the beginning, and are referred to by their places in
-the memo. As every row has one length, so has the whole for each save of the same structure, and
-what changes (the random names, the places of values) is overwritten where it stands.
+the memo.
 """
 
 from __future__ import annotations
@@ -19,9 +18,8 @@ from cloudckpt.checkpoint.columns import byte_rows, column_of, counted, raw_byte
 from cloudckpt.checkpoint.inventory import Inventory
 from cloudckpt.checkpoint.lazy import save_id_of
 from cloudckpt.checkpoint.torch_private import CURRENT_DCP_VERSION
-from cloudckpt.checkpoint.written import Extents, WrittenObject
 
-__all__ = ["MetadataPickle"]
+__all__ = ["metadata_pickle"]
 
 _MARK, _TUPLE, _DICT, _LIST, _SET, _APPEND, _BUILD = b"(", b"t", b"}", b"]", b"u", b"e", b"b"
 _NEW = b")\x81"
@@ -50,41 +48,26 @@ _FIELDS = (
 _ENCODINGS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
 
 
-class MetadataPickle:
-    """The pickle of an inventory's metadata.
+def metadata_pickle(inventory: Inventory, attempt: str) -> bytes:
+    """The pickle of an inventory's metadata, of the save with this random name."""
+    return _Opcodes(inventory).of(attempt)
 
-    Attributes:
-        data: Its bytes.
-    """
 
-    def __init__(self, inventory: Inventory, attempt: str) -> None:
+class _Opcodes:
+    def __init__(self, inventory: Inventory) -> None:
         self._inventory = inventory
         self._memo: dict[Any, bytes] = {}
         self._parts: list[bytes] = []
-        self._size = 0
-        self._names: list[int] = []
+
+    def of(self, attempt: str) -> bytes:
         self._write(b"\x80\x04")
         self._declare()
         self._describe(attempt)
         self._write(_STOP)
-        self.data = bytearray().join(self._parts)
-        del self._parts, self._inventory, self._memo
-
-    def overwrite(self, attempt: str, objects: Sequence[WrittenObject], values: Extents) -> None:
-        """Puts in another save: its random name, those of its objects, the places of its values."""
-        for at, written in zip(self._names, objects, strict=True):
-            name = written.name.encode()
-            self.data[at : at + len(name)] = name
-        save_id = save_id_of(attempt).encode()
-        self.data[self._save_id : self._save_id + len(save_id)] = save_id
-        columns = (column.tolist() for column in values.columns[1:])
-        for at, *numbers in zip(self._values, *columns, strict=True):
-            for start, number in zip((at, at + self._between), numbers, strict=True):
-                self.data[start : start + 8] = number.to_bytes(8, "little")
+        return b"".join(self._parts)
 
     def _write(self, *parts: bytes) -> None:
         self._parts += parts
-        self._size += sum(map(len, parts))
 
     def _remember(self, key: Any, *parts: bytes) -> bytes:
         """Puts what ``parts`` make into the memo; returns the opcode that takes it from there."""
@@ -117,9 +100,8 @@ class MetadataPickle:
         ]
         self._objects = []
         for written in self._inventory.objects:
-            text = _text(written.name)
-            self._names.append(self._size + len(text) - len(written.name))
-            self._objects.append(int.from_bytes(self._remember(written, text)[1:], "little"))
+            place = self._remember(written, _text(written.name))
+            self._objects.append(int.from_bytes(place[1:], "little"))
         self._write(_DROP_ALL)
 
     @staticmethod
@@ -134,9 +116,7 @@ class MetadataPickle:
         self._write(_text("storage_data"), _DICT, _MARK)
         self._places()
         self._write(_SET, _text("storage_meta"), self._memo["StorageMeta"], _NEW, _DICT, _MARK)
-        save_id = save_id_of(attempt)
-        self._write(_text("checkpoint_id"), _NONE, _text("save_id"), _text(save_id))
-        self._save_id = self._size - len(save_id)
+        self._write(_text("checkpoint_id"), _NONE, _text("save_id"), _text(save_id_of(attempt)))
         self._write(_text("load_id"), _NONE, _text("modules"), _LIST, _SET, _BUILD)
         self._write(_text("version"), _text(CURRENT_DCP_VERSION), _SET, _BUILD)
 
@@ -208,19 +188,13 @@ class MetadataPickle:
         values = counted(inventory.values_from, len(extents))
         names = fqns[column_of([n for n, e in enumerate(entries) if e.shape is None])]
         places = extents.at(values)
-        head = (
+        self._write_rows(
             *(get["MetadataIndex"], _NEW, _DICT, _MARK, get[("fqn",)], b"j", _u32(names)),
             *(get[("index",)], _NONE, _SET, _BUILD, get["_StorageInfo"], _NEW, _DICT, _MARK),
-            *(get[("relative_path",)], b"j", _u32(objects[places.objects]), get[("offset",)]),
+            *(get[("relative_path",)], b"j", _u32(objects[places.objects])),
+            *(get[("offset",)], *_column(places.offsets)),
+            *(get[("length",)], *_column(places.lengths), _SET, _BUILD),
         )
-        # always eight bytes: they are overwritten in the next save
-        between = (*_long(places.offsets), get[("length",)])
-        tail = (*_long(places.lengths), _SET, _BUILD)
-        first = self._size + _length(head) + 2
-        step = _length((*head, *between, *tail))
-        self._values = [first + number * step for number in range(values.numel())]
-        self._between = _length(between)
-        self._write_rows(*head, *between, *tail)
 
     def _write_rows(self, *parts: bytes | torch.Tensor) -> None:
         count = next(len(part) for part in parts if isinstance(part, torch.Tensor))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -123,6 +124,13 @@ class Extents:
             same &= column == before
         return (~same).nonzero().view(-1)
 
+    def digest(self) -> bytes:
+        """Of all of them, in their order."""
+        made = hashlib.blake2b(digest_size=16)
+        for column in self.columns:
+            made.update(raw_bytes(column))
+        return made.digest()
+
     def at(self, items: torch.Tensor) -> Extents:
         """Those of some items."""
         return Extents(*(column[items] for column in self.columns))
@@ -146,6 +154,7 @@ class Written:
         objects: Its objects, by ordinal.
         extents: Where the items of its plan are, in their order.
         items: The numbers of the plan's items that ``extents`` are of; None if of all.
+        digest: Of the extents of all items, if ``extents`` are of some.
         structure: How its values were nested.
         indices: Those of the plan's items, where the coordinator does not know them.
         timing: What it took.
@@ -155,6 +164,7 @@ class Written:
     objects: tuple[WrittenObject, ...]
     extents: Extents
     items: tuple[int, ...] | None = None
+    digest: bytes = b""
     structure: Structure = field(default_factory=Structure)
     indices: tuple[MetadataIndex, ...] | None = None
     timing: RankTiming | None = None
@@ -162,13 +172,34 @@ class Written:
     def since(self, earlier: Extents) -> Written:
         """The same, saying only which items lie elsewhere than in ``earlier``."""
         items = self.extents.changed_since(earlier)
-        numbers = tuple(items.tolist())
-        extents = self.extents.at(items)
-        return dataclasses.replace(self, extents=extents, items=numbers, indices=None)
+        return dataclasses.replace(
+            self,
+            extents=self.extents.at(items),
+            items=tuple(items.tolist()),
+            digest=self.extents.digest(),
+            indices=None,
+        )
+
+    def with_unchanged(self, earlier: Extents) -> Written:
+        """What :meth:`since` was called on, of its result and the same ``earlier``.
+
+        Raises:
+            ValueError: If ``earlier`` is another one.
+            IndexError: If it has fewer items.
+        """
+        if self.items is None:
+            return self
+        columns = [column.clone() for column in earlier.columns]
+        for column, changed in zip(columns, self.extents.columns, strict=True):
+            column[column_of(self.items)] = changed
+        extents = Extents(*columns)
+        if extents.digest() != self.digest:
+            raise ValueError("its items lie elsewhere than it says")
+        return dataclasses.replace(self, extents=extents, items=None, digest=b"")
 
     def __reduce__(self) -> tuple[object, ...]:
         packed = b"".join(one.pack() for one in self.objects)
-        rest = (self.extents, self.items, self.structure, self.indices, self.timing)
+        rest = (self.extents, self.items, self.digest, self.structure, self.indices, self.timing)
         return _written, (self.uri, packed, *rest)
 
 

@@ -82,7 +82,7 @@ def take(
     """The entry for a state dict of this outline, which is the caller's from then on.
 
     A save that fails does not bring it back: ranks may have heard of different ends. And another
-    thread that saves the same meanwhile does not find it: the bytes of its draft are overwritten.
+    thread that saves the same meanwhile does not find it.
     """
     with _lock:
         for entry in _entries:

@@ -311,7 +311,7 @@ class SaveLoop:
                     "the same number; nothing was committed. Save again: all ranks plan anew then",
                     uri=uri,
                 )
-        draft = known.draft.filled(written, self._writer.attempt, uri)
+        draft = known.draft.next(written, self._writer.attempt, uri)
         if draft is None:
             raise IncompleteSaveError(
                 "what the ranks have written does not fit the plan of the save before; nothing was "
