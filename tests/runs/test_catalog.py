@@ -12,6 +12,7 @@ import cloudckpt
 from cloudckpt import Config, RetryPolicy
 from cloudckpt.errors import AccessDeniedError, BucketNotFoundError, ConfigError
 from cloudckpt.runs.catalog import latest, list_checkpoints
+from cloudckpt.runs.copying import copy
 from cloudckpt.stores import registry
 from cloudckpt.stores.memory import MemoryStore
 
@@ -23,18 +24,20 @@ class Counting(MemoryStore):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
+        self.name = name
         self.requests: list[str] = []
 
     def list(self, prefix):
-        found = list(super().list(prefix))
-        self.requests += ["list"] * (len(found) // 1000 + 1)
-        return iter(found)
+        return self._paged("list", [*super().list(prefix)])
 
     def list_level(self, prefix):
-        found = list(super().list_level(prefix))
-        self.requests = self.requests[: -1 - len(list(super().list(prefix))) // 1000]
-        self.requests += ["folders"] * (len(found) // 1000 + 1)
-        return iter(found)
+        found = [*MemoryStore(self.name).list_level(prefix)]  # which itself lists all beneath
+        return self._paged("folders" if prefix == "run/" else "level", found)
+
+    def _paged(self, kind, found):
+        for start in range(0, max(len(found), 1), 1000):
+            self.requests.append(kind)
+            yield from found[start : start + 1000]
 
     def get_range(self, *args, **kwargs):
         self.requests.append("get")
@@ -101,8 +104,42 @@ def test_a_listing_takes_one_request_for_each_checkpoint_and_thousand_names(stor
     store.requests.clear()
     assert len(list_checkpoints(f"{store.root}/run", config=CONFIG)) == 2500
     assert store.requests.count("folders") == 3
-    assert store.requests.count("list") == 2500
+    assert store.requests.count("level") == 2500
     assert len(store.requests) == 2503
+
+
+@pytest.mark.parametrize("name", ["{:04}.bin", "~{:04}", "deep/er/{:04}", "{:04}/deep"])
+def test_folders_of_strangers_are_not_listed_through(store, name) -> None:
+    commit(store, 1, 2)
+    put(store, *(f"run/theirs/{name.format(number)}" for number in range(5000)))
+    put(store, *(f"run/step-2/{name.format(number)}" for number in range(5000)))
+    store.requests.clear()
+    found = list_checkpoints(f"{store.root}/run", config=CONFIG)
+    assert [(one.step, one.nbytes) for one in found] == [(1, 6), (2, 6)]
+    # the run; each of its three folders; where there are more names than fit, what is ours by name
+    assert len(store.requests) <= 1 + 3 + 2 * 2
+
+
+def test_a_copy_of_a_run_does_not_list_strangers_through(store) -> None:
+    source, target = f"{store.root}/run", f"{store.root}/copy"
+    cloudckpt.save({"w": torch.ones(3)}, checkpoint_id=f"{store.root}/run/step-1", config=CONFIG)
+    copy(source, target, config=CONFIG)
+    store.requests.clear()
+    assert copy(source, target, config=CONFIG).already_there == 1
+    before = len(store.requests)
+    put(store, *(f"run/theirs/deep/{number:04}" for number in range(5000)))
+    for folder in ("run/step-1", "copy/step-1"):
+        put(store, *(f"{folder}/deep/{number:04}" for number in range(5000)))
+    store.requests.clear()
+    assert copy(source, target, config=CONFIG).already_there == 1
+    assert len(store.requests) == before + 1  # a look at the folder of strangers
+
+
+def test_a_checkpoint_of_many_ranks_is_listed_whole(store) -> None:
+    put(store, *(f"run/step-1/__{rank}_0.0123456789abcdef.distcp" for rank in range(2500)))
+    put(store, "run/step-1/.metadata", *(f"run/step-1/-{number}" for number in range(1200)))
+    [found] = list_checkpoints(f"{store.root}/run", config=CONFIG)
+    assert (found.is_committed, found.nbytes) == (True, 3 * 2501)
 
 
 def test_other_names_of_steps_are_found_by_their_pattern(store, caplog) -> None:

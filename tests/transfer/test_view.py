@@ -30,6 +30,8 @@ def view(store):
 def test_a_thread_is_answered_at_once(view):
     assert answered(view.folders("run/")) == ["a", "c"]
     assert [info.key for info in answered(view.objects("run/"))] == ["run/a/x", "run/b", "run/c/y"]
+    level = answered(view.level("run/"))
+    assert [one if isinstance(one, str) else one.key for one in level] == ["run/b", "a", "c"]
     assert answered(view.look("run/a/x")).size == 2
     assert answered(view.look("run/b")).size == 0
     with pytest.raises(ObjectNotFoundError):

@@ -40,6 +40,9 @@ class LoopView(View):
     async def objects(self, prefix: str) -> list[ObjectInfo]:
         return await tried(lambda: self._store.objects(prefix), self._policy)
 
+    async def level(self, prefix: str) -> list[ObjectInfo | str]:
+        return await tried(lambda: self._store.level(prefix), self._policy)
+
     async def folders(self, prefix: str) -> list[str]:
         return await tried(lambda: self._store.folders(prefix), self._policy)
 

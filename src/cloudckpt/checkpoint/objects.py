@@ -25,6 +25,7 @@ from cloudckpt.uri import CheckpointURI
 
 __all__ = [
     "METADATA",
+    "OF_RANKS",
     "ObjectRecord",
     "beneath",
     "checked",
@@ -43,6 +44,9 @@ logger = logging.getLogger("cloudckpt")
 
 METADATA = ".metadata"
 """The object whose presence makes a checkpoint; torch's name for it."""
+
+OF_RANKS = "__"
+"""What the names of all objects begin with that single ranks have written."""
 
 _UNUSABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # control characters, halves of pairs
 
@@ -75,7 +79,7 @@ def commits_of_ranks(store: ObjectStore, below: str, retrier: Retrier) -> list[s
         below: What their keys begin with: that of the checkpoint, with a slash.
         retrier: For the listing.
     """
-    listed = retrier.call(lambda: list(store.list(f"{below}__")))
+    listed = retrier.call(lambda: list(store.list(below + OF_RANKS)))
     return [info.key for info in listed if is_metadata_of_a_rank(info.key.removeprefix(below))]
 
 
@@ -207,7 +211,7 @@ def _listed(
     names = {(uri.key(record.name), record.size): record.name for record in objects}
 
     def listed() -> set[str]:
-        shown = (names.get((info.key, info.size)) for info in store.list(uri.key("__")))
+        shown = (names.get((info.key, info.size)) for info in store.list(uri.key(OF_RANKS)))
         return set(itertools.islice(filter(None, shown), len(names)))
 
     try:

@@ -11,10 +11,16 @@ from functools import partial
 from typing import TypeVar
 
 from cloudckpt.checkpoint.notes import Notes, read_notes
-from cloudckpt.checkpoint.objects import METADATA, find_commit, is_committed, metadata_name
+from cloudckpt.checkpoint.objects import (
+    METADATA,
+    OF_RANKS,
+    find_commit,
+    is_committed,
+    metadata_name,
+)
 from cloudckpt.config import Config
 from cloudckpt.runs.steps import DEFAULT_PATTERN, StepNames
-from cloudckpt.stores.base import ObjectInfo, ObjectStore
+from cloudckpt.stores.base import AT_FIRST, ObjectInfo, ObjectStore
 from cloudckpt.transfer.retry import Retrier, open_store
 from cloudckpt.transfer.view import BlockingView, View, answered
 from cloudckpt.uri import CheckpointURI, URILike
@@ -55,7 +61,9 @@ def list_checkpoints(
     """The checkpoints in the folders of a run, torn ones too; oldest step first, others by name.
 
     Folders in which neither cloudckpt nor torch has written are not listed. It takes a request for
-    each thousand folders, and one for each thousand objects of a checkpoint.
+    each thousand folders, and one for each of them: two more, and more for each thousand objects of
+    a checkpoint, where there are more than a thousand names in it. What is in folders of folders is
+    not looked at.
 
     Args:
         run: The folder, for example ``s3://bucket/run``.
@@ -129,8 +137,7 @@ async def summary(view: View, run: Run, folder: str) -> CheckpointSummary | None
         return None
     uri = run.root.join(folder)
     below = uri.key("")
-    listed = await view.objects(below)
-    objects = [info for info in listed if is_ours(info.key.removeprefix(below))]
+    objects = await _objects_of_ours(view, below)
     if not objects:
         return None
     return CheckpointSummary(
@@ -140,6 +147,22 @@ async def summary(view: View, run: Run, folder: str) -> CheckpointSummary | None
         nbytes=sum(info.size for info in objects),
         modified=_newest(objects),
     )
+
+
+async def _objects_of_ours(view: View, below: str) -> list[ObjectInfo]:
+    """What cloudckpt or torch has written directly beneath a folder.
+
+    Of a folder of strangers this lists the first page, and not all that they have there.
+    """
+    level = await view.level(below)
+    found: Iterable[ObjectInfo | str] = level
+    if len(level) >= AT_FIRST:  # a checkpoint of many ranks, or a folder of strangers
+        found = [info for start in (METADATA, OF_RANKS) for info in await view.objects(below + start)]
+    return [
+        info
+        for info in found
+        if isinstance(info, ObjectInfo) and is_ours(info.key.removeprefix(below))
+    ]
 
 
 class Run:

@@ -15,6 +15,7 @@ from cloudckpt.checkpoint.commit import Baseline, begin, publish
 from cloudckpt.checkpoint.draft import Draft
 from cloudckpt.checkpoint.objects import (
     METADATA,
+    OF_RANKS,
     ObjectRecord,
     checked,
     commits_of_ranks,
@@ -466,7 +467,7 @@ def _has_the_same(target: Place, found: Sequence[CheckpointPart], source: Place)
     except (CheckpointNotFoundError, CheckpointReplacedError):
         return False
     below = target.uri.key("")
-    listed = target.retrier.call(lambda: list(target.store.list(below)))
+    listed = target.retrier.call(lambda: list(target.store.list(below + OF_RANKS)))
     sizes = {info.key.removeprefix(below): info.size for info in listed}
     objects = (one for part in there for one in part.said.objects)
     return all(sizes.get(record.name) == record.size for record in objects)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from typing import TypeVar
 
 from cloudckpt.errors import RangeNotSatisfiableError
-from cloudckpt.stores.base import ObjectInfo, ObjectStore, folders_of
+from cloudckpt.stores.base import ObjectInfo, ObjectStore, first_of_level, folders_of
 
 __all__ = ["AsyncStore", "ThreadedStore", "in_thread", "look_at"]
 
@@ -47,6 +47,10 @@ class AsyncStore(ABC):
         """The objects whose key begins with ``prefix``, in the order of keys."""
 
     @abstractmethod
+    async def level(self, prefix: str) -> list[ObjectInfo | str]:
+        """As :func:`~cloudckpt.stores.base.first_of_level`."""
+
+    @abstractmethod
     async def folders(self, prefix: str) -> list[str]:
         """The names beneath ``prefix`` that have keys beneath them, in order."""
 
@@ -66,6 +70,9 @@ class ThreadedStore(AsyncStore):
 
     async def objects(self, prefix: str) -> list[ObjectInfo]:
         return await self._asked(lambda: list(self._store.list(prefix)))
+
+    async def level(self, prefix: str) -> list[ObjectInfo | str]:
+        return await self._asked(lambda: first_of_level(self._store, prefix))
 
     async def folders(self, prefix: str) -> list[str]:
         return await self._asked(lambda: list(folders_of(self._store, prefix)))

@@ -14,7 +14,7 @@ from cloudckpt.stores.async_http import AsyncCalls, send_for_call, tls_of
 from cloudckpt.stores.asynchronous import AsyncStore
 from cloudckpt.stores.azure import AzureStore
 from cloudckpt.stores.azure_access import API_VERSION
-from cloudckpt.stores.base import ObjectInfo, ObjectStore
+from cloudckpt.stores.base import AT_FIRST, ObjectInfo, ObjectStore
 from cloudckpt.stores.rest import Marks
 from cloudckpt.stores.sdk import Answer
 
@@ -56,16 +56,20 @@ class _AsyncAzure(AsyncStore):
         return ObjectInfo(key, found.size, _quoted(found.etag))
 
     async def objects(self, prefix: str) -> list[ObjectInfo]:
-        return [
-            ObjectInfo(
-                blob.name, blob.size, _quoted(blob.etag), modified=blob.last_modified.timestamp()
-            )
-            async for blob in self._listed(prefix, self._client.list_blobs)
-        ]
+        return [_found(blob) async for blob in self._listed(prefix, self._client.list_blobs)]
+
+    async def level(self, prefix: str) -> list[ObjectInfo | str]:
+        found: list[ObjectInfo | str] = []
+        async for blob in self._listed(prefix, self._client.walk_blobs):
+            is_blob = isinstance(blob, BlobProperties)
+            found.append(_found(blob) if is_blob else _folder(blob, prefix))
+            if len(found) == AT_FIRST:
+                break
+        return found
 
     async def folders(self, prefix: str) -> list[str]:
         return [
-            blob.name.removeprefix(prefix).rstrip("/")
+            _folder(blob, prefix)
             async for blob in self._listed(prefix, self._client.walk_blobs)
             if not isinstance(blob, BlobProperties)
         ]
@@ -87,6 +91,16 @@ class _AsyncAzure(AsyncStore):
 
     async def close(self) -> None:
         await self._calls.close()
+
+
+def _found(blob: Any) -> ObjectInfo:
+    modified = blob.last_modified.timestamp()
+    return ObjectInfo(blob.name, blob.size, _quoted(blob.etag), modified=modified)
+
+
+def _folder(blob: Any, prefix: str) -> str:
+    name: str = blob.name
+    return name.removeprefix(prefix).rstrip("/")
 
 
 def _quoted(tag: str | None) -> str:

@@ -9,6 +9,7 @@ fills memoryviews of the caller.
 
 from __future__ import annotations
 
+import itertools
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -389,6 +390,15 @@ def skip(views: Sequence[memoryview], count: int) -> list[memoryview]:
         rest.append(view[count:] if count else view)
         count = 0
     return rest
+
+
+AT_FIRST = 1000
+"""How many names of a level are asked for at first: those of one page, in every store."""
+
+
+def first_of_level(store: ObjectStore, prefix: str) -> list[ObjectInfo | str]:
+    """The first :data:`AT_FIRST` of what is directly beneath ``prefix``; if fewer, all of it."""
+    return list(itertools.islice(store.list_level(prefix), AT_FIRST))
 
 
 def folders_of(store: ObjectStore, prefix: str) -> Iterator[str]:

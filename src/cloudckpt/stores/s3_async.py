@@ -8,7 +8,7 @@ from typing import Any
 from cloudckpt.errors import RangeNotSatisfiableError
 from cloudckpt.stores.async_http import AsyncCalls, send_for_call, tls_of
 from cloudckpt.stores.asynchronous import AsyncStore
-from cloudckpt.stores.base import ObjectInfo, ObjectStore
+from cloudckpt.stores.base import AT_FIRST, ObjectInfo, ObjectStore
 from cloudckpt.stores.rest import Marks
 from cloudckpt.stores.s3 import S3Store
 from cloudckpt.stores.s3_control import folders_in, objects_in
@@ -44,6 +44,14 @@ class _AsyncS3(AsyncStore):
 
     async def objects(self, prefix: str) -> list[ObjectInfo]:
         return [found async for page in self._pages(prefix) for found in objects_in(page)]
+
+    async def level(self, prefix: str) -> list[ObjectInfo | str]:
+        found: list[ObjectInfo | str] = []
+        async for page in self._pages(prefix, Delimiter="/"):
+            found += [*objects_in(page), *folders_in(page, prefix)]
+            if len(found) >= AT_FIRST:
+                break
+        return found[:AT_FIRST]
 
     async def folders(self, prefix: str) -> list[str]:
         pages = self._pages(prefix, Delimiter="/")

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from cloudckpt.stores.asynchronous import look_at
-from cloudckpt.stores.base import ObjectInfo, ObjectStore, folders_of
+from cloudckpt.stores.base import ObjectInfo, ObjectStore, first_of_level, folders_of
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.retry import Retrier
 
@@ -37,6 +37,13 @@ class View(ABC):
     @abstractmethod
     async def objects(self, prefix: str) -> list[ObjectInfo]:
         """The objects whose key begins with ``prefix``, in the order of keys."""
+
+    @abstractmethod
+    async def level(self, prefix: str) -> list[ObjectInfo | str]:
+        """What is directly beneath ``prefix``; see :func:`~cloudckpt.stores.base.first_of_level`.
+
+        It takes one request, however much is there or beneath the folders.
+        """
 
     @abstractmethod
     async def folders(self, prefix: str) -> list[str]:
@@ -63,6 +70,9 @@ class BlockingView(View):
 
     async def objects(self, prefix: str) -> list[ObjectInfo]:
         return self._retrier.call(lambda: [*self._store.list(prefix)])
+
+    async def level(self, prefix: str) -> list[ObjectInfo | str]:
+        return self._retrier.call(lambda: first_of_level(self._store, prefix))
 
     async def folders(self, prefix: str) -> list[str]:
         return self._retrier.call(lambda: [*folders_of(self._store, prefix)])
