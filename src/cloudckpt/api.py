@@ -94,7 +94,8 @@ def save(
         config: Options, if no writer is given.
 
     Returns:
-        The committed metadata.
+        The committed metadata. Ranks that have not committed them read them when somebody looks
+        into them; to print or to compare them (two are equal if of the same save) reads nothing.
 
     Raises:
         CheckpointExistsError: If there is a checkpoint and ``overwrite`` is off.

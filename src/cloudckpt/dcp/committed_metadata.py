@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from cloudckpt.checkpoint.lazy import save_id_of
+from cloudckpt.checkpoint.lazy import ReadLater, save_id_of
 from cloudckpt.checkpoint.torch_private import CURRENT_DCP_VERSION
 from cloudckpt.config import Config
 from cloudckpt.dcp.reader import CloudStorageReader
@@ -26,7 +26,9 @@ def committed_metadata(uri: CheckpointURI, config: Config, attempt: str) -> Meta
     """The metadata of a save.
 
     Its mappings raise CheckpointReplacedError if another save has replaced it when they are looked
-    into for the first time, and what reading metadata raises.
+    into for the first time, and what reading metadata raises. To print or to compare them reads
+    nothing: two are equal if they are of the same save at the same location, and none is equal to
+    a mapping of another kind, whatever that holds.
 
     Args:
         uri: Where it was committed.
@@ -49,7 +51,7 @@ def committed_metadata(uri: CheckpointURI, config: Config, attempt: str) -> Meta
 
     metadata: Any = Metadata(state_dict_metadata={})
     for field in ("state_dict_metadata", "planner_data", "storage_data"):
-        setattr(metadata, field, _Later(read, field))
+        setattr(metadata, field, _Later(read, field, (str(uri), attempt)))
     metadata.storage_meta = StorageMeta(checkpoint_id=str(uri), save_id=wanted)
     metadata.version = CURRENT_DCP_VERSION
     return metadata  # type: ignore[no-any-return]
@@ -66,12 +68,18 @@ def attempt_of(metadata: Metadata) -> str | None:
     return str(metadata.storage_meta.save_id).rpartition("-")[2]
 
 
-class _Later(Mapping[Any, Any]):
-    """A mapping in metadata. Pickles as a dict."""
+class _Later(ReadLater):
+    """A mapping in metadata. Pickles as a dict.
 
-    def __init__(self, read: Callable[[], Metadata], field: str) -> None:
+    Who logs metadata or compares them asks for no request, so neither reads: a rank would wait for
+    the store, or fail, where it says what it has saved.
+    """
+
+    def __init__(self, read: Callable[[], Metadata], field: str, save: tuple[str, str]) -> None:
+        """``save``: the location and the random name of the save that the mapping is of."""
         self._read = read
         self._field = field
+        self._save = save
 
     @property
     def _held(self) -> Mapping[Any, Any]:
@@ -91,7 +99,15 @@ class _Later(Mapping[Any, Any]):
         return len(self._held)
 
     def __repr__(self) -> str:
-        return repr(dict(self))
+        return f"<{self._field} of {self._save[0]}, read when somebody looks into it>"
+
+    def __eq__(self, other: object) -> bool:
+        # not NotImplemented: the other mapping would be asked, and look into this one
+        if not isinstance(other, _Later):
+            return False
+        return (self._field, self._save) == (other._field, other._save)
+
+    __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
