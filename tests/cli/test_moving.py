@@ -6,7 +6,9 @@ import socket
 import subprocess
 import sys
 
+import pytest
 import torch
+import torch.distributed as dist
 
 import cloudckpt
 
@@ -98,7 +100,7 @@ def test_ranks_end_with_the_same_code_and_one_says_why(run, tmp_path):
     data.write_bytes(content)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = ["-m", "cloudckpt", "cp", str(run / "step-5"), str(tmp_path / "copy")]
+    command = ["-m", "cloudckpt", "cp", "--ranks", str(run / "step-5"), str(tmp_path / "copy")]
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     children = [
         subprocess.Popen(
@@ -113,3 +115,49 @@ def test_ranks_end_with_the_same_code_and_one_says_why(run, tmp_path):
     assert [child.returncode for child in children] == [4, 4], told
     assert ["cloudckpt: " in text for text in told] == [True, False]
     assert not list(tmp_path.glob("copy/*"))
+
+
+@pytest.fixture
+def in_a_pod(monkeypatch):
+    """The environment of a training job, and what happens if somebody goes to its store."""
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "16",
+        "MASTER_ADDR": "job-master-0",
+        "MASTER_PORT": "23456",
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr("signal.signal", lambda *handler: None)  # of ranks, for their processes
+    asked = []
+
+    def refuse(*args, **kwargs):
+        asked.append(args)
+        raise RuntimeError("the store of the running job was asked")
+
+    monkeypatch.setattr(dist, "init_process_group", refuse)
+    return asked
+
+
+def test_in_a_pod_of_a_running_job_a_command_works_alone(cli, capsys, run, tmp_path, in_a_pod):
+    assert cli("verify", str(run / "step-5")) == 0
+    assert "works alone" in capsys.readouterr().err
+    assert cli("cp", str(run / "step-5"), str(tmp_path / "copy"), "--no-ranks") == 0
+    out, err = capsys.readouterr()
+    assert "copied 1 checkpoint" in out
+    assert "alone" not in err
+    assert not in_a_pod
+
+
+def test_torchrun_or_a_flag_says_that_there_are_ranks(cli, capsys, run, in_a_pod, monkeypatch):
+    step = str(run / "step-5")
+    assert cli("verify", step, "--ranks") == 1
+    assert "did not find each other" in capsys.readouterr().err
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert cli("verify", step) == 1
+    assert len(in_a_pod) == 2
+    assert cli("verify", step, "--no-ranks") == 0
+    monkeypatch.delenv("WORLD_SIZE")
+    assert cli("verify", step, "--ranks") == 2
+    assert "MASTER_ADDR" in capsys.readouterr().err
+    assert len(in_a_pod) == 2

@@ -20,7 +20,7 @@ from cloudckpt.cli.app import (
     progress_bar,
     safe,
 )
-from cloudckpt.cli.ranks import together
+from cloudckpt.cli.ranks import Together, together
 from cloudckpt.errors import CheckpointCorruptError, Damage
 
 
@@ -34,6 +34,7 @@ def verify(
             help="Go on where the same command was interrupted within the last day.",
         ),
     ] = True,
+    ranks: Together = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -42,18 +43,18 @@ def verify(
     All that is damaged is listed: item, object, first byte and the one behind the last, and what is
     wrong. Started by torchrun, the ranks divide the work.
     """
-    with together() as ranks:
-        shown = ranks.speaks and not (quiet or as_json)
+    with together(ranks) as joined:
+        shown = joined.speaks and not (quiet or as_json)
         try:
             with progress_bar("verifying", shown=shown) as progress:
                 found = cloudckpt.verify(
-                    checkpoint, resume=resume, process_group=ranks.group, progress=progress
+                    checkpoint, resume=resume, process_group=joined.group, progress=progress
                 )
         except CheckpointCorruptError as error:
-            if ranks.speaks:
+            if joined.speaks:
                 _print_damages(checkpoint, error.damages, as_json)
             raise
-        if not ranks.speaks:
+        if not joined.speaks:
             return
         if as_json:
             print_json({**dataclasses.asdict(found), "damages": []})
@@ -98,6 +99,7 @@ def cp(
         Optional[str],  # noqa: UP045 - typer reads it, on Python 3.10 too
         typer.Option(help="Of a run, copy only what is called so, e.g. 'step-{step}'."),
     ] = None,
+    ranks: Together = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -106,18 +108,18 @@ def cp(
     It is compared with its checksums on the way, and becomes visible when all of it is there.
     Started by torchrun, the ranks divide the work.
     """
-    with together() as ranks:
-        shown = ranks.speaks and not (quiet or as_json)
+    with together(ranks) as joined:
+        shown = joined.speaks and not (quiet or as_json)
         with progress_bar("copying", shown=shown) as progress:
             copied = cloudckpt.copy(
                 source,
                 target,
                 overwrite=overwrite,
                 step_name=step_name,
-                process_group=ranks.group,
+                process_group=joined.group,
                 progress=progress,
             )
-        if not ranks.speaks:
+        if not joined.speaks:
             return
         if as_json:
             print_json({"target": target, **dataclasses.asdict(copied)})

@@ -1,6 +1,12 @@
-"""Commands that torchrun has started on several ranks, of which the first one speaks."""
+"""Commands that a launcher has started on several ranks, of which the first one speaks.
 
-from __future__ import annotations
+``WORLD_SIZE`` alone does not say so: pods of training jobs have it, with ``RANK`` and
+``MASTER_ADDR``, and whoever looks at a checkpoint from within one (``kubectl exec``) would wait at
+the store of the running job for ranks that never come. torchrun gives its processes a
+``TORCHELASTIC_RUN_ID`` besides; under other launchers the user says so by a flag.
+"""
+
+# no `from __future__ import annotations`: typer reads the annotations of functions
 
 import contextlib
 import gc
@@ -11,13 +17,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
 
 from cloudckpt.cli.app import code_of, say
 from cloudckpt.errors import CloudCheckpointError, ProcessGroupError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+Together = Annotated[
+    Optional[bool],  # noqa: UP045 - typer reads it, on Python 3.10 too
+    typer.Option(
+        "--ranks/--no-ranks",
+        help="Share the work with the other ranks of RANK, WORLD_SIZE, MASTER_ADDR and "
+        "MASTER_PORT.  [default: if torchrun has started the command]",
+        show_default=False,
+    ),
+]
 
 _MEETING = timedelta(minutes=5)  # in which all ranks must have started
 _LONGEST = timedelta(days=1)  # that ranks wait for the slowest; one that is gone is noticed at once
@@ -36,7 +54,7 @@ class Ranks:
     speaks: bool = True
 
     @property
-    def group(self) -> dist.ProcessGroup | None:
+    def group(self) -> "dist.ProcessGroup | None":
         """All ranks; None if this process is alone. Whoever keeps it keeps its threads."""
         if not self.are_many:
             return None
@@ -46,17 +64,21 @@ class Ranks:
 
 
 @contextmanager
-def together() -> Iterator[Ranks]:
-    """Joins the ranks that torchrun has started, on one machine or many, for the time of the block.
+def together(wanted: Together = None) -> Iterator[Ranks]:
+    """Joins the ranks of a launcher, on one machine or many, for the time of the block.
 
     A failure, which the block raises on all ranks alike, is printed by the first one, and ends all
     with the same exit code, none of them before it was printed: torchrun stops the rest when the
     first process ends.
 
+    Args:
+        wanted: Whether there are others, as the user says; None if torchrun is to say so.
+
     Raises:
+        typer.BadParameter: If the user says so, and the environment does not say how many.
         ProcessGroupError: If the ranks do not find each other.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+    if not _are_many(wanted):
         yield Ranks()
         return
     import torch.distributed as dist
@@ -71,8 +93,8 @@ def together() -> Iterator[Ranks]:
         set_group_timeout(_LONGEST, dist.group.WORLD)
     except (RuntimeError, ValueError) as exc:
         raise ProcessGroupError(
-            "the ranks that WORLD_SIZE speaks of did not find each other: start the command by "
-            "torchrun, or unset WORLD_SIZE",
+            "the ranks that WORLD_SIZE speaks of did not find each other: start the command on "
+            "all of them, or give --no-ranks",
             cause=exc,
         ) from exc
     speaks = dist.get_rank() == 0
@@ -92,3 +114,18 @@ def together() -> Iterator[Ranks]:
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
         gc.collect()
+
+
+def _are_many(wanted: bool | None) -> bool:
+    if wanted is None:
+        wanted = "TORCHELASTIC_RUN_ID" in os.environ
+        if not wanted and os.environ.get("WORLD_SIZE", "1") != "1":
+            say("torchrun has not started this command: it works alone; --ranks shares the work")
+    if not wanted:
+        return False
+    try:
+        return int(os.environ["WORLD_SIZE"]) > 1
+    except (KeyError, ValueError):
+        raise typer.BadParameter(
+            "--ranks needs a launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+        ) from None

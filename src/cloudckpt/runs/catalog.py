@@ -157,7 +157,9 @@ async def _objects_of_ours(view: View, below: str) -> list[ObjectInfo]:
     level = await view.level(below)
     found: Iterable[ObjectInfo | str] = level
     if len(level) >= AT_FIRST:  # a checkpoint of many ranks, or a folder of strangers
-        found = [info for start in (METADATA, OF_RANKS) for info in await view.objects(below + start)]
+        found = [
+            info for start in (METADATA, OF_RANKS) for info in await view.objects(below + start)
+        ]
     return [
         info
         for info in found
