@@ -13,6 +13,7 @@ from typing import BinaryIO, NoReturn, cast
 import torch
 
 from cloudckpt.checkpoint.commit import conditions_work
+from cloudckpt.checkpoint.objects import trial_name
 from cloudckpt.config import MIB, Config
 from cloudckpt.errors import (
     CheckpointCorruptError,
@@ -255,5 +256,6 @@ def _check_conditions(store: ObjectStore, key: str, config: Config, retrier: Ret
         )
     if config.conditional_writes == "on" or store.capabilities.conditional_writes:
         return
-    trial = f"{key}.{random_suffix()}"
+    folder, slash, _ = key.rpartition("/")
+    trial = folder + slash + trial_name(random_suffix())
     conditions_work(store, config.conditional_writes, trial, retrier)

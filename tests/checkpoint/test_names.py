@@ -5,7 +5,9 @@ import pytest
 from cloudckpt.checkpoint.objects import (
     checked,
     data_name,
+    is_drawn_name,
     metadata_name,
+    probe_name,
     trial_name,
 )
 from cloudckpt.errors import CheckpointCorruptError
@@ -80,3 +82,24 @@ def test_made_names_pass_the_check():
 @pytest.mark.parametrize(("rank", "name"), [(None, ".metadata"), (0, "__0.metadata")])
 def test_the_commit_object_has_torchs_name(rank, name):
     assert metadata_name(rank) == name
+
+
+DRAWN = "0123456789abcdef"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(data_name(12, 3, DRAWN), trial_name(DRAWN)),
+        *(probe_name("sweep", DRAWN), f"{probe_name('doctor', DRAWN)}.speed{DRAWN}"),
+    ],
+)
+def test_names_that_were_drawn_are_known_and_those_of_others_are_not(name):
+    assert is_drawn_name(name)
+    for other in (f"{name}-gz", f"a{name}", name.replace(DRAWN, DRAWN[1:]), name.replace("a", "A")):
+        assert not is_drawn_name(other)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0.metadata", "__0_0.distcp", "model.safetensors"])
+def test_names_that_others_give_too_are_not_drawn(name):
+    assert not is_drawn_name(name)

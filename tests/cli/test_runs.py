@@ -7,6 +7,7 @@ import uuid
 import pytest
 
 from cli.printed import rows
+from cloudckpt.cli import runs
 from cloudckpt.stores import registry
 from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.stores.memory import MemoryStore
@@ -56,6 +57,29 @@ def test_rm_asks_on_a_terminal(cli, monkeypatch, run):
     assert (run / "step-1" / ".metadata").exists()
     assert cli("rm", str(run / "step-1")) == 0
     assert not (run / "step-1" / ".metadata").exists()
+
+
+def test_sweep_deletes_what_it_has_shown_and_nothing_else(cli, capsys, run, monkeypatch):
+    shown = run / "step-2" / "__0_0.0123456789abcdef.distcp"
+    later = run / "step-2" / "__0_0.fedcba9876543210.distcp"
+    saved = next((run / "step-5").glob("*.distcp"))
+    shown.write_bytes(b"x" * 1000)
+    (run / "step-5" / ".metadata").rename(run / "step-5" / "elsewhere")
+    for path in run.rglob("*"):
+        os.utime(path, (0, 0))
+
+    def answer(question: str, yes: bool) -> None:
+        assert "Delete 3 objects" in question  # with those of the torn checkpoint
+        later.write_bytes(b"x" * 1000)
+        os.utime(later, (0, 0))
+        (run / "step-5" / "elsewhere").rename(run / "step-5" / ".metadata")
+
+    monkeypatch.setattr(runs, "confirm", answer)
+    assert cli("sweep", str(run)) == 0
+    assert "deleted 2 objects" in capsys.readouterr().out
+    assert later.exists()
+    assert saved.exists()
+    assert not shown.exists()
 
 
 def test_prune_keeps_what_is_asked_for(cli, capsys, run):

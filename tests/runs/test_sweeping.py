@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import types
+import uuid
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 import cloudckpt
-from cloudckpt import CheckpointURI, Config
+from cloudckpt import CheckpointURI, Config, RetryPolicy
 from cloudckpt.checkpoint import commit
-from cloudckpt.errors import IncompleteSaveError
-from cloudckpt.runs.sweeping import find_leftovers, sweep
+from cloudckpt.errors import ConnectionLostError, IncompleteSaveError
+from cloudckpt.runs.sweeping import Sweep, find_leftovers, sweep
+from cloudckpt.stores import registry
+from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.stores.registry import open_store
+from cloudckpt.testing.faulty import FaultyStore
 
 OLD = "__0_0.0123456789abcdef.distcp"
 
@@ -81,6 +86,64 @@ def test_open_uploads_are_aborted(run) -> None:
     assert list(store.list_uploads(parsed.key(""))) == []
 
 
+@pytest.mark.parametrize("age", [-10, 0])
+def test_uploads_of_others_go_on(run, age) -> None:
+    """Of another program, and of torch's own writers by other libraries; whatever their age."""
+    uri, config = run
+    parsed = CheckpointURI.parse(uri)
+    store = open_store(parsed, config)
+    names = ["model.safetensors", "step-2/.metadata", "step-2/__0_0.distcp", f"{OLD}.gz", "backup"]
+    for name in names:
+        store.create_upload(parsed.key(name), 5 * 1024**2)
+    time.sleep(1.1)  # the clock of S3 counts seconds
+    assert sweep(uri, older_than=age, config=config).uploads == ()
+    assert len(list(store.list_uploads(parsed.key("")))) == len(names)
+
+
+def test_what_is_begun_under_our_own_names_on_a_disk_is_ours_whatever_its_key(tmp_path) -> None:
+    parsed = CheckpointURI.parse(tmp_path / "tokenizer.json")
+    store = open_store(parsed, Config())
+    store.create_upload(parsed.prefix, 5 * 1024**2)
+    assert sweep(tmp_path, older_than=-10).uploads == (str(parsed),)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def killed(monkeypatch) -> FaultyStore:
+    """A store that nothing is known of, whose clients are killed before they delete anything."""
+    made = FaultyStore(MemoryStore(uuid.uuid4().hex))
+    made.capabilities = dataclasses.replace(made.capabilities, conditional_writes=None)
+    monkeypatch.setattr(registry, "_OPENERS", {"memory": lambda: lambda uri, config: made})
+    monkeypatch.setattr(registry, "_places", {})
+    made.fail("delete", ConnectionLostError, probability=1.0)
+    return made
+
+
+def _tried_by_a_model(uri: str) -> None:
+    cloudckpt.hf.save({"w": torch.ones(3)}, uri, config=IMPATIENT)
+
+
+def _tried_by_a_file(uri: str) -> None:
+    cloudckpt.save_file(f"{uri}/tokenizer.json", "text", if_absent=True, config=IMPATIENT)
+
+
+def _tried_by_a_save(uri: str) -> None:
+    cloudckpt.save({"w": torch.ones(3)}, checkpoint_id=uri, config=IMPATIENT)
+
+
+IMPATIENT = Config(retry=RetryPolicy(attempts=1, base=0.0, cap=0.0))
+
+
+@pytest.mark.parametrize("tried", [_tried_by_a_file, _tried_by_a_model, _tried_by_a_save])
+def test_trials_of_processes_that_were_killed_are_left_over(killed, tried) -> None:
+    tried("memory://run/step-1")
+    killed.heal()
+    trials = [info.key for info in killed.list("") if "conditions" in info.key]
+    assert len(trials) == 1
+    assert find_leftovers("memory://run").objects == ()
+    assert sweep("memory://run", older_than=-10).objects == (killed.uri(trials[0]),)
+
+
 def test_a_young_upload_may_be_of_a_save_under_way(tmp_path) -> None:
     parsed = CheckpointURI.parse(tmp_path / "step-2")
     store = open_store(parsed, Config())
@@ -113,3 +176,30 @@ def test_a_save_that_has_taken_too_long_does_not_commit(tmp_path, monkeypatch) -
         cloudckpt.save({"w": torch.ones(10)}, storage_writer=writer)
     assert not cloudckpt.exists(tmp_path / "slow")
     assert not list((tmp_path / "slow").rglob("*.distcp"))
+
+
+def test_what_was_found_is_deleted_and_nothing_that_is_new_or_no_longer_left_over(run) -> None:
+    uri, config = run
+    other = OLD.replace("0123", "4567")
+    put(uri, config, f"step-2/{OLD}", f"step-3/{OLD}")
+    parsed = CheckpointURI.parse(uri)
+    store = open_store(parsed, config)
+    store.create_upload(parsed.key(f"step-2/{OLD}"), 5 * 1024**2)
+    asked = Sweep(uri, older_than=-10, config=config)
+    put(uri, config, f"step-2/{other}")  # left over since
+    store.create_upload(parsed.key(f"step-2/{other}"), 5 * 1024**2)
+    put(uri, config, "step-3/.metadata")  # nobody knows what this names
+    asked.narrow()
+    done = asked.carried_out()
+    assert (done.objects, done.uploads) == ((f"{uri}/step-2/{OLD}",), (f"{uri}/step-2/{OLD}",))
+    assert done.unread == (f"{uri}/step-3/.metadata",)
+    left = {info.key for info in store.list(parsed.key("step-"))} - {"run/step-1/.metadata"}
+    assert {parsed.key(f"step-2/{other}"), parsed.key(f"step-3/{OLD}")} < left
+    assert [one.key for one in store.list_uploads("")] == [parsed.key(f"step-2/{other}")]
+
+
+def test_a_folder_is_looked_at_once_wherever_its_names_stand_among_others(run) -> None:
+    uri, config = run
+    put(uri, config, f"step-2/{OLD}", "step-2/.metadata", f"step-2/__1/{OLD}")
+    put(uri, config, f"step-2/{OLD.replace('__0', '__2')}")
+    assert find_leftovers(uri, older_than=-10, config=config).unread == (f"{uri}/step-2/.metadata",)

@@ -8,6 +8,7 @@ import logging
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Literal
 
 from cloudckpt.errors import (
     CheckpointCorruptError,
@@ -33,9 +34,11 @@ __all__ = [
     "data_name",
     "find_commit",
     "is_committed",
+    "is_drawn_name",
     "is_metadata_of_a_rank",
     "look_for",
     "metadata_name",
+    "probe_name",
     "rank_of",
     "trial_name",
 ]
@@ -84,8 +87,28 @@ def commits_of_ranks(store: ObjectStore, below: str, retrier: Retrier) -> list[s
 
 
 def trial_name(attempt: str) -> str:
-    """An object on which a save tries whether its store honours conditions; it is deleted then."""
+    """An object on which is tried whether the store honours conditions; it is deleted then."""
     return f".conditions.{attempt}"
+
+
+def probe_name(of: Literal["doctor", "sweep"], drawn: str) -> str:
+    """What the names of objects begin with that find out what a store does; they are deleted."""
+    return f".cloudckpt-{of}.{drawn}"
+
+
+_DRAWN = re.compile(
+    r"(__\d+_\d+\.<>\.distcp|\.conditions\.<>|\.cloudckpt-(doctor|sweep)\.<>(\.[0-9a-z]+)?)".replace(
+        "<>", "[0-9a-f]{16}"
+    )
+)
+
+
+def is_drawn_name(name: str) -> bool:
+    """Whether a name is one of :func:`data_name`, :func:`trial_name` or :func:`probe_name`.
+
+    Nobody but cloudckpt has written what is called so, for one purpose, and under no name twice.
+    """
+    return _DRAWN.fullmatch(name) is not None
 
 
 def checked(name: object, uri: str) -> str:

@@ -143,12 +143,17 @@ def sweep(
     quiet: Quiet = False,
 ) -> None:
     """Delete what saves that were killed have left: data of no checkpoint, and open uploads."""
-    found = cloudckpt.find_leftovers(run, older_than=older_than * 3600)
+    from cloudckpt.runs.sweeping import Sweep
+
+    sweep = Sweep(run, older_than=older_than * 3600)
+    found = sweep.found()
     for uri in found.unread:
         print(f"cloudckpt: {safe(uri)} can't be read: all beside it stays", file=sys.stderr)
     if not dry_run and (found.objects or found.uploads):
         confirm(f"Delete {_told(found)} in {safe(run)}?", yes)
-        found = cloudckpt.sweep(run, older_than=older_than * 3600)
+        if not yes:  # that has taken a while
+            sweep.narrow()
+        found = sweep.carried_out()
     if as_json:
         print_json({"dry_run": dry_run, **dataclasses.asdict(found)})
     elif dry_run:

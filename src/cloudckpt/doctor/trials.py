@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from cloudckpt.checkpoint.commit import honours_conditions
+from cloudckpt.checkpoint.objects import probe_name
 from cloudckpt.config import Config, RetryPolicy
 from cloudckpt.doctor.findings import Finding, Values, failed, ok, skipped, warning
 from cloudckpt.errors import (
@@ -72,7 +73,7 @@ class Trials:
         self._uri = uri
         self._config = config
         self._size = size
-        self._start = uri.key(f".cloudckpt-doctor.{random_suffix()}")  # which sweeping knows
+        self._start = uri.key(probe_name("doctor", random_suffix()))  # which sweeping knows
         self._content = os.urandom(_BYTES)
         self._written: str | None = None  # what can be read
         self._keys: list[str] = []

@@ -44,6 +44,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from cloudckpt.checkpoint.commit import Baseline, commit, conditions_work
+from cloudckpt.checkpoint.objects import trial_name
 from cloudckpt.checkpoint.safetensors import (
     INDEX,
     SINGLE_FILE,
@@ -118,7 +119,7 @@ class FilesUnderConstruction:
                 "save elsewhere",
                 uri=str(self._uri),
             )
-        trial, setting = f".trial-{random_suffix()}", self._config.conditional_writes
+        trial, setting = trial_name(random_suffix()), self._config.conditional_writes
         self._conditional = conditions_work(
             self._store, setting, self._uri.key(trial), self._retrier
         )

@@ -8,15 +8,13 @@ object, and of one that is written for the purpose.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 
 from cloudckpt.checkpoint.commit import LONGEST_SAVE, named_objects
 from cloudckpt.checkpoint.committed import fetch
-from cloudckpt.checkpoint.objects import METADATA, commits_of_ranks
+from cloudckpt.checkpoint.objects import METADATA, commits_of_ranks, is_drawn_name, probe_name
 from cloudckpt.config import Config
 from cloudckpt.errors import CloudCheckpointError, ObjectNotFoundError, StoreError
 from cloudckpt.runs.catalog import Run
@@ -26,17 +24,10 @@ from cloudckpt.transfer.retry import begun_anew
 from cloudckpt.transfer.upload import creates_only, put_whole
 from cloudckpt.uri import URILike
 
-__all__ = ["LEFTOVERS_AGE", "Leftovers", "find_leftovers", "sweep"]
+__all__ = ["LEFTOVERS_AGE", "Leftovers", "Sweep", "find_leftovers", "sweep"]
 
 LEFTOVERS_AGE = 2 * LONGEST_SAVE
 """Seconds after which what no checkpoint names is a leftover."""
-
-_PROBE = ".cloudckpt-sweep."
-
-_OF_AN_ATTEMPT = re.compile(
-    r"(__\d+_\d+\.[0-9a-f]{16}\.distcp|\.conditions\.[0-9a-f]{16}|"
-    r"\.cloudckpt-(doctor|sweep)\.[0-9a-f]{16}(\.[0-9a-z]+)?)"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +37,7 @@ class Leftovers:
     Attributes:
         objects: The URIs of data that no checkpoint names.
         nbytes: Their bytes.
-        uploads: The URIs of objects whose upload was begun and not completed.
+        uploads: The URIs of objects whose upload cloudckpt has begun, and not completed.
         unread: The URIs of commit objects that can't be read: beside them, nothing is a leftover.
     """
 
@@ -70,7 +61,7 @@ def find_leftovers(
         InvalidURIError: If it is no location.
         StoreError: If the store refuses or stays unreachable.
     """
-    return _Sweep(run, older_than, config).found()
+    return Sweep(run, older_than=older_than, config=config).found()
 
 
 def sweep(
@@ -79,17 +70,28 @@ def sweep(
     """Deletes what saves that were killed have left, and returns what it was.
 
     Never what a checkpoint names, what a save may still commit, and what cloudckpt has not written:
-    other files, and the objects of torch's own writers, whose names do not tell one save from
-    another. Arguments and errors are those of :func:`find_leftovers`.
+    other files, uploads of other programs, and the objects of torch's own writers, whose names do
+    not tell one save from another. Uploads of models and of single files stay in S3 and Google's
+    Cloud Storage, too: their names are those that other programs give to theirs. Arguments and
+    errors are those of :func:`find_leftovers`.
 
     Raises:
         StoreError: If something can't be deleted; all else is.
     """
-    return _Sweep(run, older_than, config).carried_out()
+    return Sweep(run, older_than=older_than, config=config).carried_out()
 
 
-class _Sweep:
-    def __init__(self, run: URILike, older_than: float, config: Config | None) -> None:
+class Sweep:
+    """What was left over when it was looked for, and the deletion of just this.
+
+    Between the two somebody may be asked. What has become a leftover by then was not shown to him,
+    and what no longer is one has become part of a checkpoint: :meth:`narrow` it before.
+    """
+
+    def __init__(
+        self, run: URILike, *, older_than: float = LEFTOVERS_AGE, config: Config | None = None
+    ) -> None:
+        """Looks. Arguments and errors are those of :func:`find_leftovers`."""
         self._run = Run(run, config=config)
         self._older_than = older_than
         self._objects: list[ObjectInfo] = []
@@ -98,6 +100,7 @@ class _Sweep:
         self._look()
 
     def found(self) -> Leftovers:
+        """What there is to be deleted, or was."""
         uri = self._run.store.uri
         return Leftovers(
             objects=tuple(uri(info.key) for info in self._objects),
@@ -106,7 +109,23 @@ class _Sweep:
             unread=tuple(self._unread),
         )
 
+    def narrow(self) -> None:
+        """Looks once more, and keeps of what was found before what is a leftover still.
+
+        Raises:
+            StoreError: If the store refuses or stays unreachable.
+        """
+        objects, uploads = set(self._objects), set(self._uploads)
+        self._look()
+        self._objects = [info for info in self._objects if info in objects]
+        self._uploads = [upload for upload in self._uploads if upload in uploads]
+
     def carried_out(self) -> Leftovers:
+        """Deletes what was found.
+
+        Raises:
+            StoreError: If something can't be deleted; all else is.
+        """
         run, config = self._run, self._run.config
         for upload in self._uploads:
             run.retrier.call(partial(run.store.abort_upload, upload))
@@ -125,18 +144,21 @@ class _Sweep:
         below = self._run.root.key("")
         limit = self._now() - self._older_than
         uploads = retrier.call(lambda: list(store.list_uploads(below)))
-        self._uploads = [one for one in uploads if one.began is not None and one.began < limit]
-        listed = retrier.call(lambda: list(store.list(below)))
-        for folder, infos in groupby(listed, lambda info: info.key.rpartition("/")[0]):
-            old = [
-                info
-                for info in infos
-                if info.modified is not None
-                and info.modified < limit
-                and _OF_AN_ATTEMPT.fullmatch(info.key.rpartition("/")[2])
-            ]
-            if old:
-                self._objects += self._unnamed(folder, old)
+        self._uploads = [
+            upload
+            for upload in uploads
+            if upload.began is not None
+            and upload.began < limit
+            and (upload.is_ours or _is_ours(upload.key))
+        ]
+        listed = retrier.call(lambda: [info for info in store.list(below) if _is_ours(info.key)])
+        folders: dict[str, list[ObjectInfo]] = {}
+        for info in listed:
+            if info.modified is not None and info.modified < limit:
+                folders.setdefault(info.key.rpartition("/")[0], []).append(info)
+        self._objects, self._unread = [], []
+        for folder, old in folders.items():
+            self._objects += self._unnamed(folder, old)
 
     def _unnamed(self, folder: str, old: list[ObjectInfo]) -> Iterable[ObjectInfo]:
         """Those of a folder's old objects that its checkpoint, as it is now, does not name."""
@@ -159,7 +181,7 @@ class _Sweep:
     def _now(self) -> float:
         """What the store's clock says: when it has written an object just now."""
         store, retrier, config = self._run.store, self._run.retrier, self._run.config
-        key = self._run.root.key(_PROBE + random_suffix())
+        key = self._run.root.key(probe_name("sweep", random_suffix()))
         put_whole(store, key, memoryview(b""), retrier, if_absent=creates_only(store, config))
         try:
             listed = retrier.call(lambda: list(store.list(key)))
@@ -172,3 +194,7 @@ class _Sweep:
                 uri=str(self._run.root),
             )
         return listed[0].modified
+
+
+def _is_ours(key: str) -> bool:
+    return is_drawn_name(key.rpartition("/")[2])

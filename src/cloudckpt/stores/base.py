@@ -102,12 +102,15 @@ class Upload:
         id: The store's name for this upload.
         part_size: Bytes of every part but the last.
         began: When it was, in seconds since 1970 by the store's clock, if a listing tells it.
+        is_ours: Whether what it is called shows that cloudckpt has begun it, whatever its key is;
+            where stores name uploads, that does not show.
     """
 
     key: str
     id: str
     part_size: int
     began: float | None = field(default=None, compare=False)
+    is_ours: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

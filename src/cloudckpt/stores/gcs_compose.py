@@ -155,7 +155,7 @@ class Composition:
             match = _TEMPORARY.fullmatch(info.key)
             if match is not None and (names := (match.group(1), match.group(2))) not in seen:
                 seen.add(names)
-                yield Upload(*names, 0, info.modified)
+                yield Upload(*names, 0, info.modified, is_ours=True)
 
 
 def _name(upload: Upload, round_number: int, number: int) -> str:

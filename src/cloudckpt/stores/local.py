@@ -153,7 +153,7 @@ class LocalStore(ObjectStore):
                 key = str(path.with_name(name))
                 if key.startswith(prefix):
                     with contextlib.suppress(FileNotFoundError):
-                        yield Upload(key, str(path), 0, path.stat().st_mtime)
+                        yield Upload(key, str(path), 0, path.stat().st_mtime, is_ours=True)
 
     def get(self, key: str) -> tuple[bytearray, ObjectInfo]:
         # of one open file: another one may take its place at any time
