@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cloudckpt import Config
-from cloudckpt.checkpoint.places import StoredTensor, locate
+from cloudckpt.checkpoint.archives import StoredTensor, locate
 from cloudckpt.checksum import CRC32C
 from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.transfer.landing import StoredBytes

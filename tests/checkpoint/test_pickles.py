@@ -10,7 +10,7 @@ import zipfile
 import pytest
 import torch
 
-from cloudckpt.checkpoint.places import TensorDescription, describe_tensor
+from cloudckpt.checkpoint.archives import TensorDescription, describe_tensor
 from cloudckpt.checkpoint.values import check_trusted, load_tensor
 from cloudckpt.errors import CheckpointCorruptError, UntrustedPickleError
 

@@ -13,7 +13,7 @@ import logging
 import pickle
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -34,6 +34,7 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     PreconditionFailedError,
     RangeNotSatisfiableError,
+    UntrustedPickleError,
 )
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.transfer.retry import Retrier
@@ -134,6 +135,7 @@ class CommitObject:
         body: Ours; None if another writer has written it.
         notes: The notes, as they are stored.
         trailer: What stands at its end; None if another writer has written it.
+        whole: All of its bytes, if they were read.
     """
 
     info: ObjectInfo
@@ -141,6 +143,7 @@ class CommitObject:
     body: Body | None
     notes: bytes = b""
     trailer: Trailer | None = None
+    whole: bytearray | None = field(default=None, repr=False)
 
     @property
     def inventory(self) -> Inventory | None:
@@ -171,6 +174,7 @@ class CommitObject:
             CheckpointCorruptError: If it is damaged, or no metadata.
         """
         data = fetched.data
+        whole = data if len(data) == fetched.info.size else None
         body = None
         trailer = Trailer.at_end_of(data, uri)
         notes = notes_at_end(data, uri)
@@ -178,7 +182,7 @@ class CommitObject:
             body = _checked_body(fetched, trailer, uri)
             if body is not None and body.inventory is not None:
                 metadata = lazy_metadata(body.inventory, body.attempt)
-                return cls(fetched.info, metadata, body, notes, trailer)
+                return cls(fetched.info, metadata, body, notes, trailer, whole)
         metadata = load_metadata(data, uri, trust_pickle=trust_pickle)
         if trailer is None and data[-1:] != pickle.STOP and _is_ours(metadata):
             raise CheckpointCorruptError(
@@ -186,31 +190,39 @@ class CommitObject:
                 "or load an older checkpoint",
                 uri=uri,
             )
-        return cls(fetched.info, metadata, body, notes, trailer)
+        return cls(fetched.info, metadata, body, notes, trailer, whole)
 
-    def check_pickle(self, store: ObjectStore, retrier: Retrier) -> None:
-        """Reads torch's pickle, which a load of ours does without, and compares its checksum.
+    def pickled(self, store: ObjectStore, retrier: Retrier) -> Metadata:
+        """What torch's pickle says, which a load of ours does without where there are columns.
 
         Raises:
-            CheckpointCorruptError: If it is damaged.
+            CheckpointCorruptError: If it is damaged, or can't be read.
             CheckpointReplacedError: If the commit object was replaced meanwhile.
             StoreError: If the store refuses or stays unreachable.
         """
-        if self.trailer is None or self.info.size <= _TAIL:  # the latter was read as a whole
-            return
-        crc = 0
-        for start in range(0, self.trailer.size, _TAIL):
-            stop = min(start + _TAIL, self.trailer.size)
-            crc = CRC32C.of(
-                retrier.call(functools.partial(_range, store, self.info, start, stop)), crc
-            )
-        if crc != self.trailer.crc:
-            uri, what = store.uri(self.info.key), "does not match its checksum"
+        if self.trailer is None or self.inventory is None:  # there is nothing else to read
+            return self.metadata
+        uri, size = store.uri(self.info.key), self.trailer.size
+        all_of_it = functools.partial(Damage, uri, "", start=0, stop=size)
+        data = bytearray() if self.whole is None else self.whole[:size]
+        for start in range(len(data), size, _TAIL):
+            stop = min(start + _TAIL, size)
+            data += retrier.call(functools.partial(_range, store, self.info, start, stop))
+        if CRC32C.of(data) != self.trailer.crc:
             raise CheckpointCorruptError(
                 "the metadata for other readers than cloudckpt do not match their checksum",
                 uri=uri,
-                damages=[Damage(uri, "", what, 0, self.trailer.size)],
+                damages=[all_of_it(what="does not match its checksum")],
             )
+        try:
+            return load_metadata(data, uri)
+        except (CheckpointCorruptError, UntrustedPickleError) as error:
+            raise CheckpointCorruptError(
+                f"the metadata for other readers than cloudckpt can't be read: {error.message}",
+                uri=uri,
+                cause=error.cause,
+                damages=[all_of_it(what="can't be read by torch")],
+            ) from error
 
     def names(self, uri: str) -> set[str]:
         """The names of the data objects.

@@ -195,14 +195,9 @@ class ObjectIndex:
         """
         if not offsets:
             return []
-        wanted, sizes = column_of(offsets), column_of(lengths)
         if not self._codes:
             raise self._corrupt(_CONTRADICTION, item=items[0])
-        # empty items begin where the next one does, which is the last of those
-        first = torch.searchsorted(self._starts, wanted)
-        behind = torch.searchsorted(self._starts, wanted, right=True)
-        numbers = torch.where(sizes > 0, behind - 1, first).clamp(0, len(self._codes) - 1)
-        wrong = (self._starts[numbers] != wanted) | (self._lengths[numbers] != sizes)
+        numbers, wrong = self._numbers(offsets, lengths)
         if bool(wrong.any()):
             raise self._corrupt(_CONTRADICTION, item=items[int(wrong.nonzero()[0])])
         stops = self._blocks[numbers]
@@ -218,6 +213,55 @@ class ObjectIndex:
             strict=True,
         )
         return [self._item(*row) for row in rows]
+
+    def _numbers(
+        self, offsets: Sequence[int], lengths: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The items that take bytes of the object, or come next to that; and where these differ."""
+        wanted, sizes = column_of(offsets), column_of(lengths)
+        # empty items begin where the next one does, which is the last of those
+        first = torch.searchsorted(self._starts, wanted)
+        behind = torch.searchsorted(self._starts, wanted, right=True)
+        numbers = torch.where(sizes > 0, behind - 1, first).clamp(0, len(self._codes) - 1)
+        return numbers, (self._starts[numbers] != wanted) | (self._lengths[numbers] != sizes)
+
+    def contradictions(
+        self, offsets: Sequence[int], lengths: Sequence[int], counts: Sequence[int | None]
+    ) -> dict[int, str]:
+        """What the metadata say of items, and the index does not.
+
+        Args:
+            offsets: Where they begin in the object.
+            lengths: The bytes that they take.
+            counts: How many elements each has; None of what is no tensor.
+
+        Returns:
+            By the numbers of those that :meth:`find` must not be asked for, what is wrong.
+        """
+        if not self._codes:
+            return dict.fromkeys(range(len(offsets)), "the object's index has no item")
+        found: dict[int, str] = {}
+        seen: set[int] = set()
+        numbers, wrong = self._numbers(offsets, lengths)
+        edges = (self._heads + self._tails)[numbers].tolist()
+        contents = zip(edges, self._raws[numbers].tolist(), counts, strict=True)
+        rows = zip(numbers.tolist(), wrong.tolist(), offsets, lengths, contents, strict=True)
+        for place, (number, is_wrong, offset, length, content) in enumerate(rows):
+            what = None
+            if is_wrong:
+                start, size = int(self._starts[number]), int(self._lengths[number])
+                what = (
+                    f"it takes bytes {offset} to {offset + length} by the metadata, and the "
+                    f"object's index has an item at {start} to {start + size}, and none there"
+                )
+            elif length and number in seen:
+                what = f"another item lies at bytes {offset} to {offset + length}, too"
+            else:
+                what = _unlike(self._codes[number], *content)
+            if what is not None:
+                found[place] = what
+            seen.add(number)
+        return found
 
     def between(
         self, items: Mapping[int, tuple[str, tuple[int, ...]]]
@@ -286,3 +330,28 @@ class ObjectIndex:
         self, message: str, cause: Exception | None = None, item: str | None = None
     ) -> CheckpointCorruptError:
         return CheckpointCorruptError(message, uri=self._uri, item=item, cause=cause)
+
+
+def _unlike(code: int, edges: int, raw: int, count: int | None) -> str | None:
+    """What an index says of the content of an item, and can't be.
+
+    Args:
+        code: The number of its element type.
+        edges: Bytes of the envelope on both sides.
+        raw: Bytes of the data proper.
+        count: How many elements it has by the metadata; None if it is no tensor.
+    """
+    if not code:
+        return "the object's index has an archive around what is no tensor" if edges else None
+    if code not in _TYPES:
+        return f"this torch does not know the element type {code} of the object's index"
+    dtype = _TYPES[code]
+    name = str(dtype).removeprefix("torch.")
+    if count is None:
+        return f"it is no tensor by the metadata, and one of {name} by the object's index"
+    if count * dtype.itemsize != raw:
+        return (
+            f"it has {count} elements by the metadata, and {raw} bytes of {name} by the object's "
+            "index"
+        )
+    return None

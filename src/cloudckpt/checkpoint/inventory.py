@@ -7,6 +7,7 @@ over the chunks, from which torch's objects are made for the names that somebody
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import itertools
@@ -39,6 +40,7 @@ __all__ = [
     "NotInColumnsError",
     "Paths",
     "PlannedInventory",
+    "Tables",
     "rows_of",
 ]
 
@@ -141,6 +143,17 @@ class Inventory:
         """The rows of many items; -1 where there is no such item."""
         return self._finder.rows(indices)
 
+    def name_of(self, row: int) -> str:
+        """The name that a row belongs to."""
+        firsts, names = self._names
+        return names[bisect.bisect_right(firsts, row) - 1]
+
+    @functools.cached_property
+    def _names(self) -> tuple[list[int], list[str]]:
+        """The first rows of all names that have any, in ascending order, and these names."""
+        found = sorted((entry.first, name) for name, entry in self.entries.items() if entry.count)
+        return [first for first, _ in found], [name for _, name in found]
+
     def shapes(self, rows: torch.Tensor) -> list[tuple[int, ...]]:
         """The shapes of rows; of values that of no dimensions."""
         found: list[tuple[int, ...]] = [()] * rows.numel()
@@ -180,7 +193,7 @@ class Inventory:
             ValueError: If one is not.
         """
         self.check_extents()
-        _check_chunks(self.entries.values(), self.chunks)
+        _check_chunks(self.entries, self.chunks)
 
     def check_extents(self) -> None:
         """Whether all places are inside of objects.
@@ -191,13 +204,19 @@ class Inventory:
         extents, objects = self.extents, self.objects
         if not len(extents):
             return
-        if not 0 <= int(extents.objects.min()) <= int(extents.objects.max()) < len(objects):
-            raise ValueError("an item lies in no object")
+        somewhere = (extents.objects >= 0) & (extents.objects < len(objects))
+        if not bool(somewhere.all()):
+            raise ValueError(f"{self._first_not(somewhere)} lies in no object")
         ends = column_of([one.size - one.index_size for one in objects])
         limits = ends[extents.objects]
         inside = (extents.offsets >= 0) & (extents.lengths >= 0) & (extents.lengths <= limits)
-        if not bool((inside & (extents.offsets <= limits.sub_(extents.lengths))).all()):
-            raise ValueError("an item lies outside of its object")
+        inside &= extents.offsets <= limits.sub_(extents.lengths)
+        if not bool(inside.all()):
+            raise ValueError(f"{self._first_not(inside)} lies outside of its object")
+
+    def _first_not(self, true: torch.Tensor) -> str:
+        """The name of the first row of which something is not true."""
+        return self.name_of(int((~true).nonzero()[0]))[:200]
 
 
 class PlannedInventory:
@@ -218,7 +237,7 @@ class PlannedInventory:
                 plans.
         """
         with paused_gc():
-            self._tables = tables = _Tables(metadata)
+            self._tables = tables = Tables(metadata)
             finder = _RowFinder(tables.entries, tables.chunks)
             self.rows = tuple(map(finder.rows, indices))
         is_written = torch.zeros(tables.rows, dtype=torch.bool, device="cpu")
@@ -229,7 +248,7 @@ class PlannedInventory:
         if not bool(is_written.all()):
             raise NotInColumnsError("two chunks with one place, or one that nobody will write")
         try:
-            _check_chunks(tables.entries.values(), tables.chunks)
+            _check_chunks(tables.entries, tables.chunks)
         except ValueError as exc:
             raise NotInColumnsError(str(exc)) from exc
 
@@ -268,8 +287,8 @@ class PlannedInventory:
         return inventory
 
 
-class _Tables:
-    """torch's metadata as a table and columns.
+class Tables:
+    """torch's metadata as a table and columns, as :class:`Inventory` has them; without the places.
 
     Raises:
         NotInColumnsError: If they are not of torch's classes alone.
@@ -344,23 +363,25 @@ class _Tables:
         }
 
 
-def _check_chunks(entries: Iterable[Entry], of_dims: Mapping[int, Chunks]) -> None:
+def _check_chunks(entries: Mapping[str, Entry], of_dims: Mapping[int, Chunks]) -> None:
     """Whether all chunks are inside of their tensors.
 
     Raises:
         ValueError: If one is not.
     """
-    tensors = [entry for entry in entries if entry.shape]
+    tensors = [(name, entry, entry.shape) for name, entry in entries.items() if entry.shape]
     for dims, chunks in of_dims.items():
-        shapes = [(entry.shape or (), entry.count) for entry in tensors]
-        of_these = [(shape, count) for shape, count in shapes if len(shape) == dims]
-        counts = column_of([count for _, count in of_these])
+        of_these = [(name, entry, shape) for name, entry, shape in tensors if len(shape) == dims]
+        counts = column_of([entry.count for _, entry, _ in of_these])
         for dim in range(dims):  # one after the other, which takes less memory
-            limits = column_of([shape[dim] for shape, _ in of_these]).repeat_interleave(counts)
+            limits = column_of([shape[dim] for _, _, shape in of_these]).repeat_interleave(counts)
             sizes, offsets = chunks.sizes[:, dim], chunks.offsets[:, dim]
             inside = (sizes >= 0) & (offsets >= 0) & (sizes <= limits)
-            if not bool((inside & (offsets <= limits.sub_(sizes))).all()):
-                raise ValueError("a chunk lies outside of its tensor")
+            inside &= offsets <= limits.sub_(sizes)
+            if not bool(inside.all()):
+                number = int((~inside).nonzero()[0])
+                name = next(n for n, entry, _ in of_these if number < entry.place + entry.count)
+                raise ValueError(f"a chunk of {name[:200]} lies outside of it")
 
 
 class _RowFinder:

@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from cloudckpt.checkpoint.places import ItemPlace, Places, StoredTensor
+from cloudckpt.checkpoint.archives import StoredTensor
+from cloudckpt.checkpoint.places import ItemPlace, Places
 from cloudckpt.checkpoint.safetensors import (
     INDEX,
     LENGTH_BYTES,

@@ -1,57 +1,37 @@
 """Where the items of a loaded checkpoint lie, as its metadata and its objects' indexes say.
 
-Objects of torch and other writers have no index. Each of their items is a zip archive of its own,
-whose directory stands in its last bytes and the description of the tensor in its first ones;
-reading these few tells where the tensor's bytes are.
+Objects of torch and other writers have no index: where tensors are in their items, the archives say
+that these are (:mod:`cloudckpt.checkpoint.archives`).
 """
 
 from __future__ import annotations
 
-import functools
-import io
 import logging
 import math
-import struct
-import zipfile
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from cloudckpt.checkpoint.archives import StoredTensor, locate
 from cloudckpt.checkpoint.committed import CommitObject
-from cloudckpt.checkpoint.envelope import unwarned
 from cloudckpt.checkpoint.index import IndexItem, ObjectIndex
-from cloudckpt.checkpoint.inert_pickle import Called, describe
 from cloudckpt.checkpoint.objects import checked
 from cloudckpt.checkpoint.torch_private import StorageInfo
 from cloudckpt.checkpoint.written import WrittenObject
 from cloudckpt.checksum import CRC32C, Blocks, ChecksumAlgorithm
 from cloudckpt.config import Config
-from cloudckpt.errors import CheckpointCorruptError
+from cloudckpt.errors import CheckpointCorruptError, Damage
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import RangeReader
-from cloudckpt.transfer.boxes import is_row_major
 from cloudckpt.transfer.download import download, raise_it
 from cloudckpt.transfer.landing import BytesSink, StoredBytes, Wanted
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI
 
-__all__ = ["ItemPlace", "Places", "StoredTensor", "TensorDescription", "describe_tensor", "locate"]
-
+__all__ = ["ItemPlace", "Places"]
 
 logger = logging.getLogger("cloudckpt")
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A plain tensor in the checkpoint: its elements in row-major order, their type, its shape."""
-
-    elements: StoredBytes
-    dtype: torch.dtype
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +122,71 @@ class Places:
         names = {name: f"the index of {name}" for name in self._objects}
         self._read_indexes(names, store, config, TransferStats(str(self._uri)), damaged)
 
+    def agreeing(
+        self,
+        indices: Sequence[MetadataIndex],
+        damaged: Callable[[CheckpointCorruptError], None],
+    ) -> list[MetadataIndex]:
+        """The items that the indexes which were read have where the metadata say that they are.
+
+        Args:
+            indices: All items.
+            damaged: Called with each of the others.
+
+        Raises:
+            CheckpointCorruptError: If an item of another writer's has no place.
+        """
+        if not self._objects:
+            return list(indices)
+        with paused_gc():
+            placed = list(self._placed(indices, damaged))
+            by_object: dict[str, list[int]] = {}
+            wholes, shapes = self._wholes(placed), self._shapes(placed)
+            for number, (name, _, _) in enumerate(wholes):
+                if self._indexes.get(name) is not None:
+                    by_object.setdefault(name, []).append(number)
+            wrong: set[int] = set()
+            for name, numbers in by_object.items():
+                index = self._indexes[name]
+                assert index is not None
+                found = index.contradictions(
+                    [wholes[number][1].offset for number in numbers],
+                    [wholes[number][1].nbytes for number in numbers],
+                    [
+                        None if placed[number].offset is None else math.prod(shapes[number])
+                        for number in numbers
+                    ],
+                )
+                for place, what in found.items():
+                    wrong.add(numbers[place])
+                    damaged(self._contradictory(name, wholes[numbers[place]][1], what))
+            return [one for number, one in enumerate(placed) if number not in wrong]
+
+    def _placed(
+        self,
+        indices: Sequence[MetadataIndex],
+        damaged: Callable[[CheckpointCorruptError], None],
+    ) -> Iterator[MetadataIndex]:
+        """Those that the metadata of a save of ours have a place for; columns have one for each."""
+        assert self._commit is not None  # it names objects
+        for index in indices:
+            try:
+                if self._commit.inventory is None:
+                    self._described(index)
+            except CheckpointCorruptError as error:
+                damaged(error)
+            else:
+                yield index
+
+    def _contradictory(self, name: str, item: StoredBytes, what: str) -> CheckpointCorruptError:
+        uri = f"{self._uri}/{name}"
+        return CheckpointCorruptError(
+            f"index and metadata contradict each other: {what}",
+            uri=uri,
+            item=item.item,
+            damages=[Damage(uri, item.item, what, item.offset, item.offset + item.nbytes)],
+        )
+
     def wholes(self, indices: Sequence[MetadataIndex]) -> list[StoredBytes]:
         """The data proper of items with their checksums, if indexes were read; else all of them.
 
@@ -154,10 +199,26 @@ class Places:
             pairs = zip(wholes, places, strict=True)
             return [place.whole for (name, _, _), place in pairs if name not in self._lost]
 
-    def between(self, indices: Sequence[MetadataIndex]) -> list[StoredBytes]:
+    def between(
+        self,
+        indices: Sequence[MetadataIndex],
+        store: RangeReader,
+        config: Config,
+        damaged: Callable[[CheckpointCorruptError], None] = raise_it,
+    ) -> list[StoredBytes]:
         """What stands around the data proper of all items, as far as its checksums are known.
 
-        That is in objects whose indexes were read; see :meth:`ObjectIndex.between`.
+        That is in objects whose indexes were read; see :meth:`ObjectIndex.between`. Where they are
+        not known, it is read what the archives say of the tensors in them, and compared.
+
+        Args:
+            indices: All items of which index and metadata say the same.
+            store: Where they are.
+            config: Options.
+            damaged: Called with each whose archive says something else than the index.
+
+        Raises:
+            StoreError: If the store refuses or stays unreachable.
         """
         if not self._objects:
             return []
@@ -166,14 +227,54 @@ class Places:
             wholes = self._wholes(indices)
             for (name, item, _), shape in zip(wholes, self._shapes(indices), strict=True):
                 objects.setdefault(name, {})[item.offset] = item.item, shape
-            return [
-                StoredBytes(
-                    self._uri.key(name), start, blocks.size, blocks, self._objects[name].size, what
-                )
+            known = {
+                name: index.between(items)
                 for name, items in objects.items()
                 if (index := self._indexes.get(name)) is not None
-                for start, blocks, what in index.between(items)
-            ]
+            }
+        self._compare_archives(
+            [
+                (one, whole)
+                for one, whole in zip(indices, wholes, strict=True)
+                if not known.get(whole[0], True)
+            ],
+            store,
+            config,
+            damaged,
+        )
+        return [
+            StoredBytes(
+                self._uri.key(name), start, blocks.size, blocks, self._objects[name].size, what
+            )
+            for name, found in known.items()
+            for start, blocks, what in found
+        ]
+
+    def _compare_archives(
+        self,
+        items: Sequence[tuple[MetadataIndex, _Whole]],
+        store: RangeReader,
+        config: Config,
+        damaged: Callable[[CheckpointCorruptError], None],
+    ) -> None:
+        """Compares what the archives around tensors say of them with what the indexes say.
+
+        An archive that can't be read says nothing; and one that is gone is told by who reads it.
+        """
+        indices, wholes = [index for index, _ in items], [whole for _, whole in items]
+        tensors = [
+            (whole, place.tensor)
+            for whole, place in zip(wholes, self._inside(indices, wholes), strict=True)
+            if place.tensor is not None
+        ]
+        stats = TransferStats(str(self._uri))
+        edges = [whole for (_, whole, _), _ in tensors]
+        found = locate(store, edges, config, stats, damaged=lambda error: None)
+        for (name, whole, _), ours in tensors:
+            if (its := found[whole]) is None or _said(its) == _said(ours):
+                continue
+            what = f"{_said(its)} by the archive around it, {_said(ours)} by the index"
+            damaged(self._contradictory(name, whole, what))
 
     def length_of(self, index: MetadataIndex) -> int:
         """The bytes of an item.
@@ -325,131 +426,8 @@ class Places:
         return CheckpointCorruptError(message, uri=str(self._uri), item=index.fqn)
 
 
-_EDGE = 4096
-"""Bytes looked at on either side: torch's directory takes about 700, its first records as many."""
-
-_ENCRYPTED = 1  # flag of a record
-_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
-
-
-def locate(
-    store: RangeReader, items: Sequence[StoredBytes], config: Config, stats: TransferStats
-) -> Mapping[StoredBytes, StoredTensor | None]:
-    """The plain tensors in items without an index; None for what only ``torch.load`` can read."""
-    edges: dict[StoredBytes, tuple[BytesSink, BytesSink]] = {}
-    wanted: list[Wanted] = []
-    for item in dict.fromkeys(items):
-        edge = min(_EDGE, item.nbytes)
-        head, tail = edges[item] = BytesSink(edge), BytesSink(edge)
-        wanted.append(Wanted(item, 0, edge, head, True))
-        wanted.append(Wanted(item, item.nbytes - edge, item.nbytes, tail, True))
-    download(store, wanted, config, stats)
-    return {
-        item: _parse(item, bytes(head.data), bytes(tail.data))
-        for item, (head, tail) in edges.items()
-    }
-
-
-def _parse(item: StoredBytes, head: bytes, tail: bytes) -> StoredTensor | None:
-    try:
-        return _found(item, head, tail)
-    except Exception:  # noqa: BLE001 - zipfile raises errors of many kinds for what is damaged
-        return None
-
-
-def _found(item: StoredBytes, head: bytes, tail: bytes) -> StoredTensor:
-    with zipfile.ZipFile(io.BytesIO(tail)) as archive:  # it lacks the records, and reads none
-        entries = {info.filename: info for info in archive.infolist()}
-    missing = item.nbytes - len(tail)  # from the offsets of the directory, as zipfile tells them
-
-    def start_of(info: zipfile.ZipInfo) -> int:
-        at = missing + info.header_offset
-        if at < 0 or info.compress_type != zipfile.ZIP_STORED or info.flag_bits & _ENCRYPTED:
-            raise ValueError("a record that is compressed, encrypted, or nowhere")
-        *_, name_length, extra_length = _LOCAL_HEADER.unpack_from(head, at)
-        return int(at + _LOCAL_HEADER.size + name_length + extra_length)
-
-    def content_of(info: zipfile.ZipInfo) -> bytes:
-        start = start_of(info)
-        content = head[start : start + info.file_size]
-        if zlib.crc32(content) != info.CRC:
-            raise ValueError("a record that is damaged, or not in the first bytes")
-        return content
-
-    pickled = next(name for name in entries if name.endswith("data.pkl"))
-    root = pickled.removesuffix("data.pkl")
-    order = content_of(entries[f"{root}byteorder"]) if f"{root}byteorder" in entries else b"little"
-    described = describe_tensor(content_of(entries[pickled]))
-    if described is None or not described.is_row_major or order != b"little":
-        raise ValueError("no plain tensor, or of another byte order")
-    info = entries[f"{root}data/{described.record}"]
-    begin, skipped = start_of(info), described.storage_offset * described.dtype.itemsize
-    numel = math.prod(described.shape)
-    nbytes = numel * described.dtype.itemsize
-    if torch.Size(described.shape).numel() != numel:
-        raise ValueError("more elements than torch can count")
-    if skipped + nbytes > info.file_size or begin + info.file_size > item.nbytes:
-        raise ValueError("a tensor outside of its record")
-    elements = replace(item, offset=item.offset + begin + skipped, nbytes=nbytes)
-    return StoredTensor(elements, described.dtype, described.shape)
-
-
-@dataclass(frozen=True)
-class TensorDescription:
-    """What ``data.pkl`` says of a plain tensor.
-
-    Attributes:
-        dtype: Element type.
-        record: The name of its storage's record, beneath ``data/``.
-        storage_offset: The first element in the storage.
-        shape: Its shape.
-        stride: Its strides, in elements.
-    """
-
-    dtype: torch.dtype
-    record: str
-    storage_offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    @property
-    def is_row_major(self) -> bool:
-        """Whether its elements stand in row-major order without gaps."""
-        return is_row_major(self.shape, self.stride)
-
-
-def describe_tensor(data: bytes) -> TensorDescription | None:
-    """Reads ``data.pkl``; None if it describes anything but a plain tensor."""
-    try:
-        return _plain_tensor(describe(data, persistent=True))
-    except Exception:  # noqa: BLE001 - whatever it is, torch.load will tell
-        return None
-
-
-@functools.cache
-def _type_of_storage(name: str) -> Any:
-    """The element type of a storage class of torch; of a few, none of which is made."""
-    if not name.endswith("Storage"):
-        raise ValueError(f"{name} is no storage")
-    with unwarned():  # such classes are deprecated, and still what torch.save uses
-        return getattr(torch, name.rpartition(".")[2]).dtype
-
-
-def _plain_tensor(described: Called) -> TensorDescription:
-    """What a call of torch's function for a tensor, or a parameter, describes."""
-    if described.function.name == "torch._utils._rebuild_parameter":
-        described = described.arguments[0]
-    version = described.function.name.removeprefix("torch._utils._rebuild_tensor_")
-    storage, first, shape, stride, _, _, *more = described.arguments
-    _, kind, record, _, _ = storage.arguments
-    if version == "v3":  # the element type is named beside an untyped storage
-        dtype = getattr(torch, more.pop(0).name.removeprefix("torch."))
-    else:
-        dtype = _type_of_storage(kind.name)
-    is_plain = version in ("v2", "v3") and described.form == "call" and not any(more)
-    if not is_plain or storage.form != "persistent" or not isinstance(dtype, torch.dtype):
-        raise ValueError("a tensor with metadata, such as the conjugate bit, or none")
-    numbers = (first, *shape, *stride)
-    if len(shape) != len(stride) or not all(type(n) is int and n >= 0 for n in numbers):
-        raise ValueError("numbers that no tensor has")
-    return TensorDescription(dtype, record, first, shape, stride)
+def _said(tensor: StoredTensor) -> str:
+    """What is known of it, in words."""
+    elements, dtype = tensor.elements, str(tensor.dtype).removeprefix("torch.")
+    stop = elements.offset + elements.nbytes
+    return f"{dtype} of shape {tensor.shape} at bytes {elements.offset} to {stop}"

@@ -10,7 +10,8 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from cloudckpt.checkpoint.places import ItemPlace, Places, StoredTensor
+from cloudckpt.checkpoint.archives import StoredTensor
+from cloudckpt.checkpoint.places import ItemPlace, Places
 from cloudckpt.checkpoint.shard import travels_as_bytes
 from cloudckpt.checkpoint.torch_private import ExtensionRegistry, StreamTransformExtension
 from cloudckpt.checkpoint.values import check_trusted, load_item, load_tensor

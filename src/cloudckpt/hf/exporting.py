@@ -17,8 +17,8 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from cloudckpt.api import ToLoad, load_prepared
+from cloudckpt.checkpoint.archives import StoredTensor
 from cloudckpt.checkpoint.model_folder import KeyMapping
-from cloudckpt.checkpoint.places import StoredTensor
 from cloudckpt.config import MIB, Config
 from cloudckpt.dcp.planners import CloudLoadPlanner
 from cloudckpt.dcp.reader import CloudStorageReader

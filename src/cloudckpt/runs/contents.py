@@ -157,8 +157,9 @@ class CheckpointPart:
         Args:
             store: Where it is.
             config: Options.
-            damaged: Called with each index that is damaged. If it does not raise, what is in that
-                object is left out.
+            damaged: Called with each index that is damaged, and with each item of which index and
+                metadata say different things. If it does not raise, what is in that object, or that
+                item, is left out.
 
         Returns:
             The data proper of all items; and what stands around it, as far as that has checksums.
@@ -177,7 +178,8 @@ class CheckpointPart:
             else:
                 found.append(MetadataIndex(name))
         self.places.read_indexes(store, config, damaged)
-        return self.places.wholes(found), self.places.between(found)
+        found = self.places.agreeing(found, damaged)
+        return self.places.wholes(found), self.places.between(found, store, config, damaged)
 
 
 def _stored(name: str, shape: tuple[int, ...], dtype: torch.dtype, chunks: int) -> StoredItem:

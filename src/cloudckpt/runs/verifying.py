@@ -13,12 +13,14 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from cloudckpt.checkpoint.agreement import contradictions
+from cloudckpt.checkpoint.committed import CommitObject
 from cloudckpt.config import MIB, Config
 from cloudckpt.dcp.meeting import Meeting, Stance
 from cloudckpt.errors import CheckpointCorruptError, Damage
 from cloudckpt.runs.contents import parts
 from cloudckpt.runs.resuming import Unfinished
-from cloudckpt.stores.base import ObjectInfo, RangeReader
+from cloudckpt.stores.base import ObjectInfo, ObjectStore, RangeReader
 from cloudckpt.transfer.download import download
 from cloudckpt.transfer.landing import Sink, StoredBytes, Wanted
 from cloudckpt.transfer.retry import Retrier, begun_anew, check_unchanged, open_store
@@ -65,6 +67,10 @@ def verify(
     checkpoint of torch's own writers, which has no checksums, it is seen that all bytes are there.
     All that is damaged is told, and not only the first of it; of an object whose index is damaged,
     no more than that.
+
+    A checkpoint of cloudckpt says three times where each item lies and what it is: in columns that
+    our readers believe, in the pickle that torch's believe, and in the index of each data object.
+    Any two that contradict each other are damage, too, whatever their checksums.
 
     Args:
         checkpoint_id: ``s3://bucket/path`` or another location.
@@ -119,10 +125,7 @@ class _Content:
         between: list[StoredBytes] = []
         damaged: list[CheckpointCorruptError] = []
         for part in found:
-            try:
-                part.said.check_pickle(store, retrier)
-            except CheckpointCorruptError as error:
-                damaged.append(error)
+            damaged += _contradictions(part.said, store, retrier)
             own, around = part.sources(store, config, damaged.append)
             items += own
             between += around
@@ -133,6 +136,28 @@ class _Content:
     def sources(self) -> list[StoredBytes]:
         """All that is to be read, in the order of the objects' bytes."""
         return sorted([*self.items, *self.between], key=lambda source: (source.key, source.offset))
+
+
+def _contradictions(
+    said: CommitObject, store: ObjectStore, retrier: Retrier
+) -> list[CheckpointCorruptError]:
+    """In what a commit object contradicts itself; or that its part for other readers is damaged."""
+    if said.body is None:  # another writer's says all once
+        return []
+    try:
+        found = contradictions(said.body, said.pickled(store, retrier))
+    except CheckpointCorruptError as error:
+        return [error]
+    uri = store.uri(said.info.key)
+    return [
+        CheckpointCorruptError(
+            f"the metadata contradict themselves: {what}",
+            uri=uri,
+            item=name or None,
+            damages=[Damage(uri, name, what)],
+        )
+        for name, what in found.items()
+    ]
 
 
 def _verify(

@@ -1,0 +1,174 @@
+"""Where tensors are in the zip archives of ``torch.save`` that the items of checkpoints are.
+
+The directory of an archive stands in its last bytes, and the description of the tensor in its first
+ones; reading these few tells where the tensor's bytes are, without an index.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import math
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from cloudckpt.checkpoint.envelope import unwarned
+from cloudckpt.checkpoint.inert_pickle import Called, describe
+from cloudckpt.config import Config
+from cloudckpt.errors import CheckpointCorruptError
+from cloudckpt.stores.base import RangeReader
+from cloudckpt.transfer.boxes import is_row_major
+from cloudckpt.transfer.download import download, raise_it
+from cloudckpt.transfer.landing import BytesSink, StoredBytes, Wanted
+from cloudckpt.transfer.stats import TransferStats
+
+__all__ = ["StoredTensor", "TensorDescription", "describe_tensor", "locate"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A plain tensor in the checkpoint: its elements in row-major order, their type, its shape."""
+
+    elements: StoredBytes
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+_EDGE = 4096
+"""Bytes looked at on either side: torch's directory takes about 700, its first records as many."""
+
+_ENCRYPTED = 1  # flag of a record
+_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+
+
+def locate(
+    store: RangeReader,
+    items: Sequence[StoredBytes],
+    config: Config,
+    stats: TransferStats,
+    damaged: Callable[[CheckpointCorruptError], None] = raise_it,
+) -> Mapping[StoredBytes, StoredTensor | None]:
+    """The plain tensors in items without an index; None for what only ``torch.load`` can read."""
+    edges: dict[StoredBytes, tuple[BytesSink, BytesSink]] = {}
+    wanted: list[Wanted] = []
+    for item in dict.fromkeys(items):
+        edge = min(_EDGE, item.nbytes)
+        head, tail = edges[item] = BytesSink(edge), BytesSink(edge)
+        wanted.append(Wanted(item, 0, edge, head, True))
+        wanted.append(Wanted(item, item.nbytes - edge, item.nbytes, tail, True))
+    download(store, wanted, config, stats, damaged=damaged)
+    return {
+        item: _parse(item, bytes(head.data), bytes(tail.data))
+        for item, (head, tail) in edges.items()
+    }
+
+
+def _parse(item: StoredBytes, head: bytes, tail: bytes) -> StoredTensor | None:
+    try:
+        return _found(item, head, tail)
+    except Exception:  # noqa: BLE001 - zipfile raises errors of many kinds for what is damaged
+        return None
+
+
+def _found(item: StoredBytes, head: bytes, tail: bytes) -> StoredTensor:
+    with zipfile.ZipFile(io.BytesIO(tail)) as archive:  # it lacks the records, and reads none
+        entries = {info.filename: info for info in archive.infolist()}
+    missing = item.nbytes - len(tail)  # from the offsets of the directory, as zipfile tells them
+
+    def start_of(info: zipfile.ZipInfo) -> int:
+        at = missing + info.header_offset
+        if at < 0 or info.compress_type != zipfile.ZIP_STORED or info.flag_bits & _ENCRYPTED:
+            raise ValueError("a record that is compressed, encrypted, or nowhere")
+        *_, name_length, extra_length = _LOCAL_HEADER.unpack_from(head, at)
+        return int(at + _LOCAL_HEADER.size + name_length + extra_length)
+
+    def content_of(info: zipfile.ZipInfo) -> bytes:
+        start = start_of(info)
+        content = head[start : start + info.file_size]
+        if zlib.crc32(content) != info.CRC:
+            raise ValueError("a record that is damaged, or not in the first bytes")
+        return content
+
+    pickled = next(name for name in entries if name.endswith("data.pkl"))
+    root = pickled.removesuffix("data.pkl")
+    order = content_of(entries[f"{root}byteorder"]) if f"{root}byteorder" in entries else b"little"
+    described = describe_tensor(content_of(entries[pickled]))
+    if described is None or not described.is_row_major or order != b"little":
+        raise ValueError("no plain tensor, or of another byte order")
+    info = entries[f"{root}data/{described.record}"]
+    begin, skipped = start_of(info), described.storage_offset * described.dtype.itemsize
+    numel = math.prod(described.shape)
+    nbytes = numel * described.dtype.itemsize
+    if torch.Size(described.shape).numel() != numel:
+        raise ValueError("more elements than torch can count")
+    if skipped + nbytes > info.file_size or begin + info.file_size > item.nbytes:
+        raise ValueError("a tensor outside of its record")
+    elements = replace(item, offset=item.offset + begin + skipped, nbytes=nbytes)
+    return StoredTensor(elements, described.dtype, described.shape)
+
+
+@dataclass(frozen=True)
+class TensorDescription:
+    """What ``data.pkl`` says of a plain tensor.
+
+    Attributes:
+        dtype: Element type.
+        record: The name of its storage's record, beneath ``data/``.
+        storage_offset: The first element in the storage.
+        shape: Its shape.
+        stride: Its strides, in elements.
+    """
+
+    dtype: torch.dtype
+    record: str
+    storage_offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def is_row_major(self) -> bool:
+        """Whether its elements stand in row-major order without gaps."""
+        return is_row_major(self.shape, self.stride)
+
+
+def describe_tensor(data: bytes) -> TensorDescription | None:
+    """Reads ``data.pkl``; None if it describes anything but a plain tensor."""
+    try:
+        return _plain_tensor(describe(data, persistent=True))
+    except Exception:  # noqa: BLE001 - whatever it is, torch.load will tell
+        return None
+
+
+@functools.cache
+def _type_of_storage(name: str) -> Any:
+    """The element type of a storage class of torch; of a few, none of which is made."""
+    if not name.endswith("Storage"):
+        raise ValueError(f"{name} is no storage")
+    with unwarned():  # such classes are deprecated, and still what torch.save uses
+        return getattr(torch, name.rpartition(".")[2]).dtype
+
+
+def _plain_tensor(described: Called) -> TensorDescription:
+    """What a call of torch's function for a tensor, or a parameter, describes."""
+    if described.function.name == "torch._utils._rebuild_parameter":
+        described = described.arguments[0]
+    version = described.function.name.removeprefix("torch._utils._rebuild_tensor_")
+    storage, first, shape, stride, _, _, *more = described.arguments
+    _, kind, record, _, _ = storage.arguments
+    if version == "v3":  # the element type is named beside an untyped storage
+        dtype = getattr(torch, more.pop(0).name.removeprefix("torch."))
+    else:
+        dtype = _type_of_storage(kind.name)
+    is_plain = version in ("v2", "v3") and described.form == "call" and not any(more)
+    if not is_plain or storage.form != "persistent" or not isinstance(dtype, torch.dtype):
+        raise ValueError("a tensor with metadata, such as the conjugate bit, or none")
+    numbers = (first, *shape, *stride)
+    if len(shape) != len(stride) or not all(type(n) is int and n >= 0 for n in numbers):
+        raise ValueError("numbers that no tensor has")
+    return TensorDescription(dtype, record, first, shape, stride)
