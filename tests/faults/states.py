@@ -1,7 +1,6 @@
 """State dicts whose every element is the step, so that a mix of two steps shows."""
 
 from collections import Counter
-from dataclasses import replace
 
 import torch
 
@@ -42,21 +41,8 @@ def load_step(uri: str, config: Config, nbytes: int = BIG) -> int:
     return step_of(state)
 
 
-THROTTLED_FOR = 0.5
-"""Seconds; more than `ATTEMPTS` tries fit into them."""
-
-
-def giving_up(config: Config, fault: str = "slow down") -> Config:
-    """The same options; if the fault is throttling, which time alone ends, with little of it."""
-    if fault not in ("slow down", "too many requests"):
-        return config
-    return replace(config, retry=replace(config.retry, deadline=THROTTLED_FOR))
-
-
-def enough_tries(fault: str, tries: Counter[str]) -> bool:
+def enough_tries(tries: Counter[str]) -> bool:
     """Whether a fault that lasts was met by as many tries, by target, as the options say."""
-    if fault in ("slow down", "too many requests"):
-        return tries.total() > 1
     return 1 <= max(tries.values()) <= ATTEMPTS
 
 

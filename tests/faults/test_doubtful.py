@@ -38,7 +38,6 @@ from .states import (
     ATTEMPTS,
     SMALL,
     filled,
-    giving_up,
     impatient,
     load_step,
 )
@@ -101,7 +100,7 @@ class TestDoubtfulCommits:
         fault = AnswerFirst(GATEWAYS[gateway], kept)
         proxy.inject(fault, operation="PutObject", path="*/.metadata")
         with pytest.raises(CommitUnknownError) as caught:
-            cloudckpt.save(filled(2, SMALL), checkpoint_id=uri, config=giving_up(shaky))
+            cloudckpt.save(filled(2, SMALL), checkpoint_id=uri, config=shaky)
         assert caught.value.cause
         assert load_step(uri, direct, SMALL) == 1
         statuses = [hop.forward().status for hop in kept]
@@ -118,7 +117,7 @@ class TestDoubtfulCommits:
         fault = AnswerFirst(GATEWAYS[gateway], kept)
         proxy.inject(fault, operation="PutObject", path="*/.metadata")
         with pytest.raises(CommitUnknownError):
-            cloudckpt.save(filled(1, SMALL), checkpoint_id=uri, config=giving_up(shaky))
+            cloudckpt.save(filled(1, SMALL), checkpoint_id=uri, config=shaky)
         kept[0].forward()
         assert load_step(uri, direct, SMALL) == 1
 
@@ -130,7 +129,7 @@ class TestDoubtfulCommits:
         uri = saved()
         fault = Respond(GATEWAYS[gateway], carry_out=True)
         proxy.inject(fault, operation="PutObject", path="*/.metadata")
-        cloudckpt.save(filled(2, SMALL), checkpoint_id=uri, config=giving_up(shaky))
+        cloudckpt.save(filled(2, SMALL), checkpoint_id=uri, config=shaky)
         assert load_step(uri, direct, SMALL) == 2
         store.assert_tidy()
 
@@ -140,7 +139,7 @@ class TestDoubtfulCommits:
         uri, kept = saved(), []
         fault = AnswerFirst(GATEWAYS["envoy"], kept)
         proxy.inject(fault, operation="PutObject", path="*/.metadata")
-        future = cloudckpt.async_save(filled(2, SMALL), checkpoint_id=uri, config=giving_up(shaky))
+        future = cloudckpt.async_save(filled(2, SMALL), checkpoint_id=uri, config=shaky)
         with pytest.raises(CommitUnknownError):
             future.result(150)
         kept[0].forward()
@@ -175,7 +174,7 @@ class TestDoubtfulCommits:
         before = store.objects()
         proxy.inject(FAULTS[fault], operation="PutObject", path="*/.metadata")
         with pytest.raises(ThrottledError):
-            cloudckpt.save(filled(2, SMALL), checkpoint_id=uri, config=giving_up(shaky, fault))
+            cloudckpt.save(filled(2, SMALL), checkpoint_id=uri, config=shaky)
         assert store.objects() == before
         assert load_step(uri, direct, SMALL) == 1
 

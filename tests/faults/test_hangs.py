@@ -4,6 +4,7 @@ What might hang runs in a child that is ended when its patience is: its status t
 """
 
 import contextlib
+import logging
 import os
 import signal
 import threading
@@ -20,6 +21,7 @@ from cloudckpt import (
     ConnectionLostError,
     RetryPolicy,
     ServerError,
+    waiting,
 )
 from cloudckpt.config import MIB
 from cloudckpt.testing.hop import Fault, Hop
@@ -77,9 +79,58 @@ class Late(Fault):
         hop.send(hop.forward())
 
 
+@dataclass(frozen=True)
+class SilentUntilSaid(Fault):
+    """The store does what it is asked once somebody has said that it is waited for."""
+
+    said: threading.Event
+
+    def inflict(self, hop: Hop) -> None:
+        hop.body()
+        assert self.said.wait(PATIENCE)
+        hop.send(hop.forward())
+
+
 @pytest.fixture
 def hasty(endpoint):
     return impatient(endpoint, **HASTY)
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    """What is said of a store that is waited for, soon, and an event for the first line."""
+    monkeypatch.setattr(waiting, "FIRST_LINE", 0.2)
+    said, found = threading.Event(), []
+
+    class Note(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+            said.set()
+
+    handler, logger = Note(logging.WARNING), logging.getLogger("cloudckpt")
+    logger.addHandler(handler)
+    yield found, said
+    logger.removeHandler(handler)
+
+
+class TestWaiting:
+    @everywhere()
+    @pytest.mark.parametrize("read", [False, True], ids=["save", "load"])
+    def test_a_request_that_nobody_answers_is_named_while_it_is_waited_for(
+        self, saved, proxy, endpoint, direct, lines, read
+    ):
+        uri, (found, said) = saved(), lines
+        operation = "GetObject" if read else "PutObject"
+        proxy.inject(SilentUntilSaid(said), operation=operation, path="*.distcp", times=1)
+        config = impatient(endpoint, read_timeout=60.0)
+        if read:
+            assert load_step(uri, config, SMALL) == 1
+        else:
+            cloudckpt.save(filled(2, SMALL), checkpoint_id=uri, config=config)
+            assert load_step(uri, direct, SMALL) == 2
+        assert f" {uri}/" in found[0]
+        assert "no byte has moved" in found[0]
+        assert "0 failed tries" in found[0]
 
 
 class TestSilence:

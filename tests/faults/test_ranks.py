@@ -17,7 +17,7 @@ from forks import child
 from . import jobs
 from .refusals import GATEWAYS, AnswerFirst, denied, internal_error, slow_down
 from .selection import everywhere
-from .states import BIG, filled, giving_up, impatient, load_step, step_of
+from .states import BIG, filled, impatient, load_step, step_of
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ class TestFaults:
         kept: list[Hop] = []
         fault = AnswerFirst(GATEWAYS["envoy"], kept)
         proxy.inject(fault, operation="PutObject", path="*/.metadata")
-        statuses, outcomes, uri = run(config=giving_up(impatient(endpoint)))
+        statuses, outcomes, uri = run(config=impatient(endpoint))
         assert statuses == [0, 0]
         assert [outcome["error"] for outcome in outcomes] == ["CommitUnknownError"] * 2
         kept[0].forward()

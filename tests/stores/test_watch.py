@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from cloudckpt.stores import watch as module
 from cloudckpt.stores.watch import SLOWEST, Counter, Watch
 
 
@@ -143,3 +144,46 @@ def test_bytes_of_the_other_direction_do_not(link):
     with pytest.raises(TimeoutError, match="too slow"), late:
         move(*link, Counter.RECEIVED, SLOWEST, 0.1, 300)
     watch.close()
+
+
+class Heard:
+    """Who waits for a step, and hears of its silence; the step ends when that was long enough."""
+
+    def __init__(self, end, least=0.0):
+        self.end, self.least, self.silences = end, least, []
+
+    def is_silent(self, seconds):
+        self.silences.append(seconds)
+        if seconds >= self.least:
+            self.end()
+
+
+@pytest.fixture
+def heard(monkeypatch, link):
+    _, theirs = link
+    heard = Heard(lambda: theirs.sendall(b"x"))
+    monkeypatch.setattr(module, "current", lambda: heard)
+    return heard
+
+
+@pytest.mark.parametrize("counter", [None, Counter.ACKNOWLEDGED])
+def test_how_long_a_step_has_been_silent_is_reported_meanwhile(link, heard, counter):
+    heard.least = 0.2
+    watch = Watch(3600.0)
+    with watch.step(link[0], counter=counter):
+        link[0].settimeout(60)
+        assert link[0].recv(1) == b"x"
+    watch.close()
+    assert heard.silences[-1] >= 0.2
+    assert heard.silences == sorted(heard.silences)
+
+
+def test_a_step_that_moves_a_byte_now_and_then_is_not_silent(link):
+    """However slowly: what a slow link takes is no failure."""
+    step = module._Step(link[0], 3600.0, Counter.RECEIVED, 3600.0, 0.0, None)
+    for now in (50.0, 100.0):
+        move(*link, Counter.RECEIVED, 1, 0.0, 1)
+        assert len(link[0].recv(1)) == 1
+        step.look(now)
+        step.look(now + 9.0)
+        assert step.moved == now

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ __all__ = ["LoopView", "opened"]
 
 T = TypeVar("T")
 S = TypeVar("S")
-logger = logging.getLogger("cloudckpt")
 
 
 class LoopView(View):
@@ -63,15 +61,15 @@ class LoopView(View):
 async def tried(operation: Callable[[], Awaitable[T]], policy: RetryPolicy) -> T:
     """What ``operation`` returns, tried as :class:`~cloudckpt.transfer.retry.Retrier` does it."""
     pauses = Pauses(policy)
-    while True:
-        try:
-            return await operation()
-        except TransientStoreError as error:
-            pause = pauses.after(error)
-            if pause is None:
-                raise
-            logger.warning("trying again in %.2f s: %s", pause, error)
-        await asyncio.sleep(pause)
+    with pauses.waiting:
+        while True:
+            try:
+                return await operation()
+            except TransientStoreError as error:
+                pause = pauses.after(error)
+                if pause is None:
+                    raise
+            await asyncio.sleep(pause)
 
 
 @dataclass

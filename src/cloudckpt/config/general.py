@@ -22,23 +22,31 @@ __all__ = ["BackgroundOptions", "Config", "RetryPolicy"]
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy(Options):
-    """How often and how long a failed request is tried again, with pauses that grow at random."""
+    """How long a failed request is tried again, with pauses that grow at random.
+
+    Only failures that may pass by themselves are: a store that can't be reached, fails inside or
+    asks for fewer requests. What a store refuses for good is an error at once.
+    """
 
     variables: ClassVar[str] = "CLOUDCKPT_RETRY_"
 
-    attempts: int = option(
-        10,
-        "tries of one request, the first included; those that the store throttles count only if "
-        "this is 1 or there are no pauses, else the deadline ends them",
+    deadline: float = option(
+        300.0, "seconds after its first failure in which a request is tried again", least=0
+    )
+    attempts: int | None = option(
+        None,
+        "most tries of one request, the first included; default: as many as the deadline allows, "
+        "so that a store may fail for minutes",
         least=1,
     )
-    deadline: float = option(
-        300.0, "seconds after its first failure in which a request may be tried again", least=0
-    )
     base: float = option(0.1, "shortest pause in seconds")
-    cap: float = option(20.0, "longest pause in seconds, unless the store asks for more")
+    cap: float = option(8.0, "longest pause in seconds, unless the store asks for more")
 
     def _check(self) -> None:
+        require(
+            self.cap > 0 or self.attempts is not None,
+            f"retry cap={self.cap}: without pauses, attempts is needed",
+        )
         require(
             0 <= self.base <= self.cap,
             f"retry base={self.base}, cap={self.cap}: 0 <= base <= cap is needed",

@@ -29,6 +29,7 @@ from cloudckpt.stores.bodies import Reply
 from cloudckpt.stores.credentials import Credentials, conceal
 from cloudckpt.stores.http import HttpClient
 from cloudckpt.stores.origins import BucketRules, Origin, Route
+from cloudckpt.waiting import current
 
 __all__ = [
     "Authorized",
@@ -351,13 +352,14 @@ class RestStore(ObjectStore):
 
     @contextlib.contextmanager
     def _attempt(self, request: Request, used: Authorized) -> Iterator[Reply]:
-        method = request.method
+        method, uri = request.method, self.uri(request.key)
+        if (waiting := current()) is not None:
+            waiting.sends(f"{method} {uri}")
         with self._http.send(
             method, used.url, used.headers, request.body, request.progress, is_long=request.is_long
         ) as reply:
             if reply.status not in _SUCCESS:
                 answer = reply.read() if method != "HEAD" else b""
-                uri = self.uri(request.key)
                 raise self.failure(reply.status, reply.headers, answer, method, uri)
             yield reply
 

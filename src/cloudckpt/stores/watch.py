@@ -1,9 +1,10 @@
-"""Ends connections that no longer make progress."""
+"""Ends connections that no longer make progress, and has those reported that are silent."""
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import http.client
 import logging
 import socket
@@ -15,6 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from urllib3.util.ssltransport import SSLTransport
+
+from cloudckpt.waiting import Waiting, current
 
 __all__ = ["SLOWEST", "Connection", "Counter", "LateError", "Watch", "break_connection"]
 
@@ -85,12 +88,17 @@ class _Step:
     limit: float
     counter: Counter | None
     deadline: float
+    moved: float
+    waiting: Waiting | None
+    seen: int | None = None
     counted: int | None = None
     expired: bool = False
 
     def look(self, now: float) -> None:
         """Puts the deadline off if enough has moved; breaks the connection if it has passed."""
         count = _count(self.connection, self.counter) if self.counter is not None else None
+        if count != self.seen or (count is None and self.counter is not None):
+            self.seen, self.moved = count, now
         if count is not None:
             if self.counted is None:
                 self.counted = count
@@ -158,7 +166,8 @@ class Watch:
             yield
             return
         limit = self._limit if limit is None else limit
-        step = _Step(connection, limit, counter, time.monotonic() + limit)
+        now = time.monotonic()
+        step = _Step(connection, limit, counter, now + limit, now, current())
         self._begin(step)
         try:
             yield
@@ -201,6 +210,13 @@ class Watch:
                 now = time.monotonic()
                 for step in [*self._steps]:
                     self._look_at(step, now)
+                silent = [
+                    functools.partial(step.waiting.is_silent, now - step.moved)
+                    for step in self._steps
+                    if step.waiting is not None
+                ]
+            while silent:  # without the lock: who listens to the log may take long
+                silent.pop()()
             time.sleep(min(1.0, shortest / 4))
 
     def _look_at(self, step: _Step, now: float) -> None:

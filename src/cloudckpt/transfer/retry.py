@@ -16,30 +16,32 @@ from cloudckpt.errors import (
     DifferentCheckpointsError,
     ObjectNotFoundError,
     StoreError,
-    ThrottledError,
     TransientStoreError,
 )
 from cloudckpt.stores import registry
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.transfer.group import Cancellation
 from cloudckpt.uri import CheckpointURI
+from cloudckpt.waiting import Waiting
 
 __all__ = ["Pauses", "Retrier", "begun_anew", "check_unchanged", "open_store"]
 
 T = TypeVar("T")
 logger = logging.getLogger("cloudckpt")
 
+_CLEANUP_TRIES = 3
 _RESTARTS = 5
 _FIRST_PAUSE = 0.1  # seconds before a load begins anew; each further pause is twice as long
 
 
 class Retrier:
-    """Tries an operation until it succeeds, fails for good, or runs out of tries or time.
+    """Tries an operation until it succeeds, fails for good, or runs out of time.
 
-    A store that asks to slow down is asked again until the deadline, however often: clouds need
-    minutes to spread a load. Pauses are drawn between ``base`` and three times the one before, up
-    to ``cap`` (decorrelated jitter), or are what the store asks for if that is longer. A cancelled
-    group ends the wait at once.
+    What may pass by itself is tried until the deadline, however often: a store that is started
+    anew refuses connections for a minute, and clouds need minutes to spread a load. Pauses are
+    drawn between ``base`` and three times the one before, up to ``cap`` (decorrelated jitter), or
+    are what the store asks for if that is longer. What takes long is said in the log
+    (:mod:`cloudckpt.waiting`). A cancelled group ends the wait at once.
     """
 
     def __init__(
@@ -60,10 +62,9 @@ class Retrier:
     @classmethod
     def for_cleanup(cls, policy: RetryPolicy) -> Retrier:
         """For what is done after a failure: a few tries, so that the error is soon told."""
-        brief = dataclasses.replace(
-            policy, attempts=min(policy.attempts, 3), deadline=min(policy.deadline, 10.0)
-        )
-        return cls(brief)
+        attempts = min(policy.attempts or _CLEANUP_TRIES, _CLEANUP_TRIES)
+        deadline = min(policy.deadline, 10.0)
+        return cls(dataclasses.replace(policy, attempts=attempts, deadline=deadline))
 
     def call(
         self, operation: Callable[[], T], *, made: Callable[[StoreError], T | None] | None = None
@@ -82,33 +83,34 @@ class Retrier:
         """
         pauses = self._pauses()
         doubtful = False
-        while True:
-            self._cancellation.check()
-            try:
-                return operation()
-            except StoreError as error:
-                pause = None
-                if isinstance(error, TransientStoreError):
-                    doubtful = doubtful or not error.certain
-                    pause = pauses.after(error)
-                if pause is None:
-                    if doubtful and made is not None and (result := made(error)) is not None:
-                        return result
-                    raise
-                self._on_retry(error)
-                logger.warning("trying again in %.2f s: %s", pause, error)
-                self._cancellation.wait(pause)
+        with pauses.waiting:
+            while True:
+                self._cancellation.check()
+                try:
+                    return operation()
+                except StoreError as error:
+                    pause = None
+                    if isinstance(error, TransientStoreError):
+                        doubtful = doubtful or not error.certain
+                        pause = pauses.after(error)
+                    if pause is None:
+                        if doubtful and made is not None and (result := made(error)) is not None:
+                            return result
+                        raise
+                    self._on_retry(error)
+                    self._cancellation.wait(pause)
 
     def wait_for(self, look: Callable[[], T | None]) -> T | None:
         """What ``look`` finds, as soon as it finds anything; None after the deadline."""
         pauses = self._pauses()
         looks = 0
-        while (found := self.call(look)) is None:
-            looks += 1
-            pause = pauses.next()
-            if pause is None or (self.policy.cap == 0 and looks >= self.policy.attempts):
-                return None
-            self._cancellation.wait(pause)
+        with pauses.waiting:
+            while (found := self.call(look)) is None:
+                looks += 1
+                pause = pauses.next("what was sent is not to be seen yet")
+                if pause is None or (self.policy.cap == 0 and looks == self.policy.attempts):
+                    return None
+                self._cancellation.wait(pause)
         return found
 
     def _pauses(self) -> Pauses:
@@ -130,7 +132,11 @@ def open_store(uri: CheckpointURI, config: Config) -> ObjectStore:
 
 
 class Pauses:
-    """The pauses between the tries of one operation."""
+    """The pauses between the tries of one operation.
+
+    Attributes:
+        waiting: Says what takes long; to be entered around the operation.
+    """
 
     def __init__(
         self,
@@ -138,35 +144,41 @@ class Pauses:
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[float, float], float] = random.uniform,
     ) -> None:
+        self.waiting = Waiting(policy.deadline, clock)
         self._policy = policy
         self._clock = clock
         self._draw = draw
         self._began: float | None = None
         self._failures = 0
-        self._counted = 0
         self._last = policy.base or policy.cap / 100  # a base of 0 would never grow
 
     def after(self, error: TransientStoreError) -> float | None:
         """The seconds until the next try, or None if there is to be none."""
         self._failures += 1
-        policy = self._policy
-        # who wants one try only means all failures; without pauses, the store would be pestered
-        if policy.attempts == 1 or policy.cap == 0 or not isinstance(error, ThrottledError):
-            self._counted += 1
-        pause = self.next(error.retry_after or 0.0)
-        if pause is None or self._counted >= policy.attempts:
-            error.message += f" (gave up after {self._failures} tries in {self._spent():.1f} s)"
-            return None
+        spent = self._spent()
+        is_last = self._failures == self._policy.attempts
+        pause = None if is_last else self.next(error, error.retry_after or 0.0)
+        if pause is None:
+            error.message += f" (gave up after {self._failures} tries in {spent:.1f} s)"
+        else:
+            logger.info("trying again in %.2f s: %s", pause, error)
         return pause
 
-    def next(self, least: float = 0.0) -> float | None:
-        """A pause of at least ``least`` seconds; None if that, or the time, is too long."""
-        left = self._policy.deadline - self._spent()
+    def next(self, why: object, least: float = 0.0) -> float | None:
+        """A pause of at least ``least`` seconds; None if that, or the time, is too long.
+
+        Args:
+            why: What the failure was, for the log.
+            least: Seconds.
+        """
+        policy, left = self._policy, self._policy.deadline - self._spent()
         if left <= 0 or least > left:
             return None
-        policy = self._policy
-        self._last = min(policy.cap, self._draw(policy.base, 3 * self._last))
-        return max(min(self._last, left), least)
+        # never all at the cap: many ranks fail together, and would come back together
+        self._last = self._draw(policy.base, min(policy.cap, 3 * self._last))
+        pause = max(min(self._last, left), least)
+        self.waiting.failed(why, left=left, pause=pause)
+        return pause
 
     def _spent(self) -> float:
         """Seconds since this was asked for the first time."""

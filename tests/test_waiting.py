@@ -1,0 +1,183 @@
+"""What is said in the log while a store fails or is silent, on a clock that the test turns."""
+
+import asyncio
+import contextvars
+import logging
+import re
+
+import pytest
+
+from cloudckpt import waiting as module
+from cloudckpt.aio.view import tried
+from cloudckpt.config import RetryPolicy
+from cloudckpt.errors import AccessDeniedError, ConnectionLostError, ThrottledError
+from cloudckpt.transfer.group import Cancellation
+from cloudckpt.transfer.retry import Retrier
+from cloudckpt.waiting import Waiting, current
+
+URI = "s3://bucket/run/step-7/__0_ab.distcp"
+
+
+class Clock(Cancellation):
+    """Time that passes when somebody waits."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = 0.0
+
+    def wait(self, seconds):
+        self.now += seconds
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def lines(caplog, clock):
+    """Each line, and when it was written."""
+    found = []
+
+    class Note(logging.Handler):
+        def emit(self, record):
+            found.append((clock.now, record.getMessage()))
+
+    handler, logger = Note(logging.WARNING), logging.getLogger("cloudckpt")
+    logger.addHandler(handler)
+    yield found
+    logger.removeHandler(handler)
+
+
+def refused(**context):
+    return ConnectionLostError("PUT got no answer", uri=URI, cause="refused", **context)
+
+
+def retrier(clock, **policy):
+    values = {"deadline": 300.0, "base": 1.0, "cap": 1.0, **policy}
+    return Retrier(RetryPolicy(**values), clock, clock=clock, draw=lambda low, high: high)
+
+
+def fail_until(clock, end, error=refused):
+    def operation():
+        if clock.now < end:
+            raise error()
+        return "done"
+
+    return operation
+
+
+def test_what_fails_for_minutes_is_said_after_ten_seconds_and_then_ever_more_seldom(clock, lines):
+    assert retrier(clock).call(fail_until(clock, 250.0)) == "done"
+    assert [when for when, _ in lines] == [10.0, 20.0, 40.0, 80.0, 140.0, 200.0]
+
+
+def test_what_passes_within_seconds_is_no_warning(clock, lines):
+    assert retrier(clock).call(fail_until(clock, 9.0)) == "done"
+    assert lines == []
+
+
+def test_a_line_says_what_fails_where_why_how_often_since_when_and_until_when(
+    clock, lines, monkeypatch
+):
+    monkeypatch.setattr(module, "_time_of_day", lambda seconds: f"<{clock.now + seconds:g}>")
+    retrier(clock).call(fail_until(clock, 12.0))
+    [(_, line)] = lines
+    assert "PUT got no answer" in line
+    assert URI in line
+    assert "refused" in line
+    assert "since <0>; 11 failed tries; tried until <300>" in line
+
+
+def test_a_time_of_day_is_that_of_the_machine():
+    assert re.fullmatch(r"\d\d:\d\d:\d\d", module._time_of_day(-20.0))
+
+
+def test_a_long_pause_that_the_store_asks_for_is_said_before_it_begins(clock, lines):
+    def slow_down():
+        return ThrottledError("slow down", uri=URI, retry_after=120.0)
+
+    retrier(clock).call(fail_until(clock, 100.0, slow_down))
+    assert [when for when, _ in lines] == [0.0]
+
+
+def test_what_is_given_up_is_not_waited_for_any_more(clock, lines):
+    with pytest.raises(ConnectionLostError):
+        retrier(clock, deadline=15.0).call(fail_until(clock, 1000.0))
+    began = clock.now
+    retrier(clock).call(fail_until(clock, began + 12.0))
+    assert [when for when, _ in lines] == [10.0, began + 10.0]
+    assert "other" not in lines[-1][1]
+
+
+def test_what_is_refused_for_good_is_raised_and_not_waited_for(clock, lines):
+    def refuse():
+        clock.now += 60.0
+        raise AccessDeniedError("no", uri=URI)
+
+    with pytest.raises(AccessDeniedError):
+        retrier(clock).call(refuse)
+    assert lines == []
+
+
+def test_requests_that_fail_together_share_their_lines(clock, lines):
+    requests = [Waiting(300.0, clock) for _ in range(16)]
+    contexts = [contextvars.copy_context() for _ in requests]
+    for context, request in zip(contexts, requests, strict=True):
+        context.run(request.__enter__)
+    for _ in range(25):
+        clock.now += 1.0
+        for request in requests:
+            request.failed(refused(), left=300.0, pause=1.0)
+    for context, request in zip(contexts, requests, strict=True):
+        context.run(request.__exit__)
+    assert [when for when, _ in lines] == [10.0, 20.0]
+    assert "15 other operations wait, too" in lines[-1][1]
+
+
+def test_a_try_that_moves_no_byte_is_said_with_its_request(clock, lines):
+    with Waiting(300.0, clock) as waiting:
+        assert current() is waiting
+        waiting.sends(f"PUT {URI}")
+        for second in range(1, 60):
+            clock.now = float(second)
+            waiting.is_silent(clock.now)
+    assert [when for when, _ in lines] == [10.0, 20.0, 40.0]
+    assert f"PUT {URI}: no byte has moved for 10 s" in lines[0][1]
+    assert "tried until 300 s after its first failure" in lines[0][1]
+    assert current() is None
+
+
+def test_what_has_ended_is_not_said_to_be_silent(clock, lines):
+    with Waiting(300.0, clock) as waiting:
+        pass
+    clock.now = 60.0
+    waiting.is_silent(60.0)
+    assert lines == []
+
+
+def test_what_is_looked_for_in_vain_is_said(clock, lines):
+    assert retrier(clock, deadline=30.0).wait_for(lambda: None) is None
+    assert [when for when, _ in lines] == [10.0, 20.0]
+    assert "not to be seen yet" in lines[0][1]
+
+
+def test_an_event_loop_that_waits_says_so_too(lines):
+    failures = [ThrottledError("slow down", uri=URI, retry_after=3600.0)]
+
+    async def operation():
+        raise failures.pop()
+
+    async def ask():
+        asking = asyncio.ensure_future(tried(operation, RetryPolicy(deadline=7200.0)))
+        while failures:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        asking.cancel()
+
+    asyncio.run(ask())
+    [(_, line)] = lines
+    assert URI in line
