@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
@@ -206,7 +206,7 @@ def save_prepared(
         return replace(made, planner=planner), state
 
     def stance(begun: tuple[ToSave, dict[str, Any]]) -> Stance:
-        own = _stance(begun[0].writer if use_collectives else None)
+        own = _stance_of_save(begun[0].writer, begun[0].planner, use_collectives)
         return replace(own, plan=loops[0].plan) if loops else own
 
     plan = TORCHS_WAY
@@ -262,7 +262,7 @@ def load_prepared(
 
     meeting = Meeting.of(process_group, no_dist)
     made, state = meeting.begin(
-        lambda: _both(prepare, content), lambda both: _stance_of_load(both[0].reader)
+        lambda: _both(prepare, content), lambda both: _stance_of_load(both[0])
     )
     reader, planner = made.reader, made.planner
     if isinstance(reader, CloudStorageReader):
@@ -456,15 +456,32 @@ def _settle(
     return _cause(exc, rank, _location(writer))
 
 
-def _stance(storage: StorageWriter | StorageReader | None) -> Stance:
-    return Stance(location=_location(storage) or "")
+def _stance_of_save(
+    writer: StorageWriter, planner: SavePlanner | None, use_collectives: bool
+) -> Stance:
+    """What ranks must have in common to save together: on it depends where they meet next.
+
+    All else may differ: the options of the coordinator decide what is committed and on which
+    condition, those of each rank how it sends its own objects.
+    """
+    keeps_plans = isinstance(planner, DefaultSavePlanner) and bool(planner._enable_plan_caching)
+    location = _location(writer) if use_collectives else None
+    return Stance(
+        location=location or "",
+        options=f"{use_collectives=} and enable_plan_caching={keeps_plans}",
+    )
 
 
-def _stance_of_load(reader: StorageReader) -> Stance:
-    stance = _stance(reader)
+def _stance_of_load(made: ToLoad) -> Stance:
+    reader = made.reader
     if not isinstance(reader, CloudStorageReader):
-        return stance
-    return replace(stance, options=f"shared_reads={reader.config.shared_reads!r}")
+        return Stance()
+    planner = made.planner or CloudLoadPlanner(reader.checkpoint_id)
+    loader = "cloudckpt's" if loads_together(reader, planner) else "torch's, for other planners"
+    return Stance(
+        location=reader.checkpoint_id,
+        options=f"shared_reads={reader.config.shared_reads!r} and the loader {loader}",
+    )
 
 
 def _location(storage: StorageWriter | StorageReader | None) -> str | None:

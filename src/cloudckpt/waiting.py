@@ -95,7 +95,7 @@ class Waiting:
             end = _time_of_day(self._until - now)
         more = f"; {others} other operations wait, too" if others else ""
         logger.warning(
-            "still waiting for the store: %s (since %s; %d failed tries; tried until %s%s)",
+            "still waiting for the store: %s (since %s; tries that failed: %d; tried until %s%s)",
             why,
             _time_of_day(self._began - now),
             self._failures,

@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -115,6 +116,90 @@ def mixed_options(place):
 
 def test_ranks_must_agree_on_it(ranks, local):
     assert ranks(2, mixed_options, local) == [True, True]
+
+
+def every_second_tensor(place, option, values):
+    """Reads tensors with gaps between them, with another option on each rank."""
+    state = {f"{number:02}": torch.full((50_000,), float(number)) for number in range(40)}
+    cloudckpt.save(state, checkpoint_id=place.uri, config=place.config)
+    config = dataclasses.replace(place.config, **{option: values[dist.get_rank()]})
+    target = {name: torch.zeros(50_000) for name in sorted(state)[::2]}
+    load(place.uri, target, config)
+    return all(torch.equal(value, state[name]) for name, value in target.items())
+
+
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        ("merge_gap", (MIB, 0)),
+        ("merge_gap", (0, MIB)),
+        ("request_size", (MIB, None)),
+        ("connections", (1, 16)),
+        ("memory_budget", (32 * MIB, 256 * MIB)),
+        ("verify", (True, False)),
+    ],
+)
+def test_ranks_may_differ_in_what_is_not_about_sharing(ranks, local, option, values):
+    assert ranks(2, every_second_tensor, local, option, values) == [True, True]
+
+
+class OwnPlanner(DefaultLoadPlanner):
+    """A planner of a user's own."""
+
+
+def mixed_planners(place):
+    cloudckpt.save({"a": torch.ones(3)}, checkpoint_id=place.uri, config=place.config)
+    planner = OwnPlanner() if dist.get_rank() else None
+    with pytest.raises(cloudckpt.ConfigError, match="loader torch's"):
+        cloudckpt.load(
+            {"a": torch.zeros(3)}, checkpoint_id=place.uri, config=place.config, planner=planner
+        )
+    return True
+
+
+def test_a_planner_of_ones_own_on_one_rank_is_refused_on_all(ranks, local):
+    assert ranks(2, mixed_planners, local) == [True, True]
+
+
+def mixed_saves(place, arguments, named):
+    with pytest.raises(cloudckpt.ConfigError, match=named):
+        cloudckpt.save(
+            {"a": torch.ones(3)},
+            checkpoint_id=place.uri,
+            config=place.config,
+            **arguments[dist.get_rank()],
+        )
+    return True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (({}, {"use_collectives": False}), "use_collectives=False"),
+        (
+            ({}, {"planner": DefaultSavePlanner(enable_plan_caching=True)}),
+            "enable_plan_caching=True",
+        ),
+    ],
+)
+def test_what_decides_where_ranks_meet_in_a_save_is_compared(ranks, local, arguments, named):
+    assert ranks(2, mixed_saves, local, arguments, named) == [True, True]
+
+
+def mixed_saves_in_the_background(place):
+    with pytest.raises(cloudckpt.ConfigError, match="use_collectives=False"):
+        cloudckpt.async_save(
+            {"a": torch.ones(3)},
+            checkpoint_id=place.uri,
+            config=place.config,
+            use_collectives=dist.get_rank() == 0,
+        )
+    cloudckpt.close_async_savers()
+    return True
+
+
+def test_so_it_is_for_saves_in_the_background(ranks, local):
+    assert ranks(2, mixed_saves_in_the_background, local) == [True, True]
 
 
 def requests_for_metadata(place):

@@ -263,6 +263,7 @@ class AsyncSaver:
             is_ours = isinstance(writer, CloudStorageWriter)
             stance = Stance(
                 location=where if is_ours and together else "",
+                options=f"use_collectives={together}",
                 is_busy=skips and bool(self._under_way),
             )
         except BaseException as error:  # noqa: BLE001 - the other ranks must hear of it

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
 from torch.distributed.checkpoint.utils import _DistWrapper as Collectives
 from torch.distributed.distributed_c10d import _get_object_coll_device as device_for_collectives
+
+from cloudckpt.fork import ModuleLock
 
 try:
     from torch.distributed import set_timeout as set_group_timeout  # type: ignore[attr-defined, unused-ignore]
@@ -93,17 +96,54 @@ def load_with(
 
 
 _of_thread = threading.local()
+_steps: Any = importlib.import_module("torch.distributed.checkpoint.utils")
 
 
 class _Gathered:
     """Stands for what torch makes of an error that it gathers."""
 
     def __init__(self, usual: Callable[[BaseException], Any]) -> None:
-        self._usual = usual
+        self.usual = usual
 
     def __call__(self, error: BaseException) -> Any:
         make = getattr(_of_thread, "make", None)
-        return self._usual(error if make is None else make(error))
+        return self.usual(error if make is None else make(error))
+
+
+class _Replaced:
+    """torch's function, replaced as long as any thread needs that."""
+
+    def __init__(self) -> None:
+        self._lock = ModuleLock()
+        self._users = 0
+        self._ours: _Gathered | None = None
+
+    def enter(self) -> None:
+        with self._lock:
+            self._users += 1
+            usual = getattr(_steps, "_wrap_exception", None)
+            if self._users == 1 and usual is not None:
+                self._ours = _steps._wrap_exception = _Gathered(usual)
+
+    def leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                self._restore()
+
+    def after_fork(self) -> None:
+        """In a child there is no other thread, whose save would end."""
+        self._users = 0
+        self._restore()
+
+    def _restore(self) -> None:
+        ours, self._ours = self._ours, None
+        if ours is not None and _steps._wrap_exception is ours:  # else somebody's stands before it
+            _steps._wrap_exception = ours.usual
+
+
+_replaced = _Replaced()
+os.register_at_fork(after_in_child=_replaced.after_fork)
 
 
 @contextlib.contextmanager
@@ -113,16 +153,14 @@ def errors_gathered_as(make: Callable[[BaseException], BaseException]) -> Iterat
     torch pickles it as it is, also if it can't be pickled, or unpickled: then the ranks wait for
     each other until the timeout of their group.
     """
-    steps: Any = importlib.import_module("torch.distributed.checkpoint.utils")
-    usual = getattr(steps, "_wrap_exception", None)
-    if usual is not None and not isinstance(usual, _Gathered):
-        steps._wrap_exception = _Gathered(usual)
     before = getattr(_of_thread, "make", None)
-    _of_thread.make = make
+    _replaced.enter()
     try:
+        _of_thread.make = make
         yield
     finally:
         _of_thread.make = before
+        _replaced.leave()
 
 
 class _Unlisted(list[Any]):

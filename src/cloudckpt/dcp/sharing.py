@@ -21,9 +21,14 @@ __all__ = ["SharedReads"]
 class SharedReads:
     """What the ranks of a group want in common, and how they hand it on.
 
+    Which requests go around, and how they are cut, must be the same on all ranks. So whether reads
+    are shared is compared in the meeting before the load, what is cut by the options of each rank
+    (``verify``, ``request_size``, ``connections``) is shared only where it is the same, and the
+    first rank's ``merge_gap`` counts. ``memory_budget`` says how far a rank may run ahead.
+
     Args:
         group: The ranks.
-        config: The options, the same on all ranks.
+        config: The options.
     """
 
     def __init__(self, group: dist.ProcessGroup, config: Config) -> None:
@@ -46,19 +51,20 @@ class SharedReads:
             ProcessGroupError: If the ranks lost each other.
         """
         found = digests(segments)
-        own = (socket.gethostname() if self._config.shared_reads == "host" else "", found)
+        host = socket.gethostname() if self._config.shared_reads == "host" else ""
+        own = (host, self._config.merge_gap, found)
         told = [own] * dist.get_world_size(self._group)
         dist.all_gather_object(told, own, group=self._group)
-        names = [host for host, _ in told]
+        names, (merge_gap, *_) = [host for host, _, _ in told], [gap for _, gap, _ in told]
         hosts = [names.index(host) for host in names]
         alone = set(range(len(segments)))
         failure: Exception | None = None
         rank = dist.get_rank(self._group)
-        for share in plan_shares([of for _, of in told], rank, hosts):
+        for share in plan_shares([of for _, _, of in told], rank, hosts):
             requests = shared_requests(
                 [segments[number] for number in share.segments],
                 len(share.ranks),
-                self._config.merge_gap,
+                merge_gap,
             )
             if requests is None:
                 continue

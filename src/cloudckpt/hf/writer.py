@@ -224,7 +224,11 @@ class SafetensorsWriter(StorageWriter):
         parts: list[list[Part]] = []
         try:
             store = meeting.begin(
-                lambda: open_store(self.uri, self.config), lambda _: Stance(location=str(self.uri))
+                lambda: open_store(self.uri, self.config),
+                # parts are put together in memory of this size, as the coordinator has planned
+                lambda _: Stance(
+                    location=str(self.uri), options=f"memory_budget={self.config.memory_budget}"
+                ),
             )
             with Span("upload", str(self.uri), meeting.rank) as span:
                 try:

@@ -81,16 +81,17 @@ def copy(
         CheckpointReplacedError: If the source was replaced meanwhile, again and again.
         StoreError: If a store refuses or stays unreachable.
     """
-    config = replace(config if config is not None else Config(), verify=True)
+
+    def prepare() -> tuple[Place, Place]:
+        options = replace(config if config is not None else Config(), verify=True)
+        return (
+            Place(CheckpointURI.parse(source), options),
+            Place(checkpoint_location(target), options if target_config is None else target_config),
+        )
+
     meeting = Meeting(process_group)
     origin, goal = meeting.begin(
-        lambda: (
-            Place(CheckpointURI.parse(source), config),
-            Place(
-                checkpoint_location(target),
-                config if target_config is None else target_config,
-            ),
-        ),
+        prepare,
         lambda ends: Stance(
             location=f"the copy of {ends[0].uri} to {ends[1].uri}", options=f"{overwrite=}"
         ),

@@ -93,13 +93,14 @@ class CheckpointManager(ClosedAtExit):
             InvalidURIError: If ``run`` is no location.
             CloudCheckpointError: As :func:`make_async_checkpointer`.
         """
-        options = checkpointer if checkpointer is not None else CheckpointerConfig()
-        self._hook = ClaimHook(options.commit_hook)
-        options = dataclasses.replace(options, commit_hook=self._hook)
+        self._hook = ClaimHook(None if checkpointer is None else checkpointer.commit_hook)
         self._interval = save_interval_steps
         self._best_metric = best_metric
         self._preemption = preemption if preemption is not None else Preemption()
-        self._meeting = Meeting.of(options.process_group, options.no_dist)
+        group, alone = None, False
+        if checkpointer is not None:
+            group, alone = checkpointer.process_group, checkpointer.no_dist
+        self._meeting = Meeting.of(group, alone)
         self._is_first = self._meeting.group is None or dist.get_rank(self._meeting.group) == 0
         self._pid = os.getpid()
         self._closed = False
@@ -111,23 +112,25 @@ class CheckpointManager(ClosedAtExit):
         # of the thread that deletes: the committed steps, once it has asked
         self._steps: set[int] | None = None
 
-        def prepare() -> tuple[Run, Retention]:
+        def prepare() -> tuple[Run, Retention, CheckpointerConfig]:
             if type(save_interval_steps) is not int or save_interval_steps < 1:
                 raise ConfigError(
                     f"save_interval_steps={save_interval_steps!r}: give a whole number from 1 on"
                 )
             kept = Retention(max_to_keep=max_to_keep, keep_period=keep_period, best_mode=best_mode)
+            options = checkpointer if checkpointer is not None else CheckpointerConfig()
+            options = dataclasses.replace(options, commit_hook=self._hook)
             found = Run(run, step_name=step_name, config=options.config)
             self._preemption.watch()
             undo.callback(self._preemption.ignore)
-            return found, kept
+            return found, kept, options
 
-        def alike(made: tuple[Run, Retention]) -> Stance:
+        def alike(made: tuple[Run, Retention, CheckpointerConfig]) -> Stance:
             told = f"{save_interval_steps=}, {step_name=}, {asynchronous=}"
             return Stance(location=str(made[0].root), options=told)
 
         with contextlib.ExitStack() as undo:  # what is begun here, if another rank fails
-            self._run, self._retention = self._meeting.begin(prepare, alike)
+            self._run, self._retention, options = self._meeting.begin(prepare, alike)
             self._direct = make_sync_checkpointer(options)
             self._checkpointer: Checkpointer = self._direct
             if asynchronous:

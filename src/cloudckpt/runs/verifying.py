@@ -91,12 +91,13 @@ def verify(
         StoreError: If the store refuses or stays unreachable.
     """
     meeting = Meeting(process_group)
-    uri = meeting.begin(
-        lambda: CheckpointURI.parse(checkpoint_id), lambda uri: Stance(location=str(uri))
-    )
-    config = config if config is not None else Config()
-    config = dataclasses.replace(config, verify=True)
-    return begun_anew(partial(_verify, uri, config, resume, meeting, progress))
+
+    def prepare() -> tuple[CheckpointURI, Config]:
+        options = config if config is not None else Config()
+        return CheckpointURI.parse(checkpoint_id), dataclasses.replace(options, verify=True)
+
+    uri, options = meeting.begin(prepare, lambda made: Stance(location=str(made[0])))
+    return begun_anew(partial(_verify, uri, options, resume, meeting, progress))
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,9 @@ def shared_requests(
     if total < _WORTH * ranks:
         return None
     limit = min(max(-(-total // ranks), _SMALLEST), _LARGEST)
-    ordered = sorted(segments, key=lambda one: (one.want.source.key, one.start, one.stop))
+    ordered = sorted(
+        segments, key=lambda one: (one.want.source.key, one.start, one.stop, one.grain)
+    )
     return list(pack_requests(ordered, limit=limit, merge_gap=merge_gap))
 
 
