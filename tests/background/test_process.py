@@ -559,7 +559,7 @@ def test_a_job_that_could_not_be_sent_is_not_blamed_on_a_time_limit(local):
 
 
 def test_a_server_that_no_saving_process_is_left_of_ends(local):
-    with mock.patch.object(server, "_server", None), mock.patch.object(server, "_IDLE", 0.1):
+    with mock.patch.object(server, "_server", None), mock.patch.object(server, "_IDLE", 2.0):
         with saver() as one:
             begin(one, 1, local).result(PATIENCE)
             number = server._server.process.pid

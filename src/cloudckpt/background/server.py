@@ -228,7 +228,7 @@ def _serve(trainer: Connection, number: int, patience: float) -> None:
     gc.freeze()  # the pages of what is there stay shared
     with as_socket(trainer) as end:
         used = time.monotonic()
-        while os.getppid() == number and time.monotonic() - used < patience:
+        while os.getppid() == number and (forked or time.monotonic() - used < patience):
             ready = channels.wait([trainer, *forked], timeout=_LOOK)
             if ready or forked:
                 used = time.monotonic()
