@@ -36,6 +36,14 @@ def environment() -> Iterator[dict[str, str]]:
             yield dict(os.environ)
 
 
+@pytest.fixture(autouse=True)
+def nothing_local(tmp_path: Path) -> Iterator[None]:
+    """No test leaves a local folder that is named as the scheme of a URI, nor do its jobs."""
+    here = Path.cwd()
+    yield
+    assert not [*here.glob("s3:"), *tmp_path.rglob("s3:")]
+
+
 @pytest.fixture
 def run(environment: dict[str, str]) -> str:
     """The URI of a run that nobody else has."""

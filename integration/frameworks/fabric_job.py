@@ -1,16 +1,24 @@
 """Fabric trains, saves, and loads again what an earlier job has saved."""
 
 import argparse
+import importlib
 import os
+import sys
+from typing import Any
 
-import lightning
 import torch
-from lightning.fabric.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 
 import cloudckpt
-from cloudckpt.integrations import fabric as ours
 from results import tell
+
+if "--strategy=alone" in sys.argv:  # the package lightning_fabric, where the other is not
+    sys.modules["lightning"] = None  # type: ignore[assignment]
+    lightning: Any = importlib.import_module("lightning_fabric")
+    ours: Any = None
+else:
+    lightning = importlib.import_module("lightning.fabric")
+    ours = importlib.import_module("cloudckpt.integrations.fabric")
 
 
 def sharded(model: torch.nn.Module, mesh: torch.distributed.DeviceMesh) -> torch.nn.Module:
@@ -20,7 +28,7 @@ def sharded(model: torch.nn.Module, mesh: torch.distributed.DeviceMesh) -> torch
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument(
-        "--strategy", choices=["model_parallel", "ddp", "plain"], default="model_parallel"
+        "--strategy", choices=["model_parallel", "ddp", "plain", "alone"], default="model_parallel"
     )
     parser.add_argument("--load")
     parser.add_argument("--save")
@@ -29,9 +37,9 @@ def main() -> None:
     world = int(os.environ["WORLD_SIZE"])
     if told.strategy == "model_parallel":
         chosen = {"strategy": ours.CloudModelParallelStrategy(sharded, world, 1)}
-    elif told.strategy == "plain":
+    elif told.strategy in ("plain", "alone"):
         cloudckpt.install()
-        chosen = {"strategy": ModelParallelStrategy(sharded, world, 1)}
+        chosen = {"strategy": lightning.strategies.ModelParallelStrategy(sharded, world, 1)}
     else:
         chosen = {"strategy": "ddp", "plugins": [ours.CloudCheckpointIO()]}
     fabric = lightning.Fabric(accelerator="cpu", devices=world, **chosen)
@@ -40,7 +48,11 @@ def main() -> None:
     model = fabric.setup_module(torch.nn.Linear(8, 4))
     optimizer = fabric.setup_optimizers(torch.optim.Adam(model.parameters(), 1e-2))
     state = {"model": model, "optimizer": optimizer, "step": 0}
-    rest = fabric.load(told.load, state) if told.load else {}
+    try:
+        rest = fabric.load(told.load, state) if told.load else {}
+    except cloudckpt.CloudCheckpointError as error:
+        tell(failure=type(error).__name__, message=str(error))
+        return
     losses = []
     for _ in range(2):
         loss = (model(torch.ones(2, 8)) - 3).pow(2).mean()

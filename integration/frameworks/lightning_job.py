@@ -1,24 +1,32 @@
 """A Trainer of Lightning that saves to a run, from the checkpoint that it is told to resume."""
 
 import argparse
+import importlib
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
-import lightning
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard, fully_sharded_data_parallel
 from torch.distributed.fsdp._init_utils import _init_device_handle
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.data import DataLoader, TensorDataset
 
 import cloudckpt
-from cloudckpt.integrations import lightning as ours
 from results import die_in_save, tell
 
+ALONE = "--strategy=alone" in sys.argv  # the package pytorch_lightning, where the other is not
+if ALONE:
+    sys.modules["lightning"] = None  # type: ignore[assignment]
+    lightning: Any = importlib.import_module("pytorch_lightning")
+    ours: Any = None
+else:
+    lightning = importlib.import_module("lightning.pytorch")
+    ours = importlib.import_module("cloudckpt.integrations.lightning")
 
-class Model(lightning.LightningModule):
+
+class Model(lightning.LightningModule):  # type: ignore[misc]
     def __init__(self, sharded: bool) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -48,7 +56,7 @@ class Model(lightning.LightningModule):
         return torch.optim.Adam(self.parameters(), 1e-2)
 
 
-def fsdp1(world: int) -> ours.CloudFSDPStrategy:
+def fsdp1(world: int) -> Any:
     """FSDP1, which is told that there is a device: the host."""
 
     def on_host(state: Any, module: torch.nn.Module, ignored: Any, device: object) -> Any:
@@ -64,7 +72,8 @@ STRATEGIES: dict[str, Callable[[int], Any]] = {
     "ddp": lambda _: "ddp",
     "async": lambda world: ours.CloudModelParallelStrategy(world, 1, asynchronous=True),
     "async-ddp": lambda _: "ddp",
-    "plain": lambda world: ModelParallelStrategy(world, 1),
+    "alone": lambda world: lightning.strategies.ModelParallelStrategy(world, 1),
+    "plain": lambda world: lightning.strategies.ModelParallelStrategy(world, 1),
     "plain-ddp": lambda _: "ddp",
 }
 
@@ -83,16 +92,15 @@ def main() -> None:
     parser.add_argument("--callback", action="store_true")
     parser.add_argument("--killed-in")
     told = parser.parse_args()
-    if told.strategy.startswith("plain"):
+    if ALONE or told.strategy.startswith("plain"):
         cloudckpt.install()
     if told.killed_in and os.environ["RANK"] == "1":
         die_in_save(told.killed_in)
 
     world = int(os.environ["WORLD_SIZE"])
     strategy = STRATEGIES[told.strategy](world)
-    saving = ours.CloudModelCheckpoint(
-        told.run, every_n_train_steps=1, save_top_k=2, monitor="loss", save_last=True
-    )
+    callback = lightning.callbacks.ModelCheckpoint if ALONE else ours.CloudModelCheckpoint
+    saving = callback(told.run, every_n_train_steps=1, save_top_k=2, monitor="loss", save_last=True)
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=world,
@@ -107,17 +115,18 @@ def main() -> None:
         use_distributed_sampler=False,
     )
     same = torch.ones(64, 8) * torch.arange(8)
-    model = Model(told.strategy in ("model_parallel", "async", "plain"))
-    failure = ""
+    model = Model(told.strategy in ("model_parallel", "async", "plain", "alone"))
+    failure = message = ""
     resume = cloudckpt.latest(told.run) if told.resume == "latest" else told.resume
     try:
         trainer.fit(model, DataLoader(TensorDataset(same), batch_size=4), ckpt_path=resume)
         if not told.callback:
             trainer.save_checkpoint(f"{told.run}/step-{trainer.global_step}")
     except (cloudckpt.CloudCheckpointError, RuntimeError) as error:  # of collectives of a step
-        failure = type(error).__name__
+        failure, message = type(error).__name__, str(error)
     tell(
         failure=failure,
+        message=message,
         step=trainer.global_step,
         losses=model.losses,
         best=saving.best_model_path,

@@ -62,7 +62,11 @@ def main() -> None:
     seen = {"crashed": run(f"{place}/ours", 6, {})}
     seen["begun anew"] = run(f"{place}/ours", 8, NOT_COPIED)
     pyarrow = {STORAGE: f'storage_path="{place}/pyarrow"'}
-    seen["in background"] = run(place, 3, IN_BACKGROUND | pyarrow)
+    begun_with = {
+        "(newest := ray.train.get_checkpoint()) is not None": "state['step'] == 0",
+        "uri_of(newest)": f"'{seen['begun anew']['uri']}'",
+    }
+    seen["in background"] = run(place, 11, IN_BACKGROUND | pyarrow | begun_with)
     tell(**seen)
 
 

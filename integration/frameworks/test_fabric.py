@@ -5,7 +5,7 @@ import pytest
 from results import Job
 
 
-@pytest.mark.parametrize("strategy", ["model_parallel", "ddp", "plain"])
+@pytest.mark.parametrize("strategy", ["model_parallel", "ddp", "plain", "alone"])
 def test_what_fabric_saves_on_two_ranks_it_loads_on_one(
     job: Job, run: str, tmp_path: Path, strategy: str
 ) -> None:
@@ -19,4 +19,14 @@ def test_what_fabric_saves_on_two_ranks_it_loads_on_one(
     assert len(set(losses)) == 6
     assert [one["step"] for one in third] == [6, 6]
     assert third[1]["rest"] == {"name": "of this run"}
+    assert not [*(tmp_path / "cwd").iterdir()]
+
+
+@pytest.mark.parametrize("strategy", ["model_parallel", "plain", "alone"])
+def test_a_checkpoint_that_is_not_there_is_named(
+    job: Job, run: str, tmp_path: Path, strategy: str
+) -> None:
+    [ended] = job("fabric_job.py", f"--strategy={strategy}", f"--load={run}/nothing")
+    assert ended["failure"] == "CheckpointNotFoundError"
+    assert f"{run}/nothing" in ended["message"]
     assert not [*(tmp_path / "cwd").iterdir()]

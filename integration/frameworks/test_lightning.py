@@ -1,11 +1,12 @@
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import lightning
+import lightning.pytorch
 import pytest
+import pytorch_lightning
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
@@ -16,7 +17,14 @@ from results import Job
 
 @pytest.mark.parametrize(
     ("strategy", "before", "after"),
-    [("model_parallel", 2, 1), ("plain", 1, 2), ("fsdp", 2, 1), ("ddp", 2, 1), ("plain-ddp", 1, 2)],
+    [
+        ("model_parallel", 2, 1),
+        ("plain", 1, 2),
+        ("alone", 2, 1),
+        ("fsdp", 2, 1),
+        ("ddp", 2, 1),
+        ("plain-ddp", 1, 2),
+    ],
 )
 def test_training_goes_on_with_another_number_of_ranks(
     job: Job, run: str, tmp_path: Path, strategy: str, before: int, after: int
@@ -45,6 +53,17 @@ def test_a_failure_to_save_is_told_to_every_rank(job: Job, strategy: str, more: 
     how = [f"--strategy={strategy}", *more]
     ended = job("lightning_job.py", "s3://no-such-bucket/run", "--steps=2", *how, ranks=2)
     assert [one["failure"] for one in ended] == ["BucketNotFoundError"] * 2
+
+
+@pytest.mark.parametrize("strategy", ["model_parallel", "plain", "alone", "plain-ddp"])
+def test_a_checkpoint_that_is_not_there_is_named(
+    job: Job, run: str, tmp_path: Path, strategy: str
+) -> None:
+    how = [f"--strategy={strategy}", f"--resume={run}/nothing"]
+    [ended] = job("lightning_job.py", run, "--steps=1", *how)
+    assert ended["failure"] == "CheckpointNotFoundError"
+    assert f"{run}/nothing" in ended["message"]
+    assert not [*(tmp_path / "cwd").iterdir()]
 
 
 @pytest.mark.parametrize("strategy", ["model_parallel", "async"])
@@ -129,7 +148,7 @@ def test_a_folded_uri_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not [*tmp_path.iterdir()]
 
 
-def _trainer(**options: Any) -> lightning.Trainer:
+def _trainer(package: Any = lightning.pytorch, /, **options: Any) -> Any:
     quiet = {
         "logger": False,
         "enable_progress_bar": False,
@@ -139,7 +158,7 @@ def _trainer(**options: Any) -> lightning.Trainer:
         "limit_test_batches": 2,
         "limit_predict_batches": 2,
     }
-    return lightning.Trainer(accelerator="cpu", devices=1, **{**quiet, **options})
+    return package.Trainer(accelerator="cpu", devices=1, **{**quiet, **options})
 
 
 @pytest.fixture
@@ -153,31 +172,79 @@ def installed(
     cloudckpt.uninstall()
 
 
-def test_lightnings_own_trainer_and_callback_take_uris(installed: Path, run: str) -> None:
-    saving = ModelCheckpoint(dirpath=run, every_n_train_steps=1, save_last=True)
-    trainer = _trainer(max_steps=2, callbacks=[saving], limit_val_batches=0)
-    model = BoringModel()
+PACKAGES = [lightning.pytorch, pytorch_lightning]
+
+
+@pytest.fixture(params=PACKAGES, ids=lambda package: package.__name__)
+def package(request: pytest.FixtureRequest) -> Any:
+    """Lightning's code is in two packages."""
+    return request.param
+
+
+def _model(package: Any) -> Any:
+    return importlib.import_module(f"{package.__name__}.demos.boring_classes").BoringModel()
+
+
+def test_lightnings_own_trainer_and_callback_take_uris(
+    installed: Path, run: str, package: Any
+) -> None:
+    callback = package.callbacks.ModelCheckpoint
+    saving = callback(dirpath=run, every_n_train_steps=1, save_last=True)
+    trainer = _trainer(package, max_steps=2, callbacks=[saving], limit_val_batches=0)
+    model = _model(package)
     trainer.fit(model)
     assert saving.best_model_path == f"{run}/epoch=0-step=2.ckpt"
     kept = [one.uri for one in cloudckpt.list_checkpoints(run)]
     assert kept == [saving.best_model_path, saving.last_model_path]
 
-    resumed = _trainer(max_steps=3, callbacks=[ModelCheckpoint(dirpath=run)])
-    resumed.fit(BoringModel(), ckpt_path="last")
+    resumed = _trainer(package, max_steps=3, callbacks=[callback(dirpath=run)])
+    resumed.fit(_model(package), ckpt_path="last")
     assert resumed.global_step == 3
-    for evaluate in (_trainer().test, _trainer().validate, _trainer().predict):
-        other = BoringModel()
-        evaluate(other, ckpt_path=saving.last_model_path)
+    for name in ("test", "validate", "predict"):
+        other = _model(package)
+        getattr(_trainer(package), name)(other, ckpt_path=saving.last_model_path)
         assert torch.equal(other.layer.weight, model.layer.weight)
-    loaded = BoringModel.load_from_checkpoint(saving.last_model_path)
+    loaded = type(model).load_from_checkpoint(saving.last_model_path)
     assert torch.equal(loaded.layer.weight, model.layer.weight)
 
     trainer.save_checkpoint(f"{run}/weights", weights_only=True)
     names = {item.name for item in cloudckpt.inspect(f"{run}/weights").items}
     assert names == {"state_dict.layer.weight", "state_dict.layer.bias", "other_values"}
-    with pytest.raises(cloudckpt.CheckpointNotFoundError):
-        BoringModel.load_from_checkpoint(f"{run}/nothing")
+    with pytest.raises(cloudckpt.CheckpointNotFoundError, match=f"{run}/nothing"):
+        type(model).load_from_checkpoint(f"{run}/nothing")
     assert not [*installed.iterdir()]
+
+
+@pytest.mark.parametrize("place", ["on a URI", "on a disk"])
+@pytest.mark.parametrize("callback", ["ours", "lightning's", "pytorch_lightning's"])
+def test_a_run_deletes_nothing_of_another_one_and_not_what_it_has_resumed(
+    installed: Path, run: str, place: str, callback: str
+) -> None:
+    package = PACKAGES[callback == "pytorch_lightning's"]
+    kind = ours.CloudModelCheckpoint if callback == "ours" else package.callbacks.ModelCheckpoint
+    root = run if place == "on a URI" else str(installed / "runs")
+
+    def train(folder: str, steps: int, resume: str | None) -> str:
+        """Trains on, and returns the newest checkpoint."""
+        saving = kind(f"{root}/{folder}", every_n_train_steps=1, save_top_k=1)
+        trainer = _trainer(package, max_steps=steps, callbacks=[saving], limit_val_batches=0)
+        trainer.fit(_model(package), ckpt_path=resume)
+        assert trainer.global_step == steps
+        return str(saving.best_model_path)
+
+    def there() -> set[str]:
+        if place == "on a disk":
+            return {str(path) for path in (installed / "runs").glob("*/*")}
+        every = [cloudckpt.list_checkpoints(f"{run}/{name}") for name in ("first", "second")]
+        return {one.uri for found in every for one in found}
+
+    first = train("first", 2, None)
+    second = train("second", 4, first)
+    assert there() == {first, second}
+    third = train("second", 6, second)
+    assert there() == {first, second, third}
+    if place == "on a URI":
+        assert not [*installed.iterdir()]
 
 
 def test_single_files_that_lightning_has_saved_are_loaded(installed: Path, run: str) -> None:
@@ -190,10 +257,12 @@ def test_single_files_that_lightning_has_saved_are_loaded(installed: Path, run: 
     assert torch.equal(loaded.layer.weight, model.layer.weight)
 
 
-def test_what_can_only_be_local_is_refused_before_the_first_step(installed: Path) -> None:
-    saving = ModelCheckpoint(dirpath=Path("s3://bucket/run"))
-    model = BoringModel()
-    trainer = _trainer(max_steps=1, callbacks=[saving])
+def test_what_can_only_be_local_is_refused_before_the_first_step(
+    installed: Path, package: Any
+) -> None:
+    saving = package.callbacks.ModelCheckpoint(dirpath=Path("s3://bucket/run"))
+    model = _model(package)
+    trainer = _trainer(package, max_steps=1, callbacks=[saving])
     with pytest.raises(cloudckpt.InvalidURIError, match="s3://bucket/run"):
         trainer.fit(model)
     assert trainer.global_step == 0

@@ -23,9 +23,9 @@ def test_runs_go_on_keep_what_they_are_told_to_and_are_not_copied(
     assert anew == {"loss": 32.0, "uri": f"{run}/ours/run/step-8", "sum": 32.0}
     assert _steps(f"{run}/ours/run") == [7, 8]
 
-    there = f"{run}/pyarrow/run"
-    assert seen["in background"] == {"loss": 12.0, "uri": f"{there}/step-3", "sum": 12.0}
-    assert _steps(there) == [2, 3]
+    there = f"{run}/pyarrow/run"  # begun with step-8 of the other run, which stays
+    assert seen["in background"] == {"loss": 44.0, "uri": f"{there}/step-11", "sum": 44.0}
+    assert _steps(there) == [10, 11]
 
 
 def _job(environment: dict[str, str], run: str, tmp_path: Path) -> dict[str, Any]:

@@ -12,7 +12,11 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.feature_extraction_sequence_utils import SequenceFeatureExtractor
+from transformers.image_processing_base import ImageProcessingMixin
+from transformers.processing_utils import ProcessorMixin
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
+from transformers.video_processing_utils import BaseVideoProcessor
 
 import cloudckpt
 from cloudckpt.integrations.transformers import CloudCheckpointCallback
@@ -72,6 +76,18 @@ def test_what_would_make_a_local_folder_of_a_uri_is_refused(
         TrainingArguments("s3://bucket/run", use_cpu=True)
     with pytest.raises(cloudckpt.InvalidURIError, match="s3://bucket/run"):
         TrainingArguments(Path("s3://bucket/run"), use_cpu=True)
+    for kind in (
+        ImageProcessingMixin,
+        SequenceFeatureExtractor,
+        ProcessorMixin,
+        BaseVideoProcessor,
+    ):
+        for place in ("s3://bucket/run", Path("s3://bucket/run")):
+            with pytest.raises(cloudckpt.CloudCheckpointError, match="s3://bucket/run"):
+                kind.save_pretrained(object.__new__(kind), place)
+    for configuration in (SHAPE, model.generation_config):
+        with pytest.raises(cloudckpt.InstallError, match=r"cloudckpt\.save_file"):
+            configuration.save_pretrained("s3://bucket/run")
     for saving in (trainer.save_model, model.save_pretrained):
         with pytest.raises(cloudckpt.InstallError, match=r"cloudckpt\.hf\.save"):
             saving("s3://bucket/run")
@@ -115,6 +131,21 @@ def test_checkpoints_are_sent_while_training_goes_on_and_leave_the_local_disk(
     trainer.train(resume_from_checkpoint=restored)
     assert _steps(run) == [5, 6]
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_run_deletes_nothing_of_another_one(
+    environment: dict[str, str], run: str, tmp_path: Path
+) -> None:
+    first = CloudCheckpointCallback(f"{run}/first", max_to_keep=1)
+    _trainer(tmp_path / "first", first, 2).train()
+
+    second = CloudCheckpointCallback(f"{run}/second", max_to_keep=1)
+    trainer = _trainer(tmp_path / "second", second, 4)
+    trainer.train(resume_from_checkpoint=CloudCheckpointCallback(f"{run}/first").restore())
+    assert trainer.state.global_step == 4
+    assert _steps(f"{run}/first") == [2]
+    assert _steps(f"{run}/second") == [4]
+    assert (tmp_path / "first" / "checkpoint-2" / "trainer_state.json").exists()
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

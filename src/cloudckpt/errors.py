@@ -6,7 +6,7 @@
     ├── InvalidURIError               also ValueError
     ├── ConfigError                   also ValueError
     ├── MissingDependencyError        also ImportError
-    ├── InstallError                  torch is not as install() expects it, or knows only files here
+    ├── InstallError                  torch or a framework is not as known, or knows only files here
     ├── StoreError                    the object store refused, failed or could not be reached
     │   ├── ObjectNotFoundError       also FileNotFoundError
     │   ├── BucketNotFoundError       also FileNotFoundError
@@ -170,7 +170,9 @@ class MissingDependencyError(CloudCheckpointError, ImportError):
 
 
 class InstallError(CloudCheckpointError):
-    """``cloudckpt.install()`` does not fit the running torch, or a class of it knows only files."""
+    """Torch or a framework is not as ``cloudckpt.install()`` knows it, or a part that knows only
+    files was given a URI.
+    """
 
 
 class StoreError(CloudCheckpointError):

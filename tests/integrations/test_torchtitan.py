@@ -9,16 +9,18 @@ import cloudckpt
 
 _MODULE = "torchtitan.components.checkpointer.dcp"
 _LIKE_TORCHTITAN = """
-class BaseCheckpointManager:
-    class Config:
-        last_save_in_hf = initial_load_in_hf = initial_load_in_hf_quantized = False
-        last_save_model_only = initial_load_model_only = True
-        initial_load_path = None
+from dataclasses import dataclass
 
-        def __init__(self, folder, **options):
-            self.folder = folder
-            vars(self).update(options)
-            self.__post_init__()
+class BaseCheckpointManager:
+    @dataclass
+    class Config:
+        folder: str
+        last_save_in_hf: bool = False
+        last_save_model_only: bool = True
+        initial_load_in_hf: bool = False
+        initial_load_in_hf_quantized: bool = False
+        initial_load_model_only: bool = True
+        initial_load_path: str | None = None
 
         def __post_init__(self):
             if self.last_save_in_hf and "://" in self.folder:
@@ -76,8 +78,12 @@ def test_the_refusal_of_models_on_uris_is_taken_back(torchtitan, first):
         config("s3://bucket/run", last_save_in_hf=True)
 
 
-def test_one_that_is_unlike_is_left_alone(torchtitan, caplog):
-    torchtitan.write_text("class CheckpointManager: ...\n")
+def test_one_that_is_unlike_refuses_uris_by_name(torchtitan):
+    torchtitan.write_text(_LIKE_TORCHTITAN.replace("to_hf", "as_hf"))
     cloudckpt.install()
-    importlib.import_module(_MODULE)
-    assert "this torchtitan is newer" in caplog.text
+    module = importlib.import_module(_MODULE)
+    with pytest.raises(cloudckpt.InstallError, match="dcp_save has no parameter 'to_hf'"):
+        module.BaseCheckpointManager.Config("s3://bucket/run")
+    with pytest.raises(cloudckpt.InstallError, match="dcp_save has no parameter 'to_hf'"):
+        module.CheckpointManager().dcp_save({}, "s3://bucket/run/step-1", None)
+    assert module.BaseCheckpointManager.Config("run").folder == "run"

@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import inspect
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -42,8 +43,9 @@ from cloudckpt.integrations import local_only
 from cloudckpt.integrations.adapting import watch
 from cloudckpt.integrations.folders import files_of, room_for
 from cloudckpt.integrations.parts import Parts, keep_newest, uri_of
+from cloudckpt.integrations.shapes import function
 from cloudckpt.runs.catalog import Run
-from cloudckpt.runs.contents import inspect
+from cloudckpt.runs.contents import inspect as inspect_checkpoint
 from cloudckpt.runs.steps import Retention
 
 if importlib.util.find_spec("accelerate") is None:
@@ -62,49 +64,64 @@ def changes(module: ModuleType) -> Iterator[Change]:
     """What is changed in ``accelerate.accelerator``.
 
     Raises:
-        AttributeError: If it does not look as expected.
+        UnknownShapeError: If it does not look as expected.
     """
-    kind = module.Accelerator
-    yield kind, "save_state", _saving(kind.save_state)
-    yield kind, "load_state", _loading(kind.load_state)
+    save = function(module, "Accelerator.save_state", "output_dir")
+    load = function(module, "Accelerator.load_state", "input_dir")
+    yield module.Accelerator, "save_state", _saving(save)
+    yield module.Accelerator, "load_state", _loading(load)
     yield from local_only.changes(module)
 
 
 def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
-    def save_state(self: Any, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def save_state(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(self, *args, **kwargs)
+        output_dir = given.arguments.get("output_dir")
         naming, place = _naming(self), None
         if naming is not None:
             place = str(naming.uri(self.save_iteration))
         elif not self.project_configuration.automatic_checkpoint_naming and output_dir is not None:
             place = uri_of(output_dir)
         if place is None:
-            return original(self, output_dir, *args, **kwargs)
-        write = functools.partial(original, self)
-        _save(self, place, naming, lambda folder: write(folder, *args, **kwargs))
+            return original(self, *args, **kwargs)
+        _save(self, place, naming, functools.partial(_instead, original, given, "output_dir"))
         return place
 
     return save_state
 
 
 def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
-    def load_state(self: Any, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
+    def load_state(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind(self, *args, **kwargs)
+        input_dir = given.arguments.get("input_dir")
         naming = _naming(self)
         if input_dir is not None:
             place = uri_of(input_dir)
         else:
             place = None if naming is None else _newest(naming)
         if place is None:
-            original(self, input_dir, *args, **kwargs)
+            original(self, *args, **kwargs)
             return
-        read = functools.partial(original, self)
-        _load(self, place, lambda folder: read(folder, *args, **kwargs))
+        _load(self, place, functools.partial(_instead, original, given, "input_dir"))
         run, _, name = place.rpartition("/")
         if naming is not None and run == str(naming.root):
             self.project_configuration.iteration = (naming.names.step(name) or 0) + 1
 
     return load_state
+
+
+def _instead(
+    original: Callable[..., Any], given: inspect.BoundArguments, parameter: str, folder: str
+) -> object:
+    """Calls Accelerate's method with another folder."""
+    given.arguments[parameter] = folder
+    return original(*given.args, **given.kwargs)
 
 
 def _save(accelerator: Any, uri: str, naming: Run | None, write: Callable[[str], object]) -> None:
@@ -140,7 +157,7 @@ def _load(accelerator: Any, uri: str, read: Callable[[str], object]) -> None:
     """Loads on all ranks, with the files, which ``read`` reads from the folder it is given."""
     meeting, config = Meeting.of(None, False), _config()
     items = meeting.told_by_first(
-        lambda: [(one.name, one.nbytes) for one in inspect(uri, config=config).items]
+        lambda: [(one.name, one.nbytes) for one in inspect_checkpoint(uri, config=config).items]
     )
     hooks = list(accelerator._load_model_state_pre_hook.values())
     there = {name.partition(".")[0] for name, _ in items}

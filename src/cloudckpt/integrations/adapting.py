@@ -3,6 +3,10 @@
 ``install`` must not import a framework, and a framework may have been imported before it. So each
 module of a framework that is to be changed stands in a table here with the module of this package
 that knows how (its function ``changes``); it is changed at once, or as soon as it is imported.
+
+A framework is changed in all of its modules or in none: where one of them looks otherwise than is
+known, what was changed before is reverted, and all of them refuse URIs (:mod:`.shapes`). An import
+of a framework does not fail for that.
 """
 
 from __future__ import annotations
@@ -11,50 +15,86 @@ import importlib
 import importlib.machinery
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import Any
 
 from cloudckpt.dcp.install import Change
 from cloudckpt.fork import late_imports
+from cloudckpt.integrations.shapes import UnknownShapeError, refusals
 
 __all__ = ["unwatch", "watch"]
 
 logger = logging.getLogger("cloudckpt")
 
 _LIGHTNING = (
-    "lightning.fabric.plugins.io.torch_io",
-    "lightning.fabric.strategies.fsdp",
-    "lightning.fabric.strategies.model_parallel",
-    "lightning.fabric.strategies.strategy",
-    "lightning.pytorch.callbacks.model_checkpoint",
-    "lightning.pytorch.core.saving",
-    "lightning.pytorch.strategies.fsdp",
-    "lightning.pytorch.strategies.model_parallel",
-    "lightning.pytorch.strategies.strategy",
+    "fabric.plugins.io.torch_io",
+    "fabric.strategies.fsdp",
+    "fabric.strategies.model_parallel",
+    "fabric.strategies.strategy",
+    "pytorch.callbacks.model_checkpoint",
+    "pytorch.core.saving",
+    "pytorch.strategies.fsdp",
+    "pytorch.strategies.model_parallel",
+    "pytorch.strategies.strategy",
 )
+_LIGHTNING_LOCAL_ONLY = (
+    "fabric.strategies.deepspeed",
+    "fabric.strategies.xla_fsdp",
+    "pytorch.strategies.deepspeed",
+)
+_LOCAL_ONLY = (
+    "accelerate.tracking",
+    "transformers.configuration_utils",
+    "transformers.feature_extraction_utils",
+    "transformers.generation.configuration_utils",
+    "transformers.image_processing_base",
+    "transformers.modeling_utils",
+    "transformers.pipelines.base",
+    "transformers.processing_utils",
+    "transformers.tokenization_mistral_common",
+    "transformers.tokenization_utils_base",
+    "transformers.trainer",
+    "transformers.training_args",
+    "transformers.video_processing_utils",
+)
+_ALONE = {"fabric": "lightning_fabric", "pytorch": "pytorch_lightning"}
+"""Parts of ``lightning``, and the packages that have the same code."""
+
+
+def _in_both_packages(modules: Iterable[str]) -> Iterator[str]:
+    for name in modules:
+        part, _, rest = name.partition(".")
+        yield from (f"lightning.{name}", f"{_ALONE[part]}.{rest}")
+
+
 _ADAPTERS = {
-    **dict.fromkeys(_LIGHTNING, "cloudckpt.integrations.lightning_plain"),
+    **dict.fromkeys(_in_both_packages(_LIGHTNING), "cloudckpt.integrations.lightning_plain"),
+    **dict.fromkeys(
+        [*_in_both_packages(_LIGHTNING_LOCAL_ONLY), *_LOCAL_ONLY],
+        "cloudckpt.integrations.local_only",
+    ),
     "accelerate.accelerator": "cloudckpt.integrations.accelerate",
-    "lightning.fabric.strategies.deepspeed": "cloudckpt.integrations.local_only",
-    "lightning.pytorch.strategies.deepspeed": "cloudckpt.integrations.local_only",
-    "transformers.modeling_utils": "cloudckpt.integrations.local_only",
-    "transformers.tokenization_utils_base": "cloudckpt.integrations.local_only",
-    "transformers.trainer": "cloudckpt.integrations.local_only",
-    "transformers.training_args": "cloudckpt.integrations.local_only",
     "torchtitan.components.checkpointer.dcp": "cloudckpt.integrations.torchtitan",
 }
 """Modules of frameworks, and what knows how to change each."""
 
+_PART_OF = {_ALONE["fabric"]: _ALONE["pytorch"]}
+"""Packages that are changed together with another one."""
+
+_ABSENT = object()
+"""Stands for what a class had not itself, but from a base."""
+
 _watched: set[str] = set()
-_replaced: list[Change] = []
+_replaced: dict[str, list[Change]] = {}
+"""By framework: what was there before."""
+_unknown: dict[str, str] = {}
+"""Frameworks that look otherwise than is known, and in what."""
 
 
 def watch(framework: str = "") -> None:
     """Changes modules of frameworks, now or when they are imported; does nothing the second time.
-
-    One that does not look as those that are known is left as it is, and that is logged.
 
     Args:
         framework: The package that is changed; all of them by default.
@@ -70,12 +110,12 @@ def watch(framework: str = "") -> None:
 
 
 def unwatch() -> None:
-    """Reverts :func:`watch`."""
+    """Reverts :func:`watch`: each module has again what it had."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Watch)]
     _watched.clear()
-    while _replaced:
-        owner, name, value = _replaced.pop()
-        setattr(owner, name, value)
+    _unknown.clear()
+    for framework in [*_replaced]:
+        _revert(framework)
 
 
 class _Watch(MetaPathFinder):
@@ -93,24 +133,56 @@ class _Watch(MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                _adapt(module)
+                if module.__name__ == name:  # one loader may load all that is in an archive
+                    _adapt(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
 def _adapt(module: ModuleType) -> None:
-    with late_imports:
-        adapter: Any = importlib.import_module(_ADAPTERS[module.__name__])
-    try:
-        changes = list(adapter.changes(module))
-    except AttributeError as error:
-        logger.warning(
-            "this %s is newer than this cloudckpt knows, and is left as it is: %s",
-            module.__name__.partition(".")[0],
-            error,
-        )
+    """Changes a module, or has its framework refuse URIs; raises nothing."""
+    framework = _framework_of(module.__name__)
+    if framework in _unknown:
+        _refuse(module, framework)
         return
+    try:
+        with late_imports:
+            adapter: Any = importlib.import_module(_ADAPTERS[module.__name__])
+        _replace(framework, list(adapter.changes(module)))
+    except Exception as error:  # noqa: BLE001 - the import of a framework must not fail for us
+        unlike = error if isinstance(error, UnknownShapeError) else repr(error)
+        _unknown[framework] = str(unlike)
+        _revert(framework)
+        for name in _watched:
+            if _framework_of(name) == framework and name in sys.modules:
+                _refuse(sys.modules[name], framework)
+
+
+def _refuse(module: ModuleType, framework: str) -> None:
+    try:
+        _replace(framework, list(refusals(module, _unknown[framework])))
+    except Exception:
+        logger.exception("%s can't be kept from making local folders of URIs", module.__name__)
+
+
+def _framework_of(module: str) -> str:
+    package = module.partition(".")[0]
+    return _PART_OF.get(package, package)
+
+
+def _replace(framework: str, changes: list[Change]) -> None:
     for owner, name, value in changes:
-        _replaced.append((owner, name, vars(owner)[name]))
+        before = vars(owner).get(name, _ABSENT)
         setattr(owner, name, value)
+        _replaced.setdefault(framework, []).append((owner, name, before))
+
+
+def _revert(framework: str) -> None:
+    replaced = _replaced.pop(framework, [])
+    while replaced:
+        owner, name, before = replaced.pop()
+        if before is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)

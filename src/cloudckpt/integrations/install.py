@@ -23,7 +23,8 @@ def install(config: Config | None = None, trust_pickle: bool = False) -> None:
     libraries, are left alone. fsspec, by which frameworks list and delete checkpoints, gets file
     systems of ours for the schemes that no installed package serves (s3fs, gcsfs, adlfs).
     torchtitan, Accelerate and Lightning are changed, when they are imported, where they make local
-    folders of URIs; what in Accelerate and transformers can only write to local disks refuses them.
+    folders of URIs; what in these and transformers can only write to local disks refuses them, and
+    so does all of a framework that looks otherwise than the versions that are known.
 
     Calling it again replaces the options, also for what was installed before; :func:`uninstall`
     reverts it. It holds for this process: call it in each that uses torch's functions.

@@ -1,14 +1,15 @@
 """Lightning's own classes on URIs, after ``install``: what ours of the same name do.
 
-Plain strategies, the plugin that saves whole checkpoints, ``ckpt_path="last"`` of its callback, and
-``load_from_checkpoint`` take URIs; paths go Lightning's way. A whole checkpoint is saved by the
-first rank: that this failed is told to the others, which would wait for it at a barrier.
+Plain strategies, the plugin that saves whole checkpoints, the checkpoint callback, and
+``load_from_checkpoint`` take URIs; paths go Lightning's way. It is the same for the packages
+``lightning`` and ``pytorch_lightning``, which have the same code under two names; nothing of either
+is imported. A whole checkpoint is saved by the first rank: that this failed is told to the others,
+which would wait for it at a barrier.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -17,94 +18,120 @@ from typing import Any
 from cloudckpt.dcp.install import Change, chosen_config
 from cloudckpt.dcp.meeting import Meeting
 from cloudckpt.errors import CheckpointNotFoundError
+from cloudckpt.integrations.lightning_folder import may_be_removed, newest_in
+from cloudckpt.integrations.lightning_sharded import FabricOnStores, TrainerOnStores
+from cloudckpt.integrations.lightning_whole import WholeOnStores
 from cloudckpt.integrations.parts import uri_of
+from cloudckpt.integrations.shapes import function
+from cloudckpt.uri import CheckpointURI
 
 __all__ = ["changes"]
 
-_PATHS = ("path", "filepath", "checkpoint_path", "path_or_url")
 _STRATEGIES = {"model_parallel": "ModelParallelStrategy", "fsdp": "FSDPStrategy"}
+_PATHS = {"fabric": ("path", "path"), "trainer": ("filepath", "checkpoint_path")}
+"""What strategies call the path that they save to, and that they load from."""
 
 
 def changes(module: ModuleType) -> Iterator[Change]:
     """What is changed in a module of Lightning's.
 
     Raises:
-        AttributeError: If it does not look as expected.
+        UnknownShapeError: If it does not look as expected.
     """
     kind: Any
-    _, room, *_, file = module.__name__.split(".")
+    file = module.__name__.rpartition(".")[2]
+    is_fabric = module.__name__.startswith(("lightning.fabric.", "lightning_fabric."))
+    saved_to, loaded_from = _PATHS["fabric" if is_fabric else "trainer"]
     if file == "strategy":
-        kind = module.Strategy
-        yield kind, "save_checkpoint", _told_to_all(kind.save_checkpoint)
+        save = function(module, "Strategy.save_checkpoint", saved_to)
+        yield module.Strategy, "save_checkpoint", _told_to_all(save, saved_to)
     elif file in _STRATEGIES:
-        kind = getattr(module, _STRATEGIES[file])
-        for name in ("save_checkpoint", "load_checkpoint"):
-            yield kind, name, _led(getattr(kind, name), _of_strategy(room, _STRATEGIES[file], name))
+        name, ours = _STRATEGIES[file], FabricOnStores if is_fabric else TrainerOnStores
+        save = function(module, f"{name}.save_checkpoint", saved_to)
+        load = function(module, f"{name}.load_checkpoint", loaded_from)
+        kind = getattr(module, name)
+        yield kind, "save_checkpoint", _led(save, saved_to, ours.save_checkpoint)
+        yield kind, "load_checkpoint", _led(load, loaded_from, ours.load_checkpoint)
     elif file == "torch_io":
-        kind = module.TorchCheckpointIO
         for name in ("save_checkpoint", "load_checkpoint", "remove_checkpoint"):
-            yield kind, name, _led(getattr(kind, name), _of_plugin(name))
+            original = function(module, f"TorchCheckpointIO.{name}", "path")
+            yield module.TorchCheckpointIO, name, _led(original, "path", _of_plugin(name), True)
     elif file == "saving":
-        load = _of_plugin("load_checkpoint")
-        yield module, "pl_load", _led(module.pl_load, lambda *args, **kw: load(None, *args, **kw))
+        ours_of_plugin = _of_plugin("load_checkpoint")
+        load = function(module, "pl_load", "path_or_url")
+        by_ours = functools.partial(ours_of_plugin, None)
+        yield module, "pl_load", _led(load, "path_or_url", by_ours, True)
     else:
-        kind = module.ModelCheckpoint
-        resolve = kind._ModelCheckpoint__resolve_ckpt_dir
-        yield kind, "setup", _setting_up(kind.setup, resolve)
-        yield kind, "_find_last_checkpoints", _finding(kind._find_last_checkpoints, resolve)
+        yield from _of_callback(module)
 
 
-def _ours(module: str) -> Any:
-    """A module of ours, which imports Lightning: not before that is all there."""
-    return importlib.import_module(f"cloudckpt.integrations.{module}")
-
-
-def _of_strategy(room: str, kind: str, name: str) -> Callable[..., Any]:
-    def act(self: Any, *args: Any, **kwargs: Any) -> Any:
-        ours = _ours("fabric" if room == "fabric" else "lightning")
-        return getattr(getattr(ours, f"Cloud{kind}"), name)(self, *args, **kwargs)
-
-    return act
+def _of_callback(module: ModuleType) -> Iterator[Change]:
+    kind: Any = module.ModelCheckpoint
+    resolve = function(module, "ModelCheckpoint._ModelCheckpoint__resolve_ckpt_dir", "trainer")
+    setup = function(module, "ModelCheckpoint.setup", "trainer")
+    find = function(module, "ModelCheckpoint._find_last_checkpoints", "trainer")
+    name = "_should_remove_checkpoint"
+    judge = function(module, f"ModelCheckpoint.{name}", "trainer", "previous", "current")
+    yield kind, "setup", _setting_up(setup, resolve)
+    yield kind, "_find_last_checkpoints", _finding(find, resolve)
+    yield kind, name, _removing_own(judge)
 
 
 def _of_plugin(name: str) -> Callable[..., Any]:
     def act(_: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(_ours("fabric").CloudCheckpointIO(chosen_config()), name)(*args, **kwargs)
+        return getattr(WholeOnStores(chosen_config()), name)(*args, **kwargs)
 
     return act
 
 
-def _led(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """Leads calls with a URI to ours, but for single files that Lightning itself has saved."""
+def _led(
+    original: Callable[..., Any],
+    path: str,
+    ours: Callable[..., Any],
+    may_be_a_file: bool = False,
+) -> Callable[..., Any]:
+    """Leads calls with a URI to ours.
+
+    Args:
+        original: Lightning's.
+        path: Its parameter that is a path.
+        ours: What it is led to.
+        may_be_a_file: Whether it knows single files on URIs, too, which Lightning itself has saved:
+            where there is no checkpoint, it is asked.
+    """
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
-        if not _gives_uri(signature.bind(*args, **kwargs)):
+        if not _gives_uri(signature.bind(*args, **kwargs), path):
             return original(*args, **kwargs)
         try:
             return ours(*args, **kwargs)
         except CheckpointNotFoundError as missing:
+            if not may_be_a_file:
+                raise
             try:
                 return original(*args, **kwargs)
-            except FileNotFoundError:
+            except (FileNotFoundError, IsADirectoryError):
                 raise missing from None
 
     return method
 
 
-def _gives_uri(given: inspect.BoundArguments) -> bool:
-    """Whether a method of Lightning's is given a URI for a path."""
-    paths = (given.arguments[name] for name in _PATHS if name in given.arguments)
-    return any(uri_of(path) is not None for path in paths)
+def _gives_uri(given: inspect.BoundArguments, path: str) -> bool:
+    """Whether a method of Lightning's is given a URI for a path; a web page's is Lightning's."""
+    place = given.arguments.get(path)
+    if place is None or (str(place).startswith("http") and not CheckpointURI.accepts(place)):
+        return False
+    return uri_of(place) is not None
 
 
-def _told_to_all(original: Callable[..., None]) -> Callable[..., None]:
+def _told_to_all(original: Callable[..., None], path: str) -> Callable[..., None]:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def save_checkpoint(*args: Any, **kwargs: Any) -> None:
-        if not _gives_uri(signature.bind(*args, **kwargs)):
+        if not _gives_uri(signature.bind(*args, **kwargs), path):
             original(*args, **kwargs)
         else:
             Meeting.of(None, False).begin(lambda: original(*args, **kwargs))
@@ -135,6 +162,18 @@ def _finding(original: Callable[..., Any], resolve: Callable[..., Any]) -> Calla
         root = uri_of(resolve(self, trainer))
         if root is None:
             return set(original(self, trainer))
-        return set(_ours("lightning").newest_in(root, chosen_config()))
+        return newest_in(root, chosen_config(), self.CHECKPOINT_NAME_LAST)
 
     return _find_last_checkpoints
+
+
+def _removing_own(original: Callable[..., bool]) -> Callable[..., bool]:
+    """Keeps what another run has saved, which Lightning deletes where it is not on a local disk."""
+
+    @functools.wraps(original)
+    def _should_remove_checkpoint(self: Any, trainer: Any, previous: str, current: str) -> bool:
+        if not CheckpointURI.accepts(previous) or uri_of(previous) is None:
+            return original(self, trainer, previous, current)
+        return previous != current and may_be_removed(previous, self.dirpath, trainer.ckpt_path)
+
+    return _should_remove_checkpoint

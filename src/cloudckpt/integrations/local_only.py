@@ -14,6 +14,7 @@ from typing import Any
 from cloudckpt.dcp.install import Change
 from cloudckpt.errors import InstallError
 from cloudckpt.integrations.parts import uri_of
+from cloudckpt.integrations.shapes import function
 
 __all__ = ["changes"]
 
@@ -23,29 +24,32 @@ _CALLBACK = (
     "cloudckpt.integrations.transformers to the Trainer"
 )
 _FILES = "write to a local folder, and send its files with cloudckpt.save_file"
-
-_SHARDED = "take CloudModelParallelStrategy of cloudckpt.integrations.lightning, or of .fabric"
+_LOGS = "give ProjectConfiguration a local logging_dir besides the URI"
+_SHARDED = "take ModelParallelStrategy, of which every rank saves its shards to a URI"
 
 _WRITING = {
     "accelerate.accelerator": ("Accelerator.save_model", "save_directory", _MODEL),
-    "lightning.fabric.strategies.deepspeed": (
-        "DeepSpeedStrategy.save_checkpoint",
-        "path",
-        _SHARDED,
-    ),
-    "lightning.pytorch.strategies.deepspeed": (
-        "DeepSpeedStrategy.save_checkpoint",
-        "filepath",
-        _SHARDED,
-    ),
+    "accelerate.tracking": ("TensorBoardTracker.__init__", "logging_dir", _LOGS),
+    "fabric.strategies.deepspeed": ("DeepSpeedStrategy.save_checkpoint", "path", _SHARDED),
+    "fabric.strategies.xla_fsdp": ("XLAFSDPStrategy.save_checkpoint", "path", _SHARDED),
+    "pytorch.strategies.deepspeed": ("DeepSpeedStrategy.save_checkpoint", "filepath", _SHARDED),
     "transformers.modeling_utils": ("PreTrainedModel.save_pretrained", "save_directory", _MODEL),
-    "transformers.tokenization_utils_base": (
-        "PreTrainedTokenizerBase.save_pretrained",
-        "save_directory",
-        _FILES,
-    ),
     "transformers.trainer": ("Trainer.save_model", "output_dir", _MODEL),
     "transformers.training_args": ("TrainingArguments.__post_init__", "output_dir", _CALLBACK),
+    **{
+        f"transformers.{module}": (f"{kind}.save_pretrained", "save_directory", _FILES)
+        for module, kind in (
+            ("configuration_utils", "PreTrainedConfig"),
+            ("feature_extraction_utils", "FeatureExtractionMixin"),
+            ("generation.configuration_utils", "GenerationConfig"),
+            ("image_processing_base", "ImageProcessingMixin"),
+            ("pipelines.base", "Pipeline"),
+            ("processing_utils", "ProcessorMixin"),
+            ("tokenization_mistral_common", "MistralCommonBackend"),
+            ("tokenization_utils_base", "PreTrainedTokenizerBase"),
+            ("video_processing_utils", "BaseVideoProcessor"),
+        )
+    },
 }
 """By module: the function, its parameter or an attribute of its object, and what to write."""
 
@@ -54,13 +58,25 @@ def changes(module: ModuleType) -> Iterator[Change]:
     """What is changed in a module of the table.
 
     Raises:
-        AttributeError: If it does not look as expected.
+        UnknownShapeError: If it does not look as expected.
     """
-    name, parameter, instead = _WRITING[module.__name__]
+    name, parameter, instead = _WRITING[_without_lightning(module.__name__)]
     kind, _, method = name.partition(".")
-    owner = getattr(module, kind)
-    what = kind if method == "__post_init__" else name
-    yield owner, method, _refusing(getattr(owner, method), what, parameter, instead)
+    is_of_options = method == "__post_init__"
+    original = function(module, name, *(() if is_of_options else (parameter,)))
+    if is_of_options:
+        function(module, f"{kind}.__init__", parameter)
+    what = name.removesuffix(".__post_init__").removesuffix(".__init__")
+    yield getattr(module, kind), method, _refusing(original, what, parameter, instead)
+
+
+def _without_lightning(module: str) -> str:
+    """The name of a module that two packages of Lightning have."""
+    return (
+        module.replace("pytorch_lightning.", "pytorch.")
+        .replace("lightning_fabric.", "fabric.")
+        .removeprefix("lightning.")
+    )
 
 
 def _refusing(

@@ -16,21 +16,34 @@ from typing import Any
 
 from cloudckpt.dcp.install import Change, chosen_config
 from cloudckpt.hf import save as save_model
+from cloudckpt.integrations.shapes import function
 from cloudckpt.uri import CheckpointURI
 
 __all__ = ["changes"]
+
+_OPTIONS = (
+    "folder",
+    "initial_load_in_hf",
+    "initial_load_in_hf_quantized",
+    "initial_load_model_only",
+    "initial_load_path",
+    "last_save_in_hf",
+    "last_save_model_only",
+)
+"""Of its checkpoints, which are looked at here."""
 
 
 def changes(module: ModuleType) -> Iterator[Change]:
     """Has the managers of ``torchtitan.components.checkpointer.dcp`` take URIs for models.
 
     Raises:
-        AttributeError: If they do not look as those of 0.3.
+        UnknownShapeError: If they do not look as those of 0.3.
     """
-    manager = module.CheckpointManager
-    config = module.BaseCheckpointManager.Config
-    yield config, "__post_init__", _accepting(config.__post_init__)
-    yield manager, "dcp_save", _saving_models(manager.dcp_save)
+    check = function(module, "BaseCheckpointManager.Config.__post_init__")
+    function(module, "BaseCheckpointManager.Config.__init__", *_OPTIONS)
+    save = function(module, "CheckpointManager.dcp_save", "state_dict", "checkpoint_id", "to_hf")
+    yield module.BaseCheckpointManager.Config, "__post_init__", _accepting(check)
+    yield module.CheckpointManager, "dcp_save", _saving_models(save)
 
 
 def _is_ours(folder: str) -> bool:

@@ -1,0 +1,258 @@
+"""Sharded checkpoints of Lightning on URIs: all ranks save their shards, in one commit.
+
+Nothing here imports Lightning, since it is the same for its two packages, ``lightning`` and
+``pytorch_lightning``. A class of these stands before a strategy of theirs, to which paths go; or a
+method of it is called with such a strategy, and a URI.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from cloudckpt import api
+from cloudckpt.config import Config
+from cloudckpt.errors import ConfigError, MissingKeyError
+from cloudckpt.integrations.lightning_whole import config_of, refuse_storage_options
+from cloudckpt.integrations.parts import VALUES, Parts, packed, remove, uri_of
+from cloudckpt.integrations.saves import Saves, close, then
+
+__all__ = ["FabricOnStores", "TrainerOnStores"]
+
+
+class FabricOnStores:
+    """What Fabric's strategies that shard do otherwise on a URI: all ranks save their shards to it,
+    in one commit.
+    """
+
+    config: Config | None = None
+
+    def __init__(self, *args: Any, config: Config | None = None, **kwargs: Any) -> None:
+        """
+        Args:
+            *args: Lightning's.
+            config: The options of saving and loading.
+            **kwargs: Lightning's.
+        """
+        super().__init__(*args, **kwargs)
+        if config is not None:
+            self.config = config
+
+    def save_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Saves on all ranks; to a URI, or where Lightning would.
+
+        Raises:
+            CloudCheckpointError: As :func:`cloudckpt.save`.
+        """
+        uri = uri_of(self.broadcast(path))  # type: ignore[attr-defined]
+        if uri is None:
+            super().save_checkpoint(path, state, storage_options, filter)  # type: ignore[misc]
+            return
+        refuse_storage_options(storage_options, uri)
+        _check_sharded(self, uri)
+        if filter is not None:
+            raise ConfigError("filter= is not for sharded checkpoints: leave it out", uri=uri)
+        parts = _parts(state, uri).state_dicts()
+        values = {key: _asked(value) for key, value in state.items() if key not in parts}
+        if self.is_global_zero:  # type: ignore[attr-defined]
+            parts[VALUES] = packed(values)
+        api.save(parts, checkpoint_id=uri, config=config_of(self))
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        state: Any = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Loads into the models, optimizers and other values of ``state``, on any number of ranks.
+
+        Returns:
+            The values that were saved, and are not in ``state``.
+
+        Raises:
+            MissingKeyError: If ``strict``, and the checkpoint lacks what ``state`` has.
+            CloudCheckpointError: As :func:`cloudckpt.load`.
+        """
+        uri = uri_of(self.broadcast(path))  # type: ignore[attr-defined]
+        if uri is None:
+            more = {} if weights_only is None else {"weights_only": weights_only}  # lightning 2.6
+            return dict(super().load_checkpoint(path, state, strict, **more))  # type: ignore[misc]
+        if not isinstance(state, dict) or not state:
+            raise ConfigError(
+                "a sharded checkpoint is loaded into what was saved: give a dict with the model, "
+                "as fabric.load(uri, {'model': model})",
+                uri=uri,
+            )
+        parts = _parts(state, uri)
+        values = parts.load(uri, config_of(self), strict=strict, weights_only=weights_only)
+        for key, value in state.items():
+            if isinstance(value, (Module, Optimizer)):
+                continue
+            if key in values:
+                found = values.pop(key)
+                if callable(load := getattr(value, "load_state_dict", None)):
+                    load(found)
+                else:
+                    state[key] = found
+            elif strict:
+                raise MissingKeyError(
+                    f"{key!r} is not in the checkpoint, whose values are {sorted(values)}; leave "
+                    "it out of the state, or pass strict=False",
+                    uri=uri,
+                    item=key,
+                )
+        return values
+
+
+class TrainerOnStores:
+    """What the Trainer's strategies that shard do otherwise on a URI: all ranks save their shards
+    to it, in one commit.
+    """
+
+    config: Config | None = None
+    saves: Saves | None = None  # in the background
+
+    def __init__(
+        self,
+        *args: Any,
+        config: Config | None = None,
+        asynchronous: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """
+        Args:
+            *args: Lightning's.
+            config: The options of saving and loading.
+            asynchronous: Whether a save copies the state and goes on in the background. What fails
+                then is raised by the next save, or at the end, on all ranks.
+            **kwargs: Lightning's.
+        """
+        super().__init__(*args, **kwargs)
+        if config is not None:
+            self.config = config
+        if asynchronous:
+            self.saves = Saves(config_of(self), asynchronous=True)
+
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        filepath: str | os.PathLike[str],
+        storage_options: Any = None,
+    ) -> None:
+        """Saves on all ranks; to a URI, or where Lightning would.
+
+        Raises:
+            ConfigError: If the strategy was told to gather the state on one rank.
+            CloudCheckpointError: As :func:`cloudckpt.save`.
+        """
+        uri = uri_of(self.broadcast(filepath))  # type: ignore[attr-defined]
+        if uri is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
+            return
+        refuse_storage_options(storage_options, uri)
+        _check_sharded(self, uri)
+        values = dict(checkpoint)
+        parts = {"state_dict": values.pop("state_dict")}
+        for index, state in enumerate(values.pop("optimizer_states", [])):
+            parts[f"optimizer_{index}"] = state
+        if self.is_global_zero:  # type: ignore[attr-defined]
+            parts[VALUES] = packed(values)
+        saves = getattr(self, "saves", None)
+        if saves is None:
+            api.save(parts, checkpoint_id=uri, config=config_of(self))
+        else:
+            saves.save(parts, uri)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Loads the model, and the optimizers of a trainer that fits, on any number of ranks.
+
+        Returns:
+            What else the trainer had kept.
+
+        Raises:
+            CloudCheckpointError: As :func:`cloudckpt.load`.
+        """
+        uri = uri_of(self.broadcast(checkpoint_path))  # type: ignore[attr-defined]
+        if uri is None:
+            more = {} if weights_only is None else {"weights_only": weights_only}  # lightning 2.6
+            return dict(super().load_checkpoint(checkpoint_path, **more))  # type: ignore[misc]
+        if (saves := getattr(self, "saves", None)) is not None:
+            saves.finish()
+        module = self.lightning_module  # type: ignore[attr-defined]
+        model = self.model  # type: ignore[attr-defined]
+        is_fitting = module.trainer.state.fn == "fit"
+        optimizers = self.optimizers if is_fitting else []  # type: ignore[attr-defined]
+        parts = Parts(
+            {"state_dict": model},
+            {f"optimizer_{index}": (model, one) for index, one in enumerate(optimizers)},
+        )
+        strict = module.strict_loading
+        return parts.load(uri, config_of(self), strict=strict, weights_only=weights_only)
+
+    def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
+        """Deletes a checkpoint, if it is there; the first rank does it."""
+        uri = uri_of(filepath)
+        if uri is None:
+            super().remove_checkpoint(filepath)  # type: ignore[misc]
+        elif self.is_global_zero:  # type: ignore[attr-defined]
+            then(self.saves, functools.partial(remove, uri, config_of(self)))
+
+    def teardown(self) -> None:
+        """Waits for what is saved in the background.
+
+        Raises:
+            CloudCheckpointError: If that fails, and nothing else has.
+        """
+        close(self.saves)
+        super().teardown()  # type: ignore[misc]
+
+
+def _check_sharded(strategy: Any, uri: str) -> None:
+    """Refuses to save what a strategy gathers on one rank.
+
+    Raises:
+        ConfigError: If it was told to do so, or does it by default.
+    """
+    if not getattr(strategy, "_save_distributed_checkpoint", True):
+        raise ConfigError(
+            "save_distributed_checkpoint=False gathers the state on one rank: leave it out; what "
+            "every rank saves loads on any number of ranks",
+            uri=uri,
+        )
+    if getattr(strategy, "_state_dict_type", "sharded") != "sharded":
+        raise ConfigError("FSDP is to be given state_dict_type='sharded' for URIs", uri=uri)
+
+
+def _parts(state: Mapping[str, Any], uri: str) -> Parts:
+    """The models and optimizers in ``state``.
+
+    Raises:
+        ConfigError: If there are optimizers and not just one model, whose names those take.
+    """
+    models = {key: value for key, value in state.items() if isinstance(value, Module)}
+    optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}
+    if not models or (optimizers and len(models) > 1):
+        raise ConfigError(
+            f"the state has {len(models)} models: save each with its optimizers, at its own URI",
+            uri=uri,
+        )
+    model = next(iter(models.values()))
+    return Parts(models, {key: (model, optimizer) for key, optimizer in optimizers.items()})
+
+
+def _asked(value: Any) -> Any:
+    return value.state_dict() if hasattr(value, "state_dict") else value

@@ -1,0 +1,135 @@
+"""Whole checkpoints of Lightning on URIs, for strategies that do not shard.
+
+Nothing here imports Lightning, since it is the same for its two packages, ``lightning`` and
+``pytorch_lightning``.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import torch
+
+from cloudckpt import api
+from cloudckpt.checkpointer import CheckpointerConfig, make_sync_checkpointer
+from cloudckpt.config import Config
+from cloudckpt.dcp.install import chosen_config
+from cloudckpt.errors import ConfigError
+from cloudckpt.integrations.parts import VALUES, packed, remove, unpacked, uri_of
+from cloudckpt.integrations.saves import Saves, close, then
+
+__all__ = ["WholeOnStores", "config_of", "refuse_storage_options"]
+
+
+class WholeOnStores:
+    """What Lightning's plugin does otherwise on a URI: one process saves, tensor by tensor.
+
+    It stands before a plugin of Lightning's, to which paths go; without one it knows URIs only.
+    """
+
+    def __init__(self, config: Config | None = None, *, asynchronous: bool = False) -> None:
+        """
+        Args:
+            config: The options of saving and loading.
+            asynchronous: Whether a save copies the state and goes on in the background, for the
+                Trainer, which waits for it at its end. What fails then is raised by the next save,
+                on all ranks, or by the first rank at the end.
+        """
+        super().__init__()
+        self.config = config
+        self._saves: Saves | None = None
+        if asynchronous:
+            self._saves = Saves(config_of(self), asynchronous=True, no_dist=True)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """Saves to a URI, or where Lightning would.
+
+        Raises:
+            CloudCheckpointError: As :func:`cloudckpt.save`.
+        """
+        uri = uri_of(path)
+        if uri is None:
+            super().save_checkpoint(checkpoint, path, storage_options)  # type: ignore[misc]
+            return
+        refuse_storage_options(storage_options, uri)
+        trees = {key: value for key, value in checkpoint.items() if _is_of_tensors(value)}
+        values = {key: value for key, value in checkpoint.items() if key not in trees}
+        state = {**trees, VALUES: packed(values)}
+        if self._saves is None:
+            api.save(state, checkpoint_id=uri, config=config_of(self), no_dist=True)
+        else:
+            self._saves.save(state, uri)
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        map_location: Any = "cpu",
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """What was saved, as it was.
+
+        Args:
+            path: Where.
+            map_location: Lightning's; tensors of a URI come to the host.
+            weights_only: With False, pickles in the checkpoint may run any code.
+
+        Raises:
+            CloudCheckpointError: As :func:`cloudckpt.load`.
+        """
+        uri = uri_of(path)
+        if uri is None:
+            more = {} if weights_only is None else {"weights_only": weights_only}  # lightning 2.6
+            if map_location != "cpu":
+                more["map_location"] = map_location
+            return dict(super().load_checkpoint(path, **more))  # type: ignore[misc]
+        if self._saves is not None:
+            self._saves.finish()
+        options = CheckpointerConfig(
+            config=config_of(self), no_dist=True, trust_pickle=weights_only is False
+        )
+        with make_sync_checkpointer(options) as checkpointer:
+            trees = checkpointer.load(uri)
+        values = unpacked(trees.pop(VALUES, None), weights_only)
+        return {**trees, **values}
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Deletes a checkpoint, if it is there."""
+        uri = uri_of(path)
+        if uri is None:
+            super().remove_checkpoint(path)  # type: ignore[misc]
+        else:
+            then(self._saves, functools.partial(remove, uri, config_of(self)))
+
+    def teardown(self) -> None:
+        """Waits for what is saved in the background.
+
+        Raises:
+            CloudCheckpointError: If that fails, and nothing else has.
+        """
+        close(self._saves)
+
+
+def config_of(owner: Any) -> Config:
+    """The options that a strategy or plugin was given, or those of ``install``."""
+    return getattr(owner, "config", None) or chosen_config() or Config()
+
+
+def refuse_storage_options(options: object, uri: str) -> None:
+    """Refuses what would be ignored.
+
+    Raises:
+        ConfigError: If there are any.
+    """
+    if options is not None:
+        raise ConfigError("storage_options= is not for cloudckpt: give config= instead", uri=uri)
+
+
+def _is_of_tensors(value: object) -> bool:
+    """Whether it consists of tensors, numbers and strings in dicts and lists, with tensors."""
+    kinds = {type(leaf) for leaf in torch.utils._pytree.tree_leaves(value)}
+    simple = {int, float, bool, str, type(None), torch.nn.Parameter, torch.Tensor}
+    return kinds <= simple and not kinds.isdisjoint({torch.Tensor, torch.nn.Parameter})
