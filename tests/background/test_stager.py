@@ -1,6 +1,7 @@
 """The stager's memory: kept from save to save, locked while it is read, given back at the end."""
 
 import contextlib
+import errno
 import gc
 import os
 import resource
@@ -83,6 +84,62 @@ def test_it_gives_back_what_it_opened_and_leaves_nothing_in_shared_memory():
         assert open_files() <= files + 2
         stager.close()
         stager.close()
+    assert open_files() == files
+
+
+def _without_posix_fallocate(monkeypatch) -> None:
+    monkeypatch.delattr(os, "posix_fallocate")
+
+
+def _on_a_file_system_that_does_not_allocate(monkeypatch) -> None:
+    def fail(fd: int, offset: int, size: int) -> None:
+        raise OSError(errno.EINVAL, "not here")
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+
+
+@pytest.mark.parametrize(
+    "system", [_without_posix_fallocate, _on_a_file_system_that_does_not_allocate]
+)
+@pytest.mark.parametrize("has_memfd", [True, False])
+def test_a_state_is_staged_where_memory_is_not_allocated_ahead(system, has_memfd, monkeypatch):
+    system(monkeypatch)
+    if not has_memfd:
+        monkeypatch.delattr(os, "memfd_create")
+    files = open_files()
+    with Stager() as stager:
+        state = {"t": numbered(10_000)}
+        assert_same(stager.stage(state), state)
+    gc.collect()
+    assert open_files() == files
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOMEM, "no memory"), OverflowError, ValueError])
+@pytest.mark.parametrize("step", ["os.posix_fallocate", "mmap.mmap"])
+def test_an_arena_that_can_not_be_had_leaves_no_open_file(step, error, monkeypatch):
+    def fail(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(step, fail)
+    files = open_files()
+    with pytest.raises(StagingMemoryError, match="can't be had"):
+        arenas.Arena(MIB)
+    assert open_files() == files
+
+
+def test_without_a_descriptor_for_it_there_is_no_arena(monkeypatch):
+    def fail(*args: object) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", fail)
+    with pytest.raises(StagingMemoryError, match="too many open files"):
+        arenas.Arena(MIB)
+
+
+def test_an_arena_that_can_not_be_mapped_elsewhere_leaves_no_open_file(monkeypatch):
+    files = open_files()
+    with pytest.raises(ValueError, match="mmap length"):  # larger than the file
+        arenas.Arena.attach(os.memfd_create("empty"), MIB)
     assert open_files() == files
 
 

@@ -7,7 +7,9 @@ has a process killed instead of told.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import tempfile
@@ -26,8 +28,9 @@ class Arena:
     """Anonymous shared memory of a fixed size.
 
     It has no name, so that nothing is left behind however its processes end, and no limit but the
-    machine's memory: containers often have a tiny ``/dev/shm``. All of it is allocated at once: a
-    lack of memory shows here, as an error, and not later as a signal.
+    machine's memory: containers often have a tiny ``/dev/shm``. All of it is allocated at once,
+    where the system can do that: a lack of memory shows here, as an error, and not later as a
+    signal.
 
     Attributes:
         size: Bytes.
@@ -47,12 +50,14 @@ class Arena:
             StagingMemoryError: If there is not so much memory.
         """
         _check_available(size)
-        fd = _anonymous_file()
         try:
-            os.posix_fallocate(fd, 0, size)
-            self._map = mmap.mmap(fd, size)
-        except (OSError, ValueError) as exc:
-            os.close(fd)
+            with contextlib.ExitStack() as undo:
+                fd = _anonymous_file()
+                undo.callback(os.close, fd)
+                _allocate(fd, size)
+                self._map = mmap.mmap(fd, size)
+                undo.pop_all()
+        except (OSError, ValueError, OverflowError) as exc:
             raise StagingMemoryError(
                 f"the staged copy needs {_mib(size)} of shared memory, which can't be had; free "
                 "memory, or save fewer bytes per rank",
@@ -72,9 +77,13 @@ class Arena:
 
     @classmethod
     def attach(cls, fd: int, size: int) -> Arena:
-        """The arena of another process; the descriptor is taken over."""
+        """The arena of another process; the descriptor is taken over, also if this fails."""
         arena = cls.__new__(cls)
-        arena._map = mmap.mmap(fd, size)
+        try:
+            arena._map = mmap.mmap(fd, size)
+        except BaseException:
+            os.close(fd)
+            raise
         arena._give_back_at_the_end(fd, None)
         arena.size, arena.fd, arena.pinned = size, fd, False
         return arena
@@ -147,6 +156,22 @@ def _anonymous_file() -> int:
         return os.memfd_create("cloudckpt-staging", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile(prefix="cloudckpt-staging") as file:  # not on Linux
         return os.dup(file.fileno())
+
+
+# of systems, and file systems, that allocate a page only when it is written to
+_NOT_ALLOCATED = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
+
+
+def _allocate(fd: int, size: int) -> None:
+    """Gives a file its size, and its memory now where that can be had."""
+    if hasattr(os, "posix_fallocate"):  # not on macOS
+        try:
+            os.posix_fallocate(fd, 0, size)
+            return
+        except OSError as exc:
+            if exc.errno not in _NOT_ALLOCATED:
+                raise
+    os.ftruncate(fd, size)
 
 
 def _check_available(size: int) -> None:
