@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import pickle
 import time
 import uuid
@@ -259,14 +261,46 @@ def test_all_is_read_if_what_was_read_before_does_not_count(store, cache, reason
     assert verify("memory://run/a", resume=reason != "not wanted", config=ONE).resumed == 0
 
 
-def test_a_cache_folder_that_can_not_be_written_to_prevents_nothing(store, cache, monkeypatch):
+def _read_only_home(cache: Path, monkeypatch) -> None:
     (cache / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "file"))
+
+
+def _full_disk(cache: Path, monkeypatch) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr("cloudckpt.runs.resuming.tempfile.mkstemp", fail)
+
+
+def _no_home(cache: Path, monkeypatch) -> None:
+    def fail(number: int) -> None:
+        raise KeyError(number)
+
+    for variable in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", fail)  # as in a container with the number of a stranger
+    monkeypatch.chdir(cache)
+
+
+@pytest.mark.parametrize("home", [_read_only_home, _full_disk, _no_home])
+def test_without_a_cache_folder_nothing_is_noted_and_that_is_logged_once(
+    store, cache, home, monkeypatch, caplog
+):
+    home(cache, monkeypatch)
+    before = sorted(cache.iterdir())
+    monkeypatch.setattr("cloudckpt.runs.verifying._BETWEEN_NOTES", -1.0)
+    caplog.set_level(logging.INFO, "cloudckpt")
     store.fail("get_range", AccessDeniedError, calls=[4])
     with pytest.raises(AccessDeniedError):
         verify("memory://run/a", resume=True, config=ONE)
+    [told] = [record for record in caplog.records if "noted" in record.getMessage()]
+    assert told.levelno == logging.INFO
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     store.heal()
-    assert verify("memory://run/a", resume=True, config=ONE).nbytes == 60_000_000
+    found = verify("memory://run/a", resume=True, config=ONE)
+    assert (found.nbytes, found.resumed) == (60_000_000, 0)
+    assert [path for path in sorted(cache.iterdir()) if path.name != "cloudckpt"] == before
 
 
 def test_damage_is_found_again_by_a_verification_that_goes_on(store) -> None:

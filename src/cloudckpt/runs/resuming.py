@@ -22,7 +22,8 @@ _LIFETIME = 24 * 3600.0  # seconds after which what was found is no longer belie
 class Unfinished:
     """A small file beneath ``$XDG_CACHE_HOME`` (``~/.cache``), one for each piece of work.
 
-    Nothing depends on it: what can't be read or written is logged, and the work begins anew.
+    Nothing depends on it: without a folder that can be written to, which is logged once, and with
+    a file that makes no sense, an interrupted piece of work begins anew.
     """
 
     def __init__(self, *work: object) -> None:
@@ -34,9 +35,14 @@ class Unfinished:
         root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         self.path = Path(root) / "cloudckpt" / f"{name}.json"
         self._began = time.time()
+        self._has_place = True
+        if not os.path.isabs(root):  # without HOME, of a user that the system does not know
+            self._give_up("there is no home folder, and XDG_CACHE_HOME names no folder")
 
     def read(self) -> dict[str, Any]:
         """What was written last, if that was begun within a day; else empty."""
+        if not self._has_place:
+            return {}
         try:
             found = json.loads(self.path.read_bytes())
             began = float(found["began"])
@@ -45,7 +51,10 @@ class Unfinished:
             state = dict(found["state"])
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except OSError as error:
+            self._give_up(error)
+            return {}
+        except (ValueError, TypeError, KeyError) as error:
             logger.warning("%s can't be read, all begins anew: %s", self.path, error)
             return {}
         self._began = began
@@ -53,6 +62,8 @@ class Unfinished:
 
     def write(self, state: dict[str, Any]) -> None:
         """Replaces what was written before."""
+        if not self._has_place:
+            return
         data = json.dumps({"began": self._began, "state": state}).encode()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -66,9 +77,15 @@ class Unfinished:
                     os.unlink(temporary)
                 raise
         except OSError as error:
-            logger.warning("an interruption would begin anew: %s", error)
+            self._give_up(error)
+
+    def _give_up(self, why: object) -> None:
+        self._has_place = False
+        logger.info("how far the work has come is not noted, so it can't be resumed: %s", why)
 
     def forget(self) -> None:
         """Says that the work is done."""
+        if not self._has_place:
+            return
         with contextlib.suppress(OSError):
             self.path.unlink(missing_ok=True)
