@@ -5,6 +5,7 @@ import sys
 import pytest
 
 import cloudckpt
+from cloudckpt.demo.bucket import bucket_of_user
 
 pytest.importorskip("moto", reason="the demo needs the extra 'demo'")
 
@@ -38,6 +39,31 @@ def test_demo_without_its_packages_says_what_to_install(
     assert package in message
     assert "pip install 'cloudckpt[demo]'" in message
     assert "steps" not in demo_result, "the demo must not start"
+
+
+@pytest.mark.parametrize("uri", ["s3://bucket/runs", "gs://bucket", "az://box/runs", "/a/folder"])
+def test_demo_on_a_place_of_the_user_needs_no_package_of_the_embedded_server(
+    cli, monkeypatch, demo_result, uri
+):
+    for package in ("moto", "flask", "boto3"):
+        without(monkeypatch, package)
+    assert cli("demo", "--uri", uri) == 0
+    assert demo_result["location"] == uri
+
+
+def test_demo_on_a_place_of_the_user_says_what_it_needs(cli, monkeypatch, demo_result, capsys):
+    without(monkeypatch, "numpy")
+    assert cli("demo", "--uri", "gs://bucket") == 1
+    assert "this command needs numpy; " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_demo_leaves_in_a_folder_of_the_user_what_it_is_told_to(tmp_path, keep):
+    (tmp_path / "mine").write_text("")
+    with bucket_of_user(str(tmp_path), keep=keep) as run:
+        cloudckpt.save({"step": 1}, checkpoint_id=run.join("step-1"), no_dist=True)
+    assert (tmp_path / "mine").exists()
+    assert len(list(tmp_path.iterdir())) == (2 if keep else 1)
 
 
 def test_version_needs_no_package_of_the_demo(cli, monkeypatch):
@@ -84,7 +110,7 @@ def test_too_few_steps_are_a_usage_error(cli, demo_result):
     assert "steps" not in demo_result, "the demo must not start"
 
 
-@pytest.mark.parametrize("uri", ["nonsense://x/y", "memory://x", "/some/folder"])
-def test_demo_refuses_a_place_that_is_no_bucket(cli, uri, capsys):
+@pytest.mark.parametrize("uri", ["nonsense://x/y", "memory://x"])
+def test_demo_refuses_a_place_that_its_ranks_can_not_share(cli, uri, capsys):
     assert cli("demo", "--uri", uri) == 1
     assert "s3://" in capsys.readouterr().err

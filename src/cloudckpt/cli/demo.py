@@ -17,12 +17,12 @@ def demo(
     uri: Annotated[
         Optional[str],  # noqa: UP045 - see above
         typer.Option(
-            help="Use this bucket, e.g. s3://bucket/path, instead of an embedded S3 server."
+            help="Use this bucket or folder, e.g. s3://bucket/path, not an embedded S3 server."
         ),
     ] = None,
     steps: Annotated[int, typer.Option(min=6, help="Steps to train.")] = 48,
     keep: Annotated[
-        bool, typer.Option("--keep", help="Leave the checkpoints in the bucket of --uri.")
+        bool, typer.Option("--keep", help="Leave the checkpoints at --uri.")
     ] = False,
 ) -> None:
     """Train a small GPT, kill it in the middle of a save, and resume on more and fewer ranks.
@@ -31,7 +31,8 @@ def demo(
     """
     if keep and uri is None:
         raise typer.BadParameter("--keep needs --uri: the embedded server keeps nothing")
-    _require("demo", "moto", "flask", "boto3", "numpy")
+    own_server = ("moto", "flask", "boto3") if uri is None else ()
+    _require("demo", "numpy", *own_server)
 
     from cloudckpt.demo.children import ChildError
     from cloudckpt.demo.run import run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ _POLL = 0.05  # seconds between two looks at the store
 
 @contextlib.contextmanager
 def bucket_of_user(location: str, *, keep: bool) -> Iterator[CheckpointURI]:
-    """A prefix of our own beneath the user's URI, which is empty again in the end.
+    """A prefix of our own beneath the user's URI or folder, which is empty again in the end.
 
     Args:
         location: The URI.
@@ -42,8 +43,11 @@ def bucket_of_user(location: str, *, keep: bool) -> Iterator[CheckpointURI]:
         CloudCheckpointError: If the bucket can't be used.
     """
     uri = CheckpointURI.parse(location)
-    if not uri.is_cloud:
-        raise cloudckpt.InvalidURIError(f"{location!r} is no bucket; write s3://bucket/path")
+    if uri.scheme == "memory":
+        raise cloudckpt.InvalidURIError(
+            f"{location!r} can't be seen by other processes; write s3://bucket/path, gs://, az:// "
+            "or a local folder"
+        )
     run = uri.join(f"cloudckpt-demo-{random_suffix()}")
     store, retrier = _opened(run)
     below = run.key("")
@@ -57,6 +61,8 @@ def bucket_of_user(location: str, *, keep: bool) -> Iterator[CheckpointURI]:
             config = Config()
             threads = config.connections
             delete_all(store, keys, config.retry, threads=threads, what="objects that are")
+            if run.scheme == "file":
+                shutil.rmtree(run.prefix, ignore_errors=True)  # folders that are empty by now
 
 
 @contextlib.contextmanager
