@@ -21,9 +21,7 @@ def demo(
         ),
     ] = None,
     steps: Annotated[int, typer.Option(min=6, help="Steps to train.")] = 48,
-    keep: Annotated[
-        bool, typer.Option("--keep", help="Leave the checkpoints at --uri.")
-    ] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the checkpoints at --uri.")] = False,
 ) -> None:
     """Train a small GPT, kill it in the middle of a save, and resume on more and fewer ranks.
 
