@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from cloudckpt.checkpoint.record import Record
 from cloudckpt.checkpoint.written import Extents
 
 _ROWS = (8, 2, 4, 6)
@@ -66,8 +67,8 @@ class Others:
 
     def told(self, value: Any, rank: int) -> Any:
         """What rank ``rank`` sends where this one sends ``value``."""
-        if isinstance(value, bytes):  # a plan that its rank has pickled
-            return pickle.dumps(self.told(pickle.loads(value), rank))
+        if isinstance(value, bytes):  # what its rank would write, as columns
+            return self._record(Record.parse(value, ""), rank).to_bytes()
         if isinstance(value, SavePlan):
             self._tensors = [
                 number for number, item in enumerate(value.items) if item.tensor_data is not None
@@ -96,6 +97,21 @@ class Others:
             if result.index.fqn in self._sizes
         ]
 
+    def _record(self, own: Record, rank: int) -> Record:
+        of_own = own.inventory
+        assert of_own is not None
+        entries = {n: e for n, e in of_own.entries.items() if e.shape is not None}
+        self._tensors = [entry.first for entry in entries.values()]
+        self._sizes = dict.fromkeys(entries, torch.Size(()))
+        firsts = {
+            name: replace(e, first=number) for number, (name, e) in enumerate(entries.items())
+        }
+        chunks = of_own.chunks[2]
+        offsets = chunks.offsets.clone()
+        offsets[:, 0] = chunks.sizes[:, 0] * rank
+        shifted = replace(chunks, rows=torch.arange(len(firsts)), offsets=offsets)
+        return Record.of(replace(of_own, entries=firsts, chunks={2: shifted}))
+
     def _item(self, item: WriteItem, rank: int) -> WriteItem:
         assert item.tensor_data is not None
         sizes = self._sizes[item.index.fqn] = item.tensor_data.chunk.sizes
@@ -117,7 +133,7 @@ def of(name: str, rank: int) -> str:
 def others(
     gathered: Callable[[], None] = lambda: None,
     *,
-    planned: Callable[[SavePlan], Any] = lambda plan: plan,
+    planned: Callable[[Any], Any] = lambda plan: plan,
     committed: Any = None,
 ) -> Iterator[list[int]]:
     """Has the other ranks take part in gatherings.

@@ -49,7 +49,7 @@ class Aim:
 
 _AIMS: Mapping[str, Aim] = {
     "gathered": Aim("second save: gathered of a rank", "B", 2048, 512, grows=False),
-    "commit_cpu": Aim("second save: CPU of the coordinator until the commit", "s", 0.5, 0.1),
+    "commit_cpu": Aim("second save: CPU of the coordinator until the commit", "s", 0.6, 0.3),
     "plan_cpu": Aim("second save: CPU of another rank for planning", "ms", 20, 5, grows=False),
     "first_cpu": Aim("first save: finish, CPU", "s", 4, 1.5),
     "first_memory": Aim("first save: finish, memory", "MiB", 400, 400),
@@ -183,7 +183,7 @@ def _other_rank(port: int, who: str, ranks: int, tensors: int) -> dict[str, floa
 
         subscribe(lambda event: note() if event.phase == "plan" else None)
         heard: dict[str, Any] = {
-            "planned": lambda plan: (plan, 7),
+            "planned": lambda plan: (_all_of(plan), 7),
             "committed": Committed("0" * 16, can_be_filled=True),
         }
     else:
@@ -194,6 +194,16 @@ def _other_rank(port: int, who: str, ranks: int, tensors: int) -> dict[str, floa
             began, planned = cpu_seconds(), 0.0
             _save(who, folder, state, Writer)
     return {"gathered": sum(sent), "plan_cpu": (planned - began) * 1000}
+
+
+def _all_of(plan: bytes) -> Any:
+    """The part of a rank that writes all that it has."""
+    from cloudckpt.checkpoint.record import Record
+    from cloudckpt.dcp.global_plan import Part
+
+    inventory = Record.parse(plan, "").inventory
+    assert inventory is not None
+    return Part(torch.arange(inventory.count), torch.zeros(inventory.count, dtype=torch.int64))
 
 
 def _reading(port: int, who: str, ranks: int, tensors: int) -> dict[str, float]:

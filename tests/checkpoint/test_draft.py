@@ -1,7 +1,6 @@
 """The commit object: columns and pickle say the same, to us and to stock torch, save after save."""
 
 import dataclasses
-import json
 import pickle
 import struct
 
@@ -19,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from cloudckpt.checkpoint import body
+from cloudckpt.checkpoint import record
 from cloudckpt.checkpoint.committed import CommitObject, Fetched
 from cloudckpt.checkpoint.draft import Draft, Planned
 from cloudckpt.checkpoint.metadata import load_metadata
@@ -84,7 +83,7 @@ def written(plans, attempt, start=0, length=99):
 
 def drawn_up(metadata, plans, attempt=FIRST, **options):
     return Draft.of(
-        Planned.of(metadata, plans),
+        Planned.of(metadata, plans, CRC32C),
         written(plans, attempt, **options),
         CRC32C,
         attempt=attempt,
@@ -160,8 +159,7 @@ def spread(draw, plans, attempt):
 @given(saves(), st.data())
 def test_the_next_save_says_what_a_first_one_would(save, data):
     metadata, plans = save
-    before = data.draw(spread(plans, FIRST))
-    draft = Draft.of(Planned.of(metadata, plans), before, CRC32C, attempt=FIRST, uri=URI)
+    planned, before = Planned.of(metadata, plans, CRC32C), data.draw(spread(plans, FIRST))
     for attempt in (SECOND, "3" * 16):
         now = data.draw(spread(plans, attempt))
         for rank, (one, earlier) in enumerate(zip(now, before, strict=True)):
@@ -171,23 +169,32 @@ def test_the_next_save_says_what_a_first_one_would(save, data):
                 now[rank] = dataclasses.replace(
                     one, objects=tuple(objects), extents=earlier.extents
                 )
-        since = [one.since(earlier.extents) for one, earlier in zip(now, before, strict=True)]
-        draft = draft.next(pickle.loads(pickle.dumps(since)), attempt, URI)
-        anew = Draft.of(Planned.of(metadata, plans), now, CRC32C, attempt=attempt, uri=URI)
+        draft = Draft.of(planned, after(before, now), CRC32C, attempt=attempt, uri=URI)
+        anew = Draft.of(Planned.of(metadata, plans, CRC32C), now, CRC32C, attempt=attempt, uri=URI)
         assert stored(draft) == stored(anew)
         assert read(stored(draft)).metadata == pickle.loads(stored(draft)) == draft.metadata
         before = now
 
 
+def after(before, now):
+    """What the coordinator makes of what ranks tell of a save by the plan of the one before."""
+    found = []
+    for one, earlier in zip(now, before, strict=True):
+        told = pickle.loads(pickle.dumps(one.since(earlier.extents)))
+        extents = told.extents_after(earlier.extents)
+        found.append(dataclasses.replace(told, extents=extents, items=None))
+    return found
+
+
 def test_a_rank_that_goes_by_another_save_than_the_coordinator_is_refused():
-    metadata, plans = example()
-    draft = drawn_up(metadata, plans)
-    others = written(plans, FIRST, start=256)
+    _, plans = example()
+    of_the_rank, of_the_coordinator = written(plans, FIRST, start=256), written(plans, FIRST)
     now = written(plans, SECOND, start=256)
     now[0].extents.lengths[0] = 5
-    since = [one.since(e.extents) for one, e in zip(now, others, strict=True)]
-    with pytest.raises(IncompleteSaveError, match="rank 0 means another save"):
-        draft.next(since, SECOND, URI)
+    with pytest.raises(ValueError, match="lie elsewhere"):
+        now[0].since(of_the_rank[0].extents).extents_after(of_the_coordinator[0].extents)
+    with pytest.raises((ValueError, IndexError)):
+        now[0].since(of_the_rank[0].extents).extents_after(Extents.none())
 
 
 def example(ranks=2):
@@ -207,27 +214,15 @@ def example(ranks=2):
 
 def test_many_saves_follow_each_other():
     metadata, plans = example()
-    draft, before = drawn_up(metadata, plans), written(plans, FIRST)
+    planned, before = Planned.of(metadata, plans, CRC32C), written(plans, FIRST)
     for step in range(1, 20):
         attempt, now = f"{step:016x}", written(plans, f"{step:016x}")
         now[0].extents.lengths[1] = step * 1000
-        draft = draft.next(
-            [one.since(e.extents) for one, e in zip(now, before, strict=True)], attempt, URI
-        )
+        draft = Draft.of(planned, after(before, now), CRC32C, attempt=attempt, uri=URI)
         before = now
         places = {**places_of(plans, attempt)}
         places[MetadataIndex("step")] = (f"__0_0.{attempt}.distcp", 128, step * 1000)
         assert_says(stored(draft), metadata, places)
-
-
-def test_a_save_that_has_failed_leaves_nothing_in_the_next_one():
-    metadata, plans = example()
-    draft, before = drawn_up(metadata, plans), written(plans, FIRST)
-    failed = written(plans, "f" * 16)
-    failed[0].extents.lengths[1] = 77_777
-    draft.next([one.since(e.extents) for one, e in zip(failed, before, strict=True)], "f" * 16, URI)
-    now = [one.since(e.extents) for one, e in zip(written(plans, SECOND), before, strict=True)]
-    assert_says(stored(draft.next(now, SECOND, URI)), metadata, places_of(plans, SECOND))
 
 
 def test_stock_torch_reads_it(tmp_path):
@@ -253,7 +248,9 @@ def test_notes_structure_and_algorithm_come_back(notes):
     told = written(plans, FIRST)
     structure = Structure({("a", 0): {"1": 1}}, {("b",): (3,)})
     told[1] = dataclasses.replace(told[1], structure=structure)
-    draft = Draft.of(Planned.of(metadata, plans), told, CRC64NVME, attempt=FIRST, uri=URI)
+    draft = Draft.of(
+        Planned.of(metadata, plans, CRC64NVME), told, CRC64NVME, attempt=FIRST, uri=URI
+    )
     found = read(stored(draft, notes))
     assert (found.notes, found.structure, found.checksum) == (notes, structure, CRC64NVME)
 
@@ -300,7 +297,6 @@ def test_what_columns_can_not_express_is_kept_by_the_pickle(change):
     assert found.metadata == pickle.loads(data)
     assert found.metadata.state_dict_metadata == metadata.state_dict_metadata
     assert [one.name for one in found.objects] == [f"__{rank}_0.{FIRST}.distcp" for rank in (0, 1)]
-    assert draft.next(written(plans, SECOND), SECOND, URI) is None
 
 
 # what ranks say is not taken on trust
@@ -320,39 +316,27 @@ def test_a_rank_that_has_written_fewer_items_than_it_has_planned_is_told():
     told = written(plans, FIRST)
     told[0] = dataclasses.replace(told[0], extents=Extents.of([(0, 0, 9)]))
     with pytest.raises(IncompleteSaveError, match="planned 2 items, and written 1"):
-        Draft.of(Planned.of(metadata, plans), told, CRC32C, attempt=FIRST, uri=URI)
+        Draft.of(Planned.of(metadata, plans, CRC32C), told, CRC32C, attempt=FIRST, uri=URI)
 
 
-@pytest.mark.parametrize("save", ["first", "next"])
-def test_a_rank_that_saves_elsewhere_is_told(save):
+def test_a_rank_that_saves_elsewhere_is_told():
     metadata, plans = example()
     told = written(plans, SECOND)
-    told[1] = dataclasses.replace(
-        told[1], uri="s3://bucket/other", items=(), extents=Extents.none()
-    )
-    before = drawn_up(metadata, plans)
-    draw_up = {
-        "first": lambda: Draft.of(
-            Planned.of(metadata, plans), told, CRC32C, attempt=SECOND, uri=URI
-        ),
-        "next": lambda: before.next(told, SECOND, URI),
-    }[save]
+    told[1] = dataclasses.replace(told[1], uri="s3://bucket/other")
+    planned = Planned.of(metadata, plans, CRC32C)
     with pytest.raises(DifferentCheckpointsError, match="rank 1 to s3://bucket/other"):
-        draw_up()
+        Draft.of(planned, told, CRC32C, attempt=SECOND, uri=URI)
 
 
 @pytest.mark.parametrize("objects", ["fewer", "smaller"])
 def test_objects_that_do_not_hold_what_they_should_are_refused(objects):
     metadata, plans = example()
-    draft = drawn_up(metadata, plans)
-    now = [
-        one.since(e.extents)
-        for one, e in zip(*(written(plans, a) for a in (SECOND, FIRST)), strict=True)
-    ]
+    now = written(plans, SECOND)
     changed = () if objects == "fewer" else (dataclasses.replace(now[1].objects[0], size=100),)
     now[1] = dataclasses.replace(now[1], objects=changed)
+    planned = Planned.of(metadata, plans, CRC32C)
     with pytest.raises(IncompleteSaveError, match="other objects"):
-        draft.next(now, SECOND, URI)
+        Draft.of(planned, now, CRC32C, attempt=SECOND, uri=URI)
 
 
 def test_what_a_rank_sends_is_small():
@@ -379,7 +363,7 @@ def test_no_flipped_bit_goes_unnoticed():
         except CheckpointCorruptError:
             continue
         assert at >= len(data) - 20  # it no longer looks like one of ours
-        assert found.body is None
+        assert found.record is None
         assert found.metadata.state_dict_metadata == said.state_dict_metadata
 
 
@@ -391,7 +375,7 @@ def test_a_commit_object_that_was_cut_short_is_refused(stop):
         found = read(data)
     except CheckpointCorruptError:
         return
-    assert found.body is None  # as one of another writer
+    assert found.record is None  # as one of another writer
 
 
 def remade(data, change):
@@ -459,12 +443,7 @@ GOOD = drawn_up(*example())
     ids=str,
 )
 def test_a_table_that_makes_no_sense_is_refused(change, monkeypatch):
-    table = body._table
-
-    def changed(inventory):
-        return json.dumps({**json.loads(table(inventory)), **change}).encode()
-
-    monkeypatch.setattr(body, "_table", changed)
-    made = drawn_up(*example())
+    to_json = record._json
+    monkeypatch.setattr(record, "_json", lambda said: to_json({**said, **change}))
     with pytest.raises(CheckpointCorruptError, match="make no sense"):
-        read(stored(made))
+        read(stored(drawn_up(*example())))

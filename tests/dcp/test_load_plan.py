@@ -1,5 +1,7 @@
 """What a rank reads is found in columns as torch finds it among its objects."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,13 +11,13 @@ from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
 
-from cloudckpt.checkpoint.inventory import Inventory, PlannedInventory
-from cloudckpt.checkpoint.written import Extents, Written, WrittenObject
+from cloudckpt.checkpoint.from_torch import inventory_of_metadata
+from cloudckpt.checkpoint.inventory import Inventory
+from cloudckpt.checkpoint.written import Extents, WrittenObject
 from cloudckpt.checksum import CRC32C
 from cloudckpt.dcp.load_plan import plan_reads
 
@@ -69,22 +71,11 @@ def layouts(draw):
 
 def inventory_of(metadata: Metadata) -> Inventory:
     """As if one rank had written all, each item of one byte."""
-    indices = [
-        MetadataIndex(name, chunk.offsets, number)
-        for name, described in metadata.state_dict_metadata.items()
-        if isinstance(described, TensorStorageMetadata)
-        for number, chunk in enumerate(described.chunks)
-    ]
-    indices += [
-        MetadataIndex(name)
-        for name, described in metadata.state_dict_metadata.items()
-        if isinstance(described, BytesStorageMetadata)
-    ]
-    count = len(indices)
-    places = torch.arange(count)
-    extents = Extents(torch.zeros(count, dtype=torch.int64), places, torch.ones_like(places))
-    written = Written("", (WrittenObject(0, 0, "0" * 16, count, 0, 0, 0),), extents)
-    return PlannedInventory(metadata, [indices]).placed([written], CRC32C, "")
+    planned = inventory_of_metadata(metadata, CRC32C)
+    places = torch.arange(planned.count)
+    extents = Extents(torch.zeros_like(places), places, torch.ones_like(places))
+    objects = (WrittenObject(0, 0, "0" * 16, planned.count, 0, 0, 0),)
+    return dataclasses.replace(planned, extents=extents, objects=objects)
 
 
 def described(shape, boxes) -> TensorStorageMetadata:

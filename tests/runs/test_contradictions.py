@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 import cloudckpt
 from cloudckpt import Config
-from cloudckpt.checkpoint.body import Body, body_of, without_columns
 from cloudckpt.checkpoint.index import code_of
 from cloudckpt.checkpoint.inventory import Inventory
 from cloudckpt.checkpoint.pickled import metadata_pickle
+from cloudckpt.checkpoint.record import Record, bound
 from cloudckpt.checkpoint.trailer import Trailer, with_trailer
 from cloudckpt.checksum import CRC32C
 from cloudckpt.errors import CheckpointCorruptError, Damage
@@ -52,7 +52,7 @@ class Tampered:
         trailer = Trailer.at_end_of(data, "")
         assert trailer is not None
         self.pickled = data[: trailer.size]
-        self.body = data[trailer.size : trailer.size + trailer.body_size]
+        self.record = data[trailer.size : trailer.size + trailer.body_size]
         self.notes = data[trailer.size + trailer.body_size :][: trailer.notes_size]
 
     @property
@@ -60,11 +60,11 @@ class Tampered:
         return self.path / ".metadata"
 
     def write(self) -> None:
-        parts = with_trailer(self.pickled, self.body, self.notes)
+        parts = with_trailer(self.pickled, self.record, self.notes)
         self._commit.write_bytes(b"".join(parts))
 
-    def parsed(self) -> Body:
-        return Body.parse(self.body, len(self.pickled), "")
+    def parsed(self) -> Record:
+        return Record.parse(self.record, "", bound(len(self.pickled)))
 
     def inventory(self) -> Inventory:
         found = self.parsed().inventory
@@ -79,13 +79,11 @@ class Tampered:
 
     def change_columns(self, change: Callable[[Inventory], Inventory], *, both: bool) -> None:
         """``both``: the pickle says the same then, as after a defect of the save itself."""
-        body = self.parsed()
+        attempt = self.parsed().attempt
         inventory = change(self.inventory())
         if both:
-            self.pickled = metadata_pickle(inventory, body.attempt)
-        made = body_of(inventory, body.attempt, len(self.pickled))
-        assert made is not None
-        self.body = made
+            self.pickled = metadata_pickle(inventory, attempt)
+        self.record = Record.of(inventory, attempt).to_bytes()
         self.write()
 
     def change_index(self, name: str, change: Callable[[Index, int], None]) -> None:
@@ -521,8 +519,8 @@ def test_without_columns_the_pickle_is_compared_with_objects_and_indexes(without
 
 
 def test_without_columns_another_save_is_told(without) -> None:
-    body = without.parsed()
-    without.body = without_columns("f" * 16, body.objects, body.checksum, b"{}")
+    of_another = dataclasses.replace(without.parsed(), attempt="f" * 16)
+    without.record = of_another.to_bytes()
     without.write()
     assert "the save is" in without.said_of("")
 

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
 
-from cloudckpt.checkpoint.body import Body
 from cloudckpt.checkpoint.columns import column_of, counted, unfilled
-from cloudckpt.checkpoint.inventory import Chunks, Entry, Inventory, NotInColumnsError, Tables
+from cloudckpt.checkpoint.from_torch import NotInColumnsError, inventory_of_metadata
+from cloudckpt.checkpoint.inventory import Chunks, Entry, Inventory
 from cloudckpt.checkpoint.lazy import save_id_of
+from cloudckpt.checkpoint.record import Record
 from cloudckpt.checkpoint.torch_private import StorageInfo
 from cloudckpt.gc_pause import paused_gc
 
@@ -27,12 +28,12 @@ __all__ = ["contradictions"]
 _NOBODY = ""  # the name of what belongs to no item
 
 
-def contradictions(body: Body, pickled: Metadata) -> dict[str, str]:
+def contradictions(record: Record, pickled: Metadata) -> dict[str, str]:
     """What torch's metadata in a commit object contradict ours in.
 
     Args:
-        body: Ours.
-        pickled: torch's, as the pickle beside the body has them.
+        record: Ours.
+        pickled: torch's, as the pickle beside the record has them.
 
     Returns:
         By the name of an item, what is said of it by the one and by the other; by the empty name
@@ -41,14 +42,14 @@ def contradictions(body: Body, pickled: Metadata) -> dict[str, str]:
     found = _Contradictions()
     with paused_gc():
         save_id = getattr(pickled.storage_meta, "save_id", None)
-        if save_id != save_id_of(body.attempt):
-            found.add(_NOBODY, f"the save is {save_id!r}", repr(save_id_of(body.attempt)))
-        if body.inventory is None:
-            _compare_objects(body, pickled, found)
+        if save_id != save_id_of(record.attempt):
+            found.add(_NOBODY, f"the save is {save_id!r}", repr(save_id_of(record.attempt)))
+        if record.inventory is None:
+            _compare_objects(record, pickled, found)
             return found.told()
-        _compare_entries(body.inventory, pickled, found)
-        _compare_places(body.inventory, pickled, found)
-        _compare_paths(body.inventory.paths, pickled.planner_data, found)
+        _compare_entries(record.inventory, pickled, found)
+        _compare_places(record.inventory, pickled, found)
+        _compare_paths(record.inventory.paths, pickled.planner_data, found)
     return found.told()
 
 
@@ -77,7 +78,7 @@ class _Contradictions:
 def _compare_entries(ours: Inventory, pickled: Metadata, found: _Contradictions) -> None:
     """Names, kinds, shapes, properties, and which parts of their tensors the chunks are."""
     try:
-        theirs = Tables(Metadata(pickled.state_dict_metadata))
+        theirs = inventory_of_metadata(Metadata(pickled.state_dict_metadata), ours.checksum)
     except NotInColumnsError as error:
         found.add(_NOBODY, f"there is {error}", "nothing of the kind")
         return
@@ -217,9 +218,9 @@ def _compare_paths(ours: Mapping[str, Any] | None, theirs: Any, found: _Contradi
             found.add(str(name), f"its path is {_short(its)}", _short(mine))
 
 
-def _compare_objects(body: Body, pickled: Metadata, found: _Contradictions) -> None:
-    """Of metadata without columns: whether all places are within objects that the body has."""
-    ends = {one.name: one.size - one.index_size for one in body.objects}
+def _compare_objects(record: Record, pickled: Metadata, found: _Contradictions) -> None:
+    """Of metadata without columns: whether all places are within objects that the record has."""
+    ends = {one.name: one.size - one.index_size for one in record.objects}
     for index, place in _items(pickled, found):
         end = ends.get(place.relative_path)
         if end is None or place.offset + place.length > end:

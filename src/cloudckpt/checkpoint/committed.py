@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from cloudckpt.checkpoint.body import Body
 from cloudckpt.checkpoint.inventory import Inventory
 from cloudckpt.checkpoint.lazy import lazy_metadata, save_id_of
 from cloudckpt.checkpoint.metadata import load_metadata
 from cloudckpt.checkpoint.objects import METADATA, checked
+from cloudckpt.checkpoint.record import Record, bound
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.torch_private import StorageInfo
 from cloudckpt.checkpoint.trailer import Trailer, notes_at_end, pickle_in
@@ -97,7 +97,7 @@ def fetch(store: ObjectStore, key: str, *, whole: bool = False) -> Fetched:
         needed = info.size
         if trailer is not None and trailer.size + trailer.behind_pickle == info.size:
             body = _body_in(data, trailer)
-            if body is None or (body.nbytes and Body.has_columns(body)):
+            if body is None or (body.nbytes and Record.has_inventory(body)):
                 needed = trailer.behind_pickle
         if needed > len(data):
             data = _range(store, info, info.size - needed, start) + data
@@ -132,7 +132,7 @@ class CommitObject:
     Attributes:
         info: The object.
         metadata: torch's metadata; lazy if there is an inventory.
-        body: Ours; None if another writer has written it.
+        record: Ours; None if another writer has written it.
         notes: The notes, as they are stored.
         trailer: What stands at its end; None if another writer has written it.
         whole: All of its bytes, if they were read.
@@ -140,7 +140,7 @@ class CommitObject:
 
     info: ObjectInfo
     metadata: Metadata
-    body: Body | None
+    record: Record | None
     notes: bytes = b""
     trailer: Trailer | None = None
     whole: bytearray | None = field(default=None, repr=False)
@@ -148,22 +148,22 @@ class CommitObject:
     @property
     def inventory(self) -> Inventory | None:
         """Its columns; None if it has none."""
-        return None if self.body is None else self.body.inventory
+        return None if self.record is None else self.record.inventory
 
     @property
     def objects(self) -> Sequence[WrittenObject]:
         """Its data objects, if it is ours."""
-        return () if self.body is None else self.body.objects
+        return () if self.record is None else self.record.objects
 
     @property
     def checksum(self) -> ChecksumAlgorithm | None:
         """The algorithm of its checksums; None if it has none."""
-        return None if self.body is None else self.body.checksum
+        return None if self.record is None else self.record.checksum
 
     @property
     def structure(self) -> Structure:
         """How what was saved was nested, beyond what the metadata say."""
-        return Structure() if self.body is None else self.body.structure
+        return Structure() if self.record is None else self.record.structure
 
     @classmethod
     def parse(cls, fetched: Fetched, uri: str, *, trust_pickle: bool = False) -> CommitObject:
@@ -175,14 +175,14 @@ class CommitObject:
         """
         data = fetched.data
         whole = data if len(data) == fetched.info.size else None
-        body = None
+        record = None
         trailer = Trailer.at_end_of(data, uri)
         notes = notes_at_end(data, uri)
         if trailer is not None:
-            body = _checked_body(fetched, trailer, uri)
-            if body is not None and body.inventory is not None:
-                metadata = lazy_metadata(body.inventory, body.attempt)
-                return cls(fetched.info, metadata, body, notes, trailer, whole)
+            record = _checked_record(fetched, trailer, uri)
+            if record is not None and record.inventory is not None:
+                metadata = lazy_metadata(record.inventory, record.attempt)
+                return cls(fetched.info, metadata, record, notes, trailer, whole)
         metadata = load_metadata(data, uri, trust_pickle=trust_pickle)
         if trailer is None and data[-1:] != pickle.STOP and _is_ours(metadata):
             raise CheckpointCorruptError(
@@ -190,7 +190,7 @@ class CommitObject:
                 "or load an older checkpoint",
                 uri=uri,
             )
-        return cls(fetched.info, metadata, body, notes, trailer, whole)
+        return cls(fetched.info, metadata, record, notes, trailer, whole)
 
     def pickled(self, store: ObjectStore, retrier: Retrier) -> Metadata:
         """What torch's pickle says, which a load of ours does without where there are columns.
@@ -233,8 +233,8 @@ class CommitObject:
         Raises:
             CheckpointCorruptError: If it names what lies outside of the checkpoint.
         """
-        if self.body is not None:
-            return {one.name for one in self.body.objects}
+        if self.record is not None:
+            return {one.name for one in self.record.objects}
         return names_in(self.metadata, uri)
 
 
@@ -260,22 +260,17 @@ def names_in(metadata: Metadata, uri: str) -> set[str]:
 def object_names(fetched: Fetched, uri: str) -> set[str]:
     """The names of the data objects, see :meth:`CommitObject.names`.
 
-    Of a body of ours only the records of the objects are read, and not the columns behind them.
-
     Raises:
         UntrustedPickleError: If another writer's names code that is not on the allow-list.
         CheckpointCorruptError: If it is damaged, or no metadata.
     """
-    trailer = Trailer.at_end_of(fetched.data, uri)
-    if trailer is not None and (found := _checked(fetched, trailer, uri)).nbytes:
-        return {one.name for one in Body.objects_in(found, uri)}
     return CommitObject.parse(fetched, uri).names(uri)
 
 
-def _checked_body(fetched: Fetched, trailer: Trailer, uri: str) -> Body | None:
-    """The body; None if there is none: the checkpoint is a copy of another writer's."""
+def _checked_record(fetched: Fetched, trailer: Trailer, uri: str) -> Record | None:
+    """The record; None if there is none: the checkpoint is a copy of another writer's."""
     found = _checked(fetched, trailer, uri)
-    return Body.parse(found, trailer.size, uri) if found.nbytes else None
+    return Record.parse(found, uri, bound(trailer.size)) if found.nbytes else None
 
 
 def _checked(fetched: Fetched, trailer: Trailer, uri: str) -> memoryview:

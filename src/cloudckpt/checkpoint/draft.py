@@ -1,9 +1,7 @@
-"""The bytes of a commit object, before they are sent; and what the next save can take from them.
+"""The bytes of a commit object, before they are sent.
 
 All of them are made anew at each commit, of what all ranks have written, by the same steps. A save
-of the same structure takes only the plan from the one before, as columns, and where the items of
-each rank lay in that rank's objects: a rank says which of its items have moved since. Whether the
-rank and the coordinator mean the same by that is compared, as everything that was kept is.
+of the same structure takes only the plan from the one before.
 """
 
 from __future__ import annotations
@@ -12,8 +10,9 @@ import dataclasses
 import itertools
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
@@ -21,11 +20,17 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from cloudckpt.checkpoint.body import body_of, to_json, without_columns
+from cloudckpt.checkpoint.columns import unfilled
 from cloudckpt.checkpoint.committed import CommitObject
-from cloudckpt.checkpoint.inventory import Inventory, NotInColumnsError, PlannedInventory
+from cloudckpt.checkpoint.from_torch import (
+    NotInColumnsError,
+    check_chunks,
+    inventory_of_metadata,
+)
+from cloudckpt.checkpoint.inventory import Inventory
 from cloudckpt.checkpoint.lazy import lazy_metadata, save_id_of
 from cloudckpt.checkpoint.pickled import metadata_pickle
+from cloudckpt.checkpoint.record import Record, bound
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.torch_private import CURRENT_DCP_VERSION, StorageInfo
 from cloudckpt.checkpoint.trailer import with_trailer
@@ -54,15 +59,14 @@ class Draft:
         metadata: Metadata,
         inventory: Inventory | None,
         pickled: bytes,
-        body: bytes,
+        record: bytes,
     ) -> None:
         self.attempt = attempt
         self.objects = objects
         self.metadata = metadata
         self.inventory = inventory
         self._pickled = pickled
-        self._body = body
-        self._next: _ForNextSave | None = None
+        self._record = record
 
     @classmethod
     def of(
@@ -74,7 +78,7 @@ class Draft:
         attempt: str,
         uri: str,
     ) -> Draft:
-        """That of a save whose structure is new.
+        """That of a save.
 
         Args:
             planned: What all ranks were to write.
@@ -96,48 +100,43 @@ class Draft:
                     "nothing was committed",
                     uri=uri,
                 )
-        structure = Structure.merged([one.structure for one in written], uri)
-        if planned.inventory is not None:
-            return cls._placed(planned.inventory, written, structure, checksum, attempt, uri)
-        metadata = planned.metadata
-        metadata.storage_data = places = _places(planned.indices, written)
-        _check_complete(metadata, places, uri)
-        metadata.storage_meta = StorageMeta(save_id=save_id_of(attempt))
-        metadata.version = CURRENT_DCP_VERSION
         objects = list(itertools.chain.from_iterable(one.objects for one in written))
-        return cls._by_pickle(attempt, objects, metadata, checksum, structure)
-
-    @classmethod
-    def _placed(
-        cls,
-        planned: PlannedInventory,
-        written: Sequence[Written],
-        structure: Structure,
-        checksum: ChecksumAlgorithm,
-        attempt: str,
-        uri: str,
-    ) -> Draft:
-        """That of a plan, and of what each rank has written of it, all its items."""
+        structure = planned.structure
+        if structure is None:
+            structure = Structure.merged([one.structure for one in written], uri)
+        if planned.inventory is None:
+            metadata = planned.metadata
+            metadata.storage_data = places = _places(planned.indices, written)
+            _check_complete(metadata, places, uri)
+            metadata.storage_meta = StorageMeta(save_id=save_id_of(attempt))
+            metadata.version = CURRENT_DCP_VERSION
+            return cls._by_pickle(attempt, objects, metadata, checksum, structure)
+        inventory = dataclasses.replace(
+            planned.inventory,
+            extents=_extents(planned.inventory.count, planned.rows, written),
+            objects=objects,
+            structure=structure,
+        )
         try:
-            inventory = planned.placed(written, checksum, structure)
+            inventory.check_extents()
         except ValueError as exc:
             raise IncompleteSaveError(
                 f"a rank has written other objects than it says: {exc}; nothing was committed",
                 uri=uri,
             ) from exc
-        draft = cls.from_inventory(inventory, attempt)
-        draft._next = _ForNextSave(planned, tuple(one.extents for one in written), structure)
-        return draft
+        return cls.from_inventory(inventory, attempt)
 
     @classmethod
     def from_inventory(cls, inventory: Inventory, attempt: str) -> Draft:
         """That of an inventory; only the pickle has it if the format has no room for all of it."""
         metadata, objects = lazy_metadata(inventory, attempt), inventory.objects
-        pickled = metadata_pickle(inventory, attempt)
-        body = None if pickled is None else body_of(inventory, attempt, len(pickled))
-        if pickled is not None and body is not None:
-            return cls(attempt, objects, metadata, inventory, pickled, body)
-        return cls._by_pickle(attempt, objects, metadata, inventory.checksum, inventory.structure)
+        try:
+            pickled = metadata_pickle(inventory, attempt)
+            record = Record.of(inventory, attempt).to_bytes(bound(len(pickled)))
+        except (KeyError, ValueError):
+            structure = inventory.structure
+            return cls._by_pickle(attempt, objects, metadata, inventory.checksum, structure)
+        return cls(attempt, objects, metadata, inventory, pickled, record)
 
     @classmethod
     def _by_pickle(
@@ -151,8 +150,8 @@ class Draft:
         """That of metadata which columns can't express, or not in bounds."""
         with paused_gc():
             pickled = pickle.dumps(metadata, protocol=pickle.HIGHEST_PROTOCOL)
-        body = without_columns(attempt, objects, checksum, _more(structure))
-        return cls(attempt, objects, metadata, None, pickled, body)
+        record = Record(attempt, objects, checksum, structure).to_bytes()
+        return cls(attempt, objects, metadata, None, pickled, record)
 
     @classmethod
     def of_copy(
@@ -176,100 +175,95 @@ class Draft:
                 index: dataclasses.replace(place, relative_path=objects[place.relative_path].name)
                 for index, place in (source.metadata.storage_data or {}).items()
             }
-            metadata.storage_meta = dataclasses.replace(
-                source.metadata.storage_meta or StorageMeta(), checkpoint_id=None, load_id=None
-            )
-            if source.body is not None:
-                metadata.storage_meta.save_id = save_id_of(attempt)
-            pickled = pickle.dumps(metadata, protocol=pickle.HIGHEST_PROTOCOL)
-        body = b""
-        if source.body is not None:
-            more = _more(source.structure)
-            body = without_columns(attempt, renamed, source.body.checksum, more)
-        return cls(attempt, list(objects.values()), metadata, None, pickled, body)
-
-    def next(self, written: Sequence[Written], attempt: str, uri: str) -> Draft | None:
-        """The draft of the next save, of the same structure.
-
-        Args:
-            written: By rank, its objects, and the items of its plan that lie elsewhere than before.
-            attempt: The random name of that save.
-            uri: Where it goes.
-
-        Returns:
-            The draft; None if this one knows too little: make one by :meth:`of`.
-
-        Raises:
-            DifferentCheckpointsError: If a rank has written to another location.
-            IncompleteSaveError: If a rank has written what makes no sense, or not by this plan.
-        """
-        _check_location(written, uri)
-        kept = self._next
-        if self.inventory is None or kept is None or len(written) != len(kept.extents):
-            return None
-        of_all: list[Written] = []
-        for rank, (one, earlier) in enumerate(zip(written, kept.extents, strict=True)):
-            try:
-                of_all.append(one.with_unchanged(earlier))
-            except (ValueError, IndexError) as exc:
-                raise IncompleteSaveError(
-                    f"rank {rank} means another save by the one before than rank 0: {exc}; nothing "
-                    "was committed. Save again: all ranks plan anew then",
-                    uri=uri,
-                ) from exc
-        checksum = self.inventory.checksum
-        return self._placed(kept.planned, of_all, kept.structure, checksum, attempt, uri)
+        metadata.storage_meta = dataclasses.replace(
+            source.metadata.storage_meta or StorageMeta(), checkpoint_id=None, load_id=None
+        )
+        if source.record is not None:
+            metadata.storage_meta.save_id = save_id_of(attempt)
+            of_ours = source.record
+            return cls._by_pickle(attempt, renamed, metadata, of_ours.checksum, of_ours.structure)
+        pickled = pickle.dumps(metadata, protocol=pickle.HIGHEST_PROTOCOL)
+        return cls(attempt, list(objects.values()), metadata, None, pickled, b"")
 
     def data(self, notes: bytes = b"") -> list[memoryview]:
         """All bytes of the commit object, with notes in it."""
-        return with_trailer(self._pickled, self._body, notes)
-
-
-@dataclass(frozen=True)
-class _ForNextSave:
-    """What a save of the same structure takes from the one before.
-
-    Attributes:
-        planned: What all ranks write.
-        extents: By rank, where the items of its plan lay in its objects.
-        structure: What flattening has lost of the state dicts of all.
-    """
-
-    planned: PlannedInventory
-    extents: tuple[Extents, ...]
-    structure: Structure
+        return with_trailer(self._pickled, self._record, notes)
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What the ranks of a save whose structure is new are to write.
+    """What the ranks of a save are to write, in this one and in those that follow by the same plan.
 
     It is made before they write, so that the plans of all ranks need not be kept until they have.
 
     Attributes:
         counts: By rank, the number of items in its plan.
-        inventory: All of it; None if columns can't express it.
-        metadata: torch's, in that case.
+        inventory: All of it, without places; None if columns can't express it.
+        rows: By rank, the rows of the items in its plan.
+        structure: What flattening has lost of the state dicts of all ranks; None if each says
+            that with what it has written.
+        metadata: torch's, where there is no inventory.
         indices: By rank, those of the items in its plan, in that case.
     """
 
     counts: tuple[int, ...]
-    inventory: PlannedInventory | None
-    metadata: Metadata
-    indices: Sequence[Sequence[MetadataIndex]]
+    inventory: Inventory | None
+    rows: tuple[torch.Tensor, ...] = ()
+    structure: Structure | None = None
+    metadata: Metadata = field(default_factory=lambda: Metadata({}))
+    indices: Sequence[Sequence[MetadataIndex]] = ()
 
     @classmethod
-    def of(cls, metadata: Metadata, indices: Sequence[Sequence[MetadataIndex]]) -> Planned:
-        """
+    def of(
+        cls,
+        metadata: Metadata,
+        indices: Sequence[Sequence[MetadataIndex]],
+        checksum: ChecksumAlgorithm,
+    ) -> Planned:
+        """That of a planner which makes torch's metadata.
+
         Args:
             metadata: The planner's.
             indices: By rank, those of the items in its plan, in its order.
+            checksum: The algorithm of the store.
         """
         counts = tuple(map(len, indices))
         try:
-            return cls(counts, PlannedInventory(metadata, indices), Metadata({}), ())
+            with paused_gc():
+                inventory = inventory_of_metadata(metadata, checksum)
+                check_chunks(inventory)
+                rows = tuple(map(inventory.rows, indices))
+            _check_rows(inventory, rows)
         except NotInColumnsError:
-            return cls(counts, None, metadata, indices)
+            return cls(counts, None, metadata=metadata, indices=indices)
+        return cls(counts, inventory, rows)
+
+
+def _check_rows(inventory: Inventory, rows: Sequence[torch.Tensor]) -> None:
+    """Whether the ranks write all that is to be there, and nothing else.
+
+    Raises:
+        NotInColumnsError: If they don't, or two chunks have one place.
+    """
+    is_written = torch.zeros(inventory.count, dtype=torch.bool, device="cpu")
+    for of_rank in rows:
+        if bool((of_rank < 0).any()):
+            raise NotInColumnsError("an item that the metadata do not have")
+        is_written[of_rank] = True
+    if not bool(is_written.all()):
+        raise NotInColumnsError("two chunks with one place, or one that nobody will write")
+
+
+def _extents(count: int, rows: Sequence[torch.Tensor], written: Sequence[Written]) -> Extents:
+    """Where all rows lie, by the objects of all ranks one after the other."""
+    columns = [unfilled(count) for _ in range(3)]
+    base = 0
+    for of_rank, one in zip(rows, written, strict=True):
+        objects, offsets, lengths = one.extents.columns
+        for column, values in zip(columns, (objects + base, offsets, lengths), strict=True):
+            column[of_rank] = values
+        base += len(one.objects)
+    return Extents(*columns)
 
 
 def _places(
@@ -293,10 +287,6 @@ def _check_location(written: Sequence[Written], uri: str) -> None:
                 "checkpoint_id on all ranks, for example by a broadcast of it",
                 uri=uri,
             )
-
-
-def _more(structure: Structure) -> bytes:
-    return to_json({"structure": structure.to_json()} if structure else {})
 
 
 def _check_complete(

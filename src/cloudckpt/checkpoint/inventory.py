@@ -11,17 +11,14 @@ import bisect
 import dataclasses
 import functools
 import itertools
-import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
@@ -29,18 +26,14 @@ from torch.distributed.checkpoint.metadata import (
 
 from cloudckpt.checkpoint.columns import column_of, counted, unfilled
 from cloudckpt.checkpoint.structure import Structure
-from cloudckpt.checkpoint.written import Extents, Written, WrittenObject
+from cloudckpt.checkpoint.written import Extents, WrittenObject
 from cloudckpt.checksum import ChecksumAlgorithm
-from cloudckpt.gc_pause import paused_gc
 
 __all__ = [
     "Chunks",
     "Entry",
     "Inventory",
-    "NotInColumnsError",
     "Paths",
-    "PlannedInventory",
-    "Tables",
     "rows_of",
 ]
 
@@ -48,10 +41,6 @@ Paths = Mapping[str, tuple["str | int", ...]]
 """``planner_data`` of torch's metadata: where in the state dict a name stood."""
 
 _END = 1 << 63
-
-
-class NotInColumnsError(Exception):
-    """Metadata that columns can't express: with classes or fields of a user's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +81,8 @@ class Chunks:
 class Inventory:
     """Names, chunks and objects of a checkpoint.
 
-    Rows are the chunks of tensors, in the order of the names, and behind them the values.
+    It is what all ranks of a save have written, or one; or what they are to write, without objects
+    and extents. Rows are the chunks of tensors and the values, in the order of the names.
 
     Attributes:
         entries: By name, in the order of the metadata.
@@ -114,10 +104,10 @@ class Inventory:
     paths: Paths | None = None
     structure: Structure = field(default_factory=Structure)
 
-    @functools.cached_property
-    def values_from(self) -> int:
-        """The first row that is no chunk of a tensor."""
-        return sum(chunks.rows.numel() for chunks in self.chunks.values())
+    @property
+    def count(self) -> int:
+        """The number of rows."""
+        return sum(entry.count for entry in self.entries.values())
 
     def row_of(self, index: MetadataIndex) -> int | None:
         """The row of an item; its hint is believed only where it leads to the offsets."""
@@ -193,6 +183,14 @@ class Inventory:
             ValueError: If one is not.
         """
         self.check_extents()
+        self.check_chunks()
+
+    def check_chunks(self) -> None:
+        """Whether all chunks are inside of their tensors.
+
+        Raises:
+            ValueError: If one is not.
+        """
         _check_chunks(self.entries, self.chunks)
 
     def check_extents(self) -> None:
@@ -217,150 +215,6 @@ class Inventory:
     def _first_not(self, true: torch.Tensor) -> str:
         """The name of the first row of which something is not true."""
         return self.name_of(int((~true).nonzero()[0]))[:200]
-
-
-class PlannedInventory:
-    """An inventory before anything is written: all of it but the places.
-
-    Attributes:
-        rows: By rank, the rows of the items in its plan.
-    """
-
-    def __init__(self, metadata: Metadata, indices: Iterable[Sequence[MetadataIndex]]) -> None:
-        """
-        Args:
-            metadata: torch's, without the places.
-            indices: By rank, those of the items in its plan.
-
-        Raises:
-            NotInColumnsError: If the metadata are not of torch's classes alone, or do not fit the
-                plans.
-        """
-        with paused_gc():
-            self._tables = tables = Tables(metadata)
-            finder = _RowFinder(tables.entries, tables.chunks)
-            self.rows = tuple(map(finder.rows, indices))
-        is_written = torch.zeros(tables.rows, dtype=torch.bool, device="cpu")
-        for rows in self.rows:
-            if bool((rows < 0).any()):
-                raise NotInColumnsError("an item that the metadata do not have")
-            is_written[rows] = True
-        if not bool(is_written.all()):
-            raise NotInColumnsError("two chunks with one place, or one that nobody will write")
-        try:
-            _check_chunks(tables.entries, tables.chunks)
-        except ValueError as exc:
-            raise NotInColumnsError(str(exc)) from exc
-
-    def placed(
-        self, written: Sequence[Written], checksum: ChecksumAlgorithm, structure: Structure
-    ) -> Inventory:
-        """The inventory of what the ranks have written, each all items of its plan.
-
-        Args:
-            written: By rank.
-            checksum: The algorithm of the store.
-            structure: What flattening has lost of the state dicts of all.
-
-        Raises:
-            ValueError: If an item lies in no object.
-        """
-        tables = self._tables
-        columns = [unfilled(tables.rows) for _ in range(3)]
-        base = 0
-        for rows, one in zip(self.rows, written, strict=True):
-            objects, offsets, lengths = one.extents.columns
-            for column, values in zip(columns, (objects + base, offsets, lengths), strict=True):
-                column[rows] = values
-            base += len(one.objects)
-        inventory = Inventory(
-            tables.entries,
-            tables.properties,
-            tables.chunks,
-            Extents(*columns),
-            list(itertools.chain.from_iterable(of_rank.objects for of_rank in written)),
-            checksum,
-            tables.paths,
-            structure,
-        )
-        inventory.check_extents()
-        return inventory
-
-
-class Tables:
-    """torch's metadata as a table and columns, as :class:`Inventory` has them; without the places.
-
-    Raises:
-        NotInColumnsError: If they are not of torch's classes alone.
-    """
-
-    def __init__(self, metadata: Metadata) -> None:
-        known = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
-        if type(metadata) is not Metadata or vars(metadata).keys() - known:
-            raise NotInColumnsError("metadata with fields of another's")
-        self.entries: dict[str, Entry] = {}
-        self.properties: list[TensorProperties] = []
-        self.paths = _paths(metadata.planner_data)
-        self._numbers: dict[tuple[Any, ...], int] = {}
-        self._offsets: dict[int, array[int]] = {}
-        self._sizes: dict[int, array[int]] = {}
-        self._places: dict[int, int] = {}
-        rows = 0
-        values: list[str] = []
-        for name, described in metadata.state_dict_metadata.items():
-            if type(name) is not str:
-                raise NotInColumnsError("a name that is no string")
-            if type(described) is BytesStorageMetadata:
-                self.entries[name] = Entry(0, 1, None, 0, 0)  # keeps its place; set below
-                values.append(name)
-            elif type(described) is TensorStorageMetadata:
-                self.entries[name] = self._tensor(described, rows)
-                rows += len(described.chunks)
-            else:
-                raise NotInColumnsError("an entry of another class")
-        for row, name in enumerate(values, rows):
-            self.entries[name] = Entry(row, 1, None, 0, 0)
-        self.rows = rows + len(values)
-        self.chunks = self._columns()
-
-    def _tensor(self, described: TensorStorageMetadata, first: int) -> Entry:
-        properties, chunks = described.properties, described.chunks
-        shape = tuple(described.size)
-        dims = len(shape)
-        plain = type(properties) is TensorProperties and type(chunks) is list
-        if not plain or set(map(type, chunks)) - {ChunkStorageMetadata}:
-            raise NotInColumnsError("properties or chunks of another class")
-        offsets = [chunk.offsets for chunk in chunks]
-        sizes = [chunk.sizes for chunk in chunks]
-        if set(map(len, offsets)) | set(map(len, sizes)) | {dims} != {dims}:
-            raise NotInColumnsError("a chunk of another number of dimensions than its tensor")
-        if not all(type(dim) is int and dim >= 0 for dim in shape):
-            raise NotInColumnsError("a size that is no number")
-        if math.prod(shape) * properties.dtype.itemsize >= _END:
-            raise NotInColumnsError("a tensor that is larger than any memory")
-        key = properties.__getstate__()  # type: ignore[no-untyped-call]
-        number = self._numbers.setdefault(key, len(self.properties))
-        if number == len(self.properties):
-            self.properties.append(properties)
-        try:
-            _extend(self._offsets.setdefault(dims, array("q")), offsets)
-            _extend(self._sizes.setdefault(dims, array("q")), sizes)
-        except (TypeError, OverflowError) as exc:
-            raise NotInColumnsError("a chunk whose numbers are none") from exc
-        place = self._places.get(dims, 0)
-        self._places[dims] = place + len(chunks)
-        return Entry(first, len(chunks), shape, number, place)
-
-    def _columns(self) -> dict[int, Chunks]:
-        tensors = [entry for entry in self.entries.values() if entry.shape is not None]
-        return {
-            dims: Chunks(
-                rows_of(tensors, dims),
-                _matrix(self._offsets[dims], dims, count),
-                _matrix(self._sizes[dims], dims, count),
-            )
-            for dims, count in sorted(self._places.items())
-        }
 
 
 def _check_chunks(entries: Mapping[str, Entry], of_dims: Mapping[int, Chunks]) -> None:
@@ -448,25 +302,7 @@ def rows_of(tensors: Iterable[Entry], dims: int) -> torch.Tensor:
     return shifts + counted(0, shifts.numel())
 
 
-def _extend(flat: array[int], sizes: Sequence[torch.Size]) -> None:
-    flat.extend(itertools.chain.from_iterable(sizes))
-
-
 def _matrix(flat: array[int], dims: int, count: int) -> torch.Tensor:
     if not flat:
         return unfilled(count, dims)
     return torch.frombuffer(flat, dtype=torch.int64).view(count, dims)
-
-
-def _paths(planner_data: Any) -> Paths | None:
-    if planner_data is None:
-        return None
-    if type(planner_data) is not dict:
-        raise NotInColumnsError("planner data of another planner")
-    for name, path in planner_data.items():
-        if type(name) is not str or type(path) is not tuple:
-            raise NotInColumnsError("planner data of another planner")
-        for element in path:
-            if type(element) is not str and (type(element) is not int or not 0 <= element < _END):
-                raise NotInColumnsError("a path with an element that is neither key nor index")
-    return planner_data

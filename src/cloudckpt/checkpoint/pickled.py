@@ -185,9 +185,9 @@ class _Opcodes:
                 *(get[("offset",)], *_column(places.offsets)),
                 *(get[("length",)], *_column(places.lengths), _SET, _BUILD),
             )
-        values = counted(inventory.values_from, len(extents))
-        names = fqns[column_of([n for n, e in enumerate(entries) if e.shape is None])]
-        places = extents.at(values)
+        of_values = [number for number, e in enumerate(entries) if e.shape is None]
+        names = fqns[column_of(of_values)]
+        places = extents.at(column_of([entries[number].first for number in of_values]))
         self._write_rows(
             *(get["MetadataIndex"], _NEW, _DICT, _MARK, get[("fqn",)], b"j", _u32(names)),
             *(get[("index",)], _NONE, _SET, _BUILD, get["_StorageInfo"], _NEW, _DICT, _MARK),
@@ -219,15 +219,14 @@ def _length(parts: Iterable[bytes | torch.Tensor]) -> int:
 
 def _rows(parts: Sequence[bytes | torch.Tensor], count: int) -> torch.Tensor:
     """Rows of bytes: of each part the same, or a row of a matrix of bytes."""
-    made = torch.empty((count, _length(parts)), dtype=torch.uint8, device="cpu")
+    alike = b"".join(part if isinstance(part, bytes) else bytes(part.shape[1]) for part in parts)
+    row = torch.frombuffer(bytearray(alike), dtype=torch.uint8)
+    made = row.repeat(count, 1)
     at = 0
     for part in parts:
-        if isinstance(part, bytes):
-            made[:, at : at + len(part)] = torch.frombuffer(bytearray(part), dtype=torch.uint8)
-            at += len(part)
-        else:
+        if isinstance(part, torch.Tensor):
             made[:, at : at + part.shape[1]] = part
-            at += part.shape[1]
+        at += _length((part,))
     return made
 
 

@@ -370,8 +370,8 @@ class Places:
     @property
     def _checksum(self) -> ChecksumAlgorithm:
         assert self._commit is not None
-        assert self._commit.body is not None  # it names objects
-        return self._commit.body.checksum
+        assert self._commit.record is not None  # it names objects
+        return self._commit.record.checksum
 
     def _inside(
         self, indices: Sequence[MetadataIndex], wholes: Sequence[_Whole]

@@ -20,6 +20,9 @@ from torch.distributed.checkpoint._sharded_tensor_utils import (
     _flatten_sharded_tensors as flatten_sharded_tensors,
 )
 from torch.distributed.checkpoint._traverse import traverse_state_dict
+from torch.distributed.checkpoint.default_planner import (
+    _validate_global_plan as validate_global_plan,
+)
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
@@ -52,6 +55,7 @@ __all__ = [
     "sparse_tensors_unchecked",
     "state_dict_being_planned",
     "traverse_state_dict",
+    "validate_global_plan",
 ]
 
 

@@ -1,7 +1,7 @@
 """The end of a commit object: the notes of the checkpoint, and a trailer behind all.
 
-A pickle ends where it says so; torch's readers do not look at what follows. There stand the body,
-from which our readers take all (:mod:`cloudckpt.checkpoint.body`), the notes of the checkpoint
+A pickle ends where it says so; torch's readers do not look at what follows. There stand the record,
+from which our readers take all (:mod:`cloudckpt.checkpoint.record`), the notes of the checkpoint
 (:mod:`cloudckpt.checkpoint.notes`), and a trailer with the lengths and the CRC32C of the three, so
 that a damaged commit object is noticed.
 """

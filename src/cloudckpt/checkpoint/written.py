@@ -180,22 +180,22 @@ class Written:
             indices=None,
         )
 
-    def with_unchanged(self, earlier: Extents) -> Written:
-        """What :meth:`since` was called on, of its result and the same ``earlier``.
+    def extents_after(self, earlier: Extents) -> Extents:
+        """Where all items lie, if :meth:`since` was called with the same ``earlier``.
 
         Raises:
             ValueError: If ``earlier`` is another one.
             IndexError: If it has fewer items.
         """
         if self.items is None:
-            return self
+            return self.extents
         columns = [column.clone() for column in earlier.columns]
         for column, changed in zip(columns, self.extents.columns, strict=True):
             column[column_of(self.items)] = changed
         extents = Extents(*columns)
         if extents.digest() != self.digest:
             raise ValueError("its items lie elsewhere than it says")
-        return dataclasses.replace(self, extents=extents, items=None, digest=b"")
+        return extents
 
     def __reduce__(self) -> tuple[object, ...]:
         packed = b"".join(one.pack() for one in self.objects)

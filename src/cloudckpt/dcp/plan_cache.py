@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
-from cloudckpt.checkpoint.draft import Draft
+from cloudckpt.checkpoint.draft import Planned
 from cloudckpt.checkpoint.shard import SmallForm
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.written import Extents
@@ -27,10 +27,34 @@ from cloudckpt.dcp.outline import Outline
 from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.fork import ModuleLock
 
-__all__ = ["KnownPlan", "digest_of", "flags_of", "forget", "new_number", "remember", "take"]
+__all__ = [
+    "KnownPlan",
+    "OfAllRanks",
+    "digest_of",
+    "flags_of",
+    "forget",
+    "new_number",
+    "remember",
+    "take",
+]
 
 _MOST = 4
 """Entries that are kept: a model and its averages, say, or the state of two engines."""
+
+
+@dataclass(frozen=True, eq=False)
+class OfAllRanks:
+    """What the coordinator remembers of a save.
+
+    Attributes:
+        planned: What all ranks write.
+        digests: By rank, that of its plan.
+        extents: By rank, where its items lay in its objects in the last save.
+    """
+
+    planned: Planned
+    digests: tuple[bytes, ...]
+    extents: tuple[Extents, ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,8 +75,7 @@ class KnownPlan:
         leaves: Of each item the number of its value.
         forms: Of each item that is a small tensor in host memory how it looks in an object.
         extents: Where the items lay in this rank's objects in the last save.
-        draft: On the coordinator, what it has committed then.
-        digests: On the coordinator, those of all ranks.
+        of_all: On the coordinator, what it knows of all ranks.
     """
 
     number: int
@@ -68,8 +91,7 @@ class KnownPlan:
     leaves: Sequence[int]
     forms: Sequence[SmallForm | None]
     extents: Extents = field(default_factory=Extents.none)
-    draft: Draft | None = None
-    digests: tuple[bytes, ...] = ()
+    of_all: OfAllRanks | None = None
 
 
 _entries: list[KnownPlan] = []  # the last one used stands first

@@ -119,7 +119,7 @@ class CloudStorageReader(StorageReader):
     @property
     def has_checksums(self) -> bool:
         """Whether the checkpoint can be verified; once its metadata was read."""
-        return self._commit is not None and self._commit.body is not None
+        return self._commit is not None and self._commit.record is not None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -241,7 +241,7 @@ class CloudStorageReader(StorageReader):
             metadata.storage_meta = StorageMeta()
         assert metadata.storage_meta is not None
         metadata.storage_meta.load_id = self._load_id
-        if commit.body is not None:  # what is stored does not say so: it may have been copied
+        if commit.record is not None:  # what is stored does not say so: it may have been copied
             metadata.storage_meta.checkpoint_id = str(self.uri)
         self._save_id = metadata.storage_meta.save_id if is_shared else None
         return metadata
@@ -276,7 +276,9 @@ class CloudStorageReader(StorageReader):
             )
         if commit is not None and places is commit.metadata.storage_data:
             return Places(self.uri, commit)
-        body = None if commit is None or commit.body is None else commit.body.by_pickle()
+        body = (
+            None if commit is None or commit.record is None else commit.record.without_inventory()
+        )
         info = ObjectInfo("", 0, "") if commit is None else commit.info
         return Places(self.uri, CommitObject(info, metadata, body))
 

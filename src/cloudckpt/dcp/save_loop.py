@@ -19,7 +19,7 @@ What this rules out:
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -32,16 +32,19 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from torch.distributed.tensor import DTensor
 
 from cloudckpt.checkpoint.draft import Draft, Planned
+from cloudckpt.checkpoint.from_torch import NotInColumnsError, inventory_of_plan
+from cloudckpt.checkpoint.record import Record
 from cloudckpt.checkpoint.shard import SmallForm
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.torch_private import Collectives
-from cloudckpt.checkpoint.written import Written
+from cloudckpt.checkpoint.written import Extents, Written
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.dcp import plan_cache
 from cloudckpt.dcp.committed_metadata import committed_metadata
+from cloudckpt.dcp.global_plan import Part, plan_of, plan_together
 from cloudckpt.dcp.meeting import PLAN_ANEW
 from cloudckpt.dcp.outline import PLAIN, Outline
-from cloudckpt.dcp.plan_cache import KnownPlan
+from cloudckpt.dcp.plan_cache import KnownPlan, OfAllRanks
 from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.dcp.saving import Quick, expected_size
 from cloudckpt.dcp.torch_log import logged_by_torch
@@ -64,10 +67,20 @@ class Committed(NamedTuple):
 
 @dataclass(frozen=True)
 class _Planned:
-    """A new plan: this rank's part, its number, and on the coordinator what all will write."""
+    """A new plan.
+
+    Attributes:
+        step: This rank's part.
+        number: Its number.
+        structure: What flattening has lost of this rank's state dict.
+        is_known: Whether the coordinator knows that, too.
+        of_all: On the coordinator, what all will write.
+    """
 
     step: SavePlan
     number: int
+    structure: Structure
+    is_known: bool
     of_all: Planned | None
 
 
@@ -153,9 +166,10 @@ class SaveLoop:
         @self._logged
         def write_data() -> Told:
             if planned is not None:
-                plan, structure = self._finished(planned)
+                plan = self._planner.finish_plan(planned.step)
+                self._writer.note_structure(Structure() if planned.is_known else planned.structure)
                 written = self._writer.send(plan, self._planner)
-                entry = self._entry(planned.number, plan, structure)
+                entry = self._entry(planned, plan)
             else:
                 entry = self._taken_up()
                 written = self._writer.send(entry.plan, self._planner, self._quick(entry))
@@ -166,17 +180,26 @@ class SaveLoop:
 
         @self._logged
         def finish_checkpoint(told: list[Told]) -> Committed:
-            digests = tuple(digest for digest, _ in told)
-            written = [one for _, one in told]
+            of_all = self._of_all(told, planned, known)
+            written = [
+                replace(one, extents=extents, items=None)
+                for (_, one), extents in zip(told, of_all.extents, strict=True)
+            ]
             timings = [one.timing for one in written if one.timing is not None]
-            if planned is not None:
-                draft = self._writer.finish_with(lambda: self._new_draft(planned, written), timings)
-            else:
-                draft = self._writer.finish_with(
-                    lambda: self._next_draft(digests, written), timings
-                )
+            draft = self._writer.finish_with(
+                lambda: Draft.of(
+                    of_all.planned,
+                    written,
+                    self._writer.checksum,
+                    attempt=self._writer.attempt,
+                    uri=str(self._writer.uri),
+                ),
+                timings,
+            )
             drafts.append(draft)
-            mine[0] = replace(mine[0], draft=draft, digests=digests)
+            if draft.inventory is not None:
+                kept = replace(of_all.planned, structure=draft.inventory.structure)
+                mine[0] = replace(mine[0], of_all=replace(of_all, planned=kept))
             return Committed(self._writer.attempt, draft.inventory is not None)
 
         committed: Committed = self._ranks.all_reduce("write", write_data, finish_checkpoint)
@@ -193,51 +216,83 @@ class SaveLoop:
     def _planned(self) -> _Planned:
         """This rank's part of a new plan.
 
-        Plans are pickled here, and not on their way: those of a large job are millions of objects,
-        which the collector would look through again and again. They are gone at the end of a step.
+        Ranks send what they would write as columns, or as torch's plan where columns can't have
+        it: plans of a large job are millions of objects. Those are pickled here, and not on their
+        way, so that the collector does not look through them again and again.
         """
         found: list[Planned] = []
+        local: list[tuple[SavePlan, Structure]] = []
         alone = self._members is None
 
         @self._logged
-        def local_step() -> SavePlan | bytes:
+        def local_step() -> bytes | SavePlan:
             self._planner.set_up_planner(
                 self._state_dict, self._writer.storage_meta(), self._ranks.is_coordinator
             )
             plan = self._writer.prepare_local_plan(self._planner.create_local_plan())
             with paused_gc():
-                return plan if alone else pickle.dumps(plan)
+                structure = self._lost_by_flattening()
+                local.append((plan, structure))
+                try:
+                    inventory, whole = inventory_of_plan(plan, structure, self._writer.checksum)
+                    return Record.of(inventory, whole=whole).to_bytes()
+                except (NotInColumnsError, KeyError, ValueError):
+                    return plan if alone else pickle.dumps(plan)
 
         @self._logged
-        def global_step(told: list[Any]) -> list[tuple[SavePlan | bytes, int]]:
+        def global_step(told: list[Any]) -> list[tuple[Any, int]]:
             number = plan_cache.new_number()
             with paused_gc():
-                plans = told if alone else list(map(pickle.loads, told))
-                plans, metadata = self._planner.create_global_plan(plans)
-                plans = self._writer.prepare_global_plan(plans)
-                found.append(Planned.of(metadata, [[i.index for i in p.items] for p in plans]))
-                if isinstance(self._planner, CloudSavePlanner):
-                    self._planner.forget_others()
-                return [(plan if alone else pickle.dumps(plan), number) for plan in plans]
+                planned, steps = self._planned_together(told)
+                found.append(planned)
+                return [
+                    (step if alone or isinstance(step, Part) else pickle.dumps(step), number)
+                    for step in steps
+                ]
 
         step, number = self._ranks.reduce_scatter("plan", local_step, global_step)
+        plan, structure = local[0]
+        is_known = isinstance(step, Part)
         with paused_gc():
-            plan = step if alone else pickle.loads(step)  # noqa: S301 - of the coordinator
-        return _Planned(plan, number, found[0] if found else None)
+            if isinstance(step, bytes):
+                step = pickle.loads(step)  # noqa: S301 - of the coordinator
+            plan = step.of(plan) if isinstance(step, Part) else step
+        return _Planned(plan, number, structure, is_known, found[0] if found else None)
 
-    def _finished(self, planned: _Planned) -> tuple[SavePlan, Structure]:
-        """What this rank writes by a new plan, and what flattening has lost of it."""
+    def _planned_together(self, told: list[Any]) -> tuple[Planned, Sequence[Part | SavePlan]]:
+        """What all ranks write, and the part of each."""
+        uri, checksum = str(self._writer.uri), self._writer.checksum
+        by_rank = [self._heard(one) for one in told]
+        records = [one for one in by_rank if isinstance(one, Record)]
+        if len(records) == len(by_rank):
+            lowest = self._planner.dedup_save_to_lowest_rank
+            try:
+                return plan_together(records, to_lowest_rank=lowest, uri=uri)
+            except NotInColumnsError:
+                pass
+        plans = [plan_of(one) if isinstance(one, Record) else one for one in by_rank]
+        plans, metadata = self._planner.create_global_plan(plans)
+        plans = self._writer.prepare_global_plan(plans)
+        planned = Planned.of(metadata, [[i.index for i in p.items] for p in plans], checksum)
+        if isinstance(self._planner, CloudSavePlanner):
+            self._planner.forget_others()
+        return planned, plans
+
+    def _heard(self, told: Any) -> Record | SavePlan:
+        """What a rank would write, as it has told."""
+        if isinstance(told, SavePlan):
+            return told
+        if Record.is_one(told):
+            return Record.parse(told, str(self._writer.uri))
+        return cast(SavePlan, pickle.loads(told))  # noqa: S301 - of a rank
+
+    def _lost_by_flattening(self) -> Structure:
         planner = self._planner
-        plan = planner.finish_plan(planned.step)
         if isinstance(planner, CloudSavePlanner):
-            structure = planner.structure
-        else:
-            with paused_gc():
-                structure = Structure.of(self._state_dict, str(self._writer.uri))
-        self._writer.note_structure(structure)
-        return plan, structure
+            return planner.structure
+        return Structure.of(self._state_dict, str(self._writer.uri))
 
-    def _entry(self, number: int, plan: SavePlan, structure: Structure) -> KnownPlan:
+    def _entry(self, planned: _Planned, plan: SavePlan) -> KnownPlan:
         """What is to be remembered of a new plan, when it was written."""
         outline, items = self._outline, plan.items
         if outline is None:  # it will not be remembered, and items may be of any name
@@ -245,13 +300,13 @@ class SaveLoop:
         values, checksum = self._planner.state_dict, self._writer.checksum
         numbers = {name: number for number, name in enumerate(values)}
         return KnownPlan(
-            number=number,
+            number=planned.number,
             group=self._members,
             flags=self._flags,
             outline=outline.without_leaves(),
             names=tuple(values),
             mappings=self._planner.mappings,
-            structure=structure,
+            structure=planned.structure,
             plan=plan,
             digest=plan_cache.digest_of(plan),
             expected=expected_size(plan.items),
@@ -285,40 +340,37 @@ class SaveLoop:
         ]
         return Quick(entry.expected, entry.forms, tensors)
 
-    def _new_draft(self, planned: _Planned, written: list[Written]) -> Draft:
-        assert planned.of_all is not None
-        return Draft.of(
-            planned.of_all,
-            written,
-            self._writer.checksum,
-            attempt=self._writer.attempt,
-            uri=str(self._writer.uri),
-        )
-
-    def _next_draft(self, digests: tuple[bytes, ...], written: list[Written]) -> Draft:
-        """That of before, with what is another in this save.
+    def _of_all(
+        self, told: list[Told], planned: _Planned | None, known: KnownPlan | None
+    ) -> OfAllRanks:
+        """What all ranks were to write, and where they have written it.
 
         Raises:
-            IncompleteSaveError: If a rank has written by another plan.
+            IncompleteSaveError: If a rank has written by another plan, or means another save by
+                the one before.
         """
-        known, uri = self._known, str(self._writer.uri)
+        digests = tuple(digest for digest, _ in told)
+        if planned is not None:
+            assert planned.of_all is not None
+            return OfAllRanks(planned.of_all, digests, tuple(one.extents for _, one in told))
         assert known is not None
-        assert known.draft is not None
-        for rank, (digest, planned) in enumerate(zip(digests, known.digests, strict=True)):
-            if digest != planned:
+        assert known.of_all is not None
+        found: list[Extents] = []
+        of_before = zip(known.of_all.digests, known.of_all.extents, strict=True)
+        for rank, ((digest, one), (planned_digest, before)) in enumerate(
+            zip(told, of_before, strict=True)
+        ):
+            try:
+                if digest != planned_digest:
+                    raise ValueError("it has written by another plan")
+                found.append(one.extents_after(before))
+            except (ValueError, IndexError) as exc:
                 raise IncompleteSaveError(
-                    f"rank {rank} has written by another plan than the one that rank 0 knows under "
-                    "the same number; nothing was committed. Save again: all ranks plan anew then",
-                    uri=uri,
-                )
-        draft = known.draft.next(written, self._writer.attempt, uri)
-        if draft is None:
-            raise IncompleteSaveError(
-                "what the ranks have written does not fit the plan of the save before; nothing was "
-                "committed. Save again: all ranks plan anew then",
-                uri=uri,
-            )
-        return draft
+                    f"rank {rank} means another plan or save than rank 0, under the same number: "
+                    f"{exc}; nothing was committed. Save again: all ranks plan anew then",
+                    uri=str(self._writer.uri),
+                ) from exc
+        return replace(known.of_all, extents=tuple(found))
 
 
 def _form(value: torch.Tensor, checksum: ChecksumAlgorithm) -> SmallForm | None:

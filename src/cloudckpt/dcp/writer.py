@@ -259,7 +259,7 @@ class CloudStorageWriter(StorageWriter):
         written = [of_rank[0].storage_data for of_rank in results if of_rank]
         draft = self.finish_with(
             lambda: Draft.of(
-                Planned.of(metadata, [one.indices for one in written]),
+                Planned.of(metadata, [one.indices for one in written], self.checksum),
                 written,
                 self.checksum,
                 attempt=self._attempt,

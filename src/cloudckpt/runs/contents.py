@@ -124,7 +124,7 @@ class CheckpointPart:
     @property
     def has_checksums(self) -> bool:
         """Whether its blocks can be verified."""
-        return self.said.body is not None
+        return self.said.record is not None
 
     def items(self) -> Iterator[StoredItem]:
         """All entries."""

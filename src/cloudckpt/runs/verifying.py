@@ -143,10 +143,10 @@ def _contradictions(
     said: CommitObject, store: ObjectStore, retrier: Retrier
 ) -> list[CheckpointCorruptError]:
     """In what a commit object contradicts itself; or that its part for other readers is damaged."""
-    if said.body is None:  # another writer's says all once
+    if said.record is None:  # another writer's says all once
         return []
     try:
-        found = contradictions(said.body, said.pickled(store, retrier))
+        found = contradictions(said.record, said.pickled(store, retrier))
     except CheckpointCorruptError as error:
         return [error]
     uri = store.uri(said.info.key)

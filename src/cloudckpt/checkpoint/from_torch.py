@@ -1,0 +1,228 @@
+"""torch's metadata, or what a rank is to write, as columns: an inventory without places."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+from cloudckpt.checkpoint.columns import unfilled
+from cloudckpt.checkpoint.inventory import Chunks, Entry, Inventory, Paths, rows_of
+from cloudckpt.checkpoint.structure import Structure
+from cloudckpt.checkpoint.written import Extents
+from cloudckpt.checksum import ChecksumAlgorithm
+
+__all__ = ["NotInColumnsError", "check_chunks", "inventory_of_metadata", "inventory_of_plan"]
+
+_END = 1 << 63
+
+
+class NotInColumnsError(Exception):
+    """Metadata or a plan that columns can't express: with classes or fields of a user's own."""
+
+
+def inventory_of_metadata(metadata: Metadata, checksum: ChecksumAlgorithm) -> Inventory:
+    """What torch's metadata describe.
+
+    Args:
+        metadata: torch's; its places are left out.
+        checksum: The algorithm of the store.
+
+    Raises:
+        NotInColumnsError: If it is not of torch's classes alone.
+    """
+    known = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
+    if type(metadata) is not Metadata or vars(metadata).keys() - known:
+        raise NotInColumnsError("metadata with fields of another's")
+    table = _Table()
+    for name, described in metadata.state_dict_metadata.items():
+        if type(described) is BytesStorageMetadata:
+            table.add_value(name)
+        elif type(described) is TensorStorageMetadata:
+            table.add_tensor(name, described.size, described.properties, described.chunks)
+        else:
+            raise NotInColumnsError("an entry of another class")
+    return table.inventory(checksum, _paths(metadata.planner_data), Structure())
+
+
+def inventory_of_plan(
+    plan: SavePlan, structure: Structure, checksum: ChecksumAlgorithm
+) -> tuple[Inventory, list[int]]:
+    """What a rank is to write: a row for each item, in the plan's order.
+
+    Args:
+        plan: Of torch's planner, or a planner like it.
+        structure: What flattening has lost of this rank's state dict.
+        checksum: The algorithm of the store.
+
+    Returns:
+        The inventory, and the numbers of the names that are of whole tensors, of which torch
+        expects no other rank to have another part.
+
+    Raises:
+        NotInColumnsError: If columns can't express it.
+    """
+    table, whole = _Table(), list[int]()
+    for name, of_name in itertools.groupby(plan.items, key=lambda item: item.index.fqn):
+        items = list(of_name)
+        first = items[0]
+        data = first.tensor_data
+        if len({item.type for item in items}) != 1 or not all(map(_is_plain, items)):
+            raise NotInColumnsError("an item of another kind")
+        if first.type == WriteItemType.BYTE_IO or data is None:
+            if len(items) != 1:
+                raise NotInColumnsError("a value in several items")
+            table.add_value(name)
+            continue
+        if first.type == WriteItemType.TENSOR:
+            whole.append(len(table.entries))
+        chunks = [item.tensor_data.chunk for item in items if item.tensor_data is not None]
+        for item in items[1:]:
+            assert item.tensor_data is not None
+            if (item.tensor_data.size, item.tensor_data.properties) != (data.size, data.properties):
+                raise NotInColumnsError("a tensor of two shapes or types")
+        table.add_tensor(name, data.size, data.properties, chunks)
+    made = table.inventory(checksum, _paths(plan.planner_data), structure)
+    check_chunks(made)
+    return made, whole
+
+
+def _is_plain(item: WriteItem) -> bool:
+    """Whether an item is what torch's planner makes: its index says what its data say."""
+    data = item.tensor_data
+    if type(item) is not WriteItem or (data is None) != (item.type == WriteItemType.BYTE_IO):
+        return False
+    if data is None:
+        return item.index.offset is None and item.bytes_io_data is None
+    return item.index.offset == data.chunk.offsets
+
+
+class _Table:
+    """Names and chunks, one after the other, as they become columns.
+
+    Attributes:
+        entries: What was added, by name.
+    """
+
+    def __init__(self) -> None:
+        self.entries: dict[str, Entry] = {}
+        self._properties: list[TensorProperties] = []
+        self._numbers: dict[tuple[Any, ...], int] = {}
+        self._offsets: dict[int, array[int]] = {}
+        self._sizes: dict[int, array[int]] = {}
+        self._places: dict[int, int] = {}
+        self._rows = 0
+
+    def add_value(self, name: str) -> None:
+        self._add(name, Entry(self._rows, 1, None, 0, 0))
+
+    def add_tensor(
+        self,
+        name: str,
+        size: torch.Size,
+        properties: TensorProperties,
+        chunks: list[ChunkStorageMetadata],
+    ) -> None:
+        shape = tuple(size)
+        dims = len(shape)
+        plain = type(properties) is TensorProperties and type(chunks) is list
+        if not plain or set(map(type, chunks)) - {ChunkStorageMetadata}:
+            raise NotInColumnsError("properties or chunks of another class")
+        offsets = [chunk.offsets for chunk in chunks]
+        sizes = [chunk.sizes for chunk in chunks]
+        if set(map(len, offsets)) | set(map(len, sizes)) | {dims} != {dims}:
+            raise NotInColumnsError("a chunk of another number of dimensions than its tensor")
+        if not all(type(dim) is int and dim >= 0 for dim in shape):
+            raise NotInColumnsError("a size that is no number")
+        if math.prod(shape) * properties.dtype.itemsize >= _END:
+            raise NotInColumnsError("a tensor that is larger than any memory")
+        key = properties.__getstate__()  # type: ignore[no-untyped-call]
+        number = self._numbers.setdefault(key, len(self._properties))
+        if number == len(self._properties):
+            self._properties.append(properties)
+        try:
+            _extend(self._offsets.setdefault(dims, array("q")), offsets)
+            _extend(self._sizes.setdefault(dims, array("q")), sizes)
+        except (TypeError, OverflowError) as exc:
+            raise NotInColumnsError("a chunk whose numbers are none") from exc
+        place = self._places.get(dims, 0)
+        self._places[dims] = place + len(chunks)
+        self._add(name, Entry(self._rows, len(chunks), shape, number, place))
+
+    def _add(self, name: str, entry: Entry) -> None:
+        if type(name) is not str or name in self.entries:
+            raise NotInColumnsError("a name that is no string, or there twice")
+        self.entries[name] = entry
+        self._rows += entry.count
+
+    def inventory(
+        self, checksum: ChecksumAlgorithm, paths: Paths | None, structure: Structure
+    ) -> Inventory:
+        """All that was added."""
+        tensors = [entry for entry in self.entries.values() if entry.shape is not None]
+        chunks = {
+            dims: Chunks(
+                rows_of(tensors, dims),
+                _matrix(self._offsets[dims], dims, count),
+                _matrix(self._sizes[dims], dims, count),
+            )
+            for dims, count in sorted(self._places.items())
+        }
+        return Inventory(
+            entries=self.entries,
+            properties=self._properties,
+            chunks=chunks,
+            extents=Extents.none(),
+            objects=(),
+            checksum=checksum,
+            paths=paths,
+            structure=structure,
+        )
+
+
+def check_chunks(inventory: Inventory) -> None:
+    """Whether all chunks are inside of their tensors, as columns have to have them.
+
+    Raises:
+        NotInColumnsError: If one is not.
+    """
+    try:
+        inventory.check_chunks()
+    except ValueError as exc:
+        raise NotInColumnsError(str(exc)) from exc
+
+
+def _extend(flat: array[int], sizes: Sequence[torch.Size]) -> None:
+    flat.extend(itertools.chain.from_iterable(sizes))
+
+
+def _matrix(flat: array[int], dims: int, count: int) -> torch.Tensor:
+    if not flat:
+        return unfilled(count, dims)
+    return torch.frombuffer(flat, dtype=torch.int64).view(count, dims)
+
+
+def _paths(planner_data: Any) -> Paths | None:
+    if planner_data is None:
+        return None
+    if type(planner_data) is not dict:
+        raise NotInColumnsError("planner data of another planner")
+    for name, path in planner_data.items():
+        if type(name) is not str or type(path) is not tuple:
+            raise NotInColumnsError("planner data of another planner")
+        for element in path:
+            if type(element) is not str and (type(element) is not int or not 0 <= element < _END):
+                raise NotInColumnsError("a path with an element that is neither key nor index")
+    return planner_data

@@ -1,0 +1,404 @@
+"""What all ranks of a save write, planned together: torch's global plan, by columns.
+
+torch's planner makes five objects of Python for each chunk of each rank, gathers them on one rank,
+and looks at each several times: half a million chunks take fifteen seconds there. Here ranks send
+what they would write as columns (``checkpoint/record.py``), and the coordinator finds duplicates,
+orders and checks by sorting numbers. What comes of it is what torch's planner makes of the same
+plans, to the order of the names; tests compare them. Whatever looks unusual is left to torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from cloudckpt.checkpoint.columns import column_of, counted, packed_column, unfilled, unpack_column
+from cloudckpt.checkpoint.draft import Planned
+from cloudckpt.checkpoint.from_torch import NotInColumnsError
+from cloudckpt.checkpoint.inventory import Chunks, Entry, Inventory, Paths
+from cloudckpt.checkpoint.record import Record
+from cloudckpt.checkpoint.structure import Structure
+from cloudckpt.checkpoint.torch_private import validate_global_plan
+from cloudckpt.checkpoint.written import Extents
+
+__all__ = ["Part", "plan_of", "plan_together"]
+
+_END = 1 << 63
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank writes of what it would: numbers of items, and torch's hint of each."""
+
+    items: torch.Tensor
+    hints: torch.Tensor
+
+    def of(self, plan: SavePlan) -> SavePlan:
+        """The plan of the rank without what others write."""
+        items: list[WriteItem] = []
+        for number, hint in zip(self.items.tolist(), self.hints.tolist(), strict=True):
+            item = plan.items[number]
+            if item.tensor_data is not None:
+                item = replace(item, index=replace(item.index, index=hint))
+            items.append(item)
+        return replace(plan, items=items)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        packed = packed_column(self.items) + packed_column(self.hints)
+        return _part, (self.items.numel(), packed)
+
+
+def _part(count: int, packed: bytes) -> Part:
+    items, hints = unfilled(count), unfilled(count)
+    at = unpack_column(bytearray(packed), 0, items)
+    unpack_column(bytearray(packed), at, hints)
+    return Part(items, hints)
+
+
+def plan_together(
+    records: Sequence[Record], *, to_lowest_rank: bool, uri: str
+) -> tuple[Planned, list[Part]]:
+    """What torch's planner makes of the plans of all ranks.
+
+    Args:
+        records: By rank, what it would write.
+        to_lowest_rank: Whether the lowest rank writes what several have, not the one with least.
+        uri: The checkpoint, for messages.
+
+    Returns:
+        What is to be written, and by rank its part of it.
+
+    Raises:
+        NotInColumnsError: If the plans contradict each other: let torch say what comes of that.
+        ValueError: If the chunks of a tensor overlap or don't fill it, as torch's planner says it.
+    """
+    items = _Items(records)
+    kept = items.kept(to_lowest_rank)
+    inventory, rows, hints = items.ordered(kept)
+    try:
+        inventory.check_chunks()
+    except ValueError as exc:
+        raise NotInColumnsError(str(exc)) from exc
+    _validate(inventory, len(records))
+    parts, of_ranks = [], []
+    bounds = torch.searchsorted(kept, column_of(items.starts))
+    for start, first, stop in zip(items.starts, bounds[:-1], bounds[1:], strict=False):
+        parts.append(Part(kept[first:stop] - start, hints[first:stop]))
+        of_ranks.append(rows[first:stop])
+    structure = Structure.merged([record.structure for record in records], uri)
+    counts = tuple(of_rank.numel() for of_rank in of_ranks)
+    return Planned(counts, inventory, tuple(of_ranks), structure), parts
+
+
+@dataclass(frozen=True)
+class _Name:
+    """What the ranks say of a name, all the same.
+
+    Attributes:
+        shape: Of the tensor; None if it is a value.
+        properties: What tells its properties from others.
+        is_whole: Whether no two ranks may write parts of it.
+        weight: What torch counts for it when it divides work: the bytes of the whole tensor.
+    """
+
+    shape: tuple[int, ...] | None
+    properties: tuple[Any, ...] | None
+    is_whole: bool
+    weight: int
+
+
+def plan_of(record: Record) -> SavePlan:
+    """The plan of a rank, as torch's planner takes it."""
+    inventory, items, whole = record.inventory, list[WriteItem](), set(record.whole)
+    assert inventory is not None
+    for number, (name, entry) in enumerate(inventory.entries.items()):
+        if entry.shape is None:
+            items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
+            continue
+        kind = WriteItemType.TENSOR if number in whole else WriteItemType.SHARD
+        described = inventory.metadata_of(name)
+        assert isinstance(described, TensorStorageMetadata)
+        for chunk in described.chunks:
+            data = TensorWriteData(chunk, described.properties, described.size)
+            items.append(WriteItem(MetadataIndex(name, chunk.offsets), kind, tensor_data=data))
+    return SavePlan(items, planner_data=inventory.paths)
+
+
+class _Items:
+    """The items of all ranks, one after the other, in the order in which torch looks at them.
+
+    Attributes:
+        starts: By rank, the number of its first item; and the number of all at the end.
+    """
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self.starts = [0]
+        self._checksum = records[0].checksum
+        self._names: dict[str, _Name] = {}
+        self._numbers: dict[str, int] = {}
+        self._properties: dict[tuple[Any, ...], TensorProperties] = {}
+        self._paths: list[Paths] = []
+        of_items: list[torch.Tensor] = []
+        chunks: dict[int, list[tuple[torch.Tensor, Chunks]]] = {}
+        known: dict[int, torch.Tensor] = {}  # ranks of most jobs have the same names
+        for record in records:
+            inventory = record.inventory
+            if inventory is None or inventory.paths is None:
+                raise NotInColumnsError("a plan without names or paths")
+            names = known.get(id(inventory.entries))
+            if names is None:
+                names = known[id(inventory.entries)] = self._named(inventory, record.whole)
+            self._paths.append(inventory.paths)
+            of_items.append(names)
+            for dims, of_dims in inventory.chunks.items():
+                chunks.setdefault(dims, []).append((of_dims.rows + self.starts[-1], of_dims))
+            self.starts.append(self.starts[-1] + names.numel())
+        self._of_items = torch.cat(of_items)
+        self._chunks = {
+            dims: Chunks(
+                torch.cat([rows for rows, _ in parts]),
+                torch.cat([part.offsets for _, part in parts]),
+                torch.cat([part.sizes for _, part in parts]),
+            )
+            for dims, parts in sorted(chunks.items())
+        }
+
+    def _named(self, inventory: Inventory, whole: Sequence[int]) -> torch.Tensor:
+        """The number of the name of each item of a rank."""
+        keys: list[Any] = [one.__getstate__() for one in inventory.properties]  # type: ignore[no-untyped-call]
+        alone, numbers = set(whole), list[int]()
+        for place, (name, entry) in enumerate(inventory.entries.items()):
+            said = _Name(None, None, False, 1)
+            if entry.shape is not None:
+                properties = inventory.properties[entry.properties]
+                self._properties.setdefault(keys[entry.properties], properties)
+                nbytes = math.prod(entry.shape) * properties.dtype.itemsize
+                said = _Name(entry.shape, keys[entry.properties], place in alone, nbytes or 1)
+            if self._names.setdefault(name, said) != said:
+                raise NotInColumnsError("ranks have different things of one name")
+            numbers.append(self._numbers.setdefault(name, len(self._numbers)))
+        counts = column_of([entry.count for entry in inventory.entries.values()])
+        return column_of(numbers).repeat_interleave(counts)
+
+    def kept(self, to_lowest_rank: bool) -> torch.Tensor:
+        """The items that are written: of those that several ranks have, one each.
+
+        torch gives them, in the order in which it meets them, to the rank that has the least to
+        write so far: of what it has alone, as far as torch has come by then, and what it was given.
+        """
+        keeps = torch.ones(self.starts[-1], dtype=torch.bool, device="cpu")
+        groups = sorted(self._duplicates())
+        of_groups = [tuple(bisect_right(self.starts, i) - 1 for i in group) for group in groups]
+        for group, ranks in zip(groups, of_groups, strict=True):
+            if len(set(ranks)) != len(ranks):
+                raise NotInColumnsError("a rank has an item twice")
+            keeps[column_of(group)] = False
+        if to_lowest_rank:
+            keeps[column_of([group[0] for group in groups])] = True
+            return keeps.nonzero().view(-1)
+        weights = column_of([name.weight for name in self._names.values()])[self._of_items]
+        alone = torch.cat([unfilled(1).zero_(), (weights * keeps).cumsum(0)]).tolist()
+        given, starts = [0] * (len(self.starts) - 1), self.starts
+        sets: dict[tuple[int, ...], set[int]] = {}
+        for group, ranks in zip(groups, of_groups, strict=True):
+            first = ranks[0]  # torch has come to nothing yet of what the ranks behind have alone
+            met = alone[group[0]] - alone[starts[first]]
+            given[first] += met
+            # a set, as in torch, whose order decides between ranks that have as much
+            members = sets.setdefault(ranks, set(ranks))
+            chosen = min(members, key=given.__getitem__)
+            given[first] -= met
+            given[chosen] += int(weights[group[0]])
+            keeps[group[ranks.index(chosen)]] = True
+        return keeps.nonzero().view(-1)
+
+    def _duplicates(self) -> Iterator[list[int]]:
+        """The numbers of items that are the same part of the same name."""
+        is_value = torch.ones(self.starts[-1], dtype=torch.bool, device="cpu")
+        for of_dims in self._chunks.values():
+            is_value[of_dims.rows] = False
+            keys = [self._of_items[of_dims.rows], *of_dims.offsets.unbind(1)]
+            yield from _groups(of_dims.rows, keys, of_dims.sizes.unbind(1))
+        values = is_value.nonzero().view(-1)
+        yield from _groups(values, [self._of_items[values]])
+
+    def ordered(self, kept: torch.Tensor) -> tuple[Inventory, torch.Tensor, torch.Tensor]:
+        """What is written, in torch's order: names as they first come, their chunks by rank.
+
+        Args:
+            kept: The items that are written.
+
+        Returns:
+            The inventory; and of each item that is written its row, and its number in its name.
+        """
+        of_kept = self._of_items[kept]
+        names, counts = list(self._names.items()), of_kept.bincount(minlength=len(self._names))
+        firsts = torch.full((len(names),), kept.numel(), dtype=torch.int64, device="cpu")
+        firsts.scatter_reduce_(0, of_kept, counted(0, kept.numel()), "amin")
+        order = firsts.argsort(stable=True)
+        places = unfilled(len(names))
+        places[order] = counted(0, len(names))
+        by_row = places[of_kept].argsort(stable=True)
+        rows = unfilled(kept.numel())
+        rows[by_row] = counted(0, kept.numel())
+        starts = unfilled(len(names))
+        starts[order] = counts[order].cumsum(0) - counts[order]
+        properties = {key: number for number, key in enumerate(self._properties)}
+        entries: dict[str, Entry] = {}
+        taken: dict[int, int] = {}
+        for number, start, count in zip(
+            order.tolist(), starts[order].tolist(), counts[order].tolist(), strict=True
+        ):
+            name, said = names[number]
+            if not count:
+                continue  # no rank has a part of it
+            if count > 1 and (said.is_whole or said.shape is None):
+                raise NotInColumnsError("ranks have several parts of a whole")
+            if said.shape is None or said.properties is None:
+                entries[name] = Entry(start, count, None, 0, 0)
+                continue
+            dims = len(said.shape)
+            place = taken.get(dims, 0)
+            entries[name] = Entry(start, count, said.shape, properties[said.properties], place)
+            taken[dims] = place + count
+        inventory = Inventory(
+            entries,
+            list(self._properties.values()),
+            {dims: self._chunks_of(dims, kept, by_row) for dims in sorted(taken)},
+            Extents.none(),
+            (),
+            self._checksum,
+            _merged(self._paths),
+        )
+        return inventory, rows, rows - starts[of_kept]
+
+    def _chunks_of(self, dims: int, kept: torch.Tensor, by_row: torch.Tensor) -> Chunks:
+        """The chunks of a number of dimensions, by row."""
+        known = self._chunks[dims]
+        place_of = torch.full((self.starts[-1],), -1, dtype=torch.int64, device="cpu")
+        place_of[known.rows] = counted(0, known.rows.numel())
+        places = place_of[kept[by_row]]
+        rows = (places >= 0).nonzero().view(-1)
+        places = places[rows]
+        return Chunks(rows, known.offsets[places], known.sizes[places])
+
+
+def _groups(
+    items: torch.Tensor, keys: Sequence[torch.Tensor], others: Sequence[torch.Tensor] = ()
+) -> Iterator[list[int]]:
+    """Those of ``items`` whose keys are the same, if they are several; ascending.
+
+    Raises:
+        NotInColumnsError: If the other columns of such are not the same, too.
+    """
+    if items.numel() < 2:
+        return
+    order = counted(0, items.numel())
+    for key in reversed(keys):
+        order = order[key[order].argsort(stable=True)]
+    same = torch.ones(items.numel() - 1, dtype=torch.bool, device="cpu")
+    for key in keys:
+        same &= key[order].diff() == 0
+    if not bool(same.any()):
+        return
+    if any(bool((other[order].diff() != 0)[same].any()) for other in others):
+        raise NotInColumnsError("two parts of one place, and of two sizes")
+    numbers, starts = items[order].tolist(), [0, *((~same).nonzero().view(-1) + 1).tolist()]
+    for start, stop in itertools.pairwise([*starts, len(numbers)]):
+        if stop - start > 1:
+            yield numbers[start:stop]
+
+
+def _merged(paths: Sequence[Paths]) -> Paths:
+    """All paths, as a ``ChainMap`` has them: in the order of the last rank's, with the first's."""
+    distinct = list({id(one): one for one in paths}.values())
+    from_behind = {id(one): one for one in reversed(paths)}.values()
+    made: dict[str, tuple[str | int, ...]] = {}
+    for one in from_behind:
+        made.update(one)
+    for one in reversed(distinct):
+        made.update(one)
+    return made
+
+
+def _validate(inventory: Inventory, ranks: int) -> None:
+    """Whether the chunks of each tensor fill it, and don't overlap.
+
+    Raises:
+        ValueError: As torch's planner raises it.
+    """
+    doubtful = set(_doubtful(inventory, ranks))
+    if not doubtful:
+        return
+    in_order = [name for name in inventory.entries if name in doubtful]
+    metadata = Metadata({name: inventory.metadata_of(name) for name in in_order})
+    if errors := validate_global_plan([SavePlan([])] * ranks, metadata):
+        summary = "; ".join(errors)
+        summary = summary if len(summary) <= 500 else f"{summary[:500]}... (truncated)"
+        raise ValueError(f"Failed to validate global plan: {summary}")
+
+
+def _doubtful(inventory: Inventory, ranks: int) -> Iterator[str]:
+    """The names of tensors of which it is not plain that their chunks fill them."""
+    for dims, chunks in inventory.chunks.items():
+        if not dims:
+            continue
+        tensors = [(n, e) for n, e in inventory.entries.items() if e.shape and len(e.shape) == dims]
+        counts = column_of([entry.count for _, entry in tensors])
+        names = counted(0, len(tensors)).repeat_interleave(counts)
+        wanted = column_of([math.prod(entry.shape or ()) for _, entry in tensors])
+        found = torch.zeros(len(tensors), dtype=torch.int64, device="cpu")
+        found.index_add_(0, names, chunks.sizes.prod(1))
+        wrong = torch.zeros(len(tensors), dtype=torch.bool, device="cpu")
+        if ranks > 1:
+            wrong |= found != wanted
+        wrong[names[_not_apart(names, chunks)]] = True
+        for number in wrong.nonzero().view(-1).tolist():
+            yield tensors[number][0]
+
+
+def _not_apart(names: torch.Tensor, chunks: Chunks) -> torch.Tensor:
+    """The chunks that may overlap others of their tensor.
+
+    Chunks are divided by where they begin and end in one dimension after the other: those whose
+    ranges don't touch are apart. Grids of any number of dimensions come apart to the last chunk.
+    """
+    groups, left = names, counted(0, names.numel())
+    for _ in range(2):  # what was divided in a later dimension may come apart in an earlier one
+        for begins, sizes in zip(chunks.offsets.unbind(1), chunks.sizes.unbind(1), strict=True):
+            if left.numel() < 2:
+                return left[:0]
+            order = begins[left].argsort(stable=True)
+            order = order[groups[order].argsort(stable=True)]
+            left, groups = left[order], groups[order]
+            first, end = begins[left], begins[left] + sizes[left]
+            span = int(end.max()) + 1
+            is_new = torch.ones(left.numel(), dtype=torch.bool, device="cpu")
+            distinct = torch.cat([column_of([0]), (groups[1:] != groups[:-1]).cumsum(0)])
+            if span * left.numel() >= _END:
+                return left  # numbers too large to compare at once
+            reached = (end + distinct * span).cummax(0).values[:-1]
+            is_new[1:] = first[1:] + distinct[1:] * span >= reached
+            groups = is_new.cumsum(0)
+            sizes_of = groups.bincount()
+            several = sizes_of[groups] > 1
+            left, groups = left[several], groups[several]
+    return left
