@@ -1,0 +1,102 @@
+"""Cases: what a job saves, one save after the other. As text they are code that makes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .states import State
+from .values import Shown
+
+__all__ = ["ALONE", "ALWAYS", "CHECKS", "IN_PROCESS", "WAYS", "Case", "Fault", "Save", "Segment"]
+
+WAYS = (
+    "save",
+    "async thread",
+    "async process",
+    "sync checkpointer",
+    "thread checkpointer",
+    "process checkpointer",
+    "manager",
+    "thread manager",
+    "process manager",
+    "dcp.save",
+)
+"""By what a state is saved."""
+
+ALONE = ("alone", "everything", "verify", "inspect", "stock alone", "stock convert", "convert")
+"""Checks that one rank makes by itself."""
+
+CHECKS = ("together", *ALONE, "stock together", "another group")
+"""What is looked at behind a save."""
+
+ALWAYS = ("together", "stock alone")
+"""Those of each save that is drawn; of the others there are some."""
+
+IN_PROCESS = tuple(way for way in WAYS if "process" not in way)
+"""Those that save in the process of the trainer."""
+
+
+@dataclass(frozen=True, repr=False)
+class Fault(Shown):
+    """What is wrong in a save.
+
+    Attributes:
+        kind: ``unpicklable``: a value of the state; ``disk``: it is full; ``refused``: the store
+            answers that it can't.
+        rank: On which rank.
+        skip: Calls or requests of that rank that go well before.
+    """
+
+    kind: str
+    rank: int = 0
+    skip: int = 0
+
+
+@dataclass(frozen=True, repr=False)
+class Save(Shown):
+    """A save, and how it is looked at.
+
+    Attributes:
+        state: What is saved.
+        by: Of `WAYS`.
+        to: The name of a place; managers save steps of a run.
+        overwrite: Whether what is at the place may be replaced.
+        fault: What is wrong.
+        checks: Of `CHECKS`.
+        later: Whether the next save begins before it is known what became of this one.
+    """
+
+    state: State
+    by: str = "save"
+    to: str = "a"
+    overwrite: bool = True
+    fault: Fault | None = None
+    checks: tuple[str, ...] = CHECKS
+    later: bool = False
+
+
+@dataclass(frozen=True, repr=False)
+class Segment(Shown):
+    """What one process group saves."""
+
+    world: int
+    saves: list[Save]
+
+
+@dataclass(frozen=True, repr=False)
+class Case(Shown):
+    """A case.
+
+    Attributes:
+        segments: Process groups, one after the other, in the same processes.
+        store: ``local`` or ``s3``.
+        tight: Whether objects are small, so that a rank has several.
+    """
+
+    segments: list[Segment]
+    store: str = "local"
+    tight: bool = False
+
+    @property
+    def saves(self) -> list[Save]:
+        return [save for segment in self.segments for save in segment.saves]

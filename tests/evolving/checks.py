@@ -1,0 +1,198 @@
+"""What is looked at behind a save: by all roads it is what the model says, to the last bit."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import cloudckpt
+from cloudckpt import CheckpointerConfig, CheckpointNotFoundError, format_utils
+from dcp.places import Place
+
+from .cases import ALONE, Save
+from .states import component_of, difference, flat, made
+from .values import Here
+
+__all__ = ["check", "is_for_all", "there_is_nothing"]
+
+
+def is_for_all(kind: str) -> bool:
+    """Whether all ranks take part in a check; else one of them does."""
+    return kind not in ALONE
+
+
+def check(kind: str, save: Save, step: int, world: int, place: Place) -> str | None:
+    """What is wrong with a checkpoint; None if it is what was saved.
+
+    Args:
+        kind: Of `CHECKS`.
+        save: What was saved.
+        step: As which save.
+        world: By how many ranks.
+        place: Where it lies.
+    """
+    return _CHECKS[kind](save, step, world, place)
+
+
+def there_is_nothing(place: Place) -> str | None:
+    """What is wrong if there is to be no checkpoint."""
+    if cloudckpt.exists(place.uri, config=place.config):
+        return "there is a checkpoint"
+    try:
+        cloudckpt.inspect(place.uri, config=place.config)
+    except CheckpointNotFoundError:
+        return None
+    return "it can be inspected"
+
+
+def _together(save: Save, step: int, world: int, place: Place) -> str | None:
+    room = made(save.state, _here(save, step, blank=True))
+    cloudckpt.load(room, checkpoint_id=place.uri, config=place.config)
+    return difference(room, made(save.state, _here(save, step)), ordered=True)
+
+
+def _in_another_group(save: Save, step: int, world: int, place: Place) -> str | None:
+    """All of it on each of the ranks, each of which loads it by itself."""
+    if dist.get_rank() == 0 and dist.get_world_size() > 1:
+        return None
+    return _alone(save, step, world, place)
+
+
+def _stock_together(save: Save, step: int, world: int, place: Place) -> str | None:
+    room, expected = (
+        _of_tensors_and_texts(made(save.state, _here(save, step, blank=blank)))
+        for blank in (True, False)
+    )
+    if not place.uri.startswith("file://"):
+        return None
+    dcp.load(room, storage_reader=FileSystemReader(place.path))
+    return difference(room, expected, ordered=False)
+
+
+def _alone(save: Save, step: int, world: int, place: Place) -> str | None:
+    room = made(save.state, Here(step, None, world, blank=True))
+    cloudckpt.load(room, checkpoint_id=place.uri, config=place.config, no_dist=True)
+    return difference(room, _whole(save, step, world), ordered=True)
+
+
+def _everything(save: Save, step: int, world: int, place: Place) -> str | None:
+    config = CheckpointerConfig(config=place.config, no_dist=True)
+    with cloudckpt.make_sync_checkpointer(config) as checkpointer:
+        found = checkpointer.load(place.uri)
+    return difference(found, _whole(save, step, world), ordered=world == 1)
+
+
+def _verify(save: Save, step: int, world: int, place: Place) -> str | None:
+    seen = cloudckpt.verify(place.uri, config=place.config, process_group=None)
+    return None if seen.has_checksums else "it has no checksums"
+
+
+def _inspect(save: Save, step: int, world: int, place: Place) -> str | None:
+    found = {
+        item.name: (item.shape, item.dtype)
+        for item in cloudckpt.inspect(place.uri, config=place.config).items
+    }
+    expected = {
+        name: (tuple(value.shape), str(value.dtype).removeprefix("torch."))
+        if isinstance(value, torch.Tensor)
+        else (None, None)
+        for name, value in flat(_whole(save, step, world)).items()
+    }
+    if found != expected:
+        wrong = set(found.items()) ^ set(expected.items())
+        return f"what it lists differs in {sorted(wrong, key=repr)[:4]}"
+    return None
+
+
+def _stock_alone(save: Save, step: int, world: int, place: Place) -> str | None:
+    with _Downloaded(place) as folder:
+        expected = flat(_whole(save, step, world))
+        room = {name: _room(value) for name, value in expected.items()}
+        dcp.load(room, storage_reader=FileSystemReader(folder), no_dist=True)
+        named = FileSystemReader(folder).read_metadata().storage_data
+        objects = {place.relative_path for place in named.values()}
+    if objects - set(place.data()):
+        return f"metadata name objects that are not there: {objects - set(place.data())}"
+    return difference(room, expected, ordered=True)
+
+
+def _stock_convert(save: Save, step: int, world: int, place: Place) -> str | None:
+    with _Downloaded(place) as folder, tempfile.TemporaryDirectory() as target:
+        path = os.path.join(target, "one.pt")
+        dcp_to_torch_save(folder, path)
+        found = torch.load(path, weights_only=False)
+    return difference(flat(found), flat(_whole(save, step, world)), ordered=False)
+
+
+def _convert(save: Save, step: int, world: int, place: Place) -> str | None:
+    with tempfile.TemporaryDirectory() as target:
+        path = os.path.join(target, "one.pt")
+        format_utils.dcp_to_torch_save(place.uri, path, config=place.config)
+        found = torch.load(path, weights_only=False)
+    return difference(found, _whole(save, step, world), ordered=world == 1)
+
+
+_CHECKS: Mapping[str, Callable[[Save, int, int, Place], str | None]] = {
+    "together": _together,
+    "alone": _alone,
+    "everything": _everything,
+    "verify": _verify,
+    "inspect": _inspect,
+    "stock alone": _stock_alone,
+    "stock together": _stock_together,
+    "stock convert": _stock_convert,
+    "convert": _convert,
+    "another group": _in_another_group,
+}
+
+
+class _Downloaded:
+    """A checkpoint in a folder."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> str:
+        if self._place.uri.startswith("file://"):
+            return self._place.path
+        self._folder = tempfile.TemporaryDirectory()
+        for name in self._place.names():
+            with open(os.path.join(self._folder.name, name), "wb") as file:
+                file.write(self._place.read(name))
+        return self._folder.name
+
+    def __exit__(self, *_: object) -> None:
+        if self._folder is not None:
+            self._folder.cleanup()
+
+
+def _here(save: Save, step: int, *, blank: bool = False) -> Here:
+    return Here(step, dist.get_rank(), dist.get_world_size(), blank=blank)
+
+
+def _whole(save: Save, step: int, world: int) -> dict[Any, Any]:
+    return made(save.state, Here(step, None, world))
+
+
+def _room(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return None
+    raw = torch.full((value.numel() * value.itemsize,), 113, dtype=torch.uint8)
+    if value.dtype == torch.bool:
+        return (raw & 1).bool().reshape(value.shape)
+    return raw.view(value.dtype).reshape(value.shape)
+
+
+def _of_tensors_and_texts(state: dict[Any, Any]) -> dict[str, Any]:
+    """By torch's names: its own loader mistakes keys that are no texts, and empty dicts."""
+    return flat({key: component_of(value) for key, value in state.items()})
+

@@ -1,0 +1,346 @@
+"""What ranks do: they carry out the saves of a segment, and say where they see something else."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import functools
+import itertools
+import logging
+import os
+import pickle
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from cloudckpt import S3Options
+from cloudckpt.testing.proxy import FaultyProxy
+from cloudckpt.testing.wire_faults import s3_error
+from dcp.places import Place
+
+from . import values
+from .cases import Save, Segment
+from .checks import check, is_for_all, there_is_nothing
+from .limits import tight
+from .states import made, scribble
+from .values import Here
+from .ways import KEPT_STEPS, Ways
+
+__all__ = ["Finding", "Known", "Model", "run_segment"]
+
+_UNCERTAIN = ("CommitUnknownError", "ProcessGroupError")
+_LEAVES_OBJECTS = ("dcp.save",)  # if it fails: torch has no hook for that
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is not as it should be.
+
+    Attributes:
+        step: Behind which save, counted from 0.
+        what: The save, or the check.
+        kind: The class of an error, or ``difference``.
+        text: All of it.
+    """
+
+    step: int
+    what: str
+    kind: str
+    text: str
+
+    def is_like(self, other: Finding) -> bool:
+        """Whether it may have the same cause."""
+        return (self.what, self.kind) == (other.what, other.kind)
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a place may hold: a save, as which step, by how many ranks."""
+
+    save: Save
+    step: int
+    world: int
+
+
+@dataclass
+class Model:
+    """What there is.
+
+    Attributes:
+        places: By place what may be there, where None is nothing: one thing, unless a save said
+            that it does not know.
+        littered: Places at which objects may lie that no checkpoint names.
+    """
+
+    places: dict[Place, list[Known | None]] = field(default_factory=dict)
+    littered: set[str] = field(default_factory=set)
+
+
+def run_segment(
+    segment: Segment, first: int, model: Model, root: Place, is_tight: bool
+) -> tuple[Model, list[Finding]]:
+    """Saves, and looks, on one rank.
+
+    Args:
+        segment: What to do.
+        first: The number of its first save.
+        model: What there is.
+        root: Where.
+        is_tight: Whether objects are to be small.
+
+    Returns:
+        What there is then, and what is not as it should be; both are the same on all ranks.
+    """
+    values.forget_meshes()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_silence())
+        if is_tight:
+            stack.enter_context(tight())
+        ways = Ways(_way_to(root, segment))
+        findings = _Rank(ways, root, model).carry_out(segment.saves, first)
+        error = _caught(ways.close)
+        if error is not None and not findings:
+            findings = [_raised(first + len(segment.saves) - 1, "close", error)]
+    return model, _of_all(findings)
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """What libraries say of saves that are to fail."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            logging.disable(logging.NOTSET)
+
+
+class _Rank:
+    """One rank of a segment."""
+
+    def __init__(self, ways: Ways, root: Place, model: Model) -> None:
+        self._ways, self._root, self._model = ways, root, model
+        self._kept: dict[str, Any] = {}
+        self._pending: list[tuple[Save, int, Place, Callable[[], None]]] = []
+
+    def carry_out(self, saves: Sequence[Save], first: int) -> list[Finding]:
+        """All saves, up to one behind which something is found."""
+        for step, save in enumerate(saves, first):
+            if findings := self._save(save, step):
+                return findings
+        if findings := self._end_pending():
+            return findings
+        for number, place in enumerate(sorted(self._model.places, key=lambda one: one.uri)):
+            if _is_mine(number):
+                findings += self._look(place, step, ("alone",), "at the end")
+        return _of_all(findings)
+
+    def _save(self, save: Save, step: int) -> list[Finding]:
+        place = self._ways.place_of(save.to, save.by, step)
+        if any(pending[2].uri == place.uri for pending in self._pending):
+            if findings := self._end_pending():
+                return findings
+        if not save.overwrite:
+            place = place.having(overwrite=False)
+        here = Here(step, dist.get_rank(), dist.get_world_size(), kept=self._kept)
+        state = made(save.state, here)
+        waits: list[Callable[[], None]] = []
+        with _fault_of(save, state, place):
+            error = _caught(lambda: waits.append(self._ways.save(save.by, state, place, step)))
+            if error is None:
+                scribble(state)  # who saves in the background has a copy
+                if save.later and save.fault is None:
+                    self._pending.append((save, step, place, waits[0]))
+                    return []
+                error = _caught(waits[0])
+        return self._end_pending() or self._judge(save, step, place, error)
+
+    def _end_pending(self) -> list[Finding]:
+        pending, self._pending = self._pending, []
+        for save, step, place, wait in pending:
+            if findings := self._judge(save, step, place, _caught(wait)):
+                return findings
+        return []
+
+    def _judge(
+        self, save: Save, step: int, place: Place, error: BaseException | None
+    ) -> list[Finding]:
+        """Notes what has become of a save, and looks at it."""
+        place = dataclasses.replace(self._root, uri=place.uri)
+        told: list[tuple[str, str] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, None if error is None else (type(error).__name__, str(error)))
+        raised = [one for one in told if one is not None]
+        before = self._model.places.get(place, [None])
+        is_taken = not save.overwrite and None not in before
+        if raised and len(raised) < len(told):
+            return [Finding(step, save.by, "ranks disagree", repr(told))]
+        if not raised and is_taken:
+            return [Finding(step, save.by, "overwritten", "although it was not to be")]
+        if raised:
+            if save.fault is None and not (is_taken and raised[0][0] == "CheckpointExistsError"):
+                return [Finding(step, save.by, *raised[0])]
+            after = before
+            if any(name in f"{kind} {text}" for kind, text in raised for name in _UNCERTAIN):
+                after = [*before, Known(save, step, len(told))]
+                self._model.littered.add(place.uri)
+            if save.by in _LEAVES_OBJECTS:
+                self._model.littered.add(place.uri)
+            checks: tuple[str, ...] = ("alone",)
+        else:
+            after, checks = [Known(save, step, len(told))], save.checks
+        self._model.places[place] = after
+        self._forget_pruned(save, place)
+        findings = []
+        for number, kind in enumerate(checks):
+            if is_for_all(kind) or _is_mine(number):
+                findings += self._look(place, step, (kind,), kind)
+        if _is_mine(0):
+            findings += self._look_for_litter(place, step)
+        return _of_all(findings)
+
+    def _forget_pruned(self, save: Save, place: Place) -> None:
+        """A manager keeps the last steps, and deletes those before."""
+        if save.by.endswith("manager"):
+            run = place.uri.rpartition("/")[0]
+            steps = [
+                one
+                for one, held in self._model.places.items()
+                if one.uri.startswith(f"{run}/step-") and held != [None]
+            ]
+            steps.sort(key=lambda one: int(one.uri.rpartition("-")[2]))
+            for gone in steps[:-KEPT_STEPS]:
+                self._model.places[gone] = [None]
+
+    def _look(
+        self, place: Place, step: int, kinds: Sequence[str], what: str
+    ) -> list[Finding]:
+        """What is wrong at a place; nothing if it is one of what it may be."""
+        wrong: list[Finding] = []
+        for known in self._model.places[place]:
+            wrong = []
+            for kind in kinds:
+                said: list[str | None] = []
+                error = _caught(lambda kind=kind, known=known: said.append(_said(kind, known, place)))
+                if error is not None:
+                    wrong.append(_raised(step, what, error))
+                elif said[0] is not None:
+                    wrong.append(Finding(step, what, "difference", said[0]))
+            if not wrong:
+                return []
+        return wrong
+
+    def _look_for_litter(self, place: Place, step: int) -> list[Finding]:
+        """Whether there is something that no checkpoint names."""
+        if place.uri in self._model.littered:
+            return []
+        there = set(place.data())
+        named: set[str] = set()
+        if self._model.places[place] != [None]:
+            metadata = pickle.loads(place.read(".metadata"))
+            named = {each.relative_path for each in metadata.storage_data.values()}
+        if there != named or place.unfinished():
+            text = f"{sorted(there)} and {place.unfinished()} are there, {sorted(named)} are named"
+            return [Finding(step, "litter", "difference", text)]
+        return []
+
+
+def _said(kind: str, known: Known | None, place: Place) -> str | None:
+    if known is None:
+        return there_is_nothing(place)
+    return check(kind, known.save, known.step, known.world, place)
+
+
+def _is_mine(number: int) -> bool:
+    """Whether this rank does what one of them is to do."""
+    return number % dist.get_world_size() == dist.get_rank()
+
+
+def _of_all(findings: list[Finding]) -> list[Finding]:
+    """What any rank has found; the same on all."""
+    told: list[list[Finding]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(told, findings)
+    return list(dict.fromkeys(finding for each in told for finding in each))
+
+
+def _caught(run: Callable[[], object]) -> BaseException | None:
+    try:
+        run()
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # noqa: BLE001 - torch's is none of Exception
+        return error
+    return None
+
+
+def _raised(step: int, what: str, error: BaseException) -> Finding:
+    kind = type(error).__name__
+    inner = getattr(error, "failures", None)
+    if kind == "CheckpointException" and inner:
+        kind = f"{kind} of {type(next(iter(inner.values()))[0]).__name__}"
+    return Finding(step, what, kind, str(error))
+
+
+# ---- faults
+
+
+@contextlib.contextmanager
+def _fault_of(save: Save, state: dict[Any, Any], place: Place) -> Iterator[None]:
+    """Something is wrong on a rank, if it is to be, for the time of the block."""
+    fault = save.fault
+    if fault is None or fault.rank != dist.get_rank():
+        yield
+    elif fault.kind == "unpicklable":
+        state["step"] = threading.Lock()
+        yield
+    elif fault.kind == "disk":
+        calls = itertools.count()
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("pwritev", "link", "replace"):
+                patch.setattr(os, name, _full(getattr(os, name), calls, fault.skip))
+            yield
+    else:
+        proxy = _proxy(_upstream(place))
+        for operation in ("PutObject", "UploadPart"):
+            answer = s3_error(403, "AccessDenied")
+            proxy.inject(answer, operation=operation, skip=fault.skip)
+        yield
+        proxy.clear()
+
+
+def _full(call: Any, calls: Iterator[int], skip: int) -> Any:
+    def limited(*arguments: Any, **keywords: Any) -> Any:
+        if next(calls) >= skip:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return call(*arguments, **keywords)
+
+    return limited
+
+
+def _way_to(root: Place, segment: Segment) -> Place:
+    """Through a proxy of this rank's, if a store is to refuse something."""
+    if not any(save.fault and save.fault.kind == "refused" for save in segment.saves):
+        return root
+    options: S3Options = root.config.s3
+    proxy = _proxy(options.endpoint_url)
+    _behind[proxy.url] = options.endpoint_url
+    return root.having(s3=dataclasses.replace(options, endpoint_url=proxy.url))
+
+
+_behind: dict[str, str | None] = {}
+
+
+def _upstream(place: Place) -> str | None:
+    return _behind[str(place.config.s3.endpoint_url)]
+
+
+@functools.cache
+def _proxy(endpoint: str) -> FaultyProxy:
+    """For as long as this process lives."""
+    return FaultyProxy(endpoint)

@@ -1,0 +1,152 @@
+"""State dicts, described: dicts and lists of descriptions of values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.tensor import DTensor
+
+from .values import Here, Own, Shown
+
+__all__ = ["Component", "State", "component_of", "difference", "flat", "made", "scribble"]
+
+State = Mapping[Any, Any]
+"""A state dict: keys as they are, and behind them dicts, lists, and descriptions of values."""
+
+
+class Component(Shown):
+    """An object with a state dict, as a model: it stands at the top of a state dict."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+    def __repr__(self) -> str:
+        return f"Component({self.content!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Component) and self.content == other.content
+
+    def state_dict(self) -> dict[Any, Any]:
+        return self.content
+
+    def load_state_dict(self, content: dict[Any, Any]) -> None:
+        self.content = content
+
+
+def component_of(value: Any) -> Any:
+    """What is in a component; or the value itself, if it is none."""
+    return value.content if isinstance(value, Component) else value
+
+
+def made(state: State, here: Here) -> dict[Any, Any]:
+    """What a rank has of it; or all of it, for a reader that is alone."""
+    return _made(state, "", here)
+
+
+def _made(described: Any, name: str, here: Here) -> Any:
+    if isinstance(described, Component):
+        content = _made(described.content, name, here)
+        return content if here.is_alone else Component(content)
+    if isinstance(described, dict):
+        found = {}
+        for key, inner in described.items():
+            if isinstance(inner, Own):
+                ranks = range(here.world) if here.rank is None else (here.rank,)
+                if not set(ranks) & set(inner.ranks):
+                    continue
+                inner = inner.of
+            found[key] = _made(inner, f"{name}.{key}", here)
+        return found
+    if isinstance(described, list):
+        return [_made(inner, f"{name}.{number}", here) for number, inner in enumerate(described)]
+    return described.made(name, here)
+
+
+def flat(state: dict[Any, Any]) -> dict[str, Any]:
+    """As torch names it."""
+    return flatten_state_dict({k: component_of(v) for k, v in state.items()})[0]
+
+
+def scribble(value: Any) -> None:
+    """Goes on training: everything is another in place."""
+    value = component_of(value)
+    if isinstance(value, DTensor):
+        value = value._local_tensor
+    if isinstance(value, torch.Tensor):
+        if 0 not in value.stride() or value.is_contiguous():
+            with torch.no_grad():
+                value.zero_()
+    elif isinstance(value, np.ndarray):
+        value.fill(0)
+    elif isinstance(value, dict):
+        for entry in list(value.values()):
+            scribble(entry)
+        value["since"] = 1
+    elif isinstance(value, list):
+        for entry in value:
+            scribble(entry)
+        value.append(-1.0)
+
+
+def difference(actual: Any, expected: Any, *, ordered: bool, at: str = "") -> str | None:
+    """Where two values differ, to the last bit and type; None if they do not."""
+    return next(_differences(actual, expected, at, ordered), None)
+
+
+def _differences(actual: Any, expected: Any, at: str, ordered: bool) -> Iterator[str]:
+    actual, expected = component_of(actual), component_of(expected)
+    if isinstance(expected, torch.Tensor):
+        yield from _of_tensors(actual, expected, at)
+    elif isinstance(expected, dict):
+        if not isinstance(actual, dict):
+            yield f"{at} is a {type(actual).__name__}, not a dict"
+            return
+        keys, wanted = ([(type(key), key) for key in each] for each in (actual, expected))
+        if keys != wanted and (ordered or set(keys) != set(wanted)):
+            yield f"{at} has the keys {list(actual)}, not {list(expected)}"
+            return
+        for key, value in expected.items():
+            yield from _differences(actual[key], value, f"{at}[{key!r}]", ordered)
+    elif isinstance(expected, (list, tuple)):
+        if type(actual) is not type(expected) or len(actual) != len(expected):
+            yield f"{at} is {_short(actual)}, not {_short(expected)}"
+            return
+        for number, (one, other) in enumerate(zip(actual, expected, strict=True)):
+            yield from _differences(one, other, f"{at}[{number}]", ordered)
+    elif isinstance(expected, np.ndarray):
+        is_array = isinstance(actual, np.ndarray) and actual.dtype == expected.dtype
+        if not is_array or actual.shape != expected.shape or (actual != expected).any():
+            yield f"{at} is {_short(actual)}, not {_short(expected)}"
+    elif type(actual) is not type(expected) or repr(actual) != repr(expected):
+        yield f"{at} is {_short(actual)}, not {_short(expected)}"
+
+
+def _of_tensors(actual: Any, expected: torch.Tensor, at: str) -> Iterator[str]:
+    if isinstance(expected, DTensor):
+        if not isinstance(actual, DTensor) or actual.placements != expected.placements:
+            yield f"{at} is a {type(actual).__name__} placed otherwise"
+            return
+        actual, expected = actual._local_tensor, expected._local_tensor
+    if not isinstance(actual, torch.Tensor):
+        yield f"{at} is {_short(actual)}, not a tensor"
+    elif actual.dtype != expected.dtype or actual.shape != expected.shape:
+        yield (
+            f"{at} is {actual.dtype} {tuple(actual.shape)}, "
+            f"not {expected.dtype} {tuple(expected.shape)}"
+        )
+    elif (wrong := (_bits(actual) != _bits(expected)).nonzero()).numel():
+        yield f"{at}: {len(wrong)} of {_bits(expected).numel()} bytes differ from {int(wrong[0])} on"
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.detach().resolve_conj().resolve_neg().as_subclass(torch.Tensor)
+    return plain.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+
+
+def _short(value: Any) -> str:
+    text = f"{type(value).__name__} {value!r}"
+    return text if len(text) < 80 else f"{text[:60]}… ({len(text)} characters)"

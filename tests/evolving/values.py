@@ -1,0 +1,316 @@
+"""Values of a state dict, described: what a description is on a rank, as a whole, and as room."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import random
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+__all__ = ["FORMS", "PLACEMENTS", "RANDOM", "Here", "Many", "Numbers", "Numpy", "Own", "Plain"]
+__all__ += ["Random", "Shown", "Tensor", "Text"]
+
+
+class Shown:
+    """Shows a dataclass as code that makes it, without what is as it always is."""
+
+    def __repr__(self) -> str:
+        told = []
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if field.default is dataclasses.MISSING:
+                told.append(repr(value))
+            elif value != field.default:
+                told.append(f"{field.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(told)})"
+
+
+@dataclass(frozen=True)
+class Here:
+    """Where a value is made.
+
+    Attributes:
+        step: The save; values differ from one to the next.
+        rank: The rank; None for a reader that has all of a state by itself.
+        world: How many ranks there are.
+        blank: Whether it is room to be loaded into.
+        kept: Tensors of this process, which a training keeps and changes; by name.
+    """
+
+    step: int
+    rank: int | None
+    world: int
+    blank: bool = False
+    kept: dict[str, tuple[Tensor, torch.Tensor]] | None = None
+
+    @property
+    def is_alone(self) -> bool:
+        return self.rank is None
+
+
+def _turned(values: torch.Tensor) -> torch.Tensor:
+    if values.dim() < 2:
+        return _spaced(values)
+    return values.mT.contiguous().mT
+
+
+def _spaced(values: torch.Tensor) -> torch.Tensor:
+    if not values.dim():
+        return _inside(values)
+    room = values.new_zeros(*values.shape[:-1], 2 * values.shape[-1])
+    room[..., ::2] = values
+    return room[..., ::2]
+
+
+def _inside(values: torch.Tensor) -> torch.Tensor:
+    room = values.new_zeros(values.numel() + 5)
+    room[3 : 3 + values.numel()] = values.reshape(-1)
+    return room[3 : 3 + values.numel()].view(values.shape)
+
+
+def _stretched(values: torch.Tensor) -> torch.Tensor:
+    return values[:1].expand(values.shape) if values.dim() and values.numel() else values
+
+
+def _conjugate(values: torch.Tensor) -> torch.Tensor:
+    return values.conj() if values.is_complex() else values
+
+
+def _parameter(values: torch.Tensor) -> torch.Tensor:
+    is_trained = values.is_floating_point() and values.itemsize > 1
+    return torch.nn.Parameter(values, requires_grad=is_trained)
+
+
+FORMS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "": lambda values: values,
+    "turned": _turned,
+    "spaced": _spaced,
+    "inside": _inside,
+    "stretched": _stretched,
+    "conjugate": _conjugate,
+    "parameter": _parameter,
+}
+"""How values lie in memory."""
+
+PLACEMENTS: Mapping[str, tuple[Placement, ...]] = {
+    "rows": (Shard(0),),
+    "columns": (Shard(1),),
+    "replicas": (Replicate(),),
+    "blocks": (Shard(0), Shard(1)),
+    "rows of rows": (Shard(0), Shard(0)),
+    "replicas of rows": (Replicate(), Shard(0)),
+}
+"""How a tensor is spread over ranks; those of two dimensions over four."""
+
+
+@functools.cache
+def _mesh(group: object, shape: tuple[int, ...]) -> DeviceMesh:
+    return init_device_mesh("cpu", shape)
+
+
+def forget_meshes() -> None:
+    """They belong to a process group that is gone."""
+    _mesh.cache_clear()
+
+
+@dataclass(frozen=True, repr=False)
+class Tensor(Shown):
+    """A tensor, whose bytes follow from its name and the save.
+
+    Attributes:
+        shape: Of the whole.
+        dtype: Without ``torch.``.
+        form: Of `FORMS`.
+        placed: Of `PLACEMENTS`; empty: each rank has all of it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    form: str = ""
+    placed: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * getattr(torch, self.dtype).itemsize
+
+    def made(self, name: str, here: Here) -> torch.Tensor:
+        kept = here.kept.get(name) if here.kept is not None else None
+        if kept is not None and kept[0] == self and self.form != "stretched":
+            made = kept[1]
+            local = made._local_tensor if isinstance(made, DTensor) else made
+            with torch.no_grad():
+                local.copy_(self._local(self._values(name, here), here)[0])
+            return made
+        made = self._made(self._values(name, here), here)
+        if here.kept is not None:
+            here.kept[name] = self, made
+        return made
+
+    def _made(self, values: torch.Tensor, here: Here) -> torch.Tensor:
+        form = FORMS[self.form if not here.blank or self.form != "stretched" else ""]
+        local, mesh, placements = self._local(values, here)
+        if mesh is None:
+            return form(local)
+        return DTensor.from_local(
+            form(local),
+            mesh,
+            placements,
+            run_check=False,
+            shape=values.shape,
+            stride=values.stride(),
+        )
+
+    def _values(self, name: str, here: Here) -> torch.Tensor:
+        """All of it, in row-major order."""
+        dtype = getattr(torch, self.dtype)
+        if here.blank:
+            raw = torch.full((self.nbytes,), 113, dtype=torch.uint8)
+        else:
+            raw = _noise(zlib.crc32(f"{name} {here.step}".encode()), self.nbytes)
+        if dtype == torch.bool:
+            return (raw & 1).bool().reshape(self.shape)
+        values = raw.view(dtype).reshape(self.shape)
+        return _stretched(values).contiguous() if self.form == "stretched" else values
+
+    def _local(
+        self, values: torch.Tensor, here: Here
+    ) -> tuple[torch.Tensor, DeviceMesh | None, tuple[Placement, ...]]:
+        """What a rank has of it, and how it is spread."""
+        if not self.placed or here.rank is None:
+            return values, None, ()
+        placements = PLACEMENTS[self.placed]
+        if len(placements) == 2 and here.world != 4:
+            placements = placements[-1:]
+        placements = tuple(_fitting(each, values) for each in placements)
+        shape = (2, 2) if len(placements) == 2 else (here.world,)
+        mesh = _mesh(dist.group.WORLD, shape)
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        for number, count, placement in zip(coordinate, shape, placements, strict=True):
+            if isinstance(placement, Shard):
+                parts = values.chunk(count, placement.dim)
+                rest = values.narrow(placement.dim, 0, 0)
+                values = parts[number] if number < len(parts) else rest
+        return values.contiguous().clone(), mesh, placements
+
+
+def _fitting(placement: Placement, values: torch.Tensor) -> Placement:
+    if isinstance(placement, Shard) and placement.dim >= values.dim():
+        return Replicate()
+    return placement
+
+
+def _noise(seed: int, nbytes: int) -> torch.Tensor:
+    """Bytes; the same for a seed."""
+    period = 65_521  # a prime, so that no alignment hides that bytes are elsewhere
+    made = torch.randint(
+        0,
+        256,
+        (min(nbytes, period),),
+        dtype=torch.uint8,
+        generator=torch.Generator().manual_seed(seed),
+    )
+    return made.repeat(-(-nbytes // period))[:nbytes] if nbytes > period else made
+
+
+@dataclass(frozen=True, repr=False)
+class Plain(Shown):
+    """A value as it is."""
+
+    value: Any = None
+
+    def made(self, name: str, here: Here) -> Any:
+        return _blank(self.value) if here.blank else copy.deepcopy(self.value)
+
+
+def _blank(value: Any) -> Any:
+    return {key: _blank(entry) for key, entry in value.items()} if isinstance(value, dict) else None
+
+
+@dataclass(frozen=True, repr=False)
+class Numbers(Shown):
+    """A list of floats, such as the losses so far."""
+
+    count: int
+
+    def made(self, name: str, here: Here) -> Any:
+        return None if here.blank else [here.step + n / 7 for n in range(self.count)]
+
+
+@dataclass(frozen=True, repr=False)
+class Text(Shown):
+    """A number of letters, or of bytes."""
+
+    count: int
+    as_bytes: bool = False
+
+    def made(self, name: str, here: Here) -> Any:
+        text = chr(97 + here.step % 26) * self.count
+        return None if here.blank else text.encode() if self.as_bytes else text
+
+
+@dataclass(frozen=True, repr=False)
+class Numpy(Shown):
+    """A value of numpy's: an array, or of no shape a scalar."""
+
+    shape: tuple[int, ...] | None = None
+    dtype: str = "float64"
+
+    def made(self, name: str, here: Here) -> Any:
+        if here.blank:
+            return None
+        if self.shape is None:
+            return np.dtype(self.dtype).type(here.step)
+        return (np.arange(np.prod(self.shape)) + here.step).astype(self.dtype).reshape(self.shape)
+
+
+RANDOM: Mapping[str, Callable[[int], Any]] = {
+    "python": lambda seed: random.Random(seed).getstate(),
+    "torch": lambda seed: torch.Generator().manual_seed(seed).get_state(),
+    "numpy": lambda seed: np.random.RandomState(seed).get_state(),
+}
+"""States of generators of random numbers."""
+
+
+@dataclass(frozen=True, repr=False)
+class Random(Shown):
+    """The state of a generator of random numbers."""
+
+    kind: str
+
+    def made(self, name: str, here: Here) -> Any:
+        made = RANDOM[self.kind](here.step)
+        if not here.blank:
+            return made
+        return torch.zeros_like(made) if isinstance(made, torch.Tensor) else None
+
+
+@dataclass(frozen=True, repr=False)
+class Many(Shown):
+    """A dict of small tensors, or of small values."""
+
+    count: int
+    of_values: bool = False
+
+    def made(self, name: str, here: Here) -> Any:
+        one = Plain(here.step) if self.of_values else Tensor((3,))
+        return {f"{n:04}": one.made(f"{name}.{n}", here) for n in range(self.count)}
+
+
+@dataclass(frozen=True, repr=False)
+class Own(Shown):
+    """What only some ranks have: an entry of a dict that the others lack."""
+
+    ranks: tuple[int, ...]
+    of: Any

@@ -1,0 +1,115 @@
+"""By what a state is saved: each way of the public API, kept for the time of a process group."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import cloudckpt
+from cloudckpt import (
+    AsyncCheckpointer,
+    CheckpointerConfig,
+    CheckpointManager,
+    CloudCheckpointError,
+    SaveFuture,
+)
+from dcp.places import Place
+
+__all__ = ["KEPT_STEPS", "Ways"]
+
+PATIENCE = 60.0  # seconds that a save may take
+KEPT_STEPS = 2  # of a manager
+_KINDS = {"thread": AsyncCheckpointerType.THREAD, "process": AsyncCheckpointerType.PROCESS}
+
+
+class Ways:
+    """What saves; checkpointers and managers are made when they are first asked for.
+
+    Args:
+        root: Beneath which all is saved.
+    """
+
+    def __init__(self, root: Place) -> None:
+        self._root = root
+        self._open = contextlib.ExitStack()
+        self._open.callback(cloudckpt.close_async_savers)
+        self._made: dict[object, Any] = {}
+
+    def place_of(self, to: str, by: str, step: int) -> Place:
+        """Where a save goes."""
+        return self._root.at(f"{self._run(by)}/step-{step}" if by.endswith("manager") else to)
+
+    def save(self, by: str, state: dict[Any, Any], place: Place, step: int) -> Callable[[], None]:
+        """Begins a save; what it returns waits for the end. Both raise what has failed."""
+        kind = by.split()[-1] if by.startswith("async") else by.split()[0]
+        if by == "save":
+            cloudckpt.save(state, checkpoint_id=place.uri, config=place.config)
+        elif by == "dcp.save":
+            dcp.save(state, storage_writer=place.writer())
+        elif by.startswith("async"):
+            future = cloudckpt.async_save(
+                state,
+                checkpoint_id=place.uri,
+                config=place.config,
+                async_checkpointer_type=_KINDS[kind],
+            )
+            assert isinstance(future, SaveFuture)
+            return lambda: _wait(future)
+        elif by.endswith("manager"):
+            manager = self._once((by, place.config), lambda: self._manager(by, kind, place))
+            manager.save(step, state, force=True)
+            return lambda: manager.wait_until_finished()
+        else:
+            checkpointer = self._once((by, place.config), lambda: _checkpointer(kind, place))
+            saved = checkpointer.save(state, place.uri)
+            if saved is not None:
+                return lambda: _end(saved[1], checkpointer)
+        return lambda: None
+
+    def close(self) -> None:
+        """Ends all of them, on all ranks."""
+        self._open.close()
+
+    def _once(self, key: object, make: Callable[[], Any]) -> Any:
+        if key not in self._made:
+            self._made[key] = self._open.enter_context(make())
+        return self._made[key]
+
+    def _run(self, by: str) -> str:
+        return by.replace(" ", "-")
+
+    def _manager(self, by: str, kind: str, place: Place) -> CheckpointManager:
+        return CheckpointManager(
+            self._root.at(self._run(by)).uri,
+            max_to_keep=KEPT_STEPS,
+            asynchronous=kind in _KINDS,
+            checkpointer=_config(kind, place),
+        )
+
+
+def _checkpointer(kind: str, place: Place) -> Any:
+    if kind in _KINDS:
+        return cloudckpt.make_async_checkpointer(_config(kind, place))
+    return cloudckpt.make_sync_checkpointer(_config(kind, place))
+
+
+def _config(kind: str, place: Place) -> CheckpointerConfig:
+    return CheckpointerConfig(
+        config=place.config, kind=_KINDS.get(kind, AsyncCheckpointerType.THREAD)
+    )
+
+
+def _end(future: SaveFuture, checkpointer: AsyncCheckpointer) -> None:
+    try:
+        _wait(future)
+    finally:
+        with contextlib.suppress(CloudCheckpointError):  # it tells the same once more
+            checkpointer.wait()
+
+
+def _wait(future: SaveFuture) -> None:
+    future.result(PATIENCE)
