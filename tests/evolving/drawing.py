@@ -28,7 +28,7 @@ _OVER = 700 * 1024  # bytes that fit into what a tight store takes
 _MEAN_CHANGES = (0, 1, 1, 1, 2, 2, 3, 5)
 
 
-def drawn(seed: str, *, stores: Sequence[str] = ("local",), worlds: Sequence[int] = (1, 2, 3)) -> Case:
+def drawn(seed: str, *, stores: Sequence[str] = ("local",), worlds: Sequence[int] = (1, 2, 2, 3)) -> Case:
     """The case of a seed.
 
     Args:
@@ -46,7 +46,7 @@ class _Drawing:
         self._worlds = worlds
         self._tight = self._store == "local" and rng.random() < 0.2
         self._large = not self._tight and rng.random() < 0.1
-        self._background = rng.random() < 0.5  # what ranks keep for that takes time to begin
+        self._background = rng.random() < 0.3  # what ranks keep for that takes time to begin
         self.world = 1
 
     def case(self) -> Case:
@@ -78,6 +78,8 @@ class _Drawing:
             kinds = ("unpicklable", "disk" if self._store == "local" else "refused")
             fault = Fault(rng.choice(kinds), rng.randrange(self.world), rng.choice((0, 0, 1, 2, 3)))
         others = [kind for kind in CHECKS if kind not in ALWAYS]
+        if self._tight:  # the files of conversions are not
+            others.remove("convert")
         return Save(
             state,
             by=way,
@@ -108,8 +110,8 @@ class _Drawing:
             "history": self._value(),
         }
         for rank in range(self.world):
-            if rng.random() < 0.6:
-                state[f"own{rank}"] = Own((rank,), self._leaf())
+            for name in rng.choice(((), ("a",), ("a", "b"))):
+                state[f"{name}{rank}"] = Own((rank,), self._leaf())
         for name in rng.sample(list(state), rng.randrange(len(state))):
             if rng.random() < 0.5:
                 del state[name]
@@ -174,15 +176,15 @@ class _Drawing:
 
     def _change(self, state: dict[Any, Any]) -> None:
         rng = self.rng
-        container, key = rng.choice(_entries(state))
-        value = container[key]
-        inner = value.of if isinstance(value, Own) else value
-        kind = rng.random()
-        if kind < 0.55:  # the structure stays as it is
+        entries, kind = _entries(state), rng.random()
+        leaves = [one for one in entries if not isinstance(_inner(*one), (dict, list, Component))]
+        container, key = rng.choice(leaves if kind < 0.6 and leaves else entries)
+        value, inner = container[key], _inner(container, key)
+        if kind < 0.6:  # the structure stays as it is
             self._put(container, key, value, self._grown(inner))
-        elif kind < 0.65:
+        elif kind < 0.68:
             self._put(container, key, value, self._leaf())
-        elif kind < 0.75:
+        elif kind < 0.76:
             self._add(container)
         elif kind < 0.85 and key != "step":
             if isinstance(container, dict) or len(container) > 1:
@@ -246,6 +248,11 @@ def _possible(described: Any, own: bool = False) -> Any:
     if isinstance(described, Tensor) and own:
         return dataclasses.replace(described, placed="")
     return described
+
+
+def _inner(container: Any, key: Any) -> Any:
+    value = container[key]
+    return value.of if isinstance(value, Own) else value
 
 
 def _entries(state: dict[Any, Any]) -> list[tuple[Any, Any]]:

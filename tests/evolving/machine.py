@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,15 +66,17 @@ def shrunk(
     found: Found, ranks: Ranks, new_place: Callable[[str], Place], *, seconds: float = 120.0
 ) -> Found:
     """A smaller case that shows the same: what can be left out, is, as far as the time allows."""
-    end = time.monotonic() + seconds
-    going_on = True
-    while going_on:
-        going_on = False
-        for case in smaller(found.case):
-            if time.monotonic() > end:
-                return found
-            again = found_in(case, ranks, new_place)
-            if again is not None and again.findings[0].is_like(found.findings[0]):
-                found, going_on = again, True
+    end, at, was_smaller = time.monotonic() + seconds, 0, False
+    while time.monotonic() < end:
+        case = next(itertools.islice(smaller(found.case), at, None), None)
+        if case is None:
+            if not was_smaller:
                 break
+            at, was_smaller = 0, False  # what could not be left out before may be now
+            continue
+        again = found_in(case, ranks, new_place)
+        if again is not None and again.findings[0].is_like(found.findings[0]):
+            found, was_smaller = again, True
+        else:
+            at += 1
     return found

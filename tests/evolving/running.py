@@ -144,7 +144,7 @@ class _Rank:
 
     def _save(self, save: Save, step: int) -> list[Finding]:
         place = self._ways.place_of(save.to, save.by, step)
-        if any(pending[2].uri == place.uri for pending in self._pending):
+        if save.fault is not None or any(one[2].uri == place.uri for one in self._pending):
             if findings := self._end_pending():
                 return findings
         if not save.overwrite:

@@ -28,6 +28,7 @@ def smaller(case: Case) -> Iterator[Case]:
     if case.store != "local":
         yield dataclasses.replace(case, store="local")
     yield from _plainer_saves(case)
+    yield from _fewer_keys(case)
     for path in _paths(case):
         yield from _changed_at(case, path, lambda value: _Gone)
     yield from _fewer_ranks(case)
@@ -58,6 +59,22 @@ def _shorter(case: Case) -> Iterator[Case]:
         joined = Segment(max(one.world, other.world), one.saves + other.saves)
         rest = case.segments[: number - 1], case.segments[number + 1 :]
         yield dataclasses.replace(case, segments=[*rest[0], joined, *rest[1]])
+
+
+def _fewer_keys(case: Case) -> Iterator[Case]:
+    """Without some of the entries at the top, in all saves: halves, quarters, and so on."""
+    keys = list(dict.fromkeys(key for save in case.saves for key in save.state))
+    length = len(keys) // 2
+    while length > 1:
+        for first in range(0, len(keys), length):
+            gone = keys[first : first + length]
+            yield _with_saves(
+                case,
+                lambda save, gone=gone: dataclasses.replace(
+                    save, state={k: v for k, v in save.state.items() if k not in gone}
+                ),
+            )
+        length //= 2
 
 
 def _plainer_saves(case: Case) -> Iterator[Case]:
@@ -169,6 +186,7 @@ def _simplifications(case: Case, path: Path) -> Iterator[_Change]:
     """What may stand in the place of an entry."""
     yield lambda value: value.of if isinstance(value, Own) else value
     yield lambda value: value.content if isinstance(value, Component) else value
+    yield _hoisted
     yield _of_leaf(lambda leaf: Plain(0))
     yield _of_leaf(lambda leaf: Tensor((4,)))
     for fields in ({"placed": ""}, {"form": ""}, {"dtype": "float32"}, {"shape": (4,)}):
@@ -184,6 +202,16 @@ def _simplifications(case: Case, path: Path) -> Iterator[_Change]:
                 if isinstance(leaf, kind)
                 else leaf
             )
+
+
+def _hoisted(value: Any) -> Any:
+    """What is in a container, in its place."""
+    inner = _inside(value)
+    entries = list(inner.values()) if isinstance(inner, dict) else inner
+    if not isinstance(entries, list) or not entries:
+        return value
+    first = entries[0]
+    return dataclasses.replace(value, of=first) if isinstance(value, Own) else first
 
 
 def _rounded(count: int) -> int:

@@ -150,7 +150,7 @@ class Tensor(Shown):
             made = kept[1]
             local = made._local_tensor if isinstance(made, DTensor) else made
             with torch.no_grad():
-                local.copy_(self._local(self._values(name, here), here)[0])
+                local.copy_(FORMS[self.form](self._local(self._values(name, here), here)[0]))
             return made
         made = self._made(self._values(name, here), here)
         if here.kept is not None:
