@@ -157,8 +157,9 @@ class _Rank:
             if error is None:
                 scribble(state)  # who saves in the background has a copy
                 if save.later and save.fault is None:
+                    findings = self._end_pending()
                     self._pending.append((save, step, place, waits[0]))
-                    return []
+                    return findings
                 error = _caught(waits[0])
         return self._end_pending() or self._judge(save, step, place, error)
 
@@ -197,12 +198,13 @@ class _Rank:
             after, checks = [Known(save, step, len(told))], save.checks
         self._model.places[place] = after
         self._forget_pruned(save, place)
-        findings = []
+        findings: list[Finding] = []
         for number, kind in enumerate(checks):
             if is_for_all(kind) or _is_mine(number):
                 findings += self._look(place, step, (kind,), kind)
         if _is_mine(0):
-            findings += self._look_for_litter(place, step)
+            error = _caught(lambda: findings.extend(self._look_for_litter(place, step)))
+            findings += [] if error is None else [_raised(step, "litter", error)]
         return _of_all(findings)
 
     def _forget_pruned(self, save: Save, place: Place) -> None:
