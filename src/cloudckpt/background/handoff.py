@@ -162,8 +162,10 @@ class _Packer(pickle.Pickler):
                 f"a tensor is on {value.device}, where the saving process can't read it; use a "
                 "stager that copies to the host"
             )
-        if value.layout != torch.strided or value.device.type == "meta" or value.numel() == 0:
+        if value.layout != torch.strided or value.device.type == "meta" or value.is_quantized:
             return None
+        if value.numel() == 0:  # torch's own pickle of one can't be read if its type is a newer one
+            return 0, 0, value.dtype, tuple(value.shape), value.stride()
         start = value.untyped_storage().data_ptr()
         if not self._begin <= start < self._end:
             return None
@@ -178,9 +180,11 @@ class _Unpacker(pickle.Unpickler):
         self._memory = None if arena is None else arena.memory()
 
     def persistent_load(self, place: Any) -> torch.Tensor:
+        first, size, dtype, shape, stride = place
+        if not size:
+            return torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
         if self._memory is None:
             raise StagingError("the staged copy did not arrive")
-        first, size, dtype, shape, stride = place
         made = torch.empty(0, dtype=dtype, device="cpu")
         return made.set_(self._memory.storage(first, size), 0, shape, stride)
 
