@@ -185,7 +185,7 @@ class _Rank:
         if not raised and is_taken:
             return [Finding(step, save.by, "overwritten", "although it was not to be")]
         if raised:
-            if save.fault is None and not (is_taken and raised[0][0] == "CheckpointExistsError"):
+            if save.fault is None and not (is_taken and "CheckpointExistsError" in repr(raised)):
                 return [Finding(step, save.by, *raised[0])]
             after = before
             if any(name in f"{kind} {text}" for kind, text in raised for name in _UNCERTAIN):

@@ -1,0 +1,86 @@
+"""Cases that the machine has found, or that were found before there was one, made small."""
+
+import pytest
+
+from .cases import CHECKS, Case, Fault, Save, Segment
+from .machine import carry_out
+from .states import Component
+from .values import Many, Numbers, Own, Plain, Tensor, Text
+
+_TWO = {"a0": Own((0,), Tensor((100,))), "a1": Own((1,), Tensor((100,)))}
+_THREE = {"a": Plain(0), "b": Plain(0), "c": Plain(0)}
+
+CASES = {
+    "a list of one rank outgrows packing, and another rank's items stay where they were": Case(
+        [
+            Segment(
+                2,
+                [
+                    Save({**_TWO, "history": Own((0,), Numbers(10))}),
+                    Save({**_TWO, "history": Own((0,), Numbers(20_000))}),
+                    Save({**_TWO, "history": Own((0,), Numbers(30_000))}),
+                    Save({**_TWO, "history": Own((0,), Numbers(10))}),
+                ],
+            )
+        ]
+    ),
+    "a value moves to another object of its rank": Case(
+        [
+            Segment(
+                1,
+                [
+                    Save({"t": Tensor((4,)), "a": Plain(0), "b": Numbers(10_000)}),
+                    Save({"t": Tensor((4,)), "a": Numbers(20_000), "b": Numbers(10_000)}),
+                    Save({"t": Tensor((4,)), "a": Plain(0), "b": Numbers(10_000)}),
+                ],
+            )
+        ]
+    ),
+    "values change their size on three ranks": Case(
+        [
+            Segment(
+                3,
+                [
+                    Save({**_THREE, "own": Own((1,), Text(70_000))}),
+                    Save({**_THREE, "own": Own((1,), Plain(0))}),
+                    Save({**_THREE, "a": Text(70_000), "own": Own((1,), Plain(0))}),
+                ],
+            )
+        ]
+    ),
+    "a rank has no element of a tensor of a newer type, in a saving process": Case(
+        [
+            Segment(
+                2,
+                [Save({"a": Tensor((1,), "float8_e5m2", placed="rows")}, by="async process")],
+            )
+        ]
+    ),
+    "a save that fails on one rank leaves what was there, and the next one works": Case(
+        [
+            Segment(
+                2,
+                [
+                    Save({**_TWO, "step": Plain(1)}, by=by, fault=fault)
+                    for by in ("save", "thread checkpointer")
+                    for fault in (None, Fault("unpicklable", 1), Fault("disk", 1, 1), None)
+                ],
+            )
+        ]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_was_found_once_is_not_there_any_more(name, ranks, places):
+    case = CASES[name]
+    assert {save.checks for save in case.saves} == {CHECKS}
+    assert carry_out(case, ranks, places(case.store)) == []
+
+
+def test_the_text_of_a_case_makes_it_again():
+    state = {"a": Component({1: [Tensor((2, 3), "int8", "turned")]}), "b": Own((0,), Many(3))}
+    saves = [Save(state, by="dcp.save", to="b", later=True), Save(state, fault=Fault("disk", 1))]
+    case = Case([Segment(2, saves)], store="s3", tight=True)
+    names = [Case, Component, Fault, Many, Own, Save, Segment, Tensor]
+    assert eval(repr(case), {each.__name__: each for each in names}) == case
