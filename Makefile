@@ -41,13 +41,17 @@ WORKER := PYTHONHASHSEED=$(HASHSEED) MALLOC_ARENA_MAX=2 PYTHONDONTWRITEBYTECODE=
 
 COMPOSE := docker compose --file integration/compose.yaml
 
-.PHONY: demo test soak test-pythons integration integration-docker integration-real integration-frameworks compare check bench pictures format clean
+.PHONY: demo test evolve soak test-pythons integration integration-docker integration-real integration-frameworks compare check bench pictures format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/cloudckpt demo
 
 test: $(VENV)/.test integration/node_modules/.stamp
 	$(WORKER) $(BIN)/python -m pytest $(COV) -n $(WORKERS) --dist loadfile --max-worker-restart 1
+
+# states that change from save to save, drawn anew at each run
+evolve: $(VENV)/.test
+	$(WORKER) $(BIN)/python -m pytest tests/soak/test_evolving.py --seconds $(SECONDS) --seed $(SEED) -n $(WORKERS) --maxschedchunk 1
 
 soak: $(VENV)/.test integration/node_modules/.stamp
 	$(WORKER) $(BIN)/python -m pytest tests/soak --seconds $(SECONDS) --seed $(SEED) -n $(WORKERS) --maxschedchunk 1

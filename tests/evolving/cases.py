@@ -26,7 +26,7 @@ WAYS = (
 ALONE = ("alone", "everything", "verify", "inspect", "stock alone", "stock convert", "convert")
 """Checks that one rank makes by itself."""
 
-CHECKS = ("together", *ALONE, "stock together", "another group")
+CHECKS = ("together", *ALONE, "stock together", "another group", "model")
 """What is looked at behind a save."""
 
 ALWAYS = ("together", "stock alone")

@@ -14,11 +14,11 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import cloudckpt
-from cloudckpt import CheckpointerConfig, CheckpointNotFoundError, format_utils
+from cloudckpt import CheckpointerConfig, CheckpointNotFoundError, format_utils, hf
 from dcp.places import Place
 
 from .cases import ALONE, Save
-from .states import component_of, difference, flat, made
+from .states import difference, flat, made
 from .values import Here
 
 __all__ = ["check", "is_for_all", "there_is_nothing"]
@@ -67,9 +67,9 @@ def _in_another_group(save: Save, step: int, world: int, place: Place) -> str | 
 
 
 def _stock_together(save: Save, step: int, world: int, place: Place) -> str | None:
+    """By torch's names: its own loader mistakes keys that are no texts, and empty dicts."""
     room, expected = (
-        _of_tensors_and_texts(made(save.state, _here(save, step, blank=blank)))
-        for blank in (True, False)
+        flat(made(save.state, _here(save, step, blank=blank))) for blank in (True, False)
     )
     if not place.uri.startswith("file://"):
         return None
@@ -140,6 +140,30 @@ def _convert(save: Save, step: int, world: int, place: Place) -> str | None:
     return difference(found, _whole(save, step, world), ordered=world == 1)
 
 
+def _model(save: Save, step: int, world: int, place: Place) -> str | None:
+    """The tensors as a model in safetensors files, which replaces the one of the save before."""
+    uri = f"{place.uri}-model"
+    whole = flat(_whole(save, step, world))
+    names = {name for name, value in whole.items() if _fits_into_model(value)}
+    if not names:
+        return None
+    room, expected = (
+        {
+            k: v
+            for k, v in flat(made(save.state, _here(save, step, blank=blank))).items()
+            if k in names
+        }
+        for blank in (True, False)
+    )
+    hf.save(expected, uri, config=place.config)
+    hf.load(room, uri, config=place.config)
+    return difference(room, expected, ordered=False)
+
+
+def _fits_into_model(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype != torch.complex128
+
+
 _CHECKS: Mapping[str, Callable[[Save, int, int, Place], str | None]] = {
     "together": _together,
     "alone": _alone,
@@ -151,6 +175,7 @@ _CHECKS: Mapping[str, Callable[[Save, int, int, Place], str | None]] = {
     "stock convert": _stock_convert,
     "convert": _convert,
     "another group": _in_another_group,
+    "model": _model,
 }
 
 
@@ -190,9 +215,3 @@ def _room(value: Any) -> Any:
     if value.dtype == torch.bool:
         return (raw & 1).bool().reshape(value.shape)
     return raw.view(value.dtype).reshape(value.shape)
-
-
-def _of_tensors_and_texts(state: dict[Any, Any]) -> dict[str, Any]:
-    """By torch's names: its own loader mistakes keys that are no texts, and empty dicts."""
-    return flat({key: component_of(value) for key, value in state.items()})
-

@@ -10,7 +10,19 @@ from typing import Any
 from .cases import ALWAYS, CHECKS, IN_PROCESS, WAYS, Case, Fault, Save, Segment
 from .limits import ALIGNED, BLOCK, LARGEST, PACKED, RUN, SLAB, pickled_around
 from .states import Component
-from .values import FORMS, PLACEMENTS, RANDOM, Many, Numbers, Numpy, Own, Plain, Random, Tensor, Text
+from .values import (
+    FORMS,
+    PLACEMENTS,
+    RANDOM,
+    Many,
+    Numbers,
+    Numpy,
+    Own,
+    Plain,
+    Random,
+    Tensor,
+    Text,
+)
 
 __all__ = ["drawn"]
 
@@ -28,7 +40,9 @@ _OVER = 700 * 1024  # bytes that fit into what a tight store takes
 _MEAN_CHANGES = (0, 1, 1, 1, 2, 2, 3, 5)
 
 
-def drawn(seed: str, *, stores: Sequence[str] = ("local",), worlds: Sequence[int] = (1, 2, 2, 3)) -> Case:
+def drawn(
+    seed: str, *, stores: Sequence[str] = ("local",), worlds: Sequence[int] = (1, 2, 2, 3)
+) -> Case:
     """The case of a seed.
 
     Args:
@@ -46,6 +60,7 @@ class _Drawing:
         self._worlds = worlds
         self._tight = self._store == "local" and rng.random() < 0.2
         self._large = not self._tight and rng.random() < 0.1
+        self._small = rng.random() < 0.4  # one object each, until values grow
         self._background = rng.random() < 0.3  # what ranks keep for that takes time to begin
         self.world = 1
 
@@ -54,7 +69,7 @@ class _Drawing:
         state: dict[Any, Any] | None = None
         for _ in range(rng.choice((1, 1, 1, 2))):
             self.world = rng.choice(self._worlds)
-            state = self._trainer() if state is None else state
+            state = state or self._trainer()
             way = self._way()
             saves = []
             for number in range(rng.choice((2, 3, 4, 5, 8))):
@@ -107,11 +122,12 @@ class _Drawing:
             "model": Component(model) if rng.random() < 0.3 else model,
             "optimizer": optimizer,
             "step": Plain(1),
-            "history": self._value(),
+            "history": Numbers(10) if self._small else self._value(),
         }
         for rank in range(self.world):
             for name in rng.choice(((), ("a",), ("a", "b"))):
-                state[f"{name}{rank}"] = Own((rank,), self._leaf())
+                leaf = rng.choice((self._tensor(""), Plain(1))) if self._small else self._leaf()
+                state[f"{name}{rank}"] = Own((rank,), leaf)
         for name in rng.sample(list(state), rng.randrange(len(state))):
             if rng.random() < 0.5:
                 del state[name]
@@ -144,6 +160,8 @@ class _Drawing:
 
     def _nbytes(self) -> int:
         rng = self.rng
+        if self._small:
+            return rng.choice((4, 12, ALIGNED, 400))
         near = rng.choice((-8, 0, 0, 8))
         if self._large and rng.random() < 0.15:
             return rng.choice((SLAB, SLAB + 64 * 1024, LARGEST, 64 * BLOCK + 100)) + near
@@ -160,14 +178,18 @@ class _Drawing:
         few, crossing = pickled_around(4096), pickled_around(PACKED)
         kind = rng.random()
         if kind < 0.5:
-            return Numbers(rng.choice((0, 1, 10, 100, 1000, PACKED // 9 - 300, PACKED // 8, 20_000)))
+            return Numbers(
+                rng.choice((0, 1, 10, 100, 1000, PACKED // 9 - 300, PACKED // 8, 20_000))
+            )
         if kind < 0.75:
             size = rng.choice((0, 10, few, crossing)) + rng.choice((-1, 0, 0, 1))
             if rng.random() < 0.3:
                 size = rng.choice((2 * PACKED, 4 * BLOCK + 1))
             return Text(max(0, size), rng.random() < 0.7)
         if kind < 0.85:
-            return Numpy(rng.choice((None, (3,), (2, 5), (PACKED // 8,))), rng.choice(("float64", "int32")))
+            return Numpy(
+                rng.choice((None, (3,), (2, 5), (PACKED // 8,))), rng.choice(("float64", "int32"))
+            )
         if kind < 0.95:
             return Random(rng.choice(list(RANDOM)))
         return Many(rng.choice((RUN - 1, RUN, RUN + 1, 3)), rng.random() < 0.2)
@@ -208,7 +230,11 @@ class _Drawing:
             if self.rng.random() < 0.5:
                 return value  # another step, another content
             other = self._tensor(value.placed)
-            return other if self.rng.random() < 0.3 else Tensor(self._shape(value.dtype), value.dtype, value.form, value.placed)
+            return (
+                other
+                if self.rng.random() < 0.3
+                else Tensor(self._shape(value.dtype), value.dtype, value.form, value.placed)
+            )
         other = self._value()
         while isinstance(other, Many) or (isinstance(other, Random) and other.kind != "python"):
             other = self._value()
@@ -264,7 +290,13 @@ def _entries(state: dict[Any, Any]) -> list[tuple[Any, Any]]:
             value = value.of
         if isinstance(value, Component):
             value = value.content
-        keys = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+        keys = (
+            value
+            if isinstance(value, dict)
+            else range(len(value))
+            if isinstance(value, list)
+            else ()
+        )
         for key in keys:
             found.append((value, key))
             walk(value[key])

@@ -58,5 +58,3 @@ def tight() -> Iterator[None]:
         small = dataclasses.replace(LocalStore.capabilities, **_TIGHT)
         patch.setattr(LocalStore, "capabilities", small)
         yield
-
-

@@ -31,7 +31,7 @@ class Found:
             f"  after save {one.step}, {one.what}: {one.kind}: {one.text[:600]}"
             for one in self.findings
         )
-        return f"{told}\nat\n{self.case!r}"
+        return f"\n{told}\nat\n{self.case!r}"
 
 
 def carry_out(case: Case, ranks: Ranks, place: Place) -> list[Finding]:

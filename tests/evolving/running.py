@@ -144,9 +144,9 @@ class _Rank:
 
     def _save(self, save: Save, step: int) -> list[Finding]:
         place = self._ways.place_of(save.to, save.by, step)
-        if save.fault is not None or any(one[2].uri == place.uri for one in self._pending):
-            if findings := self._end_pending():
-                return findings
+        is_beside_nothing = any(pending[2].uri == place.uri for pending in self._pending)
+        if (save.fault or is_beside_nothing) and (findings := self._end_pending()):
+            return findings
         if not save.overwrite:
             place = place.having(overwrite=False)
         here = Here(step, dist.get_rank(), dist.get_world_size(), kept=self._kept)
@@ -220,20 +220,19 @@ class _Rank:
             for gone in steps[:-KEPT_STEPS]:
                 self._model.places[gone] = [None]
 
-    def _look(
-        self, place: Place, step: int, kinds: Sequence[str], what: str
-    ) -> list[Finding]:
+    def _look(self, place: Place, step: int, kinds: Sequence[str], what: str) -> list[Finding]:
         """What is wrong at a place; nothing if it is one of what it may be."""
         wrong: list[Finding] = []
         for known in self._model.places[place]:
             wrong = []
             for kind in kinds:
-                said: list[str | None] = []
-                error = _caught(lambda kind=kind, known=known: said.append(_said(kind, known, place)))
-                if error is not None:
+                try:
+                    said = _said(kind, known, place)
+                except BaseException as error:  # noqa: BLE001 - torch's is none of Exception
                     wrong.append(_raised(step, what, error))
-                elif said[0] is not None:
-                    wrong.append(Finding(step, what, "difference", said[0]))
+                else:
+                    if said is not None:
+                        wrong.append(Finding(step, what, "difference", said))
             if not wrong:
                 return []
         return wrong

@@ -38,7 +38,9 @@ def smaller(case: Case) -> Iterator[Case]:
 
 
 def _shorter(case: Case) -> Iterator[Case]:
-    saves = [(number, at) for number, each in enumerate(case.segments) for at in range(len(each.saves))]
+    saves = [
+        (number, at) for number, each in enumerate(case.segments) for at in range(len(each.saves))
+    ]
     length = len(saves)
     while length:
         for first in range(0, len(saves), length):
@@ -156,7 +158,8 @@ def _changed_at(case: Case, path: Path, change: _Change) -> Iterator[Case]:
         for one in case.saves:
             if _in_save(one, path, change) != one:
                 yield _with_saves(
-                    case, lambda save, one=one: _in_save(save, path, change) if save is one else save
+                    case,
+                    lambda save, one=one: _in_save(save, path, change) if save is one else save,
                 )
 
 
@@ -191,16 +194,18 @@ def _simplifications(case: Case, path: Path) -> Iterator[_Change]:
     yield _of_leaf(lambda leaf: Tensor((4,)))
     for fields in ({"placed": ""}, {"form": ""}, {"dtype": "float32"}, {"shape": (4,)}):
         yield _of_leaf(
-            lambda leaf, fields=fields: dataclasses.replace(leaf, **fields)
-            if isinstance(leaf, Tensor)
-            else leaf
+            lambda leaf, fields=fields: (
+                dataclasses.replace(leaf, **fields) if isinstance(leaf, Tensor) else leaf
+            )
         )
     for kind in (Numbers, Text, Many):
         for count in (lambda n: min(n, 1), lambda n: n // 2, lambda n: _rounded(n)):
             yield _of_leaf(
-                lambda leaf, kind=kind, count=count: dataclasses.replace(leaf, count=count(leaf.count))
-                if isinstance(leaf, kind)
-                else leaf
+                lambda leaf, kind=kind, count=count: (
+                    dataclasses.replace(leaf, count=count(leaf.count))
+                    if isinstance(leaf, kind)
+                    else leaf
+                )
             )
 
 

@@ -139,7 +139,8 @@ def _of_tensors(actual: Any, expected: torch.Tensor, at: str) -> Iterator[str]:
             f"not {expected.dtype} {tuple(expected.shape)}"
         )
     elif (wrong := (_bits(actual) != _bits(expected)).nonzero()).numel():
-        yield f"{at}: {len(wrong)} of {_bits(expected).numel()} bytes differ from {int(wrong[0])} on"
+        count = _bits(expected).numel()
+        yield f"{at}: {len(wrong)} of {count} bytes differ from {int(wrong[0])} on"
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
