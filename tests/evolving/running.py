@@ -144,8 +144,8 @@ class _Rank:
 
     def _save(self, save: Save, step: int) -> list[Finding]:
         place = self._ways.place_of(save.to, save.by, step)
-        is_beside_nothing = any(pending[2].uri == place.uri for pending in self._pending)
-        if (save.fault or is_beside_nothing) and (findings := self._end_pending()):
+        is_under_way = any(pending[2].uri == place.uri for pending in self._pending)
+        if (save.fault or is_under_way) and (findings := self._end_pending()):
             return findings
         if not save.overwrite:
             place = place.having(overwrite=False)
