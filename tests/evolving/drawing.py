@@ -262,9 +262,10 @@ class _Drawing:
 
 
 def _possible(described: Any, own: bool = False) -> Any:
-    """A copy in which no tensor is spread over ranks and some ranks' own at a time."""
+    """A copy in which nothing within some ranks' own is spread over ranks, or others' own."""
     if isinstance(described, Own):
-        return Own(described.ranks, _possible(described.of, True))
+        inner = _possible(described.of, True)
+        return inner if own else Own(described.ranks, inner)
     if isinstance(described, Component):
         return Component(_possible(described.content, own))
     if isinstance(described, dict):
