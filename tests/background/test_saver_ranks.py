@@ -1,5 +1,7 @@
 """Ranks that save together in their threads: they begin, skip and fail alike."""
 
+import contextlib
+import dataclasses
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +15,7 @@ import cloudckpt
 from cloudckpt import (
     BackgroundOptions,
     CheckpointError,
+    ProcessGroupError,
     RanksFailedError,
     SaveInProgressError,
     StagingError,
@@ -20,6 +23,7 @@ from cloudckpt import (
     api,
 )
 from cloudckpt.background import arena as arenas
+from cloudckpt.background import async_save, groups
 from cloudckpt.background.saver import AsyncSaver
 from dcp.places import Place
 from dcp.values import numbered
@@ -284,3 +288,64 @@ def test_ranks_that_never_look_at_their_futures_save_one_step_after_the_other(ra
     ranks(2, _one_after_the_other, s3)
     assert step_at(s3, ranks=2) == 19
     assert len(s3.data()) <= 4
+
+
+# ---- ranks that lose each other
+
+
+def _loses(group: dist.ProcessGroup) -> mock._patch:
+    """Lets a rank find out, in its next reduction in a group, that it has lost another."""
+    reduce = dist.all_reduce
+
+    def fail(tensor, op=dist.ReduceOp.SUM, group_=group, **options):
+        if options.get("group") is group:
+            raise RuntimeError("Connection closed by peer")
+        return reduce(tensor, op, **options)
+
+    return mock.patch.object(dist, "all_reduce", fail)
+
+
+def _one_loses_another(place: Place, kind: str) -> str:
+    """The first rank has lost another, and lives on; what do those hear that wait for it?"""
+    one = saver()  # whose collectives may take half an hour
+    begin(one, 1, place).result(PATIENCE)
+    group = one._meeting.group if kind == "meeting" else one._group
+    with _loses(group) if dist.get_rank() == 0 else contextlib.nullcontext():
+        try:
+            error = begin(one, 2, place).exception(PATIENCE)
+        except ProcessGroupError as raised:
+            error = raised
+    dist.barrier()
+    return type(error).__name__
+
+
+@pytest.mark.parametrize("kind", ["meeting", "save"])
+def test_a_rank_that_loses_another_keeps_nobody_waiting(ranks, local, kind):
+    told = ranks(4, _one_loses_another, local, kind)
+    assert told == ["ProcessGroupError"] * 4
+    assert step_at(local, ranks=4) == 1
+
+
+def _one_is_gone_behind_the_meeting(place: Place) -> str:
+    options = BackgroundOptions(start_timeout=3600.0)
+    config = dataclasses.replace(place.config, background=options)
+    with mock.patch.object(groups, "_CONNECT", 0.5):
+        if dist.get_rank() == 0:
+            with (
+                mock.patch.object(async_save, "_saver_for", side_effect=KeyboardInterrupt),
+                pytest.raises(KeyboardInterrupt),
+            ):
+                cloudckpt.async_save(of_rank(1), checkpoint_id=place.uri, config=config)
+            told = ""
+        else:
+            with pytest.raises(ProcessGroupError) as caught:
+                cloudckpt.async_save(of_rank(1), checkpoint_id=place.uri, config=config)
+            told = str(caught.value)
+    dist.barrier()
+    return told
+
+
+def test_a_rank_that_ends_behind_the_first_meeting_is_not_waited_for_long(ranks, local):
+    """They find each other by a store then, which does not know who has died."""
+    _, told = ranks(2, _one_is_gone_behind_the_meeting, local)
+    assert "did not all make a group for their saves within 0.7 s" in told

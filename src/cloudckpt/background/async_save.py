@@ -133,6 +133,8 @@ def _saver_for(
         if (known := _savers.get(key)) is not None:
             return known
     # not with the lock held: it waits for the other ranks
-    made = AsyncSaver(process_group=group, no_dist=no_dist, kind=kind, options=options)
+    made = AsyncSaver(
+        process_group=group, no_dist=no_dist, kind=kind, options=options, have_met=True
+    )
     with _lock:
         return _savers.setdefault(key, made)

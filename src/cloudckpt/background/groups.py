@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -29,7 +30,12 @@ from cloudckpt.errors import ConfigError, ProcessGroupError, SaveProcessError
 from cloudckpt.fork import ModuleLock
 from cloudckpt.stores.base import random_suffix
 
-__all__ = ["MeetingPlace", "exists", "give_back", "open_group"]
+__all__ = ["MeetingPlace", "break_off", "exists", "give_back", "open_group"]
+
+
+_NO_TAG = 1 << 20  # of messages that nobody sends
+_CONNECT, _CONNECT_EACH = 30.0, 0.1
+"""Seconds, and those for each rank, in which ranks that are all here connect to each other."""
 
 
 @dataclass
@@ -50,14 +56,22 @@ _kept: weakref.WeakKeyDictionary[dist.ProcessGroup, _Kept] = weakref.WeakKeyDict
 
 
 def open_group(
-    parent: dist.ProcessGroup | None, *, start_timeout: float, collective_timeout: float
+    parent: dist.ProcessGroup | None,
+    *,
+    start_timeout: float,
+    collective_timeout: float,
+    have_met: bool = False,
 ) -> dist.ProcessGroup:
     """A gloo group of the same ranks, which nobody else uses; a collective call.
+
+    The ranks find each other by a store, which does not know that one of them has died. So they are
+    given long only to come here; once all are here, they connect within seconds, or never.
 
     Args:
         parent: The ranks; None for all.
         start_timeout: Seconds to wait for the other ranks to call this, too.
         collective_timeout: Seconds that collectives of the group may take.
+        have_met: Whether the ranks come straight from a meeting, so that all are here already.
 
     Raises:
         ConfigError: If this rank is not one of them.
@@ -73,16 +87,18 @@ def open_group(
         free: dict[str, dist.ProcessGroup]
         free = {made.group_name: made for made in kept.free if _ranks(made) == ranks}
         number = kept.opened.get(ranks, 0)
-    timeout = timedelta(seconds=start_timeout)
+    soon = min(start_timeout, _CONNECT + _CONNECT_EACH * len(ranks))
+    patience = soon if have_met else start_timeout
     try:
-        chosen = _agree(group, number, sorted(free), timeout)
-        made = free[chosen] if chosen else _new(ranks, timeout)
+        chosen = _agree(group, number, sorted(free), timedelta(seconds=patience))
+        patience = soon
+        made = free[chosen] if chosen else _new(ranks, timedelta(seconds=soon))
         set_group_timeout(timedelta(seconds=collective_timeout), made)
     except RuntimeError as exc:  # gloo and the stores have no other class in common
         raise ProcessGroupError(
             f"the ranks {list(ranks)} did not all make a group for their saves within "
-            f"{start_timeout:g} s; all of them must, and if they are not all ranks, each must have "
-            "made as many groups before as the others",
+            f"{patience:g} s; look whether one has ended. All of them must, and if they are not "
+            "all ranks, each must have made as many groups before as the others",
             cause=exc,
         ) from exc
     with _lock:
@@ -98,6 +114,23 @@ def give_back(group: dist.ProcessGroup) -> None:
     with _lock:
         if world is not None and world in _kept and exists(group):
             _kept[world].free.append(group)
+
+
+def break_off(group: dist.ProcessGroup) -> None:
+    """Ends the connections of a group of savers in which this rank has lost another.
+
+    Only the neighbours of a rank that dies notice it. Those who wait for one of these, which has
+    raised and lives on, would else wait until the time limit of the group. A receive that is late
+    closes all connections of a gloo group.
+    """
+    late = timedelta(milliseconds=1)
+    for peer in range(dist.get_world_size(group)) if exists(group) else ():
+        if peer != dist.get_rank(group):
+            with contextlib.suppress(RuntimeError, ValueError):  # late; of a group that is gone
+                nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+                receiving = dist.irecv(nothing, group=group, group_src=peer, tag=_NO_TAG)
+                if receiving is not None:
+                    receiving.wait(late)
 
 
 def exists(group: dist.ProcessGroup) -> bool:

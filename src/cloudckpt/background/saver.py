@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from cloudckpt import api
-from cloudckpt.background.groups import exists, give_back, open_group
+from cloudckpt.background.groups import break_off, exists, give_back, open_group
 from cloudckpt.background.process import SaveProcess
 from cloudckpt.background.save import (
     PendingSave,
@@ -66,6 +66,7 @@ class AsyncSaver:
         stager: AsyncStager | None = None,
         options: BackgroundOptions | None = None,
         tells_failures: bool = False,
+        have_met: bool = False,
     ) -> None:
         """
         Args:
@@ -76,6 +77,7 @@ class AsyncSaver:
             options: See there.
             tells_failures: Whether the failure of a save is raised by the next call of
                 :meth:`save`, on all ranks, besides being told by its future.
+            have_met: Whether the ranks come straight from a meeting.
 
         Raises:
             ConfigError: If this rank is not in the group, this system has no I/O priorities, or
@@ -88,7 +90,7 @@ class AsyncSaver:
         self._no_dist = no_dist or not _has_ranks()
         self._knows_no_ranks = self._no_dist and not no_dist
         self._tells_failures = tells_failures
-        self._group = None if self._no_dist else self._new_group(process_group)
+        self._group = None if self._no_dist else self._new_group(process_group, have_met)
         self._meeting = Meeting(self._group)
         self._stager = stager
         self._own_stager: Stager | None = None
@@ -98,7 +100,7 @@ class AsyncSaver:
             self._meeting.begin(lambda: self._check(kind), lambda _: alike(kind, self._options))
             if self._group is not None and kind != AsyncCheckpointerType.PROCESS:
                 # the thread that saves has the other, and both may be in use at once
-                self._meeting = Meeting(self._new_group(process_group))
+                self._meeting = Meeting(self._new_group(process_group, have_met=True))
             self._meeting.begin(lambda: self._make(kind))
         except BaseException:
             self._abandon()
@@ -134,14 +136,21 @@ class AsyncSaver:
             self._process.close(0)
         if self._own_stager is not None:
             self._own_stager.close()
+        self._break_off_if_lost()
         self._give_back_groups()
 
-    def _new_group(self, parent: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    def _break_off_if_lost(self) -> None:
+        """Lets the ranks that wait for this one in a meeting know that it has lost another."""
+        if self._meeting.is_broken and self._meeting.group is not None:
+            break_off(self._meeting.group)
+
+    def _new_group(self, parent: dist.ProcessGroup | None, have_met: bool) -> dist.ProcessGroup:
         options = self._options
         return open_group(
             parent,
             start_timeout=options.start_timeout,
             collective_timeout=options.collective_timeout,
+            have_met=have_met,
         )
 
     def save(
@@ -204,6 +213,7 @@ class AsyncSaver:
         finally:
             if self._is_owed and self._process is not None:
                 self._process.give_up()  # the processes of the others would wait for this rank's
+            self._break_off_if_lost()
 
     def _hand_over(
         self,
@@ -357,6 +367,8 @@ class AsyncSaver:
         except BaseException as error:
             if isinstance(error, ProcessGroupError) or not isinstance(error, Exception):
                 self._is_broken = True
+                if self._process is None and self._group is not None:
+                    break_off(self._group)  # others may wait for this rank
             raise
 
     def _in_process(self, process: SaveProcess, save: Save) -> PickledResult:
