@@ -54,8 +54,8 @@ class CheckpointerConfig:
         config: The options of saving and loading.
         process_group: The ranks that save and load together; None for all.
         no_dist: Whether this process saves and loads alone.
-        kind: Whether an asynchronous checkpointer saves in a process beside the trainer, or in a
-            thread of it.
+        kind: Whether what an asynchronous checkpointer saves is sent by a process beside the
+            trainer, or by a thread of it.
         stager: Copies the state for an asynchronous save; None for cloudckpt's own.
         planner: Makes the planner, once for all saves.
         commit_hook: Called on the coordinator around each commit.

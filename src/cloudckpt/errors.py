@@ -427,7 +427,7 @@ class AsyncSaveError(CheckpointError):
 
 
 class StagingError(AsyncSaveError):
-    """An entry of the state dict can't be copied, or can't be sent to the saving process."""
+    """An entry of the state dict can't be copied."""
 
 
 class StagingMemoryError(AsyncSaveError, MemoryError):
@@ -439,7 +439,7 @@ class SaveInProgressError(AsyncSaveError):
 
 
 class SaveProcessError(AsyncSaveError):
-    """The process that saves died, could not be started, or stopped answering."""
+    """The process that sends a save died, could not be started, or stopped answering."""
 
 
 class ClosedError(AsyncSaveError):

@@ -1,7 +1,6 @@
 """What trainers do that are made to be killed."""
 
 import os
-from pathlib import Path
 
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
@@ -10,7 +9,7 @@ from cloudckpt.background.saver import AsyncSaver
 from cloudckpt.config import MIB
 from faults.states import filled
 
-from .saves import PATIENCE, Gate
+from .saves import PATIENCE
 
 __all__ = ["config_for", "save_and_stand_still", "save_on_and_on"]
 
@@ -46,10 +45,9 @@ def save_on_and_on(uri: str, endpoint: str, family: str, log: str, first: int, n
                 file.write(f" {step}")
 
 
-def save_and_stand_still(uri: str, family: str, folder: str, nbytes: int) -> None:
-    """Begins a save that waits before a gate."""
+def save_and_stand_still(uri: str, family: str, endpoint: str, nbytes: int) -> None:
+    """Begins a save that the endpoint holds up."""
     os.environ["FAMILY"] = family
     with AsyncSaver(no_dist=True, kind=AsyncCheckpointerType.PROCESS) as saver:
-        writer = CloudStorageWriter(uri)
-        future = saver.save(filled(1, nbytes), writer, planner=Gate(Path(folder))).written
-        future.result(PATIENCE)
+        writer = CloudStorageWriter(uri, config=config_for(endpoint))
+        saver.save(filled(1, nbytes), writer).written.result(PATIENCE)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from cloudckpt.background.handoff import (
+from cloudckpt.background.channel import (
     as_socket,
     pack,
     receive_descriptor,

@@ -1,6 +1,7 @@
 """Failures of an asynchronous checkpointer: each is told once, and no rank is left behind by it."""
 
 import os
+import signal
 import threading
 from pathlib import Path
 from unittest import mock
@@ -220,11 +221,13 @@ def test_closing_in_a_fork_is_left_to_the_process_that_has_made_the_checkpointer
     assert step_at(local) == 1
 
 
-def test_closing_tells_of_the_save_whose_process_it_ended(local, tmp_path):
-    gate = Gate(tmp_path)
+def test_closing_tells_of_the_save_whose_process_it_ended(local):
     one = checkpointer(local, PROCESS, close_timeout=0.05)
-    one.save(filled(1, SMALL), local.uri, planner=gate)
-    gate.wait()
+    process = one._saver._process
+    process._life.wait_until_ready()
+    os.kill(process.pid, signal.SIGSTOP)
+    one.save(filled(1, SMALL), local.uri)
+    assert eventually(lambda: process.is_busy, PATIENCE)
     with pytest.raises(SaveProcessError):
         one.close()
     assert ".metadata" not in local.names()

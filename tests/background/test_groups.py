@@ -4,8 +4,6 @@ import contextlib
 import datetime
 import gc
 import os
-import socket
-from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +17,6 @@ from cloudckpt import (
     CheckpointerConfig,
     ConfigError,
     ProcessGroupError,
-    SaveProcessError,
     events,
 )
 from cloudckpt.background import async_save, groups
@@ -200,60 +197,6 @@ def _absent(folder: str) -> None:
 
 def test_a_rank_that_does_not_come_ends_the_wait_of_the_others(ranks, tmp_path):
     ranks(2, _absent, str(tmp_path))
-
-
-# ---- where the saving processes meet
-
-
-def _far_apart(place: Place) -> None:
-    """Ranks on machines of the same name."""
-    with (
-        mock.patch.object(groups, "_machine", return_value=f"machine {dist.get_rank()}"),
-        mock.patch.object(socket, "gethostname", return_value="trainer"),
-        mock.patch.object(socket, "getfqdn", return_value="trainer.invalid"),
-        mock.patch.dict(os.environ, {"MASTER_ADDR": "127.0.0.1"}),
-        AsyncSaver(kind=AsyncCheckpointerType.PROCESS) as saver,
-    ):
-        begin(saver, 1, place).result(PATIENCE)
-
-
-def test_saving_processes_meet_whatever_their_machines_are_called(ranks, local):
-    ranks(2, _far_apart, local)
-    assert step_at(local, ranks=2) == 1
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_group_without_the_first_rank_meets_at_an_address_of_its_own_machine(first, monkeypatch):
-    """MASTER_ADDR is that of another machine then."""
-    monkeypatch.setattr(dist, "get_global_rank", lambda group, rank: first)
-    monkeypatch.setattr(socket, "gethostname", lambda: "trainer")
-    monkeypatch.setattr(socket, "getfqdn", lambda: "trainer.example")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.77")
-    master = ["127.0.0.77"] if first == 0 else []
-    assert groups._addresses(None) == [*master, "127.0.0.1", "trainer.example", "trainer"]
-
-
-def _out_of_reach(place: Place) -> str:
-    rank = dist.get_rank()
-    with (
-        mock.patch.object(groups, "_machine", return_value=f"machine {rank}"),
-        mock.patch.object(groups, "_addresses", return_value=["trainer.invalid"]),
-        pytest.raises(SaveProcessError) as caught,
-    ):
-        AsyncSaver(kind=AsyncCheckpointerType.PROCESS)
-    return str(caught.value)
-
-
-def test_a_machine_that_is_out_of_reach_is_told_to_all_ranks(ranks, local):
-    for told in ranks(2, _out_of_reach, local):
-        assert "trainer.invalid" in told
-        assert "MASTER_ADDR" in told
-
-
-def test_another_server_at_the_first_ranks_address_is_not_taken_for_its_store():
-    with socket.create_server(("127.0.0.1", 0)) as stranger:
-        offer = groups._Offer("elsewhere", ["127.0.0.1"], stranger.getsockname()[1], "token")
-        assert groups._reached("127.0.0.1", offer, datetime.timedelta(seconds=1)) is None
 
 
 # ---- forks

@@ -5,27 +5,27 @@ import logging
 import pytest
 
 from cloudckpt.background.process import log_levels
-from cloudckpt.background.worker import forward_logs
+from cloudckpt.background.sender import forward_logs
 from cloudckpt.events import Event, emit
 from dcp.children import in_a_child
 
 
-class Sender:
+class Speaker:
     def __init__(self) -> None:
         self.sent: list[tuple[str, str]] = []
 
-    def send(self, kind: str, record: logging.LogRecord) -> None:
+    def tell(self, kind: str, record: logging.LogRecord) -> None:
         self.sent.append((record.name, record.getMessage()))
 
 
 def _forwarded(levels: dict[str, int]) -> list[tuple[str, str]]:
-    sender = Sender()
-    forward_logs(sender, levels)
+    speaker = Speaker()
+    forward_logs(speaker, levels)
     logging.getLogger("cloudckpt").debug("a detail")
     logging.getLogger("other").debug("noise")
     logging.getLogger("other").warning("look")
     emit(Event(phase="upload", uri="s3://bucket/run", rank=0, began=1.0, seconds=2.0))
-    return sender.sent
+    return speaker.sent
 
 
 def test_each_logger_has_the_level_that_it_has_in_the_trainer():

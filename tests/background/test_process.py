@@ -1,21 +1,20 @@
 """The saving process of one trainer: used again and again, and replaced when it dies."""
 
-import dataclasses
-import logging
+import contextlib
 import os
 import signal
 import socket
 import sys
 import threading
 import types
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from unittest import mock
 
-import psutil
 import pytest
 import torch
-from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -25,25 +24,25 @@ from cloudckpt import (
     BackgroundOptions,
     CheckpointConflictError,
     CloudStorageWriter,
-    CredentialsError,
+    CommitHook,
+    ConfigError,
     SaveProcessError,
-    StagingError,
     StagingMemoryError,
 )
 from cloudckpt.background import arena as arenas
-from cloudckpt.background import server
-from cloudckpt.background.handoff import Job
+from cloudckpt.background import process
+from cloudckpt.background.channel import Job
 from cloudckpt.background.process import _Life
 from cloudckpt.background.saver import AsyncSaver
 from cloudckpt.config import MIB
+from cloudckpt.testing.wire_faults import Call, s3_error
 from dcp.values import assert_same, blank_like, numbered
-from faults.states import SMALL, filled
+from faults.states import BIG, SMALL, filled
 
-from .saves import PATIENCE, Gate, Refusing, begin, step_at
-from .waiting import eventually, is_running
+from .saves import PATIENCE, Refusing, begin, step_at
+from .waiting import eventually, is_running, open_files
 
 NICE = 7
-IO_LEVEL = 6
 
 
 def saver(**arguments) -> AsyncSaver:
@@ -52,15 +51,9 @@ def saver(**arguments) -> AsyncSaver:
 
 @pytest.fixture(scope="module")
 def one(_own_surroundings):
-    """A saver with two buffers; its process costs seconds to start, so tests share it."""
-    options = BackgroundOptions(nice=NICE, io_priority=IO_LEVEL, when_busy="double_buffer")
-    with saver(options=options) as one:
+    """A saver with two buffers, which tests share."""
+    with saver(options=BackgroundOptions(nice=NICE, when_busy="double_buffer")) as one:
         yield one
-
-
-@pytest.fixture
-def gate(tmp_path) -> Gate:
-    return Gate(tmp_path)
 
 
 def pid_of(one: AsyncSaver) -> int:
@@ -75,38 +68,94 @@ def kill(pid: int) -> None:
     assert eventually(lambda: not is_running(pid))
 
 
+@contextlib.contextmanager
+def stopped(one: AsyncSaver) -> Iterator[int]:
+    """The saving process does nothing meanwhile."""
+    one._process._life.wait_until_ready()
+    pid = pid_of(one)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield pid
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def given(one: AsyncSaver) -> bool:
+    """Whether it is given a save."""
+    return eventually(lambda: one._process.is_busy, PATIENCE)
+
+
+class WireGate:
+    """Holds up the first request that sends data."""
+
+    def __init__(self, proxy, operation: str = "*") -> None:
+        self._reached, self._opened = threading.Event(), threading.Event()
+        fault = Call(self._hold)
+        proxy.inject(fault, operation=operation, path="*.distcp*", times=1)
+
+    def _hold(self, _: object) -> None:
+        self._reached.set()
+        assert self._opened.wait(PATIENCE)
+
+    def wait(self) -> None:
+        assert self._reached.wait(PATIENCE)
+
+    def open(self) -> None:
+        self._opened.set()
+
+
+@pytest.fixture
+def gate(proxy) -> Iterator[WireGate]:
+    """What sends to ``shaky`` stops before it."""
+    gate = WireGate(proxy, "PutObject")
+    yield gate
+    gate.open()
+
+
 # ---- one process for all saves
 
 
-def test_one_process_carries_out_all_saves(one, local):
+@pytest.mark.parametrize("where", ["local", "s3"])
+def test_one_process_carries_out_all_saves_and_never_imports_torch(one, where, request):
+    place = request.getfixturevalue(where)
     pids = set()
     for step in range(5):
-        assert isinstance(begin(one, step, local).result(PATIENCE), Metadata)
+        assert isinstance(begin(one, step, place).result(PATIENCE), Metadata)
         pids.add(pid_of(one))
-        assert step_at(local) == step
+        assert step_at(place) == step
     assert len(pids) == 1
     assert pids != {os.getpid()}
+    with open(f"/proc/{pids.pop()}/maps") as file:
+        mapped = file.read()
+    assert "awscrt" in mapped
+    assert "libtorch" not in mapped
+
+
+VALUES = {
+    "base": numbered(60, 50),
+    "rows": numbered(60, 50)[7:9],
+    "transposed": numbered(60, 50).t(),
+    "large and strided": numbered(2000, 700)[:, 1:],
+    "large": numbered(700_000),
+    "bfloat16": numbered(33, dtype=torch.bfloat16)[1:],
+    "bool": numbered(9) > 3,
+    "float8": numbered(17).to(torch.float8_e4m3fn),
+    "conjugated": numbered(5, dtype=torch.complex64).conj(),
+    "no dimension": torch.tensor(3),
+    "empty": torch.empty(0, 4),
+    "parameter": torch.nn.Parameter(numbered(4)),
+    "long text": "x" * 300_000,
+    "nested": {"list": [numbered(3), "text", (1, None)]},
+}
 
 
 def test_values_of_all_kinds_cross(one, local):
-    base = numbered(60, 50)
-    state = {
-        "base": base,
-        "rows": base[7:9],
-        "transposed": base.t(),
-        "bfloat16": numbered(33, dtype=torch.bfloat16)[1:],
-        "bool": numbered(9) > 3,
-        "float8": numbered(17).to(torch.float8_e4m3fn),
-        "conjugated": numbered(5, dtype=torch.complex64).conj(),
-        "no dimension": torch.tensor(3),
-        "empty": torch.empty(0, 4),
-        "parameter": torch.nn.Parameter(numbered(4)),
-        "nested": {"list": [numbered(3), "text", (1, None)]},
-    }
-    future = one.save(state, local.writer())
-    future.written.result(PATIENCE)
+    state = dict(VALUES)
+    one.save(state, local.writer()).written.result(PATIENCE)
     loaded = blank_like(state)
     cloudckpt.load(loaded, checkpoint_id=local.uri, config=local.config)
+    assert loaded.pop("long text") == state.pop("long text")
     state["parameter"] = loaded["parameter"] = None
     state["conjugated"] = state["conjugated"].resolve_conj()
     assert_same(loaded["nested"]["list"][0], numbered(3))
@@ -114,21 +163,61 @@ def test_values_of_all_kinds_cross(one, local):
     assert_same(loaded, state)
 
 
-def test_the_trainer_changes_its_tensors_meanwhile(one, local, gate):
-    state = filled(1, SMALL)
-    future = one.save(state, local.writer(), planner=gate).written
-    gate.wait()
-    state["weight"].fill_(-1)
-    state["bias"].fill_(-1)
-    gate.open()
+@pytest.mark.parametrize("zip_crc32", [False, True])
+def test_the_objects_are_those_that_the_trainer_itself_would_write_to_the_byte(
+    one, local, zip_crc32
+):
+    here, beside = (local.at(name).having(zip_crc32=zip_crc32) for name in ("here", "beside"))
+    for _ in range(2):  # planned, and by the plan of before
+        cloudckpt.save(VALUES, checkpoint_id=here.uri, config=here.config, no_dist=True)
+        one.save(VALUES, beside.writer()).written.result(PATIENCE)
+        first, second = ([place.read(name) for name in place.data()] for place in (here, beside))
+        assert len(first) == 2
+        assert first == second
+
+
+def test_a_second_save_of_many_small_tensors_is_whole(one, local):
+    for step in (1, 2):
+        state = {f"t{number}": numbered(5, first=number + step) for number in range(3000)}
+        one.save(state, local.writer()).written.result(PATIENCE)
+        loaded = blank_like(state)
+        cloudckpt.load(loaded, checkpoint_id=local.uri, config=local.config)
+        assert_same(loaded, state)
+
+
+def test_the_trainer_changes_its_tensors_meanwhile(one, local):
+    with stopped(one):
+        state = filled(1, SMALL)
+        future = one.save(state, local.writer()).written
+        assert given(one)
+        state["weight"].fill_(-1)
+        state["bias"].fill_(-1)
     future.result(PATIENCE)
     assert step_at(local) == 1
 
 
+class Casting(DefaultSavePlanner):
+    """Makes tensors on the fly."""
+
+    def resolve_data(self, write_item):
+        found = super().resolve_data(write_item)
+        return found.clone() if isinstance(found, torch.Tensor) else found
+
+
+def test_tensors_that_lie_in_no_arena_are_saved_too(one, local):
+    begin(one, 1, local, Casting(), nbytes=9 * MIB).result(PATIENCE)
+    assert step_at(local, 9 * MIB) == 1
+    with saver(stager=BlockingAsyncStager()) as other:
+        begin(other, 2, local, nbytes=9 * MIB).result(PATIENCE)
+    assert step_at(local, 9 * MIB) == 2
+
+
 def test_the_trainer_is_told_what_was_sent(one, local):
     writer = local.writer()
-    one.save(filled(1, SMALL), writer).written.result(PATIENCE)
+    saved = one.save(filled(1, SMALL), writer).written
+    saved.result(PATIENCE)
     assert writer.transferred.bytes >= SMALL
+    assert saved.transferred == writer.transferred
 
 
 def test_an_arena_that_grows_does_not_push_out_the_other_one(one, local):
@@ -137,72 +226,76 @@ def test_an_arena_that_grows_does_not_push_out_the_other_one(one, local):
     assert step_at(local, 20 * MIB) == 8
 
 
-def test_memory_that_the_trainer_has_given_back_is_given_back_here_too(one, local):
-    def held() -> int:
-        with open(f"/proc/{pid_of(one)}/smaps_rollup") as file:
-            return next(int(line.split()[1]) // 1024 for line in file if line.startswith("Pss:"))
-
-    for step, size in enumerate([1, 1, 1]):
-        begin(one, step, local, nbytes=size * MIB).result(PATIENCE)
-    before = held()
-    for step, size in enumerate([90, 90, 1, 1, 1]):
-        begin(one, step, local, nbytes=size * MIB).result(PATIENCE)
-    assert held() < before + 45
+def _mapped(pid: int) -> int:
+    """How many staged copies, and additions to them, a process sees."""
+    with open(f"/proc/{pid}/maps") as file:
+        return sum("memfd:cloudckpt-staging" in line for line in file)
 
 
-class Talking(DefaultSavePlanner):
-    """Logs when its data is asked for."""
-
-    def resolve_data(self, write_item):
-        logging.getLogger("background.far").warning("saving %s", write_item.index.fqn)
-        try:
-            raise ValueError("deep")
-        except ValueError:
-            logging.getLogger("background.far").exception("it went wrong")
-        return super().resolve_data(write_item)
+def test_behind_a_save_the_process_holds_no_memory_of_the_trainers(one, local):
+    for planner in (None, Casting()):
+        begin(one, 1, local, planner, nbytes=20 * MIB).result(PATIENCE)
+        assert eventually(lambda: _mapped(pid_of(one)) == 0)
 
 
-def test_what_the_process_logs_reaches_the_trainers_logging(one, local, caplog):
-    begin(one, 1, local, Talking()).result(PATIENCE)
-    records = [record for record in caplog.records if record.name == "background.far"]
-    assert "saving weight" in [record.getMessage() for record in records]
-    assert any("ValueError: deep" in (record.exc_text or "") for record in records)
+def test_saves_leave_no_descriptor_behind(one, local):
+    begin(one, 0, local, Casting()).result(PATIENCE)
+    before = open_files()
+    for step in range(1, 4):
+        begin(one, step, local, Casting()).result(PATIENCE)
+    assert open_files() == before
+
+
+def test_what_the_process_logs_and_tells_reaches_the_trainer(one, shaky, proxy, caplog):
+    proxy.inject(s3_error(500, "InternalError"), operation="PutObject", path="*.distcp*", times=1)
+    saved = begin(one, 1, shaky)
+    saved.result(PATIENCE)
+    assert any("trying again" in message for message in caplog.messages)
+    assert "retry" in {event.phase for event in saved.timeline.events}
+    assert saved.transferred.retries == 1
+
+
+def test_what_is_refused_is_told_and_harms_no_other_save(one, shaky, proxy):
+    pid = pid_of(one)
+    proxy.inject(s3_error(403, "AccessDenied"), operation="PutObject", path="*.distcp*")
+    error = begin(one, 1, shaky).exception(PATIENCE)
+    assert isinstance(error, cloudckpt.AccessDeniedError)
+    proxy.clear()
+    begin(one, 2, shaky).result(PATIENCE)
+    assert (step_at(shaky), pid_of(one)) == (2, pid)
 
 
 def test_the_process_learns_of_credentials_that_the_trainer_has_been_given(
-    one, s3_config, bucket, monkeypatch
+    one, shaky, proxy, monkeypatch
 ):
-    config = dataclasses.replace(s3_config, connections=5)  # no store is open yet that has these
-
-    def save():
-        writer = CloudStorageWriter(f"s3://{bucket}/run", config=config)
-        return one.save(filled(1, SMALL), writer).written.result(PATIENCE)
-
-    monkeypatch.setenv("AWS_SESSION_TOKEN", "with white space behind ")
-    with pytest.raises(CredentialsError, match="AWS_SESSION_TOKEN ends in white space"):
-        save()
-    monkeypatch.delenv("AWS_SESSION_TOKEN")
-    assert isinstance(save(), Metadata)
+    place = shaky.having(connections=5)  # no store is open yet that has these
+    begin(one, 0, shaky).result(PATIENCE)  # the process is there
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "OFLATE")
+    begin(one, 1, place).result(PATIENCE)
+    [sent] = proxy.requests("PutObject", "*.distcp*")[-1:]
+    assert "Credential=OFLATE/" in sent.header("Authorization")
 
 
-class Telling(DefaultSavePlanner):
-    """Logs the surroundings of its process."""
-
-    def resolve_data(self, write_item):
-        told = f"{os.environ.get('OF_LATE')} in {os.getcwd()}"
-        logging.getLogger("background.far").warning(told)
-        return super().resolve_data(write_item)
+def test_no_secret_is_shown_by_the_processes_arguments(one, shaky, monkeypatch):
+    begin(one, 0, shaky).result(PATIENCE)
+    with open(f"/proc/{pid_of(one)}/cmdline") as file:
+        shown = file.read()
+    assert os.environ["AWS_SECRET_ACCESS_KEY"] not in shown
 
 
 def test_a_new_process_has_the_surroundings_that_its_trainer_has_by_then(
-    one, local, monkeypatch, tmp_path, caplog
+    local, monkeypatch, tmp_path
 ):
-    begin(one, 1, local).result(PATIENCE)  # what forks is there already
     monkeypatch.setenv("OF_LATE", "set")
     monkeypatch.chdir(tmp_path)
     with saver() as other:
-        begin(other, 2, local, Telling()).result(PATIENCE)
-    assert f"set in {tmp_path}" in caplog.messages
+        begin(other, 2, local).result(PATIENCE)
+        pid = pid_of(other)
+        with open(f"/proc/{pid}/environ") as file:
+            assert "OF_LATE=set\0" in file.read()
+        assert os.readlink(f"/proc/{pid}/cwd") == str(tmp_path)
+        assert os.readlink(f"/proc/{pid}/fd/0") == "/dev/null"
+        assert os.getsid(pid) == pid
 
 
 def test_the_process_yields_the_cpu(one, local):
@@ -211,35 +304,13 @@ def test_the_process_yields_the_cpu(one, local):
     assert os.getpriority(os.PRIO_PROCESS, pid_of(one)) == min(19, own + NICE)
 
 
-class Prioritised(DefaultSavePlanner):
-    """Logs the I/O priority that a new thread of its process has."""
-
-    def resolve_data(self, write_item):
-        with ThreadPoolExecutor(1) as pool:
-            number = pool.submit(threading.get_native_id).result()
-            found = psutil.Process(number).ionice()
-        logging.getLogger("background.far").warning("class %d, level %d", *found)
-        return super().resolve_data(write_item)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has I/O priorities")
-def test_the_process_and_its_threads_yield_the_disk(one, local, caplog):
-    own = psutil.Process().ionice()
-    begin(one, 1, local, Prioritised()).result(PATIENCE)
-    found = psutil.Process(pid_of(one)).ionice()
-    assert (found.ioclass, found.value) == (psutil.IOPRIO_CLASS_BE, IO_LEVEL)
-    assert f"class {psutil.IOPRIO_CLASS_BE:d}, level {IO_LEVEL}" in caplog.messages
-    assert psutil.Process().ionice() == own
-
-
-def test_several_savers_have_a_process_each(one, local, gate):
-    with saver(stager=BlockingAsyncStager()) as other:
-        first = begin(one, 1, local.at("1"), gate)
-        gate.wait()
-        begin(other, 2, local.at("2")).result(PATIENCE)  # tensors that are in no arena
-        assert step_at(local.at("2")) == 2
-        assert not first.done()
-        gate.open()
+def test_several_savers_have_a_process_each(one, local):
+    with saver() as other:
+        with stopped(one):
+            first = begin(one, 1, local.at("1"))
+            begin(other, 2, local.at("2")).result(PATIENCE)
+            assert step_at(local.at("2")) == 2
+            assert not first.done()
         first.result(PATIENCE)
         pid = pid_of(other)
         assert pid != pid_of(one)
@@ -247,33 +318,57 @@ def test_several_savers_have_a_process_each(one, local, gate):
     assert step_at(local.at("1")) == 1
 
 
-# ---- failures
+class Unpicklable(CommitHook):
+    """Notes what is committed in a list of the trainer's."""
+
+    def __init__(self) -> None:
+        self.committed: list[str] = []
+        self.lock = threading.Lock()
+
+    def after_commit(self, uri, metadata):
+        self.committed.append(uri)
 
 
-def test_a_value_that_cannot_be_sent_is_named(one, local):
-    state = {"t": numbered(3), "scheduler": {"step": lambda: 1}}
-    error = one.save(state, local.writer()).written.exception(PATIENCE)
-    assert isinstance(error, StagingError)
-    assert "'scheduler' (a dict) can't be sent to the saving process" in str(error)
-    begin(one, 2, local).result(PATIENCE)
-    assert step_at(local) == 2
-
-
-def test_a_planner_that_the_process_cannot_import_is_an_error_with_a_name(one, local, monkeypatch):
+def test_hooks_and_planners_stay_in_the_trainer(one, local):
     module = types.ModuleType("only_in_the_trainer")
     exec("from torch.distributed.checkpoint import DefaultSavePlanner\n"
          "class Planner(DefaultSavePlanner): pass", module.__dict__)  # fmt: skip
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    pid = pid_of(one)
-    error = begin(one, 1, local, module.Planner()).exception(PATIENCE)
+    hook = Unpicklable()
+    writer = CloudStorageWriter(local.uri, config=local.config, commit_hook=hook)
+    one.save(filled(1, SMALL), writer, planner=module.Planner()).written.result(PATIENCE)
+    assert hook.committed == [local.uri]
+
+
+# ---- failures
+
+
+def test_a_writer_of_a_users_own_is_refused_by_name(one, tmp_path):
+    with pytest.raises(ConfigError, match="what a FileSystemWriter writes"):
+        one.save(filled(1, SMALL), FileSystemWriter(tmp_path))
+
+
+def test_an_interpreter_that_does_not_say_where_it_is_is_told_by_name(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "")
+    with pytest.raises(SaveProcessError, match=r"sys\.executable is empty"):
+        saver()
+
+
+def test_an_interpreter_that_is_not_there_is_told_by_name(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(SaveProcessError, match="can't be started by /nowhere/python"):
+        saver()
+
+
+def test_a_process_that_ends_before_it_is_ready_fails_the_save(monkeypatch, local):
+    monkeypatch.setattr(process, "_BEGIN", "raise SystemExit(3)  # {}")
+    with saver() as other:
+        error = begin(other, 1, local).exception(PATIENCE)
     assert isinstance(error, SaveProcessError)
-    assert "importable" in str(error)
-    assert "only_in_the_trainer" in str(error)
-    begin(one, 2, local).result(PATIENCE)
-    assert pid_of(one) == pid
+    assert "ended (3) before it was ready" in str(error)
+    assert local.names() == []
 
 
-def test_what_fails_in_the_process_is_told_and_harms_no_other_save(one, local):
+def test_what_fails_in_the_planner_is_told_and_harms_no_other_save(one, local):
     pid = pid_of(one)
     error = begin(one, 1, local, Refusing()).exception(PATIENCE)
     assert "the dog ate it" in str(error)
@@ -290,18 +385,15 @@ def test_a_lack_of_memory_fails_the_save_and_training_goes_on(one, local, monkey
     assert step_at(local) == 2
 
 
-def test_a_failure_keeps_no_memory_of_the_process_through_the_next_save(local, gate):
-    def arenas() -> int:
-        with open(f"/proc/{pid_of(one)}/maps") as file:
-            return sum("memfd:cloudckpt-staging" in line for line in file)
-
-    with saver() as one:
-        assert begin(one, 1, local, Refusing()).exception(PATIENCE) is not None
-        future = begin(one, 2, local, gate, nbytes=90 * MIB)  # in another arena
-        gate.wait()
-        assert arenas() == 1
-        gate.open()
-        future.result(PATIENCE)
+def test_a_lack_of_memory_for_what_is_in_no_arena_fails_the_save_too(local, monkeypatch):
+    with saver(stager=BlockingAsyncStager()) as one:
+        with monkeypatch.context() as patch:
+            patch.setattr(arenas, "available_memory", lambda: 1000)
+            error = begin(one, 1, local, nbytes=9 * MIB).exception(PATIENCE)
+        assert isinstance(error, StagingMemoryError)
+        assert "adds to its staged copy" in str(error)
+        begin(one, 2, local).result(PATIENCE)
+    assert step_at(local) == 2
 
 
 @pytest.fixture
@@ -315,20 +407,19 @@ def _impatient_sockets():
 def test_a_large_message_crosses_whatever_the_default_timeout_of_sockets_is(local):
     with saver() as one:
         for step in (1, 2):
-            state = {**filled(step, SMALL), "text": "x" * 8 * 1024**2}
-            writer = CloudStorageWriter(local.uri, config=local.config)
-            one.save(state, writer).written.result(PATIENCE)
+            state = {**filled(step, SMALL), **{f"t{n}": torch.ones(1) for n in range(20_000)}}
+            one.save(state, local.writer()).written.result(PATIENCE)
     assert step_at(local) == 2
 
 
 # ---- deaths
 
 
-def test_a_process_that_dies_in_a_save_fails_it_and_is_replaced(one, local, gate):
-    pid = pid_of(one)
-    future = begin(one, 1, local, gate)
-    gate.wait()
-    kill(pid)
+def test_a_process_that_dies_in_a_save_fails_it_and_is_replaced(one, local):
+    with stopped(one) as pid:
+        future = begin(one, 1, local)
+        assert given(one)
+        kill(pid)
     error = future.exception(PATIENCE)
     assert isinstance(error, SaveProcessError)
     assert "was ended by signal 9" in str(error)
@@ -336,6 +427,19 @@ def test_a_process_that_dies_in_a_save_fails_it_and_is_replaced(one, local, gate
     begin(one, 2, local).result(PATIENCE)
     assert step_at(local) == 2
     assert pid_of(one) != pid
+
+
+def test_what_a_dead_process_has_left_in_the_store_is_deleted(one, shaky, proxy):
+    shaky = shaky.having(part_size=5 * MIB)
+    held = WireGate(proxy, "UploadPart")
+    future, pid = begin(one, 1, shaky, nbytes=BIG), pid_of(one)
+    held.wait()
+    assert shaky.unfinished() != []
+    kill(pid)
+    assert isinstance(future.exception(PATIENCE), SaveProcessError)
+    held.open()
+    assert proxy.wait_idle()
+    assert (shaky.names(), shaky.unfinished()) == ([], [])
 
 
 def test_a_process_that_dies_between_two_saves_is_replaced(one, local):
@@ -352,118 +456,52 @@ def test_a_process_that_dies_before_it_is_ready_is_replaced(local):
     assert step_at(local) == 1
 
 
-def test_an_outcome_that_nobody_waited_for_is_not_taken_for_that_of_the_next_save(one, local, gate):
+def test_an_outcome_that_nobody_waited_for_is_not_taken_for_that_of_the_next_save(one, local):
     begin(one, 0, local).result(PATIENCE)
     pid = pid_of(one)
     with mock.patch.object(_Life, "_receive", side_effect=RuntimeError("lost")):
-        error = begin(one, 1, local.at("1"), gate).exception(PATIENCE)
+        error = begin(one, 1, local.at("1")).exception(PATIENCE)
     assert "lost" in str(error)
-    assert not is_running(pid)  # it could commit what the next save writes to its memory
-    gate.open()
+    assert not is_running(pid)  # it could send what the next save writes to its memory
     begin(one, 2, local.at("2")).result(PATIENCE)
     assert step_at(local.at("2")) == 2
 
 
-def test_a_process_that_wakes_up_late_cannot_overwrite(one, s3, gate):
+def test_a_process_that_wakes_up_late_cannot_overwrite(one, s3):
     begin(one, 0, s3).result(PATIENCE)
-    future = begin(one, 1, s3, gate)
-    gate.wait()
-    os.kill(pid_of(one), signal.SIGSTOP)
-    try:
+    with stopped(one):
+        future = begin(one, 1, s3)
+        assert given(one)
         cloudckpt.save(filled(2, SMALL), checkpoint_id=s3.uri, config=s3.config)
-        gate.open()
-    finally:
-        os.kill(pid_of(one), signal.SIGCONT)
     assert isinstance(future.exception(PATIENCE), CheckpointConflictError)
     assert step_at(s3) == 2
     begin(one, 3, s3).result(PATIENCE)
     assert step_at(s3) == 3
 
 
-def test_a_process_that_is_asked_to_end_in_a_save_finishes_it(local, gate):
-    with saver() as one:
-        future, pid = begin(one, 1, local, gate), pid_of(one)
-        gate.wait()
-        os.kill(pid, signal.SIGTERM)
-        assert not eventually(future.done, 1)
-        gate.open()
-        future.result(PATIENCE)
-        begin(one, 2, local.at("2")).result(PATIENCE)  # in a new one: it had said that it ends
-        assert eventually(lambda: not is_running(pid))
-    assert [step_at(local), step_at(local.at("2"))] == [1, 2]
+SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
 
 
-def test_a_process_that_is_asked_to_end_finishes_what_waits_behind_its_save_too(local, gate):
-    with saver(options=BackgroundOptions(when_busy="double_buffer")) as one:
-        first, pid = begin(one, 1, local, gate), pid_of(one)
-        gate.wait()
-        os.kill(pid, signal.SIGTERM)
-        second = begin(one, 2, local.at("2"))
-        gate.open()
-        first.result(PATIENCE)
-        second.result(PATIENCE)
-        assert eventually(lambda: not is_running(pid))
-        begin(one, 3, local.at("3")).result(PATIENCE)
-    assert [step_at(place) for place in (local, local.at("2"), local.at("3"))] == [1, 2, 3]
+def test_signals_that_are_for_the_trainer_do_not_end_what_saves(one, shaky, gate):
+    future, pid = begin(one, 1, shaky), pid_of(one)
+    gate.wait()
+    for number in SIGNALS:
+        os.kill(pid, number)
+    gate.open()
+    future.result(PATIENCE)
+    begin(one, 2, shaky.at("2")).result(PATIENCE)
+    assert pid_of(one) == pid
+    assert [step_at(shaky), step_at(shaky.at("2"))] == [1, 2]
 
 
-def test_a_signal_that_is_for_the_trainer_does_not_end_what_saves(local):
-    with saver() as one:
-        begin(one, 1, local).result(PATIENCE)
-        assert server._server is not None
-        pid = pid_of(one)
-        for process in (pid, server._server.process.pid):
-            os.kill(process, signal.SIGUSR1)
-        begin(one, 2, local).result(PATIENCE)
-        assert pid_of(one) == pid
-    assert step_at(local) == 2
-
-
-class Terminating:
-    """A Stateful that is asked for its state when SIGTERM comes."""
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-
-    def state_dict(self) -> dict:
-        os.kill(self._pid, signal.SIGTERM)
-        eventually(lambda: not is_running(self._pid), 0.5)
-        return {}
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        raise NotImplementedError
-
-
-def test_a_process_that_is_asked_to_end_while_the_copy_is_made_carries_out_that_save(local):
-    with saver() as one:
-        begin(one, 1, local).result(PATIENCE)
-        pid = pid_of(one)
-        state = {**filled(2, SMALL), "model": Terminating(pid)}
-        one.save(state, local.writer()).written.result(PATIENCE)
-        assert eventually(lambda: not is_running(pid))
-    assert step_at(local) == 2
-
-
-def test_a_process_that_is_asked_to_end_between_two_saves_does_so_at_once(local):
-    with saver() as one:
-        begin(one, 1, local).result(PATIENCE)
-        pid = pid_of(one)
-        os.kill(pid, signal.SIGTERM)
-        assert eventually(lambda: not is_running(pid))
-        begin(one, 2, local).result(PATIENCE)
-    assert step_at(local) == 2
-
-
-def test_a_process_that_is_frozen_amid_a_save_is_ended_and_replaced(local, gate):
+def test_a_process_that_is_frozen_amid_a_save_is_ended_and_replaced(local):
     with saver(options=BackgroundOptions(heartbeat_timeout=2)) as one:
         begin(one, 0, local).result(PATIENCE)
-        future, pid = begin(one, 1, local.at("1"), gate), pid_of(one)
-        gate.wait()
-        os.kill(pid, signal.SIGSTOP)
-        error = future.exception(PATIENCE)
-        assert isinstance(error, SaveProcessError)
-        assert "no sign of life for 2 s" in str(error)
-        assert eventually(lambda: not is_running(pid))
+        with stopped(one) as pid:
+            error = begin(one, 1, local.at("1")).exception(PATIENCE)
+            assert isinstance(error, SaveProcessError)
+            assert "no sign of life for 2 s" in str(error)
+            assert eventually(lambda: not is_running(pid))
         begin(one, 2, local.at("2")).result(PATIENCE)
     assert step_at(local.at("2")) == 2
 
@@ -471,50 +509,46 @@ def test_a_process_that_is_frozen_amid_a_save_is_ended_and_replaced(local, gate)
 def test_a_process_that_is_frozen_before_a_large_job_does_not_hold_up_its_trainer(local):
     with saver(options=BackgroundOptions(heartbeat_timeout=2)) as one:
         begin(one, 0, local).result(PATIENCE)
-        pid = pid_of(one)
-        os.kill(pid, signal.SIGSTOP)
-        state = {"text": "x" * 8 * 1024**2}  # more than the channel takes
-        writer = CloudStorageWriter(local.uri, config=local.config)
-        error = one.save(state, writer).written.exception(PATIENCE)
-        assert isinstance(error, SaveProcessError)
-        assert "did not read" in str(error)
-        assert eventually(lambda: not is_running(pid))
+        with stopped(one) as pid:
+            state = {f"t{n}": torch.ones(1) for n in range(20_000)}  # more than the channel takes
+            error = one.save(state, local.writer()).written.exception(PATIENCE)
+            assert isinstance(error, SaveProcessError)
+            assert "did not read" in str(error)
+            assert eventually(lambda: not is_running(pid))
         begin(one, 2, local).result(PATIENCE)
     assert step_at(local) == 2
 
 
-def test_a_process_that_saves_for_long_is_heard_of_and_left_alone(local, gate):
-    options = BackgroundOptions(heartbeat_timeout=2)
-    with saver(options=options) as one:
-        future, pid = begin(one, 1, local, gate), pid_of(one)
+def test_a_process_that_saves_for_long_is_heard_of_and_left_alone(shaky, gate):
+    with saver(options=BackgroundOptions(heartbeat_timeout=2)) as one:
+        future, pid = begin(one, 1, shaky), pid_of(one)
         gate.wait()
         assert not eventually(future.done, 5)
         gate.open()
         future.result(PATIENCE)
         assert pid_of(one) == pid
-    assert step_at(local) == 1
+    assert step_at(shaky) == 1
 
 
-def test_closing_waits_for_the_save_and_ends_the_process(local, gate):
+def test_closing_waits_for_the_save_and_ends_the_process(shaky, gate):
     other = saver(options=BackgroundOptions(close_timeout=PATIENCE))
-    future = begin(other, 1, local, gate)
-    pid = pid_of(other)
+    future = begin(other, 1, shaky)
     gate.wait()
+    life, pid = other._process._life, pid_of(other)
     with ThreadPoolExecutor(1) as pool:
         closed = pool.submit(other.close)
         gate.open()
         closed.result(PATIENCE)
     assert future.done()
-    assert eventually(lambda: not is_running(pid))
-    assert step_at(local) == 1
+    assert not is_running(pid)
+    assert life._process.returncode == 0  # by itself
+    assert step_at(shaky) == 1
 
 
-def test_closing_again_ends_a_process_that_an_interrupt_has_left(local, gate):
+def test_closing_again_ends_a_process_that_an_interrupt_has_left(local):
     other = saver(options=BackgroundOptions(close_timeout=PATIENCE))
-    future, pid = begin(other, 1, local, gate), pid_of(other)
-    gate.wait()
-    gate.open()
-    future.result(PATIENCE)
+    begin(other, 1, local).result(PATIENCE)
+    pid = pid_of(other)
     with (
         mock.patch.object(_Life, "end", side_effect=KeyboardInterrupt),
         pytest.raises(KeyboardInterrupt),
@@ -525,9 +559,17 @@ def test_closing_again_ends_a_process_that_an_interrupt_has_left(local, gate):
     assert eventually(lambda: not is_running(pid))
 
 
-def test_closing_ends_a_save_that_takes_too_long(local, gate):
+def test_a_saver_that_is_dropped_leaves_no_process(local):
+    other = saver()
+    begin(other, 1, local).result(PATIENCE)
+    pid = pid_of(other)
+    del other
+    assert eventually(lambda: not is_running(pid))
+
+
+def test_closing_ends_a_save_that_takes_too_long(shaky, gate):
     other = saver(options=BackgroundOptions(close_timeout=0.05))
-    future = begin(other, 1, local, gate)
+    future = begin(other, 1, shaky)
     pid = pid_of(other)
     gate.wait()
     other.close()
@@ -536,7 +578,7 @@ def test_closing_ends_a_save_that_takes_too_long(local, gate):
     assert "because the saver was closed" in str(error)
     assert "did not read" not in str(error)
     assert eventually(lambda: not is_running(pid))
-    assert ".metadata" not in local.names()
+    assert ".metadata" not in shaky.names()
 
 
 def test_a_job_that_could_not_be_sent_is_not_blamed_on_a_time_limit(local):
@@ -556,28 +598,3 @@ def test_a_job_that_could_not_be_sent_is_not_blamed_on_a_time_limit(local):
         assert "no buffer space" in str(error)
         begin(one, 3, local).result(PATIENCE)
     assert step_at(local) == 3
-
-
-def test_a_server_that_no_saving_process_is_left_of_ends(local):
-    with mock.patch.object(server, "_server", None), mock.patch.object(server, "_IDLE", 2.0):
-        with saver() as one:
-            begin(one, 1, local).result(PATIENCE)
-            number = server._server.process.pid
-            begin(one, 2, local).result(PATIENCE)
-        assert eventually(lambda: not is_running(number))
-        with saver() as one:
-            begin(one, 3, local).result(PATIENCE)
-    assert step_at(local) == 3
-
-
-def test_a_server_that_dies_takes_its_saving_processes_along_and_is_replaced(local, gate):
-    with saver() as dying:
-        future, pid = begin(dying, 1, local, gate), pid_of(dying)
-        gate.wait()
-        os.kill(server._server.process.pid, signal.SIGKILL)
-        assert isinstance(future.exception(PATIENCE), SaveProcessError)
-        assert not is_running(pid)
-        gate.open()
-        assert ".metadata" not in local.names()
-        begin(dying, 2, local).result(PATIENCE)
-    assert step_at(local) == 2

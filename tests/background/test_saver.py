@@ -4,7 +4,6 @@ import concurrent.futures
 import gc
 import logging
 import os
-import pickle
 import threading
 import traceback
 import warnings
@@ -26,14 +25,13 @@ from cloudckpt import (
     BackgroundOptions,
     BucketNotFoundError,
     ClosedError,
-    CloudStorageWriter,
     RanksFailedError,
     SaveInProgressError,
     StagingError,
     StagingMemoryError,
 )
 from cloudckpt.background import arena as arenas
-from cloudckpt.background.save import PickledResult, Save
+from cloudckpt.background.save import Save
 from cloudckpt.background.saver import AsyncSaver
 from dcp.children import in_a_child
 from dcp.places import Place
@@ -491,14 +489,6 @@ def test_an_interrupt_of_a_stager_fails_the_save(local):
         pending = one.save(filled(3, SMALL), local.writer())
         stager.copied.set_exception(KeyboardInterrupt())
         assert isinstance(pending.written.exception(PATIENCE), StagingError)
-
-
-def test_metadata_that_nobody_asks_for_is_not_unpickled():
-    writer = CloudStorageWriter("memory://x/run")
-    result = PickledResult(pickle.dumps((b"no pickle", None)), writer)
-    assert result.transferred() is None
-    with pytest.raises(pickle.UnpicklingError):
-        result.load()
 
 
 # ---- many saves

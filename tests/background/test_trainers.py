@@ -4,16 +4,19 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import uuid
 from pathlib import Path
 
 import pytest
 
+import cloudckpt
+from cloudckpt.testing.wire_faults import Call
 from faults.states import SMALL
 from forks import child
 
 from .jobs import save_and_stand_still
-from .saves import PATIENCE, Gate, step_at
+from .saves import PATIENCE, step_at
 from .waiting import eventually, is_running, processes_of
 
 SCRIPT = """
@@ -41,13 +44,29 @@ def train():
 """
 
 
+TESTS = str(Path(__file__).parents[1])
+
+
 def _run(folder: Path, script: str) -> subprocess.CompletedProcess:
     path = folder / "train.py"
     path.write_text(script)
-    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    return _python([str(path)])
+
+
+def _python(
+    arguments: list[str], code: str | None = None, cwd: Path | None = None
+) -> subprocess.CompletedProcess:
+    """Runs an interpreter that finds the tests' modules; ``code`` is what it reads."""
+    paths = [TESTS, os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     return subprocess.run(
-        [sys.executable, str(path)], capture_output=True, text=True, timeout=250, env=environment
+        [sys.executable, *arguments],
+        input=code,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        env=environment,
     )
 
 
@@ -56,22 +75,68 @@ NO_NEW_THREADS = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("kind", [pytest.param("THREAD", marks=NO_NEW_THREADS), "PROCESS"])
+@NO_NEW_THREADS
+@pytest.mark.parametrize("kind", ["THREAD", "PROCESS"])
 def test_a_trainer_that_ends_commits_the_save_that_is_under_way(kind, local, tmp_path):
-    script = SCRIPT.format(uri=local.uri, kind=kind) + 'if __name__ == "__main__":\n    train()\n'
+    script = SCRIPT.format(uri=local.uri, kind=kind) + "train()\n"
     done = _run(tmp_path, script)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "under way: True\n"
     assert step_at(local) == 7
 
 
-def test_a_script_that_begins_to_train_when_it_is_imported_is_told_what_to_do(local, tmp_path):
-    script = SCRIPT.format(uri=local.uri, kind="PROCESS") + "train().result(150)\n"
-    done = _run(tmp_path, script)
-    assert done.returncode == 1
-    assert "SaveProcessError: the saving process ended (1) before it was ready" in done.stderr
-    assert "must guard its entry with if __name__ == '__main__'" in done.stderr
-    assert local.names() == []
+GUARDLESS = """
+import cloudckpt
+from faults.states import SMALL, filled
+
+with cloudckpt.make_async_checkpointer() as one:
+    one.save(filled({step}, SMALL), {uri!r})[1].result(150)
+print("saved")
+"""
+
+
+@pytest.mark.parametrize("way", ["a script", "a command", "what is typed"])
+def test_nothing_is_asked_of_how_the_trainer_was_started(way, local, tmp_path):
+    code = GUARDLESS.format(step=7, uri=local.uri)
+    if way == "a script":
+        done = _run(tmp_path, code)
+    else:
+        done = _python(["-c", code]) if way == "a command" else _python(["-"], code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "saved\n"
+    assert step_at(local) == 7
+
+
+LEFT = """
+import os
+import sys
+
+def has_package(folder):
+    return os.path.exists(os.path.join(folder or ".", "cloudckpt"))
+
+sys.path[:] = ["", *(folder for folder in sys.path if not has_package(folder))]
+import cloudckpt
+assert cloudckpt.__file__.startswith({folder!r}), cloudckpt.__file__
+os.chdir("/")
+"""
+
+
+def test_a_package_found_in_a_folder_that_the_trainer_has_left_is_found_again(local, tmp_path):
+    (tmp_path / "cloudckpt").symlink_to(os.path.dirname(cloudckpt.__file__))
+    begin = LEFT.format(folder=str(tmp_path))
+    done = _python(["-c", begin + GUARDLESS.format(step=8, uri=local.uri)], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert step_at(local) == 8
+
+
+def test_a_module_in_the_current_folder_does_not_take_the_place_of_pythons(local, tmp_path):
+    (tmp_path / "script").mkdir()
+    (tmp_path / "selectors.py").write_text("raise SystemExit('not this one')")
+    path = tmp_path / "script" / "train.py"
+    path.write_text(GUARDLESS.format(step=9, uri=local.uri))
+    done = _python([str(path)], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert step_at(local) == 9
 
 
 AT_THE_END = """
@@ -92,11 +157,10 @@ def save_once_more(one):
     print("closed")
 
 
-if __name__ == "__main__":
-    kind = AsyncCheckpointerType.{kind}
-    one = cloudckpt.make_async_checkpointer(CheckpointerConfig(kind=kind))
-    one.save(filled(1, SMALL), {uri!r})[1].result(150)
-    atexit.register(save_once_more, one)
+kind = AsyncCheckpointerType.{kind}
+one = cloudckpt.make_async_checkpointer(CheckpointerConfig(kind=kind))
+one.save(filled(1, SMALL), {uri!r})[1].result(150)
+atexit.register(save_once_more, one)
 """
 
 
@@ -116,15 +180,14 @@ import sys
 import cloudckpt
 from faults.states import SMALL, filled
 
-if __name__ == "__main__":
-    with cloudckpt.make_async_checkpointer() as one:
-        one.save(filled(1, SMALL), {uri!r})[1].result(150)
-        before = one._saver._process.pid
-        if os.fork() == 0:
-            sys.exit()
-        os.wait()
-        one.save(filled(2, SMALL), {uri!r})[1].result(150)
-        print("the same process:", one._saver._process.pid == before)
+with cloudckpt.make_async_checkpointer() as one:
+    one.save(filled(1, SMALL), {uri!r})[1].result(150)
+    before = one._saver._process.pid
+    if os.fork() == 0:
+        sys.exit()
+    os.wait()
+    one.save(filled(2, SMALL), {uri!r})[1].result(150)
+    print("the same process:", one._saver._process.pid == before)
 """
 
 
@@ -136,32 +199,31 @@ def test_a_fork_that_ends_leaves_the_saving_process_of_its_parent_alone(local, t
     assert step_at(local) == 2
 
 
-THREADED = """
+OUTLIVED = """
 import os
-import threading
+import signal
+import time
 
 import cloudckpt
 from background.waiting import eventually, is_running
 from faults.states import SMALL, filled
 
-threading.Thread(target=threading.Event().wait, daemon=True).start()
-
-if __name__ == "__main__":
-    with cloudckpt.make_async_checkpointer() as one:
-        one.save(filled(1, SMALL), {uri!r})[1].result(150)
-        pid = one._saver._process.pid
-        os.kill(pid, 9)
-        assert eventually(lambda: not is_running(pid))
-        one.save(filled(2, SMALL), {uri!r})[1].result(150)
-    print("saved")
+one = cloudckpt.make_async_checkpointer()
+one.save(filled(1, SMALL), {uri!r})[1].result(150)
+worker = os.fork()
+if worker == 0:
+    signal.pause()
+life = one._saver._process._life
+one.close()
+print("ended by itself:", life._process.returncode == 0)
+os.kill(worker, 9)
 """
 
 
-def test_a_script_that_starts_threads_when_it_is_imported_has_saving_processes_too(local, tmp_path):
-    done = _run(tmp_path, THREADED.format(uri=local.uri))
+def test_a_fork_that_lives_on_does_not_keep_the_saving_process(local, tmp_path):
+    done = _run(tmp_path, OUTLIVED.format(uri=local.uri))
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "saved\n"
-    assert step_at(local) == 2
+    assert done.stdout == "ended by itself: True\n"
 
 
 WITHIN_ANOTHER = """
@@ -209,16 +271,24 @@ def test_a_trainer_of_multiprocessings_that_ends_commits_the_save_that_has_begun
     assert step_at(local) == 7
 
 
-def test_the_process_of_a_killed_trainer_ends_and_commits_nothing(local, tmp_path):
-    family, gate = uuid.uuid4().hex, Gate(tmp_path)
-    arguments = {"uri": local.uri, "folder": str(tmp_path), "nbytes": SMALL}
+def test_the_process_of_a_killed_trainer_ends_and_commits_nothing(shaky, proxy, tmp_path):
+    family, held = uuid.uuid4().hex, threading.Event()
+    reached = threading.Event()
+
+    def hold(_: object) -> None:
+        reached.set()
+        held.wait(PATIENCE)
+
+    proxy.inject(Call(hold), operation="PutObject", path="*.distcp*", times=1)
+    arguments = {"uri": shaky.uri, "endpoint": proxy.url, "nbytes": SMALL}
     with child(save_and_stand_still, family=family, **arguments) as trainer:
-        gate.wait()
+        assert reached.wait(PATIENCE)
         beside = processes_of(family)
         assert beside
         trainer.signal(signal.SIGKILL)
         assert eventually(lambda: not is_running(trainer.pid), PATIENCE)
         assert eventually(lambda: not processes_of(family), 10)
-    gate.open()
-    assert ".metadata" not in local.names()
+    held.set()
+    assert proxy.wait_idle()
+    assert ".metadata" not in shaky.names()
     assert not [n for n in os.listdir("/dev/shm") if any(str(pid) in n for pid in beside)]

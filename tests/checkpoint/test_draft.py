@@ -22,8 +22,9 @@ from cloudckpt.checkpoint import record
 from cloudckpt.checkpoint.committed import CommitObject, Fetched
 from cloudckpt.checkpoint.draft import Draft, Planned
 from cloudckpt.checkpoint.metadata import load_metadata
+from cloudckpt.checkpoint.objects import WrittenObject
 from cloudckpt.checkpoint.structure import Structure
-from cloudckpt.checkpoint.written import Extents, Written, WrittenObject
+from cloudckpt.checkpoint.written import Extents, Written
 from cloudckpt.checksum import CRC32C, CRC64NVME
 from cloudckpt.errors import (
     CheckpointCorruptError,

@@ -42,7 +42,7 @@ def state(first: int = 0) -> dict:
 
 
 class Noting(CommitHook):
-    """Logs what it is told: records of a saving process reach the trainer."""
+    """Logs what it is told."""
 
     def before_commit(self, uri, metadata):
         logging.getLogger("hook").warning("before %s", uri)

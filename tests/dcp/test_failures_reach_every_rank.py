@@ -35,7 +35,7 @@ from cloudckpt import (
     UnsupportedTensorError,
     UntrustedPickleError,
 )
-from cloudckpt.background import saver
+from cloudckpt.background import process
 from cloudckpt.stores.local import LocalStore
 from cloudckpt.stores.registry import open_store
 from cloudckpt.uri import CheckpointURI
@@ -566,9 +566,9 @@ class Everywhere:
         both = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
         self._async(both[_is_last()]).close()
 
-    def an_async_checkpointer_with_priorities_that_one_lacks(self) -> None:
-        missing = mock.Mock(side_effect=ConfigError("no I/O priorities here"))
-        with mock.patch.object(saver, "check_io_priority", missing if _is_last() else mock.Mock()):
+    def an_async_checkpointer_whose_process_one_cannot_start(self) -> None:
+        failing = mock.Mock(side_effect=ConfigError("no processes here"))
+        with mock.patch.object(process, "_start", failing if _is_last() else process._start):
             self._async(AsyncCheckpointerType.PROCESS).close()
 
     def _sync(self) -> cloudckpt.SyncCheckpointer:

@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from cloudckpt.checkpoint.from_torch import inventory_of_metadata
 from cloudckpt.checkpoint.inventory import Inventory
-from cloudckpt.checkpoint.written import Extents, WrittenObject
+from cloudckpt.checkpoint.objects import WrittenObject
+from cloudckpt.checkpoint.written import Extents
 from cloudckpt.checksum import CRC32C
 from cloudckpt.dcp.load_plan import plan_reads
 

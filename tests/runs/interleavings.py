@@ -24,8 +24,8 @@ from cloudckpt.checkpoint.commit import begin, named_objects, publish
 from cloudckpt.checkpoint.committed import Fetched, fetch
 from cloudckpt.checkpoint.draft import Draft, Planned
 from cloudckpt.checkpoint.index import index_bytes
-from cloudckpt.checkpoint.objects import METADATA, ObjectRecord
-from cloudckpt.checkpoint.written import Extents, Written, WrittenObject
+from cloudckpt.checkpoint.objects import METADATA, ObjectRecord, WrittenObject
+from cloudckpt.checkpoint.written import Extents, Written
 from cloudckpt.checksum import CRC32C
 from cloudckpt.errors import (
     AccessDeniedError,

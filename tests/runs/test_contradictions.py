@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 import cloudckpt
 from cloudckpt import Config
-from cloudckpt.checkpoint.index import code_of
 from cloudckpt.checkpoint.inventory import Inventory
+from cloudckpt.checkpoint.object_index import code_of
 from cloudckpt.checkpoint.pickled import metadata_pickle
 from cloudckpt.checkpoint.record import Record, bound
 from cloudckpt.checkpoint.trailer import Trailer, with_trailer

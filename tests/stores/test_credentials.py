@@ -463,7 +463,7 @@ def test_no_store_shows_what_it_holds(azure_key, google_files, tls_server, caplo
     texts += [repr(store._credentials), repr(vars(store._credentials)), repr(config)]
     texts += [repr(store._credentials.current)]
     writer = cloudckpt.CloudStorageWriter(f"{root}/run", config=config)
-    texts.append(pickle.dumps(writer).decode("latin-1"))  # as it goes to the saving process
+    texts.append(pickle.dumps(writer).decode("latin-1"))
     store.close()
     assert_hidden(texts, KEY, SECRET)
 

@@ -164,7 +164,7 @@ def test_room_is_aligned_and_does_not_overlap(pool):
 
 
 def test_copies_of_host_memory_do_not_start_cuda(monkeypatch):
-    """Pinning would, in a process that has no use for it, such as the saving process."""
+    """Pinning would, in a process that has no use for it."""
     asked = []
 
     def note(nbytes, *, pinned):

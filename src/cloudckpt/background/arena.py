@@ -21,7 +21,11 @@ import torch
 
 from cloudckpt.errors import StagingMemoryError
 
-__all__ = ["Arena", "Memory", "available_memory"]
+__all__ = ["Annex", "Arena", "Memory", "available_memory"]
+
+_WORTH_A_CALL = 256 * 1024  # bytes
+_WORTH_A_CHECK = 16 * 1024 * 1024  # bytes
+_ADDITION = "what a save adds to its staged copy"
 
 
 class Arena:
@@ -34,7 +38,7 @@ class Arena:
 
     Attributes:
         size: Bytes.
-        fd: The file descriptor that another process may map with :meth:`attach`.
+        fd: The file descriptor that another process may map.
         pinned: Whether an accelerator can copy to it without a detour.
     """
 
@@ -63,7 +67,8 @@ class Arena:
                 "memory, or save fewer bytes per rank",
                 cause=exc,
             ) from exc
-        self._give_back_at_the_end(fd, os.getpid())
+        # when the last tensor in it is gone, which may outlive this object
+        weakref.finalize(self._map, _give_back, fd, os.getpid()).atexit = False
         self.size = size
         self.fd = fd
         self.pinned = pin
@@ -74,23 +79,6 @@ class Arena:
                 self.pinned = False
                 self.close()
                 raise
-
-    @classmethod
-    def attach(cls, fd: int, size: int) -> Arena:
-        """The arena of another process; the descriptor is taken over, also if this fails."""
-        arena = cls.__new__(cls)
-        try:
-            arena._map = mmap.mmap(fd, size)
-        except BaseException:
-            os.close(fd)
-            raise
-        arena._give_back_at_the_end(fd, None)
-        arena.size, arena.fd, arena.pinned = size, fd, False
-        return arena
-
-    def _give_back_at_the_end(self, fd: int, owner: int | None) -> None:
-        """When the last tensor in it is gone, which may outlive this object."""
-        weakref.finalize(self._map, _give_back, fd, owner).atexit = False
 
     @property
     def address(self) -> int:
@@ -138,7 +126,81 @@ class Memory:
         return view.untyped_storage()
 
 
-def _give_back(fd: int, owner: int | None) -> None:
+class Annex:
+    """Anonymous shared memory for bytes that lie in no arena: it grows as they are appended.
+
+    Another process may map it when all is there, and no more when it was closed.
+
+    Attributes:
+        size: Bytes that were appended.
+        fd: The file descriptor; it has all of them after :meth:`flush`.
+    """
+
+    def __init__(self) -> None:
+        """Makes one without bytes.
+
+        Raises:
+            StagingMemoryError: If it can't be had.
+        """
+        self.size = 0
+        try:
+            self.fd = _anonymous_file()
+        except OSError as exc:
+            raise self._failed(exc) from exc
+        self._owner = os.getpid()
+        self._unchecked = 0  # bytes that are written before it is looked again what is left
+        self._small = bytearray()  # the last bytes: to write a few at a time would be slow
+
+    def append(self, view: memoryview) -> int:
+        """Copies bytes; returns where they begin.
+
+        Raises:
+            StagingMemoryError: If there is no memory for them.
+        """
+        start = self.size
+        self.size += view.nbytes
+        if view.nbytes < _WORTH_A_CALL:
+            self._small += view
+            if len(self._small) < _WORTH_A_CALL:
+                return start
+            view = memoryview(b"")
+        self.flush()
+        self._write(view)
+        return start
+
+    def flush(self) -> None:
+        """Writes what was held back; errors are those of :meth:`append`."""
+        small, self._small = self._small, bytearray()
+        self._write(memoryview(small))
+
+    def _write(self, view: memoryview) -> None:
+        if not view.nbytes:
+            return
+        self._unchecked -= view.nbytes
+        if self._unchecked < 0:  # not each time, as it reads some files
+            _check_available(view.nbytes, _ADDITION)
+            self._unchecked = _WORTH_A_CHECK
+        try:
+            while view.nbytes:
+                view = view[os.write(self.fd, view) :]
+        except OSError as exc:
+            raise self._failed(exc) from exc
+
+    def _failed(self, cause: OSError) -> StagingMemoryError:
+        return StagingMemoryError(
+            f"{_ADDITION} needs {_mib(self.size)} of shared memory, which can't be had; free "
+            "memory, or save fewer bytes per rank",
+            cause=cause,
+        )
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1
+            _give_back(fd, self._owner)
+
+
+def _give_back(fd: int, owner: int) -> None:
     """Closes the file; in the process that made it (``owner``), frees its pages first.
 
     Children that were forked meanwhile, such as the workers of a DataLoader, have a mapping and
@@ -174,12 +236,12 @@ def _allocate(fd: int, size: int) -> None:
     os.ftruncate(fd, size)
 
 
-def _check_available(size: int) -> None:
+def _check_available(size: int, what: str = "the staged copy") -> None:
     """Whether the kernel would let us have so much memory; it might kill us otherwise."""
     available = available_memory()
     if available is not None and size > available:
         raise StagingMemoryError(
-            f"the staged copy needs {_mib(size)}, and this machine or the limit of its container "
+            f"{what} needs {_mib(size)}, and this machine or the limit of its container "
             f"has {_mib(available)} left; free memory, or save fewer bytes per rank"
         )
 

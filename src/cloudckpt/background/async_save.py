@@ -56,8 +56,8 @@ def async_save(
         storage_writer: A writer of the caller's instead of one for ``checkpoint_id``.
         planner: As in torch.
         process_group: The ranks that save together; any backend will do.
-        async_checkpointer_type: Whether a thread saves, or a process beside the trainer.
-        async_stager: A stager of the caller's; it must give host memory for a saving process.
+        async_checkpointer_type: Whether a thread sends, or a process beside the trainer.
+        async_stager: A stager of the caller's.
         no_dist: As in torch.
         use_collectives: As in torch.
         config: Options, if no writer is given.

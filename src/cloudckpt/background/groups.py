@@ -1,6 +1,6 @@
-"""The groups of ranks that save together: of their trainers, and where their processes meet.
+"""The process groups of ranks that save together.
 
-The process groups of savers are made when they are needed, and used again by later savers.
+Those of savers are made when they are needed, and used again by later savers.
 
 A closed saver's group is kept, not destroyed. torch names a new group after how many there are:
 once one is destroyed, the next may get its name, find the addresses that it left in the store, and
@@ -11,26 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import socket
-import threading
-import uuid
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from cloudckpt.checkpoint.torch_private import set_group_timeout
-from cloudckpt.errors import ConfigError, ProcessGroupError, SaveProcessError
+from cloudckpt.errors import ConfigError, ProcessGroupError
 from cloudckpt.fork import ModuleLock
-from cloudckpt.stores.base import random_suffix
 
-__all__ = ["MeetingPlace", "break_off", "exists", "give_back", "open_group"]
+__all__ = ["break_off", "exists", "give_back", "open_group"]
 
 
 _NO_TAG = 1 << 20  # of messages that nobody sends
@@ -176,126 +168,3 @@ def _agree(group: dist.ProcessGroup, number: int, free: list[str], timeout: time
     store.wait([f"{place}/chosen"], timeout)
     chosen: str = store.get(f"{place}/chosen").decode()
     return chosen
-
-
-_TOKEN = "cloudckpt/token"  # noqa: S105 - no secret
-_LOOPBACK = "127.0.0.1"
-_ADDRESS_TIMEOUT = 10.0  # seconds to reach an address
-
-
-class MeetingPlace:
-    """A store in the first rank's trainer, at which the saving processes of all ranks meet.
-
-    Attributes:
-        address: Host and port by which this rank and its processes reach it.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, start_timeout: float) -> None:
-        """A collective call.
-
-        Args:
-            group: The ranks.
-            start_timeout: Seconds that an answer of the store may take.
-
-        Raises:
-            SaveProcessError: If this rank reaches it by none of its addresses.
-        """
-        timeout = timedelta(seconds=start_timeout)
-        found: list[Any] = [None]
-        own: TCPStore | None = None
-        if dist.get_rank(group) == 0:
-            own = TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-            found = [_Offer(_machine(), _addresses(group), own.port, random_suffix())]
-            own.set(_TOKEN, found[0].token)
-        dist.broadcast_object_list(found, src=dist.get_global_rank(group, 0), group=group)
-        offer: _Offer = found[0]
-        here = [_LOOPBACK] if own is not None or offer.machine == _machine() else []
-        for host in (*here, *offer.addresses):
-            if (store := own or _reached(host, offer, timeout)) is not None:
-                self._store, self.address = store, (host, offer.port)
-                return
-        raise SaveProcessError(
-            f"the saving processes can't meet: port {offer.port} of the first rank's machine is "
-            f"reached by none of its addresses {list(offer.addresses)}. Set MASTER_ADDR to one "
-            "that all machines reach, and let them reach each other's ports"
-        )
-
-    def leave_note(self, name: str) -> None:
-        """Tells all ranks something; does nothing if the store is gone."""
-        with contextlib.suppress(Exception):
-            self._store.set(name, "")
-
-    def has_note(self, name: str) -> bool:
-        """Whether some rank has left this note.
-
-        Raises:
-            SaveProcessError: If the store does not answer.
-        """
-        try:
-            return bool(self._store.check([name]))
-        except Exception as exc:
-            raise SaveProcessError(
-                "the first rank's trainer, at which the saving processes meet, does not answer",
-                cause=exc,
-            ) from exc
-
-
-@dataclass(frozen=True)
-class _Offer:
-    """Where the first rank's trainer has its store.
-
-    Attributes:
-        machine: Its own, see :func:`_machine`.
-        addresses: By which other machines may reach it, the likeliest first.
-        port: Of the store.
-        token: What is found there: another machine may have something else at that address.
-    """
-
-    machine: str
-    addresses: Sequence[str]
-    port: int
-    token: str
-
-
-def _reached(address: str, offer: _Offer, timeout: timedelta) -> TCPStore | None:
-    """The store of an offer, if it is what this address leads to."""
-    patience = min(_ADDRESS_TIMEOUT, timeout.total_seconds())
-    found: list[TCPStore] = []
-
-    def reach() -> None:
-        with contextlib.suppress(OSError, RuntimeError, ValueError):  # also those of torch's stores
-            socket.create_connection((address, offer.port), patience).close()
-            store = TCPStore(address, offer.port, timeout=timedelta(seconds=patience))
-            if store.get(_TOKEN).decode() == offer.token:
-                store.set_timeout(timeout)
-                found.append(store)
-
-    # a server that is no store, and says nothing, would hold torch's client for good
-    thread = threading.Thread(target=reach, name="cloudckpt-meet", daemon=True)
-    thread.start()
-    thread.join(2 * patience)
-    return found[0] if found else None
-
-
-def _machine() -> str:
-    """The same for processes that reach each other by the loopback address.
-
-    Host names do not tell: those of containers are often equal.
-    """
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')}"
-    except OSError:  # not on Linux
-        return f"{socket.gethostname()} {uuid.getnode()}"
-
-
-def _addresses(group: dist.ProcessGroup) -> list[str]:
-    """What other machines may know this one by."""
-    known: list[str] = []
-    if master := os.environ.get("MASTER_ADDR"):
-        if dist.get_global_rank(group, 0) == 0:
-            known.append(master)
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
-            way.connect((master, 9))  # sends nothing: the kernel chooses the address of the route
-            known.append(way.getsockname()[0])
-    return list(dict.fromkeys((*known, socket.getfqdn(), socket.gethostname())))

@@ -1,44 +1,26 @@
-"""The process beside a trainer that carries out its saves, seen from the trainer.
+"""The process beside a trainer that sends what its saves lay out, seen from the trainer.
 
-How saving processes are replaced
----------------------------------
+It is started by exec, as an interpreter of its own, and knows no torch, no process group and
+nothing of the trainer's script. The thread of the trainer that saves meets the other ranks, plans,
+lays out and commits; only the sending is handed over. So a process that dies, or gives no sign of
+life, is a send of this rank that has failed: the ranks tell each other as of any failure, nothing
+is committed, and the next save of this rank starts another one. What it has left in the store under
+the names of that attempt is deleted from here.
 
-The saving processes of all ranks have one process group (gloo), which none can leave and none can
-join later. So they are replaced together or not at all, by the one meeting that the trainers hold
-before each save (``saver``). There each says whether its process is *fit*: alive, with a group that
-is whole, and not about to end after SIGTERM. If one is not, all trainers wait for the saves that
-are under way, end their processes and start new ones. Each counts these replacements; as all
-replace together, all have the same count, and it names the place in the first rank's store where
-the new processes find each other. Then the trainers meet once more: all go on, or all raise alike.
-
-From then on no rank asks another what it is doing: each hands over every save that the meeting has
-passed, in the order of the meetings, to the process of this replacement. A rank that could not copy
-or pickle its state hands over the reason, which the processes tell each other. A rank that can't
-even do that ends its process, and is not fit in the next meeting. What this rules out:
-
-- *A process dies between two saves*: its trainer is not fit in the next meeting. All are replaced
-  before anything is sent, and no save is lost.
-- *It dies between the meeting and the end of the save*: its connections break. The processes of the
-  other ranks fail in their next collective call, say so and end as well. The save fails on all
-  ranks, and those that were queued behind it in double buffering do, too; the next meeting replaces
-  all. None can be left waiting for a process that is gone, nor pair one save with another's.
-- *It dies before it has joined the group*: nobody has a connection to it yet. Its trainer leaves a
-  note in the store (``BROKEN``), where those look whose processes wait for it.
-- *A trainer is interrupted between the meeting and the handing over*: the others would wait for its
-  part, or pair it with its next save. It ends its process, and is not fit.
-- *A replacement fails on one rank, or is interrupted there*: the count has been advanced before
-  anything could fail, and that rank has no process, so it is not fit. The new processes of the
-  others wait for it in vain, under a count that the next meeting leaves behind.
-- *SIGTERM reaches a process while its trainer makes a copy*: it has been told before the meeting
-  that a save is coming, and ends behind it.
+Whoever sends reads the staged copy, which the next save writes to. So no save gives the copy back
+before its process has answered, or has ended.
 """
 
 from __future__ import annotations
 
-import itertools
+import contextlib
+import functools
 import logging
 import multiprocessing
+import os
 import pickle
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -47,145 +29,109 @@ from multiprocessing import connection as channels
 from multiprocessing import util
 from typing import Any
 
-import torch.distributed as dist
-
-from cloudckpt.background.arena import Arena
-from cloudckpt.background.groups import MeetingPlace
-from cloudckpt.background.handoff import (
-    COMING,
-    END,
-    NOT_COMING,
-    Job,
-    Outcome,
-    Settings,
-    pack,
-    send_descriptor,
-    set_timeout,
-)
-from cloudckpt.background.server import fork_worker
+from cloudckpt.background.arena import Annex, Arena
+from cloudckpt.background.channel import Job, Outcome, Settings, send_descriptor, set_timeout
+from cloudckpt.background.script import Recording
+from cloudckpt.checkpoint.objects import WrittenObject
+from cloudckpt.checkpoint.sending import Destination, LayOut, Sender
 from cloudckpt.config import BackgroundOptions
-from cloudckpt.errors import CloudCheckpointError, SaveProcessError
+from cloudckpt.errors import SaveProcessError
 from cloudckpt.events import emit
+from cloudckpt.stores.base import ObjectStore
 from cloudckpt.stores.credentials import variables
+from cloudckpt.transfer.group import Cancellation
+from cloudckpt.transfer.stats import TransferStats
+from cloudckpt.transfer.upload import clear_away
 
 __all__ = ["SaveProcess", "log_levels"]
 
 _LOOK = 1.0  # seconds between two looks whether the process is alive
-_FAREWELL = 5.0  # seconds for it to end by itself
+_FAREWELL = 5.0  # seconds for it to end by itself, or when it is killed
 
-_AFTERMATH = (
-    "nothing of this save is visible unless it had committed, and the next save starts a new one"
+_BEGIN = (
+    "import sys; sys.path[:] = filter(None, sys.path); "  # not what lies in the current folder
+    "from multiprocessing.connection import Connection; channel = Connection({}); "
+    "sys.path[:] = channel.recv(); from cloudckpt.background.sender import main; main(channel)"
 )
-
-_numbers = itertools.count()
+"""What the interpreter is to run, with the number of its end of the channel."""
 
 
 class SaveProcess:
-    """A process beside this rank that carries out its saves, one after the other.
+    """A process beside this rank that sends its saves, one after the other.
 
-    Constructing it is a collective call for the ranks of ``group``, and so is :meth:`replace`; the
-    process starts in the background.
+    It starts in the background; one that has died is replaced by the next save.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, options: BackgroundOptions) -> None:
+    def __init__(self, options: BackgroundOptions) -> None:
         """
         Args:
-            group: The ranks that save together; None for this process alone.
             options: See there.
 
         Raises:
-            SaveProcessError: If it can't be started, or does not reach the first rank's trainer.
+            SaveProcessError: If it can't be started.
         """
         self._options = options
-        self._rank = 0 if group is None else dist.get_rank(group)
-        self._world = 1 if group is None else dist.get_world_size(group)
-        self._place = None if group is None else MeetingPlace(group, options.start_timeout)
-        self._starts = 0
-        self._life: _Life | None = None
         self._closed = False
         self._lock = threading.Lock()
-        self._start()
+        self._life: _Life | None = None
+        self._living()
 
     @property
     def pid(self) -> int | None:
-        """The process, if it is there."""
+        """The process, if there is one."""
         life = self._life
         return None if life is None else life.pid
 
-    def expect(self) -> bool:
-        """Tells the process that a save may be coming; returns whether it can carry that out."""
+    @property
+    def is_busy(self) -> bool:
+        """Whether it has a job that it has not answered."""
         life = self._life
-        return life is not None and life.is_fit() and life.tell(COMING)
+        return life is not None and life.is_busy
 
-    def expect_none(self) -> None:
-        """Tells it that no save is coming."""
-        if (life := self._life) is not None:
-            life.tell(NOT_COMING)
+    def sender(self, arena: Arena | None) -> Sender:
+        """What has it send a save; ``arena``: the memory of the staged copy, if it is in one."""
+        return functools.partial(self._send, arena)
 
-    def replace(self, wait: Callable[[], None]) -> None:
-        """Ends the process and starts another, as all ranks do at this moment.
-
-        Args:
-            wait: Waits for the saves under way; if it raises, the process is left to them, and is
-                not fit.
-
-        Raises:
-            SaveProcessError: If none can be started.
-        """
-        self._starts += 1
-        if self._life is not None:
-            self._life.is_leaving = True
-        wait()
-        if self._life is not None:
-            self._life.end(0, "all ranks have new ones")
-        self._start()
-        self.expect()
-
-    def give_up(self) -> None:
-        """Ends the process, since this rank can't hand over a save that all ranks begin."""
-        if (life := self._life) is not None:
-            life.end(0, "the call that began a save was interrupted")
-
-    def save(
+    def _send(
         self,
-        state_dict: dict[str, Any],
         arena: Arena | None,
-        others: object,
-        failure: CloudCheckpointError | None = None,
-    ) -> bytes:
-        """Carries out a save; returns the pickled metadata and what was transferred.
-
-        Args:
-            state_dict: The staged state dict.
-            arena: Where it is.
-            others: The writer, the planner and how to save.
-            failure: Why this rank can't take part; the other ranks are told.
+        destination: Destination,
+        store: ObjectStore,
+        lay_out: LayOut,
+        stats: TransferStats,
+        began: Callable[[str], None],
+    ) -> tuple[WrittenObject, ...]:
+        """See :class:`~cloudckpt.checkpoint.sending.Sender`.
 
         Raises:
-            SaveProcessError: If the process has died or did not start.
-            CloudCheckpointError: The failure of the save.
+            SaveProcessError: If the process can't be started, dies, or gives no sign of life.
+            StagingMemoryError: If there is no memory for what lies outside of the arena.
         """
-        payload = b""
-        if failure is None:
+        names: list[str] = []
+
+        def note(name: str) -> None:
+            names.append(name)
+            began(name)
+
+        with contextlib.closing(Annex()) as annex:
+            recording = Recording(destination, store.capabilities, arena, annex, note)
+            lay_out(recording.open, Cancellation())
+            annex.flush()
+            memory = [(0, -1) if arena is None else (arena.size, arena.fd), (annex.size, annex.fd)]
+            job = Job(destination, recording.scripts(), (memory[0][0], memory[1][0]), variables())
+            life = self._living()
             try:
-                payload = pack(state_dict, others, arena)
-            except CloudCheckpointError as error:
-                failure = error
-        life = self._life
-        if life is None:
-            raise SaveProcessError("the saving process could not be started")
-        try:
-            life.wait_until_ready(self._look)
-            outcome = life.carry_out(payload, arena, failure)
-        except BaseException:
-            # it may still read the staged copy, which the next save writes to
-            life.end(0, "the save before failed in it")
-            if not life.is_ready and self._place is not None:
-                self._place.leave_note(self._name(_BROKEN))
-            raise
-        if outcome.result is None:
-            raise outcome.error or SaveProcessError("the saving process gave no reason")
-        return outcome.result
+                life.wait_until_ready()
+                outcome = life.carry_out(job, [fd for size, fd in memory if size])
+            except BaseException:
+                life.end(0, "the save before failed in it")
+                keys = [destination.uri.key(name) for name in names]
+                clear_away(store, keys, destination.config.retry)
+                raise
+        stats.include(outcome.transferred)
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome.objects
 
     def close(self, timeout: float) -> None:
         """Ends the process, at once if it does not end in time."""
@@ -196,40 +142,15 @@ class SaveProcess:
             life.end(timeout, "the saver was closed")
             self._life = None  # not before: an interrupt leaves it for the next call
 
-    def _start(self) -> None:
+    def _living(self) -> _Life:
+        """The process; a new one if there is none."""
         with self._lock:
-            self._life = None
             if self._closed:
                 raise SaveProcessError("the saver was closed")
-            self._life = _Life(
-                Settings(
-                    rank=self._rank,
-                    world=self._world,
-                    store=None if self._place is None else self._place.address,
-                    place=self._name("group"),
-                    options=self._options,
-                    log_levels=log_levels(),
-                )
-            )
-
-    def _name(self, what: str) -> str:
-        """A name in the store that no other replacement uses."""
-        return f"{self._starts}/{what}"
-
-    def _look(self) -> None:
-        """Whether it is of use to wait until the processes have met.
-
-        Raises:
-            SaveProcessError: If one of them never will.
-        """
-        if self._place is not None and self._place.has_note(self._name(_BROKEN)):
-            raise SaveProcessError(
-                "the saving process of another rank ended before it was ready; nothing was begun, "
-                "and the next save starts new ones"
-            )
-
-
-_BROKEN = "broken"
+            if self._life is None or not self._life.is_alive:
+                self._life = None
+                self._life = _Life(self._options)
+            return self._life
 
 
 def log_levels() -> dict[str, int]:
@@ -246,133 +167,101 @@ class _Life:
     """One process, from its start to its end.
 
     Attributes:
-        is_ready: Whether it has said that it has met those of the other ranks.
-        is_leaving: Whether it is to carry out no saves but those that were promised it.
+        is_busy: Whether it has a job.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        self._channel, theirs = multiprocessing.Pipe()
-        self._sending = threading.Lock()
-        self._options = settings.options
-        set_timeout(self._channel, self._options.heartbeat_timeout)
-        self.is_ready = self.is_leaving = self._is_busy = False
+    def __init__(self, options: BackgroundOptions) -> None:
+        if not sys.executable:
+            raise SaveProcessError(
+                "this interpreter does not say where it is (sys.executable is empty), as one that "
+                "another program embeds: no saving process can be started; save in a thread"
+            )
+        self._options = options
+        self.is_busy = self._is_ready = False
         self._ended_for = ""  # why this trainer has ended it
         self._ending = threading.Lock()
-        self._arenas: weakref.WeakKeyDictionary[Arena, int] = weakref.WeakKeyDictionary()
+        self._channel, theirs = multiprocessing.Pipe()
+        set_timeout(self._channel, options.heartbeat_timeout)
         try:
             with theirs:
-                self._process = fork_worker(theirs, settings)
-        except (OSError, AssertionError, RuntimeError) as exc:
+                self._process = _start(theirs.fileno())
+            self._channel.send([*map(os.path.abspath, sys.path), _own_folder()])
+            self._channel.send(
+                Settings(os.getpid(), options.nice, options.heartbeat_timeout, log_levels())
+            )
+        except OSError as exc:
             self._channel.close()
             raise SaveProcessError(
-                "the saving process can't be started; a training script must guard its entry with "
-                "if __name__ == '__main__', and must not itself be a daemonic process",
-                cause=exc,
+                f"the saving process can't be started by {sys.executable}", cause=exc
             ) from exc
-        self._at_exit = util.Finalize(None, self._end_at_exit, exitpriority=1)
+        _lives.add(self)
+        # also if nobody closes the saver; and at the end of the interpreter, behind the last save
+        self._at_exit = weakref.finalize(self, _leave, self._process, self._channel, os.getpid())
 
     @property
-    def pid(self) -> int | None:
+    def pid(self) -> int:
         return self._process.pid
 
-    def is_fit(self) -> bool:
-        """Whether it can take another save."""
-        return not (self.is_leaving or self._ended_for) and self._process.is_alive()
+    @property
+    def is_alive(self) -> bool:
+        return not self._ended_for and self._process.poll() is None
 
-    def tell(self, message: object) -> bool:
-        """Sends a message; returns whether it could be sent."""
-        try:
-            with self._sending:
-                self._channel.send(message)
-        except (OSError, ValueError):
-            return False
-        return True
-
-    def wait_until_ready(self, look: Callable[[], None]) -> None:
-        """Waits until it has met those of the other ranks.
-
-        Args:
-            look: Called now and then; may raise to end the wait.
+    def wait_until_ready(self) -> None:
+        """Waits until it can take jobs.
 
         Raises:
             SaveProcessError: If it ends before, or is not ready in time.
         """
-        if not self.is_ready:
-            self._receive("ready", look, time.monotonic() + self._options.start_timeout)
-            self.is_ready = True
+        if not self._is_ready:
+            self._receive("ready", time.monotonic() + self._options.start_timeout)
+            self._is_ready = True
 
-    def carry_out(
-        self, payload: bytes, arena: Arena | None, failure: CloudCheckpointError | None
-    ) -> Outcome:
+    def carry_out(self, job: Job, descriptors: list[int]) -> Outcome:
         """Sends a job and waits for its outcome.
 
         Args:
-            payload: What to save.
-            arena: Where it is.
-            failure: Why this rank can't take part.
+            job: What to send.
+            descriptors: Of the memory that its bytes lie in.
 
         Raises:
             SaveProcessError: If the process ends before, or gives no sign of life.
         """
         if self._ended_for:
             raise self._death(None)
-        is_new = arena is not None and arena not in self._arenas
-        if arena is not None and is_new:
-            self._arenas[arena] = next(_numbers)
-        job = Job(
-            payload=payload,
-            arena=None if arena is None else self._arenas[arena],
-            size=0 if arena is None else arena.size,
-            is_new=is_new,
-            kept=frozenset(self._arenas[known] for known in self._arenas if known.fd >= 0),
-            failure=failure,
-            variables=variables(),
-        )
-        self._is_busy = True
+        self.is_busy = True
         try:
-            with self._sending:
-                self._channel.send(job)
-                if arena is not None and is_new:
-                    send_descriptor(self._channel, arena.fd)
-        except (OSError, pickle.PicklingError) as exc:
+            self._channel.send(job)
+            for fd in descriptors:
+                send_descriptor(self._channel, fd)
+        except OSError as exc:
             raise self._death(exc) from exc
         outcome: Outcome = self._receive("outcome")
-        self._is_busy = False
-        if outcome.is_last:
-            self.is_leaving = True
+        self.is_busy = False
         return outcome
 
-    def _receive(
-        self,
-        wanted: str,
-        look: Callable[[], None] = lambda: None,
-        deadline: float | None = None,
-    ) -> Any:
+    def _receive(self, wanted: str, deadline: float | None = None) -> Any:
         """The next message of a kind; log records and events on the way are handled here."""
         silent = 0.0
         while True:
             try:
-                ready = channels.wait([self._channel, self._process.sentinel], timeout=_LOOK)
-                if self._channel.poll():
+                if channels.wait([self._channel], timeout=_LOOK):
                     kind, content = self._channel.recv()
                     silent = 0.0
-                elif not self._process.is_alive():
+                elif self._process.poll() is not None:
                     raise self._death(None)
                 elif deadline is not None and time.monotonic() > deadline:
                     raise SaveProcessError(
                         f"the saving process was not ready within {self._options.start_timeout:g} s"
                     )
-                elif wanted == "outcome" and silent >= self._options.heartbeat_timeout:
+                elif deadline is None and silent >= self._options.heartbeat_timeout:
                     raise SaveProcessError(
                         f"the saving process gave no sign of life for {silent:g} s and is ended; "
-                        f"{_AFTERMATH}"
+                        "nothing of this save is committed, and the next one starts another process"
                     )
                 else:
-                    if not ready:  # else it is about to end
-                        silent += _LOOK  # not by the clock: that runs on while both are suspended
-                    look()
+                    silent += _LOOK  # not by the clock: that runs on while both are suspended
                     continue
-            except (EOFError, OSError) as exc:
+            except (EOFError, OSError, pickle.UnpicklingError) as exc:
                 raise self._death(exc) from exc
             if kind == "log":
                 target = logging.getLogger(content.name)
@@ -380,37 +269,38 @@ class _Life:
                     target.handle(content)
             elif kind == "event":
                 emit(content)
-            elif kind == "failed to start":
-                raise content
             elif kind == wanted:
                 return content
 
     def _death(self, cause: BaseException | None) -> SaveProcessError:
-        self._process.join(_FAREWELL)
-        code = self._process.exitcode
+        _wait(self._process, _FAREWELL)
+        code = self._process.returncode
         if self._ended_for:
             return SaveProcessError(
                 f"the saving process was ended before this save had, because {self._ended_for}; "
-                "nothing of this save is visible unless it had committed"
+                "nothing of this save is committed"
             )
         if code is not None:
             how = f"was ended by signal {-code}" if code < 0 else f"ended ({code})"
-        elif not self._process.is_alive():
-            how = "ended"
         elif isinstance(cause, BlockingIOError):  # what the channel's time limit raises
             how = f"did not read or write for {self._options.heartbeat_timeout:g} s"
         else:
             how = "can't be reached"
-        if not self.is_ready:
-            return SaveProcessError(
-                f"the saving process {how} before it was ready; it says why on standard error. A "
-                "training script must guard its entry with if __name__ == '__main__'",
-                cause=cause,
-            )
+        if not self._is_ready:
+            how += " before it was ready; it says why on standard error"
         return SaveProcessError(
-            f"the saving process {how}; {_AFTERMATH}",
+            f"the saving process {how}; nothing of this save is committed, and the next one starts "
+            "another process",
             cause=cause,
         )
+
+    def forget(self) -> None:
+        """In a child that was forked from the trainer: the process is not the child's.
+
+        The channel's end is to be that of the trainer, and whoever holds it puts it off.
+        """
+        self._channel.close()
+        self._process.returncode = 0  # else it would be missed when this object goes
 
     def end(self, timeout: float, why: str) -> None:
         """Ends the process: by request within ``timeout`` seconds, else by force.
@@ -423,17 +313,56 @@ class _Life:
         """
         self._ended_for = self._ended_for or why
         with self._ending:
-            if timeout > 0 and self.tell(END):
-                self._process.join(timeout)
-            if self._process.is_alive():
-                self._process.kill()
-                self._process.join(_FAREWELL)
+            if timeout > 0:
+                self._channel.close()
+                _wait(self._process, timeout)
+            _kill(self._process)
             self._channel.close()
-            self._at_exit.cancel()
+            self._at_exit.detach()
 
-    def _end_at_exit(self) -> None:
-        """Before its server is ended, and it with that."""
-        if self._is_busy:
-            self._process.terminate()
-            self._process.join(self._options.close_timeout)
-        self.end(0, "the trainer has ended")
+
+_lives: weakref.WeakSet[_Life] = weakref.WeakSet()
+
+
+def _forget_in_fork() -> None:
+    for life in list(_lives):
+        life.forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_fork)
+
+
+def _start(fd: int) -> subprocess.Popen[bytes]:
+    flags: list[str] = util._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return subprocess.Popen(  # noqa: S603 - this interpreter
+        [sys.executable, *flags, "-c", _BEGIN.format(fd)],
+        stdin=subprocess.DEVNULL,
+        pass_fds=[fd],
+        start_new_session=True,  # signals to the trainer's process group are the trainer's
+    )
+
+
+def _own_folder() -> str:
+    """Where this package lies: the folder by which it was found may be the current one no more."""
+    own = os.path.abspath(__file__)
+    for _ in __name__.split("."):
+        own = os.path.dirname(own)
+    return own
+
+
+def _wait(process: subprocess.Popen[bytes], timeout: float) -> None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.kill()
+        _wait(process, _FAREWELL)
+
+
+def _leave(process: subprocess.Popen[bytes], channel: channels.Connection, owner: int) -> None:
+    if os.getpid() == owner:
+        channel.close()
+        _wait(process, _FAREWELL)
+        _kill(process)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
-import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
@@ -17,9 +16,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 from cloudckpt.api import ToSave
 from cloudckpt.background.stager import StagedState
-from cloudckpt.dcp.committed_metadata import committed_metadata
 from cloudckpt.dcp.failures import release_frames
-from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.errors import (
     AsyncSaveError,
     ClosedError,
@@ -28,12 +25,10 @@ from cloudckpt.errors import (
     StagingError,
 )
 from cloudckpt.events import Event, Timeline, subscribe
-from cloudckpt.stores.listings import forget_listings
 from cloudckpt.transfer.stats import Transferred
 
 __all__ = [
     "PendingSave",
-    "PickledResult",
     "Save",
     "SaveFuture",
     "as_ours",
@@ -63,49 +58,6 @@ class SaveFuture(Future[Metadata | None]):
     def __init__(self) -> None:
         super().__init__()
         self.timeline = Timeline()
-
-    def result(self, timeout: float | None = None) -> Metadata | None:
-        content: Any = super().result(timeout)
-        if isinstance(content, PickledResult):
-            return content.load()
-        return cast("Metadata | None", content)
-
-
-class PickledResult:
-    """Metadata as the saving process sent it: of no use to most trainers, and slow to unpickle.
-
-    Of a save by this package's own loop only its random name was sent: whoever looks into the
-    metadata reads them from the store.
-    """
-
-    def __init__(self, data: bytes, writer: StorageWriter) -> None:
-        """
-        Args:
-            data: A pickle of the pickled metadata or the name, and of what was sent.
-            writer: Leads to the store.
-        """
-        self._told: bytes | str
-        self._sent: Transferred | None
-        self._told, self._sent = pickle.loads(data)  # noqa: S301 - from our own child
-        self._where = (
-            (writer.uri, writer.config) if isinstance(writer, CloudStorageWriter) else None
-        )
-        self._metadata: Metadata | None = None
-
-    def load(self) -> Metadata:
-        """The metadata."""
-        if self._metadata is None:
-            if isinstance(self._told, bytes):
-                self._metadata = pickle.loads(self._told)  # noqa: S301 - as above
-            else:
-                assert self._where is not None
-                self._metadata = committed_metadata(*self._where, self._told)
-        assert self._metadata is not None
-        return self._metadata
-
-    def transferred(self) -> Transferred | None:
-        """What the saving process sent."""
-        return self._sent
 
 
 @dataclass(frozen=True)
@@ -182,7 +134,6 @@ class Save:
         told = self.failure
         unsubscribe = subscribe(self.listen, progress=False)
         result, error = self._result_of(carry_out)
-        forget_listings()  # those of the trainer: a saving process has its own
         unsubscribe()
         self._end()
         if error is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextvars
-import functools
 import os
 import sys
 import threading
@@ -27,7 +26,6 @@ from cloudckpt.background.groups import break_off, exists, give_back, open_group
 from cloudckpt.background.process import SaveProcess
 from cloudckpt.background.save import (
     PendingSave,
-    PickledResult,
     Save,
     SaveFuture,
     as_ours,
@@ -35,7 +33,7 @@ from cloudckpt.background.save import (
     skipped,
 )
 from cloudckpt.background.stager import Stager
-from cloudckpt.background.worker import check_io_priority
+from cloudckpt.checkpoint.sending import send_here
 from cloudckpt.config import BackgroundOptions
 from cloudckpt.dcp.failures import release_frames
 from cloudckpt.dcp.meeting import Meeting, Stance
@@ -80,9 +78,8 @@ class AsyncSaver:
             have_met: Whether the ranks come straight from a meeting.
 
         Raises:
-            ConfigError: If this rank is not in the group, this system has no I/O priorities, or
-                the ranks were given different kinds or policies.
-            MissingDependencyError: If there is no psutil to set the I/O priority with.
+            ConfigError: If this rank is not in the group, or the ranks were given different kinds
+                or policies.
             ProcessGroupError: If the ranks do not meet within ``start_timeout``.
             SaveProcessError: If a saving process can't be started.
         """
@@ -97,8 +94,8 @@ class AsyncSaver:
         self._process: SaveProcess | None = None
         self._pid = os.getpid()
         try:
-            self._meeting.begin(lambda: self._check(kind), lambda _: alike(kind, self._options))
-            if self._group is not None and kind != AsyncCheckpointerType.PROCESS:
+            self._meeting.begin(lambda: None, lambda _: alike(kind, self._options))
+            if self._group is not None:
                 # the thread that saves has the other, and both may be in use at once
                 self._meeting = Meeting(self._new_group(process_group, have_met=True))
             self._meeting.begin(lambda: self._make(kind))
@@ -108,17 +105,14 @@ class AsyncSaver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cloudckpt-async")
         self._rank = 0 if self._group is None else dist.get_rank(self._group)
         self._number = 0
-        self._is_owed = False  # whether all ranks begin a save that this one has not handed over
+        # what all ranks begin, and this one has not given to its thread
+        self._owed: tuple[StorageWriter, str] | None = None
         self._is_broken = False  # whether a collective of a save may still be under way on a rank
         self._under_way: list[Save] = []
         self._untold: dict[int, tuple[str, SaveFuture]] = {}  # whose outcome nobody was told yet
         self._lock = threading.Lock()
         self._closed = False
         self._ended = threading.Event()  # all that closing does was done
-
-    def _check(self, kind: AsyncCheckpointerType) -> None:
-        if kind == AsyncCheckpointerType.PROCESS:
-            check_io_priority(self._options.io_priority)
 
     def _make(self, kind: AsyncCheckpointerType) -> None:
         if self._stager is None:
@@ -128,7 +122,7 @@ class AsyncSaver:
                 pin_memory={"auto": None, "on": True, "off": False}[self._options.pin_memory],
             )
         if kind == AsyncCheckpointerType.PROCESS:
-            self._process = SaveProcess(self._group, self._options)
+            self._process = SaveProcess(self._options)
 
     def _abandon(self) -> None:
         """Gives back what was made before the ranks found that they can't have a saver."""
@@ -201,18 +195,22 @@ class AsyncSaver:
                 "this saver was made before torch.distributed was initialized, and would save this "
                 "rank alone; make it later, or with no_dist=True"
             )
+        planner = planner or CloudSavePlanner()
         try:
             begun = self._begin(writer, checkpoint_id, together=use_collectives)
             if begun is None:
                 return skipped()
-            self._number += 1
-            save = Save(
-                self._number, begun[1], begun[0], planner or CloudSavePlanner(), use_collectives
-            )
+            save = Save(self._number, begun[1], begun[0], planner, use_collectives)
             return self._hand_over(state_dict, save, checkpoint_id, stager)
+        except BaseException as error:
+            if self._owed is not None:  # the others would wait, or pair their save with the next
+                made, where = self._owed
+                failed = Save(self._number, where, made, planner, use_collectives)
+                failed.failure = as_ours(error, where)
+                failed.staged.set_exception(failed.failure)
+                self._submit(failed)
+            raise
         finally:
-            if self._is_owed and self._process is not None:
-                self._process.give_up()  # the processes of the others would wait for this rank's
             self._break_off_if_lost()
 
     def _hand_over(
@@ -237,13 +235,10 @@ class AsyncSaver:
         if save.failure is not None:
             release_frames(save.failure, apart_from=sys.exc_info()[1])
         pending = PendingSave(save.staged, save.written, save.copying is not None)
-        here = contextvars.copy_context()  # with the span of the caller, for those of the save
         try:
-            with self._lock:
-                self._thread.submit(here.run, save.run, self._carry_out)
-                self._under_way.append(save)
-            self._is_owed = False
+            self._submit(save)
         except RuntimeError as exc:
+            self._owed = None
             told = save.refuse(exc, closed=self._closed)
             raised = told if raised is None else raised
         if raised is not None:
@@ -251,6 +246,13 @@ class AsyncSaver:
         if self._tells_failures:
             self._untold[save.number] = save.where, save.written
         return pending
+
+    def _submit(self, save: Save) -> None:
+        here = contextvars.copy_context()  # with the span of the caller, for those of the save
+        with self._lock:
+            self._thread.submit(here.run, save.run, self._carry_out)
+            self._under_way.append(save)
+        self._owed = None
 
     def _begin(
         self,
@@ -261,13 +263,13 @@ class AsyncSaver:
     ) -> tuple[StorageWriter, str] | None:
         """Takes this save's turn, and meets the other ranks; None if it is to be skipped.
 
-        All ranks begin the save, or none does; all have new saving processes then, if one needs
-        one. ``process`` says why nothing else has to be agreed on.
+        All ranks begin the save, or none does.
         """
         skips, stance = self._options.when_busy == "skip", Stance()
         made: tuple[StorageWriter, str] | None = None
         try:
             made = writer, where = _led(writer, checkpoint_id)
+            self._check(writer)
             if not skips:
                 self._take_turn(where, writer)
             is_ours = isinstance(writer, CloudStorageWriter)
@@ -280,23 +282,22 @@ class AsyncSaver:
             stance = Stance(failure=error)
         if stance.failure is None and (found := self._next_failure()) is not None:
             stance = replace(stance, earlier=found[0], failure=found[1])
-        process = self._process
-        if process is not None:
-            stance = replace(stance, is_fit=process.expect())
-        self._is_owed = True
         verdict = self._meeting.hold(stance)
-        self._is_owed = not verdict.stances and not verdict.any_is_busy
-        if process is not None and not self._is_owed:
-            process.expect_none()
+        if not verdict.stances and not verdict.any_is_busy:
+            self._owed = made
+            self._number += 1
         for number in verdict.earlier:
             self._untold.pop(number, None)  # also where it has not ended yet: all have heard of it
         verdict.raise_alike()
-        if not self._is_owed:
-            return None
-        if process is not None and not verdict.all_are_fit:
-            wait = functools.partial(self._wait_for, self._under_way, self._deadline())
-            self._meeting.begin(functools.partial(process.replace, wait))
-        return made
+        return None if verdict.any_is_busy else made
+
+    def _check(self, writer: StorageWriter) -> None:
+        """Refuses a writer whose work the saving process does not know."""
+        if self._process is not None and not isinstance(writer, CloudStorageWriter):
+            raise ConfigError(
+                f"a saving process can't carry out what a {type(writer).__name__} writes: it sends "
+                "for CloudStorageWriter only; save in a thread (AsyncCheckpointerType.THREAD)"
+            )
 
     def _next_failure(self) -> tuple[int, BaseException] | None:
         """The number of the first save that has failed and was not told yet, and its failure."""
@@ -358,35 +359,17 @@ class AsyncSaver:
             save.state = made
             save.staged.set_result(None)
 
-    def _carry_out(self, save: Save) -> Any:
+    def _carry_out(self, save: Save) -> Metadata:
         """Saves a copy; in the thread."""
-        try:
-            if self._process is not None:
-                return self._in_process(self._process, save)
-            return self._in_thread(save)
-        except BaseException as error:
-            if isinstance(error, ProcessGroupError) or not isinstance(error, Exception):
-                self._is_broken = True
-                if self._process is None and self._group is not None:
-                    break_off(self._group)  # others may wait for this rank
-            raise
-
-    def _in_process(self, process: SaveProcess, save: Save) -> PickledResult:
-        arena = None if save.copy is None else save.copy.arena
-        others = (save.writer, save.planner, save.use_collectives)
-        told = process.save(save.content, arena, others, save.failure)
-        made = PickledResult(told, save.writer)
-        if isinstance(save.writer, CloudStorageWriter):
-            save.writer.transferred = save.written.transferred = made.transferred()
-        return made
-
-    def _in_thread(self, save: Save) -> Metadata:
         if self._group is not None and not exists(self._group):
             raise ProcessGroupError(  # torch would save each rank alone, as if it were all
                 "the process group was destroyed before this save was begun; wait for saves first",
                 uri=save.where,
                 committed=False,
             )
+        writer = save.writer if isinstance(save.writer, CloudStorageWriter) else None
+        if writer is not None and self._process is not None:
+            writer.sender = self._process.sender(None if save.copy is None else save.copy.arena)
         try:
             metadata = api.save_prepared(
                 save.content,
@@ -395,11 +378,19 @@ class AsyncSaver:
                 no_dist=self._no_dist,
                 use_collectives=save.use_collectives,
             )
+        except BaseException as error:
+            if isinstance(error, ProcessGroupError) or not isinstance(error, Exception):
+                self._is_broken = True
+                if self._group is not None:
+                    break_off(self._group)  # others may wait for this rank
+            raise
         finally:
             if isinstance(save.planner, DefaultSavePlanner):
                 save.planner.state_dict = {}  # it would keep the copy until it plans the next save
-        if isinstance(save.writer, CloudStorageWriter):
-            save.written.transferred = save.writer.transferred
+            if writer is not None:
+                writer.sender = send_here
+        if writer is not None:
+            save.written.transferred = writer.transferred
         return metadata
 
     def close(self) -> None:

@@ -20,12 +20,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from cloudckpt.checkpoint.inventory import Inventory
 from cloudckpt.checkpoint.lazy import lazy_metadata, save_id_of
 from cloudckpt.checkpoint.metadata import load_metadata
-from cloudckpt.checkpoint.objects import METADATA, checked
+from cloudckpt.checkpoint.objects import METADATA, WrittenObject, checked
 from cloudckpt.checkpoint.record import Record, bound
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.torch_private import StorageInfo
 from cloudckpt.checkpoint.trailer import Trailer, notes_at_end, pickle_in
-from cloudckpt.checkpoint.written import WrittenObject
 from cloudckpt.checksum import CRC32C, ChecksumAlgorithm
 from cloudckpt.errors import (
     CheckpointCorruptError,

@@ -29,12 +29,13 @@ from cloudckpt.checkpoint.from_torch import (
 )
 from cloudckpt.checkpoint.inventory import Inventory
 from cloudckpt.checkpoint.lazy import lazy_metadata, save_id_of
+from cloudckpt.checkpoint.objects import WrittenObject
 from cloudckpt.checkpoint.pickled import metadata_pickle
 from cloudckpt.checkpoint.record import Record, bound
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.torch_private import CURRENT_DCP_VERSION, StorageInfo
 from cloudckpt.checkpoint.trailer import with_trailer
-from cloudckpt.checkpoint.written import Extents, Written, WrittenObject
+from cloudckpt.checkpoint.written import Extents, Written
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.errors import DifferentCheckpointsError, IncompleteSaveError
 from cloudckpt.gc_pause import paused_gc

@@ -25,8 +25,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from cloudckpt.checkpoint.columns import column_of, counted, unfilled
+from cloudckpt.checkpoint.objects import WrittenObject
 from cloudckpt.checkpoint.structure import Structure
-from cloudckpt.checkpoint.written import Extents, WrittenObject
+from cloudckpt.checkpoint.written import Extents
 from cloudckpt.checksum import ChecksumAlgorithm
 
 __all__ = [

@@ -6,6 +6,7 @@ import functools
 import itertools
 import logging
 import re
+import struct
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
@@ -26,8 +27,10 @@ from cloudckpt.uri import CheckpointURI
 
 __all__ = [
     "METADATA",
+    "RECORD",
     "OF_RANKS",
     "ObjectRecord",
+    "WrittenObject",
     "beneath",
     "checked",
     "commits_of_ranks",
@@ -138,6 +141,65 @@ class ObjectRecord:
     name: str
     size: int
     checksum: int
+
+
+RECORD = struct.Struct("<II8sQQII")
+"""The bytes of a :class:`WrittenObject`."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenObject:
+    """A data object that the store has.
+
+    Attributes:
+        rank: Who has written it.
+        ordinal: Its number among the objects of that rank, from 0.
+        attempt: The random part of its name: sixteen hexadecimal digits.
+        size: Its bytes.
+        checksum: Theirs, by the algorithm of the store.
+        index_size: Bytes of the index at its end.
+        index_crc: CRC32C of these.
+    """
+
+    rank: int
+    ordinal: int
+    attempt: str
+    size: int
+    checksum: int
+    index_size: int
+    index_crc: int
+
+    @property
+    def name(self) -> str:
+        """Its name beneath the checkpoint."""
+        return data_name(self.rank, self.ordinal, self.attempt)
+
+    def pack(self) -> bytes:
+        """It in 40 bytes."""
+        return RECORD.pack(
+            self.rank,
+            self.ordinal,
+            bytes.fromhex(self.attempt),
+            self.size,
+            self.checksum,
+            self.index_size,
+            self.index_crc,
+        )
+
+    @classmethod
+    def unpack_all(cls, packed: bytes | bytearray | memoryview) -> tuple[WrittenObject, ...]:
+        """Those that :meth:`pack` has packed, one after the other.
+
+        Raises:
+            ValueError: If their sizes make no sense.
+        """
+        found = tuple(
+            cls(rank, ordinal, attempt.hex(), size, *rest)
+            for rank, ordinal, attempt, size, *rest in RECORD.iter_unpack(packed)
+        )
+        if any(not one.index_size <= one.size < 1 << 63 for one in found):
+            raise ValueError("an object is smaller than its index, or of no size")
+        return found
 
 
 _COMMITS = (METADATA, metadata_name(0))  # of all ranks; of the first, if they save each by itself

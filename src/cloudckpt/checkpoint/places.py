@@ -15,10 +15,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from cloudckpt.checkpoint.archives import StoredTensor, locate
 from cloudckpt.checkpoint.committed import CommitObject
-from cloudckpt.checkpoint.index import IndexItem, ObjectIndex
-from cloudckpt.checkpoint.objects import checked
+from cloudckpt.checkpoint.object_index import IndexItem, ObjectIndex
+from cloudckpt.checkpoint.objects import WrittenObject, checked
 from cloudckpt.checkpoint.torch_private import StorageInfo
-from cloudckpt.checkpoint.written import WrittenObject
 from cloudckpt.checksum import CRC32C, Blocks, ChecksumAlgorithm
 from cloudckpt.config import Config
 from cloudckpt.errors import CheckpointCorruptError, Damage

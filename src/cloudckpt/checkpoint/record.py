@@ -28,8 +28,9 @@ from cloudckpt.checkpoint.columns import (
 )
 from cloudckpt.checkpoint.index import KINDS, kind_of
 from cloudckpt.checkpoint.inventory import Chunks, Entry, Inventory, Paths, rows_of
+from cloudckpt.checkpoint.objects import WrittenObject
 from cloudckpt.checkpoint.structure import Structure
-from cloudckpt.checkpoint.written import Extents, WrittenObject
+from cloudckpt.checkpoint.written import Extents
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.errors import CheckpointCorruptError
 from cloudckpt.gc_pause import paused_gc

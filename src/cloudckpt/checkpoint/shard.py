@@ -1,4 +1,4 @@
-"""Turns the items of one rank into objects: envelope, raw data, envelope, and so on."""
+"""Lays out the items of one rank in objects: envelope, raw data, envelope, and so on."""
 
 from __future__ import annotations
 
@@ -14,25 +14,17 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cloudckpt.checkpoint.envelope import envelope, has_stored_form
-from cloudckpt.checkpoint.index import (
-    LONGEST_EDGE,
-    MOST_INDEX,
-    code_of,
-    index_bytes,
-    index_growth,
-    index_size,
-)
-from cloudckpt.checkpoint.written import WrittenObject
-from cloudckpt.checksum import CRC32C, BlockChecksums, ChecksumAlgorithm, block_size_for
+from cloudckpt.checkpoint.index import LONGEST_EDGE, index_growth
+from cloudckpt.checkpoint.object_index import code_of
+from cloudckpt.checkpoint.sending import OpenObject
+from cloudckpt.checksum import BlockChecksums, ChecksumAlgorithm, block_size_for
 from cloudckpt.errors import UnsupportedTensorError
 from cloudckpt.transfer.boxes import ALIGNMENT, padding
 from cloudckpt.transfer.memory import bytes_of, has_memory, is_plain
 from cloudckpt.transfer.parts import Piece
 from cloudckpt.transfer.staging import PACKED_BELOW, Packer, StagingPool
-from cloudckpt.transfer.upload import ObjectUpload
 
 __all__ = [
-    "OpenObject",
     "Place",
     "ShardWriter",
     "SmallForm",
@@ -49,75 +41,6 @@ class Place(NamedTuple):
     object: int
     offset: int
     length: int
-
-
-class OpenObject:
-    """An object under construction.
-
-    Attributes:
-        upload: Its upload.
-        ordinal: Its number among the objects of this rank.
-        attempt: The random part of its name.
-        heads: Of each item, bytes of the envelope before the data proper.
-        tails: The same of the envelope behind it.
-        dtypes: The number of its element type in the index; 0 if it is no plain tensor.
-        raw_lengths: Bytes of the data proper.
-        sums: The checksums of its blocks; or that of its only block, if it is known.
-        index_size: Bytes of the index of all items.
-    """
-
-    def __init__(self, upload: ObjectUpload, ordinal: int, attempt: str, capacity: int) -> None:
-        """``capacity``: the most bytes that it can have, the index included."""
-        self.upload = upload
-        self.ordinal = ordinal
-        self.attempt = attempt
-        self.heads: list[int] = []
-        self.tails: list[int] = []
-        self.dtypes: list[int] = []
-        self.raw_lengths: list[int] = []
-        self.sums: list[BlockChecksums | int] = []
-        self.index_size = index_size((), upload.algorithm)
-        self._capacity = capacity
-
-    def has_room(self, position: int, length: int, growth: int | None = None) -> bool:
-        """Whether ``length`` bytes fit behind ``position``, and the index behind them.
-
-        Args:
-            position: In the object.
-            length: Of an item, or of several.
-            growth: By how much they make the index longer, if they are several.
-        """
-        if growth is None:
-            growth = index_growth(length, self.upload.algorithm)
-        index = self.index_size + growth
-        return position + length + 2 * ALIGNMENT + index <= self._capacity and index <= MOST_INDEX
-
-    def add(
-        self,
-        offset: int,
-        length: int,
-        head: int,
-        raw_length: int,
-        dtype: int,
-        checksums: BlockChecksums | int,
-    ) -> Place:
-        """Notes an item that was written to it."""
-        self.heads.append(head)
-        self.tails.append(length - head - raw_length)
-        self.dtypes.append(dtype)
-        self.raw_lengths.append(raw_length)
-        self.sums.append(checksums)
-        self.index_size += index_growth(raw_length, self.upload.algorithm)
-        return Place(self.ordinal, offset, length)
-
-    def add_all(self, forms: Sequence[SmallForm], checksums: Sequence[int]) -> None:
-        """Notes small tensors that were written to it."""
-        self.heads += [len(form.head) for form in forms]
-        self.tails += [form.length - len(form.head) - form.size for form in forms]
-        self.dtypes += [form.dtype for form in forms]
-        self.raw_lengths += [form.size for form in forms]
-        self.sums += checksums
-        self.index_size += sum([form.growth for form in forms])
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,33 +85,6 @@ def _small_form(
     return SmallForm(around.head, size, tail, length, code, index_growth(size, algorithm))
 
 
-class _IndexAtEnd:
-    """The index of an object, whose size is known when its last item is, and its bytes later."""
-
-    def __init__(self, made: OpenObject, algorithm: ChecksumAlgorithm) -> None:
-        self._object = made
-        self._algorithm = algorithm
-        self.data = bytearray(made.index_size)
-        self.crc = 0
-        self._is_made = False
-
-    def make(self) -> None:
-        """Fills in the bytes: when the checksums of all items are known."""
-        if self._is_made:
-            return
-        made, sums = self._object, list[int]()
-        for raw_length, found in zip(made.raw_lengths, made.sums, strict=True):
-            if not isinstance(found, int):
-                sums += found.finish(raw_length)
-            elif raw_length:
-                sums.append(found)
-        self.data[:] = index_bytes(
-            made.heads, made.tails, made.dtypes, made.raw_lengths, sums, self._algorithm
-        )
-        self.crc = CRC32C.of(self.data)
-        self._is_made = True
-
-
 def check_supported(tensor: torch.Tensor, fqn: str) -> None:
     """Refuses what can't be stored faithfully, before anything is sent.
 
@@ -225,8 +121,11 @@ class ShardWriter:
     through the staging pool (accelerator and strided tensors, small items). The parts of the latter
     must be small enough for the pool.
 
+    Attributes:
+        zip_crc32: Whether the CRC32 of the zip records is filled in.
+
     Args:
-        open_object: Begins the object of an ordinal (0, 1, …) for a lane (True: staged).
+        open_object: Begins an object for a lane (True: staged).
         pool: Memory for what can't be sent as it lies.
         checksum: What the store verifies.
         zip_crc32: Whether to fill in the CRC32 of the zip records.
@@ -234,7 +133,7 @@ class ShardWriter:
 
     def __init__(
         self,
-        open_object: Callable[[int, bool], OpenObject],
+        open_object: Callable[[bool], OpenObject],
         pool: StagingPool,
         *,
         checksum: ChecksumAlgorithm,
@@ -243,27 +142,9 @@ class ShardWriter:
         self._open_object = open_object
         self._pool = pool
         self._checksum = checksum
-        self._zip_crc32 = zip_crc32
-        self._opened = 0
+        self.zip_crc32 = zip_crc32
         self._lanes: dict[bool, OpenObject] = {}
         self._packer: Packer | None = None
-        self._indexes: list[tuple[OpenObject, _IndexAtEnd]] = []
-
-    def objects(self, rank: int) -> tuple[WrittenObject, ...]:
-        """What was written, once all uploads are complete."""
-        found = [
-            WrittenObject(
-                rank,
-                made.ordinal,
-                made.attempt,
-                made.upload.position,
-                made.upload.checksum,
-                len(index.data),
-                index.crc,
-            )
-            for made, index in self._indexes
-        ]
-        return tuple(sorted(found, key=lambda one: one.ordinal))
 
     def add_tensor(self, tensor: torch.Tensor, fqn: str) -> Place:
         """Writes a strided tensor of any device and strides; ``fqn`` is for messages."""
@@ -278,13 +159,14 @@ class ShardWriter:
             return self.add_bytes(buffer.getvalue())
         if plain and nbytes < PACKED_BELOW:
             raw = bytes_of(tensor)
-            if self._zip_crc32:
+            if self.zip_crc32:
                 raw = memoryview(bytes(raw))  # what is sent, should the tensor change meanwhile
                 around = envelope.__wrapped__(tensor.dtype, shape, zlib.crc32(raw))
             target, offset, packed = self._pack((around.head, raw, around.tail), length)
             # of the copy: the tensor may have changed since it was made
             only = self._checksum.of(packed[head : head + nbytes])
-            return target.add(offset, length, head, nbytes, dtype, only)
+            target.add(head, len(around.tail), dtype, nbytes, only)
+            return Place(target.ordinal, offset, length)
         checksums = BlockChecksums(self._checksum, block_size_for(nbytes))
         target, offset = self._room_for(length, staged=not plain)
         upload = target.upload
@@ -292,15 +174,16 @@ class ShardWriter:
         crc32 = 0
         for piece in self._pieces(tensor, checksums, plain):
             piece.item = fqn
-            if self._zip_crc32:
+            if self.zip_crc32:
                 if piece.ready is not None:
                     piece.ready()
                 crc32 = zlib.crc32(piece.view, crc32)
             upload.write(piece)
-        if self._zip_crc32:
+        if self.zip_crc32:
             around = envelope.__wrapped__(tensor.dtype, shape, crc32)
         upload.write(Piece(memoryview(around.tail)))
-        return target.add(offset, length, head, nbytes, dtype, checksums)
+        target.add(head, len(around.tail), dtype, nbytes, checksums)
+        return Place(target.ordinal, offset, length)
 
     def add_small(self, forms: Sequence[SmallForm], tensors: Sequence[torch.Tensor]) -> list[Place]:
         """Writes tensors in host memory as :meth:`add_tensor` would, at a fraction of the cost."""
@@ -310,7 +193,8 @@ class ShardWriter:
             lane, _ = self._room_for(length, staged=True)
         packer = self._packer
         assert packer is not None
-        if not lane.has_room(packer.position, length, sum([form.growth for form in forms])):
+        growth = sum([form.growth for form in forms])
+        if not lane.has_room(packer.position, length, growth):
             return [self.add_tensor(tensor, "a small tensor") for tensor in tensors]
         offsets, checksums = packer.append_from_memory(
             (
@@ -319,7 +203,14 @@ class ShardWriter:
             ),
             self._checksum.of,
         )
-        lane.add_all(forms, checksums)
+        lane.add_all(
+            [len(form.head) for form in forms],
+            [form.length - len(form.head) - form.size for form in forms],
+            [form.dtype for form in forms],
+            [form.size for form in forms],
+            checksums,
+            growth,
+        )
         return [
             Place(lane.ordinal, offset, form.length)
             for form, offset in zip(forms, offsets, strict=True)
@@ -331,26 +222,20 @@ class ShardWriter:
         if length < PACKED_BELOW:
             target, offset, _ = self._pack((view,), length)
             only = self._checksum.of(view)
-            return target.add(offset, length, 0, length, 0, only)
+            target.add(0, 0, 0, length, only)
+            return Place(target.ordinal, offset, length)
         checksums = BlockChecksums(self._checksum, block_size_for(length))
         target, offset = self._room_for(length, staged=False)
         target.upload.write(Piece(view, checksums, owner=data))
-        return target.add(offset, length, 0, length, 0, checksums)
+        target.add(0, 0, 0, length, checksums)
+        return Place(target.ordinal, offset, length)
 
     def close(self) -> None:
         """Ends the last objects."""
         if self._packer is not None:
             self._packer.flush()
         for lane in self._lanes.values():
-            self._end(lane)
-
-    def _end(self, lane: OpenObject) -> None:
-        """Writes the index of an object, behind its last item."""
-        if gap := padding(lane.upload.position):
-            lane.upload.write(Piece(memoryview(_ZEROS)[:gap]))
-        index = _IndexAtEnd(lane, self._checksum)
-        self._indexes.append((lane, index))
-        lane.upload.close(Piece(memoryview(index.data), made=index.make))
+            lane.end()
 
     def _pieces(
         self, tensor: torch.Tensor, checksums: BlockChecksums, plain: bool
@@ -376,7 +261,7 @@ class ShardWriter:
             self._packer = Packer(lane.upload, self._pool)
         elif not lane.has_room(self._packer.position, length):
             self._packer.flush()
-            self._end(self._lanes.pop(True))
+            self._lanes.pop(True).end()
             lane, _ = self._room_for(length, staged=True)
             self._packer = Packer(lane.upload, self._pool)
         return lane, *self._packer.append(buffers, length)
@@ -389,13 +274,12 @@ class ShardWriter:
         if lane is not None:
             gap = padding(lane.upload.position)
             if not lane.has_room(lane.upload.position, length):
-                self._end(lane)
+                lane.end()
                 lane = None
             elif gap:
                 lane.upload.write(Piece(memoryview(_ZEROS)[:gap]))
         if lane is None:
-            lane = self._lanes[staged] = self._open_object(self._opened, staged)
-            self._opened += 1
+            lane = self._lanes[staged] = self._open_object(staged)
             if staged:
                 self._packer = Packer(lane.upload, self._pool)
         return lane, lane.upload.position

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,69 +11,11 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from cloudckpt.checkpoint.columns import column_of, numbers_in, raw_bytes
-from cloudckpt.checkpoint.objects import data_name
+from cloudckpt.checkpoint.objects import WrittenObject
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.timing import RankTiming
 
-__all__ = ["RECORD", "Extents", "Written", "WrittenObject"]
-
-RECORD = struct.Struct("<II8sQQII")
-"""The bytes of a :class:`WrittenObject`."""
-
-
-@dataclass(frozen=True, slots=True)
-class WrittenObject:
-    """A data object that the store has.
-
-    Attributes:
-        rank: Who has written it.
-        ordinal: Its number among the objects of that rank, from 0.
-        attempt: The random part of its name: sixteen hexadecimal digits.
-        size: Its bytes.
-        checksum: Theirs, by the algorithm of the store.
-        index_size: Bytes of the index at its end.
-        index_crc: CRC32C of these.
-    """
-
-    rank: int
-    ordinal: int
-    attempt: str
-    size: int
-    checksum: int
-    index_size: int
-    index_crc: int
-
-    @property
-    def name(self) -> str:
-        """Its name beneath the checkpoint."""
-        return data_name(self.rank, self.ordinal, self.attempt)
-
-    def pack(self) -> bytes:
-        """It in 40 bytes."""
-        return RECORD.pack(
-            self.rank,
-            self.ordinal,
-            bytes.fromhex(self.attempt),
-            self.size,
-            self.checksum,
-            self.index_size,
-            self.index_crc,
-        )
-
-    @classmethod
-    def unpack_all(cls, packed: bytes | bytearray | memoryview) -> tuple[WrittenObject, ...]:
-        """Those that :meth:`pack` has packed, one after the other.
-
-        Raises:
-            ValueError: If their sizes make no sense.
-        """
-        found = tuple(
-            cls(rank, ordinal, attempt.hex(), size, *rest)
-            for rank, ordinal, attempt, size, *rest in RECORD.iter_unpack(packed)
-        )
-        if any(not one.index_size <= one.size < 1 << 63 for one in found):
-            raise ValueError("an object is smaller than its index, or of no size")
-        return found
+__all__ = ["Extents", "Written"]
 
 
 @dataclass(frozen=True)

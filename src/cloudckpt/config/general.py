@@ -79,14 +79,9 @@ class BackgroundOptions(Options):
         least=0,
         most=19,
     )
-    io_priority: Literal["idle", 0, 1, 2, 3, 4, 5, 6, 7] | None = option(
-        None,
-        "I/O priority of the saving process, on Linux with psutil: 'idle', or a best-effort level "
-        "from 0 (first) to 7 (last)",
-    )
     start_timeout: float = timeout(
         300.0,
-        "seconds in which the saving process must be ready, and meet those of the other ranks",
+        "seconds in which the saving process must be ready, and all ranks must make a group",
     )
     collective_timeout: float = timeout(
         1800.0, "seconds that a rank waits for the others within a save"

@@ -2,7 +2,7 @@
 
 A rank may be unable to begin: its location is no URI, its ``state_dict()`` raises, an earlier save
 of its is still under way. torch's own steps tell the others of failures within them, and of nothing
-before. So the ranks meet first, in one reduction of seven numbers; only if a rank objects, or two
+before. So the ranks meet first, in one reduction of six numbers; only if a rank objects, or two
 mean different locations, do they exchange what each has to say.
 """
 
@@ -49,7 +49,6 @@ class Stance:
             the ranks need not mean the same.
         options: What else must be the same, as a text.
         is_busy: Whether a save of its is under way.
-        is_fit: Whether its saving process can take the save; True without one.
         plan: The number of the plan that it has for what it saves, or one of the two above.
         version: Of this package, which must be the same on all ranks.
     """
@@ -59,7 +58,6 @@ class Stance:
     location: str = ""
     options: str = ""
     is_busy: bool = False
-    is_fit: bool = True
     plan: int = TORCHS_WAY
     version: str = __version__
 
@@ -77,7 +75,6 @@ class Verdict:
     Attributes:
         rank: This rank in the group.
         any_is_busy: Whether some rank is busy.
-        all_are_fit: Whether the saving processes of all ranks are fit.
         plan: The number of the plan that all ranks have; ``PLAN_ANEW`` if they have none, or not
             the same, and ``TORCHS_WAY`` if one has to save by torch's loop.
         stances: Those of all ranks, if one objects or two mean different locations; else none.
@@ -85,7 +82,6 @@ class Verdict:
 
     rank: int
     any_is_busy: bool
-    all_are_fit: bool
     plan: int
     stances: Sequence[Stance] = ()
 
@@ -186,25 +182,25 @@ class Meeting:
         """
         if self.group is None:
             objections = [stance] if stance.failure is not None else []
-            return Verdict(0, stance.is_busy, stance.is_fit, stance.plan, objections)
+            return Verdict(0, stance.is_busy, stance.plan, objections)
         rank = dist.get_rank(self.group)
         digest = stance.digest
         # of the digests and plans the highest and the lowest, in one reduction
-        flags = (stance.failure is not None, stance.is_busy, not stance.is_fit)
+        flags = (stance.failure is not None, stance.is_busy)
         asked = [*map(int, flags), digest, -digest, stance.plan, -stance.plan]
         with self._exchange(stance.failure, has_begun):
             device = device_for_collectives(self.group)
             seen = torch.tensor(asked, dtype=torch.int64, device=device)
             dist.all_reduce(seen, dist.ReduceOp.MAX, group=self.group)
-            objected, busy, unfit, highest, lowest, *plans = seen.tolist()
+            objected, busy, highest, lowest, *plans = seen.tolist()
             plan = _common(plans[0], -plans[1])
             if not objected and highest == -lowest:
-                return Verdict(rank, bool(busy), not unfit, plan)
+                return Verdict(rank, bool(busy), plan)
             found: list[Stance] = [stance] * dist.get_world_size(self.group)
             told = replace(stance, failure=portable(stance.failure, stance.location or None))
             dist.all_gather_object(found, told, group=self.group)
         found[rank] = told  # with its own traceback
-        return Verdict(rank, bool(busy), not unfit, plan, found)
+        return Verdict(rank, bool(busy), plan, found)
 
     def begin(self, prepare: Callable[[], T], stance: Callable[[T], Stance] = _no_objection) -> T:
         """What ``prepare`` returns, if it does so on all ranks; a collective call.

@@ -1,19 +1,19 @@
-"""One ``write_data``: what a save plan holds, the uploads, and what they have become."""
+"""One ``write_data``: the items of a save plan, laid out in objects and sent."""
 
 from __future__ import annotations
 
 import io
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
-from cloudckpt.checkpoint.objects import data_name
+from cloudckpt.checkpoint.objects import WrittenObject
+from cloudckpt.checkpoint.sending import Destination, OpenObject, Sender
 from cloudckpt.checkpoint.shard import (
-    OpenObject,
     Place,
     ShardWriter,
     SmallForm,
@@ -21,18 +21,13 @@ from cloudckpt.checkpoint.shard import (
     travels_as_bytes,
 )
 from cloudckpt.checkpoint.values import forewarn
-from cloudckpt.checkpoint.written import Extents, WrittenObject
-from cloudckpt.config import Config
+from cloudckpt.checkpoint.written import Extents
 from cloudckpt.errors import ShapeMismatchError, UnsupportedTensorError
 from cloudckpt.stores.base import ObjectStore
-from cloudckpt.transfer.group import TaskGroup
+from cloudckpt.transfer.group import Cancellation
 from cloudckpt.transfer.memory import settled
-from cloudckpt.transfer.parts import choose_part_size
-from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.staging import StagingPool
 from cloudckpt.transfer.stats import TransferStats
-from cloudckpt.transfer.upload import ObjectUpload, creates_only
-from cloudckpt.uri import CheckpointURI
 
 __all__ = ["Quick", "expected_size", "send"]
 
@@ -80,103 +75,85 @@ def _size_of(item: WriteItem) -> int:
 def send(
     items: Sequence[WriteItem],
     planner: SavePlanner,
+    destination: Destination,
     store: ObjectStore,
-    uri: CheckpointURI,
-    config: Config,
     stats: TransferStats,
     *,
-    rank: int,
-    attempt: str,
     began: Callable[[str], None],
+    sender: Sender,
     quick: Quick | None = None,
 ) -> tuple[tuple[WrittenObject, ...], Extents]:
     """Sends the items of one rank; returns when the store has all of them.
 
-    If it raises, nothing of them is left there.
-
     Args:
         items: What to send.
         planner: Has the data.
-        store: The store of ``uri``.
-        uri: The checkpoint.
-        config: The options.
+        destination: Where to.
+        store: Its store.
         stats: Counts what is sent.
-        rank: That of this process.
-        attempt: The random part of the names of its objects.
         began: Told the name of each object before it is begun.
-        quick: What is known of them, of a save before.
+        sender: Sends what is laid out here.
+        quick: What is known of the items, of a save before.
 
     Returns:
         The objects, and where in them the items are, in the order of ``items``.
     """
     if not items:
         return (), Extents.none()
-    uploads: list[ObjectUpload] = []
-    group = TaskGroup(config.connections, name="cloudckpt-save", interrupt=store.interrupt)
-    retrier = Retrier(config.retry, group.cancellation, on_retry=stats.add_retry)
-    pool = StagingPool(config.memory_budget, group.cancellation)
-    expected = quick.expected if quick is not None else expected_size(items)
-
-    def open_object(ordinal: int, staged: bool) -> OpenObject:
-        part_size = choose_part_size(
-            expected,
-            config.part_size,
-            store.capabilities,
-            connections=config.connections,
-            copied=config.memory_budget if staged else None,
-        )
-        name, create_only = data_name(rank, ordinal, attempt), creates_only(store, config)
-        began(name)
-        upload = ObjectUpload(
-            store, uri.key(name), part_size, group, retrier, stats, create_only=create_only
-        )
-        uploads.append(upload)
-        return OpenObject(upload, ordinal, attempt, part_size * store.capabilities.max_parts)
-
-    shard = ShardWriter(
-        open_object, pool, checksum=store.capabilities.checksum, zip_crc32=config.zip_crc32
-    )
     places = [array("q", bytes(8 * len(items))) for _ in range(3)]
-    small: Sequence[tuple[SmallForm | None, torch.Tensor | None]] = ()
-    if quick is not None and not config.zip_crc32:
-        small = list(zip(quick.forms, quick.tensors, strict=True))
+
+    def lay_out(open_object: Callable[[bool], OpenObject], cancellation: Cancellation) -> None:
+        pool = StagingPool(destination.config.memory_budget, cancellation)
+        shard = ShardWriter(
+            open_object,
+            pool,
+            checksum=store.capabilities.checksum,
+            zip_crc32=destination.config.zip_crc32,
+        )
+        try:
+            for number, place in _written(items, planner, shard, str(destination.uri), quick):
+                for column, value in zip(places, place, strict=True):
+                    column[number] = value
+            shard.close()
+        finally:
+            pool.close()
+
+    objects = sender(destination, store, lay_out, stats, began)
+    return objects, Extents(*(torch.frombuffer(c, dtype=torch.int64) for c in places))
+
+
+def _written(
+    items: Sequence[WriteItem],
+    planner: SavePlanner,
+    shard: ShardWriter,
+    uri: str,
+    quick: Quick | None,
+) -> Iterator[tuple[int, Place]]:
+    """Writes items; their numbers, and where each was written."""
+    forms: Sequence[SmallForm | None] = [None] * len(items)
+    tensors: Sequence[torch.Tensor | None] = [None] * len(items)
+    if quick is not None and not shard.zip_crc32:
+        forms, tensors = quick.forms, quick.tensors
     run: list[tuple[int, SmallForm, torch.Tensor]] = []
 
-    def note(number: int, place: Place) -> None:
-        for column, value in zip(places, place, strict=True):
-            column[number] = value
-
-    def write_run() -> None:
+    def written_run() -> Iterator[tuple[int, Place]]:
         written = shard.add_small([form for _, form, _ in run], [tensor for _, _, tensor in run])
-        for (number, _, _), place in zip(run, written, strict=True):
-            note(number, place)
+        yield from zip([number for number, _, _ in run], written, strict=True)
         run.clear()
 
-    def produce() -> None:
-        # what is pickled comes last: how long it is can't be foreseen, and nothing else shifts
-        for number in sorted(range(len(items)), key=lambda n: items[n].type == _PICKLED):
-            form, tensor = small[number] if small else (None, None)
-            if form is not None and tensor is not None and _has_its_memory(form, tensor):
-                run.append((number, form, tensor))
-                if len(run) == _RUN:
-                    write_run()
-                continue
-            if run:
-                write_run()
-            note(number, _write(items[number], planner, shard, str(uri)))
+    # what is pickled comes last: how long it is can't be foreseen, and nothing else shifts
+    for number in sorted(range(len(items)), key=lambda n: items[n].type == _PICKLED):
+        form, tensor = forms[number], tensors[number]
+        if form is not None and tensor is not None and _has_its_memory(form, tensor):
+            run.append((number, form, tensor))
+            if len(run) == _RUN:
+                yield from written_run()
+            continue
         if run:
-            write_run()
-        shard.close()
-
-    try:
-        group.run(produce)
-    except BaseException:
-        for upload in uploads:
-            upload.abandon()
-        raise
-    finally:
-        pool.close()
-    return shard.objects(rank), Extents(*(torch.frombuffer(c, dtype=torch.int64) for c in places))
+            yield from written_run()
+        yield number, _write(items[number], planner, shard, uri)
+    if run:
+        yield from written_run()
 
 
 def _write(item: WriteItem, planner: SavePlanner, shard: ShardWriter, uri: str) -> Place:

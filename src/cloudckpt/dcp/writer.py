@@ -21,6 +21,7 @@ from cloudckpt.checkpoint.committed import fetch
 from cloudckpt.checkpoint.draft import Draft, Planned
 from cloudckpt.checkpoint.notes import Notes, with_timing
 from cloudckpt.checkpoint.objects import METADATA, ObjectRecord, metadata_name
+from cloudckpt.checkpoint.sending import Destination, Sender, send_here
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.timing import RankTiming, SaveTiming
 from cloudckpt.checkpoint.torch_private import state_dict_being_planned, traverse_state_dict
@@ -55,7 +56,7 @@ logger = logging.getLogger("cloudckpt")
 class CommitHook:
     """Called on the coordinator, around the one request that makes a checkpoint visible.
 
-    With a saving process, that is where it is called: it must be picklable then.
+    An asynchronous save calls it on a thread of the trainer, whatever sends.
     """
 
     def before_commit(self, uri: str, metadata: Metadata) -> None:
@@ -77,6 +78,7 @@ class CloudStorageWriter(StorageWriter):
 
     Attributes:
         transferred: What this rank sent in the last save.
+        sender: Sends what is laid out; a saving process can do it instead of this one.
         commits: Whether this rank is one that commits.
         committed: Whether the save is committed, as far as this rank knows by itself; None while
             it commits, after an uncertain commit, and where another rank commits.
@@ -108,6 +110,7 @@ class CloudStorageWriter(StorageWriter):
         self.notes = notes
         self._noted = b"" if notes is None else notes.to_json()
         self.transferred: Transferred | None = None
+        self.sender: Sender = send_here
         self._start_attempt()
 
     def _start_attempt(self) -> None:
@@ -234,7 +237,7 @@ class CloudStorageWriter(StorageWriter):
         stats = TransferStats(str(self.uri), self._rank, expected)
         with portable_errors(str(self.uri)), Span("upload", str(self.uri), self._rank) as span:
             try:
-                written = self._send(plan.items, planner, stats, quick)
+                written = self._send(plan.items, planner, stats, expected, quick)
             finally:
                 self.transferred = stats.snapshot()
             span.bytes = self.transferred.bytes
@@ -377,19 +380,19 @@ class CloudStorageWriter(StorageWriter):
         items: list[WriteItem],
         planner: SavePlanner,
         stats: TransferStats,
+        expected: int,
         quick: Quick | None,
     ) -> Written:
+        destination = Destination(self.uri, self.config, self._rank, random_suffix(), expected)
         try:
             objects, extents = send(
                 items,
                 planner,
+                destination,
                 self._store(),
-                self.uri,
-                self.config,
                 stats,
-                rank=self._rank,
-                attempt=random_suffix(),
                 began=self._written.append,
+                sender=self.sender,
                 quick=quick,
             )
         except BaseException:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -94,7 +95,11 @@ def train(job: Job) -> None:
 
     saves = Saves()
     subscribe(saves.note)
-    how = cloudckpt.CheckpointerConfig(planner=lambda: StallingPlanner(job.stall_at))
+    stalls = job.stall_at is not None  # amid its upload, which a process begins behind the planner
+    how = cloudckpt.CheckpointerConfig(
+        kind=AsyncCheckpointerType.THREAD if stalls else AsyncCheckpointerType.PROCESS,
+        planner=lambda: StallingPlanner(job.stall_at),
+    )
     with cloudckpt.CheckpointManager(
         job.run, save_interval_steps=job.save_every, checkpointer=how
     ) as manager:
@@ -133,7 +138,7 @@ class Saves:
         self.begun = self.committed = 0
 
     def note(self, event: Event) -> None:
-        """Hears what cloudckpt is doing, in the saving process, too."""
+        """Hears what cloudckpt is doing."""
         if event.failed or event.phase not in ("upload", "commit"):
             return
         step = int(event.uri.rpartition("-")[2])

@@ -17,12 +17,12 @@ from cloudckpt.checkpoint.objects import (
     METADATA,
     OF_RANKS,
     ObjectRecord,
+    WrittenObject,
     checked,
     commits_of_ranks,
     data_name,
     is_committed,
 )
-from cloudckpt.checkpoint.written import WrittenObject
 from cloudckpt.config import Config
 from cloudckpt.dcp.meeting import Meeting
 from cloudckpt.errors import (

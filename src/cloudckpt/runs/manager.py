@@ -258,7 +258,7 @@ class CheckpointManager(ClosedAtExit):
             return Notes(step=step, metrics=metrics_of(metrics), user=dict(notes or {}))
 
         saver = self._checkpointer
-        if is_last:  # a saving process may have been told to end, too, and nothing is to go on here
+        if is_last:  # nothing is to go on behind it
             self._end_earlier_saves()
             saver = self._direct
         self._in_use.begin(step)

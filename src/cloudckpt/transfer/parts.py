@@ -11,7 +11,16 @@ from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.config import MIB
 from cloudckpt.stores.base import Capabilities
 
-__all__ = ["Checks", "Lease", "PartCutter", "PartPlan", "Piece", "choose_part_size", "even_share"]
+__all__ = [
+    "Checks",
+    "Lease",
+    "PartCutter",
+    "PartPlan",
+    "Piece",
+    "PieceWriter",
+    "choose_part_size",
+    "even_share",
+]
 
 _PARTS_EACH = 2
 
@@ -65,6 +74,22 @@ class Piece:
         first = dataclasses.replace(self, view=self.view[:count])
         rest = dataclasses.replace(self, view=self.view[count:], start=self.start + count)
         return first, rest
+
+
+class PieceWriter(Protocol):
+    """Takes the pieces of one object, as :class:`~cloudckpt.transfer.upload.ObjectUpload` does.
+
+    Attributes:
+        position: Bytes written so far.
+    """
+
+    position: int
+
+    def write(self, piece: Piece) -> None:
+        """Appends a piece."""
+
+    def close(self, end: Piece) -> None:
+        """Appends the last one, whose bytes are made when all others have their checksums."""
 
 
 @dataclass(slots=True)

@@ -19,8 +19,7 @@ from cloudckpt.config import MIB
 from cloudckpt.transfer.boxes import ALIGNMENT, aligned, padding, row_major_slices
 from cloudckpt.transfer.group import Cancellation
 from cloudckpt.transfer.memory import bytes_of, host_buffer, narrow
-from cloudckpt.transfer.parts import Piece
-from cloudckpt.transfer.upload import ObjectUpload
+from cloudckpt.transfer.parts import Piece, PieceWriter
 
 __all__ = ["PACKED_BELOW", "Packer", "ScratchPool", "Slab", "StagingPool", "slab_of"]
 
@@ -169,7 +168,7 @@ class StagingPool:
 class Packer:
     """Appends small items to an object; whoever writes to the object otherwise must flush first."""
 
-    def __init__(self, upload: ObjectUpload, pool: StagingPool) -> None:
+    def __init__(self, upload: PieceWriter, pool: StagingPool) -> None:
         self._upload = upload
         self._pool = pool
         self._slab: Slab | None = None

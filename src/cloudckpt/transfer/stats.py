@@ -89,6 +89,13 @@ class TransferStats:
         began = self._began_wall if began is None else began
         emit(Event(phase=phase, uri=self._uri, rank=self._rank, began=began, **measured))
 
+    def include(self, others: Transferred) -> None:
+        """Adds what another process has sent and told of."""
+        with self._lock:
+            self._bytes += others.bytes
+            self._requests += others.requests
+            self._retries += others.retries
+
     def snapshot(self) -> Transferred:
         """The sums up to now."""
         seconds = time.monotonic() - self._began

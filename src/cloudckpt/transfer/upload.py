@@ -22,7 +22,7 @@ from cloudckpt.transfer.parts import PartCutter, PartPlan, Piece
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.stats import TransferStats
 
-__all__ = ["ObjectUpload", "creates_only", "put_whole"]
+__all__ = ["ObjectUpload", "clear_away", "creates_only", "put_whole"]
 
 T = TypeVar("T")
 logger = logging.getLogger("cloudckpt")
@@ -140,20 +140,11 @@ class ObjectUpload:
         return self._retrier.call(create)
 
     def _abort(self, upload: Upload) -> None:
-        try:
-            Retrier.for_cleanup(self._retrier.policy).call(lambda: self._store.abort_upload(upload))
-        except CloudCheckpointError as error:
-            logger.warning("an unfinished multipart upload was left behind: %s", error)
+        _abort(self._store, upload, self._retrier.policy)
 
     def _abort_twins(self) -> None:
-        """Ends other uploads of this key: nobody else can have begun them, the key is random."""
         own = () if self._upload is None else (self._upload.id,)
-        try:
-            for upload in self._store.list_uploads(self.key):
-                if upload.key == self.key and upload.id not in own:
-                    self._abort(upload)
-        except CloudCheckpointError as error:
-            logger.warning("unfinished multipart uploads could not be listed: %s", error)
+        _abort_all(self._store, self.key, self._retrier.policy, apart_from=own)
 
     def _send(self, part: PartPlan) -> None:
         if self._upload is None:
@@ -303,6 +294,40 @@ class ObjectUpload:
         self, size: int, checksum: int | None, parts: Sequence[Part] = ()
     ) -> ObjectInfo | None:
         return _made(self._store, self.key, size, checksum, self._retrier.policy, parts)
+
+
+def _abort(store: ObjectStore, upload: Upload, policy: RetryPolicy) -> None:
+    try:
+        Retrier.for_cleanup(policy).call(lambda: store.abort_upload(upload))
+    except CloudCheckpointError as error:
+        logger.warning("an unfinished multipart upload was left behind: %s", error)
+
+
+def _abort_all(
+    store: ObjectStore, key: str, policy: RetryPolicy, *, apart_from: Sequence[str] = ()
+) -> None:
+    """Ends the uploads of a key that nobody else can have begun, as it is random."""
+    try:
+        for upload in store.list_uploads(key):
+            if upload.key == key and upload.id not in apart_from:
+                _abort(store, upload, policy)
+    except CloudCheckpointError as error:
+        logger.warning("unfinished multipart uploads could not be listed: %s", error)
+
+
+def clear_away(store: ObjectStore, keys: Sequence[str], policy: RetryPolicy) -> None:
+    """Removes what a process that has died has left of objects, complete or not.
+
+    Errors are logged, not raised.
+
+    Args:
+        store: The store.
+        keys: Of the objects; random ones, which nobody else has written to.
+        policy: How often to try.
+    """
+    for key in keys:
+        _abort_all(store, key, policy)
+    delete_quietly(store, keys, policy, threads=1)
 
 
 def creates_only(store: ObjectStore, config: Config) -> bool:

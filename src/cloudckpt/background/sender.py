@@ -1,0 +1,189 @@
+"""The saving process, its own side: sends what its trainer has laid out, and says what it wrote.
+
+It is an interpreter of its own, which the trainer starts by exec. It imports what stores and
+transfers need: no torch, and nothing of the user's. One thread takes jobs, as many as the options
+say send, and one gives signs of life and looks whether the trainer lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import mmap
+import os
+import pickle
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import NoReturn
+
+from cloudckpt.background.channel import (
+    Job,
+    Outcome,
+    Settings,
+    as_socket,
+    receive_descriptor,
+)
+from cloudckpt.background.script import replay
+from cloudckpt.checkpoint.objects import WrittenObject
+from cloudckpt.checkpoint.sending import send_here
+from cloudckpt.errors import SaveProcessError
+from cloudckpt.events import relay
+from cloudckpt.stores.credentials import take_over
+from cloudckpt.transfer.retry import open_store
+from cloudckpt.transfer.stats import TransferStats
+
+__all__ = ["Speaker", "forward_logs", "main"]
+
+_LOOK = 0.5  # seconds between two looks whether the trainer is alive
+_BEATS = 5  # signs of life in the time in which one must come
+
+_OF_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that schedulers send to all processes of a job, for the trainer to heed: it decides what
+is still to be saved, and its end is that of this process."""
+
+
+def main(channel: Connection) -> None:
+    """Serves until the trainer closes the channel, or is gone."""
+    for number in _OF_THE_TRAINER:
+        signal.signal(number, signal.SIG_IGN)
+    settings: Settings = channel.recv()
+    with contextlib.suppress(OSError):
+        os.nice(settings.nice)
+    speaker = Speaker(channel)
+    forward_logs(speaker, settings.log_levels)
+    relay(lambda event: speaker.tell("event", event))  # told by the trainer, not here, too
+    with as_socket(channel) as end:  # now, while no other thread uses the channel
+        threading.Thread(target=_watch, args=(settings, speaker), daemon=True).start()
+        speaker.tell("ready", None)
+        while (job := _next(channel)) is not None:
+            _carry_out(job, end, speaker)
+    _without_trainer()
+
+
+def _next(channel: Connection) -> Job | None:
+    """What is to be sent next; None if nothing will."""
+    try:
+        job: Job = channel.recv()
+    except (EOFError, OSError):
+        return None
+    return job
+
+
+def _without_trainer() -> NoReturn:
+    """Ends this process, as its trainer has no use for it any more, or is gone.
+
+    What it could still send would hold memory for nobody.
+    """
+    os._exit(0)
+
+
+def _watch(settings: Settings, speaker: Speaker) -> None:
+    """Gives signs of life, and ends this process soon after its trainer, however that ended.
+
+    The end of the channel does not tell: whoever the trainer has forked may hold it.
+    """
+    interval = settings.heartbeat_timeout / _BEATS
+    told = time.monotonic()
+    while os.getppid() == settings.trainer:
+        time.sleep(min(_LOOK, interval))
+        if speaker.is_awaited and time.monotonic() - told >= interval:
+            told = time.monotonic()
+            with contextlib.suppress(OSError):  # the trainer is gone
+                speaker.tell("alive", None)
+    _without_trainer()
+
+
+def _carry_out(job: Job, end: socket.socket, speaker: Speaker) -> None:
+    speaker.is_awaited = True
+    uri, error = job.destination.uri, None
+    stats = TransferStats(str(uri), job.destination.rank, job.destination.expected)
+    objects: tuple[WrittenObject, ...] = ()
+    with contextlib.ExitStack() as held:
+        memory = [held.enter_context(_mapped(end, size)) for size in job.sizes]
+        take_over(job.variables)
+        try:
+            store = open_store(uri, job.destination.config)
+            objects = send_here(job.destination, store, replay(job.objects, memory), stats)
+        except BaseException as raised:  # noqa: BLE001 - told to the trainer
+            error = _portable(raised)
+    with contextlib.suppress(OSError):  # the trainer is gone
+        speaker.tell("outcome", Outcome(objects, error, stats.snapshot()))
+    speaker.is_awaited = False  # nobody would read it
+    if error is not None:
+        del error, memory
+        gc.collect()  # its frames hold on to the memory
+
+
+@contextlib.contextmanager
+def _mapped(end: socket.socket, size: int) -> Iterator[memoryview]:
+    """Memory of the trainer's, whose descriptor comes next; nothing if it has no bytes."""
+    if not size:
+        yield memoryview(b"")
+        return
+    fd = receive_descriptor(end)
+    try:
+        mapped = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
+    finally:
+        os.close(fd)
+    with memoryview(mapped) as view:
+        yield view
+
+
+def _portable(error: BaseException) -> BaseException:
+    """The error, or one that tells of it if it can't be pickled."""
+    try:
+        pickle.loads(pickle.dumps(error))  # noqa: S301 - made in the line itself
+    except Exception:  # noqa: BLE001 - anything may be raised by somebody's __reduce__
+        return SaveProcessError("the saving process failed", cause=error)
+    return error
+
+
+class Speaker:
+    """Speaks to the trainer, from several threads.
+
+    Attributes:
+        is_awaited: Whether the trainer waits for an outcome, and reads.
+    """
+
+    def __init__(self, channel: Connection) -> None:
+        self.is_awaited = False
+        self._channel = channel
+        self._lock = threading.Lock()
+
+    def tell(self, kind: str, content: object) -> None:
+        """Sends a message.
+
+        Raises:
+            OSError: If the trainer is gone.
+        """
+        with self._lock:
+            self._channel.send((kind, content))
+
+
+def forward_logs(speaker: Speaker, levels: dict[str, int]) -> None:
+    """Sends log records to the trainer.
+
+    Args:
+        speaker: Sends them.
+        levels: Of loggers by name; that of the root under the empty one.
+    """
+
+    class Forward(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if hasattr(record, "cloudckpt_event"):
+                return  # the trainer gets the event, and logs it
+            record.msg, record.args = record.getMessage(), None
+            if record.exc_info:
+                record.exc_text = logging.Formatter().formatException(record.exc_info)
+                record.exc_info = None
+            with contextlib.suppress(Exception):
+                speaker.tell("log", record)
+
+    logging.getLogger().handlers[:] = [Forward()]
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
