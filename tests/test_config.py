@@ -4,7 +4,9 @@ import copy
 import dataclasses
 import pickle
 
+import numpy as np
 import pytest
+import torch
 
 from cloudckpt import (
     AzureOptions,
@@ -24,6 +26,24 @@ DOCUMENTED = [(cls, *row) for cls in CLASSES for row in documented_options(cls)]
 def test_an_error_names_the_class_whose_option_it_is():
     with pytest.raises(ConfigError, match=r"^GCSOptions\.checksum='crc32c'"):
         GCSOptions(checksum="crc32c")
+
+
+@pytest.mark.parametrize("number", [np.int64, np.uint8, torch.tensor])
+def test_numbers_of_numpy_and_torch_are_numbers(number):
+    made = Config(connections=number(7), read_timeout=number(90))
+    assert (made.connections, made.read_timeout) == (7, 90)
+    assert {type(made.connections), type(made.read_timeout)} == {int}
+    fractional = Config(stall_timeout=np.float32(1.5))
+    assert (type(fractional.stall_timeout), fractional.stall_timeout) == (float, 1.5)
+    assert hash(made) == hash(Config(connections=7, read_timeout=90))
+
+
+@pytest.mark.parametrize(
+    "wrong", [np.float32(7), torch.tensor(7.0), np.bool_(True), torch.tensor(True), 7.0]
+)
+def test_what_is_no_whole_number_of_theirs_is_refused(wrong):
+    with pytest.raises(ConfigError, match=r"Config\.connections=.*must be int"):
+        Config(connections=wrong)
 
 
 def test_a_variable_is_named_with_what_to_write_there(monkeypatch):

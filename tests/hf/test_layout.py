@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -173,6 +174,9 @@ def test_a_mapping_names_the_files_or_numbers_them() -> None:
         ("model-00001-of-00003.safetensors", ["b"]),
         ("model-00002-of-00003.safetensors", ["a", "c"]),
     ]
+    for kind in (np.int64, torch.tensor):
+        of_kind = {"a": kind(2), "b": kind(1), "c": kind(2), "of no tensor": kind(3)}
+        assert plan_files(tensors, 1, of_kind) == by_number
     named = {"a": "x.safetensors", "b": "y.safetensors", "c": "x.safetensors"}
     assert [f.name for f in plan_files(tensors, 1, named)] == ["x.safetensors", "y.safetensors"]
 

@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.runs.manager import CheckpointManager
 from cloudckpt.runs.preemption import Preemption
+from cloudckpt.transfer.retry import open_store
 
 
 def managed(run, **options) -> CheckpointManager:
@@ -324,6 +326,107 @@ def test_the_best_step_needs_a_metric(run) -> None:
 def test_what_is_no_metric_is_refused(run, metrics) -> None:
     with managed(run) as manager, pytest.raises(ConfigError, match="is no number"):
         manager.save(1, state(1), metrics=metrics)
+
+
+NUMBERS = [np.int64, np.uint16, torch.tensor, lambda step: torch.tensor(step, dtype=torch.int32)]
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_steps_and_options_may_be_numbers_of_numpy_and_torch(run, number) -> None:
+    options = {"save_interval_steps": number(2), "max_to_keep": number(2), "keep_period": number(6)}
+    with managed(run, **options) as manager:
+        for step in range(1, 11):
+            assert manager.should_save(number(step)) == (step % 2 == 0)
+            assert not manager.reached_preemption(number(step))
+            manager.save(number(step), state(step), metrics={"loss": 1.0}, notes={"n": step})
+        manager.wait_until_finished()
+        assert manager.all_steps() == [6, 8, 10]
+        assert manager.uri(number(8)) == manager.uri(8)
+        assert (manager.metrics(number(8)), manager.notes(number(8))) == ({"loss": 1.0}, {"n": 8})
+        found = state()
+        restored = manager.restore(found, number(8))
+        assert (type(restored), restored, value(found)) == (int, 8, 8.0)
+        manager.delete(number(8))
+        assert manager.all_steps() == [6, 10]
+
+
+NO_STEPS = [True, np.bool_(True), torch.tensor(True), 5.0, np.float32(5), torch.tensor(5.0), "5"]
+NO_STEPS += [-1, np.int64(-1), torch.tensor([1, 2]), None]
+
+
+@pytest.mark.parametrize("step", NO_STEPS, ids=repr)
+def test_what_is_no_step_is_refused_by_name(run, step) -> None:
+    with managed(run) as manager:
+        calls = [manager.should_save, manager.reached_preemption, manager.uri, manager.delete]
+        calls += [manager.metrics, manager.notes, lambda step: manager.save(step, state())]
+        if step is not None:
+            calls.append(lambda step: manager.restore(state(), step))
+        for call in calls:
+            with pytest.raises(ConfigError, match="a step is a whole number"):
+                call(step)
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        np.float32(0.5),
+        np.array(0.5),
+        torch.tensor(0.5, dtype=torch.bfloat16),
+        torch.tensor(0.5, requires_grad=True),
+        torch.tensor([0.5]),
+    ],
+    ids=repr,
+)
+def test_metrics_and_notes_may_be_numbers_of_numpy_and_torch(run, metric) -> None:
+    with managed(run, best_metric="loss") as manager:
+        manager.save(np.int64(1), state(1), metrics={"loss": metric}, notes={"seen": [metric]})
+        manager.wait_until_finished()
+        assert (manager.metrics(1), manager.notes(1)) == ({"loss": 0.5}, {"seen": [0.5]})
+        assert manager.best_step() == 1
+
+
+@pytest.mark.parametrize("nan", [math.nan, np.float32("nan"), torch.tensor(math.nan)], ids=repr)
+def test_a_best_metric_that_is_not_a_number_is_told_and_never_the_best(run, nan, caplog) -> None:
+    with managed(run, best_metric="loss", best_mode="max") as manager:
+        manager.save(1, state(1), metrics={"loss": 0.1, "other": nan})
+        assert "not a number" not in caplog.text
+        manager.save(2, state(2), metrics={"loss": nan})
+        manager.wait_until_finished()
+        assert "step 2: its loss is not a number (NaN)" in caplog.text
+        assert manager.best_step() == 1
+
+
+def test_a_manager_takes_its_options_by_config(run) -> None:
+    config = Config(overwrite=False, verify=False)
+    options = {"asynchronous": False, "preemption": Preemption(signals=()), "config": config}
+    with CheckpointManager(run, max_to_keep=1, **options) as manager:
+        opened: list[Config] = []
+        with pytest.MonkeyPatch.context() as patch:
+            for module in ("runs.catalog", "runs.claim", "runs.deleting", "dcp.writer"):
+                patch.setattr(f"cloudckpt.{module}.open_store", watched(opened))
+            manager.save(1, state(1))
+            manager.save(2, state(2))
+            manager.wait_until_finished()
+            assert manager.all_steps() == [2]
+        assert len(opened) > 4
+        assert all(used == config for used in opened)
+        with pytest.raises(CheckpointExistsError):
+            manager.save(2, state(2), force=True)
+
+
+def watched(opened: list[Config]):
+    """Opens stores, and notes by which options."""
+
+    def watched(uri, config):
+        opened.append(config)
+        return open_store(uri, config)
+
+    return watched
+
+
+def test_options_in_two_places_are_refused(run) -> None:
+    with pytest.raises(ConfigError, match="CheckpointerConfig"):
+        CheckpointManager(run, config=Config(), checkpointer=CheckpointerConfig())
 
 
 def test_steps_of_a_period_are_kept_only_if_they_were_saved(run) -> None:

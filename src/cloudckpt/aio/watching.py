@@ -12,7 +12,7 @@ from typing import Literal
 from cloudckpt.aio.own_loop import aside
 from cloudckpt.aio.view import opened
 from cloudckpt.checkpoint.objects import find_commit
-from cloudckpt.config import Config
+from cloudckpt.config import Config, whole_number
 from cloudckpt.errors import ConfigError
 from cloudckpt.runs.catalog import CheckpointSummary, Run, steps_of, summary
 from cloudckpt.runs.steps import DEFAULT_PATTERN
@@ -70,9 +70,10 @@ def watch(
     """
     if not (0 < interval < math.inf):
         raise ConfigError(f"interval={interval!r}: give a number of seconds above 0")
-    if start != "latest" and (type(start) is not int or start < 0):
+    first: int | Literal["latest"] | None = "latest" if start == "latest" else whole_number(start)
+    if first is None or (first != "latest" and first < 0):
         raise ConfigError(f"start={start!r}: give a step, a whole number from 0 on, or 'latest'")
-    return _told(_Watch(Run(run, step_name=step_name, config=config), start), interval)
+    return _told(_Watch(Run(run, step_name=step_name, config=config), first), interval)
 
 
 async def _told(watch: _Watch, interval: float) -> AsyncIterator[CheckpointSummary]:

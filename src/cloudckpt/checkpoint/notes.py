@@ -60,10 +60,12 @@ class Notes:
         }
         document = {"step": self.step, "metrics": metrics, "user": dict(self.user)}
         try:
-            data = json.dumps(document, ensure_ascii=False, allow_nan=False).encode()
+            data = json.dumps(
+                document, ensure_ascii=False, allow_nan=False, default=_plain
+            ).encode()
             if json.loads(data)["user"] != document["user"]:
                 raise ValueError("they would come back as others (keys of JSON are strings)")
-        except (TypeError, ValueError, RecursionError) as exc:
+        except (TypeError, ValueError, RuntimeError) as exc:
             raise ConfigError(
                 f"these notes can't be kept as JSON: {exc}; give strings, numbers, lists and dicts "
                 "of these"
@@ -117,8 +119,8 @@ def metrics_of(given: Mapping[str, Any] | None) -> dict[str, float]:
         try:
             if not isinstance(name, str) or isinstance(value, (str, bytes)):
                 raise TypeError
-            found[name] = float(value)
-        except (TypeError, ValueError, OverflowError):
+            found[name] = float(_plain(value) if hasattr(value, "item") else value)
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # torch's, of many elements
             raise ConfigError(f"metrics: {name!r}={value!r} is no number") from None
     return found
 
@@ -153,6 +155,17 @@ def stored_notes(store: ObjectStore, commit: ObjectInfo) -> bytes:
         start = commit.size - len(tail)
         store.get_range(commit.key, start, [memoryview(tail)], if_version=commit.version)
     return notes_at_end(tail, store.uri(commit.key))
+
+
+def _plain(value: Any) -> Any:
+    """A scalar of numpy or torch as a number of Python's.
+
+    Raises:
+        TypeError: If it is none.
+    """
+    if not hasattr(value, "item"):
+        raise TypeError(f"a {type(value).__name__} is none of JSON's values")
+    return value.item()
 
 
 def _number(value: Any) -> float:

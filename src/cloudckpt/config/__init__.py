@@ -6,7 +6,7 @@ default. Sizes are bytes (variables also take ``64MiB``), times are seconds.
 
 from cloudckpt.config.clouds import AzureOptions, GCSOptions, S3Options
 from cloudckpt.config.general import BackgroundOptions, Config, RetryPolicy
-from cloudckpt.config.options import MIB, Switch, documented_options
+from cloudckpt.config.options import MIB, Switch, documented_options, whole_number
 
 __all__ = [
     "MIB",
@@ -18,4 +18,5 @@ __all__ = [
     "S3Options",
     "Switch",
     "documented_options",
+    "whole_number",
 ]

@@ -8,6 +8,8 @@ that merely stands below a field.
 from __future__ import annotations
 
 import math
+import numbers
+import operator
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -42,6 +44,7 @@ __all__ = [
     "option",
     "require",
     "timeout",
+    "whole_number",
 ]
 
 T = TypeVar("T")
@@ -130,6 +133,8 @@ class _Option:
             require(fits, f"{shown}: write {_choices(get_args(kind))}")
             return value
         of = int if kind == Bytes else kind
+        if of in (int, float):
+            value = _as_number(of, value)
         fits = isinstance(value, (int, float) if of is float else of)
         fits = fits and isinstance(value, bool) == (of is bool)
         require(fits, f"{shown}: must be {of.__name__}{' or None' * optional}")
@@ -145,6 +150,27 @@ class _Option:
             )
             require(self.least <= value <= self.most, f"{shown}: {allowed}")
         return value
+
+
+def whole_number(value: object) -> int | None:
+    """A whole number of Python, numpy or torch (of no dimension); None if it is none.
+
+    True is none, although Python counts with it, and neither is 5.0.
+    """
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]  # what else it is, it refuses
+    except (TypeError, ValueError, RuntimeError):  # also a tensor of many, or without a value
+        return None
+
+
+def _as_number(kind: type, value: Any) -> Any:
+    """The same number as one of Python's, if it is one."""
+    if (whole := whole_number(value)) is not None:
+        return whole
+    is_real = kind is float and isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return float(value) if is_real else value
 
 
 @dataclass(frozen=True, kw_only=True)

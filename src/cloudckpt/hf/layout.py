@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 
 from cloudckpt.checkpoint.safetensors import INDEX, SINGLE_FILE, SUFFIX, header_bytes
-from cloudckpt.config import Config
+from cloudckpt.config import Config, whole_number
 from cloudckpt.errors import ConfigError, UnsupportedTensorError
 from cloudckpt.stores.base import Capabilities
 from cloudckpt.transfer.boxes import ALIGNMENT, Box, aligned, row_major_slices
@@ -199,9 +199,10 @@ def plan_files(
         )
     by_file: dict[str | int, list[TensorPlan]] = {}
     for tensor in tensors:
-        by_file.setdefault(fqn_to_file[tensor.name], []).append(tensor)
+        key = fqn_to_file[tensor.name]
+        by_file.setdefault(whole_number(key) or key, []).append(tensor)
     if all(type(key) is int and key > 0 for key in by_file):
-        count = max((key for key in fqn_to_file.values() if isinstance(key, int)), default=1)
+        count = max((whole_number(key) or 1 for key in fqn_to_file.values()), default=1)
         named = {_numbered(int(key), count): group for key, group in sorted(by_file.items())}
         return [_file(name, group) for name, group in named.items()]
     for key in by_file:

@@ -20,7 +20,7 @@ from torch.futures import Future
 
 from cloudckpt.checkpoint.safetensors import SUFFIX, type_name
 from cloudckpt.checkpoint.shard import check_supported
-from cloudckpt.config import Config
+from cloudckpt.config import Config, whole_number
 from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.dcp.meeting import Meeting, Stance
 from cloudckpt.errors import (
@@ -67,9 +67,10 @@ def bytes_of_size(size: int | str) -> int:
         number, unit, binary = match.groups()
         power = " KMGT".index(unit.upper() or " ")
         size = int(float(number) * (1024 if binary else 1000) ** power)
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+    found = whole_number(size)
+    if found is None or found < 1:
         raise ConfigError(f"max_shard={size!r}: at least 1 byte is needed")
-    return size
+    return found
 
 
 @dataclass(frozen=True)

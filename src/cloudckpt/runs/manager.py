@@ -24,6 +24,7 @@ from cloudckpt.checkpointer import (
     make_async_checkpointer,
     make_sync_checkpointer,
 )
+from cloudckpt.config import Config, whole_number
 from cloudckpt.dcp.meeting import Meeting, Stance
 from cloudckpt.errors import (
     CheckpointCorruptError,
@@ -73,6 +74,7 @@ class CheckpointManager(ClosedAtExit):
         asynchronous: bool = True,
         preemption: Preemption | None = None,
         checkpointer: CheckpointerConfig | None = None,
+        config: Config | None = None,
     ) -> None:
         """
         Args:
@@ -86,6 +88,8 @@ class CheckpointManager(ClosedAtExit):
             asynchronous: Whether :meth:`save` returns when the state is copied.
             preemption: What tells that this job is about to be ended; default: SIGTERM.
             checkpointer: How checkpoints are saved and loaded, and by which ranks.
+            config: The options of all that is asked of the store; those of ``checkpointer`` if that
+                is given.
 
         Raises:
             ConfigError: If an option makes no sense, or two ranks were given different ones.
@@ -94,7 +98,7 @@ class CheckpointManager(ClosedAtExit):
             CloudCheckpointError: As :func:`make_async_checkpointer`.
         """
         self._hook = ClaimHook(None if checkpointer is None else checkpointer.commit_hook)
-        self._interval = save_interval_steps
+        self._interval = whole_number(save_interval_steps) or 0
         self._best_metric = best_metric
         self._preemption = preemption if preemption is not None else Preemption()
         group, alone = None, False
@@ -113,12 +117,18 @@ class CheckpointManager(ClosedAtExit):
         self._steps: set[int] | None = None
 
         def prepare() -> tuple[Run, Retention, CheckpointerConfig]:
-            if type(save_interval_steps) is not int or save_interval_steps < 1:
+            if self._interval < 1:
                 raise ConfigError(
                     f"save_interval_steps={save_interval_steps!r}: give a whole number from 1 on"
                 )
             kept = Retention(max_to_keep=max_to_keep, keep_period=keep_period, best_mode=best_mode)
+            if checkpointer is not None and config is not None:
+                raise ConfigError(
+                    "config= is for the checkpointer made here; for yours, write checkpointer="
+                    "CheckpointerConfig(config=...)"
+                )
             options = checkpointer if checkpointer is not None else CheckpointerConfig()
+            options = options if config is None else dataclasses.replace(options, config=config)
             options = dataclasses.replace(options, commit_hook=self._hook)
             found = Run(run, step_name=step_name, config=options.config)
             self._preemption.watch()
@@ -126,7 +136,7 @@ class CheckpointManager(ClosedAtExit):
             return found, kept, options
 
         def alike(made: tuple[Run, Retention, CheckpointerConfig]) -> Stance:
-            told = f"{save_interval_steps=}, {step_name=}, {asynchronous=}"
+            told = f"save_interval_steps={self._interval}, {step_name=}, {asynchronous=}"
             return Stance(location=str(made[0].root), options=told)
 
         with contextlib.ExitStack() as undo:  # what is begun here, if another rank fails
@@ -190,7 +200,7 @@ class CheckpointManager(ClosedAtExit):
             ConfigError: If it is no step.
             CloudCheckpointError: As :meth:`reached_preemption`.
         """
-        check_step(step)
+        step = check_step(step)
         is_turn = step % self._interval == 0 and (self._newest is None or step > self._newest)
         return self._is_last(step) or is_turn
 
@@ -202,8 +212,10 @@ class CheckpointManager(ClosedAtExit):
 
         Raises:
             ClosedError: If the manager was closed.
+            ConfigError: If it is no step.
             ProcessGroupError: If the ranks lost each other.
         """
+        step = check_step(step)
         self._check_open()
         if self._reached is None or self._reached[0] != step:
             self._reached = step, self._agreement.step(self._preemption.noticed)
@@ -227,7 +239,9 @@ class CheckpointManager(ClosedAtExit):
         Args:
             step: The step.
             state: What to save, as for :func:`cloudckpt.save`.
-            metrics: Numbers that are kept with the checkpoint; those of the first rank count.
+            metrics: Numbers that are kept with the checkpoint; those of the first rank count. If
+                ``best_metric`` is not a number there (NaN), the checkpoint counts as worse than all
+                that have one, which is logged.
             notes: Other values that are kept with it, which JSON can hold.
             force: Whether to save it whether it is its turn or not.
 
@@ -243,6 +257,7 @@ class CheckpointManager(ClosedAtExit):
             ClosedError: If the manager was closed.
             CloudCheckpointError: As :func:`cloudckpt.save`, of this save or of the one before.
         """
+        step = check_step(step)
         if not (self.should_save(step) or force):
             return False
         if self._hook.claim is None:
@@ -276,7 +291,15 @@ class CheckpointManager(ClosedAtExit):
                 return False
         self._newest = step
         if self._is_first:
-            self._cleaner.submit(self._on_end, step, noted().metrics, written)
+            kept = noted().metrics
+            if self._best_metric is not None and math.isnan(kept.get(self._best_metric, 0.0)):
+                logger.warning(
+                    "step %d: its %s is not a number (NaN): it counts as worse than all steps that "
+                    "have one",
+                    step,
+                    self._best_metric,
+                )
+            self._cleaner.submit(self._on_end, step, kept, written)
         self._has_saved_last = self._has_saved_last or is_last
         return True
 
@@ -306,6 +329,7 @@ class CheckpointManager(ClosedAtExit):
         """
         self._check_open()
         if step is not None:
+            step = check_step(step)
             self._load(state, step, verify)
             if (newest := self.latest_step()) is not None and newest > step and self._is_first:
                 logger.warning(
@@ -336,8 +360,10 @@ class CheckpointManager(ClosedAtExit):
         Raises:
             CheckpointNotFoundError: If it has none.
             ClosedError: If the manager was closed.
+            ConfigError: If it is no step.
             StoreError: If the store refuses or stays unreachable.
         """
+        step = check_step(step)
         self._check_open()
         self._meeting.told_by_first(lambda: self._cleaner.submit(self._delete, step).result())
 

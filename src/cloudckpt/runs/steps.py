@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Literal
 
+from cloudckpt.config import whole_number
 from cloudckpt.errors import ConfigError
 
 __all__ = ["DEFAULT_PATTERN", "Retention", "StepNames", "StepsInUse", "check_step"]
@@ -22,14 +23,16 @@ DEFAULT_PATTERN = "step-{step}"
 _HIGHEST = 10**18  # steps are whole numbers of up to eighteen digits
 
 
-def check_step(step: int) -> None:
-    """Refuses what is no step.
+def check_step(step: int) -> int:
+    """The step, which may be a number of numpy or torch, as one of Python's.
 
     Raises:
         ConfigError: If it is not a whole number from 0 on.
     """
-    if type(step) is not int or not 0 <= step < _HIGHEST:
+    found = whole_number(step)
+    if found is None or not 0 <= found < _HIGHEST:
         raise ConfigError(f"step={step!r}: a step is a whole number from 0 to 10**18 - 1")
+    return found
 
 
 class StepNames:
@@ -77,8 +80,7 @@ class StepNames:
         Raises:
             ConfigError: If it is no step: a whole number from 0 on.
         """
-        check_step(step)
-        return self._with(step)
+        return self._with(check_step(step))
 
     def step(self, name: str) -> int | None:
         """The step whose folder has this name; None if it is another folder."""
@@ -107,11 +109,15 @@ class Retention:
 
     def __post_init__(self) -> None:
         for name, value in (("max_to_keep", self.max_to_keep), ("keep_period", self.keep_period)):
-            if value is not None and (type(value) is not int or value < 1):
+            if value is None:
+                continue
+            found = whole_number(value)
+            if found is None or found < 1:
                 raise ConfigError(
                     f"{name}={value!r}: give a whole number from 1 on, or None; no option deletes "
                     "all checkpoints of a run"
                 )
+            object.__setattr__(self, name, found)
         if self.best_mode not in ("min", "max"):
             raise ConfigError(f"best_mode={self.best_mode!r}: write 'min' or 'max'")
 
