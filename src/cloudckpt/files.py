@@ -39,9 +39,9 @@ __all__ = ["FileContent", "FileData", "load_file", "save_file"]
 
 logger = logging.getLogger("cloudckpt")
 
-FileData = bytes | bytearray | memoryview | str | os.PathLike[str] | BinaryIO
-"""What a file is written of: bytes; text, which is written as UTF-8; the path of a local file; or a
-file that is open for reading in binary mode."""
+FileData = bytes | bytearray | memoryview | os.PathLike[str] | BinaryIO
+"""What a file is written of: bytes; the path of a local file, as a ``pathlib.Path``; or a file that
+is open for reading in binary mode. A string is none of these: it may be text, or a path."""
 
 _PIECE = 4 * MIB
 
@@ -81,8 +81,8 @@ def save_file(
 
     Args:
         uri: ``s3://bucket/path`` or another location, of the object itself.
-        data: Bytes, text (written as UTF-8), the path of a local file (a ``pathlib.Path``), or a
-            file that is open for reading in binary mode.
+        data: Bytes, the path of a local file (a ``pathlib.Path``), or a file that is open for
+            reading in binary mode. Of text, write ``text.encode()``.
         if_absent: Only if there is no object here.
         if_version: Only if the object here is still this version, as ``save_file`` returned it or
             ``load_file(uri).version`` says it.
@@ -96,6 +96,7 @@ def save_file(
         PreconditionFailedError: If the condition does not hold.
         CheckpointExistsError: If there is an object and ``overwrite`` is off.
         ConfigError: If a condition is given, and the store is known, or told, not to honour any.
+        TypeError: If ``data`` is a string, or anything else that is none of these.
         StoreError: If the store refuses or stays unreachable.
     """
     location, config = CheckpointURI.parse(uri), config if config is not None else Config()
@@ -200,24 +201,23 @@ def _is_as_stored(store: ObjectStore, info: ObjectInfo, data: bytearray, config:
 @contextlib.contextmanager
 def _opened(data: FileData) -> Iterator[tuple[BinaryIO, int]]:
     """What the file is written of, to be read from its beginning, and about how many bytes."""
-    if isinstance(data, str):
-        data = data.encode()
+    given: object = data
     if isinstance(data, (bytes, bytearray, memoryview)):
         yield io.BytesIO(data), memoryview(data).nbytes
     elif isinstance(data, os.PathLike):
         with open(data, "rb") as file:
             yield file, os.fstat(file.fileno()).st_size
-    elif hasattr(data, "read"):
+    elif hasattr(data, "read") and not isinstance(given, io.TextIOBase):
         yield data, 0
     else:
         _refuse(data)
 
 
 def _refuse(data: object) -> NoReturn:
-    raise TypeError(
-        f"data is a {type(data).__name__}: give bytes, text, the path of a file, or a file that is "
-        "open for reading in binary mode"
-    )
+    wanted = "bytes, the path of a file (a pathlib.Path), or a file that is open in binary mode"
+    if isinstance(data, str):
+        wanted = "data.encode() if it is text, or pathlib.Path(data) if it is the path of a file"
+    raise TypeError(f"data is a {type(data).__name__}: give {wanted}")
 
 
 def _put_on_condition(

@@ -105,7 +105,7 @@ def test_the_answers_are_those_of_the_functions(place) -> None:
 def test_what_moves_bytes_is_there_too(place) -> None:
     uri, config = f"{place.uri}/step-1", place.config
     cloudckpt.save({"w": torch.ones(1000)}, checkpoint_id=uri, config=config)
-    cloudckpt.save_file(f"{place.uri}/config.json", "{}", config=config)
+    cloudckpt.save_file(f"{place.uri}/config.json", b"{}", config=config)
 
     async def ask():
         return await asyncio.gather(

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import random
 import uuid
+from pathlib import Path
 
 import pytest
 
@@ -31,14 +32,16 @@ LARGE = random.Random(7).randbytes(12 * MIB + 5)
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"\x00\xff{}", "größer", LARGE], ids=["empty", "bytes", "text", "large"]
+    "data",
+    [b"", b"\x00\xff{}", memoryview(b"view"), LARGE],
+    ids=["empty", "bytes", "view", "large"],
 )
 def test_what_was_saved_is_loaded(place, data) -> None:
     uri = f"{place.uri}/tokenizer dir/tokenizer.json"
     config = dataclasses.replace(place.config, part_size=5 * MIB)
     version = save_file(uri, data, config=config)
     found = load_file(uri, config=config)
-    assert found == (data.encode() if isinstance(data, str) else data)
+    assert found == data
     assert found.version == version
 
 
@@ -92,9 +95,28 @@ def test_files_and_streams_are_sent(place, tmp_path) -> None:
 
 
 @on["memory"]
+@pytest.mark.parametrize("condition", [{}, {"if_absent": True}], ids=str)
+def test_a_string_may_be_text_or_a_path_and_is_refused(
+    place, tmp_path, monkeypatch, condition
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tokenizer.json").write_bytes(b"content")
+    uri = f"{place.uri}/tokenizer.json"
+    for data in ("tokenizer.json", "some text"):
+        with pytest.raises(TypeError, match=r"data\.encode\(\).*pathlib\.Path\(data\)"):
+            save_file(uri, data, config=place.config, **condition)
+    with pytest.raises(ObjectNotFoundError):
+        load_file(uri, config=place.config)
+    save_file(uri, Path("tokenizer.json"), config=place.config, **condition)
+    assert load_file(uri, config=place.config) == b"content"
+
+
+@on["memory"]
 def test_what_can_be_no_file_is_refused(place, tmp_path) -> None:
     with pytest.raises(TypeError, match="dict"):
         save_file(f"{place.uri}/x", {}, config=place.config)
+    with pytest.raises(TypeError, match="binary mode"):
+        save_file(f"{place.uri}/x", io.StringIO("text"), config=place.config)
     with pytest.raises(InvalidURIError):
         save_file("memory://bucket", b"", config=place.config)
     with pytest.raises(InvalidURIError):
