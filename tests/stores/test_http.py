@@ -5,14 +5,18 @@ Runs against the scripted stub of ``conftest.py``.
 
 import contextlib
 import io
+import os
 import random
+import select
 import socket
 import ssl
+import struct
 import threading
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import urllib3.util.connection
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -773,4 +777,118 @@ def test_a_server_without_tls_is_told_from_one_that_is_lost(server):
     url = server.url.replace("http://", "https://")
     with pytest.raises(TLSError, match="does not speak TLS"), client.send("GET", url, {}):
         pass
+    client.close()
+
+
+# connections that failed: all are closed at once, and none is left to the garbage collector
+
+
+def sockets() -> int:
+    """How many this process has."""
+    names = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own
+            names.append(os.readlink(f"/proc/self/fd/{number}"))
+    return sum(name.startswith("socket:") for name in names)
+
+
+@contextlib.contextmanager
+def listening(serve):
+    """The port of a server that does something with one connection, and has done so at the end."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def accept():
+            connection, _ = listener.accept()
+            with connection:
+                serve(connection)
+
+        thread = threading.Thread(target=accept)
+        thread.start()
+        yield listener.getsockname()[1]
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def test_headers_that_are_cut_off_when_they_are_late_leave_no_connection_open():
+    def serve(connection):
+        connection.recv(1000)
+        connection.sendall(b"HTTP/1.1 200 OK\r\nServer: slow")
+        while connection.recv(1000):
+            pass
+
+    client, before = HttpClient(options(read_timeout=0.2)), sockets()
+    with (
+        listening(serve) as port,
+        pytest.raises(ConnectionLostError, match="no answer began") as caught,
+        client.send("GET", f"http://127.0.0.1:{port}/key", {}),
+    ):
+        pass
+    assert sockets() == before
+    assert caught.value.__cause__ is not None  # it still knows what failed
+    client.close()
+
+
+def test_an_answer_that_makes_no_sense_and_ends_its_connection_leaves_it_not_open():
+    def serve(connection):
+        connection.recv(1000)
+        connection.sendall(b"HTTP/1.0 200 OK\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n")
+        while connection.recv(1000):
+            pass
+
+    client, before = HttpClient(options()), sockets()
+    with (
+        listening(serve) as port,
+        pytest.raises(ConnectionLostError) as caught,
+        client.send("GET", f"http://127.0.0.1:{port}/key", {}),
+    ):
+        pass
+    assert sockets() == before
+    assert caught.value.__cause__ is not None
+    client.close()
+
+
+@pytest.mark.parametrize("native_tls", [True, False])
+def test_a_connection_that_is_broken_before_tls_begins_is_not_left_open(native_tls, monkeypatch):
+    connect, connected = urllib3.util.connection.create_connection, threading.Event()
+
+    def reset(connection):
+        connected.wait(30)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    def connect_and_wait(*args, **keywords):
+        made = connect(*args, **keywords)
+        connected.set()
+        poll = select.poll()
+        poll.register(made, 0)
+        assert poll.poll(30_000)  # it was reset
+        return made
+
+    monkeypatch.setattr(urllib3.util.connection, "create_connection", connect_and_wait)
+    client, before = HttpClient(options(native_tls=native_tls)), sockets()
+    with (
+        listening(reset) as port,
+        pytest.raises(ConnectionLostError, match="broken before TLS") as caught,
+        client.send("GET", f"https://127.0.0.1:{port}/key", {}),
+    ):
+        pass
+    assert sockets() == before
+    assert caught.value.__cause__ is not None
+    client.close()
+
+
+@pytest.mark.parametrize("native_tls", [True, False])
+def test_a_handshake_that_is_interrupted_leaves_no_connection_open(native_tls, monkeypatch):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ssl.SSLSocket, "do_handshake", interrupt)
+    client, before = HttpClient(options(native_tls=native_tls)), sockets()
+    with (
+        listening(lambda connection: connection.recv(1)) as port,
+        pytest.raises(KeyboardInterrupt) as caught,
+        client.send("GET", f"https://127.0.0.1:{port}/key", {}),
+    ):
+        pass
+    assert sockets() == before
+    assert caught.value.__traceback__ is not None
     client.close()

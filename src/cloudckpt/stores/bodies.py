@@ -206,9 +206,11 @@ class Reply:
     def close(self) -> None:
         """Gives the connection back if the body was read, or nearly so; else closes it."""
         left = self._raw.length  # None: unknown; 0 also after HEAD, and for answers without a body
-        if left is not None and left <= _MOST_ERROR_BYTES:
-            self.read()
-        if self._raw.isclosed():
-            self._response.release_conn()
-        else:
-            self._response.close()
+        try:
+            if left is not None and left <= _MOST_ERROR_BYTES:
+                self.read()
+        finally:
+            if self._raw.isclosed():
+                self._response.release_conn()
+            else:
+                self._response.close()

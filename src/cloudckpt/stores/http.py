@@ -36,6 +36,7 @@ from cloudckpt.stores.long_reads import (
     BodyReader,
     LongReadSocket,
     LongReadTLSSocket,
+    TLSSocket,
     WatchedSocket,
     has_unread,
 )
@@ -107,6 +108,16 @@ class _Ours(http.client.HTTPConnection):
     raw_response: http.client.HTTPResponse | None = None
     raw_sock: socket.socket | None = None
 
+    def close(self) -> None:
+        """As that of ``HTTPConnection``; and closes an answer that nobody has got.
+
+        One that ends with its connection keeps the socket, and the connection forgets it: so does
+        one whose headers were cut off when it was late.
+        """
+        super().close()
+        if self.raw_response is not None:
+            self.raw_response.close()
+
 
 class _Watched(_Ours):
     """Sits between urllib3's connection and the standard library's.
@@ -167,7 +178,7 @@ class _Connecting(_Ours):
 
 
 class _ConnectingByTLS(_Connecting):
-    """The same; the socket is to be one for long reads.
+    """The same; the socket is to be one of ours.
 
     That is chosen by the context, so urllib3 gets the one that it would make by itself. TLS inside
     the TLS of a proxy is no socket, and goes without.
@@ -180,14 +191,13 @@ class _ConnectingByTLS(_Connecting):
     ssl_context: ssl.SSLContext | None
 
     def connect(self) -> None:
-        if self.native_tls:
-            context = urllib3.util.ssl_.create_urllib3_context(
-                cert_reqs=urllib3.util.ssl_.resolve_cert_reqs(self.cert_reqs)
-            )
-            if not self.ca_certs:
-                context.load_default_certs()
-            context.sslsocket_class = LongReadTLSSocket
-            self.ssl_context = context
+        context = urllib3.util.ssl_.create_urllib3_context(
+            cert_reqs=urllib3.util.ssl_.resolve_cert_reqs(self.cert_reqs)
+        )
+        if not self.ca_certs:
+            context.load_default_certs()
+        context.sslsocket_class = LongReadTLSSocket if self.native_tls else TLSSocket
+        self.ssl_context = context
         super().connect()
 
     @property

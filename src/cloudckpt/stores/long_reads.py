@@ -25,6 +25,7 @@ that it belongs to this object and this socket. Otherwise the connection takes t
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import io
 import logging
@@ -44,6 +45,7 @@ __all__ = [
     "BodyReader",
     "LongReadSocket",
     "LongReadTLSSocket",
+    "TLSSocket",
     "WatchedSocket",
     "has_unread",
     "obstacle",
@@ -283,7 +285,36 @@ class LongReadSocket(WatchedSocket):
         return super().recv_into(buffer, nbytes, flags)
 
 
-class LongReadTLSSocket(WatchedSocket, ssl.SSLSocket):
+class TLSSocket(ssl.SSLSocket):
+    """A TLS connection that is closed if it can't be made.
+
+    Nobody else has the socket meanwhile, and Python closes it only behind errors of the handshake:
+    not behind an interrupt, and not if the connection was broken just before, by the peer or by
+    another thread, which it takes for one that is still to be connected.
+    """
+
+    def getpeername(self) -> Any:
+        """As that of ``socket``; what Python asks before the handshake."""
+        try:
+            return super().getpeername()
+        except OSError as exc:
+            if self._sslobj is not None or self.fileno() < 0:  # type: ignore[attr-defined]
+                raise
+            self.close()
+            raise ConnectionResetError(
+                errno.ECONNRESET, "the connection was broken before TLS began"
+            ) from exc
+
+    def do_handshake(self, block: bool = False) -> None:
+        """As that of ``SSLSocket``."""
+        try:
+            super().do_handshake(block)
+        except BaseException:
+            self.close()
+            raise
+
+
+class LongReadTLSSocket(WatchedSocket, TLSSocket):
     """A TLS connection whose long reads are one native call each, where that is possible.
 
     A read of more than 64 KiB into a socket without a timeout then returns when the buffer is full
