@@ -104,6 +104,12 @@ class Checkpointer(ClosedAtExit):
     """
 
     def __init__(self, config: CheckpointerConfig) -> None:
+        given: object = config
+        if not isinstance(given, CheckpointerConfig):
+            raise ConfigError(
+                f"a checkpointer is made of a CheckpointerConfig, not of a {type(given).__name__}: "
+                "write CheckpointerConfig(config=...)"
+            )
         self._config = config
         self._planner = config.planner()
         self._closed = False

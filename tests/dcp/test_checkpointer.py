@@ -16,6 +16,7 @@ from cloudckpt import (
     CheckpointNotFoundError,
     ClosedError,
     CommitHook,
+    Config,
     ConfigError,
     MissingKeyError,
     make_async_checkpointer,
@@ -231,3 +232,9 @@ def _refused_on_ranks(place: Place, kind) -> None:
 def test_a_refused_commit_is_told_to_every_rank(local, kind, ranks):
     ranks(2, _refused_on_ranks, local, kind)
     assert local.names() == []
+
+
+@pytest.mark.parametrize("make", [make_sync_checkpointer, make_async_checkpointer])
+def test_options_in_the_place_of_a_configuration_are_told_where_they_belong(make) -> None:
+    with pytest.raises(ConfigError, match=r"write CheckpointerConfig\(config="):
+        make(Config())

@@ -18,6 +18,7 @@ from cloudckpt.hf.layout import (
     plan_files,
     plan_work,
 )
+from cloudckpt.hf.writer import bytes_of_size
 from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.transfer.memory import narrow
 
@@ -195,3 +196,8 @@ def test_a_mapping_names_the_files_or_numbers_them() -> None:
 def test_a_mapping_that_makes_no_files_is_refused(mapping) -> None:
     with pytest.raises(ConfigError, match="fqn_to_file"):
         plan_files([_plan("a", 1), _plan("b", 1)], 1, mapping)
+
+
+@pytest.mark.parametrize("size", [5_000_000_000, np.int64(5_000_000_000), torch.tensor(5 * 10**9)])
+def test_a_size_may_be_a_number_of_numpy_or_torch(size) -> None:
+    assert bytes_of_size(size) == bytes_of_size("5GB")
