@@ -88,8 +88,7 @@ class CheckpointManager(ClosedAtExit):
             asynchronous: Whether :meth:`save` returns when the state is copied.
             preemption: What tells that this job is about to be ended; default: SIGTERM.
             checkpointer: How checkpoints are saved and loaded, and by which ranks.
-            config: The options of all that is asked of the store; those of ``checkpointer`` if that
-                is given.
+            config: The options of all of this, if no ``checkpointer`` is given, which has its own.
 
         Raises:
             ConfigError: If an option makes no sense, or two ranks were given different ones.
@@ -123,10 +122,7 @@ class CheckpointManager(ClosedAtExit):
                 )
             kept = Retention(max_to_keep=max_to_keep, keep_period=keep_period, best_mode=best_mode)
             if checkpointer is not None and config is not None:
-                raise ConfigError(
-                    "config= is for the checkpointer made here; for yours, write checkpointer="
-                    "CheckpointerConfig(config=...)"
-                )
+                raise ConfigError("give config= to your CheckpointerConfig, which has its own options")
             options = checkpointer if checkpointer is not None else CheckpointerConfig()
             options = options if config is None else dataclasses.replace(options, config=config)
             options = dataclasses.replace(options, commit_hook=self._hook)
