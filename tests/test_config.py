@@ -107,8 +107,6 @@ FROM_ENVIRONMENT = [
     (AzureOptions, "account", "CLOUDCKPT_AZURE_ACCOUNT", "lab", "lab"),
     (BackgroundOptions, "when_busy", "CLOUDCKPT_ASYNC_WHEN_BUSY", "skip", "skip"),
     (BackgroundOptions, "nice", "CLOUDCKPT_ASYNC_NICE", "0", 0),
-    (BackgroundOptions, "io_priority", "CLOUDCKPT_ASYNC_IO_PRIORITY", "7", 7),
-    (BackgroundOptions, "io_priority", "CLOUDCKPT_ASYNC_IO_PRIORITY", "idle", "idle"),
     (AzureOptions, "tags", "CLOUDCKPT_AZURE_TAGS", "a=b", (("a", "b"),)),
 ]
 
@@ -207,9 +205,6 @@ def test_a_variable_that_can_not_work_is_refused_with_its_text(monkeypatch, vari
         (GCSOptions, {"endpoint_url": "localhost:4443"}, "http://"),
         (BackgroundOptions, {"when_busy": "queue"}, "'wait', 'skip' or 'double_buffer'"),
         (BackgroundOptions, {"nice": 20}, "0 to 19"),
-        (BackgroundOptions, {"io_priority": 8}, "io_priority=8: write 'idle', or a level"),
-        (BackgroundOptions, {"io_priority": True}, "io_priority=True"),
-        (BackgroundOptions, {"io_priority": "real-time"}, "io_priority='real-time'"),
         (BackgroundOptions, {"stage_threads": 0}, "at least 1"),
         (BackgroundOptions, {"patience": 0.0}, "seconds"),
         (AzureOptions, {"checksum": "md5"}, "'auto', 'on' or 'off'"),

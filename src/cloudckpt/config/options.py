@@ -109,7 +109,7 @@ class _Option:
             return self.default
         kind, _ = self._annotation
         if get_origin(kind) is Literal:
-            return next((each for each in get_args(kind) if str(each) == text), text)
+            return text
         read, form = _READERS[kind]
         try:
             return read(text)
@@ -129,8 +129,7 @@ class _Option:
         if kind == Pairs:
             return _as_pairs(shown, value)
         if get_origin(kind) is Literal:
-            fits = any(value == each and type(value) is type(each) for each in get_args(kind))
-            require(fits, f"{shown}: write {_choices(get_args(kind))}")
+            require(value in get_args(kind), f"{shown}: write {_choices(get_args(kind))}")
             return value
         of = int if kind == Bytes else kind
         if of in (int, float):
@@ -276,11 +275,8 @@ def _as_pairs(shown: str, value: object) -> Pairs:
 
 
 def _choices(values: tuple[Any, ...]) -> str:
-    """``'a', 'b' or 'c'``; numbers are levels."""
-    texts = [repr(value) for value in values if isinstance(value, str)]
-    levels = [value for value in values if not isinstance(value, str)]
-    if levels:
-        return f"{', '.join(texts)}, or a level from {min(levels)} to {max(levels)}"
+    """``'a', 'b' or 'c'``."""
+    texts = [repr(value) for value in values]
     return f"{', '.join(texts[:-1])} or {texts[-1]}"
 
 
