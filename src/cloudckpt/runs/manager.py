@@ -122,7 +122,9 @@ class CheckpointManager(ClosedAtExit):
                 )
             kept = Retention(max_to_keep=max_to_keep, keep_period=keep_period, best_mode=best_mode)
             if checkpointer is not None and config is not None:
-                raise ConfigError("give config= to your CheckpointerConfig, which has its own options")
+                raise ConfigError(
+                    "give config= to your CheckpointerConfig, which has its own options"
+                )
             options = checkpointer if checkpointer is not None else CheckpointerConfig()
             options = options if config is None else dataclasses.replace(options, config=config)
             options = dataclasses.replace(options, commit_hook=self._hook)
