@@ -185,7 +185,7 @@ class _Life:
         try:
             with theirs:
                 self._process = _start(theirs.fileno())
-            self._channel.send([*map(os.path.abspath, sys.path), _own_folder()])
+            self._channel.send(_paths())
             self._channel.send(
                 Settings(os.getpid(), options.nice, options.heartbeat_timeout, log_levels())
             )
@@ -342,12 +342,18 @@ def _start(fd: int) -> subprocess.Popen[bytes]:
     )
 
 
-def _own_folder() -> str:
-    """Where this package lies: the folder by which it was found may be the current one no more."""
+def _paths() -> list[str]:
+    """Where modules are found: by the trainer, and this package for sure.
+
+    The folder in which the trainer found it may be the current one no more.
+    """
     own = os.path.abspath(__file__)
     for _ in __name__.split("."):
         own = os.path.dirname(own)
-    return own
+    known = [path for path in sys.path if isinstance(path, str)]
+    # what is no folder or archive may be a word for somebody's import hook
+    found = [os.path.abspath(path) if not path or os.path.exists(path) else path for path in known]
+    return [*found, own]
 
 
 def _wait(process: subprocess.Popen[bytes], timeout: float) -> None:
