@@ -361,6 +361,16 @@ class AsyncSaver:
 
     def _carry_out(self, save: Save) -> Metadata:
         """Saves a copy; in the thread."""
+        try:
+            return self._saved(save)
+        except BaseException as error:
+            if isinstance(error, ProcessGroupError) or not isinstance(error, Exception):
+                self._is_broken = True
+                if self._group is not None:
+                    break_off(self._group)  # others may wait for this rank
+            raise
+
+    def _saved(self, save: Save) -> Metadata:
         if self._group is not None and not exists(self._group):
             raise ProcessGroupError(  # torch would save each rank alone, as if it were all
                 "the process group was destroyed before this save was begun; wait for saves first",
@@ -378,12 +388,6 @@ class AsyncSaver:
                 no_dist=self._no_dist,
                 use_collectives=save.use_collectives,
             )
-        except BaseException as error:
-            if isinstance(error, ProcessGroupError) or not isinstance(error, Exception):
-                self._is_broken = True
-                if self._group is not None:
-                    break_off(self._group)  # others may wait for this rank
-            raise
         finally:
             if isinstance(save.planner, DefaultSavePlanner):
                 save.planner.state_dict = {}  # it would keep the copy until it plans the next save
