@@ -24,7 +24,7 @@ from cloudckpt.errors import StagingMemoryError
 __all__ = ["Annex", "Arena", "Memory", "available_memory"]
 
 _WORTH_A_CALL = 256 * 1024  # bytes
-_WORTH_A_CHECK = 16 * 1024 * 1024  # bytes
+_WORTH_A_CHECK = 4 * 1024 * 1024  # bytes
 _ADDITION = "what a save adds to its staged copy"
 
 
