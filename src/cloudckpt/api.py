@@ -24,7 +24,7 @@ from cloudckpt.checkpoint.torch_private import errors_gathered_as
 from cloudckpt.config import Config
 from cloudckpt.dcp.failures import portable
 from cloudckpt.dcp.load_loop import load_together, loads_together
-from cloudckpt.dcp.meeting import TORCHS_WAY, Meeting, Stance, one_error
+from cloudckpt.dcp.meeting import TORCHS_WAY, Meeting, Stance, break_off, one_error
 from cloudckpt.dcp.planners import CloudLoadPlanner, CloudSavePlanner
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.dcp.save_loop import SaveLoop
@@ -234,6 +234,8 @@ def save_prepared(
     try:
         return cast(Metadata, _each_alone(meeting, save_it, lambda: not use_collectives, uri))
     except (CheckpointException, RuntimeError) as exc:
+        if _is_of_group(exc):
+            break_off(meeting.group)
         raise _settle(exc, writer, _rank(process_group, no_dist)) from exc
     finally:
         forget_listings()
@@ -325,6 +327,8 @@ def _load_once(
         with told_once():
             _each_alone(meeting, load_it, lambda: ours is not None and ours.reads_alone, uri)
     except (CheckpointException, RuntimeError) as exc:
+        if _is_of_group(exc):
+            break_off(meeting.group)
         raise _cause(exc, rank, uri) from exc
 
 

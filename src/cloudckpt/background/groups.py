@@ -9,23 +9,20 @@ wait for connections that nobody accepts (torch 2.13). The groups end with the d
 
 from __future__ import annotations
 
-import contextlib
 import json
 import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from cloudckpt.checkpoint.torch_private import set_group_timeout
 from cloudckpt.errors import ConfigError, ProcessGroupError
 from cloudckpt.fork import ModuleLock
 
-__all__ = ["break_off", "exists", "give_back", "open_group"]
+__all__ = ["exists", "give_back", "open_group"]
 
 
-_NO_TAG = 1 << 20  # of messages that nobody sends
 _CONNECT, _CONNECT_EACH = 30.0, 0.1
 """Seconds, and those for each rank, in which ranks that are all here connect to each other."""
 
@@ -106,23 +103,6 @@ def give_back(group: dist.ProcessGroup) -> None:
     with _lock:
         if world is not None and world in _kept and exists(group):
             _kept[world].free.append(group)
-
-
-def break_off(group: dist.ProcessGroup) -> None:
-    """Ends the connections of a group of savers in which this rank has lost another.
-
-    Only the neighbours of a rank that dies notice it. Those who wait for one of these, which has
-    raised and lives on, would else wait until the time limit of the group. A receive that is late
-    closes all connections of a gloo group.
-    """
-    late = timedelta(milliseconds=1)
-    for peer in range(dist.get_world_size(group)) if exists(group) else ():
-        if peer != dist.get_rank(group):
-            with contextlib.suppress(RuntimeError, ValueError):  # late; of a group that is gone
-                nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
-                receiving = dist.irecv(nothing, group=group, group_src=peer, tag=_NO_TAG)
-                if receiving is not None:
-                    receiving.wait(late)
 
 
 def exists(group: dist.ProcessGroup) -> bool:

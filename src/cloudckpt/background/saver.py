@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from cloudckpt import api
-from cloudckpt.background.groups import break_off, exists, give_back, open_group
+from cloudckpt.background.groups import exists, give_back, open_group
 from cloudckpt.background.process import SaveProcess
 from cloudckpt.background.save import (
     PendingSave,
@@ -130,13 +130,7 @@ class AsyncSaver:
             self._process.close(0)
         if self._own_stager is not None:
             self._own_stager.close()
-        self._break_off_if_lost()
         self._give_back_groups()
-
-    def _break_off_if_lost(self) -> None:
-        """Lets the ranks that wait for this one in a meeting know that it has lost another."""
-        if self._meeting.is_broken and self._meeting.group is not None:
-            break_off(self._meeting.group)
 
     def _new_group(self, parent: dist.ProcessGroup | None, have_met: bool) -> dist.ProcessGroup:
         options = self._options
@@ -210,8 +204,6 @@ class AsyncSaver:
                 failed.staged.set_exception(failed.failure)
                 self._submit(failed)
             raise
-        finally:
-            self._break_off_if_lost()
 
     def _hand_over(
         self,
@@ -366,8 +358,6 @@ class AsyncSaver:
         except BaseException as error:
             if isinstance(error, ProcessGroupError) or not isinstance(error, Exception):
                 self._is_broken = True
-                if self._group is not None:
-                    break_off(self._group)  # others may wait for this rank
             raise
 
     def _saved(self, save: Save) -> Metadata:

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
@@ -28,9 +29,12 @@ from cloudckpt.errors import (
     RanksFailedError,
 )
 
-__all__ = ["PLAN_ANEW", "TORCHS_WAY", "Meeting", "Stance", "Verdict", "one_error"]
+__all__ = ["PLAN_ANEW", "TORCHS_WAY", "Meeting", "Stance", "Verdict", "break_off", "one_error"]
 
 T = TypeVar("T")
+
+_NO_TAG = 1 << 20  # of messages that nobody sends
+_LATE = timedelta(milliseconds=1)
 
 TORCHS_WAY = 0
 """The plan of a rank that saves by torch's own loop, or does not save."""
@@ -266,6 +270,7 @@ class Meeting:
             yield
         except (RuntimeError, ValueError) as exc:  # plain ones of gloo; of a group that is gone
             self.is_broken = True
+            break_off(self.group)
             if failure is not None:
                 raise failure from exc
             outcome = "" if has_begun else ", and nothing was begun"
@@ -278,6 +283,26 @@ class Meeting:
         except BaseException:
             self.is_broken = True
             raise
+
+
+def break_off(group: dist.ProcessGroup | None) -> None:
+    """Ends the connections of a gloo group in which this rank has lost another.
+
+    Of a rank that dies, only those hear who wait for it. The others wait for one of these, which
+    has raised and may live on, and would do so until the time limit of the group. No collective of
+    the group can succeed any more. A receive that is late closes all connections of a gloo group.
+    """
+    if group is None:
+        return
+    with contextlib.suppress(RuntimeError, ValueError, KeyError):  # of a group that is gone
+        if dist.get_backend_config(group).find("gloo") < 0:
+            return
+        for peer in set(range(dist.get_world_size(group))) - {dist.get_rank(group)}:
+            with contextlib.suppress(RuntimeError):  # it is late, or was ended before
+                nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+                work = dist.irecv(nothing, group=group, group_src=peer, tag=_NO_TAG)
+                if work is not None:
+                    work.wait(_LATE)
 
 
 def _common(highest: int, lowest: int) -> int:

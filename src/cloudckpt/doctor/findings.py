@@ -37,7 +37,8 @@ __all__ = [
 Outcome = Literal["ok", "warning", "failed", "skipped"]
 Values = Mapping[str, str | float | None]
 
-_POLICY = RetryPolicy(attempts=2, base=0.2, cap=1.0, deadline=10.0)  # a hiccup is no finding
+# a hiccup is no finding, nor is a limit of one write a second: five pauses take that at least
+_POLICY = RetryPolicy(attempts=6, base=0.2, cap=1.0, deadline=10.0)
 _GRACE = 2.0  # seconds for what was broken off to end
 _HOPELESS = (BucketNotFoundError, CredentialsError, TLSError)
 

@@ -32,7 +32,7 @@ __all__ = ["NEEDS", "Trials"]
 
 _BYTES = 4096  # of a small object
 _MIB = 1024 * 1024
-_CLEANUP = RetryPolicy(attempts=4, base=0.2, cap=2.0, deadline=30.0)
+_CLEANUP = RetryPolicy(attempts=8, base=0.2, cap=2.0, deadline=30.0)
 
 _NO_WORD = (AccessDeniedError, ConnectionLostError)  # says nothing about what was sent
 
