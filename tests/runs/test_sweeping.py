@@ -124,7 +124,7 @@ def _tried_by_a_model(uri: str) -> None:
 
 
 def _tried_by_a_file(uri: str) -> None:
-    cloudckpt.save_file(f"{uri}/tokenizer.json", "text", if_absent=True, config=IMPATIENT)
+    cloudckpt.save_file(f"{uri}/tokenizer.json", b"text", if_absent=True, config=IMPATIENT)
 
 
 def _tried_by_a_save(uri: str) -> None:
