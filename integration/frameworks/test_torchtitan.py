@@ -11,7 +11,7 @@ import cloudckpt
 import page
 from results import Job
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.fixture
