@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
@@ -20,18 +18,15 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.distributed.tensor import DTensor
 
 from cloudckpt.checkpoint.objects import is_committed
-from cloudckpt.checkpoint.torch_private import errors_gathered_as
 from cloudckpt.config import Config
-from cloudckpt.dcp.failures import portable
-from cloudckpt.dcp.load_loop import load_together, loads_together
-from cloudckpt.dcp.meeting import TORCHS_WAY, Meeting, Stance, break_off, one_error
-from cloudckpt.dcp.planners import CloudLoadPlanner, CloudSavePlanner
-from cloudckpt.dcp.reader import CloudStorageReader
+from cloudckpt.dcp.load_loop import load_together
+from cloudckpt.dcp.meeting import PLAN_EACH_TIME, Meeting, Stance, break_off, one_error
+from cloudckpt.dcp.planners import CloudSavePlanner
+from cloudckpt.dcp.reader import CloudStorageReader, OurReader
 from cloudckpt.dcp.save_loop import SaveLoop
-from cloudckpt.dcp.torch_log import told_once
-from cloudckpt.dcp.writer import CloudStorageWriter
+from cloudckpt.dcp.save_steps import save_by_steps
+from cloudckpt.dcp.writer import CloudStorageWriter, OurWriter, check_together
 from cloudckpt.errors import (
-    CheckpointReplacedError,
     CommitUnknownError,
     ConfigError,
     InvalidURIError,
@@ -39,7 +34,7 @@ from cloudckpt.errors import (
     ProcessGroupError,
 )
 from cloudckpt.stores.listings import forget_listings
-from cloudckpt.transfer.retry import Retrier, begun_anew, open_store
+from cloudckpt.transfer.retry import Retrier, open_store
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = [
@@ -49,6 +44,7 @@ __all__ = [
     "exists",
     "load",
     "load_prepared",
+    "our_writer",
     "save",
     "save_prepared",
     "writer_for",
@@ -86,11 +82,11 @@ def save(
     Args:
         state_dict: The state dict; ``Stateful`` values are asked for theirs.
         checkpoint_id: ``s3://bucket/path`` or another location.
-        storage_writer: A writer of the caller's instead of one for ``checkpoint_id``.
+        storage_writer: A writer of this package instead of one for ``checkpoint_id``.
         planner: As in torch.
         process_group: As in torch.
         no_dist: As in torch.
-        use_collectives: As in torch: whether ranks commit together.
+        use_collectives: Must be on: all ranks commit together.
         config: Options, if no writer is given.
 
     Returns:
@@ -99,6 +95,7 @@ def save(
 
     Raises:
         CheckpointExistsError: If there is a checkpoint and ``overwrite`` is off.
+        ConfigError: If the arguments do not fit together, or are none of this package's.
         CheckpointConflictError: If another writer committed first.
         CommitUnknownError: If the store itself did not say whether it carried out the commit;
             nothing is deleted then.
@@ -109,16 +106,10 @@ def save(
     """
 
     def prepare() -> ToSave:
-        writer = writer_for(checkpoint_id, storage_writer, config)
-        return ToSave(writer, planner)
+        check_together(use_collectives)
+        return ToSave(writer_for(checkpoint_id, storage_writer, config), planner)
 
-    return save_prepared(
-        state_dict,
-        prepare,
-        process_group=process_group,
-        no_dist=no_dist,
-        use_collectives=use_collectives,
-    )
+    return save_prepared(state_dict, prepare, process_group=process_group, no_dist=no_dist)
 
 
 def load(
@@ -141,7 +132,7 @@ def load(
     Args:
         state_dict: What to load: its keys say what, its tensors say where to and how sharded.
         checkpoint_id: ``s3://bucket/path`` or another location.
-        storage_reader: A reader of the caller's instead of one for ``checkpoint_id``.
+        storage_reader: A reader of this package instead of one for ``checkpoint_id``.
         planner: As in torch.
         process_group: As in torch.
         no_dist: As in torch.
@@ -170,7 +161,7 @@ def load(
 class ToSave:
     """Where a rank saves to, and as planned by what."""
 
-    writer: StorageWriter
+    writer: OurWriter
     planner: SavePlanner | None = None
 
 
@@ -178,7 +169,7 @@ class ToSave:
 class ToLoad:
     """Where a rank loads from, and as planned by what."""
 
-    reader: StorageReader
+    reader: OurReader
     planner: LoadPlanner | None = None
 
 
@@ -188,7 +179,6 @@ def save_prepared(
     *,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
-    use_collectives: bool = True,
 ) -> Metadata:
     """Saves to what ``prepare`` returns; if it raises on one rank, none begins.
 
@@ -198,41 +188,27 @@ def save_prepared(
 
     loops: list[SaveLoop] = []
 
-    def begin() -> tuple[ToSave, dict[str, Any]]:
+    def begin() -> tuple[OurWriter, SavePlanner, dict[str, Any]]:
         made, state = _both(prepare, lambda: content_of(state_dict))
         planner = made.planner or CloudSavePlanner()
-        if use_collectives:
-            loops.extend(SaveLoop.of(state, made.writer, planner, process_group, no_dist))
-        return replace(made, planner=planner), state
+        loops.extend(SaveLoop.of(state, made.writer, planner, process_group, no_dist))
+        return made.writer, planner, state
 
-    def stance(begun: tuple[ToSave, dict[str, Any]]) -> Stance:
-        own = _stance_of_save(begun[0].writer, begun[0].planner, use_collectives)
+    def stance(begun: tuple[OurWriter, SavePlanner, dict[str, Any]]) -> Stance:
+        own = _stance_of_save(begun[0], begun[1])
         return replace(own, plan=loops[0].plan) if loops else own
 
-    plan = TORCHS_WAY
+    plan = PLAN_EACH_TIME
     try:
-        (made, state), plan = meeting.begin_planned(begin, stance)
+        (writer, planner, state), plan = meeting.begin_planned(begin, stance)
     finally:
-        if plan == TORCHS_WAY:
+        if plan == PLAN_EACH_TIME:
             for loop in loops:
                 loop.give_up()
-    writer = made.writer
-    save_it: Callable[[], Metadata]
-    if plan != TORCHS_WAY:
-        save_it = functools.partial(loops[0].run, plan)
-    else:
-        save_it = functools.partial(
-            state_dict_saver.save,
-            state,
-            storage_writer=writer,
-            planner=made.planner,
-            process_group=process_group,
-            no_dist=no_dist,
-            use_collectives=use_collectives,
-        )
-    uri = _location(writer)
     try:
-        return cast(Metadata, _each_alone(meeting, save_it, lambda: not use_collectives, uri))
+        if plan != PLAN_EACH_TIME:
+            return loops[0].run(plan)
+        return save_by_steps(state, writer, planner, process_group, no_dist)
     except (CheckpointException, RuntimeError) as exc:
         if _is_of_group(exc):
             break_off(meeting.group)
@@ -262,31 +238,11 @@ def load_prepared(
             )
         return content_of({name: named[name] for name in sorted(named)})
 
-    meeting = Meeting.of(process_group, no_dist)
-    made, state = meeting.begin(
-        lambda: _both(prepare, content), lambda both: _stance_of_load(both[0])
-    )
-    reader, planner = made.reader, made.planner
-    if isinstance(reader, CloudStorageReader):
-        planner = planner if planner is not None else CloudLoadPlanner(reader.checkpoint_id)
-    if loads_together(reader, planner):
-        assert isinstance(reader, CloudStorageReader)
-        assert isinstance(planner, DefaultLoadPlanner)
-        load_it = functools.partial(load_together, state, reader, planner, meeting)
-        begun_anew(lambda: _reset_if_replaced(load_it, reader))
-    else:
-        load_it = functools.partial(
-            state_dict_loader.load,
-            state,
-            storage_reader=reader,
-            planner=planner,
-            process_group=process_group,
-            no_dist=no_dist,
-        )
-        rank = _rank(process_group, no_dist)
-        begun_anew(
-            lambda: _reset_if_replaced(lambda: _load_once(load_it, reader, meeting, rank), reader)
-        )
+    def begin() -> tuple[StorageReader, LoadPlanner | None, dict[str, Any]]:
+        made, state = _both(prepare, content)
+        return made.reader, made.planner, state
+
+    state = load_together(Meeting.of(process_group, no_dist), begin)
     for key, value in list(state_dict.items()):
         if isinstance(value, Stateful):
             value.load_state_dict(state[str(key)])
@@ -307,29 +263,6 @@ def _both(prepare: Callable[[], T], content: Callable[[], S]) -> tuple[T, S]:
             content()
         raise
     return made, content()
-
-
-def _reset_if_replaced(load_it: Callable[[], None], reader: StorageReader) -> None:
-    """Loads; if a writer has overtaken it, the reader may begin anew."""
-    try:
-        load_it()
-    except CheckpointReplacedError:
-        reader.reset()
-        raise
-
-
-def _load_once(
-    load_it: Callable[[], None], reader: StorageReader, meeting: Meeting, rank: int
-) -> None:
-    """Loads with torch's loader; all ranks raise the same."""
-    ours, uri = reader if isinstance(reader, CloudStorageReader) else None, _location(reader)
-    try:
-        with told_once():
-            _each_alone(meeting, load_it, lambda: ours is not None and ours.reads_alone, uri)
-    except (CheckpointException, RuntimeError) as exc:
-        if _is_of_group(exc):
-            break_off(meeting.group)
-        raise _cause(exc, rank, uri) from exc
 
 
 def exists(checkpoint_id: URILike, *, config: Config | None = None) -> bool:
@@ -354,37 +287,6 @@ def exists(checkpoint_id: URILike, *, config: Config | None = None) -> bool:
     return is_committed(open_store(uri, config), uri, Retrier(config.retry))
 
 
-def _each_alone(
-    meeting: Meeting, run: Callable[[], T], applies: Callable[[], bool], uri: str | None
-) -> T:
-    """Runs a save or load of torch; without collectives, too, its ranks raise alike.
-
-    They meet only in a barrier at its end then. A rank that fails before would leave the others
-    there until its time limit, and they would never hear of it. So it comes, too, and then all tell
-    each other how they fared.
-
-    Args:
-        meeting: Of the ranks.
-        run: What they do.
-        applies: Whether that was without collectives.
-        uri: The checkpoint, for messages.
-    """
-    result: T | None = None
-    failure: Exception | None = None
-    try:
-        with errors_gathered_as(lambda error: portable(error, uri)):
-            result = run()
-    except Exception as error:
-        if meeting.group is None or not applies() or _is_of_group(error):
-            raise
-        failure = error
-        with contextlib.suppress(RuntimeError):  # told by the meeting, too
-            dist.barrier(group=meeting.group)
-    if meeting.group is not None and applies():
-        meeting.hold(Stance(failure=failure), has_begun=True).raise_alike("without collectives")
-    return cast(T, result)
-
-
 def content_of(state_dict: dict[str, Any]) -> dict[str, Any]:
     """The state dict with what its ``Stateful`` values return, which are asked one by one."""
     return {
@@ -398,20 +300,33 @@ def content_of(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 def writer_for(
     checkpoint_id: URILike | None, writer: StorageWriter | None, config: Config | None
-) -> StorageWriter:
+) -> OurWriter:
     """The caller's writer, led to a location; or a new one.
 
     Raises:
         InvalidURIError: If there is neither a location nor a writer.
-        ConfigError: If options are given for a writer that has its own.
+        ConfigError: If the writer is another package's, or options are given for one that has its
+            own.
     """
     if writer is None:
         if checkpoint_id is None:
             raise InvalidURIError("neither checkpoint_id nor storage_writer was given")
         return CloudStorageWriter(checkpoint_id, config=config)
+    ours = our_writer(writer)
     if config is not None:
         raise ConfigError("config= is for the writer made here; give it to your storage_writer")
-    writer.reset(None if checkpoint_id is None else str(checkpoint_id))
+    ours.reset(None if checkpoint_id is None else str(checkpoint_id))
+    return ours
+
+
+def our_writer(writer: StorageWriter) -> OurWriter:
+    """The writer.
+
+    Raises:
+        ConfigError: If it is another package's, of which nothing that is promised here would hold.
+    """
+    if not isinstance(writer, OurWriter):
+        raise _foreign(writer, "save", "writer")
     return writer
 
 
@@ -420,11 +335,13 @@ def _reader(
     reader: StorageReader | None,
     config: Config | None,
     trust_pickle: bool,
-) -> StorageReader:
+) -> OurReader:
     if reader is None:
         if checkpoint_id is None:
             raise InvalidURIError("neither checkpoint_id nor storage_reader was given")
         return CloudStorageReader(checkpoint_id, config=config, trust_pickle=trust_pickle)
+    if not isinstance(reader, OurReader):
+        raise _foreign(reader, "load", "reader")
     if config is not None or trust_pickle:
         raise ConfigError(
             "config= and trust_pickle= are for the reader made here; give them to your "
@@ -434,9 +351,16 @@ def _reader(
     return reader
 
 
-def _settle(
-    exc: CheckpointException | RuntimeError, writer: StorageWriter, rank: int
-) -> BaseException:
+def _foreign(storage: object, verb: str, noun: str) -> ConfigError:
+    kind = type(storage).__name__
+    return ConfigError(
+        f"cloudckpt.{verb} does not take a {kind}, which is no {noun} of cloudckpt: give it to "
+        f"torch.distributed.checkpoint.{verb}, or leave it out and name the location by "
+        "checkpoint_id, a URI or a path"
+    )
+
+
+def _settle(exc: CheckpointException | RuntimeError, writer: OurWriter, rank: int) -> BaseException:
     """Cleans up after a failed save and returns its cause.
 
     What this rank has written is deleted only if there was certainly no commit: every rank's
@@ -456,45 +380,21 @@ def _settle(
             writer.discard()
     if _is_of_group(exc):
         message = f"{_LOST}; {_WHAT_IS_COMMITTED[committed]}"
-        return ProcessGroupError(message, committed=committed, uri=_location(writer), cause=exc)
-    return _cause(exc, rank, _location(writer))
+        return ProcessGroupError(message, committed=committed, uri=writer.checkpoint_id, cause=exc)
+    return _cause(exc, rank, writer.checkpoint_id)
 
 
-def _stance_of_save(
-    writer: StorageWriter, planner: SavePlanner | None, use_collectives: bool
-) -> Stance:
-    """What ranks must have in common to save together: on it depends where they meet next.
+def _stance_of_save(writer: OurWriter, planner: SavePlanner) -> Stance:
+    """What ranks must have in common to save together.
 
     All else may differ: the options of the coordinator decide what is committed and on which
     condition, those of each rank how it sends its own objects.
     """
     keeps_plans = isinstance(planner, DefaultSavePlanner) and bool(planner._enable_plan_caching)
-    location = _location(writer) if use_collectives else None
-    return Stance(
-        location=location or "",
-        options=f"{use_collectives=} and enable_plan_caching={keeps_plans}",
-    )
+    return Stance(location=writer.checkpoint_id, options=f"enable_plan_caching={keeps_plans}")
 
 
-def _stance_of_load(made: ToLoad) -> Stance:
-    reader = made.reader
-    if not isinstance(reader, CloudStorageReader):
-        return Stance()
-    planner = made.planner or CloudLoadPlanner(reader.checkpoint_id)
-    loader = "cloudckpt's" if loads_together(reader, planner) else "torch's, for other planners"
-    return Stance(
-        location=reader.checkpoint_id,
-        options=f"shared_reads={reader.config.shared_reads!r} and the loader {loader}",
-    )
-
-
-def _location(storage: StorageWriter | StorageReader | None) -> str | None:
-    if isinstance(storage, (CloudStorageWriter, CloudStorageReader)):
-        return storage.checkpoint_id
-    return None
-
-
-def _cause(exc: CheckpointException | RuntimeError, rank: int, uri: str | None) -> BaseException:
+def _cause(exc: CheckpointException | RuntimeError, rank: int, uri: str) -> BaseException:
     """The error that a user can act on; ``rank`` is that of this process."""
     if isinstance(exc, RuntimeError):
         if not _is_of_group(exc):

@@ -4,27 +4,32 @@ import io
 import itertools
 import os
 import pickle
+from typing import ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+)
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 import cloudckpt
 from cloudckpt import (
+    CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     CloudStorageReader,
     CloudStorageWriter,
     ConfigError,
     InvalidURIError,
-    ShapeMismatchError,
 )
 
 from .layouts import LAYOUTS, Layout, check_local_parts, full_state, spread
@@ -104,64 +109,6 @@ def _two_groups_at_once(place: Place) -> None:
 
 def test_two_groups_save_to_two_places_at_once(place, ranks):
     ranks(4, _two_groups_at_once, place)
-
-
-def _without_collectives(place: Place) -> None:
-    rank = dist.get_rank()
-    state = {"t": numbered(50, first=rank * 100), "rank": rank}
-    save(state, place, use_collectives=False)
-    assert_same(load({"t": torch.zeros(50), "rank": None}, place), state)
-
-
-def test_without_collectives_each_rank_commits_and_finds_its_own(place, ranks):
-    ranks(3, _without_collectives, place)
-    ranks(3, _without_collectives, place)  # and replaces it
-    names = place.names()
-    assert [name for name in names if name.endswith(".metadata")] == [
-        "__0.metadata",
-        "__1.metadata",
-        "__2.metadata",
-    ]
-    assert len(names) == 3 * 2  # metadata, data
-
-
-def _load_another_part_than_was_saved_alone(place: Place) -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    state = {"t": distribute_tensor(numbered(8, 6), mesh, [Shard(0)])}
-    save(state, place, use_collectives=False)
-    same = load({"t": distribute_tensor(torch.zeros(8, 6), mesh, [Shard(0)])}, place)
-    assert torch.equal(same["t"].to_local(), state["t"].to_local())
-    load({"t": distribute_tensor(torch.zeros(8, 6), mesh, [Shard(1)])}, place)
-
-
-def test_a_part_that_was_not_saved_is_not_passed_over_in_silence(local, ranks):
-    """Without collectives each rank knows its own part only; torch leaves the rest as it was."""
-    for error in ranks.errors(2, _load_another_part_than_was_saved_alone, local):
-        assert isinstance(error, ShapeMismatchError)
-        assert "12 of the 24 elements of t" in str(error)
-
-
-def test_a_save_without_collectives_that_an_older_checkpoint_would_hide_is_refused(place):
-    save({"t": numbered(10)}, place)
-    before = place.names()
-    with pytest.raises(CheckpointExistsError):
-        save({"t": numbered(10, first=500)}, place, use_collectives=False)
-    assert place.names() == before
-    assert_same(load({"t": torch.zeros(10)}, place)["t"], numbered(10))
-
-
-def test_the_refusal_of_a_save_without_collectives_gives_advice_that_helps(local):
-    save({"t": numbered(10)}, local)
-    with pytest.raises(CheckpointExistsError) as caught:
-        save({"t": numbered(10)}, local.having(overwrite=True), use_collectives=False)
-    assert "overwrite=True" not in str(caught.value)
-
-
-def test_a_save_with_collectives_replaces_one_without(local):
-    save({"t": numbered(10)}, local, use_collectives=False)
-    save({"t": numbered(10, first=500)}, local)
-    assert_same(load({"t": torch.zeros(10)}, local)["t"], numbered(10, first=500))
-    assert len(local.names()) == 2  # metadata, data
 
 
 # ---- planners
@@ -495,19 +442,87 @@ def test_options_beside_a_writer_or_reader_are_refused(local):
         cloudckpt.load({}, storage_reader=local.reader(), trust_pickle=True)
 
 
-def test_a_writer_of_torch_works_behind_our_door(local):
-    from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+def test_writers_and_readers_of_others_are_refused_with_the_name_of_the_door_for_them(local):
+    writer = FileSystemWriter(local.path)
+    for save_it in (cloudckpt.save, cloudckpt.async_save):
+        with pytest.raises(ConfigError, match=r"FileSystemWriter.* torch\.distributed\.\S+\.save,"):
+            save_it({"t": numbered(5)}, storage_writer=writer)
+    with pytest.raises(ConfigError, match=r"FileSystemReader.* torch\.distributed\.\S+\.load,"):
+        cloudckpt.load({"t": numbered(5)}, storage_reader=FileSystemReader(local.path))
+    assert local.names() == []
 
-    cloudckpt.save({"t": numbered(5)}, storage_writer=FileSystemWriter(local.path))
-    loaded = {"t": torch.zeros(5)}
-    cloudckpt.load(loaded, storage_reader=FileSystemReader(local.path))
-    assert_same(loaded["t"], numbered(5))
+
+class Telling(cloudckpt.CloudStorageWriter):
+    """A writer of a user's own, which adds something to steps of ours."""
+
+    told: ClassVar[list[str]] = []
+
+    def write_data(self, plan, planner):
+        self.told.append(f"{len(plan.items)} items")
+        return super().write_data(plan, planner)
+
+    def finish(self, metadata, results):
+        super().finish(metadata, results)
+        self.told.append("committed")
+
+
+class Counting(cloudckpt.CloudStorageReader):
+    """A reader of a user's own."""
+
+    items = 0
+
+    def read_data(self, plan, planner):
+        self.items += len(plan.items)
+        return super().read_data(plan, planner)
+
+
+def test_a_writer_and_a_reader_that_are_derived_from_ours_are_asked_for_each_step(local):
+    Telling.told.clear()
+    writer = Telling(local.uri, config=local.config)
+    for first in (1, 2):
+        state = {"t": numbered(5, first=first), 7: {"empty": {}}}
+        cloudckpt.save(state, storage_writer=writer)
+    assert Telling.told == ["1 items", "committed"] * 2
+    reader, loaded = Counting(local.uri, config=local.config), {"t": torch.zeros(5)}
+    cloudckpt.load(loaded, storage_reader=reader)
+    assert reader.items == 1
+    assert_same(loaded["t"], numbered(5, first=2))
+    assert 7 in cloudckpt.make_sync_checkpointer(cloudckpt.CheckpointerConfig()).load(local.uri)
+
+
+def _derived(place: Place) -> None:
+    rank = dist.get_rank()
+    state = {f"of {rank}": numbered(5, first=rank), "all": numbered(9)}
+    metadata = cloudckpt.save(state, storage_writer=Telling(place.uri, config=place.config))
+    assert metadata.state_dict_metadata.keys() == {"of 0", "of 1", "all"}
+    loaded = {name: torch.zeros_like(value) for name, value in state.items()}
+    cloudckpt.load(loaded, storage_reader=Counting(place.uri, config=place.config))
+    assert_same(loaded, state)
+
+
+def test_so_they_are_by_several_ranks(local, ranks):
+    ranks(2, _derived, local)
+
+
+@pytest.mark.parametrize("call", [cloudckpt.save, cloudckpt.async_save, dcp.save])
+def test_that_each_rank_commits_by_itself_is_refused_with_what_to_do(call, local):
+    place = {"storage_writer": local.writer()}
+    with pytest.raises(ConfigError, match=r"use_collectives=False is not supported.*no_dist=True"):
+        call({"t": numbered(5)}, use_collectives=False, **place)
+    assert local.names() == []
+
+
+def test_what_torch_has_saved_without_collectives_is_refused_and_not_taken_for_nothing(local):
+    dcp.save({"t": numbered(5)}, checkpoint_id=local.path, use_collectives=False, no_dist=True)
+    for load_it in (load, lambda state, place: dcp.load(state, storage_reader=place.reader())):
+        with pytest.raises((CheckpointError, CheckpointException)) as caught:
+            load_it({"t": torch.zeros(5)}, local)
+        assert "use_collectives=False" in str(caught.value)
+        assert not isinstance(caught.value, FileNotFoundError)
 
 
 def test_a_reader_forgets_the_checkpoint_it_read_before(local):
     """One by us, with checksums, then one by torch, without."""
-    from torch.distributed.checkpoint import FileSystemWriter
-
     ours, theirs = local.at("ours"), local.at("theirs")
     save({"t": numbered(5)}, ours)
     dcp.save({"t": numbered(5, first=9)}, storage_writer=FileSystemWriter(theirs.path))

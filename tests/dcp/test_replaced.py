@@ -105,25 +105,6 @@ def test_a_load_that_was_overtaken_begins_anew(verb, suffix, place):
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize("after", [True, False])
-@pytest.mark.parametrize(("verb", "suffix"), REQUESTS)
-def test_a_load_of_what_one_rank_saved_by_itself_begins_anew(verb, suffix, after, local):
-    """Either by another of its kind, or by one of all ranks, which hides it."""
-
-    def save_alone(step: int, together: bool = False) -> None:
-        cloudckpt.save(
-            state_of(step),
-            checkpoint_id=local.uri,
-            config=local.config,
-            no_dist=True,
-            use_collectives=together,
-        )
-
-    save_alone(1)
-    with overtaken(local, verb, suffix, lambda: save_alone(2, after)):
-        assert load(local, no_dist=True) == 2
-
-
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize(("verb", "suffix"), REQUESTS)
 def test_a_load_that_is_always_overtaken_ends_by_name(verb, suffix, verify, local, monkeypatch):

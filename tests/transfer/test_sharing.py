@@ -15,7 +15,7 @@ from cloudckpt.checksum import CRC32C, Blocks
 from cloudckpt.config import Config
 from cloudckpt.errors import CheckpointCorruptError, StoreError, TransferCancelledError
 from cloudckpt.stores.memory import MemoryStore
-from cloudckpt.transfer.download import Download
+from cloudckpt.transfer.download import Download, segments_for
 from cloudckpt.transfer.landing import BytesSink, Segment, StoredBytes, Wanted
 from cloudckpt.transfer.sharing import Ring, digests, hand_on, plan_shares, shared_requests
 from cloudckpt.transfer.stats import TransferStats
@@ -107,7 +107,7 @@ def load(stores, sources, config=Config(connections=4)):  # noqa: B008 - frozen
             Wanted(source, 0, source.nbytes, sink, True)
             for source, sink in zip(sources, sinks[rank], strict=True)
         ]
-        requests = shared_requests(download.segments(wanted), len(stores), config.merge_gap)
+        requests = shared_requests(segments_for(wanted, config), len(stores), config.merge_gap)
         assert requests is not None
         ring = Threads(mailboxes, rank)
         download.run(lambda: hand_on(download, ring, requests, budget=config.memory_budget))
@@ -131,11 +131,10 @@ def test_each_rank_gets_all_and_all_together_read_it_once(ranks):
 
 def test_fewer_bytes_than_ranks_can_share_are_not_shared():
     _, sources = stored("few", [100 * KIB])
-    download = Download(MemoryStore("few"), Config(), TransferStats())
     wanted = [
         Wanted(source, 0, source.nbytes, BytesSink(source.nbytes), True) for source in sources
     ]
-    assert shared_requests(download.segments(wanted), 2, 0) is None
+    assert shared_requests(segments_for(wanted, Config()), 2, 0) is None
 
 
 @pytest.mark.parametrize("failing", range(4))
@@ -228,7 +227,7 @@ def test_if_a_rank_dies_all_others_end(steps):
     def work(rank: int) -> None:
         download = Download(MemoryStore(name), Config(connections=4), TransferStats())
         wanted = [Wanted(one, 0, one.nbytes, BytesSink(one.nbytes), True) for one in sources]
-        requests = shared_requests(download.segments(wanted), 4, 0)
+        requests = shared_requests(segments_for(wanted, Config()), 4, 0)
         assert requests is not None
         requests = list(itertools.chain(requests, requests))  # two rounds
         download.run(lambda: hand_on(download, rings[rank], requests, budget=64 * 1024 * KIB))

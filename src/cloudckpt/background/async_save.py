@@ -11,12 +11,12 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from cloudckpt.api import writer_for
+from cloudckpt.api import our_writer, writer_for
 from cloudckpt.background.save import SaveFuture
 from cloudckpt.background.saver import AsyncSaver, alike
 from cloudckpt.config import BackgroundOptions, Config
 from cloudckpt.dcp.meeting import Meeting
-from cloudckpt.dcp.writer import CloudStorageWriter
+from cloudckpt.dcp.writer import CloudStorageWriter, OurWriter, check_together
 from cloudckpt.fork import ModuleLock
 from cloudckpt.uri import URILike
 
@@ -53,13 +53,13 @@ def async_save(
     Args:
         state_dict: The state dict; ``Stateful`` values are asked for theirs.
         checkpoint_id: ``s3://bucket/path`` or another location.
-        storage_writer: A writer of the caller's instead of one for ``checkpoint_id``.
+        storage_writer: A writer of this package instead of one for ``checkpoint_id``.
         planner: As in torch.
         process_group: The ranks that save together; any backend will do.
         async_checkpointer_type: Whether a thread sends, or a process beside the trainer.
         async_stager: A stager of the caller's.
         no_dist: As in torch.
-        use_collectives: As in torch.
+        use_collectives: Must be on: all ranks commit together.
         config: Options, if no writer is given.
 
     Returns:
@@ -73,11 +73,12 @@ def async_save(
         SaveProcessError: If the saving process can't be started.
     """
 
-    def prepare() -> tuple[StorageWriter, BackgroundOptions]:
+    def prepare() -> tuple[OurWriter, BackgroundOptions]:
+        check_together(use_collectives)
         if storage_writer is None or config is not None:
             writer = writer_for(checkpoint_id, storage_writer, config)
         else:  # a save under way may use it: it is led elsewhere when that has ended
-            writer = storage_writer
+            writer = our_writer(storage_writer)
         return writer, _options_of(writer)
 
     # the saver of these ranks is found by the options, which a rank that fails here may not know
@@ -89,7 +90,6 @@ def async_save(
         writer,
         checkpoint_id=checkpoint_id if writer is storage_writer else None,
         planner=planner,
-        use_collectives=use_collectives,
         stager=async_stager,
     )
     if pending.is_staged_in_background:
@@ -97,7 +97,7 @@ def async_save(
     return pending.written
 
 
-def _options_of(writer: StorageWriter) -> BackgroundOptions:
+def _options_of(writer: OurWriter) -> BackgroundOptions:
     if isinstance(writer, CloudStorageWriter):
         return writer.config.background
     return BackgroundOptions()

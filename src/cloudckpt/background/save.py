@@ -12,11 +12,11 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
-from torch.distributed.checkpoint.storage import StorageWriter
 
 from cloudckpt.api import ToSave
 from cloudckpt.background.stager import StagedState
 from cloudckpt.dcp.failures import release_frames
+from cloudckpt.dcp.writer import OurWriter
 from cloudckpt.errors import (
     AsyncSaveError,
     ClosedError,
@@ -84,7 +84,6 @@ class Save:
         where: The place, as events and errors name it.
         writer: Writes to it.
         planner: As in torch.
-        use_collectives: As in torch.
         written: Its outcome.
         staged: Done when the copy is.
         state: The copy, if a stager of the caller's made it.
@@ -95,9 +94,8 @@ class Save:
 
     number: int
     where: str
-    writer: StorageWriter
+    writer: OurWriter
     planner: SavePlanner
-    use_collectives: bool
     written: SaveFuture = field(default_factory=SaveFuture)
     staged: Future[None] = field(default_factory=Future)
     state: dict[str, Any] | None = None

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-from torch.distributed.checkpoint.storage import StorageWriter
 
 from cloudckpt import api
 from cloudckpt.background.groups import exists, give_back, open_group
@@ -38,7 +37,7 @@ from cloudckpt.config import BackgroundOptions
 from cloudckpt.dcp.failures import release_frames
 from cloudckpt.dcp.meeting import Meeting, Stance
 from cloudckpt.dcp.planners import CloudSavePlanner
-from cloudckpt.dcp.writer import CloudStorageWriter
+from cloudckpt.dcp.writer import CloudStorageWriter, OurWriter
 from cloudckpt.errors import ClosedError, ConfigError, ProcessGroupError, SaveInProgressError
 from cloudckpt.events import Span, subscribe
 from cloudckpt.stores.registry import checkpoint_location
@@ -106,7 +105,7 @@ class AsyncSaver:
         self._rank = 0 if self._group is None else dist.get_rank(self._group)
         self._number = 0
         # what all ranks begin, and this one has not given to its thread
-        self._owed: tuple[StorageWriter, str] | None = None
+        self._owed: tuple[OurWriter, str] | None = None
         self._is_broken = False  # whether a collective of a save may still be under way on a rank
         self._under_way: list[Save] = []
         self._untold: dict[int, tuple[str, SaveFuture]] = {}  # whose outcome nobody was told yet
@@ -144,11 +143,10 @@ class AsyncSaver:
     def save(
         self,
         state_dict: dict[str, Any],
-        writer: StorageWriter | Callable[[], StorageWriter],
+        writer: OurWriter | Callable[[], OurWriter],
         *,
         checkpoint_id: URILike | None = None,
         planner: SavePlanner | None = None,
-        use_collectives: bool = True,
         stager: AsyncStager | None = None,
     ) -> PendingSave:
         """Stages a state dict and begins to save the copy; a collective call.
@@ -162,7 +160,6 @@ class AsyncSaver:
             writer: Where to; or what makes it, which is called when it is this save's turn.
             checkpoint_id: Where to lead the writer, once no save before uses it any more.
             planner: As in torch.
-            use_collectives: As in torch.
             stager: A stager of the caller's for this save alone.
 
         Raises:
@@ -191,15 +188,15 @@ class AsyncSaver:
             )
         planner = planner or CloudSavePlanner()
         try:
-            begun = self._begin(writer, checkpoint_id, together=use_collectives)
+            begun = self._begin(writer, checkpoint_id)
             if begun is None:
                 return skipped()
-            save = Save(self._number, begun[1], begun[0], planner, use_collectives)
+            save = Save(self._number, begun[1], begun[0], planner)
             return self._hand_over(state_dict, save, checkpoint_id, stager)
         except BaseException as error:
             if self._owed is not None:  # the others would wait, or pair their save with the next
                 made, where = self._owed
-                failed = Save(self._number, where, made, planner, use_collectives)
+                failed = Save(self._number, where, made, planner)
                 failed.failure = as_ours(error, where)
                 failed.staged.set_exception(failed.failure)
                 self._submit(failed)
@@ -248,17 +245,15 @@ class AsyncSaver:
 
     def _begin(
         self,
-        writer: StorageWriter | Callable[[], StorageWriter],
+        writer: OurWriter | Callable[[], OurWriter],
         checkpoint_id: URILike | None,
-        *,
-        together: bool,
-    ) -> tuple[StorageWriter, str] | None:
+    ) -> tuple[OurWriter, str] | None:
         """Takes this save's turn, and meets the other ranks; None if it is to be skipped.
 
         All ranks begin the save, or none does.
         """
         skips, stance = self._options.when_busy == "skip", Stance()
-        made: tuple[StorageWriter, str] | None = None
+        made: tuple[OurWriter, str] | None = None
         try:
             made = writer, where = _led(writer, checkpoint_id)
             self._check(writer)
@@ -266,8 +261,7 @@ class AsyncSaver:
                 self._take_turn(where, writer)
             is_ours = isinstance(writer, CloudStorageWriter)
             stance = Stance(
-                location=where if is_ours and together else "",
-                options=f"use_collectives={together}",
+                location=where if is_ours else "",
                 is_busy=skips and bool(self._under_way),
             )
         except BaseException as error:  # noqa: BLE001 - the other ranks must hear of it
@@ -283,7 +277,7 @@ class AsyncSaver:
         verdict.raise_alike()
         return None if verdict.any_is_busy else made
 
-    def _check(self, writer: StorageWriter) -> None:
+    def _check(self, writer: OurWriter) -> None:
         """Refuses a writer whose work the saving process does not know."""
         if self._process is not None and not isinstance(writer, CloudStorageWriter):
             raise ConfigError(
@@ -300,7 +294,7 @@ class AsyncSaver:
                 del self._untold[number]
         return None
 
-    def _take_turn(self, where: str, writer: StorageWriter) -> None:
+    def _take_turn(self, where: str, writer: OurWriter) -> None:
         """Waits for the saves under way, if that is the policy, whatever their outcome.
 
         Those that have failed here are waited for in any case: they only tell the other ranks.
@@ -376,7 +370,6 @@ class AsyncSaver:
                 save.prepared,
                 process_group=self._group,
                 no_dist=self._no_dist,
-                use_collectives=save.use_collectives,
             )
         finally:
             if isinstance(save.planner, DefaultSavePlanner):
@@ -472,10 +465,10 @@ def alike(kind: AsyncCheckpointerType, options: BackgroundOptions) -> Stance:
 
 
 def _led(
-    writer: StorageWriter | Callable[[], StorageWriter], checkpoint_id: URILike | None
-) -> tuple[StorageWriter, str]:
+    writer: OurWriter | Callable[[], OurWriter], checkpoint_id: URILike | None
+) -> tuple[OurWriter, str]:
     """The writer, and where it saves to, as events and errors name it."""
-    made = writer if isinstance(writer, StorageWriter) else writer()
+    made = writer if isinstance(writer, OurWriter) else writer()
     if not isinstance(made, CloudStorageWriter):
         return made, f"writer {id(made)}"
     if checkpoint_id is None:

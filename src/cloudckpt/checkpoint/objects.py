@@ -29,6 +29,7 @@ __all__ = [
     "METADATA",
     "RECORD",
     "OF_RANKS",
+    "PART",
     "ObjectRecord",
     "WrittenObject",
     "beneath",
@@ -53,6 +54,8 @@ METADATA = ".metadata"
 
 OF_RANKS = "__"
 """What the names of all objects begin with that single ranks have written."""
+PART = f"__0{METADATA}"
+"""The metadata of the first of the ranks that torch has let save each by itself."""
 
 _UNUSABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # control characters, halves of pairs
 

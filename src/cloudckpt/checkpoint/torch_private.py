@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
-import os
-import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import IO, Any
@@ -29,8 +26,6 @@ from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as c
 from torch.distributed.checkpoint.utils import _DistWrapper as Collectives
 from torch.distributed.distributed_c10d import _get_object_coll_device as device_for_collectives
 
-from cloudckpt.fork import ModuleLock
-
 try:
     from torch.distributed import set_timeout as set_group_timeout  # type: ignore[attr-defined, unused-ignore]
 except ImportError:  # before torch 2.14
@@ -46,14 +41,12 @@ __all__ = [
     "create_chunk_list",
     "dcp_logger",
     "dcp_step_logger",
-    "errors_gathered_as",
     "device_for_collectives",
     "flatten_sharded_tensors",
     "flatten_state_dict",
     "load_with",
     "set_group_timeout",
     "sparse_tensors_unchecked",
-    "state_dict_being_planned",
     "traverse_state_dict",
     "validate_global_plan",
 ]
@@ -97,74 +90,6 @@ def load_with(
 
     with open_zip(file) as archive:
         return load(archive, map_location, SimpleNamespace(Unpickler=Unpickler))
-
-
-_of_thread = threading.local()
-_steps: Any = importlib.import_module("torch.distributed.checkpoint.utils")
-
-
-class _Gathered:
-    """Stands for what torch makes of an error that it gathers."""
-
-    def __init__(self, usual: Callable[[BaseException], Any]) -> None:
-        self.usual = usual
-
-    def __call__(self, error: BaseException) -> Any:
-        make = getattr(_of_thread, "make", None)
-        return self.usual(error if make is None else make(error))
-
-
-class _Replaced:
-    """torch's function, replaced as long as any thread needs that."""
-
-    def __init__(self) -> None:
-        self._lock = ModuleLock()
-        self._users = 0
-        self._ours: _Gathered | None = None
-
-    def enter(self) -> None:
-        with self._lock:
-            self._users += 1
-            usual = getattr(_steps, "_wrap_exception", None)
-            if self._users == 1 and usual is not None:
-                self._ours = _steps._wrap_exception = _Gathered(usual)
-
-    def leave(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users == 0:
-                self._restore()
-
-    def after_fork(self) -> None:
-        """In a child there is no other thread, whose save would end."""
-        self._users = 0
-        self._restore()
-
-    def _restore(self) -> None:
-        ours, self._ours = self._ours, None
-        if ours is not None and _steps._wrap_exception is ours:  # else somebody's stands before it
-            _steps._wrap_exception = ours.usual
-
-
-_replaced = _Replaced()
-os.register_at_fork(after_in_child=_replaced.after_fork)
-
-
-@contextlib.contextmanager
-def errors_gathered_as(make: Callable[[BaseException], BaseException]) -> Iterator[None]:
-    """Within, and on this thread, torch's steps tell other ranks what is made of an error.
-
-    torch pickles it as it is, also if it can't be pickled, or unpickled: then the ranks wait for
-    each other until the timeout of their group.
-    """
-    before = getattr(_of_thread, "make", None)
-    _replaced.enter()
-    try:
-        _of_thread.make = make
-        yield
-    finally:
-        _of_thread.make = before
-        _replaced.leave()
 
 
 class _Unlisted(list[Any]):
@@ -211,23 +136,3 @@ def _of_logger_module(name: str) -> Any:
     except ImportError:
         return None
     return getattr(module, name, None)
-
-
-def state_dict_being_planned() -> tuple[Any, Any] | None:
-    """The state dict and the planner of the save that has called the caller, if torch's saver has.
-
-    A storage writer is never shown the state dict, and torch's planner drops it once it is
-    flattened: it is only in the variables of the function of torch that calls both. None if this
-    torch keeps it elsewhere.
-    """
-    frame = sys._getframe(1)
-    for _ in range(8):  # wrappers and subclasses of the writer may stand between
-        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict_saver":
-            found = frame.f_locals
-            if "state_dict" in found and "planner" in found:
-                return found["state_dict"], found["planner"]
-            return None
-        if frame.f_back is None:
-            return None
-        frame = frame.f_back
-    return None

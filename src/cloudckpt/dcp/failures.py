@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType, FunctionType, TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch.distributed.checkpoint.api import CheckpointException
 
 from cloudckpt.errors import CheckpointError
 
-__all__ = ["portable", "portable_errors", "release_frames"]
+__all__ = ["portable", "portable_errors", "portably", "release_frames"]
 
 E = TypeVar("E", bound="BaseException | None")
 
@@ -33,6 +34,22 @@ def portable(error: E, uri: str | None) -> E | CheckpointError:
     )
     made.__cause__ = error
     return made.with_traceback(error.__traceback__)
+
+
+def portably(step: Callable[..., Any], uri: str | None) -> Callable[..., Any]:
+    """A step of which other ranks are told what it raises."""
+
+    @functools.wraps(step)
+    def call(*args: Any) -> Any:
+        try:
+            return step(*args)
+        except BaseException as error:
+            raised = portable(error, uri)
+            if raised is error:
+                raise
+            raise raised from error
+
+    return call
 
 
 @contextlib.contextmanager

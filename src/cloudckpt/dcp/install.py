@@ -37,8 +37,10 @@ from typing import Any
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from cloudckpt.config import Config
+from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.dcp.reader import CloudStorageReader
-from cloudckpt.dcp.writer import CloudStorageWriter
+from cloudckpt.dcp.save_steps import save_by_steps
+from cloudckpt.dcp.writer import CloudStorageWriter, OurWriter
 from cloudckpt.errors import ConfigError, InstallError, InvalidURIError
 from cloudckpt.fork import ModuleLock
 from cloudckpt.stores.listings import forget_listings
@@ -143,6 +145,9 @@ def _changes() -> Iterator[Change]:
     for module in (storage, saver, loader):
         _in(module, setup)
         yield module, setup, _choosing(original)
+    steps = "_save_state_dict"
+    taken = _in(saver, steps, "state_dict", "storage_writer", more=True)
+    yield saver, steps, _telling_all(taken)
     threads, process = "_ThreadBasedAsyncCheckpointExecutor", "_ProcessBasedAsyncCheckpointExecutor"
     yield saver, threads, _settling(_in(saver, threads))
     _in(_in(saver, process), "_execute_save_impl")
@@ -317,6 +322,25 @@ def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(storage, checkpoint_id, reader)
 
     return _storage_setup
+
+
+def _telling_all(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The steps of torch's saver, which do not tell a writer how a state dict is nested."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def _save_state_dict(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        told = given.arguments
+        writer, alone = told["storage_writer"], not told.get("use_collectives", True)
+        if not isinstance(writer, OurWriter) or alone or told.get("coordinator_rank"):
+            return original(*args, **kwargs)
+        planner = told["planner"] or CloudSavePlanner()
+        group, no_dist = told["process_group"], told["no_dist"]
+        return save_by_steps(told["state_dict"], writer, planner, group, no_dist)
+
+    return _save_state_dict
 
 
 def _as_known(storage: Any, checkpoint_id: Any) -> Any:

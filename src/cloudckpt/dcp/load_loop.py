@@ -1,125 +1,268 @@
 """A load by all ranks of a group: one of them reads the metadata, each plans for itself.
 
+The ranks meet three times:
+
+1. The first rank reads the metadata and tells them to all, with what it means to load. A rank that
+   can't take part, or means something else, goes on to the next meeting, and says so there.
+2. When each has planned and knows where its bytes are, all say that they are ready, and what they
+   want, so that what several want leaves the store once (``sharing``). If one is not, all raise.
+3. At the end all say how they fared.
+
 torch's loader has every rank read the metadata, and gathers the plans of all on one, which hands
-them back. For planners of which the global plan is what the ranks have planned, as torch's default
-one, nothing of that is needed: here, only the metadata travels, once, and then the bytes that
-several ranks want. Planners of the caller's are carried out by torch's loader.
+them back. That is done here, too, between the first two meetings, for planners that make something
+of the plans of all ranks, and for readers of other classes than ours: these are asked for all that
+torch asks them for, and share nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
 
 from cloudckpt.checkpoint.model_folder import ModelFolder
-from cloudckpt.checkpoint.objects import is_metadata_of_a_rank
 from cloudckpt.dcp.load_plan import check_whole
 from cloudckpt.dcp.meeting import Meeting, Stance, one_error
 from cloudckpt.dcp.planners import CloudLoadPlanner, EverythingPlanner, PartialPlanner
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.dcp.sharing import SharedReads
 from cloudckpt.errors import (
-    CheckpointNotFoundError,
+    CheckpointReplacedError,
     CloudCheckpointError,
     TransferCancelledError,
 )
+from cloudckpt.transfer.landing import Segment
+from cloudckpt.transfer.retry import begun_anew
 
-__all__ = ["load_together", "loads_together"]
+__all__ = ["load_together"]
 
-
-_PLANNERS = (CloudLoadPlanner, PartialPlanner, EverythingPlanner, DefaultLoadPlanner)
-
-
-def loads_together(reader: object, planner: object) -> bool:
-    """Whether this loop is for them: not for classes of the caller's, which may do anything."""
-    return type(reader) is CloudStorageReader and type(planner) in _PLANNERS
+_READ_ALL = (CloudLoadPlanner, PartialPlanner, EverythingPlanner, DefaultLoadPlanner)
+"""Planners whose plans must read all that a rank has of each tensor."""
 
 
 def load_together(
-    state_dict: dict[str, Any],
-    reader: CloudStorageReader,
-    planner: DefaultLoadPlanner,
     meeting: Meeting,
-) -> None:
+    begin: Callable[[], tuple[StorageReader, LoadPlanner | None, dict[str, Any]]],
+) -> dict[str, Any]:
     """Loads into a state dict; a collective call, which raises the same on all ranks.
 
     Args:
-        state_dict: What to load, with what its ``Stateful`` values return.
-        reader: Where from, and with the same options on all ranks.
-        planner: One for which :func:`loads_together` holds.
         meeting: Of the ranks.
+        begin: Says what to load with, and into what: a state dict with what its ``Stateful`` values
+            return.
+
+    Returns:
+        The state dict.
 
     Raises:
         CloudCheckpointError: As :func:`cloudckpt.load`.
     """
     try:
-        _load(state_dict, reader, planner, meeting)
-    except Exception as error:
-        if meeting.group is not None or isinstance(error, CloudCheckpointError):
-            raise
-        uri = reader.checkpoint_id  # as if one of several ranks had failed
-        raise one_error({0: error}, 0, "while it was loaded", uri) from error
-
-
-def _load(
-    state_dict: dict[str, Any],
-    reader: CloudStorageReader,
-    planner: DefaultLoadPlanner,
-    meeting: Meeting,
-) -> None:
-    rank = 0 if meeting.group is None else dist.get_rank(meeting.group)
-    metadata_of = _metadata(reader, meeting, rank)
-
-    def plan() -> LoadPlan:
-        metadata = metadata_of()
-        planner.set_up_planner(state_dict, metadata, rank == 0)
-        reader.set_up_storage_reader(metadata, rank == 0)
-        made = planner.finish_plan(planner.create_local_plan())
-        key = "" if reader.commit is None else reader.commit.info.key
-        alone = is_metadata_of_a_rank(key.rpartition("/")[2])
-        check_whole(planner.state_dict, made, metadata, reader.checkpoint_id, of_one_rank=alone)
-        return made
-
-    made = meeting.begin(plan)
-    failure: BaseException | None = None
-    try:
-        shared = SharedReads.of(meeting.group, reader.config)
-        reader.read(made, planner, begin=meeting.begin, shared=shared)
+        load = _Load(meeting, *begin())
     except BaseException as error:
-        if meeting.is_broken:
+        if meeting.group is None:
             raise
-        failure = error
-    is_own = not isinstance(failure, TransferCancelledError)
-    meeting.hold(Stance(failure=failure if is_own else None), has_begun=True).raise_alike(
-        "while it was loaded"
-    )
-    if failure is not None:
-        raise failure
+        load = _Load(meeting, failure=error)
+    begun_anew(load.run)
+    return load.state_dict
 
 
-def _metadata(reader: CloudStorageReader, meeting: Meeting, rank: int) -> Callable[[], Metadata]:
-    """What the first rank reads; or what each one has, if they have saved each by itself.
+class _Terms(NamedTuple):
+    """What the first rank tells all others: plain values, which any version can read.
 
-    Returns:
-        Makes it of what was told, which may fail on one rank: it may trust other classes.
+    Attributes:
+        location: What it means to load.
+        options: Which must be the same on all ranks.
+        version: Of its package.
+        begins: Whether it can load.
+        gathers: Whether it is to see the plans of all ranks.
+        shares: Which ranks share what they read, see ``shared_reads`` of the options.
+        merge_gap: By which shared requests are made, see there.
+        metadata: What its reader has read; None if each rank is to read them.
     """
-    read: list[Metadata] = []
 
-    def read_it() -> bytes | ModelFolder | CheckpointNotFoundError:
+    location: str = ""
+    options: str = ""
+    version: str = ""
+    begins: bool = False
+    gathers: bool = False
+    shares: str = "off"
+    merge_gap: int = 0
+    metadata: bytes | ModelFolder | None = None
+
+
+class _Load:
+    """A load, seen from one rank; one that can't take part has a failure, and no reader."""
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        reader: StorageReader | None = None,
+        planner: LoadPlanner | None = None,
+        state_dict: dict[str, Any] | None = None,
+        *,
+        failure: BaseException | None = None,
+    ) -> None:
+        self.state_dict: dict[str, Any] = {}
+        self._content = {} if state_dict is None else state_dict
+        self._meeting = meeting
+        self._failure = failure
+        self._reader = cast(StorageReader, reader)
+        self._ours = reader if type(reader) is CloudStorageReader else None
+        self._uri = reader.checkpoint_id if isinstance(reader, CloudStorageReader) else None
+        if planner is None:
+            planner = DefaultLoadPlanner() if self._uri is None else CloudLoadPlanner(self._uri)
+        self._planner = planner
+        self._metadata = Metadata({})  # once they were read
+
+    def run(self) -> None:
+        """Loads.
+
+        Raises:
+            CheckpointReplacedError: If another save has overtaken it; it can be called again then.
+            CloudCheckpointError: As :func:`cloudckpt.load`.
+        """
+        self.state_dict = dict(self._content)  # a planner may have begun to fill it
         try:
-            read.append(reader.read_metadata())
-        except CheckpointNotFoundError as error:
-            return error
-        return b"" if meeting.group is None else reader.packed()
+            with contextlib.ExitStack() as until_the_end:
+                fetch = self._ready(until_the_end)
+                self._fetch(fetch)
+        except CheckpointReplacedError:
+            if self._failure is None:
+                self._reader.reset()
+            raise
+        except Exception as error:
+            if self._meeting.group is not None or isinstance(error, CloudCheckpointError):
+                raise
+            # as if one of several ranks had failed
+            raise one_error({0: error}, 0, "while it was loaded", self._uri) from error
 
-    told = meeting.told_by_first(read_it)
-    if isinstance(told, CheckpointNotFoundError):
-        reader.failure = told
-        return functools.partial(reader.read_metadata, rank=rank)
-    return (lambda: read[0]) if read else functools.partial(reader.adopt, told)
+    def _ready(self, until_the_end: contextlib.ExitStack) -> Callable[[], None]:
+        """Plans; returns, when all ranks are ready, what fetches the bytes of this one.
+
+        Args:
+            until_the_end: Is left when the load has ended.
+        """
+        meeting, stance, terms = self._meeting, self._stance(), _Terms()
+        if meeting.rank == 0 and stance.failure is None:
+            try:
+                terms = self._terms(stance)
+            except BaseException as error:  # noqa: BLE001 - told to all ranks
+                stance = replace(stance, failure=error)
+        terms = _Terms._make(meeting.from_first(tuple(terms)))
+        if terms.begins and stance.failure is None:
+            first = Stance(location=terms.location, options=terms.options, version=terms.version)
+            stance = replace(stance, failure=stance.difference(first, meeting.rank))
+
+        def local_plan() -> LoadPlan:
+            if stance.failure is not None:
+                raise stance.failure
+            return self._local_plan(terms)
+
+        plan: LoadPlan | None = None
+        if terms.gathers:
+            plan = meeting.handed_out(local_plan, self._global_plan, uri=self._uri)
+        fetch: Callable[[SharedReads | None], None] | None = None
+        segments: Sequence[Segment] = ()
+        if terms.begins and stance.failure is None:
+            try:
+                own = local_plan() if plan is None else plan
+                fetch, segments = self._prepared(own, until_the_end)
+            except BaseException as error:  # noqa: BLE001 - told to all ranks
+                stance = replace(stance, failure=error)
+        shared = self._agreed(stance, segments, terms)
+        assert fetch is not None  # else it has raised
+        return functools.partial(fetch, shared)
+
+    def _stance(self) -> Stance:
+        if self._failure is not None:
+            return Stance(failure=self._failure)
+        if self._ours is None:
+            options = f"storage_reader={type(self._reader).__name__}"
+            return Stance(location=self._uri or "", options=options)
+        shared_reads = self._ours.config.shared_reads
+        return Stance(location=self._ours.checkpoint_id, options=f"{shared_reads=}")
+
+    def _terms(self, stance: Stance) -> _Terms:
+        terms = _Terms(stance.location, stance.options, stance.version, begins=True, gathers=True)
+        ours = self._ours
+        if ours is None:
+            return terms
+        self._metadata = ours.read_metadata()
+        # by torch's default planner, what the first rank makes of plans is these plans
+        own = getattr(self._planner.create_global_plan, "__func__", None)
+        terms = terms._replace(gathers=own is not DefaultLoadPlanner.create_global_plan)
+        if self._meeting.group is None:
+            return terms
+        return terms._replace(
+            shares=ours.config.shared_reads,
+            merge_gap=ours.config.merge_gap,
+            metadata=ours.packed(),
+        )
+
+    def _local_plan(self, terms: _Terms) -> LoadPlan:
+        is_first, reader, planner = self._meeting.rank == 0, self._reader, self._planner
+        if self._ours is None:
+            self._metadata = reader.read_metadata()
+        elif not is_first:
+            assert terms.metadata is not None
+            self._metadata = self._ours.adopt(terms.metadata)
+        planner.set_up_planner(self.state_dict, self._metadata, is_first)
+        reader.set_up_storage_reader(self._metadata, is_first)
+        plan = planner.create_local_plan()
+        return reader.prepare_local_plan(plan) if terms.gathers else plan
+
+    def _global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return self._reader.prepare_global_plan(self._planner.create_global_plan(plans))
+
+    def _prepared(
+        self, plan: LoadPlan, until_the_end: contextlib.ExitStack
+    ) -> tuple[Callable[[SharedReads | None], None], Sequence[Segment]]:
+        """What fetches the bytes of a plan, and those that other ranks may fetch for this one."""
+        plan = self._planner.finish_plan(plan)
+        if self._ours is None:
+            return lambda _: self._reader.read_data(plan, self._planner).wait(), ()
+        if isinstance(self._planner, DefaultLoadPlanner) and type(self._planner) in _READ_ALL:
+            check_whole(self._planner.state_dict, plan, self._metadata, self._ours.checkpoint_id)
+        load = until_the_end.enter_context(self._ours.begun(self._planner))
+        load.prepare(plan)
+        return load.run, load.segments() if self._meeting.group is not None else ()
+
+    def _agreed(
+        self, stance: Stance, segments: Sequence[Segment], terms: _Terms
+    ) -> SharedReads | None:
+        """Tells all ranks that this one is ready, or why not; raises alike if one is not."""
+        meeting = self._meeting
+        if terms.shares == "off":
+            verdict = meeting.hold(stance)
+        else:
+            offer = SharedReads.offer(segments, terms.shares)
+            verdict, offers = meeting.hold_with(stance, offer)
+        verdict.raise_alike()
+        if terms.shares == "off":
+            return None
+        assert meeting.group is not None
+        assert self._ours is not None
+        return SharedReads(meeting.group, self._ours.config, terms.merge_gap, segments, offers)
+
+    def _fetch(self, fetch: Callable[[], None]) -> None:
+        """Fetches this rank's bytes; raises alike on all ranks if that fails on one."""
+        failure: BaseException | None = None
+        try:
+            fetch()
+        except BaseException as error:
+            if self._meeting.is_broken:
+                raise
+            failure = error
+        own = None if isinstance(failure, TransferCancelledError) else failure
+        verdict = self._meeting.hold(Stance(failure=own), has_begun=True)
+        verdict.raise_alike("while it was loaded")
+        if failure is not None:
+            raise failure

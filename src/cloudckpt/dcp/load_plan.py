@@ -24,7 +24,7 @@ from cloudckpt.checkpoint.inventory import Inventory
 from cloudckpt.checkpoint.lazy import inventory_behind
 from cloudckpt.checkpoint.torch_private import create_chunk_list
 from cloudckpt.dcp.outline import PLAIN
-from cloudckpt.errors import CheckpointCorruptError, ShapeMismatchError
+from cloudckpt.errors import CheckpointCorruptError
 
 __all__ = ["check_whole", "plan_reads"]
 
@@ -77,27 +77,19 @@ def plan_reads(state_dict: Mapping[str, Any], inventory: Inventory, *, strict: b
 
 
 def check_whole(
-    state_dict: Mapping[str, Any],
-    plan: LoadPlan,
-    metadata: Metadata,
-    uri: str,
-    *,
-    of_one_rank: bool,
+    state_dict: Mapping[str, Any], plan: LoadPlan, metadata: Metadata, uri: str
 ) -> None:
     """Whether a plan reads all that this rank has of each tensor.
 
-    torch reads what there is, and leaves the rest as it was: of metadata that lack a chunk, and of
-    those of one rank that has saved by itself, which know its own part only.
+    torch reads what there is, and leaves the rest as it was.
 
     Args:
         state_dict: What to load, by flat names.
         plan: What is read.
         metadata: What there is.
         uri: The checkpoint.
-        of_one_rank: Whether the metadata are of a rank that has saved by itself.
 
     Raises:
-        ShapeMismatchError: If a rank has saved another part of a tensor by itself.
         CheckpointCorruptError: If the metadata lack a part of a tensor.
     """
     inventory = inventory_behind(metadata)
@@ -116,13 +108,6 @@ def check_whole(
         if not is_tensor or planned.get(name, 0) >= (wanted := _elements(value)):
             continue
         what = f"{planned.get(name, 0)} of the {wanted} elements of {name} that this rank has"
-        if of_one_rank:
-            raise ShapeMismatchError(
-                f"only {what} are in what it has saved: without collectives, each rank loads its "
-                "own part, so that there must be as many ranks, and the same sharding",
-                uri=uri,
-                item=name,
-            )
         raise CheckpointCorruptError(
             f"the metadata have only {what}: they are damaged, or a part was not saved",
             uri=uri,

@@ -1,9 +1,11 @@
-"""One ``read_data``: what a load plan wants, the download, and what the planner is told."""
+"""What a load plan wants, the download, and what the planner is told."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -22,8 +24,8 @@ from cloudckpt.errors import CheckpointCorruptError, ShapeMismatchError, Unsuppo
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.transfer.boxes import Box, plan_boxes, row_major_slices, row_major_strides
-from cloudckpt.transfer.download import download
-from cloudckpt.transfer.landing import BoxSink, BytesSink, FlatSink, StoredBytes, Wanted
+from cloudckpt.transfer.download import download, segments_for
+from cloudckpt.transfer.landing import BoxSink, BytesSink, FlatSink, Segment, StoredBytes, Wanted
 from cloudckpt.transfer.memory import Claims, has_memory, narrow, settled, shows_its_memory
 from cloudckpt.transfer.parts import even_share
 from cloudckpt.transfer.stats import TransferStats
@@ -40,24 +42,40 @@ class Load:
         config: Config,
         planner: LoadPlanner,
         stats: TransferStats,
+        places: Places,
         *,
         uri: str,
         trust_pickle: bool,
+        guarded: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
+        """
+        Args:
+            store: Where the checkpoint is.
+            config: The options.
+            planner: Has the tensors.
+            stats: Counts.
+            places: Where the items are.
+            uri: The checkpoint.
+            trust_pickle: Whether its pickles may run any code.
+            guarded: Within what it returns, all that is read is read.
+        """
         self._store = store
         self._config = config
         self._planner = planner
         self._stats = stats
+        self._places = places
         self._uri = uri
         self._trust_pickle = trust_pickle
+        self._guarded = guarded
         self._wanted: list[list[Wanted]] = [[]]  # by rounds, which follow each other
         self._claims = [Claims()]  # of the rounds
         self._afterwards: list[Callable[[], None]] = []
 
-    def prepare(self, plan: LoadPlan, places: Places) -> None:
+    def prepare(self, plan: LoadPlan) -> None:
         """Finds out what is to be fetched, and where it goes."""
         indices = [item.storage_index for item in plan.items]
-        found = places.find(indices, self._store, self._config, self._stats)
+        with self._guarded():
+            found = self._places.find(indices, self._store, self._config, self._stats)
         with paused_gc():
             for item, place in zip(plan.items, found, strict=True):
                 if item.type == LoadItemType.BYTE_IO:
@@ -67,17 +85,22 @@ class Load:
                 else:
                     self._want_pickled_tensor(item, place)
 
+    def segments(self) -> list[Segment]:
+        """What ranks may fetch for each other: all but what has to wait for other bytes."""
+        return segments_for(self._wanted[0], self._config)
+
     def run(self, shared: SharedReads | None = None) -> None:
         """Returns when every item has arrived, was verified, and was handed to the planner.
 
         Args:
-            shared: Reads that other ranks take part in; a collective call then.
+            shared: What other ranks want of :meth:`segments`, too; a collective call then.
         """
         try:
             first, *others = self._wanted
-            download(self._store, first, self._config, self._stats, shared=shared)
-            for wanted in others:
-                download(self._store, wanted, self._config, self._stats)
+            with self._guarded():
+                download(self._store, first, self._config, self._stats, shared=shared)
+                for wanted in others:
+                    download(self._store, wanted, self._config, self._stats)
             for finish in self._afterwards:
                 finish()
         finally:

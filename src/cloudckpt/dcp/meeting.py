@@ -17,10 +17,11 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from cloudckpt._version import __version__
-from cloudckpt.checkpoint.torch_private import device_for_collectives
-from cloudckpt.dcp.failures import portable
+from cloudckpt.checkpoint.torch_private import Collectives, device_for_collectives
+from cloudckpt.dcp.failures import portable, portably
 from cloudckpt.errors import (
     CloudCheckpointError,
     ConfigError,
@@ -29,15 +30,24 @@ from cloudckpt.errors import (
     RanksFailedError,
 )
 
-__all__ = ["PLAN_ANEW", "TORCHS_WAY", "Meeting", "Stance", "Verdict", "break_off", "one_error"]
+__all__ = [
+    "PLAN_ANEW",
+    "PLAN_EACH_TIME",
+    "Meeting",
+    "Stance",
+    "Verdict",
+    "break_off",
+    "one_error",
+]
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 _NO_TAG = 1 << 20  # of messages that nobody sends
 _LATE = timedelta(milliseconds=1)
 
-TORCHS_WAY = 0
-"""The plan of a rank that saves by torch's own loop, or does not save."""
+PLAN_EACH_TIME = 0
+"""The plan of a rank whose saves are all planned, or that does not save."""
 PLAN_ANEW = 1
 """The plan of a rank that has none of an earlier save."""
 
@@ -62,7 +72,7 @@ class Stance:
     location: str = ""
     options: str = ""
     is_busy: bool = False
-    plan: int = TORCHS_WAY
+    plan: int = PLAN_EACH_TIME
     version: str = __version__
 
     @property
@@ -70,6 +80,34 @@ class Stance:
         """Of what must be the same, below 2**56: it and its negative fit into an int64."""
         said = f"{self.location}\0{self.options}\0{self.version}".encode()
         return int.from_bytes(hashlib.sha256(said).digest()[:7], "big")
+
+    @property
+    def is_early(self) -> bool:
+        """Whether it has failed before it could say what it means, or long ago."""
+        return self.failure is not None and (not self.location or self.earlier is not None)
+
+    def difference(self, first: Stance, rank: int) -> CloudCheckpointError | None:
+        """How what this rank, of a number, means differs from what the first one means."""
+        uri = first.location or None
+        if self.version != first.version:
+            return ConfigError(
+                f"rank 0 runs cloudckpt {first.version}, and rank {rank} {self.version}: "
+                "install the same version on all ranks",
+                uri=uri,
+            )
+        if self.options != first.options:
+            return ConfigError(
+                f"rank 0 has the options {first.options}, and rank {rank} {self.options}: give "
+                "the same on all ranks",
+                uri=uri,
+            )
+        if self.location != first.location:
+            return DifferentCheckpointsError(
+                f"rank 0 means {first.location}, and rank {rank} {self.location}: give the same "
+                "checkpoint_id on all ranks, for example by a broadcast of it",
+                uri=uri,
+            )
+        return None
 
 
 @dataclass(frozen=True)
@@ -80,7 +118,7 @@ class Verdict:
         rank: This rank in the group.
         any_is_busy: Whether some rank is busy.
         plan: The number of the plan that all ranks have; ``PLAN_ANEW`` if they have none, or not
-            the same, and ``TORCHS_WAY`` if one has to save by torch's loop.
+            the same, and ``PLAN_EACH_TIME`` if one has to plan each save.
         stances: Those of all ranks, if one objects or two mean different locations; else none.
     """
 
@@ -109,31 +147,17 @@ class Verdict:
         failures = {
             rank: one.failure for rank, one in enumerate(self.stances) if one.failure is not None
         }
-        if failures:
+        # one that could not even say what it means explains what others have met since
+        early = {rank: error for rank, error in failures.items() if self.stances[rank].is_early}
+        if not early:
+            for rank, one in enumerate(self.stances):
+                if (error := one.difference(self.stances[0], rank)) is not None:
+                    raise error
+        if failures := early or failures:
             if len(self.stances) == 1:
                 raise failures[0]  # nobody else is to understand it
             when = "in an earlier save" if self.earlier else when
             raise one_error(failures, self.rank, when, self._location)
-        for rank, one in enumerate(self.stances):
-            first = self.stances[0]
-            if one.version != first.version:
-                raise ConfigError(
-                    f"rank 0 runs cloudckpt {first.version}, and rank {rank} {one.version}: "
-                    "install the same version on all ranks",
-                    uri=self._location,
-                )
-            if one.options != first.options:
-                raise ConfigError(
-                    f"rank 0 has the options {first.options}, and rank {rank} {one.options}: give "
-                    "the same on all ranks",
-                    uri=self._location,
-                )
-            if one.location != first.location:
-                raise DifferentCheckpointsError(
-                    f"rank 0 means {first.location}, and rank {rank} {one.location}: give the same "
-                    "checkpoint_id on all ranks, for example by a broadcast of it",
-                    uri=self._location,
-                )
 
     @property
     def _location(self) -> str | None:
@@ -206,6 +230,29 @@ class Meeting:
         found[rank] = told  # with its own traceback
         return Verdict(rank, bool(busy), plan, found)
 
+    def hold_with(self, stance: Stance, value: T) -> tuple[Verdict, list[T]]:
+        """As :meth:`hold`, with what all ranks give, in their order; one collective call for both.
+
+        Raises:
+            ProcessGroupError: If the ranks lost each other.
+        """
+        if self.group is None:
+            return self.hold(stance), [value]
+        told = replace(stance, failure=portable(stance.failure, stance.location or None))
+        found: list[Any] = [None] * self.size
+        with self._exchange(stance.failure, has_begun=False):
+            dist.all_gather_object(found, (told, value), group=self.group)
+        stances = [one for one, _ in found]
+        stances[self.rank] = told  # with its own traceback
+        plans = [one.plan for one in stances]
+        verdict = Verdict(
+            self.rank,
+            any(one.is_busy for one in stances),
+            _common(max(plans), min(plans)),
+            stances,
+        )
+        return verdict, [value for _, value in found]
+
     def begin(self, prepare: Callable[[], T], stance: Callable[[T], Stance] = _no_objection) -> T:
         """What ``prepare`` returns, if it does so on all ranks; a collective call.
 
@@ -244,12 +291,48 @@ class Meeting:
         """
         if self.group is None:
             return compute()
-        is_first = dist.get_rank(self.group) == 0
-        made = [self.begin(compute if is_first else lambda: None)]
+        made = self.begin(compute if self.rank == 0 else lambda: None)
+        return cast(T, self.from_first(made))
+
+    def from_first(self, value: T) -> T:
+        """What the first rank gives, on all ranks; a collective call.
+
+        Raises:
+            ProcessGroupError: If the ranks lost each other.
+        """
+        if self.group is None:
+            return value
+        told = [value]
         with self._exchange(None, has_begun=False):
             device = torch.device(device_for_collectives(self.group))
-            dist.broadcast_object_list(made, group=self.group, group_src=0, device=device)
-        return cast(T, made[0])
+            dist.broadcast_object_list(told, group=self.group, group_src=0, device=device)
+        return told[0]
+
+    def handed_out(
+        self, make: Callable[[], T], share: Callable[[list[T]], list[S]], *, uri: str | None
+    ) -> S:
+        """What the first rank makes for this one of what all ranks have made; a collective call.
+
+        Args:
+            make: Called on all ranks.
+            share: Called on the first rank with what these have made; makes a value for each.
+            uri: The checkpoint, for messages.
+
+        Raises:
+            CloudCheckpointError: What one of them has raised, on all ranks.
+            RanksFailedError: If they have raised different errors, or some outside of cloudckpt.
+            ProcessGroupError: If the ranks lost each other.
+        """
+        with self._exchange(None, has_begun=False):
+            ranks = Collectives(self.group, self.group is not None, 0)
+            try:
+                return cast(
+                    S, ranks.reduce_scatter("plan", portably(make, uri), portably(share, uri))
+                )
+            except CheckpointException as exc:
+                failed = exc
+        failures = {rank: error for rank, (error, _) in failed.failures.items()}
+        raise one_error(failures, self.rank, "before it began", uri) from failed
 
     def gathered(self, value: T) -> list[T]:
         """What all ranks give, in the order of ranks; a collective call.
@@ -307,7 +390,7 @@ def break_off(group: dist.ProcessGroup | None) -> None:
 
 def _common(highest: int, lowest: int) -> int:
     """The plan of all ranks, by the highest and the lowest number of theirs."""
-    if highest == lowest or lowest == TORCHS_WAY:
+    if highest == lowest or lowest == PLAN_EACH_TIME:
         return lowest
     return PLAN_ANEW
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -18,14 +19,13 @@ from torch.futures import Future
 from cloudckpt.checkpoint.committed import CommitObject, Fetched, read_commit
 from cloudckpt.checkpoint.inventory import Inventory
 from cloudckpt.checkpoint.model_folder import KeyMapping, ModelFolder, ModelPlaces
-from cloudckpt.checkpoint.objects import beneath, metadata_name
+from cloudckpt.checkpoint.objects import METADATA, PART, beneath
 from cloudckpt.checkpoint.places import Places
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.config import Config
 from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.dcp.loading import Load
 from cloudckpt.dcp.same_checkpoint import LoadedSave, check_sources
-from cloudckpt.dcp.sharing import SharedReads
 from cloudckpt.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -40,12 +40,16 @@ from cloudckpt.transfer.retry import Retrier, begun_anew, check_unchanged, open_
 from cloudckpt.transfer.stats import Transferred, TransferStats
 from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["CloudStorageReader"]
+__all__ = ["CloudStorageReader", "OurReader"]
 
 logger = logging.getLogger("cloudckpt")
 
 
-class CloudStorageReader(StorageReader):
+class OurReader(StorageReader):
+    """A reader that ``cloudckpt.load`` drives."""
+
+
+class CloudStorageReader(OurReader):
     """Reads a checkpoint from ``s3://``, ``file://`` or a local path.
 
     Works wherever torch takes a ``storage_reader``, on checkpoints of cloudckpt and of torch's own
@@ -55,8 +59,6 @@ class CloudStorageReader(StorageReader):
 
     Attributes:
         transferred: What this rank received in the last load.
-        failure: Why the metadata could not be read.
-        reads_alone: Whether the metadata is that of this rank alone.
     """
 
     def __init__(
@@ -131,8 +133,7 @@ class CloudStorageReader(StorageReader):
         if checkpoint_id:
             self.uri = CheckpointURI.parse(checkpoint_id)
         self.transferred: Transferred | None = None
-        self.failure: CloudCheckpointError | None = None
-        self.reads_alone = False
+        self._failure: CloudCheckpointError | None = None
         self._load_id = str(uuid.uuid4())
         self._places = Places(self.uri, None)
         self._commit: CommitObject | None = None
@@ -149,52 +150,55 @@ class CloudStorageReader(StorageReader):
 
         Raises:
             CheckpointNotFoundError: If the store says that there is no committed checkpoint.
+            CheckpointError: If torch's ranks have saved there each by itself.
             UntrustedPickleError: If the metadata names code that is not on the allow-list.
             CheckpointCorruptError: If it is damaged.
             CheckpointReplacedError: If it was replaced meanwhile, again and again.
         """
-        # torch asks for the metadata of one rank through a parameter named exactly `kwargs`
-        rank = kwargs.get("rank")
-        earlier = None if rank is None else self.failure  # that of the metadata of all ranks
-        if earlier is not None and not isinstance(earlier, CheckpointNotFoundError):
-            return _UnreadableMetadata(earlier)  # what the rank has may be of an older save
+        # torch's loader asks a second time, for the metadata of one rank, where the first failed
+        if kwargs.get("rank") is not None and self._failure is not None:
+            return _UnreadableMetadata(self._failure)
+        self._failure = None
         try:
-            if rank is None:
-                metadata = begun_anew(lambda: self._read_metadata(None))
-            else:  # that of all ranks may be there by now
-                metadata = self._read_metadata(rank)
+            return begun_anew(self._read_metadata)
         except Exception as error:
-            failure = _named(error, str(self.uri))
-            if earlier is not None and isinstance(failure, CheckpointNotFoundError):
-                failure = earlier
-            self.failure = failure
-            if earlier is not None:
-                return _UnreadableMetadata(failure)
-            if failure is error:
+            self._failure = _named(error, str(self.uri))
+            if self._failure is error:
                 raise
-            raise failure from error
-        self.failure = None
-        return metadata
+            raise self._failure from error
 
-    def _read_metadata(self, rank: int | None) -> Metadata:
-        key = self.uri.key(metadata_name(rank))
+    def _read_metadata(self) -> Metadata:
+        key = self.uri.key(METADATA)
         try:
             commit, fetched = read_commit(
                 self._store(), key, Retrier(self.config.retry), trust_pickle=self.trust_pickle
             )
         except ObjectNotFoundError as error:
-            if rank is None and (model := ModelFolder.find(self._store(), self.uri, self.config)):
+            if model := ModelFolder.find(self._store(), self.uri, self.config):
                 return self._begun_with(
                     model if self.key_mapping is None else model.renamed(self.key_mapping)
                 )
-            found = beneath(self._store(), self.uri) if rank is None else ""
+            self._refuse_parts()
+            found = beneath(self._store(), self.uri)
             raise CheckpointNotFoundError(
                 "there is no committed checkpoint here: neither .metadata, nor a model in "
                 "safetensors files. "
                 + (found or "Check the location; a save that was interrupted leaves none"),
                 uri=str(self.uri),
             ) from error
-        return self._taken(commit, fetched, is_shared=rank is None)
+        return self._taken(commit, fetched)
+
+    def _refuse_parts(self) -> None:
+        """Names what torch has saved with ``use_collectives=False``, which is not nothing."""
+        with contextlib.suppress(ObjectNotFoundError):
+            Retrier(self.config.retry).call(lambda: self._store().head(self.uri.key(PART)))
+            raise CheckpointError(
+                "each rank has saved a part of its own here (use_collectives=False), and cloudckpt "
+                "reads what ranks have saved together: load it on as many ranks with "
+                "torch.distributed.checkpoint.load and a reader of torch's, then save it without "
+                "that option",
+                uri=str(self.uri),
+            )
 
     def _begun_with(self, model: ModelFolder) -> Metadata:
         metadata = model.metadata
@@ -225,11 +229,11 @@ class CloudStorageReader(StorageReader):
         fetched = Fetched.unpack(packed)
         uri = self._store().uri(fetched.info.key)
         commit = CommitObject.parse(fetched, uri, trust_pickle=self.trust_pickle)
-        metadata = self._taken(commit, fetched, is_shared=True)
+        metadata = self._taken(commit, fetched)
         self._told = self._save_id
         return metadata
 
-    def _taken(self, commit: CommitObject, fetched: Fetched, *, is_shared: bool) -> Metadata:
+    def _taken(self, commit: CommitObject, fetched: Fetched) -> Metadata:
         if self.key_mapping is not None:
             raise ConfigError(
                 "key_mapping is for models in safetensors files, and this is a checkpoint",
@@ -243,13 +247,14 @@ class CloudStorageReader(StorageReader):
         metadata.storage_meta.load_id = self._load_id
         if commit.record is not None:  # what is stored does not say so: it may have been copied
             metadata.storage_meta.checkpoint_id = str(self.uri)
-        self._save_id = metadata.storage_meta.save_id if is_shared else None
+        self._save_id = metadata.storage_meta.save_id
         return metadata
 
-    def _unless_replaced(self, work: Callable[[], None]) -> None:
-        """Does it; if it fails since the metadata that was read is no longer there, says so."""
+    @contextlib.contextmanager
+    def _unless_replaced(self) -> Iterator[None]:
+        """If what is done fails since the metadata that was read is no longer there, says so."""
         try:
-            work()
+            yield
         except CheckpointCorruptError as error:
             if self._commit is not None:
                 read, uri, retry = self._commit.info, str(self.uri), self.config.retry
@@ -257,13 +262,11 @@ class CloudStorageReader(StorageReader):
             raise
 
     def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **options: Any
     ) -> None:
         if isinstance(metadata, _UnreadableMetadata):
             raise metadata.failure
         self._places = self.places_in(metadata)
-        # torch says so only to a parameter named exactly `kwargs`
-        self.reads_alone = not kwargs.get("use_collectives", True)
 
     def places_in(self, metadata: Metadata) -> Places:
         """Where the items are, of which this reader has read the metadata last."""
@@ -304,42 +307,39 @@ class CloudStorageReader(StorageReader):
             CheckpointReplacedError: If another save replaced the checkpoint meanwhile.
             CheckpointCorruptError: If bytes are missing or damaged.
         """
-        self.read(plan, planner)
+        with self.begun(planner) as load:
+            load.prepare(plan)
+            load.run()
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def read(
-        self,
-        plan: LoadPlan,
-        planner: LoadPlanner,
-        *,
-        begin: Callable[[Callable[[], None]], None] = lambda prepare: prepare(),
-        shared: SharedReads | None = None,
-    ) -> None:
-        """As :meth:`read_data`.
+    @contextlib.contextmanager
+    def begun(self, planner: LoadPlanner) -> Iterator[Load]:
+        """A load of the checkpoint whose metadata this reader was set up with.
+
+        Events tell of what is done within, and :attr:`transferred` of it at its end.
 
         Args:
-            plan: What to read.
-            planner: Where it goes.
-            begin: Calls its argument, which finds out what is to be fetched, before anything is.
-            shared: Reads that other ranks take part in; a collective call then.
+            planner: Has the tensors.
         """
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        stats = TransferStats(str(self.uri), rank)
+        uri = str(self.uri)
+        stats = TransferStats(uri, rank)
         load = Load(
             self._store(),
             self.config,
             planner,
             stats,
-            uri=str(self.uri),
+            self._places,
+            uri=uri,
             trust_pickle=self.trust_pickle,
+            guarded=self._unless_replaced,
         )
         try:
-            with portable_errors(str(self.uri)), Span("load", str(self.uri), rank) as span:
+            with portable_errors(uri), Span("load", uri, rank) as span:
                 try:
-                    begin(lambda: self._unless_replaced(lambda: load.prepare(plan, self._places)))
-                    self._unless_replaced(lambda: load.run(shared))
+                    yield load
                 finally:
                     load.close()
                     self.transferred = stats.snapshot()

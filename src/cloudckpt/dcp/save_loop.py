@@ -41,6 +41,7 @@ from cloudckpt.checkpoint.written import Extents, Written
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.dcp import plan_cache
 from cloudckpt.dcp.committed_metadata import committed_metadata
+from cloudckpt.dcp.failures import portably
 from cloudckpt.dcp.global_plan import Part, plan_of, plan_together
 from cloudckpt.dcp.meeting import PLAN_ANEW
 from cloudckpt.dcp.outline import PLAIN, Outline
@@ -117,9 +118,7 @@ class SaveLoop:
         alone = no_dist or not (dist.is_available() and dist.is_initialized())
         self._ranks = Collectives(group, not alone, 0)
         self._members = None if alone else group if group is not None else dist.group.WORLD
-        writer.set_up_storage_writer(
-            self._ranks.is_coordinator, rank=self._ranks.rank, use_collectives=True
-        )
+        writer.set_up_storage_writer(self._ranks.is_coordinator, rank=self._ranks.rank)
         writer.look_for_older()
         self._flags = (*flags, writer.checksum.name)  # a plan's commit object has checksums in it
         with paused_gc():
@@ -138,14 +137,14 @@ class SaveLoop:
         group: dist.ProcessGroup | None,
         no_dist: bool,
     ) -> list[SaveLoop]:
-        """The save; none if it has to be torch's, for a writer or a planner of a user's own."""
+        """The save; none if it has to be planned, for a writer or a planner of a user's own."""
         flags = plan_cache.flags_of(planner)
         if flags is None or type(writer) is not CloudStorageWriter:
             return []
         return [cls(state_dict, writer, cast(DefaultSavePlanner, planner), flags, group, no_dist)]
 
     def give_up(self) -> None:
-        """Does not save: the ranks do not begin, or go torch's way."""
+        """Does not save: the ranks do not begin, or have to plan each save."""
         if self._known is not None:
             plan_cache.remember(self._known)
 
@@ -211,7 +210,8 @@ class SaveLoop:
 
     def _logged(self, step: Callable[..., Any]) -> Any:
         """A step, of which torch's logger is told as of those of torch's saver."""
-        return logged_by_torch(checkpoint_id=self._writer.checkpoint_id, group=self._group)(step)
+        where = self._writer.checkpoint_id
+        return logged_by_torch(checkpoint_id=where, group=self._group)(portably(step, where))
 
     def _planned(self) -> _Planned:
         """This rank's part of a new plan.

@@ -18,6 +18,10 @@ from cloudckpt.transfer.sharing import Ring, digests, hand_on, plan_shares, shar
 __all__ = ["SharedReads"]
 
 
+Offer = tuple[str, torch.Tensor]
+"""What a rank says of its reads: near whom it is, and a number for each of them."""
+
+
 class SharedReads:
     """What the ranks of a group want in common, and how they hand it on.
 
@@ -29,18 +33,31 @@ class SharedReads:
     Args:
         group: The ranks.
         config: The options.
+        merge_gap: That of the first rank.
+        segments: What this rank wants.
+        told: What all ranks offer, in their order.
     """
 
-    def __init__(self, group: dist.ProcessGroup, config: Config) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        config: Config,
+        merge_gap: int,
+        segments: Sequence[Segment],
+        told: Sequence[Offer],
+    ) -> None:
         self._group = group
         self._config = config
+        self._merge_gap = merge_gap
+        self._segments = segments
+        self._told = told
 
-    @classmethod
-    def of(cls, group: dist.ProcessGroup | None, config: Config) -> SharedReads | None:
-        """Those of a group; None if there is nobody to share with, or it is not wanted."""
-        return None if group is None or config.shared_reads == "off" else cls(group, config)
+    @staticmethod
+    def offer(segments: Sequence[Segment], shared_reads: str) -> Offer:
+        """What a rank tells the others of what it wants; the second is that of the options."""
+        return socket.gethostname() if shared_reads == "host" else "", digests(segments)
 
-    def carry_out(self, download: Download, segments: Sequence[Segment]) -> list[Segment]:
+    def carry_out(self, download: Download) -> list[Segment]:
         """Delivers what others want, too; a collective call, to be made within ``download``.
 
         Returns:
@@ -50,21 +67,17 @@ class SharedReads:
             TransferCancelledError: If another rank has failed.
             ProcessGroupError: If the ranks lost each other.
         """
-        found = digests(segments)
-        host = socket.gethostname() if self._config.shared_reads == "host" else ""
-        own = (host, self._config.merge_gap, found)
-        told = [own] * dist.get_world_size(self._group)
-        dist.all_gather_object(told, own, group=self._group)
-        names, (merge_gap, *_) = [host for host, _, _ in told], [gap for _, gap, _ in told]
+        segments, told = self._segments, self._told
+        names = [host for host, _ in told]
         hosts = [names.index(host) for host in names]
         alone = set(range(len(segments)))
         failure: Exception | None = None
         rank = dist.get_rank(self._group)
-        for share in plan_shares([of for _, _, of in told], rank, hosts):
+        for share in plan_shares([of for _, of in told], rank, hosts):
             requests = shared_requests(
                 [segments[number] for number in share.segments],
                 len(share.ranks),
-                merge_gap,
+                self._merge_gap,
             )
             if requests is None:
                 continue

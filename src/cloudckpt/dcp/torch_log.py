@@ -1,22 +1,17 @@
-"""torch's loggers: what they are told of our events, and what they need not tell once more."""
+"""torch's loggers: what they are told of our events."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import threading
 import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict_loader
 
 from cloudckpt.checkpoint.torch_private import dcp_logger, dcp_step_logger
-from cloudckpt.errors import CloudCheckpointError
 from cloudckpt.events import Event
 
-__all__ = ["logged_by_torch", "tell_torchs_logger", "told_once"]
+__all__ = ["logged_by_torch", "tell_torchs_logger"]
 
 
 def logged_by_torch(checkpoint_id: str, group: dist.ProcessGroup | None) -> Any:
@@ -65,36 +60,3 @@ def _is_heard(logger: logging.Logger) -> bool:
             return True
         at = at.parent if at.propagate else None
     return False
-
-
-class _Told(logging.Filter):
-    """Keeps back records of this thread that carry an error of ours."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._thread = threading.get_ident()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if record.exc_info else None
-        return not (
-            isinstance(error, CloudCheckpointError) and threading.get_ident() == self._thread
-        )
-
-
-@contextlib.contextmanager
-def told_once() -> Iterator[None]:
-    """Within, torch's loader does not log the errors of a reader, which its caller raises.
-
-    It logs a traceback for each metadata object that is not there (torch 2.13), to the root logger:
-    for a first start, where no checkpoint is expected, two of them on every rank.
-    """
-    logger = getattr(state_dict_loader, "logger", None)
-    if not isinstance(logger, logging.Logger):
-        yield
-        return
-    ours = _Told()
-    logger.addFilter(ours)
-    try:
-        yield
-    finally:
-        logger.removeFilter(ours)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import logging
 import os
@@ -10,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -20,11 +20,10 @@ from cloudckpt.checkpoint.commit import Baseline, begin, named_objects, publish
 from cloudckpt.checkpoint.committed import fetch
 from cloudckpt.checkpoint.draft import Draft, Planned
 from cloudckpt.checkpoint.notes import Notes, with_timing
-from cloudckpt.checkpoint.objects import METADATA, ObjectRecord, metadata_name
+from cloudckpt.checkpoint.objects import METADATA, ObjectRecord
 from cloudckpt.checkpoint.sending import Destination, Sender, send_here
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.timing import RankTiming, SaveTiming
-from cloudckpt.checkpoint.torch_private import state_dict_being_planned, traverse_state_dict
 from cloudckpt.checkpoint.written import Written
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.config import Config
@@ -32,9 +31,9 @@ from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.dcp.saving import Quick, expected_size, send
 from cloudckpt.errors import (
-    CheckpointExistsError,
     CloudCheckpointError,
     CommitUnknownError,
+    ConfigError,
     IncompleteSaveError,
     UnsupportedTensorError,
 )
@@ -48,7 +47,7 @@ from cloudckpt.transfer.retry import Retrier, open_store
 from cloudckpt.transfer.stats import Transferred, TransferStats
 from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["CloudStorageWriter", "CommitHook"]
+__all__ = ["CloudStorageWriter", "CommitHook", "OurWriter", "check_together"]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -66,7 +65,38 @@ class CommitHook:
         """The checkpoint is committed; what is raised here is logged, and undoes nothing."""
 
 
-class CloudStorageWriter(StorageWriter):
+class OurWriter(StorageWriter):
+    """A writer that ``cloudckpt.save`` drives.
+
+    Attributes:
+        checkpoint_id: The location, as a string.
+    """
+
+    @property
+    @abc.abstractmethod
+    def checkpoint_id(self) -> str: ...
+
+    @abc.abstractmethod
+    def discard(self) -> None:
+        """Deletes what this rank has sent in a save that was certainly not committed."""
+
+
+def check_together(use_collectives: bool, uri: str | None = None) -> None:
+    """Refuses torch's option that has each rank commit by itself.
+
+    Raises:
+        ConfigError: If it is given.
+    """
+    if not use_collectives:
+        raise ConfigError(
+            "use_collectives=False is not supported: each rank would commit a part by itself, and "
+            "a save that fails on one of them would leave parts of two checkpoints. Leave it out: "
+            "all ranks commit by one request. A process that is to save alone takes no_dist=True",
+            uri=uri,
+        )
+
+
+class CloudStorageWriter(OurWriter):
     """Writes a checkpoint to ``s3://``, ``file://`` or a local path.
 
     Works wherever torch takes a ``storage_writer``. Every rank streams its shards in parallel
@@ -117,7 +147,6 @@ class CloudStorageWriter(StorageWriter):
         self._attempt = random_suffix()
         self._began = time.time()
         self._rank = 0
-        self._use_collectives = True
         self._baseline: Baseline | None = None
         self._written: list[str] = []
         self._structure = Structure()
@@ -162,23 +191,27 @@ class CloudStorageWriter(StorageWriter):
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._attempt)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Begins a save.
+
+        Raises:
+            ConfigError: If ranks are to commit each by itself (``use_collectives=False``).
+        """
         # torch passes rank and use_collectives only to a parameter named exactly `kwargs`
         if self._baseline is not None or self._written:
             self._start_attempt()  # a caller that does not reset between two saves
         self._began = time.time()
         self._rank = kwargs.get("rank") or 0
-        self._use_collectives = kwargs.get("use_collectives", True)
-        self.commits = is_coordinator or not self._use_collectives
+        check_together(kwargs.get("use_collectives", True), str(self.uri))
+        self.commits = is_coordinator
         self.committed = False if self.commits else None
-        self._structure = self._seen_structure()
+        self._structure = Structure()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Notes what is there already, before anything is sent.
 
         Raises:
             UnsupportedTensorError: If torch can't save the element type of a tensor.
-            CheckpointExistsError: If there is a checkpoint and ``overwrite`` is off, or if one that
-                was saved with collectives would hide that of a save without them.
+            CheckpointExistsError: If there is a checkpoint and ``overwrite`` is off.
         """
         _check_types(plan, str(self.uri))
         self.look_for_older()
@@ -190,26 +223,13 @@ class CloudStorageWriter(StorageWriter):
         Raises:
             CheckpointExistsError: See :meth:`prepare_local_plan`.
         """
-        if not self._use_collectives:
-            self._refuse_to_be_hidden()
         if self.commits and self._baseline is None:
-            key, overwrite = self._commit_key(), self.config.overwrite
+            key, overwrite = self.uri.key(METADATA), self.config.overwrite
             self._baseline = begin(self._store(), key, overwrite=overwrite, retrier=self._retrier())
 
     def note_structure(self, structure: Structure) -> None:
-        """Is told what flattening has lost of the state dict, where torch's loop does not plan."""
+        """Is told what flattening has lost of the state dict, which no writer is shown."""
         self._structure = structure
-
-    def _refuse_to_be_hidden(self) -> None:
-        """Readers look for the common metadata first: it would hide that of single ranks."""
-        try:
-            begin(self._store(), self.uri.key(METADATA), overwrite=False, retrier=self._retrier())
-        except CheckpointExistsError as error:
-            raise CheckpointExistsError(
-                "there is a checkpoint that was saved with collectives, which would hide one saved "
-                "without; delete it, or choose another location",
-                uri=error.uri,
-            ) from None
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         # plans may be cached by the planner and come back in a later save: nothing of this attempt
@@ -218,6 +238,8 @@ class CloudStorageWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Sends this rank's items; returns when the store has all of them."""
+        if isinstance(planner, CloudSavePlanner):
+            self.note_structure(planner.structure)
         written = self.send(plan, planner)
         told = dataclasses.replace(written, indices=tuple(item.index for item in plan.items))
         future: Future[list[WriteResult]] = Future()
@@ -313,27 +335,6 @@ class CloudStorageWriter(StorageWriter):
             _run_after(self.commit_hook, str(self.uri), draft.metadata)
         return draft
 
-    def _seen_structure(self) -> Structure:
-        """What flattening has lost of the state dict, as far as that can be seen.
-
-        Our planner notes it. torch's has dropped the state dict by now, so the one that torch's
-        saver holds is compared with the planner's paths: a planner of another kind, or one that
-        saves something else than it was given, leaves the structure to the strings in its paths.
-
-        Raises:
-            KeyCollisionError: If two entries of the state dict would have the same name.
-        """
-        state_dict, planner = state_dict_being_planned() or ({}, None)
-        if isinstance(planner, CloudSavePlanner):
-            return planner.structure
-        if not isinstance(planner, DefaultSavePlanner) or not planner.flatten_state_dict:
-            return Structure()
-        with paused_gc():
-            structure = Structure.of(state_dict, str(self.uri))
-            if structure and not _flattens(planner, state_dict):
-                return Structure()
-        return structure
-
     def _tell_plan(self) -> float:
         """Planning is torch's; what can be seen of it is the time until it asks for the data.
 
@@ -363,7 +364,7 @@ class CloudStorageWriter(StorageWriter):
         under names that no other attempt has drawn, is that of this save.
         """
         if self.committed is None and self._written:
-            store, key = self._store(), self._commit_key()
+            store, key = self._store(), self.uri.key(METADATA)
             try:
                 retrier = Retrier.for_cleanup(self.config.retry)
                 found = retrier.call(lambda: fetch(store, key))
@@ -399,9 +400,6 @@ class CloudStorageWriter(StorageWriter):
             self._written = []  # nothing of it is left in the store
             raise
         return Written(str(self.uri), objects, extents, structure=self._structure)
-
-    def _commit_key(self) -> str:
-        return self.uri.key(metadata_name(None if self._use_collectives else self._rank))
 
     def _store(self) -> ObjectStore:
         return open_store(self.uri, self.config)
@@ -439,12 +437,3 @@ def _check_types(plan: SavePlan, uri: str) -> None:
                 uri=uri,
                 item=fqn,
             ) from exc
-
-
-def _flattens(planner: DefaultSavePlanner, state_dict: dict[str, Any]) -> bool:
-    """Whether the planner saves this state dict, and not what it has made of it."""
-    paths: list[Any] = []
-    traverse_state_dict(state_dict, lambda path, value: paths.append(path))
-    return len(paths) == len(planner.mappings) and all(
-        planner.mappings.get(".".join(map(str, path))) == path for path in paths
-    )

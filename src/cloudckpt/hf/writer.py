@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from cloudckpt.checkpoint.safetensors import SUFFIX, type_name
@@ -23,6 +23,7 @@ from cloudckpt.checkpoint.shard import check_supported
 from cloudckpt.config import Config, whole_number
 from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.dcp.meeting import Meeting, Stance
+from cloudckpt.dcp.writer import OurWriter, check_together
 from cloudckpt.errors import (
     ConfigError,
     InvalidURIError,
@@ -89,7 +90,7 @@ class _Sent:
     parts: Sequence[Sequence[Part]]
 
 
-class SafetensorsWriter(StorageWriter):
+class SafetensorsWriter(OurWriter):
     """Writes a model as safetensors files, and their index, from any number of ranks.
 
     Works wherever torch takes a ``storage_writer``. Each rank sends parts of the files straight
@@ -167,12 +168,7 @@ class SafetensorsWriter(StorageWriter):
         return
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        if not kwargs.get("use_collectives", True):
-            raise ConfigError(
-                "a model in safetensors files is committed by all ranks together: leave "
-                "use_collectives=True",
-                uri=str(self.uri),
-            )
+        check_together(kwargs.get("use_collectives", True), str(self.uri))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         lies = self._planner is not None  # as it is stored

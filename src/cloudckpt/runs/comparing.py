@@ -333,8 +333,10 @@ class _Pieces:
                 for item in _read_items(number, entry, box)
             ]
             stats, planner = TransferStats(str(uri)), cast(LoadPlanner, self)
-            load = Load(store, config, planner, stats, uri=str(uri), trust_pickle=False)
-            load.prepare(LoadPlan(items), part.places)
+            load = Load(
+                store, config, planner, stats, part.places, uri=str(uri), trust_pickle=False
+            )
+            load.prepare(LoadPlan(items))
             load.run()
         return self._found
 

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from cloudckpt.checkpoint.torch_private import device_for_collectives
 from cloudckpt.config import Config
 from cloudckpt.dcp.failures import portable_errors
+from cloudckpt.dcp.reader import OurReader
 from cloudckpt.errors import ConfigError, InvalidURIError
 from cloudckpt.events import Span
 from cloudckpt.torch_files.batches import FileTensor, Targets, batches
@@ -60,7 +60,7 @@ class _Script:
     limit: int
 
 
-class BroadcastingTorchSaveReader(StorageReader):
+class BroadcastingTorchSaveReader(OurReader):
     """Reads a file of ``torch.save`` at a URI on one rank and broadcasts it to the others.
 
     Use it with :class:`DynamicMetaLoadPlanner` (ours or torch's), in ``cloudckpt.load`` or in

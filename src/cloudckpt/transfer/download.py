@@ -22,7 +22,7 @@ from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.staging import ScratchPool
 from cloudckpt.transfer.stats import TransferStats
 
-__all__ = ["Download", "Shared", "download", "pack_requests", "raise_it"]
+__all__ = ["Download", "Shared", "download", "pack_requests", "raise_it", "segments_for"]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -52,7 +52,7 @@ def download(
         stats: Counts.
         damaged: Called with what is damaged, by any thread. If it does not raise, the rest is read
             nevertheless, and what is damaged, and shares a request with it, is not delivered.
-        shared: Brings what others want, too.
+        shared: Brings what others want, too; of ``wanted`` it has the segments.
 
     Raises:
         CheckpointCorruptError: If bytes are missing, were replaced, or do not match their
@@ -62,10 +62,7 @@ def download(
     work = Download(store, config, stats, damaged)
 
     def produce() -> None:
-        with paused_gc():
-            segments = work.segments(wanted)
-        if shared is not None:
-            segments = list(shared.carry_out(work, segments))
+        segments = segments_for(wanted, config) if shared is None else shared.carry_out(work)
         with paused_gc():
             requests = work.requests(segments)
         for request in requests:
@@ -77,8 +74,29 @@ def download(
 class Shared(Protocol):
     """Brings bytes that others want, too."""
 
-    def carry_out(self, download: Download, segments: Sequence[Segment]) -> Sequence[Segment]:
+    def carry_out(self, download: Download) -> Sequence[Segment]:
         """Delivers what others want, too; returns what is left to be fetched."""
+
+
+def segments_for(wanted: Sequence[Wanted], config: Config) -> list[Segment]:
+    """What to ask for, of each that is not empty."""
+    with paused_gc():
+        return [
+            _whole_blocks(want, verify=config.verify) for want in wanted if want.stop > want.start
+        ]
+
+
+def _whole_blocks(want: Wanted, *, verify: bool) -> Segment:
+    """The bytes to ask for: whole rows, and whole blocks, if they can be verified."""
+    source = want.source
+    start = want.start // want.row * want.row
+    stop, grain = min(aligned(want.stop, want.row), source.nbytes), _GRAIN
+    if verify and source.blocks is not None:
+        grain = source.blocks.size
+        start = start // grain * grain
+        stop = min(aligned(stop, grain), source.nbytes)
+    origin = source.offset
+    return Segment(want, origin + start, origin + stop, grain if want.divisible else 0)
 
 
 class Download:
@@ -116,10 +134,6 @@ class Download:
 
         self._receiver = Receiver(store, self._retrier, progress)
 
-    def segments(self, wanted: Sequence[Wanted]) -> list[Segment]:
-        """What to ask for, of each that is not empty."""
-        return [self._whole_blocks(want) for want in wanted if want.stop > want.start]
-
     def requests(self, segments: Sequence[Segment]) -> list[list[Segment]]:
         """The requests that ask for segments."""
         limit = self._config.request_size or self._even_share(segments)
@@ -132,18 +146,6 @@ class Download:
             return even_share(0, self._config.connections)
         total = sum(want.stop - want.start for want in wanted)
         return even_share(total, self._config.connections)
-
-    def _whole_blocks(self, want: Wanted) -> Segment:
-        """The bytes to ask for: whole rows, and whole blocks, if they can be verified."""
-        source = want.source
-        start = want.start // want.row * want.row
-        stop, grain = min(aligned(want.stop, want.row), source.nbytes), _GRAIN
-        if self._config.verify and source.blocks is not None:
-            grain = source.blocks.size
-            start = start // grain * grain
-            stop = min(aligned(stop, grain), source.nbytes)
-        origin = source.offset
-        return Segment(want, origin + start, origin + stop, grain if want.divisible else 0)
 
     def fetch(self, request: Sequence[Segment]) -> None:
         """Fetches a request and delivers it."""

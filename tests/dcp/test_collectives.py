@@ -1,0 +1,139 @@
+"""How often the ranks of a job call each other: a save or a load of a large job waits each time."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+
+import cloudckpt
+
+COLLECTIVES = [
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "monitored_barrier",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "scatter_object_list",
+]
+
+
+class Calls(list):
+    """The collective calls within a ``with`` block; not those that one of them is made of."""
+
+    def __enter__(self):
+        self._patch = pytest.MonkeyPatch()
+        self._depth = 0
+        for name in COLLECTIVES:
+            self._patch.setattr(dist, name, self._noting(name, getattr(dist, name)))
+        return self
+
+    def __exit__(self, *_):
+        self._patch.undo()
+
+    def _noting(self, name, original):
+        @functools.wraps(original)
+        def call(*args, **kwargs):
+            if not self._depth:
+                self.append(name)
+            self._depth += 1
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._depth -= 1
+
+        return call
+
+
+def content(rank):
+    return {"all": torch.ones(700_001), f"of {rank}": torch.full((9,), float(rank)), "step": rank}
+
+
+class OwnLoadPlanner(DefaultLoadPlanner):
+    """A planner of a user's own, with a global plan of its own."""
+
+    def create_global_plan(self, global_plan):
+        self.seen = len(global_plan)
+        return super().create_global_plan(global_plan)
+
+
+class OwnSavePlanner(DefaultSavePlanner):
+    """A planner of a user's own."""
+
+
+def calls_of_a_load(place, planner):
+    rank = dist.get_rank()
+    cloudckpt.save(content(rank), checkpoint_id=place.uri, config=place.config)
+    target = {name: value * 0 for name, value in content(rank).items()}
+    with Calls() as calls:
+        cloudckpt.load(target, checkpoint_id=place.uri, config=place.config, planner=planner)
+    assert all(torch.equal(target[k], v) for k, v in content(rank).items() if k != "step")
+    if isinstance(planner, OwnLoadPlanner):
+        assert getattr(planner, "seen", None) == (2 if rank == 0 else None)
+    return calls
+
+
+@pytest.mark.parametrize("planner", [None, DefaultLoadPlanner()], ids=["ours", "torch's"])
+def test_the_ranks_of_a_load_meet_three_times(ranks, local, planner):
+    for calls in ranks(2, calls_of_a_load, local, planner):
+        assert calls == ["broadcast_object_list", "all_gather_object", "all_reduce"]
+
+
+def test_so_they_do_if_they_share_no_reads(ranks, local):
+    for calls in ranks(2, calls_of_a_load, local.having(shared_reads="off"), None):
+        assert calls == ["broadcast_object_list", "all_reduce", "all_reduce"]
+
+
+def test_a_planner_that_wants_the_plans_of_all_ranks_gets_them_by_two_calls_more(ranks, local):
+    for calls in ranks(2, calls_of_a_load, local, OwnLoadPlanner()):
+        assert calls == [
+            "broadcast_object_list",
+            "gather_object",
+            "scatter_object_list",
+            "all_gather_object",
+            "all_reduce",
+        ]
+
+
+def calls_of_saves(place, planner):
+    found = []
+    for _ in range(2):
+        with Calls() as calls:
+            cloudckpt.save(
+                content(dist.get_rank()),
+                checkpoint_id=place.uri,
+                config=place.config,
+                planner=planner,
+            )
+        found.append(list(calls))
+    return found
+
+
+PLANNED = [
+    "all_reduce",
+    "gather_object",
+    "scatter_object_list",
+    "gather_object",
+    "broadcast_object_list",
+]
+
+
+def test_the_ranks_of_a_save_meet_five_times_and_three_times_once_they_have_a_plan(ranks, local):
+    for first, second in ranks(2, calls_of_saves, local.having(overwrite=True), None):
+        assert first == PLANNED
+        assert second == ["all_reduce", "gather_object", "broadcast_object_list"]
+
+
+def test_a_save_that_is_planned_each_time_takes_no_more(ranks, local):
+    for first, second in ranks(2, calls_of_saves, local.having(overwrite=True), OwnSavePlanner()):
+        assert first == second == PLANNED
