@@ -266,7 +266,7 @@ def _both(prepare: Callable[[], T], content: Callable[[], S]) -> tuple[T, S]:
 
 
 def exists(checkpoint_id: URILike, *, config: Config | None = None) -> bool:
-    """Whether there is a committed checkpoint at a location, by one or two small requests.
+    """Whether there is a committed checkpoint at a location, by one small request.
 
     It is for scripts that resume if they can. Only the store's own word that there is none makes it
     False: a script that takes an outage for it would start anew over a good checkpoint. Ranks that

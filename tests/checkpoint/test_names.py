@@ -3,10 +3,10 @@
 import pytest
 
 from cloudckpt.checkpoint.objects import (
+    METADATA,
     checked,
     data_name,
     is_drawn_name,
-    metadata_name,
     probe_name,
     trial_name,
 )
@@ -70,18 +70,16 @@ def test_no_two_objects_of_a_save_share_a_name():
         for attempt in ("a1", "b2")
     }
     names |= {trial_name(attempt) for attempt in ("a1", "b2")}
-    names |= {metadata_name(rank) for rank in (None, *range(12))}
-    assert len(names) == 12 * 12 * 2 + 2 + 13
+    assert len(names | {METADATA}) == 12 * 12 * 2 + 2 + 1
 
 
 def test_made_names_pass_the_check():
-    for name in (data_name(3, 1, "ab"), trial_name("ab"), metadata_name(None), metadata_name(7)):
+    for name in (data_name(3, 1, "ab"), trial_name("ab"), METADATA):
         assert checked(name, "s3://bucket/run") == name
 
 
-@pytest.mark.parametrize(("rank", "name"), [(None, ".metadata"), (0, "__0.metadata")])
-def test_the_commit_object_has_torchs_name(rank, name):
-    assert metadata_name(rank) == name
+def test_the_commit_object_has_torchs_name():
+    assert METADATA == ".metadata"
 
 
 DRAWN = "0123456789abcdef"

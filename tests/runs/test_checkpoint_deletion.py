@@ -78,25 +78,6 @@ def test_what_it_does_not_know_stays(store) -> None:
     ]
 
 
-def test_a_checkpoint_saved_without_collectives_is_deleted_too(store) -> None:
-    uri = save(store, 7, use_collectives=False)
-    delete(uri, config=CONFIG)
-    assert keys(store) == []
-
-
-def test_a_hidden_older_checkpoint_does_not_come_to_light(store) -> None:
-    uri = save(store, 7, use_collectives=False)
-    hidden = {key: store.get(key)[0] for key in keys(store)}
-    save(store, 7, value=2.0)
-    for key, data in hidden.items():
-        store.put(key, [memoryview(data)], checksum=0)
-    seen: list[bool] = []
-    store.before = lambda key: seen.append(cloudckpt.exists(uri, config=CONFIG))
-    delete(uri, config=CONFIG)
-    assert keys(store) == []
-    assert seen == sorted(seen, reverse=True)
-
-
 def test_without_a_committed_checkpoint_nothing_is_deleted(store) -> None:
     uri = CheckpointURI.parse(f"{store.root}/run/step-7")
     store.put(uri.key("__0_0.0123456789abcdef.distcp"), [memoryview(b"x")], checksum=0)

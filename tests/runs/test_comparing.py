@@ -188,20 +188,6 @@ def test_other_kinds_of_checksums_are_read_to_be_compared(save, monkeypatch) -> 
     assert diff(first, second, read=True).are_same is True
 
 
-def save_alone(where: str, value: float) -> None:
-    rank = torch.distributed.get_rank()
-    content = {"w": torch.full((5,), value * rank)}
-    cloudckpt.save(content, checkpoint_id=where, use_collectives=False)
-
-
-def test_ranks_that_saved_by_themselves_are_compared_one_by_one(tmp_path, ranks) -> None:
-    first, second = str(tmp_path / "a"), str(tmp_path / "b")
-    ranks(2, save_alone, first, 1.0)
-    ranks(2, save_alone, second, 2.0)
-    assert diff(first, first).are_same is True
-    assert verdicts(diff(first, second)) == {"w (rank 1)": "changed"}
-
-
 def test_a_checkpoint_that_is_missing_or_damaged_is_named(save, tmp_path) -> None:
     where = save(state(), "a")
     with pytest.raises(CheckpointNotFoundError) as missing:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import cloudckpt
@@ -73,21 +72,3 @@ def test_checkpoints_of_torch_are_told_as_well(saved, of_torch) -> None:
 def test_without_a_checkpoint_there_is_nothing_to_tell(tmp_path) -> None:
     with pytest.raises(CheckpointNotFoundError):
         inspect(tmp_path / "step-7")
-
-
-def _save_alone(uri: str) -> None:
-    rank = dist.get_rank()
-    state = {"shared": torch.ones(4), f"of-{rank}": torch.full((3,), float(rank)), "value": rank}
-    cloudckpt.save(state, checkpoint_id=uri, use_collectives=False)
-
-
-def test_what_ranks_have_saved_each_by_itself_is_told_together(ranks, tmp_path) -> None:
-    uri = tmp_path / "alone"
-    ranks(2, _save_alone, str(uri))
-    found = inspect(uri)
-    assert [(item.name, item.chunks) for item in found.items] == [
-        ("of-0", 1),
-        ("of-1", 1),
-        ("shared", 2),
-        ("value", 2),
-    ]

@@ -172,35 +172,9 @@ def test_of_a_checkpoint_of_torch_what_the_store_says_of_its_bytes_is_compared(c
     assert cloud.keys("there") == []
 
 
-def _save_alone(uri: str) -> None:
-    state = {f"of-{dist.get_rank()}": torch.full((100,), float(dist.get_rank()))}
-    cloudckpt.save(state, checkpoint_id=uri, use_collectives=False)
-
-
-def test_what_ranks_have_saved_each_by_itself_is_copied_together(ranks, cloud, tmp_path) -> None:
-    ranks(2, _save_alone, str(tmp_path / "a"))
-    copied = copy(tmp_path / "a", "memory://there/b", config=CONFIG)
-    assert (copied.checkpoints, copied.objects) == (1, 2)
-    names = {item.name for item in cloudckpt.inspect("memory://there/b", config=CONFIG).items}
-    assert names == {"of-0", "of-1"}
-    assert cloudckpt.exists("memory://there/b", config=CONFIG)
-    assert cloudckpt.verify("memory://there/b", config=CONFIG).items == 2
-
-
-@pytest.mark.parametrize("there", ["with collectives", "without"])
-def test_what_ranks_have_saved_each_by_itself_replaces_nothing(ranks, cloud, tmp_path, there):
-    ranks(2, _save_alone, str(tmp_path / "a"))
-    save("memory://there/b", use_collectives=there == "with collectives")
-    before = cloud.keys("there")
-    with pytest.raises(CheckpointExistsError, match="delete it first"):
-        copy(tmp_path / "a", "memory://there/b", overwrite=True, config=CONFIG)
-    assert cloud.keys("there") == before
-
-
-@pytest.mark.parametrize("there", ["with collectives", "without"])
-def test_what_is_there_is_replaced_only_on_demand(cloud, there) -> None:
+def test_what_is_there_is_replaced_only_on_demand(cloud) -> None:
     save("memory://here/a", 1.0)
-    save("memory://there/b", 2.0, use_collectives=there == "with collectives")
+    save("memory://there/b", 2.0)
     before = cloud.keys("there")
     with pytest.raises(CheckpointExistsError, match="overwrite"):
         copy("memory://here/a", "memory://there/b", config=CONFIG)

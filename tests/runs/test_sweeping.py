@@ -154,9 +154,10 @@ def test_a_young_upload_may_be_of_a_save_under_way(tmp_path) -> None:
     assert list(store.list_uploads(parsed.key(""))) == []
 
 
-def test_a_checkpoint_of_torch_and_one_of_single_ranks_stay(tmp_path) -> None:
+def test_checkpoints_of_torch_stay_also_those_of_single_ranks(tmp_path) -> None:
     dcp.save({"w": torch.ones(10)}, checkpoint_id=str(tmp_path / "torch"))
-    cloudckpt.save({"w": torch.ones(10)}, checkpoint_id=tmp_path / "alone", use_collectives=False)
+    alone = str(tmp_path / "alone")
+    dcp.save({"w": torch.ones(10)}, checkpoint_id=alone, use_collectives=False)
     before = sorted(tmp_path.rglob("*"))
     assert sweep(tmp_path, older_than=-10).objects == ()
     assert sorted(tmp_path.rglob("*")) == before

@@ -202,17 +202,6 @@ def test_without_a_checkpoint_there_is_nothing_to_verify(tmp_path) -> None:
         verify(tmp_path / "step-7")
 
 
-def _save_alone(uri: str) -> None:
-    rank = dist.get_rank()
-    state = {"shared": torch.ones(4), f"of-{rank}": torch.full((3,), float(rank)), "value": rank}
-    cloudckpt.save(state, checkpoint_id=uri, use_collectives=False)
-
-
-def test_what_ranks_have_saved_each_by_itself_is_verified_together(ranks, tmp_path) -> None:
-    ranks(2, _save_alone, str(tmp_path / "alone"))
-    assert verify(tmp_path / "alone").items == 6
-
-
 @pytest.fixture
 def store(monkeypatch) -> FaultyStore:
     """A store in memory with a checkpoint of 60 MB, at ``memory://run/a``."""

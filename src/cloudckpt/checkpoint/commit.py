@@ -32,7 +32,6 @@ that was started in its place:
 - *A reader has the old metadata when step 5 deletes their objects.* It finds that the metadata were
   replaced and begins anew (``transfer.retry.begun_anew``); it never takes this for damage.
 
-With ``use_collectives=False`` each rank commits a ``__{rank}.metadata`` of its own like this.
 """
 
 from __future__ import annotations
@@ -46,9 +45,7 @@ from dataclasses import dataclass, field
 
 from cloudckpt.checkpoint.committed import Fetched, fetch, object_names
 from cloudckpt.checkpoint.objects import (
-    METADATA,
     ObjectRecord,
-    commits_of_ranks,
     look_for,
     trial_name,
 )
@@ -334,26 +331,6 @@ def _replaced(store: ObjectStore, baseline: Baseline, retrier: Retrier) -> set[s
     return objects_of(fetched, uri)
 
 
-def _hidden(
-    store: ObjectStore, uri: CheckpointURI, baseline: Baseline, retrier: Retrier
-) -> set[str]:
-    """The names of the objects of a checkpoint without collectives that a new one now hides.
-
-    Readers look for the common metadata first. Failures are logged: the new one is committed.
-    """
-    if baseline.version is not None or baseline.key != uri.key(METADATA):
-        return set()
-    names: set[str] = set()
-    below = uri.key("")
-    try:
-        for key in commits_of_ranks(store, below, retrier):
-            fetched = retrier.call(functools.partial(fetch, store, key))
-            names |= {key.removeprefix(below)} | objects_of(fetched, store.uri(key))
-    except Exception as error:  # noqa: BLE001 - nothing that is wrong here may undo a commit
-        logger.warning("an older checkpoint without collectives may be left behind: %s", error)
-    return names
-
-
 def objects_of(fetched: Fetched, uri: str) -> set[str]:
     """The names of the data objects that a commit object names; none if it can't be trusted."""
     try:
@@ -435,5 +412,4 @@ def publish(
             uri=str(uri),
             cause=error,
         ) from error
-    unneeded |= _hidden(store, uri, baseline, Retrier.for_cleanup(config.retry))
     delete(unneeded - names)

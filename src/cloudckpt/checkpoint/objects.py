@@ -34,14 +34,11 @@ __all__ = [
     "WrittenObject",
     "beneath",
     "checked",
-    "commits_of_ranks",
     "data_name",
     "find_commit",
     "is_committed",
     "is_drawn_name",
-    "is_metadata_of_a_rank",
     "look_for",
-    "metadata_name",
     "probe_name",
     "rank_of",
     "trial_name",
@@ -60,36 +57,14 @@ PART = f"__0{METADATA}"
 _UNUSABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # control characters, halves of pairs
 
 
-def metadata_name(rank: int | None) -> str:
-    """The commit object: one for all, or of one rank if it saves without collectives."""
-    return METADATA if rank is None else f"__{rank}{METADATA}"
-
-
-def is_metadata_of_a_rank(name: str) -> bool:
-    """Whether it is the commit object of one rank."""
-    return re.fullmatch(r"__\d+" + re.escape(METADATA), name) is not None
-
-
 def data_name(rank: int, ordinal: int, attempt: str) -> str:
     """A shard object. ``attempt`` keeps two attempts from ever writing to the same key."""
     return f"__{rank}_{ordinal}.{attempt}.distcp"
 
 
 def rank_of(name: str) -> int:
-    """Who has written a shard object, or a commit object of its own."""
-    return int(re.match(r"__(\d+)[_.]", name)[1])  # type: ignore[index]
-
-
-def commits_of_ranks(store: ObjectStore, below: str, retrier: Retrier) -> list[str]:
-    """The keys of the commit objects of single ranks, as the store lists them now.
-
-    Args:
-        store: The store.
-        below: What their keys begin with: that of the checkpoint, with a slash.
-        retrier: For the listing.
-    """
-    listed = retrier.call(lambda: list(store.list(below + OF_RANKS)))
-    return [info.key for info in listed if is_metadata_of_a_rank(info.key.removeprefix(below))]
+    """Who has written a shard object."""
+    return int(re.match(r"__(\d+)_", name)[1])  # type: ignore[index]
 
 
 def trial_name(attempt: str) -> str:
@@ -205,7 +180,6 @@ class WrittenObject:
         return found
 
 
-_COMMITS = (METADATA, metadata_name(0))  # of all ranks; of the first, if they save each by itself
 _MOST_KEYS = 5000  # that are listed for a hint: five pages of S3
 
 
@@ -215,12 +189,10 @@ async def find_commit(view: View, uri: CheckpointURI) -> ObjectInfo | None:
     Raises:
         StoreError: If it said anything else, for example that there is no such bucket.
     """
-    for name in _COMMITS:
-        try:
-            return await view.look(uri.key(name))
-        except ObjectNotFoundError:
-            continue
-    return None
+    try:
+        return await view.look(uri.key(METADATA))
+    except ObjectNotFoundError:
+        return None
 
 
 def is_committed(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> bool:
@@ -239,7 +211,7 @@ def beneath(store: ObjectStore, uri: CheckpointURI) -> str:
         for listed in itertools.islice(store.list(top), _MOST_KEYS):
             seen += 1
             folder, _, name = listed.key.rpartition("/")
-            if name in _COMMITS and len(folder) >= len(top):
+            if name == METADATA and len(folder) >= len(top):
                 found.add(store.uri(folder))
     except CloudCheckpointError:
         return ""

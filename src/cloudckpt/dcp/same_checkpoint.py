@@ -22,8 +22,7 @@ class LoadedSave:
 
     Attributes:
         uri: The location.
-        save_id: Which of the saves to it, since another one may have replaced it meanwhile; None if
-            the rank has metadata of its own, of a save without collectives.
+        save_id: Which of the saves to it, since another one may have replaced it meanwhile.
     """
 
     uri: str

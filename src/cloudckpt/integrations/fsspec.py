@@ -25,7 +25,7 @@ import fsspec
 from fsspec.registry import _registry, known_implementations, registry
 from fsspec.spec import AbstractFileSystem
 
-from cloudckpt.checkpoint.objects import METADATA, is_metadata_of_a_rank
+from cloudckpt.checkpoint.objects import METADATA
 from cloudckpt.config import Config
 from cloudckpt.errors import BucketNotFoundError, ObjectNotFoundError, PreconditionFailedError
 from cloudckpt.files import load_file, save_file
@@ -359,8 +359,7 @@ def _ends_of_folders(name: str, start: int) -> Iterator[int]:
 
 
 def _makes_visible(key: str) -> bool:
-    name = key.rpartition("/")[2]
-    return name in _COMMITS or is_metadata_of_a_rank(name)
+    return key.rpartition("/")[2] in _COMMITS
 
 
 def file_system(scheme: str, config: Config | None = None) -> _StoreFileSystem:

@@ -16,7 +16,6 @@ from cloudckpt.checkpoint.objects import (
     OF_RANKS,
     find_commit,
     is_committed,
-    metadata_name,
 )
 from cloudckpt.config import Config
 from cloudckpt.runs.steps import DEFAULT_PATTERN, StepNames
@@ -143,7 +142,7 @@ async def summary(view: View, run: Run, folder: str) -> CheckpointSummary | None
     return CheckpointSummary(
         uri=str(uri),
         step=run.names.step(folder),
-        is_committed=any(_commits(info.key.removeprefix(below)) for info in objects),
+        is_committed=any(info.key.removeprefix(below) == METADATA for info in objects),
         nbytes=sum(info.size for info in objects),
         modified=_newest(objects),
     )
@@ -233,11 +232,7 @@ class Run:
 
 def is_ours(name: str) -> bool:
     """Whether an object of this name beneath a checkpoint is one of cloudckpt's or torch's."""
-    return _commits(name) or _OURS.fullmatch(name) is not None
-
-
-def _commits(name: str) -> bool:
-    return name in (METADATA, metadata_name(0))
+    return name == METADATA or _OURS.fullmatch(name) is not None
 
 
 def _newest(objects: list[ObjectInfo]) -> float | None:

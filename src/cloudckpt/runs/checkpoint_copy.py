@@ -14,14 +14,11 @@ import torch
 from cloudckpt.checkpoint.commit import Baseline, begin, publish
 from cloudckpt.checkpoint.draft import Draft
 from cloudckpt.checkpoint.objects import (
-    METADATA,
     OF_RANKS,
     ObjectRecord,
     WrittenObject,
     checked,
-    commits_of_ranks,
     data_name,
-    is_committed,
 )
 from cloudckpt.config import Config
 from cloudckpt.dcp.meeting import Meeting
@@ -272,15 +269,7 @@ class CheckpointCopy:
         source = self._source.uri
         names = [part.commit.key.removeprefix(source.key("")) for part in found]
         begun = [begin(store, uri.key(name), overwrite=True, retrier=retrier) for name in names]
-        if names != [METADATA]:
-            head = begin(store, uri.key(METADATA), overwrite=True, retrier=retrier)
-            if head.version or commits_of_ranks(store, uri.key(""), retrier):
-                raise CheckpointExistsError(
-                    "there is a checkpoint, and one that was saved without collectives can't "
-                    "replace it in one step: delete it first, or choose another location",
-                    uri=str(uri),
-                )
-        elif not self._overwrite and is_committed(store, uri, retrier):
+        if not self._overwrite and any(baseline.version for baseline in begun):
             raise CheckpointExistsError(
                 "there is a checkpoint already: choose another location, or allow to replace it "
                 "(overwrite=True, --overwrite)",
@@ -385,7 +374,7 @@ class CheckpointCopy:
             raise one_error(found) from error
 
     def _commit(self, share: Sequence[Passage]) -> None:
-        """Makes the copy visible; of one without collectives the part of the first rank last."""
+        """Makes the copy visible."""
         target = self._target
         own = {passage.target.removeprefix(target.uri.key("")) for passage in share}
         written: list[_Commit] = []
@@ -404,7 +393,7 @@ class CheckpointCopy:
                 written.append(commit)
         except CommitUnknownError:
             raise
-        except Exception:  # it has deleted its own; nobody has seen those without the first rank's
+        except Exception:  # it has deleted its own
             keys = [commit.baseline.key for commit in written]
             keys += [target.uri.key(one.name) for each in self._commits for one in each.objects]
             delete_quietly(

@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from cloudckpt.checkpoint.objects import is_metadata_of_a_rank, rank_of
 from cloudckpt.checkpoint.values import load_item
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.config import Config
@@ -48,7 +47,7 @@ class ComparedItem:
     """An entry of either checkpoint.
 
     Attributes:
-        name: Its fully qualified name; with the rank, if that has saved it by itself.
+        name: Its fully qualified name.
         verdict: ``same``; ``changed``: other content; ``reshaped``: another shape or element type,
             or a tensor in only one of them; ``removed`` and ``added``: only in the first, or the
             second; ``unknown``: their checksums can't be compared, so that they have to be read.
@@ -172,11 +171,9 @@ def _entries(uri: CheckpointURI, pattern: str, config: Config) -> dict[str, _Ent
     found: dict[str, _Entry] = {}
     for part in parts(uri, config):
         part.places.read_indexes(open_store(uri, config), config)
-        commit = part.commit.key.rpartition("/")[2]
-        suffix = f" (rank {rank_of(commit)})" if is_metadata_of_a_rank(commit) else ""
         for name in part.metadata.state_dict_metadata:
             if fnmatchcase(name, pattern):
-                found[name + suffix] = _Entry(part, name)
+                found[name] = _Entry(part, name)
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,15 +11,15 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from cloudckpt.checkpoint.committed import CommitObject
 from cloudckpt.checkpoint.notes import Notes
-from cloudckpt.checkpoint.objects import METADATA, commits_of_ranks, rank_of
+from cloudckpt.checkpoint.objects import METADATA
 from cloudckpt.checkpoint.places import Places
 from cloudckpt.config import Config
 from cloudckpt.dcp.reader import CloudStorageReader
-from cloudckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
+from cloudckpt.errors import CheckpointCorruptError
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.transfer.download import raise_it
 from cloudckpt.transfer.landing import StoredBytes
-from cloudckpt.transfer.retry import Retrier, open_store
+from cloudckpt.transfer.retry import open_store
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["CheckpointContents", "CheckpointPart", "StoredItem", "inspect", "parts"]
@@ -86,11 +85,9 @@ def inspect(checkpoint_id: URILike, *, config: Config | None = None) -> Checkpoi
     notes = Notes()
     for part in parts(uri, config):
         has_checksums = has_checksums and part.has_checksums
-        if part.commit.key == uri.key(METADATA):  # those of single ranks have none
+        if part.commit.key == uri.key(METADATA):  # models have none
             notes = Notes.from_json(part.said.notes, open_store(uri, config).uri(part.commit.key))
-        for found in part.items():
-            name = found.name
-            items[name] = found if name not in items else _together(items[name], found)
+        items |= {found.name: found for found in part.items()}
     return CheckpointContents(
         uri=str(uri),
         items=tuple(items[name] for name in sorted(items)),
@@ -101,7 +98,7 @@ def inspect(checkpoint_id: URILike, *, config: Config | None = None) -> Checkpoi
 
 @dataclass(frozen=True)
 class CheckpointPart:
-    """What one commit object says: all of the checkpoint, or what one rank has saved by itself.
+    """What a commit object says.
 
     Attributes:
         said: What the commit object says.
@@ -193,7 +190,7 @@ def _stored(name: str, shape: tuple[int, ...], dtype: torch.dtype, chunks: int) 
 
 
 def parts(uri: CheckpointURI, config: Config) -> Iterator[CheckpointPart]:
-    """What the commit objects say: one, or one of each rank that has saved by itself.
+    """What the commit object says.
 
     Raises:
         CheckpointNotFoundError: If there is no committed checkpoint.
@@ -201,32 +198,6 @@ def parts(uri: CheckpointURI, config: Config) -> Iterator[CheckpointPart]:
         StoreError: If the store refuses or stays unreachable.
     """
     reader = CloudStorageReader(uri, config=config)
-    try:
-        yield _part(reader, reader.read_metadata())
-        return
-    except CheckpointNotFoundError:
-        ranks = _ranks(uri, config)
-        if not ranks:
-            raise
-    for rank in ranks:
-        reader = CloudStorageReader(uri, config=config)
-        yield _part(reader, reader.read_metadata(rank=rank))
-
-
-def _part(reader: CloudStorageReader, metadata: Metadata) -> CheckpointPart:
+    metadata = reader.read_metadata()
     assert reader.commit is not None  # it has read the metadata
-    return CheckpointPart(reader.commit, reader.places_in(metadata))
-
-
-def _ranks(uri: CheckpointURI, config: Config) -> list[int]:
-    store, below = open_store(uri, config), uri.key("")
-    keys = commits_of_ranks(store, below, Retrier(config.retry))
-    return sorted(rank_of(key.removeprefix(below)) for key in keys)
-
-
-def _together(one: StoredItem, other: StoredItem) -> StoredItem:
-    """What two ranks have saved under one name, each by itself."""
-    chunks = one.chunks + other.chunks
-    if one.shape is not None:
-        return dataclasses.replace(one, chunks=chunks)
-    return dataclasses.replace(one, chunks=chunks, nbytes=one.nbytes + other.nbytes)
+    yield CheckpointPart(reader.commit, reader.places_in(metadata))

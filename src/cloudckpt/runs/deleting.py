@@ -7,7 +7,7 @@ from typing import Literal
 
 from cloudckpt.checkpoint.commit import objects_of
 from cloudckpt.checkpoint.committed import fetch
-from cloudckpt.checkpoint.objects import METADATA, is_metadata_of_a_rank
+from cloudckpt.checkpoint.objects import METADATA
 from cloudckpt.config import Config
 from cloudckpt.errors import (
     CheckpointCorruptError,
@@ -19,7 +19,6 @@ from cloudckpt.errors import (
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.contents import inspect
 from cloudckpt.runs.steps import DEFAULT_PATTERN, Retention
-from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.transfer.deleting import delete_all
 from cloudckpt.transfer.retry import Retrier, open_store
 from cloudckpt.uri import CheckpointURI, URILike
@@ -48,18 +47,22 @@ def delete(checkpoint_id: URILike, *, config: Config | None = None) -> None:
     uri = CheckpointURI.parse(checkpoint_id)
     config = config if config is not None else Config()
     store, retrier = open_store(uri, config), Retrier(config.retry)
-    names: set[str] = set()
-    commits = _commits(store, uri, retrier)
-    for commit in commits:
-        try:
-            found = retrier.call(partial(fetch, store, commit.key))
-        except ObjectNotFoundError as error:
-            raise _replaced(uri) from error
-        names |= objects_of(found, store.uri(commit.key))
-        try:
-            retrier.call(partial(store.delete, commit.key, if_version=found.info.version))
-        except PreconditionFailedError as error:
-            raise _replaced(uri) from error
+    commit = uri.key(METADATA)
+    try:
+        found = retrier.call(partial(fetch, store, commit))
+    except ObjectNotFoundError as error:
+        raise CheckpointNotFoundError(
+            "there is no committed checkpoint to delete", uri=str(uri)
+        ) from error
+    names = objects_of(found, store.uri(commit))
+    try:
+        retrier.call(partial(store.delete, commit, if_version=found.info.version))
+    except PreconditionFailedError as error:
+        raise CheckpointReplacedError(
+            "another save has replaced it, or it was deleted, since its deletion began; what is "
+            "there now was left as it is",
+            uri=str(uri),
+        ) from error
     keys = [uri.key(name) for name in sorted(names)]
     delete_all(
         store,
@@ -105,26 +108,3 @@ def unneeded(
             )
             raise
     return unneeded
-
-
-def _commits(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> list[ObjectInfo]:
-    """The objects that make a checkpoint visible, those last that hide others.
-
-    Raises:
-        CheckpointNotFoundError: If there are none.
-    """
-    below = uri.key("")
-    listed = retrier.call(lambda: list(store.list(below)))
-    of_ranks = [o for o in listed if is_metadata_of_a_rank(o.key.removeprefix(below))]
-    of_all = [o for o in listed if o.key == uri.key(METADATA)]
-    if not of_ranks and not of_all:
-        raise CheckpointNotFoundError("there is no committed checkpoint to delete", uri=str(uri))
-    return [*of_ranks, *of_all]
-
-
-def _replaced(uri: CheckpointURI) -> CheckpointReplacedError:
-    return CheckpointReplacedError(
-        "another save has replaced it, or it was deleted, since its deletion began; what is there "
-        "now was left as it is",
-        uri=str(uri),
-    )

@@ -14,7 +14,7 @@ from functools import partial
 
 from cloudckpt.checkpoint.commit import LONGEST_SAVE, named_objects
 from cloudckpt.checkpoint.committed import fetch
-from cloudckpt.checkpoint.objects import METADATA, commits_of_ranks, is_drawn_name, probe_name
+from cloudckpt.checkpoint.objects import METADATA, is_drawn_name, probe_name
 from cloudckpt.config import Config
 from cloudckpt.errors import CloudCheckpointError, ObjectNotFoundError, StoreError
 from cloudckpt.runs.catalog import Run
@@ -163,19 +163,17 @@ class Sweep:
     def _unnamed(self, folder: str, old: list[ObjectInfo]) -> Iterable[ObjectInfo]:
         """Those of a folder's old objects that its checkpoint, as it is now, does not name."""
         store, start = self._run.store, f"{folder}/" if folder else ""
-        named: set[str] = set()
-        for key in [start + METADATA, *commits_of_ranks(store, start, self._run.retrier)]:
-            try:
-                look = partial(self._run.retrier.call, partial(fetch, store, key))
-                found = begun_anew(look)
-                named |= named_objects(found, store.uri(key))
-            except ObjectNotFoundError:
-                continue  # deleted since it was listed
-            except (StoreError, MemoryError):
-                raise
-            except CloudCheckpointError:
-                self._unread.append(store.uri(key))
-                return ()
+        key = start + METADATA
+        try:
+            look = partial(self._run.retrier.call, partial(fetch, store, key))
+            named = named_objects(begun_anew(look), store.uri(key))
+        except ObjectNotFoundError:
+            named = set()
+        except (StoreError, MemoryError):
+            raise
+        except CloudCheckpointError:
+            self._unread.append(store.uri(key))
+            return ()
         return [info for info in old if info.key.removeprefix(start) not in named]
 
     def _now(self) -> float:
