@@ -21,7 +21,6 @@ from cloudckpt import (
     make_async_checkpointer,
     make_sync_checkpointer,
 )
-from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
 from .places import Place
@@ -97,22 +96,10 @@ def by_stock(content, place):
     dcp.save(content, storage_writer=place.writer())
 
 
-def by_stock_once_installed(content, place):
-    cloudckpt.install()
-    try:
-        by_stock(content, place)
-    finally:
-        cloudckpt.uninstall()
-
-
-def by_stock_with_our_planner(content, place):
-    dcp.save(content, storage_writer=place.writer(), planner=CloudSavePlanner())
-
-
-def by_save_with_cached_plans(content, place):
+def by_stock_with_cached_plans(content, place):
     planner = DefaultSavePlanner(enable_plan_caching=True)
     for _ in range(2):
-        cloudckpt.save(content, storage_writer=place.writer(), planner=planner)
+        dcp.save(content, storage_writer=place.writer(), planner=planner)
 
 
 @pytest.mark.parametrize(
@@ -124,9 +111,8 @@ def by_save_with_cached_plans(content, place):
         (by_save, "local"),
         (by_save, "s3"),
         (by_save_with_torchs_planner, "local"),
-        (by_stock_once_installed, "s3"),
-        (by_stock_with_our_planner, "local"),
-        (by_save_with_cached_plans, "local"),
+        (by_stock, "s3"),
+        (by_stock_with_cached_plans, "local"),
     ],
     ids=lambda value: getattr(value, "__name__", value),
     indirect=["place"],
@@ -136,20 +122,15 @@ def test_everything_comes_back_as_it_was_saved(save, place):
     assert_same(loaded(place), state())
 
 
-def test_asynchronous_saves_of_stock_torch_keep_the_structure_once_installed(ranks, local):
-    ranks(1, _save_in_the_background, local, AsyncCheckpointerType.THREAD)
+@pytest.mark.parametrize("kind", [AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS])
+def test_asynchronous_saves_of_stock_torch_keep_the_structure(ranks, local, kind):
+    ranks(1, _save_in_the_background, local, kind)
     assert_same(loaded(local), state())
 
 
 def _save_in_the_background(place: Place, kind) -> None:
     writer = place.writer()
-    cloudckpt.install()
-    try:
-        dcp.async_save(state(), storage_writer=writer, async_checkpointer_type=kind).result(
-            PATIENCE
-        )
-    finally:
-        cloudckpt.uninstall()
+    dcp.async_save(state(), storage_writer=writer, async_checkpointer_type=kind).result(PATIENCE)
 
 
 def test_an_installed_cloudckpt_keeps_the_structure(s3, monkeypatch):
@@ -251,11 +232,11 @@ def test_torchs_own_conversion_reads_it_as_before(local, tmp_path):
     assert_same(torch.load(tmp_path / "ours.pt"), torch.load(tmp_path / "theirs.pt"))
 
 
-@pytest.mark.parametrize("writer", [None, "ours"])
-def test_checkpoints_of_stock_torch_have_the_structure_of_its_paths(local, writer):
+def test_checkpoints_of_stock_torch_have_the_structure_of_its_paths(tmp_path, local):
     content = {"a": {1: numbered(2)}, "empty": {}, "l": [{}, 1, {}], "m": [{}, numbered(1)]}
-    dcp.save(content, checkpoint_id=local.path, storage_writer=writer and local.writer())
-    assert_same(loaded(local), {"a": {"1": numbered(2)}, "l": [None, 1], "m": [None, numbered(1)]})
+    dcp.save(content, checkpoint_id=tmp_path)
+    place = Place(tmp_path.as_uri(), local.config)
+    assert_same(loaded(place), {"a": {"1": numbered(2)}, "l": [None, 1], "m": [None, numbered(1)]})
 
 
 # ---- other planners
@@ -302,10 +283,10 @@ def test_two_values_of_one_name_are_refused(local, content, named):
     assert_same(loaded(local), {"step": 1})
 
 
-def test_stock_torch_saves_no_two_values_of_one_name_once_installed(local):
+def test_stock_torch_with_our_writer_saves_no_two_values_of_one_name(local):
     for content, _ in COLLISIONS:
         with pytest.raises(dcp.CheckpointException):
-            by_stock_once_installed(content, local)
+            by_stock(content, local)
     assert ".metadata" not in local.names()
 
 
@@ -355,7 +336,7 @@ def _load_everything(place: Place) -> dict:
 
 @pytest.mark.parametrize(
     "save",
-    [by_save, by_stock_once_installed, by_checkpointer, by_process_of_checkpointer],
+    [by_save, by_stock, by_checkpointer, by_process_of_checkpointer],
     ids=lambda save: save.__name__,
 )
 def test_what_each_rank_saved_is_in_the_whole(ranks, s3, save):
@@ -394,9 +375,7 @@ NESTED = st.recursive(
     deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(content=st.dictionaries(KEYS, NESTED, max_size=4))
-@pytest.mark.parametrize(
-    "save", [by_save, by_stock_with_our_planner], ids=lambda save: save.__name__
-)
+@pytest.mark.parametrize("save", [by_save, by_stock], ids=lambda save: save.__name__)
 def test_any_state_comes_back_or_is_refused(local, save, content):
     try:
         save(content, local)

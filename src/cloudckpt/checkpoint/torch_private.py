@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import IO, Any
@@ -47,6 +48,7 @@ __all__ = [
     "load_with",
     "set_group_timeout",
     "sparse_tensors_unchecked",
+    "state_dict_being_planned",
     "traverse_state_dict",
     "validate_global_plan",
 ]
@@ -136,3 +138,23 @@ def _of_logger_module(name: str) -> Any:
     except ImportError:
         return None
     return getattr(module, name, None)
+
+
+def state_dict_being_planned() -> tuple[Any, Any] | None:
+    """The state dict and the planner of the save that has called the caller, if torch's saver has.
+
+    A storage writer is never shown the state dict, and torch's planner drops it once it is
+    flattened: it is only in the variables of the function of torch that calls both. None if this
+    torch keeps it elsewhere.
+    """
+    frame = sys._getframe(1)
+    for _ in range(8):  # wrappers and subclasses of the writer may stand between
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict_saver":
+            found = frame.f_locals
+            if "state_dict" in found and "planner" in found:
+                return found["state_dict"], found["planner"]
+            return None
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None

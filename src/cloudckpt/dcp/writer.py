@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -24,6 +25,7 @@ from cloudckpt.checkpoint.objects import METADATA, ObjectRecord
 from cloudckpt.checkpoint.sending import Destination, Sender, send_here
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.timing import RankTiming, SaveTiming
+from cloudckpt.checkpoint.torch_private import state_dict_being_planned, traverse_state_dict
 from cloudckpt.checkpoint.written import Written
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.config import Config
@@ -204,7 +206,7 @@ class CloudStorageWriter(OurWriter):
         check_together(kwargs.get("use_collectives", True), str(self.uri))
         self.commits = is_coordinator
         self.committed = False if self.commits else None
-        self._structure = Structure()
+        self._structure = self._seen_structure()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Notes what is there already, before anything is sent.
@@ -335,6 +337,27 @@ class CloudStorageWriter(OurWriter):
             _run_after(self.commit_hook, str(self.uri), draft.metadata)
         return draft
 
+    def _seen_structure(self) -> Structure:
+        """What flattening has lost of the state dict, as far as that can be seen.
+
+        Our planner notes it. torch's has dropped the state dict by now, so the one that torch's
+        saver holds is compared with the planner's paths: a planner of another kind, or one that
+        saves something else than it was given, leaves the structure to the strings in its paths.
+
+        Raises:
+            KeyCollisionError: If two entries of the state dict would have the same name.
+        """
+        state_dict, planner = state_dict_being_planned() or ({}, None)
+        if isinstance(planner, CloudSavePlanner):
+            return planner.structure
+        if not isinstance(planner, DefaultSavePlanner) or not planner.flatten_state_dict:
+            return Structure()
+        with paused_gc():
+            structure = Structure.of(state_dict, str(self.uri))
+            if structure and not _flattens(planner, state_dict):
+                return Structure()
+        return structure
+
     def _tell_plan(self) -> float:
         """Planning is torch's; what can be seen of it is the time until it asks for the data.
 
@@ -437,3 +460,12 @@ def _check_types(plan: SavePlan, uri: str) -> None:
                 uri=uri,
                 item=fqn,
             ) from exc
+
+
+def _flattens(planner: DefaultSavePlanner, state_dict: dict[str, Any]) -> bool:
+    """Whether the planner saves this state dict, and not what it has made of it."""
+    paths: list[Any] = []
+    traverse_state_dict(state_dict, lambda path, value: paths.append(path))
+    return len(paths) == len(planner.mappings) and all(
+        planner.mappings.get(".".join(map(str, path))) == path for path in paths
+    )
