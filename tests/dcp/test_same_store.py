@@ -170,7 +170,7 @@ def _looks(place: Place) -> dict[str, list[str]]:
 
 def test_a_save_of_one_rank_looks_at_nothing_that_it_has_written(place, ranks):
     [looked] = ranks(1, _looks, place)
-    assert looked == {"head": [".metadata"], "list": ["__"]}
+    assert looked == {"head": [".metadata"], "list": []}
 
 
 def test_the_rank_that_commits_looks_once_at_each_object_of_the_others(place, ranks):

@@ -189,6 +189,7 @@ class World:
                 Planned.of(
                     Metadata({f"v{rank}": BytesStorageMetadata() for rank in range(RANKS)}),
                     [[MetadataIndex(f"v{rank}")] for rank in range(RANKS)],
+                    store.capabilities.checksum,
                 ),
                 written,
                 store.capabilities.checksum,
