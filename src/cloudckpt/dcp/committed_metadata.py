@@ -19,7 +19,7 @@ from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.errors import CheckpointReplacedError
 from cloudckpt.uri import CheckpointURI
 
-__all__ = ["attempt_of", "committed_metadata"]
+__all__ = ["committed_metadata"]
 
 
 def committed_metadata(uri: CheckpointURI, config: Config, attempt: str) -> Metadata:
@@ -55,17 +55,6 @@ def committed_metadata(uri: CheckpointURI, config: Config, attempt: str) -> Meta
     metadata.storage_meta = StorageMeta(checkpoint_id=str(uri), save_id=wanted)
     metadata.version = CURRENT_DCP_VERSION
     return metadata  # type: ignore[no-any-return]
-
-
-def attempt_of(metadata: Metadata) -> str | None:
-    """The random name of a save whose metadata :func:`committed_metadata` can read.
-
-    None if torch's own saver has made the metadata.
-    """
-    held: Any = metadata.state_dict_metadata
-    if isinstance(held, dict) or metadata.storage_meta is None:
-        return None
-    return str(metadata.storage_meta.save_id).rpartition("-")[2]
 
 
 class _Later(ReadLater):
