@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -36,6 +36,7 @@ from cloudckpt.background.channel import Job
 from cloudckpt.background.process import _Life
 from cloudckpt.background.saver import AsyncSaver
 from cloudckpt.config import MIB
+from cloudckpt.hf import SafetensorsWriter
 from cloudckpt.testing.wire_faults import Call, s3_error
 from dcp.values import assert_same, blank_like, numbered
 from faults.states import BIG, SMALL, filled
@@ -350,9 +351,9 @@ def test_hooks_and_planners_stay_in_the_trainer(one, local):
 # ---- failures
 
 
-def test_a_writer_of_a_users_own_is_refused_by_name(one, tmp_path):
-    with pytest.raises(ConfigError, match="what a FileSystemWriter writes"):
-        one.save(filled(1, SMALL), FileSystemWriter(tmp_path))
+def test_a_writer_of_another_format_is_refused_by_name(one, tmp_path):
+    with pytest.raises(ConfigError, match="what a SafetensorsWriter writes"):
+        one.save(filled(1, SMALL), SafetensorsWriter(tmp_path))
 
 
 def test_an_interpreter_that_does_not_say_where_it_is_is_told_by_name(monkeypatch):
