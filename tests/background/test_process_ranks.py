@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from cloudckpt import (
@@ -24,6 +23,7 @@ from cloudckpt import (
 from cloudckpt.background import arena as arenas
 from cloudckpt.background import process
 from cloudckpt.background.saver import AsyncSaver
+from cloudckpt.hf import SafetensorsWriter
 from dcp.places import Place
 
 from .saves import PATIENCE, Lock, Refusing, begin, of_rank, step_at
@@ -191,7 +191,7 @@ def tells_all_of_a_process_that_one_cannot_start(_: AsyncSaver, place: Place):
 def refuses_on_all_a_writer_that_the_process_of_one_does_not_know(saver: AsyncSaver, place: Place):
     writer = place.writer()
     if dist.get_rank() == 1:
-        writer = FileSystemWriter("/nowhere")
+        writer = SafetensorsWriter("/nowhere")
     with pytest.raises(ConfigError, match="a saving process can't carry out"):
         saver.save(of_rank(1), writer)
     _works(saver, 2, place)

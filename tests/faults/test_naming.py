@@ -72,10 +72,11 @@ def test_temporary_objects_of_google_are_an_upload(number, operation):
 
 
 @on("s3", "google", "azure", "compose")
-def test_every_request_of_a_save_and_a_load_has_a_name(dialect, store, proxy, shaky):
+def test_every_request_of_a_save_a_load_and_a_listing_has_a_name(dialect, store, proxy, shaky):
     for step in (1, 2):
         cloudckpt.save(filled(step), checkpoint_id=store.uri("run"), config=shaky)
     assert load_step(store.uri("run"), shaky, BIG) == 2
+    assert len(cloudckpt.list_checkpoints(store.uri(""), config=shaky)) == 1
     names = {request.operation for request in proxy.requests()}
     begun = set() if dialect == "azure" else {"CreateMultipartUpload"}
     assert names == begun | {
