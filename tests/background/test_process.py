@@ -187,6 +187,25 @@ def test_a_second_save_of_many_small_tensors_is_whole(one, local):
         assert_same(loaded, state)
 
 
+@pytest.mark.parametrize("stager", [None, BlockingAsyncStager()], ids=["ours", "of torch"])
+def test_small_tensors_are_packed_beside_the_trainer_as_it_would_pack_them_to_the_byte(
+    local, stager
+):
+    # values between them, and more of them than a slab holds
+    here, beside = (local.at(name).having(memory_budget=32 * MIB) for name in ("here", "beside"))
+    with saver(stager=stager) as one:
+        for step in (1, 2):
+            state: dict[str, object] = {
+                f"t{number}": numbered(number % 700, first=number + step, dtype=torch.float64)
+                for number in range(3000)
+            }
+            state |= {"text": "x" * step, "t1000": "a value", "t2000": numbered(60, 50).t()}
+            cloudckpt.save(state, checkpoint_id=here.uri, config=here.config, no_dist=True)
+            one.save(state, beside.writer()).written.result(PATIENCE)
+            first, second = ([p.read(name) for name in p.data()] for p in (here, beside))
+            assert first == second
+
+
 def test_the_trainer_changes_its_tensors_meanwhile(one, local):
     with stopped(one):
         state = filled(1, SMALL)

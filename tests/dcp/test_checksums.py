@@ -11,7 +11,7 @@ from cloudckpt import TensorChangedError
 from cloudckpt.checksum import ALGORITHMS
 from cloudckpt.stores.local import LocalStore
 from cloudckpt.stores.registry import open_store
-from cloudckpt.transfer.staging import Packer
+from cloudckpt.transfer.packing import Packer
 from cloudckpt.uri import CheckpointURI
 
 from .places import Place

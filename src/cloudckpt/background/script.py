@@ -2,12 +2,14 @@
 
 A script says which bytes of shared memory make up each object, in their order, and what the index
 at the object's end needs of its items. The bytes themselves do not travel: they lie in the arena of
-the staged copy, or were written to the annex. Nothing in it is of torch, or of the user's.
+the staged copy, or were written to the annex. Small items are packed by the saving process, from
+the arena. Nothing in it is of torch, or of the user's.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,17 +19,20 @@ from cloudckpt.checkpoint.index import index_growth
 from cloudckpt.checkpoint.sending import Destination, LayOut, OpenObject
 from cloudckpt.checksum import BlockChecksums, block_size_for
 from cloudckpt.stores.base import Capabilities
+from cloudckpt.transfer.boxes import ALIGNMENT, padding
 from cloudckpt.transfer.group import Cancellation
-from cloudckpt.transfer.parts import Piece
+from cloudckpt.transfer.packing import READABLE, Form, Packer, SlabPool, memory_at
+from cloudckpt.transfer.parts import Piece, PieceWriter
 
 if TYPE_CHECKING:  # the saving process has no torch
     from cloudckpt.background.arena import Annex, Arena
 
 __all__ = ["ObjectScript", "Recording", "replay"]
 
-_ARENA, _ANNEX = 0, 1
+_ARENA, _ANNEX, _PACKED = 0, 1, 2
 _NO_ITEM = -1
 _COLUMNS = 5
+_ZEROS = bytes(ALIGNMENT)
 
 
 @dataclass(frozen=True)
@@ -36,9 +41,11 @@ class ObjectScript:
 
     Attributes:
         staged: Whether its parts have the size of those that pass through a pool.
-        pieces: Of each piece five numbers: which memory it lies in (0: the arena, 1: the annex),
-            its first byte there, its bytes, the number of the item whose data it is (-1 for none),
-            and where it begins in that data.
+        pieces: Of each piece five numbers: which memory it lies in (0: the arena, 1: the annex,
+            2: it is a small item of the arena's, to be packed), its first byte there, its bytes,
+            the number of the item whose data it is (-1 for none), and where it begins in that
+            data; of a small item the number of its form.
+        forms: What stands before small items and behind them.
         heads: Of each item, bytes of the envelope before the data proper.
         tails: The same of the envelope behind it.
         dtypes: The number of its element type.
@@ -48,6 +55,7 @@ class ObjectScript:
 
     staged: bool
     pieces: array[int]
+    forms: Sequence[tuple[bytes, bytes]]
     heads: Sequence[int]
     tails: Sequence[int]
     dtypes: Sequence[int]
@@ -63,6 +71,7 @@ class _RecordedUpload:
         self.staged = staged
         self.pieces = array("q")
         self.checks: list[object] = []  # of the pieces
+        self.forms: dict[tuple[bytes, bytes], int] = {}
         self._annex = annex
         self._begin = 0 if arena is None else arena.address
         self._end = 0 if arena is None else self._begin + arena.size
@@ -86,6 +95,74 @@ class _RecordedUpload:
 
     def close(self, end: Piece) -> None:
         self.position += end.view.nbytes  # whoever carries it out makes the index
+
+    def write_small(
+        self, forms: Sequence[Form], addresses: Sequence[int]
+    ) -> tuple[list[int], list[object]] | None:
+        """Notes small items; where they begin in the object, and what stands for their checksums.
+
+        None if they lie elsewhere than in the arena.
+        """
+        if not (self._begin <= min(addresses) and max(addresses) < self._end):
+            return None
+        positions: list[int] = []
+        checks: list[object] = []
+        for form, address in zip(forms, addresses, strict=True):
+            edges = form.head, form.tail
+            number = self.forms.setdefault(edges, len(self.forms))
+            self.pieces.extend((_PACKED, address - self._begin, form.size, _NO_ITEM, number))
+            positions.append(self.position)
+            checks.append(_MadeLater())
+            self.position += len(edges[0]) + form.size + len(edges[1])
+        self.checks += checks
+        return positions, checks
+
+
+class _MadeLater:
+    """Stands for the checksum of a small item, which the saving process makes."""
+
+    __slots__ = ()
+
+
+class _RecordedPacking:
+    """Packs nothing, but has it noted what is to be packed."""
+
+    def __init__(self, upload: PieceWriter, _: SlabPool) -> None:
+        assert isinstance(upload, _RecordedUpload)
+        self._upload = upload
+
+    @property
+    def position(self) -> int:
+        return self._upload.position
+
+    def append(self, buffers: Sequence[bytes | memoryview], nbytes: int) -> tuple[int, memoryview]:
+        self._align()
+        position, copy = self.position, b"".join(buffers)
+        self._upload.write(Piece(memoryview(copy)))
+        self._align()
+        return position, memoryview(copy)[:nbytes]
+
+    def append_all(
+        self, forms: Sequence[Form], addresses: Sequence[int], checksum: Callable[..., int]
+    ) -> tuple[list[int], Sequence[object]]:
+        self._align()
+        if (noted := self._upload.write_small(forms, addresses)) is not None:
+            return noted
+        positions, sums = [], []
+        for form, address in zip(forms, addresses, strict=True):
+            content = memory_at(address, form.size, READABLE)
+            head, size = len(form.head), form.size
+            position, copy = self.append((form.head, content, form.tail), head + size)
+            positions.append(position)
+            sums.append(checksum(copy[head:]))
+        return positions, sums
+
+    def _align(self) -> None:
+        if gap := padding(self.position):
+            self._upload.write(Piece(memoryview(_ZEROS)[:gap]))
+
+    def flush(self) -> None:
+        """Nothing is held back."""
 
 
 class Recording:
@@ -121,7 +198,9 @@ class Recording:
         upload = _RecordedUpload(staged, self._arena, self._annex)
         part_size = self._destination.part_size(self._capabilities, staged=staged)
         capacity = part_size * self._capabilities.max_parts
-        made = OpenObject(upload, ordinal, self._capabilities.checksum, capacity)
+        made = OpenObject(
+            upload, ordinal, self._capabilities.checksum, capacity, packing=_RecordedPacking
+        )
         self._opened.append((made, upload))
         return made
 
@@ -138,6 +217,7 @@ def _script(made: OpenObject, upload: _RecordedUpload) -> ObjectScript:
     return ObjectScript(
         upload.staged,
         upload.pieces,
+        list(upload.forms),
         made.heads,
         made.tails,
         made.dtypes,
@@ -146,40 +226,70 @@ def _script(made: OpenObject, upload: _RecordedUpload) -> ObjectScript:
     )
 
 
-def replay(scripts: Sequence[ObjectScript], memory: Sequence[memoryview]) -> LayOut:
+def replay(scripts: Sequence[ObjectScript], memory: Sequence[memoryview], budget: int) -> LayOut:
     """The layout that writes what was recorded.
 
     Args:
         scripts: Of the objects.
         memory: The arena, and the annex.
+        budget: Bytes of memory to pack in.
     """
 
-    def lay_out(open_object: Callable[[bool], OpenObject], _: Cancellation) -> None:
-        for script in scripts:
-            made = open_object(script.staged)
-            made.add_all(
-                script.heads,
-                script.tails,
-                script.dtypes,
-                script.raw_lengths,
-                [
-                    BlockChecksums(made.algorithm, block_size_for(length)) if sum_ is None else sum_
-                    for sum_, length in zip(script.sums, script.raw_lengths, strict=True)
-                ],
-                sum(index_growth(length, made.algorithm) for length in script.raw_lengths),
-            )
-            for piece in _pieces(script, made, memory):
-                made.upload.write(piece)
-            made.end()
+    def lay_out(open_object: Callable[[bool], OpenObject], cancellation: Cancellation) -> None:
+        pool = SlabPool(budget, cancellation)
+        try:
+            for script in scripts:
+                made = open_object(script.staged)
+                made.add_all(
+                    script.heads,
+                    script.tails,
+                    script.dtypes,
+                    script.raw_lengths,
+                    [
+                        BlockChecksums(made.algorithm, block_size_for(length))
+                        if checksum is None
+                        else checksum
+                        for checksum, length in zip(script.sums, script.raw_lengths, strict=True)
+                    ],
+                    sum(index_growth(length, made.algorithm) for length in script.raw_lengths),
+                )
+                _write(script, made, memory, Packer(made.upload, pool))
+                made.end()
+        finally:
+            pool.close()
 
     return lay_out
 
 
-def _pieces(
-    script: ObjectScript, made: OpenObject, memory: Sequence[memoryview]
-) -> Iterator[Piece]:
+def _write(
+    script: ObjectScript, made: OpenObject, memory: Sequence[memoryview], packer: Packer
+) -> None:
     numbers = iter(script.pieces)
-    for where, first, size, item, start in zip(*[numbers] * _COLUMNS, strict=True):
-        view = memory[where][first : first + size]
-        found = None if item == _NO_ITEM else made.sums[item]
-        yield Piece(view, found if isinstance(found, BlockChecksums) else None, start)
+    rows = zip(*[numbers] * _COLUMNS, strict=True)
+    for packed, run in itertools.groupby(rows, lambda row: row[0] == _PACKED):
+        if packed:
+            _pack(list(run), script, made, memory[_ARENA], packer)
+            packer.flush()
+            continue
+        for where, first, size, item, start in run:
+            view = memory[where][first : first + size]
+            found = None if item == _NO_ITEM else made.sums[item]
+            checksums = found if isinstance(found, BlockChecksums) else None
+            made.upload.write(Piece(view, checksums, start))
+
+
+def _pack(
+    rows: Sequence[tuple[int, ...]],
+    script: ObjectScript,
+    made: OpenObject,
+    arena: memoryview,
+    packer: Packer,
+) -> None:
+    def small() -> Iterator[tuple[bytes, memoryview, bytes]]:
+        for _, first, size, _, form in rows:
+            head, tail = script.forms[form]
+            yield head, arena[first : first + size], tail
+
+    _, checksums = packer.append_views(small(), made.algorithm.of)
+    for (_, _, _, item, _), checksum in zip(rows, checksums, strict=True):
+        made.sums[item] = checksum

@@ -108,7 +108,8 @@ def _carry_out(job: Job, end: socket.socket, speaker: Speaker) -> None:
         take_over(job.variables)
         try:
             store = open_store(uri, job.destination.config)
-            objects = send_here(job.destination, store, replay(job.objects, memory), stats)
+            script = replay(job.objects, memory, job.destination.config.memory_budget)
+            objects = send_here(job.destination, store, script, stats)
         except BaseException as raised:  # noqa: BLE001 - told to the trainer
             error = _portable(raised)
     with contextlib.suppress(OSError):  # the trainer is gone

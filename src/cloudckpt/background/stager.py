@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from cloudckpt.background.arena import Arena, Memory
 from cloudckpt.background.layout import Layout
 from cloudckpt.errors import ClosedError, SaveInProgressError
+from cloudckpt.gc_pause import paused_gc
 from cloudckpt.transfer.group import TaskGroup
 
 __all__ = ["StagedState", "Stager"]
@@ -190,7 +191,8 @@ class Stager(AsyncStager):
         self, state_dict: dict[str, Any], patience: float
     ) -> tuple[StagedState, Future[None]]:
         started = time.perf_counter()
-        layout = Layout.of(state_dict)
+        with paused_gc():
+            layout = Layout.of(state_dict)
         try:
             buffer = self._free.get(timeout=patience) if patience > 0 else self._free.get_nowait()
         except queue.Empty:
@@ -204,11 +206,13 @@ class Stager(AsyncStager):
                 raise ClosedError("the stager was closed")
             arena = buffer.fit(layout.size, pin=self._pin and _on_cuda(layout))
             memory = arena.memory(lease.end)
-            layout.place(memory)
+            with paused_gc():
+                layout.place(memory)
             copied = self._copy(layout, memory)
             if layout.is_read_when_rebuilt:
                 copied.result()
-            content = layout.rebuild(state_dict)
+            with paused_gc():
+                content = layout.rebuild(state_dict)
         except BaseException:
             for stream in self._streams.values():
                 stream.synchronize()  # what an accelerator still copies goes into the buffer

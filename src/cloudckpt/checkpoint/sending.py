@@ -18,6 +18,7 @@ from cloudckpt.config import Config
 from cloudckpt.stores.base import Capabilities, ObjectStore
 from cloudckpt.transfer.boxes import ALIGNMENT, padding
 from cloudckpt.transfer.group import Cancellation, TaskGroup
+from cloudckpt.transfer.packing import Packer, Packing, SlabPool
 from cloudckpt.transfer.parts import Piece, PieceWriter, choose_part_size
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.stats import TransferStats
@@ -34,30 +35,38 @@ class OpenObject:
 
     Attributes:
         upload: Its upload.
+        packing: Makes what packs small items into it.
         ordinal: Its number among the objects of this rank.
         algorithm: Of its checksums.
         heads: Of each item, bytes of the envelope before the data proper.
         tails: The same of the envelope behind it.
         dtypes: The number of its element type in the index; 0 if it is no plain tensor.
         raw_lengths: Bytes of the data proper.
-        sums: The checksums of its blocks; or that of its only block, if it is known.
+        sums: The checksums of its blocks, or that of its only block, if it is known; where another
+            process makes them, what stands for them.
         index_size: Bytes of the index of all items.
         index: The index, made when the checksums of all items are known.
         index_crc: CRC32C of these bytes.
     """
 
     def __init__(
-        self, upload: PieceWriter, ordinal: int, algorithm: ChecksumAlgorithm, capacity: int
+        self,
+        upload: PieceWriter,
+        ordinal: int,
+        algorithm: ChecksumAlgorithm,
+        capacity: int,
+        packing: Callable[[PieceWriter, SlabPool], Packing] = Packer,
     ) -> None:
         """``capacity``: the most bytes that it can have, the index included."""
         self.upload = upload
+        self.packing = packing
         self.ordinal = ordinal
         self.algorithm = algorithm
         self.heads: list[int] = []
         self.tails: list[int] = []
         self.dtypes: list[int] = []
         self.raw_lengths: list[int] = []
-        self.sums: list[BlockChecksums | int] = []
+        self.sums: list[object] = []
         self.index_size = index_size((), algorithm)
         self.index = bytearray()
         self.index_crc: int | None = None
@@ -82,7 +91,7 @@ class OpenObject:
         tail: int,
         dtype: int,
         raw_length: int,
-        checksums: BlockChecksums | int,
+        checksums: object,
     ) -> None:
         """Notes an item that was written to it."""
         self.heads.append(head)
@@ -98,7 +107,7 @@ class OpenObject:
         tails: Sequence[int],
         dtypes: Sequence[int],
         raw_lengths: Sequence[int],
-        sums: Sequence[BlockChecksums | int],
+        sums: Sequence[object],
         growth: int,
     ) -> None:
         """Notes items by columns; ``growth``: by how much they make the index longer."""
@@ -121,9 +130,10 @@ class OpenObject:
             return
         sums: list[int] = []
         for raw_length, found in zip(self.raw_lengths, self.sums, strict=True):
-            if not isinstance(found, int):
+            if isinstance(found, BlockChecksums):
                 sums += found.finish(raw_length)
             elif raw_length:
+                assert isinstance(found, int)
                 sums.append(found)
         self.index[:] = index_bytes(
             self.heads, self.tails, self.dtypes, self.raw_lengths, sums, self.algorithm

@@ -21,8 +21,9 @@ from cloudckpt.checksum import BlockChecksums, ChecksumAlgorithm, block_size_for
 from cloudckpt.errors import UnsupportedTensorError
 from cloudckpt.transfer.boxes import ALIGNMENT, padding
 from cloudckpt.transfer.memory import bytes_of, has_memory, is_plain
+from cloudckpt.transfer.packing import PACKED_BELOW, Packing
 from cloudckpt.transfer.parts import Piece
-from cloudckpt.transfer.staging import PACKED_BELOW, Packer, StagingPool
+from cloudckpt.transfer.staging import StagingPool
 
 __all__ = [
     "Place",
@@ -144,7 +145,7 @@ class ShardWriter:
         self._checksum = checksum
         self.zip_crc32 = zip_crc32
         self._lanes: dict[bool, OpenObject] = {}
-        self._packer: Packer | None = None
+        self._packer: Packing | None = None
 
     def add_tensor(self, tensor: torch.Tensor, fqn: str) -> Place:
         """Writes a strided tensor of any device and strides; ``fqn`` is for messages."""
@@ -196,13 +197,8 @@ class ShardWriter:
         growth = sum([form.growth for form in forms])
         if not lane.has_room(packer.position, length, growth):
             return [self.add_tensor(tensor, "a small tensor") for tensor in tensors]
-        offsets, checksums = packer.append_from_memory(
-            (
-                (form.head, tensor.data_ptr(), form.size, form.tail)
-                for form, tensor in zip(forms, tensors, strict=True)
-            ),
-            self._checksum.of,
-        )
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        offsets, checksums = packer.append_all(forms, addresses, self._checksum.of)
         lane.add_all(
             [len(form.head) for form in forms],
             [form.length - len(form.head) - form.size for form in forms],
@@ -258,12 +254,12 @@ class ShardWriter:
         lane = self._lanes.get(True)
         if lane is None or self._packer is None:
             lane, _ = self._room_for(length, staged=True)
-            self._packer = Packer(lane.upload, self._pool)
+            self._packer = lane.packing(lane.upload, self._pool)
         elif not lane.has_room(self._packer.position, length):
             self._packer.flush()
             self._lanes.pop(True).end()
             lane, _ = self._room_for(length, staged=True)
-            self._packer = Packer(lane.upload, self._pool)
+            self._packer = lane.packing(lane.upload, self._pool)
         return lane, *self._packer.append(buffers, length)
 
     def _room_for(self, length: int, *, staged: bool) -> tuple[OpenObject, int]:
@@ -281,5 +277,5 @@ class ShardWriter:
         if lane is None:
             lane = self._lanes[staged] = self._open_object(staged)
             if staged:
-                self._packer = Packer(lane.upload, self._pool)
+                self._packer = lane.packing(lane.upload, self._pool)
         return lane, lane.upload.position

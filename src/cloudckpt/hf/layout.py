@@ -25,8 +25,8 @@ from cloudckpt.config import Config, whole_number
 from cloudckpt.errors import ConfigError, UnsupportedTensorError
 from cloudckpt.stores.base import Capabilities
 from cloudckpt.transfer.boxes import ALIGNMENT, Box, aligned, row_major_slices
+from cloudckpt.transfer.packing import PACKED_BELOW, slab_of
 from cloudckpt.transfer.parts import choose_part_size
-from cloudckpt.transfer.staging import PACKED_BELOW, slab_of
 
 __all__ = [
     "Chunk",

@@ -16,9 +16,10 @@ from cloudckpt.stores.base import ObjectStore, Part, Upload
 from cloudckpt.transfer.boxes import aligned
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.memory import bytes_of, host_buffer, is_plain, narrow
+from cloudckpt.transfer.packing import PACKED_BELOW
 from cloudckpt.transfer.parts import PartPlan, Piece
 from cloudckpt.transfer.retry import Retrier
-from cloudckpt.transfer.staging import PACKED_BELOW, StagingPool
+from cloudckpt.transfer.staging import StagingPool
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.upload import ObjectUpload
 

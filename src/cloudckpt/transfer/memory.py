@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import mmap
 from bisect import bisect_left, bisect_right
@@ -13,6 +12,7 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from cloudckpt.transfer.boxes import Box, reach
+from cloudckpt.transfer.packing import WRITABLE, memory_at
 
 __all__ = [
     "Claims",
@@ -25,12 +25,6 @@ __all__ = [
     "settled",
     "shows_its_memory",
 ]
-
-# not a ctypes array: each size would be a class of its own, and a cycle for the garbage collector
-_memory_at: Any = ctypes.pythonapi.PyMemoryView_FromMemory
-_memory_at.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
-_memory_at.restype = ctypes.py_object
-_WRITABLE = 0x200  # PyBUF_WRITE
 
 
 def settled(tensor: torch.Tensor) -> torch.Tensor:
@@ -69,6 +63,8 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
     """The bytes of its storage that a non-empty tensor shows: the first, and behind the last."""
     itemsize = tensor.itemsize
     first = int(tensor.storage_offset()) * itemsize
+    if tensor.is_contiguous():  # nearly all are, and small ones may be many
+        return first, first + tensor.numel() * itemsize
     return first, first + reach(tensor.shape, tensor.stride()) * itemsize
 
 
@@ -85,7 +81,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     size = tensor.numel() * tensor.itemsize
     if size == 0:
         return memoryview(b"")
-    view: memoryview = _memory_at(tensor.data_ptr(), size, _WRITABLE)
+    view: memoryview = memory_at(tensor.data_ptr(), size, WRITABLE)
     return view
 
 
