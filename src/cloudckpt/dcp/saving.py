@@ -111,9 +111,9 @@ def send(
             zip_crc32=destination.config.zip_crc32,
         )
         try:
+            objects, offsets, lengths = places
             for number, place in _written(items, planner, shard, str(destination.uri), quick):
-                for column, value in zip(places, place, strict=True):
-                    column[number] = value
+                objects[number], offsets[number], lengths[number] = place
             shard.close()
         finally:
             pool.close()
