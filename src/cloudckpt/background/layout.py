@@ -17,7 +17,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from cloudckpt.background.arena import Memory
 from cloudckpt.errors import StagingError
 from cloudckpt.transfer.boxes import aligned
-from cloudckpt.transfer.memory import extent, has_memory, settled, shows_its_memory
+from cloudckpt.transfer.memory import (
+    extent,
+    has_memory,
+    memory_of,
+    settled,
+    shows_its_memory,
+)
 
 __all__ = ["Layout", "Region"]
 
@@ -128,9 +134,7 @@ class Layout:
             return
         self._seen[id(value)] = value
         if isinstance(value, torch.Tensor):
-            if _goes_to_arena(value):
-                self._add(value)
-            else:
+            if not (_is_bytes(value) and self._add(value)):
                 self._unwrap(value)
         elif isinstance(value, dict):
             for entry in value.values():
@@ -151,13 +155,19 @@ class Layout:
             if isinstance(part, torch.Tensor):
                 self._walk(part)
 
-    def _add(self, tensor: torch.Tensor) -> None:
-        shown = tensor if shows_its_memory(tensor) else tensor.resolve_conj().resolve_neg()
+    def _add(self, tensor: torch.Tensor) -> bool:
+        """Plans the copy of a tensor; says whether it has memory to copy."""
+        if tensor.numel() == 0:  # its storage may be freed, and its offset lie anywhere
+            self._planned[id(tensor)] = tensor
+            return True
+        memory, shown = memory_of(tensor), tensor
+        if memory is None:
+            return False
+        if not shows_its_memory(tensor):
+            shown = tensor.resolve_conj().resolve_neg()
+            memory = shown.untyped_storage(), *extent(shown)
         self._planned[id(tensor)] = shown
-        if shown.numel() == 0:
-            return  # its storage may be freed, and its offset lie anywhere
-        storage = shown.untyped_storage()
-        first, end = extent(shown)
+        storage, first, end = memory
         region = self._by_storage.get(storage._cdata)
         if region is None:
             region = self._by_storage[storage._cdata] = Region(storage, first, end, shown.itemsize)
@@ -165,6 +175,7 @@ class Layout:
         else:
             region.first, region.end = min(region.first, first), max(region.end, end)
             region.grain = max(region.grain, shown.itemsize)
+        return True
 
     def place(self, memory: Memory) -> None:
         """Gives each region its place in the arena's memory."""
@@ -202,14 +213,16 @@ class Layout:
         return made.set_(region.copy, offset, tensor.size(), tensor.stride())
 
 
-def _goes_to_arena(tensor: torch.Tensor) -> bool:
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def _is_bytes(tensor: torch.Tensor) -> bool:
     """Whether a tensor is bytes in memory; others are copied on their own, or refused later."""
     return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        type(tensor) in _PLAIN
         and tensor.layout == torch.strided
         and not tensor.is_quantized
         and not tensor.is_nested
-        and has_memory(tensor)
     )
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "has_memory",
     "host_buffer",
     "is_plain",
+    "memory_of",
     "narrow",
     "settled",
     "shows_its_memory",
@@ -48,15 +49,22 @@ def shows_its_memory(tensor: torch.Tensor) -> bool:
 
 def has_memory(tensor: torch.Tensor) -> bool:
     """Whether all elements have memory: not if it was freed, shrunk, or only pretends to exist."""
-    if tensor.numel() == 0:
-        return True
+    return tensor.numel() == 0 or memory_of(tensor) is not None
+
+
+def memory_of(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, int, int] | None:
+    """The storage of a tensor that is not empty, and the bytes of it that it shows.
+
+    None if they were freed or shrunk, or only pretend to exist.
+    """
     storage = tensor.untyped_storage()
     try:
         if storage.device.type == "meta" or storage.data_ptr() == 0:  # a fake tensor's is meta
-            return False
+            return None
     except RuntimeError:  # torch's zero tensors
-        return False
-    return bool(storage.nbytes() >= extent(tensor)[1])
+        return None
+    first, end = extent(tensor)
+    return (storage, first, end) if storage.nbytes() >= end else None
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
