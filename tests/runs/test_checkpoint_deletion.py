@@ -103,6 +103,36 @@ def test_a_save_that_commits_meanwhile_stays_whole(store) -> None:
     assert torch.equal(found["w"], torch.full((50,), 2.0))
 
 
+def test_a_commit_that_is_sent_once_more_meanwhile_goes_too(store) -> None:
+    """As by a save whose commit was carried out, and which has not heard of it."""
+    uri = save(store, 7)
+    commit, _ = store.get(uri.key(".metadata"))
+
+    def send_again(key: str) -> None:
+        if not key.endswith("/.metadata") and store.deleted == ["run/step-7/.metadata"]:
+            store.put(uri.key(".metadata"), [memoryview(commit)], checksum=0, if_absent=True)
+
+    store.before = send_again
+    delete(uri, config=CONFIG)
+    assert keys(store) == []
+
+
+def test_another_save_that_comes_meanwhile_stays(store) -> None:
+    uri, other = save(store, 7), save(store, 8, value=2.0)
+
+    def save_here(key: str) -> None:
+        if not key.endswith("/.metadata") and store.deleted == ["run/step-7/.metadata"]:
+            for info in store.list(other.key("")):
+                name = info.key.removeprefix(other.key(""))
+                store.put(uri.key(name), [memoryview(store.get(info.key)[0])], checksum=0)
+
+    store.before = save_here
+    delete(uri, config=CONFIG)
+    found = {"w": torch.zeros(50), "n": 0}
+    cloudckpt.load(found, checkpoint_id=uri, config=CONFIG)
+    assert torch.equal(found["w"], torch.full((50,), 2.0))
+
+
 def test_a_denied_deletion_leaves_the_checkpoint_as_it_was(store) -> None:
     uri = save(store, 7)
     before = keys(store)

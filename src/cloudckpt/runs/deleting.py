@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from typing import Literal
 
@@ -30,9 +31,13 @@ def delete(checkpoint_id: URILike, *, config: Config | None = None) -> None:
     """Deletes a committed checkpoint.
 
     Its commit object goes first, on the condition that no other save has replaced it meanwhile: so
-    nobody ever sees a checkpoint without its data, and a save that is under way stays whole. Then
-    go the objects that it names. Others beneath its location are not touched. If this is cut off
-    in between, what is left is invisible.
+    nobody sees a checkpoint without its data, and a save that is under way stays whole. Then go the
+    objects that it names. Others beneath its location are not touched. If this is cut off in
+    between, what is left is invisible.
+
+    A save that has not heard the answer to its commit sends the same once more. If the checkpoint
+    was being deleted just then, it appears again, until its data are deleted; then it is deleted,
+    too.
 
     Args:
         checkpoint_id: ``s3://bucket/path`` or another location.
@@ -71,6 +76,10 @@ def delete(checkpoint_id: URILike, *, config: Config | None = None) -> None:
         threads=config.connections,
         what="objects of a deleted checkpoint that are",
     )
+    with contextlib.suppress(ObjectNotFoundError, PreconditionFailedError, CheckpointReplacedError):
+        again = retrier.call(partial(fetch, store, commit))
+        if names & objects_of(again, store.uri(commit)):
+            retrier.call(partial(store.delete, commit, if_version=again.info.version))
 
 
 def unneeded(
