@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cloudckpt.checkpoint import columns
 from cloudckpt.checkpoint.columns import (
     column_of,
     deflated,
@@ -18,7 +19,7 @@ from cloudckpt.checkpoint.columns import (
     unpack_column,
 )
 
-NUMBERS = st.integers(0, (1 << 63) - 1) | st.integers(0, 300)
+NUMBERS = st.integers(-(1 << 63), (1 << 63) - 1) | st.integers(0, 300)
 
 
 @given(st.lists(NUMBERS, max_size=20))
@@ -26,6 +27,15 @@ def test_a_column_comes_back(numbers):
     packed, into = packed_column(column_of(numbers)), unfilled(len(numbers))
     assert unpack_column(bytearray(packed), 0, into) == len(packed)
     assert into.tolist() == numbers
+
+
+@given(st.lists(NUMBERS, max_size=20))
+def test_few_numbers_are_packed_as_many_are(numbers):
+    column = column_of(numbers)
+    few = packed_column(column)
+    with pytest.MonkeyPatch.context() as there:
+        there.setattr(columns, "_FEW", -1)
+        assert packed_column(column) == few
 
 
 def test_numbers_that_grow_evenly_take_next_to_nothing():

@@ -149,7 +149,11 @@ class Outline:
 
 
 def _tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What the plan of a tensor that lies in memory follows from, and the place of its bytes."""
+    """What the plan of a tensor that lies in memory follows from, and the place of its bytes.
+
+    Not whether it is pinned, which torch's metadata note and no reader heeds: to ask for it lets go
+    of the GIL, and beside a busy trainer that takes milliseconds for each tensor.
+    """
     kind = type(tensor)
     if kind not in PLAIN or tensor.layout is not torch.strided:
         raise _UnknownError
@@ -161,5 +165,4 @@ def _tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
         tensor.requires_grad,
         tensor.is_contiguous(),
         tensor.is_neg() or (tensor.is_complex() and tensor.is_conj()),
-        tensor.is_pinned(),
     )
