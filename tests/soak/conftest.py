@@ -35,6 +35,8 @@ __all__ = [
     "store",
 ]
 
+_LAST_ROUND = 300.0  # seconds that a test may take beyond its share
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seconds", type=float, default=60.0, help="how long all of it takes")
@@ -47,11 +49,16 @@ def rng(request: pytest.FixtureRequest) -> random.Random:
     return random.Random(f"{request.config.getoption('--seed')}/{request.node.nodeid}")
 
 
+def _share(session: pytest.Session, items: int) -> float:
+    """How long each test goes on, in seconds."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    return session.config.getoption("--seconds") * workers / items
+
+
 @pytest.fixture
 def rounds(request: pytest.FixtureRequest) -> Callable[[], Iterator[int]]:
     """Counts from 1 on for this test's share of the time, and to 1 at least."""
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    share = request.config.getoption("--seconds") * workers / len(request.session.items)
+    share = _share(request.session, len(request.session.items))
 
     def rounds() -> Iterator[int]:
         end, number = time.monotonic() + share, 0
@@ -64,8 +71,13 @@ def rounds(request: pytest.FixtureRequest) -> Callable[[], Iterator[int]]:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The long ones come first, and each with a short one: so each worker gets one of them."""
+def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
+    """The long ones come first, and each with a short one: so each worker gets one of them.
+
+    Whatever hangs has an end, and a name.
+    """
+    for item in items:
+        item.add_marker(pytest.mark.timeout(_LAST_ROUND + _share(session, len(items))))
     long = [item for item in items if "interleaving" in item.name]
     others = [item for item in items if item not in long]
     pairs = [item for pair in zip(long, others) for item in pair]  # noqa: B905 - as far as both go

@@ -5,7 +5,6 @@ import pytest
 from evolving.drawing import drawn
 from evolving.machine import found_in, shrunk
 
-pytestmark = pytest.mark.timeout(0)
 WORLDS = (1, 1, 2, 2, 2, 3, 3, 4)
 
 

@@ -11,10 +11,7 @@ from faults import test_load, test_save
 from faults.states import BIG, SMALL, filled, load_step
 
 DIALECTS = ["s3", "plain s3", "google", "compose", "azure"]
-pytestmark = [
-    pytest.mark.timeout(0),
-    pytest.mark.parametrize("dialect", DIALECTS, indirect=True),
-]
+pytestmark = pytest.mark.parametrize("dialect", DIALECTS, indirect=True)
 
 
 def inject(proxy, rng, steps, faults) -> str:

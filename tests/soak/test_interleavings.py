@@ -11,7 +11,6 @@ _LEAST = 20_000 // _SHARES
 
 
 @pytest.mark.parametrize("share", range(_SHARES))
-@pytest.mark.timeout(0)
 def test_no_interleaving_damages_a_checkpoint(worlds, rng, rounds, share):  # noqa: F811
     first = rng.randrange(2**48)
     tried = itertools.count(1)

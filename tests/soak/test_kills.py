@@ -11,7 +11,6 @@ CALLS = 128
 """System calls that change the disk: those of some saves, one after the other."""
 
 LANES = 4
-pytestmark = pytest.mark.timeout(0)
 dialects = pytest.mark.parametrize("dialect", ["s3", "plain s3", "google", "azure"], indirect=True)
 sizes = pytest.mark.parametrize("nbytes", [SMALL, BIG], ids=["small", "big"])
 

@@ -5,8 +5,6 @@ import pytest
 from runs.jobs import KINDS
 from runs.kills import trained_through_kills
 
-pytestmark = pytest.mark.timeout(0)
-
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_jobs_that_are_killed_end_as_if_nothing_had_come_between(
