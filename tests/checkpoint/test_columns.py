@@ -1,5 +1,6 @@
 """Columns of numbers come back, in few bytes, and damaged ones are refused."""
 
+import io
 import zlib
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from cloudckpt.checkpoint import columns
 from cloudckpt.checkpoint.columns import (
+    Inflating,
     column_of,
     deflated,
     inflated,
@@ -24,8 +26,9 @@ NUMBERS = st.integers(-(1 << 63), (1 << 63) - 1) | st.integers(0, 300)
 
 @given(st.lists(NUMBERS, max_size=20))
 def test_a_column_comes_back(numbers):
-    packed, into = packed_column(column_of(numbers)), unfilled(len(numbers))
-    assert unpack_column(bytearray(packed), 0, into) == len(packed)
+    packed, into = io.BytesIO(packed_column(column_of(numbers))), unfilled(len(numbers))
+    unpack_column(packed, into)
+    assert packed.read() == b""
     assert into.tolist() == numbers
 
 
@@ -49,7 +52,7 @@ def test_columns_of_any_stride_are_packed(stride, count):
     matrix = torch.arange(count * stride).view(count, stride)
     for column in matrix.unbind(1):
         into = unfilled(count)
-        unpack_column(bytearray(packed_column(column)), 0, into)
+        unpack_column(io.BytesIO(packed_column(column)), into)
         assert torch.equal(into, column)
         assert raw_bytes(column) == b"".join(n.to_bytes(8, "little") for n in column.tolist())
 
@@ -57,7 +60,7 @@ def test_columns_of_any_stride_are_packed(stride, count):
 @pytest.mark.parametrize("data", [b"", b"\1", b"\1\0\0", b"\3" + bytes(99), b"\xff" + bytes(99)])
 def test_a_column_that_is_cut_short_or_unknown_is_refused(data):
     with pytest.raises(ValueError, match="column"):
-        unpack_column(bytearray(data), 0, unfilled(3))
+        unpack_column(io.BytesIO(data), unfilled(3))
 
 
 @pytest.mark.parametrize("start", [0, 1, 3])
@@ -86,3 +89,22 @@ def test_compressed_data_of_another_size_is_refused(data, size):
 
 def test_compressed_data_come_back():
     assert inflated(memoryview(deflated(b"abc" * 99)), 297) == b"abc" * 99
+
+
+@given(st.lists(st.integers(0, 300_000), max_size=5), st.randoms(use_true_random=False))
+def test_compressed_data_are_read_in_parts(sizes, rng):
+    data = rng.randbytes(sum(sizes))  # can't be compressed: it is fed in several pieces
+    stream, at = Inflating(memoryview(deflated(data)), len(data)), 0
+    for size in sizes:
+        into = bytearray(size)
+        assert stream.readinto(into) == size
+        assert into == data[at : at + size]
+        at += size
+    stream.end()
+
+
+def test_compressed_data_that_are_not_all_read_are_refused():
+    stream = Inflating(memoryview(deflated(bytes(100))), 100)
+    stream.readinto(bytearray(99))
+    with pytest.raises(ValueError, match="another size"):
+        stream.end()

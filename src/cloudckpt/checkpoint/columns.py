@@ -11,13 +11,15 @@ import struct
 import sys
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from cloudckpt.transfer.memory import bytes_of
 
 __all__ = [
+    "Inflating",
+    "Readable",
     "byte_rows",
     "column_of",
     "counted",
@@ -34,6 +36,8 @@ _BY_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CODES = {1: "b", 2: "h", 4: "i", 8: "q"}  # of struct
 _FEW = 4096  # numbers that are packed faster one by one than torch's operations begin
 _PIECE = 1024 * 1024  # bytes that are decompressed at a time
+_FED = 64 * 1024  # bytes that are decompressed from at a time, as the rest of them is copied
+_OF_ANOTHER_SIZE = "compressed data of another size than is said"
 _END = 1 << 63
 _IS_BIG = sys.byteorder == "big"
 
@@ -110,28 +114,96 @@ def _packed_few(numbers: Sequence[int]) -> bytes:
     return b"".join((bytes([width]), *(packed[plane::width] for plane in range(width))))
 
 
-def unpack_column(data: bytearray, at: int, into: torch.Tensor) -> int:
-    """Fills ``into`` with the column that begins at a byte; returns the byte behind it.
+class Readable(Protocol):
+    """Bytes that are read from the front, as of a file."""
+
+    def readinto(self, into: bytearray, /) -> int:
+        """Fills ``into``; returns how many bytes there were."""
+
+
+def unpack_column(data: Readable, into: torch.Tensor) -> None:
+    """Fills ``into`` with the column that comes next.
 
     Raises:
         ValueError: If there is none.
     """
     count = into.numel()
-    width = data[at] if at < len(data) else 0
-    dtype, start = _BY_WIDTH.get(width), at + 1
-    if dtype is None or start + width * count > len(data):
-        raise ValueError("a column is cut short, or of no known width")
-    planes = numbers_in(data, torch.uint8, width * count, start).view(width, count)
+    head = bytearray(1)
+    data.readinto(head)
+    width = head[0]
+    if (dtype := _BY_WIDTH.get(width)) is None:
+        raise ValueError("a column is of no known width")
+    packed = bytearray(width * count)
+    if data.readinto(packed) < len(packed):
+        raise ValueError("a column is cut short")
+    planes = numbers_in(packed, torch.uint8, width * count).view(width, count)
     if _IS_BIG:
         planes = planes.flip(0)
     differences = planes.t().reshape(-1).view(dtype)
     torch.cumsum(differences, 0, dtype=torch.int64, out=into)
-    return start + width * count
 
 
 def deflated(data: bytes) -> bytes:
     """``data``, compressed fast."""
     return zlib.compress(data, 1)
+
+
+class Inflating:
+    """Bytes that were compressed, as they are asked for: no others are ever in memory."""
+
+    def __init__(self, data: memoryview, size: int) -> None:
+        """
+        Args:
+            data: What they were compressed to.
+            size: How many they are said to be.
+        """
+        self.left = size
+        self._data, self._at = data, 0
+        self._rest = b""
+        self._stream = zlib.decompressobj()
+
+    def readinto(self, into: bytearray, /) -> int:
+        """Fills ``into``; returns its length.
+
+        Raises:
+            ValueError: If there are fewer bytes, or they are damaged.
+        """
+        filled = 0
+        while filled < len(into):
+            piece = self._next(min(len(into) - filled, _PIECE))
+            if not piece:
+                raise ValueError(_OF_ANOTHER_SIZE)
+            into[filled : filled + len(piece)] = piece
+            filled += len(piece)
+        self.left -= filled
+        return filled
+
+    def end(self) -> None:
+        """Refuses what follows.
+
+        Raises:
+            ValueError: If there are more bytes than were read, or than are said.
+        """
+        more = self._next(1)
+        unused = len(self._data) - self._at + len(self._stream.unused_data)
+        if more or self.left or unused or not self._stream.eof:
+            raise ValueError(_OF_ANOTHER_SIZE)
+
+    def _next(self, most: int) -> bytes:
+        """Some bytes; none at the end."""
+        while not self._stream.eof:
+            if not self._rest:
+                self._rest = bytes(self._data[self._at : self._at + _FED])
+                self._at += len(self._rest)
+            try:
+                piece = self._stream.decompress(self._rest, most)
+            except zlib.error as exc:
+                raise ValueError(str(exc)) from exc
+            is_fed = not self._rest
+            self._rest = self._stream.unconsumed_tail
+            if piece or is_fed:
+                return piece
+        return b""
 
 
 def inflated(data: memoryview, size: int) -> bytearray:
@@ -140,17 +212,7 @@ def inflated(data: memoryview, size: int) -> bytearray:
     Raises:
         ValueError: If they are more, or fewer, or damaged.
     """
-    stream, rest = zlib.decompressobj(), bytes(data)
-    found, filled = bytearray(size), 0
-    try:
-        while piece := stream.decompress(rest, _PIECE):
-            rest = stream.unconsumed_tail
-            if filled + len(piece) > size:
-                raise ValueError("compressed data of another size than is said")
-            found[filled : filled + len(piece)] = piece
-            filled += len(piece)
-    except zlib.error as exc:
-        raise ValueError(str(exc)) from exc
-    if filled != size or not stream.eof or stream.unused_data:
-        raise ValueError("compressed data of another size than is said")
+    stream, found = Inflating(data, size), bytearray(size)
+    stream.readinto(found)
+    stream.end()
     return found

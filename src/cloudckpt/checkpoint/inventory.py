@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from cloudckpt.checkpoint.columns import column_of, counted, unfilled
+from cloudckpt.checkpoint.columns import column_of, unfilled
 from cloudckpt.checkpoint.objects import WrittenObject
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.written import Extents
@@ -42,6 +42,7 @@ Paths = Mapping[str, tuple["str | int", ...]]
 """``planner_data`` of torch's metadata: where in the state dict a name stood."""
 
 _END = 1 << 63
+_AT_ONCE = 1 << 16  # rows that are looked at together: what that takes stays in the caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,19 +204,23 @@ class Inventory:
         extents, objects = self.extents, self.objects
         if not len(extents):
             return
-        somewhere = (extents.objects >= 0) & (extents.objects < len(objects))
-        if not bool(somewhere.all()):
-            raise ValueError(f"{self._first_not(somewhere)} lies in no object")
         ends = column_of([one.size - one.index_size for one in objects])
-        limits = ends[extents.objects]
-        inside = (extents.offsets >= 0) & (extents.lengths >= 0) & (extents.lengths <= limits)
-        inside &= extents.offsets <= limits.sub_(extents.lengths)
-        if not bool(inside.all()):
-            raise ValueError(f"{self._first_not(inside)} lies outside of its object")
+        for start in range(0, len(extents), _AT_ONCE):
+            numbers, offsets, lengths = (
+                column[start : start + _AT_ONCE] for column in extents.columns
+            )
+            somewhere = (numbers >= 0) & (numbers < len(objects))
+            if not bool(somewhere.all()):
+                raise ValueError(f"{self._first_not(somewhere, start)} lies in no object")
+            limits = ends[numbers]
+            inside = (offsets >= 0) & (lengths >= 0) & (lengths <= limits)
+            inside &= offsets <= limits.sub_(lengths)
+            if not bool(inside.all()):
+                raise ValueError(f"{self._first_not(inside, start)} lies outside of its object")
 
-    def _first_not(self, true: torch.Tensor) -> str:
-        """The name of the first row of which something is not true."""
-        return self.name_of(int((~true).nonzero()[0]))[:200]
+    def _first_not(self, true: torch.Tensor, start: int) -> str:
+        """The name of the first row of which something is not true; they begin at one."""
+        return self.name_of(start + int((~true).nonzero()[0]))[:200]
 
 
 def _check_chunks(entries: Mapping[str, Entry], of_dims: Mapping[int, Chunks]) -> None:
@@ -296,11 +301,17 @@ def _hint(hint: int | None) -> int:
 
 def rows_of(tensors: Iterable[Entry], dims: int) -> torch.Tensor:
     """The rows of the chunks of all tensors with a number of dimensions."""
-    of_dims = [entry for entry in tensors if entry.shape is not None and len(entry.shape) == dims]
-    firsts = column_of([entry.first - entry.place for entry in of_dims])
+    of_dims = [e for e in tensors if e.shape is not None and len(e.shape) == dims and e.count]
+    if not of_dims:
+        return unfilled(0)
+    firsts = column_of([entry.first for entry in of_dims])
     counts = column_of([entry.count for entry in of_dims])
-    shifts = firsts.repeat_interleave(counts)
-    return shifts + counted(0, shifts.numel())
+    # each row is the one before and 1, but where a tensor begins
+    steps = unfilled(int(counts.sum())).fill_(1)
+    begins = firsts.clone()
+    begins[1:] -= firsts[:-1] + counts[:-1] - 1
+    steps[column_of([entry.place for entry in of_dims])] = begins
+    return steps.cumsum_(0)
 
 
 def _matrix(flat: array[int], dims: int, count: int) -> torch.Tensor:

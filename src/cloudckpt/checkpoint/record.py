@@ -19,6 +19,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from cloudckpt.checkpoint.columns import (
+    Inflating,
     column_of,
     deflated,
     inflated,
@@ -182,7 +183,7 @@ def _parse(data: memoryview, most: int | None) -> Record:
     if end != len(data):
         raise ValueError("it is of another length than it says")
     head = _head(bytes(data[_HEADER.size : middle]), size)
-    reading = _Reading(inflated(data[middle:], columns_size))
+    reading = _Reading(data[middle:], columns_size)
     objects = reading.objects(head.objects)
     if not has_inventory:
         reading.end()
@@ -193,7 +194,6 @@ def _parse(data: memoryview, most: int | None) -> Record:
     extents = unfilled(3, rows)
     reading.fill(extents)
     chunks = reading.chunks(head.rows_of)
-    del reading  # as large as a third of what it has become
     inventory = Inventory(
         head.entries,
         head.properties,
@@ -266,14 +266,13 @@ def _head(packed: bytes, size: int) -> _Head:
 class _Reading:
     """Columns, one after the other."""
 
-    def __init__(self, data: bytearray) -> None:
-        self._data = data
-        self._at = 0
+    def __init__(self, packed: memoryview, size: int) -> None:
+        self._data = Inflating(packed, size)
 
     def fill(self, columns: torch.Tensor) -> None:
         """Reads the next columns: a row of ``columns`` each."""
         for column in columns.unbind(0):
-            self._at = unpack_column(self._data, self._at, column)
+            unpack_column(self._data, column)
 
     def objects(self, count: int) -> tuple[WrittenObject, ...]:
         """Reads data objects.
@@ -281,7 +280,7 @@ class _Reading:
         Raises:
             ValueError: If their sizes make no sense.
         """
-        if count > len(self._data):
+        if count > self._data.left:
             raise ValueError("there are fewer objects than it says")
         columns = unfilled(len(_OBJECT), count)
         self.fill(columns)
@@ -297,8 +296,7 @@ class _Reading:
 
     def end(self) -> None:
         """Refuses what follows."""
-        if self._at != len(self._data):
-            raise ValueError("there are more columns than there are numbers")
+        self._data.end()
 
     def chunks(self, rows_of: Mapping[int, torch.Tensor]) -> dict[int, Chunks]:
         """Which parts of their tensors the chunks are, by number of dimensions."""

@@ -9,6 +9,7 @@ plans, to the order of the names; tests compare them. Whatever looks unusual is 
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 from bisect import bisect_right
@@ -67,9 +68,9 @@ class Part:
 
 
 def _part(count: int, packed: bytes) -> Part:
-    items, hints = unfilled(count), unfilled(count)
-    at = unpack_column(bytearray(packed), 0, items)
-    unpack_column(bytearray(packed), at, hints)
+    items, hints, columns = unfilled(count), unfilled(count), io.BytesIO(packed)
+    unpack_column(columns, items)
+    unpack_column(columns, hints)
     return Part(items, hints)
 
 
