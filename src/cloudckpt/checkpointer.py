@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -245,7 +245,19 @@ class AsyncCheckpointer(Checkpointer):
     with the checkpointer, behind the first steps of the training.
     """
 
-    def __init__(self, config: CheckpointerConfig) -> None:
+    def __init__(
+        self,
+        config: CheckpointerConfig,
+        *,
+        on_failure: Callable[[Collection[int], CloudCheckpointError], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            config: How to save and load.
+            on_failure: Called with the failure of an earlier save, and the numbers of the saves
+                that it is of (:attr:`SaveFuture.number`), in place of raising it; alike on all
+                ranks. What it raises is raised.
+        """
         super().__init__(config)
         self._saver = AsyncSaver(
             process_group=config.process_group,
@@ -254,6 +266,7 @@ class AsyncCheckpointer(Checkpointer):
             stager=config.stager,
             options=config.config.background,
             tells_failures=True,
+            on_failure=on_failure,
         )
         self._ended = False
 

@@ -31,7 +31,16 @@ __all__ = [
 logger = logging.getLogger("cloudckpt.events")
 
 Phase = Literal[
-    "plan", "stage", "upload", "commit", "load", "verify", "retry", "throttle", "progress"
+    "plan",
+    "stage",
+    "upload",
+    "commit",
+    "load",
+    "verify",
+    "retry",
+    "throttle",
+    "progress",
+    "failure",
 ]
 
 
@@ -44,7 +53,8 @@ class Event:
             asynchronous save; ``upload``: the data of this rank; ``commit``: the metadata,
             on the coordinator; ``load``: the data of this rank, with what ``verify`` took of all
             its threads; ``retry`` and ``throttle``: a request is tried again, because it failed or
-            because the store asks to slow down; ``progress``: bytes so far, some times a second.
+            because the store asks to slow down; ``progress``: bytes so far, some times a second;
+            ``failure``: a step of a run was not saved, and training goes on.
         uri: The checkpoint, without secrets.
         rank: In the group that saves or loads.
         began: Seconds since the epoch.
@@ -53,6 +63,9 @@ class Event:
         total: Of ``progress``: the bytes that there will be, as far as that is known.
         detail: Of ``retry`` and ``throttle``, and of what failed: the class of the error.
         failed: Whether it ended with an error.
+        step: Of ``failure``: the step.
+        newest_step: Of ``failure``: the newest step that is committed, as far as is known here.
+        newest_age: Of ``failure``: seconds since that was committed; None if another job did.
     """
 
     phase: Phase
@@ -64,6 +77,9 @@ class Event:
     total: int = 0
     detail: str = ""
     failed: bool = False
+    step: int | None = None
+    newest_step: int | None = None
+    newest_age: float | None = None
 
 
 Listener = Callable[[Event], None]

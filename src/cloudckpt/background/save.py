@@ -48,11 +48,13 @@ class SaveFuture(Future[Metadata | None]):
 
     Attributes:
         skipped: Whether there was no save, because the one before was still under way.
+        number: Of this save among those that were begun together, the same on all ranks.
         transferred: What this rank sent, once it is done and has succeeded.
         timeline: The events of this save on this rank.
     """
 
     skipped = False
+    number = -1
     transferred: Transferred | None = None
 
     def __init__(self) -> None:
@@ -104,6 +106,7 @@ class Save:
     failure: CloudCheckpointError | None = None
 
     def __post_init__(self) -> None:
+        self.written.number = self.number
         self.written.set_running_or_notify_cancel()
         self.staged.set_running_or_notify_cancel()  # who waits for one that was cancelled waits on
 

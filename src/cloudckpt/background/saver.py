@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -38,7 +38,13 @@ from cloudckpt.dcp.failures import release_frames
 from cloudckpt.dcp.meeting import Meeting, Stance
 from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.dcp.writer import CloudStorageWriter, OurWriter
-from cloudckpt.errors import ClosedError, ConfigError, ProcessGroupError, SaveInProgressError
+from cloudckpt.errors import (
+    ClosedError,
+    CloudCheckpointError,
+    ConfigError,
+    ProcessGroupError,
+    SaveInProgressError,
+)
 from cloudckpt.events import Span, subscribe
 from cloudckpt.stores.registry import checkpoint_location
 from cloudckpt.uri import URILike
@@ -63,6 +69,7 @@ class AsyncSaver:
         stager: AsyncStager | None = None,
         options: BackgroundOptions | None = None,
         tells_failures: bool = False,
+        on_failure: Callable[[Collection[int], CloudCheckpointError], None] | None = None,
         have_met: bool = False,
     ) -> None:
         """
@@ -74,6 +81,9 @@ class AsyncSaver:
             options: See there.
             tells_failures: Whether the failure of a save is raised by the next call of
                 :meth:`save`, on all ranks, besides being told by its future.
+            on_failure: Called with such a failure, and the numbers of the saves that it is of, in
+                place of raising it; also where this rank alone has no memory for a copy. Alike on
+                all ranks; if it raises, on all.
             have_met: Whether the ranks come straight from a meeting.
 
         Raises:
@@ -86,6 +96,7 @@ class AsyncSaver:
         self._no_dist = no_dist or not _has_ranks()
         self._knows_no_ranks = self._no_dist and not no_dist
         self._tells_failures = tells_failures
+        self._on_failure = on_failure
         self._group = None if self._no_dist else self._new_group(process_group, have_met)
         self._meeting = Meeting(self._group)
         self._stager = stager
@@ -219,7 +230,8 @@ class AsyncSaver:
             save.failure = as_ours(error, save.where)
             if not save.staged.done():  # an interrupt may come just behind
                 save.staged.set_exception(save.failure)
-            if isinstance(error, SaveInProgressError) or not isinstance(error, Exception):
+            is_raised = isinstance(error, SaveInProgressError) and self._on_failure is None
+            if is_raised or not isinstance(error, Exception):
                 raised = error
         if save.failure is not None:
             release_frames(save.failure, apart_from=sys.exc_info()[1])
@@ -274,7 +286,13 @@ class AsyncSaver:
             self._number += 1
         for number in verdict.earlier:
             self._untold.pop(number, None)  # also where it has not ended yet: all have heard of it
-        verdict.raise_alike()
+        try:
+            verdict.raise_alike()
+        except CloudCheckpointError as error:
+            if not verdict.earlier or self._on_failure is None:
+                raise
+            self._on_failure(verdict.earlier, error)
+            return self._begin(writer, checkpoint_id)
         return None if verdict.any_is_busy else made
 
     def _check(self, writer: OurWriter) -> None:
@@ -422,8 +440,7 @@ class AsyncSaver:
             CloudCheckpointError: The failure.
             SaveInProgressError: If a save has not ended.
         """
-        if (found := self._next_failure()) is not None:
-            raise found[1]
+        self._raise_next()
         for where, _ in self._untold.values():
             raise SaveInProgressError(
                 f"the save has not ended within {self._options.close_timeout:g} s", uri=where
@@ -436,9 +453,16 @@ class AsyncSaver:
             CloudCheckpointError: The first failure that no call has raised yet.
         """
         concurrent.futures.wait([written for _, written in self._untold.values()])
-        if (found := self._next_failure()) is not None:
-            del self._untold[found[0]]
-            raise found[1]
+        self._raise_next()
+
+    def _raise_next(self) -> None:
+        """Raises the next failure, or has it dealt with, and those behind it."""
+        while (found := self._next_failure()) is not None:
+            number, error = found
+            del self._untold[number]
+            if self._on_failure is None or not isinstance(error, CloudCheckpointError):
+                raise error
+            self._on_failure([number], error)
 
     @property
     def belongs_here(self) -> bool:

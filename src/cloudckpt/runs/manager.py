@@ -9,19 +9,21 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import torch.distributed as dist
 
+from cloudckpt import events
 from cloudckpt.background.save import SaveFuture
 from cloudckpt.checkpoint.notes import Notes, metrics_of
 from cloudckpt.checkpointer import (
+    AsyncCheckpointer,
     Checkpointer,
     CheckpointerConfig,
     ClosedAtExit,
-    make_async_checkpointer,
     make_sync_checkpointer,
 )
 from cloudckpt.config import Config, whole_number
@@ -38,6 +40,7 @@ from cloudckpt.runs import verifying
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.claim import Claim, ClaimHook
 from cloudckpt.runs.deleting import delete
+from cloudckpt.runs.failures import FailureBudget, OnFailure, RunStatus
 from cloudckpt.runs.preemption import Agreement, Preemption
 from cloudckpt.runs.steps import DEFAULT_PATTERN, Retention, StepsInUse, check_step
 from cloudckpt.uri import URILike
@@ -72,6 +75,8 @@ class CheckpointManager(ClosedAtExit):
         best_mode: Literal["min", "max"] = "min",
         step_name: str = DEFAULT_PATTERN,
         asynchronous: bool = True,
+        on_failure: OnFailure = "raise",
+        max_failures: int = 3,
         preemption: Preemption | None = None,
         checkpointer: CheckpointerConfig | None = None,
         config: Config | None = None,
@@ -86,6 +91,12 @@ class CheckpointManager(ClosedAtExit):
             best_mode: Whether the lowest or the highest values of it are the best.
             step_name: What the folders of checkpoints are called.
             asynchronous: Whether :meth:`save` returns when the state is copied.
+            on_failure: What becomes of a save that fails. ``raise``: that is raised, on all ranks.
+                ``log``: what may pass (throttling, an outage, no memory for a copy, a saving
+                process that died) is logged, counted, and told as an event ``failure``, and
+                training goes on; what can't get better by itself is raised. ``log_all``: that is
+                logged, too.
+            max_failures: How many failures in a row are raised in any case; the last one is.
             preemption: What tells that this job is about to be ended; default: SIGTERM.
             checkpointer: How checkpoints are saved and loaded, and by which ranks.
             config: The options of all of this, if no ``checkpointer`` is given, which has its own.
@@ -111,11 +122,16 @@ class CheckpointManager(ClosedAtExit):
         self._has_saved_last = False  # the step at which the job was told that it is about to end
         self._newest: int | None = None  # the newest step that was saved or restored here
         self._in_use = StepsInUse()
+        self._saves = 0  # that were asked for, alike on all ranks
+        self._asked: dict[int, tuple[int, int]] = {}  # by its checkpointer's number: ours, the step
+        self._under_way: list[int] = []
+        self._committed: tuple[int, float | None] | None = None  # the newest step, and when
         self._scores: dict[int, float] = {}
         # of the thread that deletes: the committed steps, once it has asked
         self._steps: set[int] | None = None
 
         def prepare() -> tuple[Run, Retention, CheckpointerConfig]:
+            self._failures = FailureBudget(on_failure, max_failures)
             if self._interval < 1:
                 raise ConfigError(
                     f"save_interval_steps={save_interval_steps!r}: give a whole number from 1 on"
@@ -134,7 +150,10 @@ class CheckpointManager(ClosedAtExit):
             return found, kept, options
 
         def alike(made: tuple[Run, Retention, CheckpointerConfig]) -> Stance:
-            told = f"save_interval_steps={self._interval}, {step_name=}, {asynchronous=}"
+            told = (
+                f"save_interval_steps={self._interval}, {step_name=}, {asynchronous=}, "
+                f"{on_failure=}, {max_failures=}"
+            )
             return Stance(location=str(made[0].root), options=told)
 
         with contextlib.ExitStack() as undo:  # what is begun here, if another rank fails
@@ -142,7 +161,8 @@ class CheckpointManager(ClosedAtExit):
             self._direct = make_sync_checkpointer(options)
             self._checkpointer: Checkpointer = self._direct
             if asynchronous:
-                self._checkpointer = make_async_checkpointer(options)
+                told = self._failed_earlier if self._failures.logs else None
+                self._checkpointer = AsyncCheckpointer(options, on_failure=told)
                 undo.callback(self._checkpointer.close)
             self._agreement = Agreement(self._meeting.group)
             self._cleaner = ThreadPoolExecutor(1, thread_name_prefix="cloudckpt-prune")
@@ -245,7 +265,7 @@ class CheckpointManager(ClosedAtExit):
 
         Returns:
             Whether it is saved: False if it is not its turn, or the save before is still under way
-            and ``when_busy`` is ``"skip"``.
+            and ``when_busy`` is ``"skip"``, or it has failed and ``on_failure`` lets that pass.
 
         Raises:
             CheckpointExistsError: If the step has a checkpoint and ``overwrite`` is off; else that
@@ -258,6 +278,24 @@ class CheckpointManager(ClosedAtExit):
         step = check_step(step)
         if not (self.should_save(step) or force):
             return False
+        self._saves += 1
+        number = self._saves
+        try:
+            return self._save(step, number, state, metrics, notes)
+        except CloudCheckpointError as error:
+            # that of an earlier save was counted when it was told
+            if error is self._failures.last or not self._goes_on(number, step, error):
+                raise
+            return False
+
+    def _save(
+        self,
+        step: int,
+        number: int,
+        state: dict[str, Any],
+        metrics: Mapping[str, float] | None,
+        notes: Mapping[str, Any] | None,
+    ) -> bool:
         if self._hook.claim is None:
             run, config = self._run.root, self._run.config
             self._hook.claim = self._meeting.told_by_first(lambda: Claim.make(run, config))
@@ -283,10 +321,14 @@ class CheckpointManager(ClosedAtExit):
         written = None if futures is None else futures[1]
         if written is None:
             self._in_use.end(step)
+            self._note_commit(number, step)
         else:
-            written.add_done_callback(lambda _: self._in_use.end(step))
+            self._under_way.append(step)
+            written.add_done_callback(functools.partial(self._note_end, number, step))
             if written.skipped:
+                self._saves -= 1
                 return False
+            self._asked[written.number] = number, step
         self._newest = step
         if self._is_first:
             kept = noted().metrics
@@ -375,6 +417,17 @@ class CheckpointManager(ClosedAtExit):
         self._checkpointer.wait()
         self._cleaner.submit(lambda: None).result()
 
+    def status(self) -> RunStatus:
+        """What this rank knows of the run's saves; it asks neither the store nor other ranks."""
+        newest, when = self._committed or (None, None)
+        return RunStatus(
+            newest_step=newest,
+            newest_age=None if when is None else time.monotonic() - when,
+            under_way=tuple(self._under_way),
+            failures_in_row=self._failures.in_row,
+            last_failure=self._failures.last,
+        )
+
     def close(self) -> None:
         """Waits for what is under way, and gives back memory and processes.
 
@@ -423,6 +476,58 @@ class CheckpointManager(ClosedAtExit):
                 verifying.verify(self.uri(step), config=config, process_group=group)
             self._checkpointer.load(self.uri(step), state, strict=True)
         self._newest = step
+        self._committed = step, None
+
+    def _note_end(self, number: int, step: int, written: SaveFuture) -> None:
+        """Of a save in the background; on the thread that has saved."""
+        self._in_use.end(step)
+        with contextlib.suppress(ValueError):
+            self._under_way.remove(step)
+        if not written.skipped and written.exception() is None:
+            self._note_commit(number, step)
+
+    def _note_commit(self, number: int, step: int) -> None:
+        self._committed = step, time.monotonic()
+        self._failures.succeeded(number)
+
+    def _failed_earlier(self, saves: Collection[int], error: CloudCheckpointError) -> None:
+        """Takes note of the failure of earlier saves, by their checkpointer's numbers."""
+        goes_on = True
+        for save in sorted(saves):
+            if (known := self._asked.pop(save, None)) is not None:
+                goes_on &= self._goes_on(*known, error)
+        if not goes_on:
+            raise error
+
+    def _goes_on(self, number: int, step: int, error: CloudCheckpointError) -> bool:
+        """Whether training goes on though a save has failed, which is told then."""
+        goes_on, status = self._failures.goes_on(number, error), self.status()
+        if goes_on:
+            age = "" if status.newest_age is None else f", {status.newest_age:.0f} s ago"
+            newest = "none" if status.newest_step is None else f"step {status.newest_step}{age}"
+            logger.error(
+                "step %d was not saved (failure %d in a row; %d end the training), the newest that "
+                "is committed: %s; training goes on: %s",
+                step,
+                status.failures_in_row,
+                self._failures.max_failures,
+                newest,
+                error,
+            )
+            events.emit(
+                events.Event(
+                    phase="failure",
+                    uri=self.uri(step),
+                    rank=self._meeting.rank,
+                    began=time.time(),
+                    detail=type(error).__name__,
+                    failed=True,
+                    step=step,
+                    newest_step=status.newest_step,
+                    newest_age=status.newest_age,
+                )
+            )
+        return goes_on
 
     def _on_end(self, step: int, metrics: Mapping[str, float], written: SaveFuture | None) -> None:
         """Deletes what is not to be kept beside a step, if its save ends well.

@@ -1,0 +1,107 @@
+"""How many saves of a run may fail before training ends, and what is known of a run meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from cloudckpt.config import whole_number
+from cloudckpt.errors import (
+    CloudCheckpointError,
+    CommitUnknownError,
+    ConfigError,
+    RanksFailedError,
+    SaveInProgressError,
+    SaveProcessError,
+    StagingMemoryError,
+    TransientStoreError,
+)
+
+__all__ = ["FailureBudget", "OnFailure", "RunStatus"]
+
+OnFailure = Literal["raise", "log", "log_all"]
+
+_MAY_PASS = (
+    TransientStoreError,
+    CommitUnknownError,
+    RanksFailedError,
+    SaveInProgressError,
+    SaveProcessError,
+    StagingMemoryError,
+)
+"""What may be over when the next step is saved. A bucket that is missing, credentials that are
+denied, a full disk or another job in the same run are not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStatus:
+    """What a rank knows of the saves of its run, without asking the store.
+
+    Attributes:
+        newest_step: The newest step that is known to be committed: saved here, or restored.
+        newest_age: Seconds since it was committed; None if this job has not saved it.
+        under_way: The steps that are being saved, oldest first.
+        failures_in_row: How many saves have failed, one after the other, up to the last one of
+            which the outcome was told.
+        last_failure: The last failure that was told; None if there was none.
+    """
+
+    newest_step: int | None
+    newest_age: float | None
+    under_way: tuple[int, ...]
+    failures_in_row: int
+    last_failure: CloudCheckpointError | None
+
+
+class FailureBudget:
+    """Decides whether training goes on when a save has failed; alike on all ranks.
+
+    Attributes:
+        in_row: How many saves have failed, one after the other, the last that is known included.
+        last: The last failure.
+    """
+
+    def __init__(self, on_failure: OnFailure, max_failures: int) -> None:
+        """
+        Args:
+            on_failure: What to do with a failure.
+            max_failures: How many in a row end training.
+
+        Raises:
+            ConfigError: If one of them makes no sense.
+        """
+        if on_failure not in get_args(OnFailure):
+            raise ConfigError(f"on_failure={on_failure!r}: it is one of {get_args(OnFailure)}")
+        self.max_failures = whole_number(max_failures) or 0
+        if self.max_failures < 1:
+            raise ConfigError(f"max_failures={max_failures!r}: give a whole number from 1 on")
+        self._on_failure = on_failure
+        self._failed: set[int] = set()
+        self.in_row = 0
+        self.last: CloudCheckpointError | None = None
+
+    @property
+    def logs(self) -> bool:
+        """Whether any failure is only logged."""
+        return self._on_failure != "raise"
+
+    def goes_on(self, number: int, error: CloudCheckpointError) -> bool:
+        """Counts a failure, and returns whether training goes on all the same.
+
+        Args:
+            number: Of the save, among those that were asked for; ranks count alike.
+            error: Why it failed.
+        """
+        self._failed.add(number)
+        last = number = max(self._failed)
+        while number in self._failed:
+            number -= 1
+        self.in_row, self.last = last - number, error
+        if not self.logs or self.in_row >= self.max_failures:
+            return False
+        return self._on_failure == "log_all" or isinstance(error, _MAY_PASS)
+
+    def succeeded(self, number: int) -> None:
+        """Ends the row of failures, if none behind a save is known to have failed."""
+        if number > max(self._failed, default=0):
+            self.in_row = 0

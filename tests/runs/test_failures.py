@@ -1,0 +1,195 @@
+"""Saves that fail: which end the training, which are only told, and what a run knows of itself."""
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from cloudckpt import CheckpointerConfig, CheckpointManager, CommitHook, events
+from cloudckpt.errors import AccessDeniedError, CloudCheckpointError, ConfigError, ThrottledError
+from cloudckpt.runs.failures import FailureBudget
+from cloudckpt.runs.preemption import Preemption
+
+FAILING = {2, 3, 5}
+
+
+class Refusing(CommitHook):
+    """Refuses the commits of some steps."""
+
+    def __init__(self, steps, error=ThrottledError) -> None:
+        self._steps, self._error = steps, error
+
+    def before_commit(self, uri, metadata) -> None:
+        if int(uri.rpartition("-")[2]) in self._steps:
+            raise self._error("come back later", uri=uri)
+
+
+def managed(run, hook, **options) -> CheckpointManager:
+    made = CheckpointerConfig(kind=AsyncCheckpointerType.THREAD, commit_hook=hook)
+    return CheckpointManager(
+        str(run), checkpointer=made, preemption=Preemption(signals=()), **options
+    )
+
+
+def state(step: int) -> dict:
+    return {"w": torch.full((300,), float(step))}
+
+
+def trained(run, hook, steps, **options) -> tuple[list[int], str | None, list[int]]:
+    """Steps of which the training heard nothing bad, what ended it, and what is committed."""
+    done, ended = [], None
+    with managed(run, hook, **options) as manager:
+        try:
+            for step in steps:
+                manager.save(step, state(step))
+                done.append(step)
+            manager.wait_until_finished()
+        except CloudCheckpointError as error:
+            ended = type(error).__name__
+        return done, ended, manager.all_steps()
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_training_goes_on_beside_failures_that_may_pass(tmp_path, asynchronous, caplog) -> None:
+    found = trained(
+        tmp_path, Refusing(FAILING), range(1, 7), on_failure="log", asynchronous=asynchronous
+    )
+    assert found == ([1, 2, 3, 4, 5, 6], None, [1, 4, 6])
+    told = [one.getMessage() for one in caplog.records if "was not saved" in one.getMessage()]
+    assert [text.split(" was")[0] for text in told] == ["step 2", "step 3", "step 5"]
+    assert "failure 2 in a row; 3 end the training" in told[1]
+    assert "come back later" in told[1]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_failure_is_raised_unless_told_otherwise(tmp_path, asynchronous) -> None:
+    found = trained(tmp_path, Refusing(FAILING), range(1, 7), asynchronous=asynchronous)
+    assert found[1:] == ("ThrottledError", [1])
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_the_last_of_too_many_failures_in_a_row_is_raised(tmp_path, asynchronous) -> None:
+    hook = Refusing({1, 2, 4, 5, 6})
+    options = {"on_failure": "log", "max_failures": 3, "asynchronous": asynchronous}
+    done, ended, committed = trained(tmp_path, hook, range(1, 9), **options)
+    assert ended == "ThrottledError"
+    assert committed == [3]
+    assert done[-1] == (6 if asynchronous else 5)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_what_cant_get_better_is_raised_at_once(tmp_path, asynchronous) -> None:
+    hook = Refusing({2}, AccessDeniedError)
+    options = {"on_failure": "log", "asynchronous": asynchronous}
+    assert trained(tmp_path / "a", hook, range(1, 5), **options)[1:] == ("AccessDeniedError", [1])
+    options["on_failure"] = "log_all"
+    assert trained(tmp_path / "b", hook, range(1, 5), **options)[1:] == (None, [1, 3, 4])
+
+
+def test_failures_at_the_very_end_count(tmp_path) -> None:
+    with managed(tmp_path, Refusing({1, 2}), on_failure="log", max_failures=2) as manager:
+        manager.save(1, state(1))
+    manager = managed(tmp_path, Refusing({1, 2}), on_failure="log", max_failures=2)
+    manager.save(1, state(1))
+    manager.save(2, state(2))
+    with pytest.raises(ThrottledError):
+        manager.close()
+
+
+def test_a_failure_is_an_event(tmp_path) -> None:
+    found = []
+    unsubscribe = events.subscribe(
+        lambda event: found.append(event) if event.phase == "failure" else None
+    )
+    try:
+        trained(tmp_path, Refusing({1, 3}), range(1, 5), on_failure="log")
+    finally:
+        unsubscribe()
+    assert [(one.step, one.newest_step, one.detail) for one in found] == [
+        (1, None, "ThrottledError"),
+        (3, 2, "ThrottledError"),
+    ]
+    assert found[0].newest_age is None
+    assert 0 <= found[1].newest_age < 600
+    assert found[1].uri.endswith("/step-3")
+
+
+def test_a_run_knows_its_status(tmp_path) -> None:
+    hook = Refusing({2, 3})
+    with managed(tmp_path, hook, on_failure="log") as manager:
+        assert manager.status().newest_step is None
+        manager.save(1, state(1))
+        manager.wait_until_finished()
+        status = manager.status()
+        assert (status.newest_step, status.under_way, status.failures_in_row) == (1, (), 0)
+        assert status.newest_age < 600
+        for step in (2, 3):
+            manager.save(step, state(step))
+        manager.wait_until_finished()
+        status = manager.status()
+        assert (status.newest_step, status.failures_in_row) == (1, 2)
+        assert isinstance(status.last_failure, ThrottledError)
+        manager.save(4, state(4))
+        manager.wait_until_finished()
+        assert (manager.status().newest_step, manager.status().failures_in_row) == (4, 0)
+    with managed(tmp_path, hook) as manager:
+        assert manager.restore(state(0)) == 4
+        assert (manager.status().newest_step, manager.status().newest_age) == (4, None)
+
+
+@pytest.mark.parametrize(
+    "options", [{"on_failure": "ignore"}, {"max_failures": 0}, {"max_failures": 1.5}]
+)
+def test_options_that_make_no_sense_are_refused(tmp_path, options) -> None:
+    with pytest.raises(ConfigError, match=r"on_failure|max_failures"):
+        managed(tmp_path, None, **options)
+
+
+def test_failures_are_counted_in_the_order_of_the_saves() -> None:
+    budget, error = FailureBudget("log", 3), ThrottledError("later")
+    assert budget.goes_on(2, error)  # told before that of the save before it
+    assert budget.goes_on(1, error)
+    budget.succeeded(3)
+    assert budget.in_row == 0
+    assert budget.goes_on(4, error)
+    assert budget.in_row == 1
+    assert budget.goes_on(5, error)
+    assert not budget.goes_on(6, error)
+
+
+def _on_ranks(run: str, kind: AsyncCheckpointerType, max_failures: int) -> tuple:
+    logging.disable()
+    hook = Refusing(FAILING)
+    made = CheckpointerConfig(kind=kind, commit_hook=hook)
+    done, ended = [], None
+    manager = CheckpointManager(
+        run,
+        checkpointer=made,
+        preemption=Preemption(signals=()),
+        on_failure="log",
+        max_failures=max_failures,
+    )
+    try:
+        for step in range(1, 7):
+            manager.save(step, {f"w{dist.get_rank()}": torch.full((9,), float(step))})
+            done.append(step)
+        manager.wait_until_finished()
+    except ThrottledError as error:
+        ended = str(error)
+    status = manager.status()
+    manager.close()
+    return done, ended is not None, status.newest_step, status.failures_in_row
+
+
+@pytest.mark.parametrize("kind", list(AsyncCheckpointerType))
+def test_all_ranks_go_on_alike(tmp_path, ranks, kind) -> None:
+    found = ranks(2, _on_ranks, str(tmp_path), kind, 3)
+    assert found == [([1, 2, 3, 4, 5, 6], False, 6, 0)] * 2
+
+
+def test_all_ranks_end_alike(tmp_path, ranks) -> None:
+    found = ranks(3, _on_ranks, str(tmp_path), AsyncCheckpointerType.THREAD, 2)
+    assert found[0][1:] == (True, 1, 2)
+    assert found == [found[0]] * 3
