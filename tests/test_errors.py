@@ -148,3 +148,8 @@ def test_what_is_added_later_travels_too():
 
 def test_a_key_error_is_not_shown_as_a_repr():
     assert str(errors.MissingKeyError("it lacks 'w'")) == "it lacks 'w'"
+
+
+def test_a_bucket_that_is_missing_is_not_taken_for_a_new_run():
+    assert not issubclass(errors.BucketNotFoundError, FileNotFoundError)
+    assert issubclass(errors.CheckpointNotFoundError, FileNotFoundError)

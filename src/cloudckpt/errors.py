@@ -9,7 +9,7 @@
     ├── InstallError                  torch or a framework is not as known, or knows only files here
     ├── StoreError                    the object store refused, failed or could not be reached
     │   ├── ObjectNotFoundError       also FileNotFoundError
-    │   ├── BucketNotFoundError       also FileNotFoundError
+    │   ├── BucketNotFoundError
     │   ├── AccessDeniedError         also PermissionError
     │   ├── CredentialsError          absent, incomplete or expired
     │   ├── TLSError                  the server can't be trusted, or does not speak TLS
@@ -196,8 +196,12 @@ class ObjectNotFoundError(StoreError, FileNotFoundError):
     """There is no object under this key."""
 
 
-class BucketNotFoundError(StoreError, FileNotFoundError):
-    """There is no such bucket or container, or it is invisible to these credentials."""
+class BucketNotFoundError(StoreError):
+    """There is no such bucket or container, or it is invisible to these credentials.
+
+    It is no FileNotFoundError: who takes that for the begin of a new run must not do so because of
+    a mistyped name.
+    """
 
 
 class AccessDeniedError(StoreError, PermissionError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import io
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -141,6 +142,41 @@ class KeepingKeysPlanner(DefaultLoadPlanner):
         container[names.name(path[:-1], path[-1])] = value
 
 
+_WRAPPERS = {"module": "DistributedDataParallel", "_orig_mod": "torch.compile"}
+"""What wrappers of models put into the names of their parameters."""
+
+
+def _hint(missing: str, stored: Collection[str]) -> str:
+    """What to do about a key that a checkpoint does not have."""
+
+    def bare(name: str) -> str:
+        return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+    found = next((name for name in stored if bare(name) == bare(missing)), None)
+    for part, wrapper in _WRAPPERS.items():
+        if found is None or (part in missing.split(".")) == (part in found.split(".")):
+            continue
+        if part in missing:
+            return (
+                f"; it has {found!r}: the model that loads is wrapped by {wrapper}, the one that "
+                f"was saved was not. Take model.{part}.state_dict(), or "
+                "torch.distributed.checkpoint.state_dict.get_model_state_dict(model), which names "
+                "both alike"
+            )
+        return (
+            f"; it has {found!r}: the model that was saved was wrapped by {wrapper}, the one that "
+            f'loads is not. Put {{"{part}": model.state_dict()}} where model.state_dict() stands; '
+            "torch.distributed.checkpoint.state_dict.get_model_state_dict(model) names both alike "
+            "when they are saved"
+        )
+    near = difflib.get_close_matches(missing, stored, n=3)
+    return (
+        (f"; near {missing!r} it has {near}" if near else "")
+        + ". Remove what is missing from the state dict, or pass "
+        "planner=DefaultLoadPlanner(allow_partial_load=True)"
+    )
+
+
 class CloudLoadPlanner(KeepingKeysPlanner):
     """Plans as torch does, and says which keys are missing or misshapen.
 
@@ -177,13 +213,10 @@ class CloudLoadPlanner(KeepingKeysPlanner):
         stored = self.metadata.state_dict_metadata
         missing = [fqn for fqn in self.state_dict if fqn not in stored]
         if missing and not self.allow_partial_load:
-            near = difflib.get_close_matches(missing[0], stored, n=3)
-            hint = f"; near {missing[0]!r} it has {near}" if near else ""
             count = "1 key is" if len(missing) == 1 else f"{len(missing)} keys are"
             raise MissingKeyError(
-                f"{count} not in the checkpoint, the first: {missing[:5]}{hint}. "
-                "Remove what is missing from the state dict, or pass "
-                "planner=DefaultLoadPlanner(allow_partial_load=True)",
+                f"{count} not in the checkpoint, the first: {missing[:5]}"
+                f"{_hint(missing[0], stored)}",
                 uri=self._uri,
                 item=missing[0],
             ) from exc

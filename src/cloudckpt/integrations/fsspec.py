@@ -27,7 +27,7 @@ from fsspec.spec import AbstractFileSystem
 
 from cloudckpt.checkpoint.objects import METADATA
 from cloudckpt.config import Config
-from cloudckpt.errors import BucketNotFoundError, ObjectNotFoundError, PreconditionFailedError
+from cloudckpt.errors import ObjectNotFoundError, PreconditionFailedError
 from cloudckpt.files import load_file, save_file
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.torch_files.object_file import ObjectFile, PinnedObject
@@ -347,7 +347,7 @@ class AzureFileSystem(_StoreFileSystem):
 
 
 def _omit_what_is_gone(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError) or isinstance(error, BucketNotFoundError):
+    if not isinstance(error, FileNotFoundError):
         raise error
 
 
