@@ -14,8 +14,8 @@ endif
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 
-# a worker has up to ten processes, most of which wait: one worker more than there are processors
-WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((n < 2 ? 3 : n > 3 ? 4 : n + 1)))
+# a worker has up to ten processes, most of which wait
+WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((n < 2 ? 2 : n > 4 ? 4 : n)))
 
 # --cov: what the tests reach is counted, for a third more CPU
 COV ?=
