@@ -3,6 +3,8 @@
 import os
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -80,10 +82,46 @@ def test_the_code_for_each_framework_is_run_by_a_job_of_integration():
     assert sorted(set(run)) == sorted(page["headings"]())
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/runs.md"])
+def test_the_example_of_the_readme_trains_and_resumes_as_it_stands(tmp_path):
+    (script,) = _examples("README.md")
+    (tmp_path / "train.py").write_text(script)
+    for begin in (1, 501):
+        command = [sys.executable, "train.py"]
+        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert (ended.returncode, ended.stdout) == (0, f"begins at step {begin}\n"), ended.stderr
+    kept = sorted(folder.name for folder in (tmp_path / "runs" / "first").iterdir())
+    assert kept == ["step-1000", "step-800", "step-900"]
+
+
+def test_the_readme_is_read_in_a_few_minutes():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_links_within_the_documentation_lead_somewhere():
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("terraform/**/README.md")]
+    broken = []
+    for page in pages:
+        text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)
+        for link in re.findall(r"\]\(([^)\s]+)\)", text):
+            path, _, anchor = link.partition("#")
+            if link.startswith(("http://", "https://")):
+                continue
+            to = (page.parent / path).resolve() if path else page
+            if not to.exists() or (anchor and anchor not in _anchors(to)):
+                broken.append(f"{page.relative_to(ROOT)}: {link}")
+    assert broken == []
+
+
+def _anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", ["docs/saving.md", "docs/runs.md", "docs/s3.md"])
 def test_the_examples_of_a_page_run(page, s3_url, bucket):
     found = _examples(page)
-    assert len(found) >= 3
+    assert found
     for number, code in enumerate(found):
         with child(_run, code=code, endpoint=s3_url, run=f"s3://{bucket}/{number}/run") as running:
             assert running.wait()[0] == 0, code
