@@ -1,7 +1,5 @@
 """Saves that fail: which end the training, which are only told, and what a run knows of itself."""
 
-import logging
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -160,7 +158,6 @@ def test_failures_are_counted_in_the_order_of_the_saves() -> None:
 
 
 def _on_ranks(run: str, kind: AsyncCheckpointerType, max_failures: int) -> tuple:
-    logging.disable()
     hook = Refusing(FAILING)
     made = CheckpointerConfig(kind=kind, commit_hook=hook)
     done, ended = [], None
