@@ -16,7 +16,7 @@ from cloudckpt.errors import (
     ConnectionLostError,
 )
 from cloudckpt.runs.deleting import delete
-from cloudckpt.stores import registry
+from cloudckpt.stores import local, registry
 from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.uri import CheckpointURI
 
@@ -174,3 +174,29 @@ def test_a_lost_answer_is_no_failure(store) -> None:
     store.before = lose
     delete(uri, config=CONFIG)
     assert keys(store) == []
+
+
+def test_on_a_disk_its_folder_goes_too_unless_other_files_are_in_it(tmp_path) -> None:
+    for step in (1, 2):
+        cloudckpt.save({"n": step}, checkpoint_id=tmp_path / f"step-{step}")
+    (tmp_path / "step-2" / "config.json").write_text("{}")
+    for step in (1, 2):
+        delete(tmp_path / f"step-{step}")
+    assert [path.name for path in tmp_path.rglob("*")] == ["step-2", "config.json"]
+
+
+def test_a_folder_that_is_deleted_while_something_is_written_to_it_is_made_again(
+    tmp_path, monkeypatch
+) -> None:
+    make_folder, gone = local._make_folder, []
+
+    def made(folder) -> None:
+        make_folder(folder)
+        if not gone:
+            gone.append(folder)
+            folder.rmdir()
+
+    monkeypatch.setattr(local, "_make_folder", made)
+    cloudckpt.save({"n": 2}, checkpoint_id=tmp_path / "step-1")
+    assert gone == [tmp_path / "step-1"]
+    assert cloudckpt.exists(tmp_path / "step-1")

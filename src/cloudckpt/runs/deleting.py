@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from functools import partial
 from typing import Literal
 
@@ -80,6 +81,9 @@ def delete(checkpoint_id: URILike, *, config: Config | None = None) -> None:
         again = retrier.call(partial(fetch, store, commit))
         if names & objects_of(again, store.uri(commit)):
             retrier.call(partial(store.delete, commit, if_version=again.info.version))
+    if uri.scheme == "file":
+        with contextlib.suppress(OSError):  # other files are in it
+            os.rmdir(uri.prefix)
 
 
 def unneeded(

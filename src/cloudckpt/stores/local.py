@@ -88,9 +88,13 @@ class LocalStore(ObjectStore):
         path = Path(key)
         temporary = path.parent / f"{_UNFINISHED}{random_suffix()}-{path.name}"
         with self._errors(key):
-            _make_folder(path.parent)
-            os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-        return Upload(key, str(temporary), part_size)
+            while True:
+                _make_folder(path.parent)
+                try:
+                    os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+                except FileNotFoundError:  # a checkpoint was deleted with its folder just then
+                    continue
+                return Upload(key, str(temporary), part_size)
 
     def put_part(
         self,
