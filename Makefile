@@ -49,12 +49,15 @@ demo: $(VENV)/.demo
 test: $(VENV)/.test integration/node_modules/.stamp
 	$(WORKER) $(BIN)/python -m pytest $(COV) -n $(WORKERS) --dist loadfile --max-worker-restart 1
 
+AS_LONG = --seconds $(SECONDS) --seed $(SEED) -n $(WORKERS) --maxschedchunk 1 \
+	-o faulthandler_timeout=$$((900 + 2 * $(SECONDS)))
+
 # states that change from save to save, drawn anew at each run
 evolve: $(VENV)/.test
-	$(WORKER) $(BIN)/python -m pytest tests/soak/test_evolving.py --seconds $(SECONDS) --seed $(SEED) -n $(WORKERS) --maxschedchunk 1
+	$(WORKER) $(BIN)/python -m pytest tests/soak/test_evolving.py $(AS_LONG)
 
 soak: $(VENV)/.test integration/node_modules/.stamp
-	$(WORKER) $(BIN)/python -m pytest tests/soak --seconds $(SECONDS) --seed $(SEED) -n $(WORKERS) --maxschedchunk 1
+	$(WORKER) $(BIN)/python -m pytest tests/soak $(AS_LONG)
 
 test-pythons: $(PYTHONS:%=test-python-%)
 
