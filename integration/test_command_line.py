@@ -16,6 +16,7 @@ import cloudckpt.hf
 from cloudckpt.cli import main
 from clouds import Cloud, Place
 from forks import child
+from runs.orphans import job, settled
 
 # What is typed, its exit code, and a pattern of what is printed. {run} has step-1, step-2 and what
 # a killed save has left; {local} is an empty folder of this machine.
@@ -35,6 +36,7 @@ COMMANDS = {
     "import": ("import {run}/model {local}/new", 0, r"is now the checkpoint {local}/new, of 1 "),
     "rm": ("rm {run}/step-1 {run}/step-2 --yes", 0, r"deleted {run}/step-1\ndeleted"),
     "prune": ("prune {run} --max-to-keep 1 --yes", 0, r"deleted {run}/step-1\n"),
+    "adopt": ("adopt {run}/killed/step-1", 0, r"committed {run}/killed/step-1\n"),
     "sweep": ("sweep {run} --older-than 0 --yes", 0, r"deleted 1 objects"),
 }
 
@@ -57,8 +59,12 @@ def run(place: Place, cloud: Cloud) -> str:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_each_command_does_what_it_says(name, run, cloud, tmp_path):
+def test_each_command_does_what_it_says(name, run, place, cloud, tmp_path):
     command, code, printed = COMMANDS[name]
+    if name == "adopt":
+        where = {"run": f"{run}/killed", "config": place.config}
+        job(tmp_path, **where, last=1, dies_at=1, how="at its commit")
+        assert settled()
     places = {"run": run, "local": str(tmp_path)}
     arguments = shlex.split(command.format(**places))
     with child(_typed, arguments=arguments, folder=str(tmp_path), **cloud.environment) as typed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Union
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
@@ -296,6 +296,11 @@ class CheckpointURI:
         if self.scheme == "file":
             return CheckpointURI("file", "", os.path.abspath(f"{self.prefix}/{below}"))
         return CheckpointURI.parse(f"{str(self).rstrip('/')}/{below}")
+
+    @property
+    def parent(self) -> CheckpointURI:
+        """The folder around it; that around the root of a bucket is the root."""
+        return replace(self, prefix=self.prefix.rstrip("/").rpartition("/")[0])
 
     def __str__(self) -> str:
         if self.scheme == "file":

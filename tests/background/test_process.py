@@ -626,3 +626,16 @@ def test_a_job_that_could_not_be_sent_is_not_blamed_on_a_time_limit(local):
         assert "no buffer space" in str(error)
         begin(one, 3, local).result(PATIENCE)
     assert step_at(local) == 3
+
+
+def test_a_save_sends_nothing_more_for_being_finished_without_its_trainer(shaky, proxy):
+    sent = []
+    for outlive in (0.0, 900.0):
+        with saver(options=BackgroundOptions(outlive=outlive)) as one:
+            for step in (1, 2):
+                proxy.clear()
+                writer = shaky.at(f"{outlive:g}-{step}").writer()
+                one.save(filled(step, SMALL), writer).written.result(PATIENCE)
+                sent.append(sorted(each.request.operation for each in proxy.exchanges))
+    assert sent[:2] == sent[2:]
+    assert "PutObject" in sent[0]

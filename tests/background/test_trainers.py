@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import cloudckpt
+from cloudckpt.checkpoint.objects import is_pending_name
 from cloudckpt.testing.wire_faults import Call
 from faults.states import SMALL
 from forks import child
@@ -271,7 +272,7 @@ def test_a_trainer_of_multiprocessings_that_ends_commits_the_save_that_has_begun
     assert step_at(local) == 7
 
 
-def test_the_process_of_a_killed_trainer_ends_and_commits_nothing(shaky, proxy, tmp_path):
+def test_the_process_of_a_killed_trainer_sends_the_rest_and_commits_nothing(shaky, proxy, tmp_path):
     family, held = uuid.uuid4().hex, threading.Event()
     reached = threading.Event()
 
@@ -287,8 +288,9 @@ def test_the_process_of_a_killed_trainer_ends_and_commits_nothing(shaky, proxy, 
         assert beside
         trainer.signal(signal.SIGKILL)
         assert eventually(lambda: not is_running(trainer.pid), PATIENCE)
-        assert eventually(lambda: not processes_of(family), 10)
-    held.set()
+        held.set()
+        assert eventually(lambda: not processes_of(family), 60)
     assert proxy.wait_idle()
     assert ".metadata" not in shaky.names()
+    assert len(list(filter(is_pending_name, shaky.names()))) == 1
     assert not [n for n in os.listdir("/dev/shm") if any(str(pid) in n for pid in beside)]

@@ -122,9 +122,9 @@ def _items_while_writing(place: Place) -> tuple[int, int]:
     def items():
         return sum(type(one) is WriteItem for one in gc.get_objects())
 
-    def sent(self, plan, *args):
+    def sent(self, plan, *args, **named):
         found.append((items() - before, len(plan.items)))
-        return send(self, plan, *args)
+        return send(self, plan, *args, **named)
 
     plan_cache.forget()
     before = items()

@@ -11,6 +11,7 @@ __all__ = ["ALONE", "ALWAYS", "CHECKS", "IN_PROCESS", "WAYS", "Case", "Fault", "
 
 WAYS = (
     "save",
+    "adopted",
     "async thread",
     "async process",
     "sync checkpointer",

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
@@ -15,8 +16,17 @@ from cloudckpt import (
     CheckpointerConfig,
     CheckpointManager,
     CloudCheckpointError,
+    CommitHook,
     SaveFuture,
 )
+from cloudckpt.checkpoint.objects import WrittenObject, pending_name
+from cloudckpt.checkpoint.pending import Pending
+from cloudckpt.checkpoint.sending import Destination, LayOut, send_here
+from cloudckpt.errors import IncompleteSaveError, StoreError
+from cloudckpt.runs import adopting
+from cloudckpt.stores.base import ObjectStore
+from cloudckpt.transfer.stats import TransferStats
+from cloudckpt.transfer.upload import clear_away
 from dcp.places import Place
 
 __all__ = ["KEPT_STEPS", "Ways"]
@@ -48,6 +58,8 @@ class Ways:
         kind = by.split()[-1] if by.startswith("async") else by.split()[0]
         if by == "save":
             cloudckpt.save(state, checkpoint_id=place.uri, config=place.config)
+        elif by == "adopted":
+            _adopted(state, place)
         elif by == "dcp.save":
             dcp.save(state, storage_writer=place.writer())
         elif by.startswith("async"):
@@ -89,6 +101,86 @@ class Ways:
             asynchronous=kind in _KINDS,
             checkpointer=_config(kind, place),
         )
+
+
+class _EndedError(CloudCheckpointError):
+    """Stands for the end of the trainers, just before the commit."""
+
+
+class _Ending(CommitHook):
+    def before_commit(self, uri: str, metadata: object) -> None:
+        raise _EndedError("here the trainers end")
+
+
+def _adopted(state: dict[Any, Any], place: Place) -> None:
+    """A save whose trainers end before the commit, and which another job commits.
+
+    Saved as ever is what is to replace something, and what no saving process can say.
+    """
+    if not _by_first(lambda: cloudckpt.exists(place.uri, config=place.config)):
+        writer = place.writer()
+        writer.commit_hook = _Ending()
+        writer.sender = _send_and_leave  # as a saving process does
+        discard, asked = writer.discard, list[bool]()
+        writer.discard = lambda: asked.append(True)  # who has ended deletes nothing
+        try:
+            cloudckpt.save(state, storage_writer=writer)
+        except _EndedError:
+            if _by_first(lambda: _is_adopted(place)):
+                return
+        except BaseException:
+            if asked:
+                discard()
+            raise
+    cloudckpt.save(state, checkpoint_id=place.uri, config=place.config)
+
+
+def _by_first(look: Callable[[], bool]) -> bool:
+    """What the first rank finds."""
+    told: list[bool | BaseException] = [False]
+    if dist.get_rank() == 0:
+        try:
+            told = [look()]
+        except CloudCheckpointError as error:
+            told = [error]
+    dist.broadcast_object_list(told)
+    if isinstance(told[0], BaseException):
+        raise told[0]
+    return told[0]
+
+
+def _is_adopted(place: Place) -> bool:
+    try:
+        adopting.adopt(place.uri, wait=0.0, config=place.config)
+    except IncompleteSaveError as error:
+        if "no saving process has left anything" not in str(error):
+            raise
+        cloudckpt.sweep(place.uri, older_than=0.0, config=place.config)
+        return False
+    return True
+
+
+def _send_and_leave(
+    destination: Destination,
+    store: ObjectStore,
+    lay_out: LayOut,
+    stats: TransferStats,
+    began: Callable[[str], None],
+    leave: Callable[[], Pending | None],
+    meanwhile: Callable[[], None],
+) -> tuple[WrittenObject, ...]:
+    objects = send_here(destination, store, lay_out, stats, began, meanwhile=meanwhile)
+    if (pending := leave()) is not None:
+        data = memoryview(pending.finished(objects).to_bytes())
+        name = pending_name(destination.rank, destination.attempt)
+        checksum = store.capabilities.checksum.of(data)
+        try:
+            store.put(destination.uri.key(name), [data], checksum=checksum)
+        except StoreError:
+            keys = [destination.uri.key(one) for one in (*(o.name for o in objects), name)]
+            clear_away(store, keys, destination.config.retry)
+            raise
+    return objects
 
 
 def _checkpointer(kind: str, place: Place) -> Any:

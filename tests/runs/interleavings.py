@@ -17,14 +17,19 @@ from functools import cache, lru_cache
 
 import pytest
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from cloudckpt import Config, RetryPolicy
 from cloudckpt.checkpoint import commit as committing
 from cloudckpt.checkpoint.commit import begin, named_objects, publish
 from cloudckpt.checkpoint.committed import Fetched, fetch
 from cloudckpt.checkpoint.draft import Draft, Planned
+from cloudckpt.checkpoint.from_torch import inventory_of_plan
 from cloudckpt.checkpoint.index import index_bytes
-from cloudckpt.checkpoint.objects import METADATA, ObjectRecord, WrittenObject
+from cloudckpt.checkpoint.objects import METADATA, ObjectRecord, WrittenObject, pending_name
+from cloudckpt.checkpoint.pending import Pending
+from cloudckpt.checkpoint.record import Record
+from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.written import Extents, Written
 from cloudckpt.checksum import CRC32C
 from cloudckpt.errors import (
@@ -34,6 +39,7 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     PreconditionFailedError,
 )
+from cloudckpt.runs.adopting import adopt_pending
 from cloudckpt.runs.copying import copy
 from cloudckpt.runs.deleting import delete, unneeded
 from cloudckpt.runs.sweeping import find_leftovers, sweep
@@ -47,7 +53,7 @@ from cloudckpt.uri import CheckpointURI
 HOUR = 3600.0
 _ALONE = 1000  # the number of one beside whom there is nobody
 RANKS = 3  # that have written what a save commits
-KINDS = ("save", "save", "save", "copy", "delete", "prune", "sweep", "load")
+KINDS = ("save", "save", "save", "copy", "delete", "prune", "sweep", "load", "orphan", "adopt")
 """What an actor may do, as often as chance has it."""
 
 RETRY = RetryPolicy(attempts=3, base=0.0, cap=0.0, deadline=1e9)
@@ -145,6 +151,39 @@ class Gated(MemoryStore):
         return self._sent(deleted)
 
 
+def sent(store: MemoryStore, uri: CheckpointURI, rank: int, attempt: str) -> WrittenObject:
+    """The object of a rank."""
+    item = attempt.encode() * 4
+    index = index_bytes([0], [0], [0], [len(item)], [CRC32C.of(item)], CRC32C)
+    data, crc = item + index, CRC32C.of(item + index)
+    one = WrittenObject(rank, 0, attempt, len(data), crc, len(index), CRC32C.of(index))
+    key = uri.key(one.name)
+    Retrier(RETRY).call(lambda: store.put(key, [memoryview(data)], checksum=crc))
+    return one
+
+
+@lru_cache(maxsize=RANKS)
+def _record_of(rank: int) -> bytes:
+    item = WriteItem(MetadataIndex(f"v{rank}"), WriteItemType.BYTE_IO)
+    plan = SavePlan([item], planner_data={f"v{rank}": (f"v{rank}",)})
+    inventory, whole = inventory_of_plan(plan, Structure(), CRC32C)
+    return Record.of(inventory, whole=whole).to_bytes()
+
+
+def left_of(save: str, rank: int, sent: WrittenObject) -> bytes:
+    """What the saving process of a rank has left."""
+    return Pending(
+        save=save,
+        rank=rank,
+        ranks=RANKS,
+        job="",
+        record=_record_of(rank),
+        extents=b"".join(number.to_bytes(8, "little") for number in (0, 0, 64)),
+        notes=b"",
+        objects=(sent,),
+    ).to_bytes()
+
+
 @cache
 def _config(number: int) -> Config:
     """By which the store of an actor is found."""
@@ -180,16 +219,10 @@ class World:
         def work(config: Config) -> None:
             store, retrier = registry.open_store(uri, config), Retrier(RETRY)
             baseline = begin(store, uri.key(METADATA), overwrite=True, retrier=retrier)
-            written: list[Written] = []
-            item = attempt.encode() * 4
-            index = index_bytes([0], [0], [0], [len(item)], [CRC32C.of(item)], CRC32C)
-            data, crc = item + index, CRC32C.of(item + index)
-            for rank in range(RANKS):
-                one = WrittenObject(rank, 0, attempt, len(data), crc, len(index), CRC32C.of(index))
-                retrier.call(
-                    lambda one=one: store.put(uri.key(one.name), [memoryview(data)], checksum=crc)
-                )
-                written.append(Written(str(uri), (one,), Extents.of([(0, 0, 64)])))
+            written = [
+                Written(str(uri), (sent(store, uri, rank, attempt),), Extents.of([(0, 0, 64)]))
+                for rank in range(RANKS)
+            ]
             draft = Draft.of(
                 Planned.of(
                     Metadata({f"v{rank}": BytesStorageMetadata() for rank in range(RANKS)}),
@@ -214,6 +247,25 @@ class World:
             )
 
         return work
+
+    def orphan(self, number: int) -> Callable[[Config], None]:
+        """A save whose trainers have ended: its saving processes send the rest."""
+        uri, attempt = self.step(number), f"{self.rng.getrandbits(64):016x}"
+
+        def work(config: Config) -> None:
+            store, retrier = registry.open_store(uri, config), Retrier(RETRY)
+            for rank in range(RANKS):
+                data = memoryview(left_of(attempt, rank, sent(store, uri, rank, attempt)))
+                key = uri.key(pending_name(rank, attempt))
+                retrier.call(
+                    lambda key=key, data=data: store.put(key, [data], checksum=CRC32C.of(data))
+                )
+
+        return work
+
+    def adopt(self, number: int) -> Callable[[Config], None]:
+        self.first = self.orphan(number)
+        return lambda config: adopt_pending(self.step(number), config, until=0.0)
 
     def copy(self, number: int) -> Callable[[Config], None]:
         source, overwrite = self.step(3 - number), self.rng.random() < 0.5

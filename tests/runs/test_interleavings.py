@@ -4,6 +4,7 @@ import pytest
 from interleavings import try_one, worlds  # noqa: F401 - a fixture
 
 from cloudckpt.checkpoint import commit as committing
+from cloudckpt.runs import adopting
 
 INTERLEAVINGS = 1500  # make soak tries twenty thousand
 
@@ -20,6 +21,18 @@ def test_without_the_limit_of_a_save_a_checkpoint_is_damaged(worlds, monkeypatch
     def run_many() -> None:
         for seed in range(5000):
             worlds(seed, kinds=("save", "sweep", "prune")).run()
+
+    with pytest.raises(AssertionError, match="is gone"):
+        run_many()
+
+
+def test_without_a_limit_of_age_what_is_adopted_may_be_swept(worlds, monkeypatch):  # noqa: F811
+    """The scheduler finds what that limit rules out: a sweep behind the back of an adoption."""
+    monkeypatch.setattr(adopting, "LONGEST_SAVE", 1e9)
+
+    def run_many() -> None:
+        for seed in range(5000):
+            worlds(seed, kinds=("adopt", "sweep")).run()
 
     with pytest.raises(AssertionError, match="is gone"):
         run_many()

@@ -1,9 +1,9 @@
 """What passes between a trainer and its saving process.
 
 The trainer sends ``Settings`` once and a ``Job`` for each save, behind which the descriptors of the
-memory follow that its bytes lie in; that it closes the channel is the end. The process answers
-with pairs of a kind and its content: ``ready``, an ``outcome`` for each job, and between them
-``alive``, ``log`` and ``event``.
+memory follow that its bytes lie in. ``SETTLED`` says that it knows what became of that save, and
+that it closes the channel is the end. The process answers with pairs of a kind and its content:
+``ready``, an ``outcome`` for each job, and between them ``alive``, ``log`` and ``event``.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from multiprocessing.connection import Connection
 
 from cloudckpt.background.script import ObjectScript
 from cloudckpt.checkpoint.objects import WrittenObject
+from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checkpoint.sending import Destination
 from cloudckpt.transfer.stats import Transferred
 
 __all__ = [
+    "SETTLED",
     "Job",
     "Outcome",
     "Settings",
@@ -32,6 +34,9 @@ __all__ = [
 ]
 
 
+SETTLED = "settled"
+
+
 @dataclass(frozen=True)
 class Settings:
     """What a saving process is told when it starts.
@@ -40,12 +45,14 @@ class Settings:
         trainer: The number of the process that has started it.
         nice: By how much it yields the CPU.
         heartbeat_timeout: Seconds in which it must give a sign of life while it sends.
+        outlive: Seconds in which it finishes a save whose trainer has ended.
         log_levels: From which on records of a logger are sent to the trainer.
     """
 
     trainer: int
     nice: int
     heartbeat_timeout: float
+    outlive: float
     log_levels: dict[str, int]
 
 
@@ -58,12 +65,14 @@ class Job:
         objects: What is to be written to each object.
         sizes: Bytes of the arena and of the annex; a descriptor follows of each that has any.
         variables: Where the trainer's environment has credentials now.
+        pending: What the store is to be told of it if the trainer ends; None if nothing.
     """
 
     destination: Destination
     objects: Sequence[ObjectScript]
     sizes: tuple[int, int]
     variables: dict[str, str] = field(repr=False)
+    pending: Pending | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)

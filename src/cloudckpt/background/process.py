@@ -9,6 +9,9 @@ the names of that attempt is deleted from here.
 
 Whoever sends reads the staged copy, which the next save writes to. So no save gives the copy back
 before its process has answered, or has ended.
+
+A trainer that ends without knowing what became of its save leaves the process behind, which
+finishes that save for the next job (``outliving``).
 """
 
 from __future__ import annotations
@@ -30,9 +33,17 @@ from multiprocessing import util
 from typing import Any
 
 from cloudckpt.background.arena import Annex, Arena
-from cloudckpt.background.channel import Job, Outcome, Settings, send_descriptor, set_timeout
+from cloudckpt.background.channel import (
+    SETTLED,
+    Job,
+    Outcome,
+    Settings,
+    send_descriptor,
+    set_timeout,
+)
 from cloudckpt.background.script import Recording
 from cloudckpt.checkpoint.objects import WrittenObject
+from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checkpoint.sending import Destination, LayOut, Sender
 from cloudckpt.config import BackgroundOptions
 from cloudckpt.errors import SaveProcessError
@@ -88,18 +99,26 @@ class SaveProcess:
         life = self._life
         return life is not None and life.is_busy
 
-    def sender(self, arena: Arena | None) -> Sender:
-        """What has it send a save; ``arena``: the memory of the staged copy, if it is in one."""
-        return functools.partial(self._send, arena)
+    def sender(self, arena: Arena | None, handed_over: Callable[[], None]) -> Sender:
+        """What has it send a save.
+
+        Args:
+            arena: The memory of the staged copy, if it is in one.
+            handed_over: Called when the process has all that it takes.
+        """
+        return functools.partial(self._send, arena, handed_over)
 
     def _send(
         self,
         arena: Arena | None,
+        handed_over: Callable[[], None],
         destination: Destination,
         store: ObjectStore,
         lay_out: LayOut,
         stats: TransferStats,
         began: Callable[[str], None],
+        leave: Callable[[], Pending | None],
+        meanwhile: Callable[[], None],
     ) -> tuple[WrittenObject, ...]:
         """See :class:`~cloudckpt.checkpoint.sending.Sender`.
 
@@ -118,11 +137,16 @@ class SaveProcess:
             lay_out(recording.open, Cancellation())
             annex.flush()
             memory = [(0, -1) if arena is None else (arena.size, arena.fd), (annex.size, annex.fd)]
-            job = Job(destination, recording.scripts(), (memory[0][0], memory[1][0]), variables())
+            sizes = memory[0][0], memory[1][0]
+            pending = leave() if self._options.outlive > 0 else None
+            job = Job(destination, recording.scripts(), sizes, variables(), pending)
             life = self._living()
             try:
                 life.wait_until_ready()
-                outcome = life.carry_out(job, [fd for size, fd in memory if size])
+                life.begin(job, [fd for size, fd in memory if size])
+                handed_over()
+                meanwhile()
+                outcome = life.outcome()
             except BaseException:
                 life.end(0, "the save before failed in it")
                 keys = [destination.uri.key(name) for name in names]
@@ -132,6 +156,12 @@ class SaveProcess:
         if outcome.error is not None:
             raise outcome.error
         return outcome.objects
+
+    def settle(self) -> None:
+        """Says that the trainer knows what became of the save that was sent last."""
+        life = self._life
+        if life is not None:
+            life.settle()
 
     def close(self, timeout: float) -> None:
         """Ends the process, at once if it does not end in time."""
@@ -168,6 +198,7 @@ class _Life:
 
     Attributes:
         is_busy: Whether it has a job.
+        unsettled: Set as long as nobody knows what has become of the job.
     """
 
     def __init__(self, options: BackgroundOptions) -> None:
@@ -178,6 +209,7 @@ class _Life:
             )
         self._options = options
         self.is_busy = self._is_ready = False
+        self.unsettled = threading.Event()
         self._ended_for = ""  # why this trainer has ended it
         self._ending = threading.Lock()
         self._channel, theirs = multiprocessing.Pipe()
@@ -187,7 +219,13 @@ class _Life:
                 self._process = _start(theirs.fileno())
             self._channel.send(_paths())
             self._channel.send(
-                Settings(os.getpid(), options.nice, options.heartbeat_timeout, log_levels())
+                Settings(
+                    os.getpid(),
+                    options.nice,
+                    options.heartbeat_timeout,
+                    options.outlive,
+                    log_levels(),
+                )
             )
         except OSError as exc:
             self._channel.close()
@@ -196,7 +234,9 @@ class _Life:
             ) from exc
         _lives.add(self)
         # also if nobody closes the saver; and at the end of the interpreter, behind the last save
-        self._at_exit = weakref.finalize(self, _leave, self._process, self._channel, os.getpid())
+        self._at_exit = weakref.finalize(
+            self, _leave, self._process, self._channel, self.unsettled, os.getpid()
+        )
 
     @property
     def pid(self) -> int:
@@ -216,25 +256,33 @@ class _Life:
             self._receive("ready", time.monotonic() + self._options.start_timeout)
             self._is_ready = True
 
-    def carry_out(self, job: Job, descriptors: list[int]) -> Outcome:
-        """Sends a job and waits for its outcome.
+    def begin(self, job: Job, descriptors: list[int]) -> None:
+        """Sends a job; from then on it is carried out also if this trainer should end.
 
         Args:
             job: What to send.
             descriptors: Of the memory that its bytes lie in.
 
         Raises:
-            SaveProcessError: If the process ends before, or gives no sign of life.
+            SaveProcessError: If the process has ended.
         """
         if self._ended_for:
             raise self._death(None)
         self.is_busy = True
+        self.unsettled.set()
         try:
             self._channel.send(job)
             for fd in descriptors:
                 send_descriptor(self._channel, fd)
         except OSError as exc:
             raise self._death(exc) from exc
+
+    def outcome(self) -> Outcome:
+        """Waits for what has become of the job.
+
+        Raises:
+            SaveProcessError: If the process ends before, or gives no sign of life.
+        """
         outcome: Outcome = self._receive("outcome")
         self.is_busy = False
         return outcome
@@ -293,6 +341,12 @@ class _Life:
             "another process",
             cause=cause,
         )
+
+    def settle(self) -> None:
+        """Says that it is known what has become of the job."""
+        self.unsettled.clear()
+        with contextlib.suppress(OSError):  # it has died, or was ended
+            self._channel.send(SETTLED)
 
     def forget(self) -> None:
         """In a child that was forked from the trainer: the process is not the child's.
@@ -367,8 +421,14 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         _wait(process, _FAREWELL)
 
 
-def _leave(process: subprocess.Popen[bytes], channel: channels.Connection, owner: int) -> None:
+def _leave(
+    process: subprocess.Popen[bytes],
+    channel: channels.Connection,
+    unsettled: threading.Event,
+    owner: int,
+) -> None:
     if os.getpid() == owner:
         channel.close()
-        _wait(process, _FAREWELL)
-        _kill(process)
+        if not unsettled.is_set():  # else it has something to finish
+            _wait(process, _FAREWELL)
+            _kill(process)

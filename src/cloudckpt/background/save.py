@@ -92,6 +92,7 @@ class Save:
         copy: The copy, if ours did.
         copying: The copy, if a stager of the caller's is still at it.
         failure: Why this rank can't take part.
+        handed_over: Set when the save would be finished without this trainer, or has ended.
     """
 
     number: int
@@ -104,6 +105,7 @@ class Save:
     copy: StagedState | None = None
     copying: Future[dict[str, Any]] | None = None
     failure: CloudCheckpointError | None = None
+    handed_over: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         self.written.number = self.number
@@ -136,6 +138,7 @@ class Save:
         unsubscribe = subscribe(self.listen, progress=False)
         result, error = self._result_of(carry_out)
         unsubscribe()
+        self.handed_over.set()
         self._end()
         if error is None:
             self.written.set_result(result)

@@ -36,6 +36,7 @@ from cloudckpt.checkpoint.sending import send_here
 from cloudckpt.config import BackgroundOptions
 from cloudckpt.dcp.failures import release_frames
 from cloudckpt.dcp.meeting import Meeting, Stance
+from cloudckpt.dcp.plan_cache import flags_of
 from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.dcp.writer import CloudStorageWriter, OurWriter
 from cloudckpt.errors import (
@@ -246,7 +247,19 @@ class AsyncSaver:
             raise raised
         if self._tells_failures:
             self._untold[save.number] = save.where, save.written
+        if self._can_outlive(save):
+            save.handed_over.wait(_HAND_OVER)  # another rank may be late, or gone
         return pending
+
+    def _can_outlive(self, save: Save) -> bool:
+        """Whether its process will soon have all of a save that it would finish alone."""
+        return (
+            self._process is not None
+            and self._options.outlive > 0
+            and save.copy is not None
+            and flags_of(save.planner) is not None  # what others make may take long
+            and len(self._under_way) == 1
+        )
 
     def _submit(self, save: Save) -> None:
         here = contextvars.copy_context()  # with the span of the caller, for those of the save
@@ -381,7 +394,9 @@ class AsyncSaver:
             )
         writer = save.writer if isinstance(save.writer, CloudStorageWriter) else None
         if writer is not None and self._process is not None:
-            writer.sender = self._process.sender(None if save.copy is None else save.copy.arena)
+            arena = None if save.copy is None else save.copy.arena
+            writer.sender = self._process.sender(arena, save.handed_over.set)
+        is_known = True
         try:
             metadata = api.save_prepared(
                 save.content,
@@ -389,7 +404,12 @@ class AsyncSaver:
                 process_group=self._group,
                 no_dist=self._no_dist,
             )
+        except ProcessGroupError as error:
+            is_known = error.committed is not None
+            raise
         finally:
+            if self._process is not None and is_known:
+                self._process.settle()
             if isinstance(save.planner, DefaultSavePlanner):
                 save.planner.state_dict = {}  # it would keep the copy until it plans the next save
             if writer is not None:
@@ -476,6 +496,7 @@ class AsyncSaver:
         self.close()
 
 
+_HAND_OVER = 5.0  # seconds
 _FAREWELL = 10.0  # seconds for an idle saving process to end
 
 

@@ -22,12 +22,14 @@ from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from cloudckpt.background.channel import (
+    SETTLED,
     Job,
     Outcome,
     Settings,
     as_socket,
     receive_descriptor,
 )
+from cloudckpt.background.outliving import Duty, finish
 from cloudckpt.background.script import replay
 from cloudckpt.checkpoint.objects import WrittenObject
 from cloudckpt.checkpoint.sending import send_here
@@ -40,11 +42,12 @@ from cloudckpt.transfer.stats import TransferStats
 __all__ = ["Speaker", "forward_logs", "main"]
 
 _LOOK = 0.5  # seconds between two looks whether the trainer is alive
+_LAST_WORDS = 2.0  # seconds in which what a trainer has said last is read
 _BEATS = 5  # signs of life in the time in which one must come
 
 _OF_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that schedulers send to all processes of a job, for the trainer to heed: it decides what
-is still to be saved, and its end is that of this process."""
+is still to be saved, and when it has ended, this process finishes what it was given, and ends."""
 
 
 def main(channel: Connection) -> None:
@@ -54,64 +57,74 @@ def main(channel: Connection) -> None:
     settings: Settings = channel.recv()
     with contextlib.suppress(OSError):
         os.nice(settings.nice)
-    speaker = Speaker(channel)
+    speaker, duty = Speaker(channel), Duty()
     forward_logs(speaker, settings.log_levels)
     relay(lambda event: speaker.tell("event", event))  # told by the trainer, not here, too
     with as_socket(channel) as end:  # now, while no other thread uses the channel
-        threading.Thread(target=_watch, args=(settings, speaker), daemon=True).start()
-        speaker.tell("ready", None)
-        while (job := _next(channel)) is not None:
-            _carry_out(job, end, speaker)
-    _without_trainer()
+        watch = threading.Thread(target=_watch, args=(settings, speaker, duty), daemon=True)
+        watch.start()
+        with contextlib.suppress(OSError):  # the trainer is gone
+            speaker.tell("ready", None)
+        while (job := _next(channel, duty)) is not None:
+            _carry_out(job, end, speaker, duty)
+    duty.orphaned()
+    watch.join()
 
 
-def _next(channel: Connection) -> Job | None:
+def _next(channel: Connection, duty: Duty) -> Job | None:
     """What is to be sent next; None if nothing will."""
-    try:
-        job: Job = channel.recv()
-    except (EOFError, OSError):
-        return None
-    return job
+    while True:
+        try:
+            said = channel.recv()
+        except (EOFError, OSError):
+            return None
+        if said != SETTLED:
+            job: Job = said
+            return job
+        duty.end()
 
 
-def _without_trainer() -> NoReturn:
-    """Ends this process, as its trainer has no use for it any more, or is gone.
-
-    What it could still send would hold memory for nobody.
-    """
-    os._exit(0)
-
-
-def _watch(settings: Settings, speaker: Speaker) -> None:
-    """Gives signs of life, and ends this process soon after its trainer, however that ended.
+def _watch(settings: Settings, speaker: Speaker, duty: Duty) -> NoReturn:
+    """Gives signs of life; when the trainer is gone, finishes what it had begun, and ends all.
 
     The end of the channel does not tell: whoever the trainer has forked may hold it.
     """
     interval = settings.heartbeat_timeout / _BEATS
     told = time.monotonic()
-    while os.getppid() == settings.trainer:
-        time.sleep(min(_LOOK, interval))
+    while os.getppid() == settings.trainer and not duty.wait_until_orphaned(min(_LOOK, interval)):
         if speaker.is_awaited and time.monotonic() - told >= interval:
             told = time.monotonic()
             with contextlib.suppress(OSError):  # the trainer is gone
                 speaker.tell("alive", None)
-    _without_trainer()
+    speaker.is_heard = False
+    duty.wait_until_known(_LAST_WORDS)
+    try:
+        finish(duty, settings.outlive)
+    finally:
+        os._exit(0)
 
 
-def _carry_out(job: Job, end: socket.socket, speaker: Speaker) -> None:
+def _carry_out(job: Job, end: socket.socket, speaker: Speaker, duty: Duty) -> None:
     speaker.is_awaited = True
     uri, error = job.destination.uri, None
     stats = TransferStats(str(uri), job.destination.rank, job.destination.expected)
     objects: tuple[WrittenObject, ...] = ()
     with contextlib.ExitStack() as held:
-        memory = [held.enter_context(_mapped(end, size)) for size in job.sizes]
+        try:
+            memory = [held.enter_context(_mapped(end, size)) for size in job.sizes]
+        except (EOFError, OSError):
+            return  # the trainer has ended just then
         take_over(job.variables)
+        duty.begin(job, stats)
         try:
             store = open_store(uri, job.destination.config)
             script = replay(job.objects, memory, job.destination.config.memory_budget)
             objects = send_here(job.destination, store, script, stats)
         except BaseException as raised:  # noqa: BLE001 - told to the trainer
             error = _portable(raised)
+            duty.end()
+        else:
+            duty.sent(objects)
     with contextlib.suppress(OSError):  # the trainer is gone
         speaker.tell("outcome", Outcome(objects, error, stats.snapshot()))
     speaker.is_awaited = False  # nobody would read it
@@ -149,10 +162,12 @@ class Speaker:
 
     Attributes:
         is_awaited: Whether the trainer waits for an outcome, and reads.
+        is_heard: Whether there is a trainer.
     """
 
     def __init__(self, channel: Connection) -> None:
         self.is_awaited = False
+        self.is_heard = True
         self._channel = channel
         self._lock = threading.Lock()
 
@@ -163,7 +178,8 @@ class Speaker:
             OSError: If the trainer is gone.
         """
         with self._lock:
-            self._channel.send((kind, content))
+            if self.is_heard:
+                self._channel.send((kind, content))
 
 
 def forward_logs(speaker: Speaker, levels: dict[str, int]) -> None:

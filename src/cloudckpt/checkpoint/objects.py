@@ -38,7 +38,9 @@ __all__ = [
     "find_commit",
     "is_committed",
     "is_drawn_name",
+    "is_pending_name",
     "look_for",
+    "pending_name",
     "probe_name",
     "rank_of",
     "trial_name",
@@ -60,6 +62,19 @@ _UNUSABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # control characters, h
 def data_name(rank: int, ordinal: int, attempt: str) -> str:
     """A shard object. ``attempt`` keeps two attempts from ever writing to the same key."""
     return f"__{rank}_{ordinal}.{attempt}.distcp"
+
+
+def pending_name(rank: int, attempt: str) -> str:
+    """What a saving process leaves beside a rank's shard objects when its trainer is gone."""
+    return f"__{rank}.{attempt}.pending"
+
+
+_PENDING = re.compile(r"__\d+\.[0-9a-f]{16}\.pending")
+
+
+def is_pending_name(name: str) -> bool:
+    """Whether a name is one of :func:`pending_name`."""
+    return _PENDING.fullmatch(name) is not None
 
 
 def rank_of(name: str) -> int:
@@ -85,11 +100,11 @@ _DRAWN = re.compile(
 
 
 def is_drawn_name(name: str) -> bool:
-    """Whether a name is one of :func:`data_name`, :func:`trial_name` or :func:`probe_name`.
+    """Whether a name is one that was drawn at random: of the four kinds above.
 
     Nobody but cloudckpt has written what is called so, for one purpose, and under no name twice.
     """
-    return _DRAWN.fullmatch(name) is not None
+    return _DRAWN.fullmatch(name) is not None or is_pending_name(name)
 
 
 def checked(name: object, uri: str) -> str:

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from cloudckpt.checkpoint.index import MOST_INDEX, index_bytes, index_growth, index_size
 from cloudckpt.checkpoint.objects import WrittenObject, data_name
+from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checksum import CRC32C, BlockChecksums, ChecksumAlgorithm
 from cloudckpt.config import Config
 from cloudckpt.stores.base import Capabilities, ObjectStore
@@ -191,6 +192,8 @@ class Sender(Protocol):
         lay_out: LayOut,
         stats: TransferStats,
         began: Callable[[str], None],
+        leave: Callable[[], Pending | None],
+        meanwhile: Callable[[], None],
     ) -> tuple[WrittenObject, ...]:
         """Sends what ``lay_out`` writes; returns the objects when the store has all of them.
 
@@ -202,6 +205,10 @@ class Sender(Protocol):
             lay_out: Called once.
             stats: Counts what is sent.
             began: Told the name of each object before it is begun.
+            leave: Says what the store is to be told if this trainer ends before the commit; for
+                who outlives it, once the layout has ended.
+            meanwhile: What this trainer has to ask the store before the commit; called once: before
+                anything is sent, or, by who has another process send, when that is at it.
         """
 
 
@@ -211,8 +218,11 @@ def send_here(
     lay_out: LayOut,
     stats: TransferStats,
     began: Callable[[str], None] = lambda name: None,
+    leave: Callable[[], Pending | None] = lambda: None,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> tuple[WrittenObject, ...]:
     """Sends by threads of this process, while the layout goes on; see :class:`Sender`."""
+    meanwhile()
     config, capabilities = destination.config, store.capabilities
     opened: list[tuple[OpenObject, ObjectUpload]] = []
     group = TaskGroup(config.connections, name="cloudckpt-save", interrupt=store.interrupt)

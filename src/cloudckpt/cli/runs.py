@@ -14,6 +14,7 @@ from rich.filesize import decimal as as_size
 
 import cloudckpt
 from cloudckpt.cli.app import (
+    Checkpoint,
     Json,
     Quiet,
     Run,
@@ -44,7 +45,11 @@ class Mode(str, Enum):
 
 @app.command(rich_help_panel="Runs")
 def ls(run: Run, step_name: StepName = DEFAULT_PATTERN, as_json: Json = False) -> None:
-    """List the checkpoints of a run: step, age, size, and whether each is committed or torn."""
+    """List the checkpoints of a run: step, age, size, and whether each is committed.
+
+    Others are torn, or pending: their trainers were killed, and their saving processes send the
+    rest, which the next job commits, or `cloudckpt adopt`.
+    """
     found = cloudckpt.list_checkpoints(run, step_name=step_name)
     if as_json:
         print_json([dataclasses.asdict(one) for one in found])
@@ -53,7 +58,7 @@ def ls(run: Run, step_name: StepName = DEFAULT_PATTERN, as_json: Json = False) -
     rows = [
         [
             "-" if one.step is None else str(one.step),
-            "committed" if one.is_committed else "torn",
+            "committed" if one.is_committed else "pending" if one.is_pending else "torn",
             as_size(one.nbytes),
             "" if one.modified is None else _age(now - one.modified),
             one.uri,
@@ -61,7 +66,26 @@ def ls(run: Run, step_name: StepName = DEFAULT_PATTERN, as_json: Json = False) -
         for one in found
     ]
     columns = ["step", "state", "size", "age", "checkpoint"]
-    print_rows(columns, rows, right={0, 2, 3}, styles={"torn": "yellow"})
+    print_rows(columns, rows, right={0, 2, 3}, styles={"torn": "yellow", "pending": "yellow"})
+
+
+@app.command(rich_help_panel="Runs")
+def adopt(
+    checkpoint: Checkpoint,
+    wait: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait for processes that are still sending.")
+    ] = 60.0,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Commit a checkpoint whose trainers were killed before they could, if all of it was sent."""
+    from cloudckpt.runs import adopting
+
+    adopting.adopt(checkpoint, wait=wait)
+    if as_json:
+        print_json({"committed": checkpoint})
+    elif not quiet:
+        print(f"committed {safe(checkpoint)}")
 
 
 @app.command(rich_help_panel="Runs")

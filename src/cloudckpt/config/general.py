@@ -90,6 +90,13 @@ class BackgroundOptions(Options):
         120.0, "seconds without a sign of life after which a saving process with a save is ended"
     )
     close_timeout: float = timeout(600.0, "seconds that closing waits for saves under way")
+    outlive: float = option(
+        900.0,
+        "seconds in which a saving process finishes a staged save whose trainer has ended without "
+        "a word, for the next job to commit; 0: it ends with its trainer",
+        least=0,
+        most=12 * 3600,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

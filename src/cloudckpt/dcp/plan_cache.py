@@ -75,6 +75,9 @@ class KnownPlan:
         leaves: Of each item the number of its value.
         forms: Of each item that is a small tensor in host memory how it looks in an object.
         extents: Where the items lay in this rank's objects in the last save.
+        saves: How many saves were made by it.
+        record: What it writes, as a record without places; empty if columns can't have that, and
+            None if nobody has asked yet.
         of_all: On the coordinator, what it knows of all ranks.
     """
 
@@ -91,6 +94,8 @@ class KnownPlan:
     leaves: Sequence[int]
     forms: Sequence[SmallForm | None]
     extents: Extents = field(default_factory=Extents.none)
+    saves: int = 0
+    record: bytes | None = None
     of_all: OfAllRanks | None = None
 
 

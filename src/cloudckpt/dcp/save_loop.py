@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from cloudckpt.checkpoint.draft import Draft, Planned
 from cloudckpt.checkpoint.from_torch import NotInColumnsError, inventory_of_plan
 from cloudckpt.checkpoint.record import Record
+from cloudckpt.checkpoint.sending import send_here
 from cloudckpt.checkpoint.shard import SmallForm
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.torch_private import Collectives
@@ -43,6 +44,7 @@ from cloudckpt.dcp import plan_cache
 from cloudckpt.dcp.committed_metadata import committed_metadata
 from cloudckpt.dcp.failures import portably
 from cloudckpt.dcp.global_plan import Part, plan_of, plan_together
+from cloudckpt.dcp.leaving import Leaving
 from cloudckpt.dcp.meeting import PLAN_ANEW
 from cloudckpt.dcp.outline import PLAIN, Outline
 from cloudckpt.dcp.plan_cache import KnownPlan, OfAllRanks
@@ -119,7 +121,8 @@ class SaveLoop:
         self._ranks = Collectives(group, not alone, 0)
         self._members = None if alone else group if group is not None else dist.group.WORLD
         writer.set_up_storage_writer(self._ranks.is_coordinator, rank=self._ranks.rank)
-        writer.look_for_older()
+        if writer.sender is send_here or not writer.config.overwrite:
+            writer.look_for_older()  # else when a saving process is at work
         self._flags = (*flags, writer.checksum.name)  # a plan's commit object has checksums in it
         with paused_gc():
             self._outline = Outline.of(state_dict)
@@ -167,12 +170,18 @@ class SaveLoop:
             if planned is not None:
                 plan = self._planner.finish_plan(planned.step)
                 self._writer.note_structure(Structure() if planned.is_known else planned.structure)
-                written = self._writer.send(plan, self._planner)
+                leave = self._leaving(planned.number, plan, planned.structure)
+                written = self._writer.send(plan, self._planner, leave=leave)
                 entry = self._entry(planned, plan)
             else:
                 entry = self._taken_up()
-                written = self._writer.send(entry.plan, self._planner, self._quick(entry))
-            mine.append(replace(entry, extents=written.extents))
+                leave = self._leaving(
+                    entry.number, entry.plan, entry.structure, entry.saves, entry.record
+                )
+                quick = self._quick(entry)
+                written = self._writer.send(entry.plan, self._planner, quick, leave)
+            saves, record = entry.saves + 1, leave.record
+            mine.append(replace(entry, extents=written.extents, saves=saves, record=record))
             if known is not None:  # as the coordinator knows how the values were nested, too
                 written = replace(written.since(known.extents), structure=Structure())
             return entry.digest, written
@@ -291,6 +300,25 @@ class SaveLoop:
         if isinstance(planner, CloudSavePlanner):
             return planner.structure
         return Structure.of(self._state_dict, str(self._writer.uri))
+
+    def _leaving(
+        self,
+        number: int,
+        plan: SavePlan,
+        structure: Structure,
+        saves: int = 0,
+        record: bytes | None = None,
+    ) -> Leaving:
+        """What is to be told of this rank if its trainer ends, in a save by a plan of a number."""
+        return Leaving(
+            self._writer,
+            plan,
+            structure,
+            save=f"{number:x}.{saves}",
+            rank=self._ranks.rank,
+            ranks=1 if self._members is None else dist.get_world_size(self._members),
+            record=record,
+        )
 
     def _entry(self, planned: _Planned, plan: SavePlan) -> KnownPlan:
         """What is to be remembered of a new plan, when it was written."""

@@ -11,8 +11,10 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
+from cloudckpt.checkpoint.columns import numbers_in
 from cloudckpt.checkpoint.objects import WrittenObject
-from cloudckpt.checkpoint.sending import Destination, OpenObject, Sender
+from cloudckpt.checkpoint.pending import Pending
+from cloudckpt.checkpoint.sending import Destination, OpenObject, Sender, send_here
 from cloudckpt.checkpoint.shard import (
     Place,
     ShardWriter,
@@ -29,7 +31,9 @@ from cloudckpt.transfer.memory import settled
 from cloudckpt.transfer.staging import StagingPool
 from cloudckpt.transfer.stats import TransferStats
 
-__all__ = ["Quick", "expected_size", "send"]
+__all__ = ["Leave", "Quick", "expected_size", "send"]
+
+Leave = Callable[[Extents], Pending | None]
 
 _PICKLED = WriteItemType.BYTE_IO
 _RUN = 256
@@ -82,6 +86,8 @@ def send(
     began: Callable[[str], None],
     sender: Sender,
     quick: Quick | None = None,
+    leave: Leave = lambda extents: None,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> tuple[tuple[WrittenObject, ...], Extents]:
     """Sends the items of one rank; returns when the store has all of them.
 
@@ -94,11 +100,15 @@ def send(
         began: Told the name of each object before it is begun.
         sender: Sends what is laid out here.
         quick: What is known of the items, of a save before.
+        leave: Says what the store is to be told of the items if this trainer ends, given where
+            they are.
+        meanwhile: See :class:`~cloudckpt.checkpoint.sending.Sender`.
 
     Returns:
         The objects, and where in them the items are, in the order of ``items``.
     """
-    if not items:
+    if not items and sender is send_here:
+        meanwhile()
         return (), Extents.none()
     places = [array("q", bytes(8 * len(items))) for _ in range(3)]
 
@@ -118,8 +128,11 @@ def send(
         finally:
             pool.close()
 
-    objects = sender(destination, store, lay_out, stats, began)
-    return objects, Extents(*(torch.frombuffer(c, dtype=torch.int64) for c in places))
+    def extents() -> Extents:
+        return Extents(*(numbers_in(memoryview(c).cast("B"), torch.int64, len(c)) for c in places))
+
+    objects = sender(destination, store, lay_out, stats, began, lambda: leave(extents()), meanwhile)
+    return objects, extents()
 
 
 def _written(

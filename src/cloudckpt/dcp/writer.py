@@ -31,7 +31,7 @@ from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.config import Config
 from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.dcp.planners import CloudSavePlanner
-from cloudckpt.dcp.saving import Quick, expected_size, send
+from cloudckpt.dcp.saving import Leave, Quick, expected_size, send
 from cloudckpt.errors import (
     CloudCheckpointError,
     CommitUnknownError,
@@ -58,7 +58,12 @@ class CommitHook:
     """Called on the coordinator, around the one request that makes a checkpoint visible.
 
     An asynchronous save calls it on a thread of the trainer, whatever sends.
+
+    Attributes:
+        claimed_by: Which job has claimed the run that the checkpoint is of; empty if none has.
     """
+
+    claimed_by = ""
 
     def before_commit(self, uri: str, metadata: Metadata) -> None:
         """All data is in the store, and nothing is visible; raising fails the save on all ranks."""
@@ -173,6 +178,16 @@ class CloudStorageWriter(OurWriter):
         return self._attempt
 
     @property
+    def noted(self) -> bytes:
+        """What is to be noted with the checkpoint."""
+        return self._noted
+
+    @property
+    def claimed_by(self) -> str:
+        """The job that has claimed the run; empty if none has."""
+        return "" if self.commit_hook is None else self.commit_hook.claimed_by
+
+    @property
     def checksum(self) -> ChecksumAlgorithm:
         """The algorithm of the store."""
         return self._store().capabilities.checksum
@@ -248,20 +263,27 @@ class CloudStorageWriter(OurWriter):
         future.set_result([WriteResult(MetadataIndex(""), 0, told)])
         return future
 
-    def send(self, plan: SavePlan, planner: SavePlanner, quick: Quick | None = None) -> Written:
+    def send(
+        self,
+        plan: SavePlan,
+        planner: SavePlanner,
+        quick: Quick | None = None,
+        leave: Leave = lambda extents: None,
+    ) -> Written:
         """Sends this rank's items; says what the store has when it has all of them.
 
         Args:
             plan: What to send.
             planner: Has the data.
             quick: What is known of the items, of a save before.
+            leave: What the store is to be told if this trainer ends before the commit.
         """
         sending = self._tell_plan()
         expected = quick.expected if quick is not None else expected_size(plan.items)
         stats = TransferStats(str(self.uri), self._rank, expected)
         with portable_errors(str(self.uri)), Span("upload", str(self.uri), self._rank) as span:
             try:
-                written = self._send(plan.items, planner, stats, expected, quick)
+                written = self._send(plan.items, planner, stats, expected, quick, leave)
             finally:
                 self.transferred = stats.snapshot()
             span.bytes = self.transferred.bytes
@@ -406,6 +428,7 @@ class CloudStorageWriter(OurWriter):
         stats: TransferStats,
         expected: int,
         quick: Quick | None,
+        leave: Leave,
     ) -> Written:
         destination = Destination(self.uri, self.config, self._rank, random_suffix(), expected)
         try:
@@ -418,6 +441,8 @@ class CloudStorageWriter(OurWriter):
                 began=self._written.append,
                 sender=self.sender,
                 quick=quick,
+                leave=leave,
+                meanwhile=self.look_for_older,
             )
         except BaseException:
             self._written = []  # nothing of it is left in the store

@@ -1,4 +1,4 @@
-"""The story: train on 2 ranks, lose one in the middle of a save, go on with 4, then with 1."""
+"""The story: train on 2 ranks, lose one amid a save, go on with 4, lose all, finish with 1."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class _Story:
 
     def _go_on_with_four(self) -> None:
         before = self._phases[-1].losses
-        phase = self._train(4, last_step=5 * self._every)
+        phase = self._train(4, last_step=self._steps, kill_all_behind=5 * self._every)
         self._check_resumed(phase)
         both = sorted(before.keys() & phase.losses.keys())
         apart = max((abs(before[step] - phase.losses[step]) for step in both), default=float("inf"))
@@ -113,6 +113,12 @@ class _Story:
     def _finish_with_one(self) -> None:
         phase = self._train(1, last_step=self._steps, measure=True)
         self._check_resumed(phase)
+        staged = 5 * self._every
+        self._check(
+            "all ranks were killed right behind a step that was staged, and it is not lost",
+            phase.resumed is not None and phase.resumed.step == staged,
+            f"step {staged} was staged, step {phase.resumed and phase.resumed.step} was restored",
+        )
         first, last = self._phases[0].losses[1], phase.losses[self._steps]
         self._check("the model has learned", last < first, f"loss {first:.2f} → {last:.2f}")
         found = [one.step for one in cloudckpt.list_checkpoints(self._run) if one.is_committed]
@@ -129,9 +135,10 @@ class _Story:
         *,
         last_step: int,
         kill_in_save_of: int | None = None,
+        kill_all_behind: int | None = None,
         measure: bool = False,
     ) -> Phase:
-        """Trains from the newest checkpoint on; if a rank is to be killed, until the others end."""
+        """Trains from the newest checkpoint on; if ranks are to be killed, until the others end."""
         job = Job(
             run=str(self._run),
             last_step=last_step,
@@ -141,15 +148,22 @@ class _Story:
         )
         phase = Phase(ranks, last_step)
         self._phases.append(phase)
+        staged: set[int] = set()
         with self._screen.follow(phase) as bar, Ranks(job, ranks) as group:
             for rank, event in group.events():
                 phase.note(rank, event)
                 bar.update()
                 if isinstance(event, Staged) and event.step == kill_in_save_of and rank == 1:
                     self._kill_in_the_middle(group, phase, event.step)
+                if isinstance(event, Staged) and event.step == kill_all_behind:
+                    staged.add(rank)
+                    if len(staged) == ranks:
+                        for one in staged:
+                            group.kill(one)
+                        phase.killed = f"all ranks, behind step {event.step} that was staged"
             if phase.killed is None:
                 group.require_success()
-            else:
+            elif kill_all_behind is None:
                 codes = group.exit_codes()
                 self._check(
                     "the rank died by SIGKILL", codes[1] == -signal.SIGKILL, f"exit codes {codes}"

@@ -98,7 +98,7 @@ def train(job: Job) -> None:
     stalls = job.stall_at is not None  # amid its upload, which a process begins behind the planner
     how = cloudckpt.CheckpointerConfig(
         kind=AsyncCheckpointerType.THREAD if stalls else AsyncCheckpointerType.PROCESS,
-        planner=lambda: StallingPlanner(job.stall_at),
+        planner=(lambda: StallingPlanner(job.stall_at)) if stalls else CloudSavePlanner,
     )
     with cloudckpt.CheckpointManager(
         job.run, save_interval_steps=job.save_every, checkpointer=how

@@ -16,6 +16,7 @@ from cloudckpt.checkpoint.objects import (
     OF_RANKS,
     find_commit,
     is_committed,
+    is_pending_name,
 )
 from cloudckpt.config import Config
 from cloudckpt.runs.steps import DEFAULT_PATTERN, StepNames
@@ -30,7 +31,7 @@ logger = logging.getLogger("cloudckpt")
 
 T = TypeVar("T")
 
-_OURS = re.compile(r"__\d+_\d+(\.[0-9a-f]+)?\.distcp|__\d+\.metadata")
+_OURS = re.compile(r"__\d+_\d+(\.[0-9a-f]+)?\.distcp|__\d+\.metadata|__\d+\.[0-9a-f]+\.pending")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,8 @@ class CheckpointSummary:
         step: Its step; None if its name is not that of a step.
         is_committed: Whether it can be loaded. One that can't was left by a save that was killed,
             or is being written.
+        is_pending: Whether it can't, and saving processes that have outlived their trainers are
+            finishing it, or have: the next job's ``restore()`` commits it, or ``cloudckpt adopt``.
         nbytes: Bytes of its objects, leftovers of killed saves included.
         modified: When the newest of them was written, in seconds since 1970 by the store's clock;
             None if the store does not tell.
@@ -50,6 +53,7 @@ class CheckpointSummary:
     uri: str
     step: int | None
     is_committed: bool
+    is_pending: bool = False
     nbytes: int
     modified: float | None
 
@@ -139,10 +143,12 @@ async def summary(view: View, run: Run, folder: str) -> CheckpointSummary | None
     objects = await _objects_of_ours(view, below)
     if not objects:
         return None
+    names = {info.key.removeprefix(below) for info in objects}
     return CheckpointSummary(
         uri=str(uri),
         step=run.names.step(folder),
-        is_committed=any(info.key.removeprefix(below) == METADATA for info in objects),
+        is_committed=METADATA in names,
+        is_pending=METADATA not in names and any(map(is_pending_name, names)),
         nbytes=sum(info.size for info in objects),
         modified=_newest(objects),
     )
@@ -202,6 +208,11 @@ class Run:
     def is_committed(self, step: int) -> bool:
         """Whether the checkpoint of a step can be loaded."""
         return is_committed(self.store, self.uri(step), self.retrier)
+
+    def is_pending(self, step: int) -> bool:
+        """Whether the checkpoint of a step is one of those; see :class:`CheckpointSummary`."""
+        found = answered(summary(self.view, self, self.names.name(step)))
+        return found is not None and found.is_pending
 
     def notes(self, step: int) -> Notes:
         """What is noted with the checkpoint of a step."""

@@ -50,11 +50,13 @@ class Claim:
         run: The folder of the run.
         config: How it is reached.
         version: Of the object that says so.
+        job: The job's name, drawn at random; empty if the object could not be written.
     """
 
     run: CheckpointURI
     config: Config
     version: str
+    job: str
 
     @classmethod
     def make(cls, run: CheckpointURI, config: Config) -> Claim:
@@ -64,7 +66,7 @@ class Claim:
             StoreError: If the store refuses or stays unreachable.
         """
         who = {
-            "job": random_suffix(),
+            "job": (job := random_suffix()),
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "began": time.time(),
@@ -78,7 +80,7 @@ class Claim:
             if creates_only(store, config):  # there are policies that demand one
                 condition = {"if_absent": True} if held is None else {"if_version": held}
             try:
-                return cls(run, config, put(**condition).version)
+                return cls(run, config, put(**condition).version, job)
             except PreconditionFailedError:  # another job has claimed the run just now
                 if not left:
                     raise
@@ -91,8 +93,22 @@ class Claim:
                     CLAIM,
                     error,
                 )
-                return cls(run, config, held)
+                return cls(run, config, held, "")
         raise AssertionError
+
+    @staticmethod
+    def holder(run: CheckpointURI, config: Config) -> str:
+        """The name of the job that has claimed a run last; empty if none has, or it is unknown.
+
+        Raises:
+            StoreError: If the store refuses or stays unreachable.
+        """
+        store, key = open_store(run, config), run.key(CLAIM)
+        try:
+            said = Retrier(config.retry).call(lambda: store.get_latest(key))[0]
+            return str(json.loads(bytes(said))["job"])
+        except (ObjectNotFoundError, ValueError, KeyError, TypeError):
+            return ""
 
     def check(self) -> None:
         """Sees that no other job has claimed the run since.
@@ -121,6 +137,11 @@ class ClaimHook(CommitHook):
     def __init__(self, inner: CommitHook | None) -> None:
         self.claim: Claim | None = None
         self._inner = inner if inner is not None else CommitHook()
+
+    @property
+    def claimed_by(self) -> str:  # type: ignore[override]
+        """That of the claim."""
+        return "" if self.claim is None else self.claim.job
 
     def before_commit(self, uri: str, metadata: Metadata) -> None:
         if self.claim is not None:

@@ -29,14 +29,17 @@ from cloudckpt.checkpointer import (
 from cloudckpt.config import Config, whole_number
 from cloudckpt.dcp.meeting import Meeting, Stance
 from cloudckpt.errors import (
+    AccessDeniedError,
     CheckpointCorruptError,
     CheckpointNotFoundError,
     ClosedError,
     CloudCheckpointError,
     ConfigError,
+    IncompleteSaveError,
     SaveInProgressError,
 )
 from cloudckpt.runs import verifying
+from cloudckpt.runs.adopting import adopt_pending
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.claim import Claim, ClaimHook
 from cloudckpt.runs.deleting import delete
@@ -79,6 +82,7 @@ class CheckpointManager(ClosedAtExit):
         max_failures: int = 3,
         preemption: Preemption | None = None,
         checkpointer: CheckpointerConfig | None = None,
+        adopt_wait: float = 60.0,
         config: Config | None = None,
     ) -> None:
         """
@@ -99,6 +103,8 @@ class CheckpointManager(ClosedAtExit):
             max_failures: How many failures in a row are raised in any case; the last one is.
             preemption: What tells that this job is about to be ended; default: SIGTERM.
             checkpointer: How checkpoints are saved and loaded, and by which ranks.
+            adopt_wait: Seconds in which :meth:`restore` waits for the saving processes of a job
+                that was killed, which are still sending a step; 0: it does not look for them.
             config: The options of all of this, if no ``checkpointer`` is given, which has its own.
 
         Raises:
@@ -109,6 +115,7 @@ class CheckpointManager(ClosedAtExit):
         """
         self._hook = ClaimHook(None if checkpointer is None else checkpointer.commit_hook)
         self._interval = whole_number(save_interval_steps) or 0
+        self._adopt_wait = adopt_wait
         self._best_metric = best_metric
         self._preemption = preemption if preemption is not None else Preemption()
         group, alone = None, False
@@ -136,6 +143,8 @@ class CheckpointManager(ClosedAtExit):
                 raise ConfigError(
                     f"save_interval_steps={save_interval_steps!r}: give a whole number from 1 on"
                 )
+            if not isinstance(adopt_wait, (int, float)) or not 0 <= adopt_wait < math.inf:
+                raise ConfigError(f"adopt_wait={adopt_wait!r}: give a number of seconds")
             kept = Retention(max_to_keep=max_to_keep, keep_period=keep_period, best_mode=best_mode)
             if checkpointer is not None and config is not None:
                 raise ConfigError(
@@ -351,6 +360,10 @@ class CheckpointManager(ClosedAtExit):
         A committed checkpoint that is damaged is passed over, loudly, for the one before; then all
         of ``state`` comes from that one. All ranks take the same.
 
+        A step that an earlier job had staged when it was killed is committed here, if the saving
+        processes of all its ranks have sent it, and no other job has claimed the run since. Those
+        that are still sending are waited for, up to ``adopt_wait`` seconds.
+
         Args:
             state: What to load, as for :func:`cloudckpt.load`; each of its keys must be there.
             step: The step to load instead of the newest; it is not passed over.
@@ -380,8 +393,10 @@ class CheckpointManager(ClosedAtExit):
                 )
             return step
         damage: CloudCheckpointError | None = None
+        until = time.monotonic() + self._adopt_wait
         for found in self._meeting.told_by_first(lambda: self._run.steps()[::-1]):
-            if not self._meeting.told_by_first(functools.partial(self._run.is_committed, found)):
+            is_there = functools.partial(self._is_committed, found, until)
+            if not self._meeting.told_by_first(is_there):
                 continue
             try:
                 self._load(state, found, verify)
@@ -468,6 +483,19 @@ class CheckpointManager(ClosedAtExit):
                 logger.error("an earlier save has failed, the last one goes on: %s", error)
             else:
                 return
+
+    def _is_committed(self, step: int, until: float) -> bool:
+        """Whether a step is committed now; one whose trainers were killed may be adopted first."""
+        if self._run.is_committed(step):
+            return True
+        if not self._adopt_wait or not self._run.is_pending(step):
+            return False
+        try:
+            adopt_pending(self._run.uri(step), self._run.config, until=until, hook=self._hook)
+        except (IncompleteSaveError, AccessDeniedError) as error:
+            logger.warning("step %d stays as its trainers have left it: %s", step, error)
+            return self._run.is_committed(step)
+        return True
 
     def _load(self, state: dict[str, Any], step: int, verify: bool) -> None:
         with self._in_use.kept(step):

@@ -18,13 +18,13 @@ from cloudckpt.checkpoint.objects import METADATA, is_drawn_name, probe_name
 from cloudckpt.config import Config
 from cloudckpt.errors import CloudCheckpointError, ObjectNotFoundError, StoreError
 from cloudckpt.runs.catalog import Run
-from cloudckpt.stores.base import ObjectInfo, Upload, random_suffix
+from cloudckpt.stores.base import ObjectInfo, ObjectStore, Upload, random_suffix
 from cloudckpt.transfer.deleting import delete_all, delete_quietly
-from cloudckpt.transfer.retry import begun_anew
+from cloudckpt.transfer.retry import Retrier, begun_anew
 from cloudckpt.transfer.upload import creates_only, put_whole
-from cloudckpt.uri import URILike
+from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["LEFTOVERS_AGE", "Leftovers", "Sweep", "find_leftovers", "sweep"]
+__all__ = ["LEFTOVERS_AGE", "Leftovers", "Sweep", "clock_of", "find_leftovers", "sweep"]
 
 LEFTOVERS_AGE = 2 * LONGEST_SAVE
 """Seconds after which what no checkpoint names is a leftover."""
@@ -142,7 +142,7 @@ class Sweep:
     def _look(self) -> None:
         store, retrier = self._run.store, self._run.retrier
         below = self._run.root.key("")
-        limit = self._now() - self._older_than
+        limit = clock_of(self._run.store, self._run.root, self._run.config) - self._older_than
         uploads = retrier.call(lambda: list(store.list_uploads(below)))
         self._uploads = [
             upload
@@ -176,22 +176,26 @@ class Sweep:
             return ()
         return [info for info in old if info.key.removeprefix(start) not in named]
 
-    def _now(self) -> float:
-        """What the store's clock says: when it has written an object just now."""
-        store, retrier, config = self._run.store, self._run.retrier, self._run.config
-        key = self._run.root.key(probe_name("sweep", random_suffix()))
-        put_whole(store, key, memoryview(b""), retrier, if_absent=creates_only(store, config))
-        try:
-            listed = retrier.call(lambda: list(store.list(key)))
-        finally:
-            delete_quietly(store, [key], config.retry, threads=1)
-        if not listed or listed[0].modified is None:
-            raise StoreError(
-                "the store does not say when objects were written, so leftovers can't be told from "
-                "what is being saved",
-                uri=str(self._run.root),
-            )
-        return listed[0].modified
+
+def clock_of(store: ObjectStore, folder: CheckpointURI, config: Config) -> float:
+    """What a store's clock says: when it has written an object just now, in a folder.
+
+    Raises:
+        StoreError: If it does not say, refuses, or stays unreachable.
+    """
+    retrier, key = Retrier(config.retry), folder.key(probe_name("sweep", random_suffix()))
+    put_whole(store, key, memoryview(b""), retrier, if_absent=creates_only(store, config))
+    try:
+        listed = retrier.call(lambda: list(store.list(key)))
+    finally:
+        delete_quietly(store, [key], config.retry, threads=1)
+    if not listed or listed[0].modified is None:
+        raise StoreError(
+            "the store does not say when objects were written, so leftovers can't be told from "
+            "what is being saved",
+            uri=str(folder),
+        )
+    return listed[0].modified
 
 
 def _is_ours(key: str) -> bool:

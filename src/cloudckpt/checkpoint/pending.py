@@ -1,0 +1,139 @@
+"""What a saving process leaves in the store when its trainer ends before the commit.
+
+It is an object beside the data of its rank, which no reader heeds. At first it says how far the
+process has come; at last it has all that a commit needs of this rank: which objects with which
+checksums there are, and what of the state lies where in them. Whoever finds those of all ranks can
+commit the save (:mod:`cloudckpt.runs.adopting`).
+
+Nothing here knows torch: the trainer makes the parts before the process sends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cloudckpt.checkpoint.objects import WrittenObject
+from cloudckpt.checksum import CRC32C
+from cloudckpt.errors import CheckpointCorruptError
+
+__all__ = ["MOST_BYTES", "Pending"]
+
+_MAGIC = b"cloudckpt-pending\0\1"  # its last byte is the version
+_HEAD = struct.Struct(f"<{len(_MAGIC)}sI")  # and the bytes of the document
+_CRC = struct.Struct("<I")  # CRC32C of all before it
+
+MOST_BYTES = 1 << 28
+"""Bytes of the largest that is read: of some million chunks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pending:
+    """What one rank of a save has sent, or is sending, without a trainer.
+
+    Attributes:
+        save: A name of the save: the same on all its ranks, and of no other save.
+        rank: The rank.
+        ranks: How many ranks there are.
+        job: The job that had claimed the run; empty if none had.
+        record: What the rank writes: names, shapes, parts, paths, as a record without places.
+        extents: Where in its objects: three columns of int64, little-endian.
+        notes: What is to be noted with the checkpoint.
+        sent: Bytes that were sent so far.
+        objects: What the store has; None as long as it does not have all.
+    """
+
+    save: str
+    rank: int
+    ranks: int
+    job: str
+    record: bytes
+    extents: bytes
+    notes: bytes
+    sent: int = 0
+    objects: tuple[WrittenObject, ...] | None = None
+
+    def so_far(self, sent: int) -> Pending:
+        """The same, with so many bytes sent."""
+        return dataclasses.replace(self, sent=sent)
+
+    def finished(self, objects: Sequence[WrittenObject]) -> Pending:
+        """The same, when the store has all."""
+        return dataclasses.replace(self, objects=tuple(objects))
+
+    def to_bytes(self) -> bytes:
+        """It as bytes; one that is not finished is short."""
+        parts: tuple[bytes, ...] = ()
+        if self.objects is not None:
+            packed = b"".join(one.pack() for one in self.objects)
+            parts = self.record, self.extents, self.notes, packed
+        document = json.dumps(
+            {
+                "save": self.save,
+                "rank": self.rank,
+                "ranks": self.ranks,
+                "job": self.job,
+                "sent": self.sent,
+                "sizes": list(map(len, parts)),
+            }
+        ).encode()
+        body = b"".join((_HEAD.pack(_MAGIC, len(document)), document, *parts))
+        return body + _CRC.pack(CRC32C.of(body))
+
+    @classmethod
+    def parse(cls, data: bytes | bytearray, uri: str) -> Pending:
+        """Reads it.
+
+        Raises:
+            CheckpointCorruptError: If it is damaged, or of a newer cloudckpt.
+        """
+        try:
+            return _parse(bytes(data))
+        except (ValueError, KeyError, TypeError, AttributeError, struct.error) as exc:
+            raise CheckpointCorruptError(
+                "what a saving process has left can't be read: it is damaged, or of a newer "
+                "cloudckpt",
+                uri=uri,
+                cause=exc,
+            ) from exc
+
+
+def _parse(data: bytes) -> Pending:
+    body, (crc,) = data[: -_CRC.size], _CRC.unpack(data[-_CRC.size :])
+    magic, size = _HEAD.unpack_from(body)
+    if magic != _MAGIC or CRC32C.of(body) != crc:
+        raise ValueError("another version, or another checksum than it says")
+    start = _HEAD.size + size
+    document = json.loads(body[_HEAD.size : start])
+    parts = []
+    for length in document["sizes"]:
+        if type(length) is not int or length < 0:
+            raise ValueError("a part of no size")
+        parts.append(body[start : start + length])
+        start += length
+    if start != len(body) or len(parts) not in (0, 4):
+        raise ValueError("other parts than it says")
+    record, extents, notes, packed = parts or (b"", b"", b"", b"")
+    numbers = [document[name] for name in ("rank", "ranks", "sent")]
+    texts = [document[name] for name in ("save", "job")]
+    if any(type(one) is not int or one < 0 for one in numbers) or any(
+        type(one) is not str for one in texts
+    ):
+        raise ValueError("a field of another type")
+    rank, ranks, sent = numbers
+    if rank >= ranks:
+        raise ValueError("a rank that does not exist")
+    return Pending(
+        save=texts[0],
+        rank=rank,
+        ranks=ranks,
+        job=texts[1],
+        record=record,
+        extents=extents,
+        notes=notes,
+        sent=sent,
+        objects=WrittenObject.unpack_all(packed) if parts else None,
+    )

@@ -1,0 +1,313 @@
+"""Commits steps whose trainers have ended before they could: their saving processes sent the rest.
+
+Each rank's saving process leaves a record beside its data when it has sent all
+(:mod:`cloudckpt.background.outliving`). Whoever has those of all ranks knows what the coordinator
+of that save would have known, and commits as that one would have: by one write of ``.metadata``, on
+the condition that there is none. So
+
+- *two jobs adopt at once*: one commits, and the other one sees the checkpoint;
+- *another job has claimed the run since* (:mod:`cloudckpt.runs.claim`): its line of steps stays as
+  it is. A record says which job had claimed the run when the step was staged, and counts only as
+  long as that one has. Processes that come late leave leftovers, never a commit;
+- *a process is still sending*: it says so every two seconds, and is waited for as long as it gets
+  further, within a limit;
+- *a record is missing, damaged, or of another save, or an object is not as it says*: there is no
+  commit, and what was left is swept a day later;
+- *it is swept meanwhile*: what is older than half the age of leftovers is not adopted any more, and
+  a commit is sent within the other half, or not at all.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from cloudckpt.checkpoint.columns import numbers_in
+from cloudckpt.checkpoint.commit import LONGEST_SAVE, Baseline, commit, conditions_work
+from cloudckpt.checkpoint.draft import Draft
+from cloudckpt.checkpoint.from_torch import NotInColumnsError
+from cloudckpt.checkpoint.objects import (
+    METADATA,
+    OF_RANKS,
+    WrittenObject,
+    is_pending_name,
+    trial_name,
+)
+from cloudckpt.checkpoint.pending import MOST_BYTES, Pending
+from cloudckpt.checkpoint.record import Record, bound
+from cloudckpt.checkpoint.written import Extents, Written
+from cloudckpt.config import Config
+from cloudckpt.dcp.global_plan import plan_together
+from cloudckpt.dcp.writer import CommitHook
+from cloudckpt.errors import (
+    CheckpointConflictError,
+    CheckpointCorruptError,
+    CloudCheckpointError,
+    IncompleteSaveError,
+    ObjectNotFoundError,
+)
+from cloudckpt.runs.claim import Claim
+from cloudckpt.runs.sweeping import clock_of
+from cloudckpt.stores.base import ObjectInfo, ObjectStore, random_suffix
+from cloudckpt.stores.listings import forget_listings
+from cloudckpt.transfer.deleting import delete_quietly
+from cloudckpt.transfer.retry import Retrier, open_store
+from cloudckpt.transfer.view import BlockingView, answered
+from cloudckpt.uri import CheckpointURI, URILike
+
+__all__ = ["adopt", "adopt_pending"]
+
+logger = logging.getLogger("cloudckpt")
+
+_SENSELESS = (
+    NotInColumnsError,
+    CloudCheckpointError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    RuntimeError,
+    AssertionError,
+)
+"""What is raised by what comes from a store, with the right checksum, and makes no sense."""
+
+_BETWEEN_LOOKS = 0.5  # seconds
+_LONGEST_SILENCE = 10.0  # seconds without a word that is new, after which nothing more is expected
+
+
+def adopt(checkpoint: URILike, *, wait: float = 60.0, config: Config | None = None) -> None:
+    """Commits a checkpoint whose trainers have ended before they could, if all of it was sent.
+
+    Args:
+        checkpoint: Where it is.
+        wait: Seconds in which it is waited for processes that are still sending.
+        config: Options.
+
+    Raises:
+        IncompleteSaveError: If it can't be committed: not all ranks have left what it takes, or
+            another job has claimed the run since.
+        InvalidURIError: If it is no location.
+        StoreError: If the store refuses or stays unreachable.
+    """
+    uri = CheckpointURI.parse(checkpoint)
+    adopt_pending(uri, config if config is not None else Config(), until=time.monotonic() + wait)
+
+
+def adopt_pending(
+    uri: CheckpointURI, config: Config, *, until: float, hook: CommitHook | None = None
+) -> None:
+    """The same.
+
+    Args:
+        uri: Where it is; the folder around it is the run.
+        config: Options.
+        until: By :func:`time.monotonic`, how long is waited.
+        hook: Called around the commit.
+
+    Raises:
+        IncompleteSaveError: See :func:`adopt`.
+        StoreError: The same.
+        CommitUnknownError: If the store does not say whether the commit took place.
+    """
+    _Adoption(uri, config, hook if hook is not None else CommitHook()).carry_out(until)
+
+
+@dataclass
+class _Seen:
+    """What was left in a folder.
+
+    Attributes:
+        known: By key what was read, and of which version of the object.
+    """
+
+    known: dict[str, tuple[ObjectInfo, Pending]] = field(default_factory=dict)
+
+    def of_saves(self) -> list[dict[int, Pending]]:
+        """What was left, by save and by rank."""
+        found: dict[tuple[str, int, str], dict[int, Pending]] = {}
+        for _, one in self.known.values():
+            found.setdefault((one.save, one.ranks, one.job), {})[one.rank] = one
+        return list(found.values())
+
+    def progress(self) -> object:
+        """What tells one look from the next, if somebody has said something new."""
+        return {key: (one.sent, one.objects is None) for key, (_, one) in self.known.items()}
+
+
+class _Adoption:
+    def __init__(self, uri: CheckpointURI, config: Config, hook: CommitHook) -> None:
+        self._uri, self._config, self._hook = uri, config, hook
+        self._run = uri.parent
+        self._retrier = Retrier(config.retry)
+        self._seen = _Seen()
+
+    @property
+    def _store(self) -> ObjectStore:
+        return open_store(self._uri, self._config)
+
+    @property
+    def _view(self) -> BlockingView:
+        return BlockingView(self._store, self._retrier, connections=self._config.connections)
+
+    def carry_out(self, until: float) -> None:
+        by_rank = self._awaited(until)
+        baseline = Baseline(self._uri.key(METADATA), None)
+        draft = self._draft(by_rank)
+        self._check_objects(draft.objects)
+        self._check_claim(by_rank)
+        self._commit(draft, by_rank[0].notes, baseline)
+        keys = list(self._seen.known)
+        delete_quietly(self._store, keys, self._config.retry, threads=self._config.connections)
+
+    def _awaited(self, until: float) -> Mapping[int, Pending]:
+        """What all ranks of a save have left, when all have sent all."""
+        is_told, before, heard = False, None, time.monotonic()
+        while True:
+            self._look()
+            saves = self._seen.of_saves()
+            for by_rank in saves:
+                if all(
+                    rank in by_rank and by_rank[rank].objects is not None
+                    for rank in range(next(iter(by_rank.values())).ranks)
+                ):
+                    return by_rank
+            if not saves:
+                raise self._incomplete("no saving process has left anything to be committed")
+            now, progress = time.monotonic(), self._seen.progress()
+            if progress != before:
+                before, heard = progress, now
+            if now >= until or now - heard >= _LONGEST_SILENCE:
+                raise self._incomplete(_what_is_missing(saves))
+            if not is_told:
+                logger.info(
+                    "%s: %s; they are waited for, up to %.0f s",
+                    self._uri,
+                    _what_is_missing(saves),
+                    until - now,
+                )
+                is_told = True
+            time.sleep(_BETWEEN_LOOKS)
+
+    def _look(self) -> None:
+        """Reads what is new of what was left."""
+        below = self._uri.key("")
+        listed = {
+            info.key: info
+            for info in answered(self._view.objects(below + OF_RANKS))
+            if is_pending_name(info.key.removeprefix(below)) and info.size <= MOST_BYTES
+        }
+
+        def is_new(key: str) -> bool:
+            return key not in known or known[key][1].objects is None
+
+        async def read(key: str) -> tuple[str, Pending | None]:
+            try:
+                data, _ = self._retrier.call(lambda: self._store.get_latest(key))
+                return key, Pending.parse(bytes(data), self._store.uri(key))
+            except ObjectNotFoundError:
+                return key, None
+            except CheckpointCorruptError as error:
+                logger.warning("%s", error)
+                return key, None
+
+        known = {key: one for key, one in self._seen.known.items() if key in listed}
+        for key, found in answered(self._view.each(read, filter(is_new, listed))):
+            if found is not None:
+                known[key] = listed[key], found
+        self._seen.known = known
+
+    def _draft(self, by_rank: Mapping[int, Pending]) -> Draft:
+        """What is to be committed.
+
+        Raises:
+            IncompleteSaveError: If what the ranks have left does not fit together.
+        """
+        uri, written, records = str(self._uri), list[Written](), list[Record]()
+        try:
+            for rank in range(len(by_rank)):
+                one = by_rank[rank]
+                assert one.objects is not None
+                if any(found.rank != rank for found in one.objects):
+                    raise ValueError("objects of another rank")
+                record = Record.parse(one.record, uri, bound(len(one.record)))
+                columns = numbers_in(bytearray(one.extents), torch.int64, len(one.extents) // 8)
+                extents = Extents(*columns.view(3, -1).unbind(0))
+                records.append(record)
+                written.append(Written(uri, one.objects, extents, structure=record.structure))
+            planned, _ = plan_together(records, to_lowest_rank=True, uri=uri)
+            if planned.counts != tuple(len(one.extents) for one in written):
+                raise ValueError("two ranks have written the same")
+            checksum = records[0].checksum
+            return Draft.of(planned, written, checksum, attempt=random_suffix(), uri=uri)
+        except _SENSELESS as exc:
+            raise self._incomplete(
+                f"what the ranks have left does not fit together: {exc}"
+            ) from exc
+
+    def _check_objects(self, objects: Iterable[WrittenObject]) -> None:
+        """Whether the store has all of them as they were written, and they are not about to go."""
+        view, below = self._view, self._uri.key(OF_RANKS)
+        young = clock_of(self._store, self._uri, self._config) - LONGEST_SAVE
+        ages = {info.key: info.modified for info in answered(view.objects(below))}
+
+        async def check(one: WrittenObject) -> None:
+            try:
+                info = await view.look(self._uri.key(one.name))
+            except ObjectNotFoundError as exc:
+                raise self._incomplete(f"{one.name} is not there") from exc
+            if info.size != one.size or info.checksum not in (None, one.checksum):
+                raise self._incomplete(f"{one.name} is another than was written")
+            if (written := ages.get(self._uri.key(one.name))) is None or written < young:
+                raise self._incomplete("it was staged long ago, and may be swept as a leftover")
+
+        answered(view.each(check, objects))
+
+    def _check_claim(self, by_rank: Mapping[int, Pending]) -> None:
+        if Claim.holder(self._run, self._config) != by_rank[0].job:
+            raise self._incomplete(
+                "another job has claimed the run since it was staged, whose steps stay as they are"
+            )
+
+    def _commit(self, draft: Draft, notes: bytes, baseline: Baseline) -> None:
+        store, uri = self._store, str(self._uri)
+        body = draft.data(notes)
+        trial = self._uri.key(trial_name(draft.attempt))
+        setting = self._config.conditional_writes
+        conditional = conditions_work(store, setting, trial, self._retrier)
+        self._hook.before_commit(uri, draft.metadata)
+        baseline.check_age(uri)
+        try:
+            commit(store, baseline, body, conditional=conditional, retrier=self._retrier)
+        except CheckpointConflictError:
+            logger.info("%s: another job has committed it just now", uri)
+            return
+        finally:
+            forget_listings()
+        logger.warning(
+            "%s was committed: its trainers had ended before they could, and their saving "
+            "processes have sent the rest",
+            uri,
+        )
+        try:
+            self._hook.after_commit(uri, draft.metadata)
+        except Exception:
+            logger.exception("the hook after the commit of %s failed; it is committed", uri)
+
+    def _incomplete(self, why: str) -> IncompleteSaveError:
+        return IncompleteSaveError(f"this checkpoint can't be committed: {why}", uri=str(self._uri))
+
+
+def _what_is_missing(saves: Iterable[Mapping[int, Pending]]) -> str:
+    """Of the save that has come furthest."""
+    best = max(saves, key=lambda by_rank: sum(one.objects is not None for one in by_rank.values()))
+    ranks = next(iter(best.values())).ranks
+    done = sum(one.objects is not None for one in best.values())
+    sending = len(best) - done
+    return (
+        f"of {ranks} ranks {done} have sent all, {sending} are sending, and of {ranks - len(best)} "
+        "nothing is heard"
+    )

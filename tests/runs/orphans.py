@@ -1,0 +1,161 @@
+"""Jobs whose trainers are killed when a step was staged, and those that come after them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import uuid
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from background.waiting import eventually, processes_of
+from cloudckpt import CheckpointerConfig, CheckpointManager, CommitHook, Config, Preemption
+from forks import child
+
+__all__ = ["Killing", "job", "settled", "values_at"]
+
+ROWS = 12  # which 1, 2, 3 and 4 ranks divide
+
+
+class Killing(CommitHook):
+    """Kills its trainer before the commit of a step: all was sent, and nobody knows of it."""
+
+    def __init__(self, step: int) -> None:
+        self._end = f"step-{step}"
+
+    def before_commit(self, uri: str, metadata: object) -> None:
+        if uri.endswith(self._end):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def values_at(step: int) -> dict[str, Any]:
+    """What a state holds after a step, on one rank."""
+    weight = torch.arange(ROWS * 5000, dtype=torch.float32).view(ROWS, 5000) + step
+    return {"weight": weight, "bias": torch.full((7,), float(step)), "log": list(range(step))}
+
+
+def job(
+    folder: Path | str,
+    world: int = 1,
+    *,
+    run: str | None = None,
+    last: int = 0,
+    dies_at: int | None = None,
+    how: str = "at once",
+    config: Config | None = None,
+    **options: Any,
+) -> list[tuple[int, Any]]:
+    """Exit codes, and of each rank the step that it restored and whether all it has is of that.
+
+    Args:
+        folder: Where the ranks meet.
+        world: Their number.
+        run: The run; default: one in the folder.
+        last: The last step; each is saved.
+        dies_at: The step behind which all ranks are killed.
+        how: ``at once``, when it was staged; or ``at its commit``.
+        config: The options.
+        options: Of the manager.
+    """
+    family = uuid.uuid4().hex
+    with ExitStack() as running:
+        ranks = [
+            running.enter_context(
+                child(
+                    _rank,
+                    folder=str(folder),
+                    family=family,
+                    rank=rank,
+                    world=world,
+                    run=run if run is not None else f"{folder}/run",
+                    last=last,
+                    dies_at=dies_at,
+                    how=how,
+                    config=config,
+                    options=options,
+                )
+            )
+            for rank in range(world)
+        ]
+        ended = [rank.wait() for rank in ranks]
+    _families.append(family)
+    return ended
+
+
+_families: list[str] = []
+
+
+def settled() -> bool:
+    """Whether all saving processes of the jobs so far have ended; they are waited for."""
+    return eventually(lambda: not any(map(processes_of, _families)))
+
+
+def _rank(
+    folder: str,
+    family: str,
+    rank: int,
+    world: int,
+    run: str,
+    last: int,
+    dies_at: int | None,
+    how: str,
+    config: Config | None,
+    options: dict[str, Any],
+) -> tuple[int | None, bool]:
+    os.environ.update(FAMILY=family, GLOO_SOCKET_IFNAME="lo")
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/{family}", rank=rank, world_size=world
+    )
+    mesh = init_device_mesh("cpu", (world,))
+    state = {f"of-{rank}-of-{world}": rank} | {
+        name: distribute_tensor(value, mesh, [Shard(0)]) if name == "weight" else value
+        for name, value in values_at(0).items()
+    }
+    own = state.pop(f"of-{rank}-of-{world}")
+    hook = Killing(dies_at) if dies_at is not None and how == "at its commit" else None
+    with CheckpointManager(
+        run,
+        preemption=Preemption(signals=()),
+        checkpointer=CheckpointerConfig(
+            commit_hook=hook, config=config if config is not None else Config()
+        ),
+        **options,
+    ) as manager:
+        restored = manager.restore(state)
+        is_right = _is_at(state, restored or 0)
+        for step in range((restored or 0) + 1, last + 1):
+            dist.barrier()
+            for name, value in values_at(step).items():
+                if name == "weight":
+                    state[name].to_local().copy_(
+                        distribute_tensor(value, mesh, [Shard(0)]).to_local()
+                    )
+                else:
+                    state[name] = value
+            manager.save(step, state | {f"of-{rank}-of-{world}": own})
+            if step == dies_at:
+                if how == "at its commit" and rank == 0:
+                    time.sleep(60)
+                if how == "at its commit":
+                    time.sleep(0.5)
+                os.kill(os.getpid(), signal.SIGKILL)
+            manager.wait_until_finished()
+    return restored, is_right
+
+
+def _is_at(state: dict[str, Any], step: int) -> bool:
+    expected = values_at(step)
+    weight = state["weight"]
+    assert isinstance(weight, DTensor)
+    return (
+        torch.equal(weight.full_tensor(), expected["weight"])
+        and torch.equal(state["bias"], expected["bias"])
+        and state["log"] == expected["log"]
+    )

@@ -1,0 +1,314 @@
+"""A step that was staged when its trainers were killed is finished without them, and restored."""
+
+import signal
+import threading
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import cloudckpt
+from background.waiting import eventually, processes_of
+from cloudckpt import CheckpointManager, Preemption
+from cloudckpt.checkpoint.objects import WrittenObject, is_pending_name
+from cloudckpt.checkpoint.pending import Pending
+from cloudckpt.config import MIB
+from cloudckpt.errors import CheckpointCorruptError, IncompleteSaveError
+from cloudckpt.runs import adopting
+from cloudckpt.runs.adopting import adopt
+from runs.orphans import job, settled, values_at
+
+KILLED = -signal.SIGKILL
+
+
+def left(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if is_pending_name(path.name))
+
+
+def killed(folder: Path, world: int = 1, **options) -> None:
+    """A job that has committed step 1, and has sent step 2 when all its ranks are killed."""
+    ended = job(folder, world, last=2, dies_at=2, how="at its commit", **options)
+    assert [code for code, _ in ended] == [KILLED] * world
+    assert settled()
+
+
+def test_what_was_staged_is_restored(tmp_path) -> None:
+    ended = job(tmp_path, 2, last=2, dies_at=2)
+    assert [code for code, _ in ended] == [KILLED] * 2
+    assert job(tmp_path, 2) == [(0, (2, True))] * 2  # at once: they may still be sending
+    assert settled()
+    assert not left(tmp_path / "run" / "step-2")
+    assert cloudckpt.verify(str(tmp_path / "run" / "step-2")).items == 6
+
+
+def test_the_next_job_may_have_another_number_of_ranks(tmp_path) -> None:
+    killed(tmp_path, 2)
+    assert len(left(tmp_path / "run" / "step-2")) == 2
+    assert job(tmp_path, 3) == [(0, (2, True))] * 3
+    assert job(tmp_path, 1) == [(0, (2, True))]
+
+
+def test_stock_torch_reads_it(tmp_path) -> None:
+    killed(tmp_path, 2)
+    adopt(str(tmp_path / "run" / "step-2"))
+    found = {"weight": torch.zeros(12, 5000), "bias": torch.zeros(7), "log": []}
+    dcp.load(found, checkpoint_id=str(tmp_path / "run" / "step-2"), no_dist=True)
+    assert torch.equal(found["weight"], values_at(2)["weight"])
+    assert found["log"] == [0, 1]
+
+
+def test_notes_and_metrics_come_along(tmp_path) -> None:
+    killed(tmp_path)
+    adopt(str(tmp_path / "run" / "step-2"))
+    with CheckpointManager(str(tmp_path / "run"), preemption=Preemption(signals=())) as manager:
+        assert manager.all_steps() == [1, 2]
+        assert manager.metrics(2) == {}
+    assert cloudckpt.inspect(str(tmp_path / "run" / "step-2")).notes.step == 2
+
+
+def test_on_s3(tmp_path, bucket, s3_config) -> None:
+    run = f"s3://{bucket}/run"
+    ended = job(tmp_path, 2, run=run, last=2, dies_at=2, config=s3_config)
+    assert [code for code, _ in ended] == [KILLED] * 2
+    assert job(tmp_path, 2, run=run, config=s3_config) == [(0, (2, True))] * 2
+
+
+def test_the_steps_of_a_job_that_has_claimed_the_run_since_stay_as_they_are(tmp_path) -> None:
+    killed(tmp_path)
+    assert job(tmp_path, last=1, adopt_wait=0.0) == [(0, (1, True))]  # did not save: no claim
+    (tmp_path / "run" / "step-1" / ".metadata").unlink()
+    assert job(tmp_path, last=1, adopt_wait=0.0) == [(0, (None, True))]  # claims, saves step 1
+    with pytest.raises(IncompleteSaveError, match="another job has claimed the run"):
+        adopt(str(tmp_path / "run" / "step-2"))
+    assert job(tmp_path) == [(0, (1, True))]
+    cloudckpt.sweep(str(tmp_path / "run"), older_than=0)
+    assert [one.step for one in cloudckpt.list_checkpoints(str(tmp_path / "run"))] == [1]
+
+
+def test_a_step_that_one_rank_has_not_sent_is_not_restored(tmp_path) -> None:
+    killed(tmp_path, 2)
+    folder = tmp_path / "run" / "step-2"
+    (folder / left(folder)[0]).unlink()
+    assert job(tmp_path, 2, adopt_wait=1.0) == [(0, (1, True))] * 2
+
+
+def test_who_is_silent_is_not_waited_for(tmp_path, monkeypatch) -> None:
+    killed(tmp_path, 2)
+    folder = tmp_path / "run" / "step-2"
+    (folder / left(folder)[1]).unlink()
+    monkeypatch.setattr(adopting, "_LONGEST_SILENCE", 0.6)
+    with pytest.raises(
+        IncompleteSaveError, match="of 2 ranks 1 have sent all, 0 are sending, and of 1 nothing"
+    ):
+        adopt(str(folder), wait=1000.0)
+
+
+def test_a_process_that_is_still_sending_is_waited_for(tmp_path) -> None:
+    killed(tmp_path)
+    folder = tmp_path / "run" / "step-2"
+    (name,) = left(folder)
+    whole = (folder / name).read_bytes()
+    sending = Pending.parse(whole, "file:///x")
+    sent = [0]
+
+    def told(*_: object) -> None:
+        sent[0] += 1
+        unfinished = Pending(
+            save=sending.save,
+            rank=0,
+            ranks=1,
+            job=sending.job,
+            record=b"",
+            extents=b"",
+            notes=b"",
+            sent=sent[0],
+        )
+        (folder / name).write_bytes(whole if sent[0] == 4 else unfinished.to_bytes())
+
+    told()
+    with mock.patch.object(adopting.time, "sleep", side_effect=told):
+        adopt(str(folder))
+    assert sent == [4]
+    assert cloudckpt.verify(str(folder)).items == 4
+
+
+def test_two_that_adopt_at_once_commit_one_checkpoint(tmp_path) -> None:
+    killed(tmp_path)
+    folder, start = tmp_path / "run" / "step-2", threading.Barrier(2)
+    failures: list[BaseException] = []
+    commit = adopting.commit
+
+    def together(*args, **options):
+        start.wait(60)
+        return commit(*args, **options)
+
+    def one() -> None:
+        try:
+            adopt(str(folder))
+        except BaseException as error:  # noqa: BLE001 - looked at below
+            failures.append(error)
+
+    with mock.patch.object(adopting, "commit", together):
+        threads = [threading.Thread(target=one) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert failures == []
+    assert cloudckpt.verify(str(folder)).items == 4
+    assert not left(folder)
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "changed"])
+def test_nothing_is_committed_whose_data_are_not_as_they_were_sent(tmp_path, damage) -> None:
+    killed(tmp_path)
+    folder = tmp_path / "run" / "step-2"
+    data = max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    if damage == "missing":
+        data.unlink()
+    elif damage == "short":
+        data.write_bytes(data.read_bytes()[:-1])
+    else:
+        changed = bytearray(data.read_bytes())
+        changed[len(changed) // 2] ^= 1
+        data.write_bytes(changed)
+    found = job(tmp_path)
+    assert found == [(0, (1, True))]
+    if damage != "changed":  # which a local folder does not tell before it is read
+        assert not cloudckpt.exists(str(folder))
+
+
+def test_two_saves_are_never_mixed(tmp_path) -> None:
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        killed(tmp_path / name, 2)
+    folder, other = (tmp_path / name / "run" / "step-2" for name in ("one", "other"))
+    (folder / left(folder)[1]).unlink()
+    for path in other.glob("__1*"):
+        path.rename(folder / path.name)
+    with pytest.raises(IncompleteSaveError, match="of 2 ranks 1 have sent all"):
+        adopt(str(folder), wait=0.0)
+
+
+def test_a_rank_that_loses_the_others_leaves_its_part_when_it_ends(tmp_path) -> None:
+    ended = job(tmp_path, 2, last=2, dies_at=2, how="at its commit")
+    assert KILLED in [code for code, _ in ended]
+    assert job(tmp_path, 2) == [(0, (2, True))] * 2
+
+
+def test_a_run_says_what_is_pending(tmp_path) -> None:
+    killed(tmp_path)
+    found = cloudckpt.list_checkpoints(str(tmp_path / "run"))
+    assert [(one.step, one.is_committed, one.is_pending) for one in found] == [
+        (1, True, False),
+        (2, False, True),
+    ]
+    assert cloudckpt.latest(str(tmp_path / "run")) == (tmp_path / "run" / "step-1").as_uri()
+
+
+def test_nothing_is_left_of_a_save_that_is_settled(tmp_path) -> None:
+    ended = job(tmp_path, 2, last=3)
+    assert ended == [(0, (None, True))] * 2
+    assert settled()
+    assert all(not left(tmp_path / "run" / f"step-{step}") for step in (1, 2, 3))
+
+
+def test_a_process_that_shall_not_outlive_its_trainer_leaves_nothing(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("CLOUDCKPT_ASYNC_OUTLIVE", "0")
+    killed(tmp_path)
+    assert not left(tmp_path / "run" / "step-2")
+    assert job(tmp_path) == [(0, (1, True))]
+
+
+def test_what_is_left_ends_in_time(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("CLOUDCKPT_ASYNC_OUTLIVE", "1")
+    monkeypatch.setenv("FAMILY", "of-what-is-left")
+    ended = job(tmp_path, last=2, dies_at=2)
+    assert ended[0][0] == KILLED
+    assert eventually(lambda: not processes_of("of-what-is-left"), 60)
+
+
+TOLD = Pending(
+    save="5.1",
+    rank=1,
+    ranks=3,
+    job="me",
+    record=b"names" * 9,
+    extents=bytes(range(24)),
+    notes=b"{}",
+    sent=MIB,
+    objects=(WrittenObject(1, 0, "0123456789abcdef", 900, 7, 90, 5),),
+)
+
+
+def test_what_is_told_is_read_again() -> None:
+    assert Pending.parse(TOLD.to_bytes(), "file:///x") == TOLD
+
+
+@given(st.data())
+def test_what_is_damaged_is_refused_by_name(data) -> None:
+    told = bytearray(TOLD.to_bytes())
+    if data.draw(st.booleans()):
+        told[data.draw(st.integers(0, len(told) - 1))] ^= data.draw(st.integers(1, 255))
+    else:
+        del told[data.draw(st.integers(0, len(told) - 1)) :]
+    with pytest.raises(CheckpointCorruptError, match="can't be read"):
+        Pending.parse(told, "file:///x")
+
+
+def _saved_and_left(folder: Path) -> Path:
+    """A checkpoint whose trainer has ended before the commit, and its record."""
+    ended = job(folder, last=1, dies_at=1, how="at its commit")
+    assert ended[0][0] == KILLED
+    assert settled()
+    (name,) = left(folder / "run" / "step-1")
+    return folder / "run" / "step-1" / name
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory) -> Path:
+    return _saved_and_left(tmp_path_factory.mktemp("record"))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(data=st.data())
+def test_a_record_that_says_anything_else_is_refused_by_name_or_taken_at_its_word(
+    record, data
+) -> None:
+    """Its checksum is right: somebody has made it so."""
+    whole = record.read_bytes()
+    said = Pending.parse(whole, "file:///x")
+    part = data.draw(st.sampled_from(["record", "extents", "notes"]))
+    changed = bytearray(getattr(said, part))
+    for _ in range(data.draw(st.integers(1, 3))):
+        kind = data.draw(st.sampled_from(["flip", "cut", "grow"])) if changed else "grow"
+        at = data.draw(st.integers(0, max(0, len(changed) - 1)))
+        if kind == "flip":
+            changed[at] ^= data.draw(st.integers(1, 255))
+        elif kind == "cut":
+            del changed[at : at + data.draw(st.integers(1, 8))]
+        else:
+            changed[at:at] = data.draw(st.binary(min_size=1, max_size=8))
+    record.write_bytes(replace(said, **{part: bytes(changed)}).to_bytes())
+    metadata = record.parent / ".metadata"
+    try:
+        adopt(str(record.parent))
+    except IncompleteSaveError:
+        assert not metadata.exists()
+    else:
+        metadata.unlink()
+    finally:
+        record.write_bytes(whole)
+
+
+def test_the_record_that_these_are_made_of_is_sound(record) -> None:
+    whole = record.read_bytes()
+    adopt(str(record.parent))
+    assert cloudckpt.verify(str(record.parent)).items == 4
+    (record.parent / ".metadata").unlink()
+    record.write_bytes(whole)
