@@ -551,7 +551,6 @@ def test_of_good_checkpoints_nothing_is_told(states, zip_crc32, by_pickle) -> No
         cloudckpt.copy(folder, f"{folder}-copy")
         verify(f"{folder}-copy")
         cloudckpt.delete(f"{folder}-copy")
-        Path(f"{folder}-copy").rmdir()
 
 
 def _save_spread(name: str, uri: str) -> None:
