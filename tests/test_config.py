@@ -203,7 +203,7 @@ def test_a_variable_that_can_not_work_is_refused_with_its_text(monkeypatch, vari
         (GCSOptions, {"anonymous": True, "impersonate": "a@b"}, "anonymous"),
         (GCSOptions, {"upload_strategy": "resumable"}, "'multipart' or 'compose'"),
         (GCSOptions, {"endpoint_url": "localhost:4443"}, "http://"),
-        (BackgroundOptions, {"when_busy": "queue"}, "'wait', 'skip' or 'double_buffer'"),
+        (BackgroundOptions, {"when_busy": "queue"}, "'double_buffer' or 'replace'"),
         (BackgroundOptions, {"nice": 20}, "0 to 19"),
         (BackgroundOptions, {"stage_threads": 0}, "at least 1"),
         (BackgroundOptions, {"patience": 0.0}, "seconds"),

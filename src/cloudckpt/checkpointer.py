@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -250,6 +250,7 @@ class AsyncCheckpointer(Checkpointer):
         config: CheckpointerConfig,
         *,
         on_failure: Callable[[Collection[int], CloudCheckpointError], None] | None = None,
+        when_busy: Literal["wait", "replace"] = "wait",
     ) -> None:
         """
         Args:
@@ -257,6 +258,7 @@ class AsyncCheckpointer(Checkpointer):
             on_failure: Called with the failure of an earlier save, and the numbers of the saves
                 that it is of (:attr:`SaveFuture.number`), in place of raising it; alike on all
                 ranks. What it raises is raised.
+            when_busy: What ``BackgroundOptions(when_busy="auto")`` means.
         """
         super().__init__(config)
         self._saver = AsyncSaver(
@@ -267,6 +269,7 @@ class AsyncCheckpointer(Checkpointer):
             options=config.config.background,
             tells_failures=True,
             on_failure=on_failure,
+            when_busy=when_busy,
         )
         self._ended = False
 

@@ -7,13 +7,14 @@ job that stands still needs to know why, and for how long it may last.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from contextvars import ContextVar, Token
 
 from cloudckpt.fork import ModuleLock
 
-__all__ = ["FIRST_LINE", "LONGEST_SILENCE", "Waiting", "current"]
+__all__ = ["FIRST_LINE", "LONGEST_SILENCE", "Waiting", "current", "is_stuck"]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -22,6 +23,9 @@ FIRST_LINE = 10.0
 LONGEST_SILENCE = 60.0
 """Seconds between two lines, at most; the first such pause is as long as the wait for the first
 line, and each further one twice as long."""
+
+
+_NO_SUCCESS = 1.0  # seconds
 
 
 class Waiting:
@@ -54,10 +58,11 @@ class Waiting:
         self._token = _current.set(self)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object = None, *_: object) -> None:
         if self._token is not None:
             _current.reset(self._token)
         self.is_over = True  # before the question: another thread may be about to tell
+        _lines.ended(self, self._clock() if kind is None else None)
         if self._is_told:
             _lines.end(self)
 
@@ -75,6 +80,7 @@ class Waiting:
         """
         now = self._clock()
         self._failures += 1
+        _lines.failing(self)
         self._until = now + left
         ahead = pause if pause >= FIRST_LINE else 0.0  # nobody is there to say it meanwhile
         if now + ahead - self._began >= FIRST_LINE:
@@ -83,6 +89,7 @@ class Waiting:
     def is_silent(self, seconds: float) -> None:
         """Says that the try under way has moved no byte for ``seconds``, if that is long enough."""
         if seconds >= FIRST_LINE:
+            _lines.failing(self)
             self._tell(f"{self._request}: no byte has moved for {seconds:.0f} s", self._clock())
 
     def _tell(self, why: str, now: float) -> None:
@@ -113,6 +120,8 @@ class _Lines:
     def __init__(self) -> None:
         self._lock = ModuleLock()
         self._waiting: set[Waiting] = set()
+        self._failing: set[Waiting] = set()
+        self._succeeded = -math.inf
         self._due = 0.0
         self._interval = FIRST_LINE
 
@@ -130,6 +139,24 @@ class _Lines:
             self._interval = min(LONGEST_SILENCE, 2 * self._interval)
             return len(self._waiting) - 1
 
+    def failing(self, waiting: Waiting) -> None:
+        """A try of it has failed, or says nothing for long."""
+        with self._lock:
+            if not waiting.is_over:
+                self._failing.add(waiting)
+
+    def ended(self, waiting: Waiting, succeeded: float | None) -> None:
+        """It has ended; ``succeeded``: when, if it has succeeded."""
+        with self._lock:
+            self._failing.discard(waiting)
+            if succeeded is not None:
+                self._succeeded = succeeded
+
+    def is_stuck(self, now: float) -> bool:
+        """Whether something fails, and nothing has succeeded of late."""
+        with self._lock:
+            return bool(self._failing) and now - self._succeeded >= _NO_SUCCESS
+
     def end(self, waiting: Waiting) -> None:
         """It has succeeded, or was given up."""
         with self._lock:
@@ -143,6 +170,11 @@ def _time_of_day(seconds: float) -> str:
 
 _lines = _Lines()
 _current: ContextVar[Waiting | None] = ContextVar("cloudckpt_waiting", default=None)
+
+
+def is_stuck() -> bool:
+    """Whether a store fails or says nothing: operations wait, and none has succeeded of late."""
+    return _lines.is_stuck(time.monotonic())
 
 
 def current() -> Waiting | None:

@@ -3,7 +3,8 @@
 The trainer sends ``Settings`` once and a ``Job`` for each save, behind which the descriptors of the
 memory follow that its bytes lie in. ``SETTLED`` says that it knows what became of that save, and
 that it closes the channel is the end. The process answers with pairs of a kind and its content:
-``ready``, an ``outcome`` for each job, and between them ``alive``, ``log`` and ``event``.
+``ready``, an ``outcome`` for each job, and between them ``alive``, ``stuck`` (whether it is),
+``log`` and ``event``.
 """
 
 from __future__ import annotations

@@ -99,6 +99,12 @@ class SaveProcess:
         life = self._life
         return life is not None and life.is_busy
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether it has a job that gets no further, as its store fails or says nothing."""
+        life = self._life
+        return life is not None and life.is_busy and life.is_stuck
+
     def sender(self, arena: Arena | None, handed_over: Callable[[], None]) -> Sender:
         """What has it send a save.
 
@@ -198,6 +204,7 @@ class _Life:
 
     Attributes:
         is_busy: Whether it has a job.
+        is_stuck: Whether it has said last that it gets no further.
         unsettled: Set as long as nobody knows what has become of the job.
     """
 
@@ -208,7 +215,7 @@ class _Life:
                 "another program embeds: no saving process can be started; save in a thread"
             )
         self._options = options
-        self.is_busy = self._is_ready = False
+        self.is_busy = self.is_stuck = self._is_ready = False
         self.unsettled = threading.Event()
         self._ended_for = ""  # why this trainer has ended it
         self._ending = threading.Lock()
@@ -284,7 +291,7 @@ class _Life:
             SaveProcessError: If the process ends before, or gives no sign of life.
         """
         outcome: Outcome = self._receive("outcome")
-        self.is_busy = False
+        self.is_busy = self.is_stuck = False
         return outcome
 
     def _receive(self, wanted: str, deadline: float | None = None) -> Any:
@@ -317,6 +324,8 @@ class _Life:
                     target.handle(content)
             elif kind == "event":
                 emit(content)
+            elif kind == "stuck":
+                self.is_stuck = content
             elif kind == wanted:
                 return content
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
@@ -47,7 +47,8 @@ class SaveFuture(Future[Metadata | None]):
     part in it: ``cancel()`` returns False.
 
     Attributes:
-        skipped: Whether there was no save, because the one before was still under way.
+        skipped: Whether there was no save: the one before was still under way, or a later one took
+            its place while it waited behind one that was stuck.
         number: Of this save among those that were begun together, the same on all ranks.
         transferred: What this rank sent, once it is done and has succeeded.
         timeline: The events of this save on this rank.
@@ -77,7 +78,7 @@ class PendingSave:
     is_staged_in_background: bool = False
 
 
-@dataclass
+@dataclass(eq=False)
 class Save:
     """A save, from the call to its end.
 
@@ -106,6 +107,8 @@ class Save:
     copying: Future[dict[str, Any]] | None = None
     failure: CloudCheckpointError | None = None
     handed_over: threading.Event = field(default_factory=threading.Event)
+    _turn: threading.Condition = field(default_factory=threading.Condition)
+    _phase: Literal["waits", "is held", "has begun"] = "waits"
 
     def __post_init__(self) -> None:
         self.written.number = self.number
@@ -130,10 +133,32 @@ class Save:
         self.writer.reset(None)
         return ToSave(self.writer, self.planner)
 
+    def hold(self) -> bool:
+        """Keeps it from being begun, if it has not; for a moment, see :meth:`let_go`."""
+        with self._turn:
+            if self._phase != "waits" or self.copy is None or not self.staged.done():
+                return False
+            self._phase = "is held"
+            return True
+
+    def let_go(self, *, replaced: bool = False) -> None:
+        """Ends that; ``replaced``: a later save takes its place, and it is not carried out."""
+        if replaced:
+            self._end()
+            self.written.skipped = True
+            self.written.set_result(None)
+            self.handed_over.set()
+        with self._turn:
+            self._phase = "waits"
+            self._turn.notify_all()
+
     def run(self, carry_out: Callable[[Save], Any]) -> None:
         """Has the copy saved when it is there, and tells the future the outcome."""
-        if self.written.done():  # a thread could not be started, and then could
-            return
+        with self._turn:
+            self._turn.wait_for(lambda: self._phase != "is held")
+            if self.written.done():  # it was replaced; or no thread could be started, and then was
+                return
+            self._phase = "has begun"
         told = self.failure
         unsubscribe = subscribe(self.listen, progress=False)
         result, error = self._result_of(carry_out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextvars
+import logging
 import os
 import sys
 import threading
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -31,11 +32,11 @@ from cloudckpt.background.save import (
     pass_on,
     skipped,
 )
-from cloudckpt.background.stager import Stager
+from cloudckpt.background.stager import StagedState, Stager
 from cloudckpt.checkpoint.sending import send_here
 from cloudckpt.config import BackgroundOptions
 from cloudckpt.dcp.failures import release_frames
-from cloudckpt.dcp.meeting import Meeting, Stance
+from cloudckpt.dcp.meeting import Meeting, Stance, Verdict
 from cloudckpt.dcp.plan_cache import flags_of
 from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.dcp.writer import CloudStorageWriter, OurWriter
@@ -45,12 +46,16 @@ from cloudckpt.errors import (
     ConfigError,
     ProcessGroupError,
     SaveInProgressError,
+    StagingMemoryError,
 )
 from cloudckpt.events import Span, subscribe
 from cloudckpt.stores.registry import checkpoint_location
 from cloudckpt.uri import URILike
+from cloudckpt.waiting import is_stuck
 
 __all__ = ["AsyncSaver", "alike"]
+
+logger = logging.getLogger("cloudckpt")
 
 
 class AsyncSaver:
@@ -71,6 +76,7 @@ class AsyncSaver:
         options: BackgroundOptions | None = None,
         tells_failures: bool = False,
         on_failure: Callable[[Collection[int], CloudCheckpointError], None] | None = None,
+        when_busy: Literal["wait", "replace"] = "wait",
         have_met: bool = False,
     ) -> None:
         """
@@ -85,6 +91,7 @@ class AsyncSaver:
             on_failure: Called with such a failure, and the numbers of the saves that it is of, in
                 place of raising it; also where this rank alone has no memory for a copy. Alike on
                 all ranks; if it raises, on all.
+            when_busy: What ``auto`` means in the options.
             have_met: Whether the ranks come straight from a meeting.
 
         Raises:
@@ -94,6 +101,8 @@ class AsyncSaver:
             SaveProcessError: If a saving process can't be started.
         """
         self._options = options if options is not None else BackgroundOptions()
+        policy = self._options.when_busy
+        self._policy = when_busy if policy == "auto" else policy
         self._no_dist = no_dist or not _has_ranks()
         self._knows_no_ranks = self._no_dist and not no_dist
         self._tells_failures = tells_failures
@@ -128,7 +137,8 @@ class AsyncSaver:
     def _make(self, kind: AsyncCheckpointerType) -> None:
         if self._stager is None:
             self._own_stager = Stager(
-                buffers=2 if self._options.when_busy == "double_buffer" else 1,
+                buffers=2 if self._policy in ("double_buffer", "replace") else 1,
+                kept=2 if self._policy == "double_buffer" else 1,
                 threads=self._options.stage_threads,
                 pin_memory={"auto": None, "on": True, "off": False}[self._options.pin_memory],
             )
@@ -258,7 +268,7 @@ class AsyncSaver:
             and self._options.outlive > 0
             and save.copy is not None
             and flags_of(save.planner) is not None  # what others make may take long
-            and len(self._under_way) == 1
+            and [one for one in self._under_way if not one.written.done()] == [save]
         )
 
     def _submit(self, save: Save) -> None:
@@ -277,24 +287,20 @@ class AsyncSaver:
 
         All ranks begin the save, or none does.
         """
-        skips, stance = self._options.when_busy == "skip", Stance()
+        stance = Stance()
         made: tuple[OurWriter, str] | None = None
         try:
             made = writer, where = _led(writer, checkpoint_id)
             self._check(writer)
-            if not skips:
+            if self._policy not in ("skip", "replace"):
                 self._take_turn(where, writer)
             is_ours = isinstance(writer, CloudStorageWriter)
-            stance = Stance(
-                location=where if is_ours else "",
-                is_busy=skips and bool(self._under_way),
-            )
+            stance = Stance(location=where if is_ours else "")
         except BaseException as error:  # noqa: BLE001 - the other ranks must hear of it
             stance = Stance(failure=error)
-        if stance.failure is None and (found := self._next_failure()) is not None:
-            stance = replace(stance, earlier=found[0], failure=found[1])
-        verdict = self._meeting.hold(stance)
-        if not verdict.stances and not verdict.any_is_busy:
+        verdict = self._meet(stance, made)
+        is_skipped = verdict.any_is_busy and self._policy == "skip"
+        if not verdict.stances and not is_skipped:
             self._owed = made
             self._number += 1
         for number in verdict.earlier:
@@ -306,7 +312,62 @@ class AsyncSaver:
                 raise
             self._on_failure(verdict.earlier, error)
             return self._begin(writer, checkpoint_id)
-        return None if verdict.any_is_busy else made
+        return None if is_skipped else made
+
+    def _meet(self, stance: Stance, made: tuple[OurWriter, str] | None) -> Verdict:
+        """The meeting of all ranks; several, where they wait for a save that may get stuck."""
+        if self._policy == "skip":
+            stance = replace(stance, is_busy=bool(self._under_way))
+        if self._policy != "replace":
+            return self._meeting.hold(self._with_failure(stance))
+        deadline = self._deadline()
+        while True:
+            before = [save for save in self._under_way if not save.written.done()]
+            said = self._with_failure(stance)
+            if before and said.failure is None and time.monotonic() > deadline:
+                said = replace(said, failure=self._late(before[0]))
+            held = before[-1] if before and before[-1].hold() else None
+            is_replaced = False
+            try:
+                verdict = self._meeting.hold(
+                    replace(
+                        said,
+                        is_busy=bool(before),
+                        is_stuck=bool(before) and self._is_stuck(),
+                        is_full=(held is None and len(before) > 1) or _clash(before, made),
+                        has_begun=held is None,
+                    )
+                )
+                goes_on = verdict.any_is_stuck and not verdict.any_is_full
+                is_replaced = goes_on and not verdict.any_has_begun and not verdict.stances
+            finally:
+                if held is not None:
+                    held.let_go(replaced=is_replaced)
+            if is_replaced:
+                logger.warning(
+                    "the save to %s is not carried out: the one before it is stuck, and a later "
+                    "one takes its place",
+                    held.where if held is not None else "",
+                )
+            if verdict.stances or not verdict.any_is_busy or goes_on:
+                return verdict
+            concurrent.futures.wait([save.written for save in before], _BETWEEN_MEETINGS)
+            if not before:  # other ranks are about to see that, too
+                time.sleep(_BETWEEN_MEETINGS)
+
+    def _with_failure(self, stance: Stance) -> Stance:
+        """What this rank says, with the failure of an earlier save that nobody was told yet."""
+        if stance.failure is None and (found := self._next_failure()) is not None:
+            return replace(stance, earlier=found[0], failure=found[1])
+        return stance
+
+    def _is_stuck(self) -> bool:
+        return is_stuck() or (self._process is not None and self._process.is_stuck)
+
+    def _late(self, save: Save) -> SaveInProgressError:
+        return SaveInProgressError(
+            f"the save before has not ended within {self._options.patience:g} s", uri=save.where
+        )
 
     def _check(self, writer: OurWriter) -> None:
         """Refuses a writer whose work the saving process does not know."""
@@ -332,7 +393,7 @@ class AsyncSaver:
         """
         deadline = self._deadline()
         for save in list(self._under_way):
-            if save.failure is not None or self._options.when_busy == "wait":
+            if save.failure is not None or self._policy == "wait":
                 self._wait_for([save], deadline)
             elif (save.where == where or save.writer is writer) and not save.written.done():
                 raise SaveInProgressError(
@@ -346,10 +407,7 @@ class AsyncSaver:
         for save in saves:
             concurrent.futures.wait([save.written], max(0.0, deadline - time.monotonic()))
             if not save.written.done():
-                raise SaveInProgressError(
-                    f"the save before has not ended within {self._options.patience:g} s",
-                    uri=save.where,
-                )
+                raise self._late(save)
 
     def _copy(self, state_dict: dict[str, Any], save: Save, stager: AsyncStager | None) -> None:
         unsubscribe = subscribe(save.listen, progress=False)
@@ -364,7 +422,7 @@ class AsyncSaver:
     def _stage(self, state: dict[str, Any], save: Save, stager: AsyncStager | None) -> None:
         if stager is None:
             assert self._own_stager is not None
-            save.copy, copied = self._own_stager.begin(state, self._options.patience)
+            save.copy, copied = self._begun_copy(state)
             copied.result()
             save.staged.set_result(None)
             return
@@ -375,6 +433,18 @@ class AsyncSaver:
         else:
             save.state = made
             save.staged.set_result(None)
+
+    def _begun_copy(self, state: dict[str, Any]) -> tuple[StagedState, Future[None]]:
+        assert self._own_stager is not None
+        try:
+            return self._own_stager.begin(state, self._options.patience)
+        except StagingMemoryError:
+            others = [save for save in self._under_way if not save.written.done()]
+            if self._policy != "replace" or not others:
+                raise
+        # no memory for a second copy: as if there were to be one only
+        self._wait_for(others, self._deadline())
+        return self._own_stager.begin(state, self._options.patience)
 
     def _carry_out(self, save: Save) -> Metadata:
         """Saves a copy; in the thread."""
@@ -497,7 +567,15 @@ class AsyncSaver:
 
 
 _HAND_OVER = 5.0  # seconds
+_BETWEEN_MEETINGS = 0.1  # seconds
 _FAREWELL = 10.0  # seconds for an idle saving process to end
+
+
+def _clash(before: list[Save], made: tuple[OurWriter, str] | None) -> bool:
+    """Whether a save under way has the writer, or the place, of the next one."""
+    return made is not None and any(
+        save.writer is made[0] or save.where == made[1] for save in before
+    )
 
 
 def _has_ranks() -> bool:

@@ -38,6 +38,7 @@ from cloudckpt.events import relay
 from cloudckpt.stores.credentials import take_over
 from cloudckpt.transfer.retry import open_store
 from cloudckpt.transfer.stats import TransferStats
+from cloudckpt.waiting import is_stuck
 
 __all__ = ["Speaker", "forward_logs", "main"]
 
@@ -90,12 +91,16 @@ def _watch(settings: Settings, speaker: Speaker, duty: Duty) -> NoReturn:
     The end of the channel does not tell: whoever the trainer has forked may hold it.
     """
     interval = settings.heartbeat_timeout / _BEATS
-    told = time.monotonic()
+    told, was_stuck = time.monotonic(), False
     while os.getppid() == settings.trainer and not duty.wait_until_orphaned(min(_LOOK, interval)):
         if speaker.is_awaited and time.monotonic() - told >= interval:
             told = time.monotonic()
             with contextlib.suppress(OSError):  # the trainer is gone
                 speaker.tell("alive", None)
+        if speaker.is_awaited and (stuck := is_stuck()) != was_stuck:
+            was_stuck = stuck
+            with contextlib.suppress(OSError):
+                speaker.tell("stuck", stuck)
     speaker.is_heard = False
     duty.wait_until_known(_LAST_WORDS)
     try:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 from cloudckpt.background.arena import Arena, Memory
 from cloudckpt.background.layout import Layout
-from cloudckpt.errors import ClosedError, SaveInProgressError
+from cloudckpt.errors import ClosedError, SaveInProgressError, StagingMemoryError
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.transfer.group import TaskGroup
 
@@ -113,6 +113,7 @@ class Stager(AsyncStager):
         self,
         *,
         buffers: int = 1,
+        kept: int | None = None,
         threads: int | None = None,
         pin_memory: bool | None = None,
         asynchronous: bool = False,
@@ -121,6 +122,7 @@ class Stager(AsyncStager):
         """
         Args:
             buffers: Copies that may exist at a time.
+            kept: Of how many the memory is kept for the next; default: of all.
             threads: That copy on the CPU; default: as many as torch uses, at most 8.
             pin_memory: Whether to pin buffers; default: if CUDA is there.
             asynchronous: Whether :meth:`stage` returns a future.
@@ -131,6 +133,7 @@ class Stager(AsyncStager):
         self._asynchronous = asynchronous
         self._patience = patience
         self._buffers = [_Buffer() for _ in range(buffers)]
+        self._kept = buffers if kept is None else kept
         self._free: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
         for buffer in self._buffers:
             self._free.put(buffer)
@@ -194,7 +197,7 @@ class Stager(AsyncStager):
         with paused_gc():
             layout = Layout.of(state_dict)
         try:
-            buffer = self._free.get(timeout=patience) if patience > 0 else self._free.get_nowait()
+            buffer = self._taken(patience)
         except queue.Empty:
             raise SaveInProgressError(
                 f"an earlier save still reads the staged copy after {patience:g} s; wait for its "
@@ -204,7 +207,7 @@ class Stager(AsyncStager):
         try:
             if self._closed:
                 raise ClosedError("the stager was closed")
-            arena = buffer.fit(layout.size, pin=self._pin and _on_cuda(layout))
+            arena = self._fitting(buffer, layout)
             memory = arena.memory(lease.end)
             with paused_gc():
                 layout.place(memory)
@@ -220,6 +223,43 @@ class Stager(AsyncStager):
             raise
         seconds = time.perf_counter() - started
         return StagedState(content, arena, layout.size, seconds, lease), copied
+
+    def _taken(self, patience: float) -> _Buffer:
+        """A free buffer, with memory if there is one; the memory of others may be given back.
+
+        Raises:
+            queue.Empty: If none becomes free in time.
+        """
+        free = [self._free.get(timeout=patience) if patience > 0 else self._free.get_nowait()]
+        free += self._idle()
+        free.sort(key=lambda buffer: buffer.arena is None)
+        for number, other in enumerate(free[1:], 1):
+            if number >= self._kept:
+                other.release()
+            self._free.put(other)
+        return free[0]
+
+    def _idle(self) -> list[_Buffer]:
+        """All other free buffers."""
+        found: list[_Buffer] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found.append(self._free.get_nowait())
+        return found
+
+    def _fitting(self, buffer: _Buffer, layout: Layout) -> Arena:
+        """An arena for a copy; others that are kept, and that nobody reads, may have to go."""
+        pin = self._pin and _on_cuda(layout)
+        try:
+            return buffer.fit(layout.size, pin=pin)
+        except StagingMemoryError:
+            idle = self._idle()
+            for other in idle:
+                other.release()
+                self._free.put(other)
+            if not idle:
+                raise
+        return buffer.fit(layout.size, pin=pin)
 
     def _copy(self, layout: Layout, memory: Memory) -> Future[None]:
         done: Future[None] = Future()

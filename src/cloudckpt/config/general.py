@@ -59,10 +59,12 @@ class BackgroundOptions(Options):
 
     variables: ClassVar[str] = "CLOUDCKPT_ASYNC_"
 
-    when_busy: Literal["wait", "skip", "double_buffer"] = option(
-        "wait",
-        "what a save does while the one before is under way: 'wait' for it, 'skip' this one (on "
-        "all ranks alike), or stage a second copy ('double_buffer')",
+    when_busy: Literal["auto", "wait", "skip", "double_buffer", "replace"] = option(
+        "auto",
+        "what a save does while the one before is under way: 'wait' for it; 'skip' this one (on "
+        "all ranks alike); stage a second copy ('double_buffer'); or wait, unless that one is "
+        "stuck, and then stage a second copy, in the place of one that waits behind it "
+        "('replace'). 'auto' is 'replace' for a CheckpointManager, and else 'wait'",
     )
     patience: float = timeout(
         3600.0, "seconds that a save waits for a staged copy that is still being read"

@@ -2,7 +2,7 @@
 
 A rank may be unable to begin: its location is no URI, its ``state_dict()`` raises, an earlier save
 of its is still under way. torch's own steps tell the others of failures within them, and of nothing
-before. So the ranks meet first, in one reduction of six numbers; only if a rank objects, or two
+before. So the ranks meet first, in one reduction of nine numbers; only if a rank objects, or two
 mean different locations, do they exchange what each has to say.
 """
 
@@ -63,6 +63,9 @@ class Stance:
             the ranks need not mean the same.
         options: What else must be the same, as a text.
         is_busy: Whether a save of its is under way.
+        is_stuck: Whether that gets no further, as the store fails or says nothing.
+        is_full: Whether it has no room for another save.
+        has_begun: Whether it has begun the last save that it was given, or has none.
         plan: The number of the plan that it has for what it saves, or one of the two above.
         version: Of this package, which must be the same on all ranks.
     """
@@ -72,6 +75,9 @@ class Stance:
     location: str = ""
     options: str = ""
     is_busy: bool = False
+    is_stuck: bool = False
+    is_full: bool = False
+    has_begun: bool = True
     plan: int = PLAN_EACH_TIME
     version: str = __version__
 
@@ -117,6 +123,9 @@ class Verdict:
     Attributes:
         rank: This rank in the group.
         any_is_busy: Whether some rank is busy.
+        any_is_stuck: Whether some rank is stuck.
+        any_is_full: Whether some rank has no room for another save.
+        any_has_begun: Whether some rank has begun the last save, or has none.
         plan: The number of the plan that all ranks have; ``PLAN_ANEW`` if they have none, or not
             the same, and ``PLAN_EACH_TIME`` if one has to plan each save.
         stances: Those of all ranks, if one objects or two mean different locations; else none.
@@ -126,6 +135,9 @@ class Verdict:
     any_is_busy: bool
     plan: int
     stances: Sequence[Stance] = ()
+    any_is_stuck: bool = False
+    any_is_full: bool = False
+    any_has_begun: bool = True
 
     @property
     def earlier(self) -> set[int]:
@@ -210,25 +222,28 @@ class Meeting:
         """
         if self.group is None:
             objections = [stance] if stance.failure is not None else []
-            return Verdict(0, stance.is_busy, stance.plan, objections)
+            said = (stance.is_busy, stance.plan, objections)
+            return Verdict(0, *said, stance.is_stuck, stance.is_full, stance.has_begun)
         rank = dist.get_rank(self.group)
         digest = stance.digest
         # of the digests and plans the highest and the lowest, in one reduction
-        flags = (stance.failure is not None, stance.is_busy)
+        flags = [stance.failure is not None, stance.is_busy, stance.is_stuck]
+        flags += [stance.is_full, stance.has_begun]
         asked = [*map(int, flags), digest, -digest, stance.plan, -stance.plan]
         with self._exchange(stance.failure, has_begun):
             device = device_for_collectives(self.group)
             seen = torch.tensor(asked, dtype=torch.int64, device=device)
             dist.all_reduce(seen, dist.ReduceOp.MAX, group=self.group)
-            objected, busy, highest, lowest, *plans = seen.tolist()
-            plan = _common(plans[0], -plans[1])
+            *flags, highest, lowest, plan, other = seen.tolist()
+            objected, busy, *others = map(bool, flags)
+            plan = _common(plan, -other)
             if not objected and highest == -lowest:
-                return Verdict(rank, bool(busy), plan)
+                return Verdict(rank, busy, plan, (), *others)
             found: list[Stance] = [stance] * dist.get_world_size(self.group)
             told = replace(stance, failure=portable(stance.failure, stance.location or None))
             dist.all_gather_object(found, told, group=self.group)
         found[rank] = told  # with its own traceback
-        return Verdict(rank, bool(busy), plan, found)
+        return Verdict(rank, busy, plan, found, *others)
 
     def hold_with(self, stance: Stance, value: T) -> tuple[Verdict, list[T]]:
         """As :meth:`hold`, with what all ranks give, in their order; one collective call for both.

@@ -171,7 +171,9 @@ class CheckpointManager(ClosedAtExit):
             self._checkpointer: Checkpointer = self._direct
             if asynchronous:
                 told = self._failed_earlier if self._failures.logs else None
-                self._checkpointer = AsyncCheckpointer(options, on_failure=told)
+                self._checkpointer = AsyncCheckpointer(
+                    options, on_failure=told, when_busy="replace"
+                )
                 undo.callback(self._checkpointer.close)
             self._agreement = Agreement(self._meeting.group)
             self._cleaner = ThreadPoolExecutor(1, thread_name_prefix="cloudckpt-prune")
@@ -566,7 +568,7 @@ class CheckpointManager(ClosedAtExit):
         """
         if written is not None:
             concurrent.futures.wait([written])
-            if written.exception() is not None:
+            if written.exception() is not None or written.skipped:
                 return
         if self._best_metric is not None:
             self._scores[step] = metrics.get(self._best_metric, math.nan)
