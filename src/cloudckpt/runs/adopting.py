@@ -261,7 +261,7 @@ class _Adoption:
                 raise self._incomplete(f"{one.name} is not there") from exc
             if info.size != one.size or info.checksum not in (None, one.checksum):
                 raise self._incomplete(f"{one.name} is another than was written")
-            if (written := ages.get(self._uri.key(one.name))) is None or written < young:
+            if (written := ages.get(self._uri.key(one.name))) is None or written <= young:
                 raise self._incomplete("it was staged long ago, and may be swept as a leftover")
 
         answered(view.each(check, objects))

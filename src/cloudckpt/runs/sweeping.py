@@ -148,13 +148,13 @@ class Sweep:
             upload
             for upload in uploads
             if upload.began is not None
-            and upload.began < limit
+            and upload.began <= limit
             and (upload.is_ours or _is_ours(upload.key))
         ]
         listed = retrier.call(lambda: [info for info in store.list(below) if _is_ours(info.key)])
         folders: dict[str, list[ObjectInfo]] = {}
         for info in listed:
-            if info.modified is not None and info.modified < limit:
+            if info.modified is not None and info.modified <= limit:  # clocks tell seconds
                 folders.setdefault(info.key.rpartition("/")[0], []).append(info)
         self._objects, self._unread = [], []
         for folder, old in folders.items():
