@@ -15,8 +15,8 @@ import signal
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch
 
 import cloudckpt
 
-__all__ = ["Child", "child", "context"]
+__all__ = ["Child", "child", "context", "together"]
 
 context = multiprocessing.get_context("forkserver")
 """Makes such children. They have the environment of the time when the first was made."""
@@ -85,6 +85,13 @@ def child(job: Callable[..., Any], *, patience: float = 150.0, **arguments: Any)
             process.join()
             ours.close()
             print(stacks.read(), end="")
+
+
+def together(job: Callable[..., Any], each: Iterable[dict[str, Any]]) -> list[tuple[int, Any]]:
+    """How children end that run a job side by side, each with arguments of its own."""
+    with ExitStack() as running:
+        started = [running.enter_context(child(job, **arguments)) for arguments in each]
+        return [one.wait() for one in started]
 
 
 def _carry_out(

@@ -10,6 +10,8 @@ from cloudckpt.testing.proxy import FaultyProxy
 from dcp.conftest import local, places, s3  # noqa: F401 - fixtures
 from dcp.places import Place
 
+from .saves import Gate
+
 
 @pytest.fixture(scope="session")
 def _proxy(s3_url: str) -> Iterator[FaultyProxy]:
@@ -29,6 +31,12 @@ def shaky(s3: Place, proxy: FaultyProxy) -> Place:  # noqa: F811
     """A new prefix, behind the proxy."""
     options = dataclasses.replace(s3.config.s3, endpoint_url=proxy.url)
     return s3.having(s3=options)
+
+
+@pytest.fixture
+def gate(tmp_path) -> Gate:
+    """Where saves stop until it is opened."""
+    return Gate(tmp_path)
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ from cloudckpt.testing.wire_faults import s3_error
 from cloudckpt.waiting import Waiting
 
 from .saves import PATIENCE, Gate, begin, step_at
+from .waiting import staged_copies
 
 KINDS = list(AsyncCheckpointerType)
 
@@ -33,17 +34,6 @@ KINDS = list(AsyncCheckpointerType)
 def saver(**options) -> AsyncSaver:
     options = {"when_busy": "replace", "patience": PATIENCE} | options
     return AsyncSaver(no_dist=True, options=BackgroundOptions(**options))
-
-
-def arenas() -> int:
-    """How many staged copies this process has memory for."""
-    with open("/proc/self/maps") as file:
-        return sum("memfd:cloudckpt-staging" in line for line in file)
-
-
-@pytest.fixture
-def gate(tmp_path) -> Gate:
-    return Gate(tmp_path)
 
 
 @pytest.fixture
@@ -57,13 +47,13 @@ def stuck(monkeypatch) -> threading.Event:
 def test_the_newest_copy_takes_the_place_of_one_that_waits_behind_a_stuck_save(
     local, gate, stuck, caplog
 ) -> None:
-    held = arenas()
+    held = staged_copies()
     with saver() as one:
         futures = [begin(one, 1, local.at("1"), planner=gate)]
         gate.wait()
         stuck.set()
         futures += [begin(one, step, local.at(str(step))) for step in (2, 3, 4)]
-        assert arenas() - held == 2
+        assert staged_copies() - held == 2
         assert [future.done() for future in futures] == [False, True, True, False]
         gate.open()
         results = [future.result(PATIENCE) for future in futures]
@@ -76,7 +66,7 @@ def test_the_newest_copy_takes_the_place_of_one_that_waits_behind_a_stuck_save(
 
 
 def test_a_save_that_gets_on_is_waited_for(local, gate, stuck) -> None:
-    held = arenas()
+    held = staged_copies()
     with saver() as one, ThreadPoolExecutor(1) as thread:
         first = begin(one, 1, local.at("1"), planner=gate)
         gate.wait()
@@ -86,7 +76,7 @@ def test_a_save_that_gets_on_is_waited_for(local, gate, stuck) -> None:
         gate.open()
         assert first.result(PATIENCE) is not None
         second.result(PATIENCE).result(PATIENCE)
-        assert arenas() - held == 1
+        assert staged_copies() - held == 1
     assert step_at(local.at("2")) == 2
 
 

@@ -39,22 +39,11 @@ from dcp.values import assert_same, blank_like, numbered
 from faults.states import SMALL, filled
 
 from .saves import PATIENCE, Gate, Lock, Refusing, begin, step_at
-from .waiting import interrupted, open_files
+from .waiting import interrupted, open_files, staged_copies
 
 
 def saver(**options) -> AsyncSaver:
     return AsyncSaver(no_dist=True, options=BackgroundOptions(**options))
-
-
-def _arenas() -> int:
-    """How many staged copies this process has memory for."""
-    with open("/proc/self/maps") as file:
-        return sum("memfd:cloudckpt-staging" in line for line in file)
-
-
-@pytest.fixture
-def gate(tmp_path) -> Gate:
-    return Gate(tmp_path)
 
 
 # ---- whose turn it is
@@ -104,20 +93,20 @@ def test_a_save_is_skipped_while_another_is_under_way(local, gate):
 
 def test_two_buffers_let_two_saves_be_under_way_and_no_third(local, gate):
     gc.collect()
-    before = _arenas()
+    before = staged_copies()
     with saver(when_busy="double_buffer", patience=0.5) as one:
         first = begin(one, 1, local.at("1"), gate)
         gate.wait()
         second = begin(one, 2, local.at("2"))
         with pytest.raises(SaveInProgressError):
             begin(one, 3, local.at("3"))
-        assert _arenas() <= before + 2
+        assert staged_copies() <= before + 2
         gate.open()
         for future in (first, second):
             future.result(PATIENCE)
         for step in range(4, 8):
             begin(one, step, local.at(str(step))).result(PATIENCE)
-        assert _arenas() <= before + 2
+        assert staged_copies() <= before + 2
     assert [step_at(local.at(str(step))) for step in (1, 2, 4, 7)] == [1, 2, 4, 7]
     assert local.at("3").names() == []
 
@@ -252,13 +241,13 @@ def test_a_closed_saver_says_so(local):
 
 def test_closing_gives_back_memory_files_and_threads(local):
     gc.collect()
-    begin_files, before = open_files(), _arenas()
+    begin_files, before = open_files(), staged_copies()
     threads = threading.active_count()
     for step in range(3):
         with saver() as one:
             begin(one, step, local).result(PATIENCE)
     gc.collect()
-    assert (open_files(), _arenas()) == (begin_files, before)
+    assert (open_files(), staged_copies()) == (begin_files, before)
     assert threading.active_count() <= threads
 
 
@@ -272,13 +261,13 @@ def _closed_twice(one: AsyncSaver, gate: Gate) -> None:
 
 def test_closing_again_does_what_an_interrupt_has_kept_from_being_done(local, gate):
     gc.collect()
-    before = _arenas()
+    before = staged_copies()
     one = saver()
     future = begin(one, 1, local, gate)
     _closed_twice(one, gate)
     assert future.done()
     gc.collect()
-    assert _arenas() == before
+    assert staged_copies() == before
     with pytest.raises(ClosedError):
         begin(one, 2, local)
 
@@ -343,13 +332,13 @@ def test_a_failure_is_told_by_its_future_and_harms_no_other_save(s3):
 
 def test_a_failure_that_is_kept_does_not_keep_the_staged_copy(local, stager):
     gc.collect()
-    before = _arenas()
+    before = staged_copies()
     with AsyncSaver(no_dist=True, stager=stager) as one:
         kept = begin(one, 1, local, Refusing())
         error = kept.exception(PATIENCE)
         begin(one, 2, local).result(PATIENCE)
     stager.close()
-    assert _arenas() == before
+    assert staged_copies() == before
     lines = "".join(traceback.format_exception(error))
     assert 'raise ArithmeticError("the dog ate it")' in lines
     assert step_at(local) == 2

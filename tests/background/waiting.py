@@ -8,7 +8,14 @@ from unittest import mock
 
 import pytest
 
-__all__ = ["eventually", "interrupted", "is_running", "open_files", "processes_of"]
+__all__ = [
+    "eventually",
+    "interrupted",
+    "is_running",
+    "open_files",
+    "processes_of",
+    "staged_copies",
+]
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 150.0) -> bool:
@@ -34,6 +41,12 @@ def interrupted(owner: object, wait: str) -> Iterator[None]:
 def open_files() -> int:
     """How many file descriptors this process has."""
     return len(os.listdir("/proc/self/fd"))
+
+
+def staged_copies() -> int:
+    """How many staged copies this process has memory for."""
+    with open("/proc/self/maps") as file:
+        return sum("memfd:cloudckpt-staging" in line for line in file)
 
 
 def is_running(pid: int) -> bool:

@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import uuid
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 
 import cloudckpt
 from background.waiting import eventually, processes_of
-from forks import child
+from forks import together
 from runs.jobs import expected_steps, train, trained
 
 __all__ = ["trained_through_kills"]
@@ -59,23 +58,17 @@ def _attempt(
 ) -> list[tuple[int, Any]]:
     """How both ranks of a job have ended, of which one kills itself or both do."""
     family, victims = uuid.uuid4().hex, rng.choice([(0,), (1,), (0, 1)])
-    with ExitStack() as running:
-        ranks = [
-            running.enter_context(
-                child(
-                    _rank,
-                    folder=str(folder),
-                    family=family,
-                    rank=rank,
-                    kind=kind,
-                    last=last,
-                    fatal=fatal if rank in victims else None,
-                    delay=rng.random() * 0.05,
-                )
-            )
-            for rank in range(2)
-        ]
-        ended = [rank.wait() for rank in ranks]
+    of_both = {"folder": str(folder), "family": family, "kind": kind, "last": last}
+    each = [
+        {
+            "rank": rank,
+            "fatal": fatal if rank in victims else None,
+            "delay": rng.random() * 0.05,
+            **of_both,
+        }
+        for rank in range(2)
+    ]
+    ended = together(_rank, each)
     assert eventually(lambda: not processes_of(family))  # a saving process may have been at it
     return ended
 

@@ -6,7 +6,6 @@ import os
 import signal
 import time
 import uuid
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from background.waiting import eventually, processes_of
 from cloudckpt import CheckpointerConfig, CheckpointManager, CommitHook, Config, Preemption
-from forks import child
+from forks import together
 
 __all__ = ["Killing", "job", "settled", "values_at"]
 
@@ -65,26 +64,18 @@ def job(
         options: Of the manager.
     """
     family = uuid.uuid4().hex
-    with ExitStack() as running:
-        ranks = [
-            running.enter_context(
-                child(
-                    _rank,
-                    folder=str(folder),
-                    family=family,
-                    rank=rank,
-                    world=world,
-                    run=run if run is not None else f"{folder}/run",
-                    last=last,
-                    dies_at=dies_at,
-                    how=how,
-                    config=config,
-                    options=options,
-                )
-            )
-            for rank in range(world)
-        ]
-        ended = [rank.wait() for rank in ranks]
+    of_all = {
+        "folder": str(folder),
+        "family": family,
+        "world": world,
+        "run": run if run is not None else f"{folder}/run",
+        "last": last,
+        "dies_at": dies_at,
+        "how": how,
+        "config": config,
+        "options": options,
+    }
+    ended = together(_rank, [{"rank": rank, **of_all} for rank in range(world)])
     _families.append(family)
     return ended
 
