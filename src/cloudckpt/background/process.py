@@ -291,7 +291,7 @@ class _Life:
             SaveProcessError: If the process ends before, or gives no sign of life.
         """
         outcome: Outcome = self._receive("outcome")
-        self.is_busy = self.is_stuck = False
+        self.is_busy = False
         return outcome
 
     def _receive(self, wanted: str, deadline: float | None = None) -> Any:

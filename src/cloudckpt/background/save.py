@@ -144,6 +144,11 @@ class Save:
     def let_go(self, *, replaced: bool = False) -> None:
         """Ends that; ``replaced``: a later save takes its place, and it is not carried out."""
         if replaced:
+            logger.warning(
+                "the save to %s is not carried out: the one before it is stuck, and a later one "
+                "takes its place",
+                self.where,
+            )
             self._end()
             self.written.skipped = True
             self.written.set_result(None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextvars
-import logging
 import os
 import sys
 import threading
@@ -54,8 +53,6 @@ from cloudckpt.uri import URILike
 from cloudckpt.waiting import is_stuck
 
 __all__ = ["AsyncSaver", "alike"]
-
-logger = logging.getLogger("cloudckpt")
 
 
 class AsyncSaver:
@@ -343,12 +340,6 @@ class AsyncSaver:
             finally:
                 if held is not None:
                     held.let_go(replaced=is_replaced)
-            if is_replaced:
-                logger.warning(
-                    "the save to %s is not carried out: the one before it is stuck, and a later "
-                    "one takes its place",
-                    held.where if held is not None else "",
-                )
             if verdict.stances or not verdict.any_is_busy or goes_on:
                 return verdict
             concurrent.futures.wait([save.written for save in before], _BETWEEN_MEETINGS)

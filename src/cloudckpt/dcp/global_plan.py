@@ -33,14 +33,15 @@ from torch.distributed.checkpoint.planner import (
 
 from cloudckpt.checkpoint.columns import column_of, counted, packed_column, unfilled, unpack_column
 from cloudckpt.checkpoint.draft import Planned
-from cloudckpt.checkpoint.from_torch import NotInColumnsError
+from cloudckpt.checkpoint.from_torch import NotInColumnsError, inventory_of_plan
 from cloudckpt.checkpoint.inventory import Chunks, Entry, Inventory, Paths
 from cloudckpt.checkpoint.record import Record
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.torch_private import validate_global_plan
 from cloudckpt.checkpoint.written import Extents
+from cloudckpt.checksum import ChecksumAlgorithm
 
-__all__ = ["Part", "plan_of", "plan_together"]
+__all__ = ["Part", "plan_of", "plan_together", "record_of"]
 
 _END = 1 << 63
 
@@ -124,6 +125,18 @@ class _Name:
     properties: tuple[Any, ...] | None
     is_whole: bool
     weight: int
+
+
+def record_of(plan: SavePlan, structure: Structure, checksum: ChecksumAlgorithm) -> bytes | None:
+    """What a rank is to write, as the bytes of a record without places.
+
+    None if columns can't have it. Arguments are those of :func:`inventory_of_plan`.
+    """
+    try:
+        inventory, whole = inventory_of_plan(plan, structure, checksum)
+        return Record.of(inventory, whole=whole).to_bytes()
+    except (NotInColumnsError, KeyError, ValueError):
+        return None
 
 
 def plan_of(record: Record) -> SavePlan:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from torch.distributed.checkpoint.planner import SavePlan
 
 from cloudckpt.checkpoint.columns import raw_bytes
-from cloudckpt.checkpoint.from_torch import NotInColumnsError, inventory_of_plan
 from cloudckpt.checkpoint.pending import Pending
-from cloudckpt.checkpoint.record import Record
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.written import Extents
+from cloudckpt.dcp.global_plan import record_of
 from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.gc_pause import paused_gc
 
@@ -56,7 +55,9 @@ class Leaving:
             extents: Where the items of the plan lie, in their order.
         """
         if self.record is None:
-            self.record = self._made()
+            with paused_gc():
+                made = record_of(self._plan, self._structure, self._writer.checksum)
+            self.record = made or b""
         if not self.record:
             return None
         return Pending(
@@ -68,12 +69,3 @@ class Leaving:
             extents=b"".join(map(raw_bytes, extents.columns)),
             notes=self._writer.noted,
         )
-
-    def _made(self) -> bytes:
-        try:
-            with paused_gc():
-                checksum = self._writer.checksum
-                inventory, whole = inventory_of_plan(self._plan, self._structure, checksum)
-                return Record.of(inventory, whole=whole).to_bytes()
-        except (NotInColumnsError, KeyError, ValueError):
-            return b""

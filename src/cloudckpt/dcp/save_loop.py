@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from torch.distributed.tensor import DTensor
 
 from cloudckpt.checkpoint.draft import Draft, Planned
-from cloudckpt.checkpoint.from_torch import NotInColumnsError, inventory_of_plan
+from cloudckpt.checkpoint.from_torch import NotInColumnsError
 from cloudckpt.checkpoint.record import Record
 from cloudckpt.checkpoint.sending import send_here
 from cloudckpt.checkpoint.shard import SmallForm
@@ -43,7 +43,7 @@ from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.dcp import plan_cache
 from cloudckpt.dcp.committed_metadata import committed_metadata
 from cloudckpt.dcp.failures import portably
-from cloudckpt.dcp.global_plan import Part, plan_of, plan_together
+from cloudckpt.dcp.global_plan import Part, plan_of, plan_together, record_of
 from cloudckpt.dcp.leaving import Leaving
 from cloudckpt.dcp.meeting import PLAN_ANEW
 from cloudckpt.dcp.outline import PLAIN, Outline
@@ -242,11 +242,10 @@ class SaveLoop:
             with paused_gc():
                 structure = self._lost_by_flattening()
                 local.append((plan, structure))
-                try:
-                    inventory, whole = inventory_of_plan(plan, structure, self._writer.checksum)
-                    return Record.of(inventory, whole=whole).to_bytes()
-                except (NotInColumnsError, KeyError, ValueError):
-                    return plan if alone else pickle.dumps(plan)
+                told = record_of(plan, structure, self._writer.checksum)
+                if told is not None:
+                    return told
+                return plan if alone else pickle.dumps(plan)
 
         @self._logged
         def global_step(told: list[Any]) -> list[tuple[Any, int]]:

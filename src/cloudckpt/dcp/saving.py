@@ -11,7 +11,6 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
-from cloudckpt.checkpoint.columns import numbers_in
 from cloudckpt.checkpoint.objects import WrittenObject
 from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checkpoint.sending import Destination, OpenObject, Sender, send_here
@@ -129,7 +128,9 @@ def send(
             pool.close()
 
     def extents() -> Extents:
-        return Extents(*(numbers_in(memoryview(c).cast("B"), torch.int64, len(c)) for c in places))
+        if not items:
+            return Extents.none()
+        return Extents(*(torch.frombuffer(c, dtype=torch.int64) for c in places))
 
     objects = sender(destination, store, lay_out, stats, began, lambda: leave(extents()), meanwhile)
     return objects, extents()

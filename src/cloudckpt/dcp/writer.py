@@ -49,7 +49,7 @@ from cloudckpt.transfer.retry import Retrier, open_store
 from cloudckpt.transfer.stats import Transferred, TransferStats
 from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["CloudStorageWriter", "CommitHook", "OurWriter", "check_together"]
+__all__ = ["CloudStorageWriter", "CommitHook", "OurWriter", "check_together", "run_after"]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -356,7 +356,7 @@ class CloudStorageWriter(OurWriter):
         self.committed = True
         self._written = []
         if self.commit_hook is not None:
-            _run_after(self.commit_hook, str(self.uri), draft.metadata)
+            run_after(self.commit_hook, str(self.uri), draft.metadata)
         return draft
 
     def _seen_structure(self) -> Structure:
@@ -456,7 +456,7 @@ class CloudStorageWriter(OurWriter):
         return Retrier(self.config.retry)
 
 
-def _run_after(hook: CommitHook, uri: str, metadata: Metadata) -> None:
+def run_after(hook: CommitHook, uri: str, metadata: Metadata) -> None:
     """Calls a hook after the commit, which nothing may make look like a failure."""
     try:
         hook.after_commit(uri, metadata)

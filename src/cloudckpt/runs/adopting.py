@@ -22,7 +22,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 
 import torch
 
@@ -42,7 +41,7 @@ from cloudckpt.checkpoint.record import Record, bound
 from cloudckpt.checkpoint.written import Extents, Written
 from cloudckpt.config import Config
 from cloudckpt.dcp.global_plan import plan_together
-from cloudckpt.dcp.writer import CommitHook
+from cloudckpt.dcp.writer import CommitHook, run_after
 from cloudckpt.errors import (
     CheckpointConflictError,
     CheckpointCorruptError,
@@ -52,7 +51,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.runs.claim import Claim
 from cloudckpt.runs.sweeping import clock_of
-from cloudckpt.stores.base import ObjectInfo, ObjectStore, random_suffix
+from cloudckpt.stores.base import ObjectStore, random_suffix
 from cloudckpt.stores.listings import forget_listings
 from cloudckpt.transfer.deleting import delete_quietly
 from cloudckpt.transfer.retry import Retrier, open_store
@@ -116,34 +115,12 @@ def adopt_pending(
     _Adoption(uri, config, hook if hook is not None else CommitHook()).carry_out(until)
 
 
-@dataclass
-class _Seen:
-    """What was left in a folder.
-
-    Attributes:
-        known: By key what was read, and of which version of the object.
-    """
-
-    known: dict[str, tuple[ObjectInfo, Pending]] = field(default_factory=dict)
-
-    def of_saves(self) -> list[dict[int, Pending]]:
-        """What was left, by save and by rank."""
-        found: dict[tuple[str, int, str], dict[int, Pending]] = {}
-        for _, one in self.known.values():
-            found.setdefault((one.save, one.ranks, one.job), {})[one.rank] = one
-        return list(found.values())
-
-    def progress(self) -> object:
-        """What tells one look from the next, if somebody has said something new."""
-        return {key: (one.sent, one.objects is None) for key, (_, one) in self.known.items()}
-
-
 class _Adoption:
     def __init__(self, uri: CheckpointURI, config: Config, hook: CommitHook) -> None:
         self._uri, self._config, self._hook = uri, config, hook
         self._run = uri.parent
         self._retrier = Retrier(config.retry)
-        self._seen = _Seen()
+        self._seen: dict[str, Pending] = {}  # what was left, by key
 
     @property
     def _store(self) -> ObjectStore:
@@ -160,15 +137,16 @@ class _Adoption:
         self._check_objects(draft.objects)
         self._check_claim(by_rank)
         self._commit(draft, by_rank[0].notes, baseline)
-        keys = list(self._seen.known)
-        delete_quietly(self._store, keys, self._config.retry, threads=self._config.connections)
+        keys, threads = list(self._seen), self._config.connections
+        delete_quietly(self._store, keys, self._config.retry, threads=threads)
 
     def _awaited(self, until: float) -> Mapping[int, Pending]:
         """What all ranks of a save have left, when all have sent all."""
-        is_told, before, heard = False, None, time.monotonic()
+        is_told, heard = False, time.monotonic()
         while True:
+            before = self._seen
             self._look()
-            saves = self._seen.of_saves()
+            saves = self._saves()
             for by_rank in saves:
                 if all(
                     rank in by_rank and by_rank[rank].objects is not None
@@ -177,9 +155,9 @@ class _Adoption:
                     return by_rank
             if not saves:
                 raise self._incomplete("no saving process has left anything to be committed")
-            now, progress = time.monotonic(), self._seen.progress()
-            if progress != before:
-                before, heard = progress, now
+            now = time.monotonic()
+            if self._seen != before:
+                heard = now
             if now >= until or now - heard >= _LONGEST_SILENCE:
                 raise self._incomplete(_what_is_missing(saves))
             if not is_told:
@@ -192,17 +170,24 @@ class _Adoption:
                 is_told = True
             time.sleep(_BETWEEN_LOOKS)
 
+    def _saves(self) -> list[dict[int, Pending]]:
+        """What was left, by save and by rank."""
+        found: dict[tuple[str, int, str], dict[int, Pending]] = {}
+        for one in self._seen.values():
+            found.setdefault((one.save, one.ranks, one.job), {})[one.rank] = one
+        return list(found.values())
+
     def _look(self) -> None:
         """Reads what is new of what was left."""
         below = self._uri.key("")
         listed = {
-            info.key: info
+            info.key
             for info in answered(self._view.objects(below + OF_RANKS))
             if is_pending_name(info.key.removeprefix(below)) and info.size <= MOST_BYTES
         }
 
         def is_new(key: str) -> bool:
-            return key not in known or known[key][1].objects is None
+            return key not in known or known[key].objects is None
 
         async def read(key: str) -> tuple[str, Pending | None]:
             try:
@@ -214,11 +199,11 @@ class _Adoption:
                 logger.warning("%s", error)
                 return key, None
 
-        known = {key: one for key, one in self._seen.known.items() if key in listed}
+        known = {key: one for key, one in self._seen.items() if key in listed}
         for key, found in answered(self._view.each(read, filter(is_new, listed))):
             if found is not None:
-                known[key] = listed[key], found
-        self._seen.known = known
+                known[key] = found
+        self._seen = known
 
     def _draft(self, by_rank: Mapping[int, Pending]) -> Draft:
         """What is to be committed.
@@ -292,10 +277,7 @@ class _Adoption:
             "processes have sent the rest",
             uri,
         )
-        try:
-            self._hook.after_commit(uri, draft.metadata)
-        except Exception:
-            logger.exception("the hook after the commit of %s failed; it is committed", uri)
+        run_after(self._hook, uri, draft.metadata)
 
     def _incomplete(self, why: str) -> IncompleteSaveError:
         return IncompleteSaveError(f"this checkpoint can't be committed: {why}", uri=str(self._uri))

@@ -142,7 +142,7 @@ class Sweep:
     def _look(self) -> None:
         store, retrier = self._run.store, self._run.retrier
         below = self._run.root.key("")
-        limit = clock_of(self._run.store, self._run.root, self._run.config) - self._older_than
+        limit = clock_of(store, self._run.root, self._run.config) - self._older_than
         uploads = retrier.call(lambda: list(store.list_uploads(below)))
         self._uploads = [
             upload
