@@ -44,7 +44,7 @@ COMPOSE := docker compose --file integration/compose.yaml
 .PHONY: demo test evolve soak test-pythons integration integration-docker integration-real integration-frameworks compare check bench pictures format clean
 
 demo: $(VENV)/.demo
-	$(BIN)/cloudckpt demo
+	$(BIN)/python examples/demo $(if $(URI),--uri $(URI)) $(ARGS)
 
 test: $(VENV)/.test integration/node_modules/.stamp
 	$(WORKER) $(BIN)/python -m pytest $(COV) -n $(WORKERS) --dist loadfile --max-worker-restart 1
@@ -69,9 +69,10 @@ test-python-%: constraints.txt pyproject.toml
 	if [ -z "$$found" ]; then echo "SKIPPED: Python $* is not here"; exit 0; fi; \
 	if [ ! -e .venv-$*/.test ] || [ pyproject.toml -nt .venv-$*/.test ]; then \
 		"$$found" -m venv .venv-$* && \
+		.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip && \
 		.venv-$*/bin/python -m pip install --quiet --no-compile --disable-pip-version-check "$$(grep '^torch==' constraints.txt)" \
 			|| { echo "SKIPPED: no torch can be had for Python $*"; exit 0; }; \
-		.venv-$*/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --editable '.[test]' && touch .venv-$*/.test || exit 1; \
+		.venv-$*/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --editable '.[all]' --group test && touch .venv-$*/.test || exit 1; \
 	fi; \
 	PYTHONDONTWRITEBYTECODE= CLOUDCKPT_TEST_NOISE=30 .venv-$*/bin/python -m pytest -q -p no:cacheprovider $(OF_THE_INTERPRETER)
 
@@ -96,7 +97,7 @@ integration-frameworks: .venv-frameworks/.installed
 .venv-frameworks/.installed: integration/frameworks/requirements.txt constraints.txt pyproject.toml
 	$(PYTHON) -m venv .venv-frameworks
 	.venv-frameworks/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	.venv-frameworks/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[demo]' --requirement $<
+	.venv-frameworks/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[s3]' --requirement $<
 	@touch $@
 
 # our requests beside those of the vendors' clients: CLOUDS="s3 gcs azure"
@@ -140,7 +141,7 @@ format: $(VENV)/.dev
 FORCE:
 
 $(VENV)/.%: $(VENV)/.torch pyproject.toml
-	$(PIP) --editable ".[$*]"
+	$(PIP) --editable ".[all]" --group $*
 	@touch $@
 
 integration/node_modules/.stamp: integration/package.json integration/package-lock.json

@@ -17,7 +17,7 @@ from azure.storage.blob import BlobServiceClient
 
 from cloudckpt import CheckpointURI, Config, RetryPolicy
 from cloudckpt.config import MIB
-from cloudckpt.testing.servers import (
+from emulators import (
     DUMMY_AWS,
     Azurite,
     azurite_server,

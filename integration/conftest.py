@@ -17,7 +17,7 @@ from economy import one_thread_of_torch, pytest_collection_finish  # noqa: F401 
 from ranks import Ranks
 from servers import BY_CLOUD, REAL, chosen
 
-pytest.register_assert_rewrite("cloudckpt.testing.contract", "dcp.layouts", "dcp.values")
+pytest.register_assert_rewrite("contract", "dcp.layouts", "dcp.values")
 
 collect_ignore = ["frameworks"]  # which have an environment of their own
 

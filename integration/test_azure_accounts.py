@@ -9,8 +9,8 @@ import cloudckpt
 from cloudckpt import AzureOptions, Config, StoreError
 from cloudckpt.checksum import CRC64NVME
 from cloudckpt.stores.azure import AzureStore
-from cloudckpt.testing.servers import Azurite
 from dcp.values import assert_same, numbered
+from emulators import Azurite
 
 pytestmark = [
     pytest.mark.only_on("azurite"),

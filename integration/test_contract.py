@@ -3,7 +3,7 @@
 import pytest
 
 from cloudckpt.errors import StoreError
-from cloudckpt.testing.contract import StoreContract, part_size, put_part
+from contract import StoreContract, part_size, put_part
 from servers import chosen
 
 

@@ -10,9 +10,9 @@ import botocore.session
 import pytest
 
 from cloudckpt import Config, RetryPolicy, S3Options
-from cloudckpt.testing.servers import DUMMY_AWS, moto_server
 from dcp.places import boto_client
 from economy import one_thread_of_torch, pytest_collection_finish  # noqa: F401 - a fixture, a hook
+from emulators import DUMMY_AWS, moto_server
 from ranks import Ranks
 
 collect_ignore = ["soak"]  # unless it is named

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cloudckpt.testing.servers import DUMMY_AWS, moto_server
+from emulators import DUMMY_AWS, moto_server
 from launched import launched
 from results import Job
 

@@ -21,7 +21,7 @@ from typing import Any
 from unittest import mock
 
 from authority import Authority
-from cloudckpt.testing.request import read_chunks
+from wire.request import read_chunks
 
 __all__ = ["Answer", "Answering", "Recorded", "Recorder", "recording"]
 

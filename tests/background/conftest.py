@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import pytest
 
 from cloudckpt import Stager
-from cloudckpt.testing.proxy import FaultyProxy
 from dcp.conftest import local, places, s3  # noqa: F401 - fixtures
 from dcp.places import Place
+from wire.proxy import FaultyProxy
 
 from .saves import Gate
 

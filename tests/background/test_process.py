@@ -37,9 +37,9 @@ from cloudckpt.background.process import _Life
 from cloudckpt.background.saver import AsyncSaver
 from cloudckpt.config import MIB
 from cloudckpt.hf import SafetensorsWriter
-from cloudckpt.testing.wire_faults import Call, s3_error
 from dcp.values import assert_same, blank_like, numbered
 from faults.states import BIG, SMALL, filled
+from wire.faults import Call, s3_error
 
 from .saves import PATIENCE, Refusing, begin, step_at
 from .waiting import eventually, is_running, open_files

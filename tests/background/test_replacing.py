@@ -22,8 +22,8 @@ from cloudckpt import (
 from cloudckpt.background import saver as savers
 from cloudckpt.background import stager as stagers
 from cloudckpt.background.saver import AsyncSaver
-from cloudckpt.testing.wire_faults import s3_error
 from cloudckpt.waiting import Waiting
+from wire.faults import s3_error
 
 from .saves import PATIENCE, Gate, begin, step_at
 from .waiting import staged_copies

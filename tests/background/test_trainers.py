@@ -12,9 +12,9 @@ import pytest
 
 import cloudckpt
 from cloudckpt.checkpoint.objects import is_pending_name
-from cloudckpt.testing.wire_faults import Call
 from faults.states import SMALL
 from forks import child
+from wire.faults import Call
 
 from .jobs import save_and_stand_still
 from .saves import PATIENCE, step_at

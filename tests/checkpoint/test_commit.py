@@ -25,8 +25,8 @@ from cloudckpt.errors import (
     ThrottledError,
 )
 from cloudckpt.stores.memory import MemoryStore
-from cloudckpt.testing.faulty import FaultyStore
 from cloudckpt.transfer.retry import Retrier
+from faulty_store import FaultyStore
 
 KEY = "run/.metadata"
 OURS, THEIRS, OLD = b"our metadata", b"their metadata", b"the metadata before"

@@ -13,10 +13,10 @@ from cloudckpt.errors import (
     ServerError,
 )
 from cloudckpt.stores.memory import MemoryStore
-from cloudckpt.testing.faulty import FaultyStore
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.uri import CheckpointURI
+from faulty_store import FaultyStore
 
 FEW, MANY = 20, 300
 

@@ -22,9 +22,9 @@ from cloudckpt import (
 from cloudckpt.checkpoint import objects
 from cloudckpt.format_utils import dcp_to_torch_save
 from cloudckpt.stores.registry import open_store
-from cloudckpt.testing.faulty import FaultyStore
-from cloudckpt.testing.servers import free_port
 from cloudckpt.uri import CheckpointURI
+from emulators import free_port
+from faulty_store import FaultyStore
 
 from .places import Place
 

@@ -11,8 +11,8 @@ from torch.distributed.tensor import Shard
 import cloudckpt
 from cloudckpt import DifferentCheckpointsError, S3Options
 from cloudckpt.stores.registry import open_store
-from cloudckpt.testing.servers import moto_server
 from cloudckpt.uri import CheckpointURI
+from emulators import moto_server
 
 from .layouts import Layout, spread
 from .places import Place

@@ -17,11 +17,11 @@ from cloudckpt.errors import AccessDeniedError, ConfigError
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.stores.s3 import S3Store
-from cloudckpt.testing.proxy import FaultyProxy
-from cloudckpt.testing.servers import free_port
-from cloudckpt.testing.wire_faults import Reset, Stall, StripHeaders, s3_error
+from emulators import free_port
 from forwarding import forward_proxy
 from stubs.gcs import GcsStub
+from wire.faults import Reset, Stall, StripHeaders, s3_error
+from wire.proxy import FaultyProxy
 
 MIB = 1024 * 1024
 DENIED = s3_error(403, "AccessDenied")

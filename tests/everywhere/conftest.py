@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import pytest
 
 from cloudckpt import Config, RetryPolicy
-from cloudckpt.testing.proxy import FaultyProxy
 from faults.dialects import CREDENTIALS, Endpoint, vendor_options
 from faults.places import WITHOUT_AZURITE, azure_place, google_place, s3_place
 from faults.places import Place as Server
+from wire.proxy import FaultyProxy
 
 RETRY = RetryPolicy(attempts=4, base=0.01, cap=0.05, deadline=20.0)
 CLOUDS = ("s3", "google", "azure")

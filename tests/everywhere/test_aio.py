@@ -27,10 +27,10 @@ from cloudckpt.errors import (
     ThrottledError,
 )
 from cloudckpt.stores import registry
-from cloudckpt.testing.hop import Fault, Hop
-from cloudckpt.testing.servers import free_port
-from cloudckpt.testing.wire_faults import Reset, Respond, Stall, Truncate
+from emulators import free_port
 from faults.refusals import GATEWAYS, Refusal, internal_error, slow_down
+from wire.faults import Reset, Respond, Stall, Truncate
+from wire.hop import Fault, Hop
 
 from .conftest import RETRY, Place, on
 

@@ -11,10 +11,10 @@ from authority import Authority
 from cloudckpt import S3Options, aio
 from cloudckpt.errors import CredentialsError, MissingDependencyError, TLSError
 from cloudckpt.stores import registry
-from cloudckpt.testing.proxy import FaultyProxy
-from cloudckpt.testing.wire_faults import Stall
 from faults.refusals import Refusal
 from forwarding import ForwardProxy
+from wire.faults import Stall
+from wire.proxy import FaultyProxy
 
 from .conftest import on
 from .test_aio import _nothing_stays_open, commit  # noqa: F401 - a fixture

@@ -24,7 +24,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores import registry
 from cloudckpt.stores.memory import MemoryStore
-from cloudckpt.testing.faulty import FaultyStore
+from faulty_store import FaultyStore
 
 from .conftest import RETRY, on
 

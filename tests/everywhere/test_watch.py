@@ -14,7 +14,7 @@ from cloudckpt import Config, aio
 from cloudckpt.errors import BucketNotFoundError, ConfigError, ConnectionLostError, InvalidURIError
 from cloudckpt.stores import registry
 from cloudckpt.stores.memory import MemoryStore
-from cloudckpt.testing.faulty import FaultyStore
+from faulty_store import FaultyStore
 
 from .conftest import RETRY
 from .test_aio import _nothing_stays_open  # noqa: F401 - a fixture

@@ -20,9 +20,9 @@ import pytest
 import torch.distributed as dist
 
 from cloudckpt import S3Options
-from cloudckpt.testing.proxy import FaultyProxy
-from cloudckpt.testing.wire_faults import s3_error
 from dcp.places import Place
+from wire.faults import s3_error
+from wire.proxy import FaultyProxy
 
 from . import values
 from .cases import Save, Segment

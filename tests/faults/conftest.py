@@ -12,7 +12,7 @@ import pytest
 import cloudckpt
 from authority import Authority
 from cloudckpt import Config
-from cloudckpt.testing.proxy import FaultyProxy
+from wire.proxy import FaultyProxy
 
 from .dialects import CREDENTIALS, Endpoint
 from .places import WITHOUT_AZURITE, Folder, Place, azure_place, google_place, s3_place

@@ -2,14 +2,14 @@
 
 S3 is spoken over TLS, up to the proxy that breaks things, and ``plain s3`` is the same without it.
 
-Operations and troubles are called the same in all of them, see ``cloudckpt.testing.naming`` and
+Operations and troubles are called the same in all of them, see ``wire.naming`` and
 ``refusals``; so most tests don't know which they run in.
 """
 
 from typing import Any, NamedTuple
 
 from cloudckpt import AzureOptions, GCSOptions, S3Options
-from cloudckpt.testing.servers import Azurite
+from emulators import Azurite
 
 AZURITE = Azurite(url="")
 

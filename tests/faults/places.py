@@ -12,12 +12,12 @@ from azure.storage.blob import ContainerClient
 from cloudckpt.checkpoint.commit import named_objects
 from cloudckpt.checkpoint.committed import Fetched
 from cloudckpt.stores.base import ObjectInfo
-from cloudckpt.testing.naming import Naming, azure_naming, google_naming, s3_naming
-from cloudckpt.testing.proxy import FaultyProxy
-from cloudckpt.testing.servers import azurite_server
 from dcp.places import boto_client
+from emulators import azurite_server
 from stubs.gcs import GcsStub
 from stubs.gcs_state import Attributes
+from wire.naming import Naming, azure_naming, google_naming, s3_naming
+from wire.proxy import FaultyProxy
 
 BUCKET = "faults"
 AZURITE = os.environ.get(

@@ -8,10 +8,10 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from cloudckpt.testing.hop import Answer, Fault, Hop
-from cloudckpt.testing.naming import Naming, azure_naming, google_naming, s3_naming
-from cloudckpt.testing.request import Headers, Request
 from stubs.gcs_answers import RefusalError
+from wire.hop import Answer, Fault, Hop
+from wire.naming import Naming, azure_naming, google_naming, s3_naming
+from wire.request import Headers, Request
 
 # trouble -> HTTP status and code
 S3 = {

@@ -21,7 +21,7 @@ from cloudckpt import (
     StorageFullError,
     WrongRegionError,
 )
-from cloudckpt.testing.wire_faults import Reset
+from wire.faults import Reset
 
 from .dialects import AZURITE
 from .places import BUCKET

@@ -13,10 +13,10 @@ from cloudckpt import (
     CheckpointExistsError,
     ConfigError,
 )
-from cloudckpt.testing.hop import Fault, Hop
-from cloudckpt.testing.request import Request
-from cloudckpt.testing.wire_faults import Call, Reset, StripHeaders, StripQuery
 from forks import child
+from wire.faults import Call, Reset, StripHeaders, StripQuery
+from wire.hop import Fault, Hop
+from wire.request import Request
 
 from . import jobs
 from .refusals import Refusal, slow_down

@@ -17,14 +17,14 @@ from cloudckpt import (
     ThrottledError,
 )
 from cloudckpt.stores.registry import open_store
-from cloudckpt.testing.hop import Answer
-from cloudckpt.testing.servers import free_port
-from cloudckpt.testing.wire_faults import (
+from cloudckpt.uri import CheckpointURI
+from emulators import free_port
+from wire.faults import (
     Call,
     Reset,
     Respond,
 )
-from cloudckpt.uri import CheckpointURI
+from wire.hop import Answer
 
 from .refusals import (
     GATEWAYS,

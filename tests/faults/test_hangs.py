@@ -24,12 +24,12 @@ from cloudckpt import (
     waiting,
 )
 from cloudckpt.config import MIB
-from cloudckpt.testing.hop import Fault, Hop
-from cloudckpt.testing.wire_faults import Corrupt, Drip, Stall
 from cloudckpt.torch_files.torch_save import write_torch_file
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.uri import CheckpointURI
 from forks import child
+from wire.faults import Corrupt, Drip, Stall
+from wire.hop import Fault, Hop
 
 from . import jobs
 from .conftest import busy_threads

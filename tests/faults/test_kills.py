@@ -16,8 +16,8 @@ import pytest
 
 import cloudckpt
 from cloudckpt import CheckpointNotFoundError
-from cloudckpt.testing.wire_faults import Call, Stall
 from forks import child
+from wire.faults import Call, Stall
 
 from . import jobs
 from .selection import everywhere

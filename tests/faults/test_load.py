@@ -22,9 +22,9 @@ from cloudckpt import (
     ThrottledError,
 )
 from cloudckpt.config import MIB
-from cloudckpt.testing.hop import Hop
-from cloudckpt.testing.servers import free_port
-from cloudckpt.testing.wire_faults import Corrupt, Delay, Drip, Reset, Stall, Truncate
+from emulators import free_port
+from wire.faults import Corrupt, Delay, Drip, Reset, Stall, Truncate
+from wire.hop import Hop
 
 from .dialects import Endpoint
 from .refusals import Refusal, denied, internal_error, slow_down, too_many_requests

@@ -3,7 +3,7 @@
 import pytest
 
 import cloudckpt
-from cloudckpt.testing.naming import azure_naming, google_naming
+from wire.naming import azure_naming, google_naming
 
 from .selection import on
 from .states import BIG, filled, load_step

@@ -10,9 +10,7 @@ import botocore.config
 import botocore.exceptions
 import pytest
 
-from cloudckpt.testing.hop import Answer
-from cloudckpt.testing.proxy import FaultyProxy
-from cloudckpt.testing.wire_faults import (
+from wire.faults import (
     Call,
     Corrupt,
     CorruptUpload,
@@ -29,6 +27,8 @@ from cloudckpt.testing.wire_faults import (
     slow_down,
     too_many_requests,
 )
+from wire.hop import Answer
+from wire.proxy import FaultyProxy
 
 from .places import Folder, S3Bucket
 

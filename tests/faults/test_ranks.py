@@ -10,9 +10,9 @@ import pytest
 
 import cloudckpt
 from cloudckpt import CheckpointNotFoundError, CloudCheckpointError
-from cloudckpt.testing.hop import Fault, Hop
-from cloudckpt.testing.wire_faults import Call, Reset
 from forks import child
+from wire.faults import Call, Reset
+from wire.hop import Fault, Hop
 
 from . import jobs
 from .refusals import GATEWAYS, AnswerFirst, denied, internal_error, slow_down

@@ -13,9 +13,9 @@ import cloudckpt
 from authority import Authority
 from cloudckpt import ConnectionLostError, TLSError
 from cloudckpt.stores import s3_access
-from cloudckpt.testing.proxy import FaultyProxy
-from cloudckpt.testing.wire_faults import Stall
 from forwarding import forward_proxy
+from wire.faults import Stall
+from wire.proxy import FaultyProxy
 
 from .dialects import Endpoint
 from .states import BIG, SHORT, filled, impatient, load_step

@@ -14,8 +14,8 @@ from cloudckpt import (
     ServerError,
     ThrottledError,
 )
-from cloudckpt.testing.servers import free_port
-from cloudckpt.testing.wire_faults import (
+from emulators import free_port
+from wire.faults import (
     Call,
     CorruptUpload,
     Delay,

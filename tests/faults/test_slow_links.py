@@ -4,7 +4,7 @@ import pytest
 
 import cloudckpt
 from cloudckpt import ConnectionLostError, RetryPolicy
-from cloudckpt.testing.wire_faults import Drip, Throttle
+from wire.faults import Drip, Throttle
 
 from .selection import on
 from .states import SHORT, filled, impatient, load_step

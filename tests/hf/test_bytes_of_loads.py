@@ -5,9 +5,9 @@ import torch
 
 import cloudckpt.hf
 from cloudckpt.stores import registry
-from cloudckpt.testing.faulty import FaultyStore
 from dcp.layouts import LAYOUTS, spread
 from dcp.values import assert_same, numbered
+from faulty_store import FaultyStore
 
 
 class Counting(FaultyStore):

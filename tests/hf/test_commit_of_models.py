@@ -26,8 +26,8 @@ from cloudckpt.checkpoint.safetensors import INDEX, SINGLE_FILE
 from cloudckpt.errors import ObjectNotFoundError, StoreError
 from cloudckpt.stores import memory, registry
 from cloudckpt.stores.memory import MemoryStore
-from cloudckpt.testing.faulty import FaultyStore
 from cloudckpt.transfer import retry
+from faulty_store import FaultyStore
 from runs.interleavings import Actor, KilledError
 
 safetensors_torch = pytest.importorskip("safetensors.torch")

@@ -11,9 +11,9 @@ import torch.distributed as dist
 import cloudckpt.hf
 from cloudckpt import AccessDeniedError
 from cloudckpt.stores import registry
-from cloudckpt.testing.faulty import FaultyStore
 from dcp.layouts import LAYOUTS, spread
 from dcp.values import numbered
+from faulty_store import FaultyStore
 from forks import child
 
 OLD = {"old": torch.ones(3)}

@@ -26,8 +26,8 @@ from cloudckpt.errors import (
 from cloudckpt.runs import deleting, sweeping
 from cloudckpt.stores import memory
 from cloudckpt.stores.memory import MemoryStore
-from cloudckpt.testing.proxy import FaultyProxy
-from cloudckpt.testing.wire_faults import s3_error
+from wire.faults import s3_error
+from wire.proxy import FaultyProxy
 
 DENIED = s3_error(403, "AccessDenied")
 

@@ -19,7 +19,7 @@ from cloudckpt.runs.sweeping import Sweep, find_leftovers, sweep
 from cloudckpt.stores import registry
 from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.stores.registry import open_store
-from cloudckpt.testing.faulty import FaultyStore
+from faulty_store import FaultyStore
 
 OLD = "__0_0.0123456789abcdef.distcp"
 

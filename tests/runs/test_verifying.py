@@ -30,8 +30,8 @@ from cloudckpt.runs.contents import inspect
 from cloudckpt.runs.verifying import Verified, cut, verify
 from cloudckpt.stores import registry
 from cloudckpt.stores.memory import MemoryStore
-from cloudckpt.testing.faulty import FaultyStore
 from cloudckpt.transfer.landing import StoredBytes
+from faulty_store import FaultyStore
 
 STATE = {
     "model": {

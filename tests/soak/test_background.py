@@ -19,12 +19,12 @@ from background.saves import PATIENCE, begin, step_at
 from background.waiting import eventually, is_running, processes_of
 from cloudckpt import SaveProcessError
 from cloudckpt.background.saver import AsyncSaver
-from cloudckpt.testing.proxy import FaultyProxy
-from cloudckpt.testing.request import Request
-from cloudckpt.testing.wire_faults import Call
 from dcp.places import Place
 from faults.states import BIG
 from forks import child
+from wire.faults import Call
+from wire.proxy import FaultyProxy
+from wire.request import Request
 
 pytestmark = pytest.mark.parametrize("dialect", ["plain s3"], indirect=True)
 lanes = pytest.mark.parametrize("lane", range(2))  # each with a chance of its own

@@ -6,9 +6,9 @@ import pytest
 
 import cloudckpt
 from cloudckpt import CheckpointCorruptError, CloudCheckpointError, CommitUnknownError
-from cloudckpt.testing.wire_faults import Corrupt
 from faults import test_load, test_save
 from faults.states import BIG, SMALL, filled, load_step
+from wire.faults import Corrupt
 
 DIALECTS = ["s3", "plain s3", "google", "compose", "azure"]
 pytestmark = pytest.mark.parametrize("dialect", DIALECTS, indirect=True)

@@ -13,7 +13,7 @@ import pytest
 
 from authority import usage
 
-pytest.register_assert_rewrite("cloudckpt.testing.contract")
+pytest.register_assert_rewrite("contract")
 
 CHUNK = 1 << 20
 

@@ -32,7 +32,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores import azure_tokens
 from cloudckpt.stores.azure import AzureStore
-from cloudckpt.testing.servers import free_port
+from emulators import free_port
 
 TENANT = "11111111-2222-3333-4444-555555555555"
 OTHER_TENANT = "66666666-7777-8888-9999-000000000000"

@@ -11,9 +11,9 @@ from cloudckpt.errors import ConnectionLostError, CredentialsError, StoreError
 from cloudckpt.stores import azure_errors, gcs_errors, s3_errors
 from cloudckpt.stores.s3 import S3Store
 from cloudckpt.stores.s3_access import BucketAccess
-from cloudckpt.testing.proxy import FaultyProxy
-from cloudckpt.testing.servers import free_port
-from cloudckpt.testing.wire_faults import Reset
+from emulators import free_port
+from wire.faults import Reset
+from wire.proxy import FaultyProxy
 
 HTML = b"<html><head><title>Access Denied</title></head><body><h1>Denied</h1></body></html>"
 

@@ -12,8 +12,8 @@ from cloudckpt import Config, S3Options
 from cloudckpt.stores.local import LocalStore
 from cloudckpt.stores.memory import MemoryObject, MemoryStore
 from cloudckpt.stores.s3 import S3Store
-from cloudckpt.testing.contract import StoreContract
-from cloudckpt.testing.faulty import FaultyStore
+from contract import StoreContract
+from faulty_store import FaultyStore
 
 
 class TestMemory(StoreContract):

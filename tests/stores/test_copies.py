@@ -23,7 +23,7 @@ from cloudckpt.stores.azure import AzureStore
 from cloudckpt.stores.base import ObjectInfo, Upload
 from cloudckpt.stores.gcs import GCSStore
 from cloudckpt.stores.s3 import S3Store
-from cloudckpt.testing.contract.data import put, some_bytes
+from contract.data import put, some_bytes
 from stubs.gcs import GcsStub
 
 FOUND = ObjectInfo("run/a b", 100, '"etag"')

@@ -33,7 +33,7 @@ from cloudckpt.stores.credentials import Credentials, check_credential, conceal,
 from cloudckpt.stores.gcs import GCSStore
 from cloudckpt.stores.http import HttpClient, HttpOptions
 from cloudckpt.stores.s3 import S3Store
-from cloudckpt.testing.servers import moto_server
+from emulators import moto_server
 
 SECRET = "S3cr3t+Value/of=this-Test"
 KEY = base64.b64encode(b"SECRETKEYOFTHISTEST" * 2).decode()

@@ -32,7 +32,7 @@ from cloudckpt.errors import (
 from cloudckpt.stores import gcs_access
 from cloudckpt.stores.gcs import GCSStore
 from cloudckpt.stores.registry import open_store
-from cloudckpt.testing.servers import free_port
+from emulators import free_port
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import pytest
 
 from cloudckpt import Config, GCSOptions
 from cloudckpt.stores.gcs import GCSStore
-from cloudckpt.testing.contract import StoreContract
+from contract import StoreContract
 from stubs.gcs import GcsStub
 from stubs.gcs_state import Attributes
 

@@ -24,7 +24,7 @@ import cloudckpt
 from cloudckpt.errors import ConfigError, ConnectionLostError, ServerError, TLSError
 from cloudckpt.stores import bodies, long_reads, watch
 from cloudckpt.stores.http import HttpClient, HttpOptions
-from cloudckpt.testing.servers import free_port
+from emulators import free_port
 
 MIB = 1024 * 1024
 STEP = MIB

@@ -45,8 +45,8 @@ from cloudckpt.stores.base import Part, Upload
 from cloudckpt.stores.registry import open_store
 from cloudckpt.stores.s3 import S3Store
 from cloudckpt.stores.s3_access import BucketAccess
-from cloudckpt.testing.servers import free_port
 from cloudckpt.transfer.retry import Retrier
+from emulators import free_port
 
 UPLOAD = Upload("run/object", "id/with+odd=chars&more", 5 * 1024**2)
 CRC = CRC32C.of(b"data")

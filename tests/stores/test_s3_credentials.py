@@ -32,8 +32,8 @@ from cloudckpt.errors import (
 from cloudckpt.stores import s3_credentials
 from cloudckpt.stores.s3 import S3Store
 from cloudckpt.stores.s3_credentials import Keys
-from cloudckpt.testing.servers import free_port
 from cloudckpt.transfer.retry import open_store
+from emulators import free_port
 from stubs.aws_services import AwsServices
 
 PATIENT = RetryPolicy(attempts=10, base=0.0, cap=0.0, deadline=60.0)

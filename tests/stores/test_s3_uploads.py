@@ -29,11 +29,11 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores.base import Part, Upload
 from cloudckpt.stores.s3 import S3Store
-from cloudckpt.testing.contract.data import put, put_part, some_bytes
-from cloudckpt.testing.proxy import FaultyProxy
-from cloudckpt.testing.wire_faults import Reset, s3_error
 from cloudckpt.torch_files.torch_save import upload_stream
 from cloudckpt.transfer.stats import TransferStats
+from contract.data import put, put_part, some_bytes
+from wire.faults import Reset, s3_error
+from wire.proxy import FaultyProxy
 
 KEY = "run/object"
 PIECES = (b"first part", b"the last part")

@@ -25,7 +25,7 @@ from cloudckpt.stores.azure import AzureStore
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.stores.gcs import GCSStore
 from cloudckpt.stores.s3 import S3Store
-from cloudckpt.testing.servers import free_port
+from emulators import free_port
 
 
 def s3(url):

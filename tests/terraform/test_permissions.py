@@ -23,14 +23,14 @@ from cloudckpt import AzureOptions, Config, GCSOptions, RetryPolicy, S3Options
 from cloudckpt.errors import InvalidRequestError
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.stores.registry import open_store
-from cloudckpt.testing.contract.data import put, put_part
-from cloudckpt.testing.hop import Answer, Fault
-from cloudckpt.testing.proxy import FaultyProxy
-from cloudckpt.testing.request import Request
-from cloudckpt.testing.servers import azurite_server
-from cloudckpt.testing.wire_faults import Reset, Respond
 from cloudckpt.uri import CheckpointURI
+from contract.data import put, put_part
+from emulators import azurite_server
 from stubs.gcs import GcsStub
+from wire.faults import Reset, Respond
+from wire.hop import Answer, Fault
+from wire.proxy import FaultyProxy
+from wire.request import Request
 
 TERRAFORM = Path(__file__).parents[2] / "terraform"
 MIB = 1024 * 1024

@@ -17,8 +17,8 @@ from cloudckpt import Config, RetryPolicy, S3Options
 from cloudckpt.config import MIB
 from cloudckpt.doctor import examine
 from cloudckpt.errors import AccessDeniedError, CheckpointCorruptError
-from cloudckpt.testing.proxy import FaultyProxy
-from cloudckpt.testing.wire_faults import Reset, s3_error
+from wire.faults import Reset, s3_error
+from wire.proxy import FaultyProxy
 
 AWS = Config(
     connections=4,

@@ -43,11 +43,11 @@ from cloudckpt import (
 )
 from cloudckpt.experimental import CloudCheckpointReader, CloudCheckpointWriter
 from cloudckpt.stores.registry import open_store
-from cloudckpt.testing.faulty import FaultyStore
 from cloudckpt.torch_files import torch_file
 from cloudckpt.uri import CheckpointURI
 from dcp.places import Place
 from dcp.values import assert_same, blank_like, numbered
+from faulty_store import FaultyStore
 
 MIB = 1024 * 1024
 _PATIENCE = 150.0

@@ -46,7 +46,6 @@ from cloudckpt.format_utils import (
     torch_save_to_dcp,
 )
 from cloudckpt.stores.registry import open_store
-from cloudckpt.testing.faulty import FaultyStore
 from cloudckpt.torch_files import torch_file
 from cloudckpt.torch_files.torch_file import TorchFile
 from cloudckpt.torch_files.torch_save import write_torch_file
@@ -56,6 +55,7 @@ from dcp.layouts import LAYOUTS, check_local_parts, full_state, spread
 from dcp.places import Place
 from dcp.test_memory import _forget_peak, _status
 from dcp.values import assert_same, blank_like, numbered
+from faulty_store import FaultyStore
 
 MIB = 1024 * 1024
 

@@ -18,10 +18,10 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores.base import Capabilities
 from cloudckpt.stores.memory import MemoryStore
-from cloudckpt.testing.faulty import FaultyStore
 from cloudckpt.torch_files.object_file import ObjectFile, PinnedObject
 from cloudckpt.torch_files.torch_save import UploadStream, upload_stream
 from cloudckpt.transfer.stats import TransferStats
+from faulty_store import FaultyStore
 
 KEY = "run/model.pt"
 CONFIG = Config(

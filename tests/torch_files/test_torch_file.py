@@ -15,7 +15,6 @@ from cloudckpt import CheckpointCorruptError, CheckpointError, Config, events
 from cloudckpt.config import MIB
 from cloudckpt.errors import ConnectionLostError
 from cloudckpt.stores.registry import open_store
-from cloudckpt.testing.faulty import FaultyStore
 from cloudckpt.torch_files import torch_file
 from cloudckpt.torch_files.object_file import ObjectFile
 from cloudckpt.torch_files.torch_file import TorchFile
@@ -23,6 +22,7 @@ from cloudckpt.torch_files.torch_save import UploadStream, write_torch_file
 from cloudckpt.transfer import stats as stats_module
 from cloudckpt.transfer.landing import copy_into
 from cloudckpt.uri import CheckpointURI
+from faulty_store import FaultyStore
 
 
 @pytest.fixture

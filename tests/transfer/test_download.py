@@ -24,12 +24,12 @@ from cloudckpt.errors import (
     TransferCancelledError,
 )
 from cloudckpt.stores.memory import MemoryStore
-from cloudckpt.testing.faulty import FaultyStore
 from cloudckpt.transfer.download import download
 from cloudckpt.transfer.group import Cancellation
 from cloudckpt.transfer.landing import BoxSink, BytesSink, FlatSink, StoredBytes, Wanted
 from cloudckpt.transfer.staging import ScratchPool
 from cloudckpt.transfer.stats import TransferStats
+from faulty_store import FaultyStore
 
 KIB = 1024
 BLOCK = 1000

@@ -24,12 +24,12 @@ from cloudckpt.errors import (
     TransferCancelledError,
 )
 from cloudckpt.stores.memory import MemoryStore
-from cloudckpt.testing.faulty import FaultyStore
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.parts import PartPlan, Piece
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.upload import ObjectUpload, put_whole
+from faulty_store import FaultyStore
 
 PART = 1000
 KEY = "run/object"

@@ -8,9 +8,9 @@ import pytest
 from cloudckpt.config import RetryPolicy
 from cloudckpt.errors import ConnectionLostError, ObjectNotFoundError
 from cloudckpt.stores.memory import MemoryStore
-from cloudckpt.testing.faulty import FaultyStore
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.view import BlockingView, answered
+from faulty_store import FaultyStore
 
 
 @pytest.fixture

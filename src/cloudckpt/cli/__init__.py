@@ -2,7 +2,6 @@
 
 from cloudckpt.cli import (
     converting,
-    demo,
     doctor,
     looking,
     moving,
@@ -10,4 +9,4 @@ from cloudckpt.cli import (
 )  # each adds its commands to the app
 from cloudckpt.cli.app import main
 
-__all__ = ["converting", "demo", "doctor", "looking", "main", "moving", "runs"]
+__all__ = ["converting", "doctor", "looking", "main", "moving", "runs"]

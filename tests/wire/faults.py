@@ -1,6 +1,6 @@
 """What networks and stores do to requests: faults for a ``FaultyProxy``.
 
-Each says what happens to one request. Own ones derive from :class:`~cloudckpt.testing.hop.Fault`.
+Each says what happens to one request. Own ones derive from :class:`~wire.hop.Fault`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from cloudckpt.testing.hop import Answer, Fault, Hop
-from cloudckpt.testing.request import Headers, Request
+from wire.hop import Answer, Fault, Hop
+from wire.request import Headers, Request
 
 __all__ = [
     "Call",

@@ -23,9 +23,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import cloudckpt
+from children import end_with_parent
 from cloudckpt.dcp.planners import CloudSavePlanner
-from cloudckpt.demo.children import end_with_parent
-from cloudckpt.demo.messages import (
+from cloudckpt.events import Event, subscribe
+from messages import (
     Committed,
     Failed,
     Job,
@@ -36,8 +37,7 @@ from cloudckpt.demo.messages import (
     Uploaded,
     tell,
 )
-from cloudckpt.demo.model import CONTEXT, GPT, StdlibText
-from cloudckpt.events import Event, subscribe
+from model import CONTEXT, GPT, StdlibText
 
 __all__ = ["train"]
 

@@ -2,8 +2,8 @@
 
 It stands between a client and an emulator, and does to chosen requests what a fault says::
 
-    from cloudckpt.testing.proxy import FaultyProxy
-    from cloudckpt.testing.wire_faults import Reset, slow_down
+    from wire.proxy import FaultyProxy
+    from wire.faults import Reset, slow_down
 
     with FaultyProxy("http://127.0.0.1:5000") as proxy:
         proxy.inject(Reset("answer"), operation="UploadPart", times=2)
@@ -13,7 +13,7 @@ It stands between a client and an emulator, and does to chosen requests what a f
         assert len(proxy.requests(operation="CompleteMultipartUpload")) == 1
 
 Operations are called by S3's names in every dialect; an emulator of Google's or Azure's store needs
-``naming=google_naming`` or ``azure_naming``, see :mod:`cloudckpt.testing.naming`.
+``naming=google_naming`` or ``azure_naming``, see :mod:`wire.naming`.
 
 The proxy speaks HTTP/1.1 on loopback, in threads of this process; with TLS if it is given a context
 with a certificate for 127.0.0.1, and without to the emulator. Whole bodies pass through its memory.
@@ -36,9 +36,9 @@ from types import TracebackType
 from typing import BinaryIO, TypeVar
 from urllib.parse import urlsplit
 
-from cloudckpt.testing.hop import Exchange, Fault, Hop
-from cloudckpt.testing.naming import Naming, s3_naming
-from cloudckpt.testing.request import Request, read_head
+from wire.hop import Exchange, Fault, Hop
+from wire.naming import Naming, s3_naming
+from wire.request import Request, read_head
 
 __all__ = ["FaultyProxy", "Rule"]
 

@@ -13,7 +13,7 @@ from cloudckpt.errors import (
     RangeNotSatisfiableError,
 )
 from cloudckpt.stores.base import ObjectStore
-from cloudckpt.testing.contract.data import (
+from contract.data import (
     SEVERAL_STEPS,
     Hooks,
     checksum,

@@ -12,17 +12,17 @@ from types import FrameType
 from rich.console import Console
 
 import cloudckpt
-from cloudckpt.demo.bucket import (
+from bucket import (
     bucket_of_user,
     embedded_bucket,
     find_remains,
     wait_until_torn,
 )
-from cloudckpt.demo.children import Ranks
-from cloudckpt.demo.messages import Check, Job, Phase, Staged
-from cloudckpt.demo.model import GPT
-from cloudckpt.demo.report import Screen
+from children import Ranks
 from cloudckpt.uri import CheckpointURI
+from messages import Check, Job, Phase, Staged
+from model import GPT
+from report import Screen
 
 __all__ = ["run"]
 

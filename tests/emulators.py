@@ -111,7 +111,7 @@ def wait_until_answering(url: str, process: subprocess.Popen[bytes], seconds: fl
         if process.poll() is not None:
             raise RuntimeError(f"the server for {url} ended with code {process.returncode}")
         try:
-            urllib.request.urlopen(url, timeout=1).close()  # noqa: S310 - http on loopback
+            urllib.request.urlopen(url, timeout=1).close()
             return
         except urllib.error.HTTPError:
             return
@@ -139,7 +139,7 @@ def azurite_server(
 
     Args:
         executable: ``azurite-blob``; by default ``CLOUDCKPT_AZURITE``, then the one that
-            ``npm ci --prefix integration`` installs in a clone of cloudckpt, then that on ``PATH``.
+            ``npm ci --prefix integration`` installs, then that on ``PATH``.
         log: Where its output goes.
     """
     port = free_port()
@@ -177,11 +177,11 @@ def _find_azurite() -> str:
     given = os.environ.get("CLOUDCKPT_AZURITE")
     if given:
         return given
-    clone = Path(__file__).parents[3] / "integration" / "node_modules" / ".bin" / "azurite-blob"
+    clone = Path(__file__).parents[1] / "integration" / "node_modules" / ".bin" / "azurite-blob"
     found = str(clone) if clone.exists() else shutil.which("azurite-blob")
     if found is None:
         raise RuntimeError(
-            "there is no azurite-blob: run `npm ci --prefix integration` in a clone of cloudckpt, "
+            "there is no azurite-blob: run `npm ci --prefix integration`, "
             "or name it in CLOUDCKPT_AZURITE"
         )
     return found
@@ -195,7 +195,7 @@ def _running(
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(open(log or os.devnull, "wb"))
         process = stack.enter_context(
-            subprocess.Popen(  # noqa: S603 - a fixed command
+            subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _GUARD, *command],
                 stdin=subprocess.PIPE,
                 stdout=output,

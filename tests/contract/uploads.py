@@ -11,7 +11,7 @@ from cloudckpt.errors import (
     StoreError,
 )
 from cloudckpt.stores.base import ObjectStore, Progress
-from cloudckpt.testing.contract.data import (
+from contract.data import (
     SEVERAL_STEPS,
     Hooks,
     checksum,

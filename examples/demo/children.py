@@ -15,7 +15,7 @@ from typing import IO
 
 import torch.distributed as dist
 
-from cloudckpt.demo.messages import Event, Failed, Job, decode
+from messages import Event, Failed, Job, decode
 
 __all__ = ["ChildError", "Ranks", "end_with_parent"]
 
@@ -24,6 +24,7 @@ _LAST_WORDS = 30.0  # seconds for the others to notice that one rank is gone
 _GRACE = 10.0  # seconds for a killed process to be gone
 _TOLD = 4096  # bytes of standard error that are shown
 _LOOPBACK = "127.0.0.1"
+_TRAIN = os.path.join(os.path.dirname(__file__), "train.py")
 
 
 class ChildError(RuntimeError):
@@ -89,8 +90,8 @@ class Ranks:
         }
         errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed at the end of the block
         self._errors.append(errors)
-        process = subprocess.Popen(  # noqa: S603 - a module of this package
-            [sys.executable, "-m", "cloudckpt.demo.train", json.dumps(asdict(job))],
+        process = subprocess.Popen(  # a script beside this one
+            [sys.executable, _TRAIN, json.dumps(asdict(job))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,

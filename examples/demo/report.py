@@ -18,7 +18,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from cloudckpt.demo.messages import Check, Phase
+from messages import Check, Phase
 
 __all__ = ["Screen", "sparkline"]
 

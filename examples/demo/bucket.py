@@ -96,7 +96,7 @@ def _environment_for(endpoint: str) -> Iterator[None]:
     os.environ.update(
         AWS_ENDPOINT_URL_S3=endpoint,
         AWS_ACCESS_KEY_ID="demo",
-        AWS_SECRET_ACCESS_KEY="demo",  # noqa: S106 - the server takes anything
+        AWS_SECRET_ACCESS_KEY="demo",
         AWS_DEFAULT_REGION="us-east-1",
         AWS_CONFIG_FILE=os.devnull,
         AWS_SHARED_CREDENTIALS_FILE=os.devnull,

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from cloudckpt.testing.request import Headers, Request, read_chunks, read_exactly
+from wire.request import Headers, Request, read_chunks, read_exactly
 
 __all__ = ["Answer", "Exchange", "Fault", "Hop"]
 
@@ -204,7 +204,7 @@ class Hop:
 class Fault:
     """What happens to a request. This one lets it pass; subclasses override :meth:`inflict`.
 
-    Those for common troubles are in :mod:`cloudckpt.testing.wire_faults`.
+    Those for common troubles are in :mod:`wire.faults`.
     """
 
     def inflict(self, hop: Hop) -> None:

@@ -1,0 +1,1 @@
+"""HTTP between a client and an emulator, by the names of requests, with faults."""
