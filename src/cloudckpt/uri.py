@@ -287,7 +287,13 @@ class CheckpointURI:
         return self.scheme in CLOUD_SCHEMES
 
     def key(self, name: str) -> str:
-        """The store's key of the object ``name`` under this prefix."""
+        """The store's key of the object ``name`` under this prefix.
+
+        Names that begin with ``../`` and a folder are of objects in another location beside it.
+        """
+        if name.startswith("../"):
+            folder, _, name = name[3:].partition("/")
+            return self.beside(folder).key(name)
         return f"{self.prefix}/{name}" if self.prefix else name
 
     def join(self, *names: str) -> CheckpointURI:
@@ -301,6 +307,16 @@ class CheckpointURI:
     def parent(self) -> CheckpointURI:
         """The folder around it; that around the root of a bucket is the root."""
         return replace(self, prefix=self.prefix.rstrip("/").rpartition("/")[0])
+
+    def beside(self, folder: str) -> CheckpointURI:
+        """The location that is called ``folder`` in the folder around this one."""
+        prefix = self.prefix.rstrip("/")
+        return replace(self, prefix=prefix[: len(prefix) - len(self.folder)] + folder)
+
+    @property
+    def folder(self) -> str:
+        """What it is called in the folder around it; empty for the root of a bucket."""
+        return self.prefix.rstrip("/").rpartition("/")[2]
 
     def __str__(self) -> str:
         if self.scheme == "file":

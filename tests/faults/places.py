@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from azure.storage.blob import ContainerClient
 
-from cloudckpt.checkpoint.commit import named_objects
+from cloudckpt.checkpoint.committed import object_names
 from cloudckpt.checkpoint.committed import Fetched
 from cloudckpt.stores.base import ObjectInfo
 from dcp.places import boto_client
@@ -188,7 +188,7 @@ class Folder:
         run = commit.rpartition("/")[0]
         data = self.get(commit)
         fetched = Fetched(ObjectInfo(commit, len(data), ""), bytearray(data))
-        named = named_objects(fetched, commit)
+        named = object_names(fetched, commit)
         assert self.objects() == {commit, *(f"{run}/{name}" for name in named)}
 
 

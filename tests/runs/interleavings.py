@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from cloudckpt import Config, RetryPolicy
 from cloudckpt.checkpoint import commit as committing
-from cloudckpt.checkpoint.commit import begin, named_objects, publish
+from cloudckpt.checkpoint.commit import begin, publish
+from cloudckpt.checkpoint.committed import object_names
 from cloudckpt.checkpoint.committed import Fetched, fetch
 from cloudckpt.checkpoint.draft import Draft, Planned
 from cloudckpt.checkpoint.from_torch import inventory_of_plan
@@ -300,7 +301,7 @@ class World:
             )
             found = retrier.call(lambda: fetch(store, key))
             info = found.info
-            for name in sorted(named_objects(found, str(uri))):
+            for name in sorted(object_names(found, str(uri))):
                 try:
                     retrier.call(lambda name=name: store.get(uri.key(name)))
                 except ObjectNotFoundError:
@@ -419,7 +420,7 @@ class World:
 @lru_cache(maxsize=4096)
 def _named(metadata: bytes) -> frozenset[str]:
     found = Fetched(ObjectInfo(METADATA, len(metadata), ""), bytearray(metadata))
-    return frozenset(named_objects(found, "memory://"))
+    return frozenset(object_names(found, "memory://"))
 
 
 @pytest.fixture

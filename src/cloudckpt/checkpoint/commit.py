@@ -43,12 +43,13 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from cloudckpt.checkpoint.committed import Fetched, fetch, object_names
+from cloudckpt.checkpoint.committed import CommitObject, Fetched, fetch
 from cloudckpt.checkpoint.objects import (
     ObjectRecord,
     look_for,
     trial_name,
 )
+from cloudckpt.checkpoint.references import release
 from cloudckpt.config import Config, Switch
 from cloudckpt.errors import (
     CheckpointConflictError,
@@ -76,9 +77,9 @@ __all__ = [
     "commit",
     "conditions_work",
     "honours_conditions",
-    "named_objects",
-    "objects_of",
+    "no_longer_needed",
     "publish",
+    "trusted",
 ]
 
 logger = logging.getLogger("cloudckpt")
@@ -309,14 +310,14 @@ def _unknown(store: ObjectStore, key: str, error: StoreError) -> CommitUnknownEr
     )
 
 
-def _replaced(store: ObjectStore, baseline: Baseline, retrier: Retrier) -> set[str]:
-    """The names of the objects of the checkpoint that was there when the save began.
+def _replaced(store: ObjectStore, baseline: Baseline, retrier: Retrier) -> CommitObject | None:
+    """The commit object that was there when the save began; None if it can't be trusted.
 
     Raises:
         CheckpointConflictError: If it is no longer there.
     """
     if baseline.version is None:
-        return set()
+        return None
     uri = store.uri(baseline.key)
     try:
         fetched = retrier.call(functools.partial(fetch, store, baseline.key))
@@ -328,25 +329,47 @@ def _replaced(store: ObjectStore, baseline: Baseline, retrier: Retrier) -> set[s
             "save began; this save is discarded",
             uri=uri,
         )
-    return objects_of(fetched, uri)
+    return trusted(fetched, uri)
 
 
-def objects_of(fetched: Fetched, uri: str) -> set[str]:
-    """The names of the data objects that a commit object names; none if it can't be trusted."""
+def trusted(fetched: Fetched, uri: str) -> CommitObject | None:
+    """What a commit object says whose checkpoint is about to go; None if it can't be trusted."""
     try:
-        return named_objects(fetched, uri)
+        return CommitObject.parse(fetched, uri)
     except (CloudCheckpointError, MemoryError) as error:
         logger.warning("the objects of an older checkpoint are left behind: %s", error)
-        return set()
+        return None
 
 
-def named_objects(fetched: Fetched, uri: str) -> set[str]:
-    """The same.
+def no_longer_needed(
+    store: ObjectStore,
+    uri: CheckpointURI,
+    gone: CommitObject | None,
+    config: Config,
+    *,
+    needed: Collection[str] = (),
+) -> Sequence[str]:
+    """The keys of the objects of a checkpoint that is gone which nobody needs any more.
 
-    Raises:
-        CloudCheckpointError: If the metadata can't be read.
+    What can't be found out about is left behind, which is logged; it is swept one day.
+
+    Args:
+        store: The store.
+        uri: The checkpoint.
+        gone: Its commit object, which was deleted or replaced before; None if there was none.
+        config: Options.
+        needed: The keys that the checkpoint which has replaced it names.
     """
-    return object_names(fetched, uri)
+    if gone is None:
+        return ()
+    try:
+        if gone.record is not None:
+            return release(store, uri, gone, config, needed=needed)
+        names = gone.names(str(uri))
+    except (CloudCheckpointError, MemoryError) as error:
+        logger.warning("the objects of an older checkpoint are left behind: %s", error)
+        return ()
+    return sorted({uri.key(name) for name in names} - set(needed))
 
 
 def publish(
@@ -379,11 +402,14 @@ def publish(
         CommitUnknownError: If the store does not say whether the commit took place.
         StoreError: If it did not take place, and will not.
     """
-    names = {record.name for record in objects}
+    named = {uri.key(record.name) for record in objects}
+    sent = [record.name for record in objects if not record.name.startswith("../")]
 
-    def delete(names: Iterable[str]) -> None:
-        keys = [uri.key(name) for name in sorted(names)]
-        delete_quietly(store, keys, config.retry, threads=config.connections)
+    def delete(keys: Iterable[str]) -> None:
+        delete_quietly(store, sorted(keys), config.retry, threads=config.connections)
+
+    def discard() -> None:
+        delete(map(uri.key, sent))  # never what it only refers to
 
     retrier = Retrier(config.retry)
     try:
@@ -394,15 +420,15 @@ def publish(
         group.run(lambda: look_for(store, uri, others, group, look))
         trial = uri.key(trial_name(attempt))
         conditional = conditions_work(store, config.conditional_writes, trial, retrier)
-        unneeded = _replaced(store, baseline, retrier)
+        replaced = _replaced(store, baseline, retrier)
         baseline.check_age(str(uri))
     except BaseException:
-        delete(names)  # nothing can have become visible yet
+        discard()  # nothing can have become visible yet
         raise
     try:
         commit(store, baseline, body, conditional=conditional, retrier=retrier)
     except (CheckpointConflictError, StoreError):
-        delete(names)  # only these two say for certain that nothing became visible
+        discard()  # only these two say for certain that nothing became visible
         raise
     except CommitUnknownError:
         raise
@@ -412,4 +438,4 @@ def publish(
             uri=str(uri),
             cause=error,
         ) from error
-    delete(unneeded - names)
+    delete(no_longer_needed(store, uri, replaced, config, needed=named))

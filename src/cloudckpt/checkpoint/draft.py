@@ -7,7 +7,6 @@ of the same structure takes only the plan from the one before.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from cloudckpt.checkpoint.columns import unfilled
+from cloudckpt.checkpoint.columns import column_of, unfilled
 from cloudckpt.checkpoint.committed import CommitObject
 from cloudckpt.checkpoint.from_torch import (
     NotInColumnsError,
@@ -101,7 +100,7 @@ class Draft:
                     "nothing was committed",
                     uri=uri,
                 )
-        objects = list(itertools.chain.from_iterable(one.objects for one in written))
+        objects, numbers = _objects_of(written)
         structure = planned.structure
         if structure is None:
             structure = Structure.merged([one.structure for one in written], uri)
@@ -112,13 +111,13 @@ class Draft:
             metadata.storage_meta = StorageMeta(save_id=save_id_of(attempt))
             metadata.version = CURRENT_DCP_VERSION
             return cls._by_pickle(attempt, objects, metadata, checksum, structure)
-        inventory = dataclasses.replace(
-            planned.inventory,
-            extents=_extents(planned.inventory.count, planned.rows, written),
-            objects=objects,
-            structure=structure,
-        )
         try:
+            inventory = dataclasses.replace(
+                planned.inventory,
+                extents=_extents(planned.inventory.count, planned.rows, written, numbers),
+                objects=objects,
+                structure=structure,
+            )
             inventory.check_extents()
         except ValueError as exc:
             raise IncompleteSaveError(
@@ -255,15 +254,40 @@ def _check_rows(inventory: Inventory, rows: Sequence[torch.Tensor]) -> None:
         raise NotInColumnsError("two chunks with one place, or one that nobody will write")
 
 
-def _extents(count: int, rows: Sequence[torch.Tensor], written: Sequence[Written]) -> Extents:
-    """Where all rows lie, by the objects of all ranks one after the other."""
-    columns = [unfilled(count) for _ in range(3)]
-    base = 0
-    for of_rank, one in zip(rows, written, strict=True):
-        objects, offsets, lengths = one.extents.columns
-        for column, values in zip(columns, (objects + base, offsets, lengths), strict=True):
+def _objects_of(written: Sequence[Written]) -> tuple[list[WrittenObject], list[torch.Tensor]]:
+    """The objects of all ranks, each once, and by rank the numbers that its own have there.
+
+    Several ranks may refer to one object of another checkpoint.
+    """
+    found: dict[str, int] = {}
+    objects: list[WrittenObject] = []
+    numbers: list[torch.Tensor] = []
+    for one in written:
+        of_rank = []
+        for each in one.objects:
+            number = found.setdefault(each.name, len(objects))
+            if number == len(objects):
+                objects.append(each)
+            of_rank.append(number)
+        numbers.append(column_of(of_rank))
+    return objects, numbers
+
+
+def _extents(
+    count: int,
+    rows: Sequence[torch.Tensor],
+    written: Sequence[Written],
+    numbers: Sequence[torch.Tensor],
+) -> Extents:
+    """Where all rows lie, by the numbers of the objects of all ranks."""
+    have_digests = all(one.extents.has_digests for one in written)
+    columns = [unfilled(count) for _ in range(5 if have_digests else 3)]
+    for of_rank, one, number in zip(rows, written, numbers, strict=True):
+        objects, *others = one.extents.all_columns if have_digests else one.extents.columns
+        if bool(((objects < 0) | (objects >= number.numel())).any()):
+            raise ValueError("an item in an object that is not there")
+        for column, values in zip(columns, (number[objects], *others), strict=True):
             column[of_rank] = values
-        base += len(one.objects)
     return Extents(*columns)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import logging
 import re
 import struct
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,17 +34,23 @@ __all__ = [
     "ObjectRecord",
     "WrittenObject",
     "beneath",
+    "check_folder",
     "checked",
     "data_name",
     "find_commit",
+    "keep_name",
+    "keeps_in",
     "is_committed",
     "is_drawn_name",
+    "is_keep_name",
     "is_pending_name",
     "look_for",
+    "pack_objects",
     "pending_name",
     "probe_name",
     "rank_of",
     "trial_name",
+    "unpack_objects",
 ]
 
 logger = logging.getLogger("cloudckpt")
@@ -82,6 +89,27 @@ def rank_of(name: str) -> int:
     return int(re.match(r"__(\d+)_", name)[1])  # type: ignore[index]
 
 
+_KEEP = ".cloudckpt-keep."
+
+
+def keep_name(attempt: str) -> str:
+    """What a save puts into another checkpoint whose data objects it may refer to.
+
+    As long as it is there, they are not deleted; see :mod:`cloudckpt.checkpoint.references`.
+    """
+    return f"{_KEEP}{attempt}"
+
+
+def keeps_in(folder: CheckpointURI) -> str:
+    """What the keys of all objects of :func:`keep_name` in a checkpoint begin with."""
+    return folder.key(_KEEP)
+
+
+def is_keep_name(name: str) -> bool:
+    """Whether a name is one of :func:`keep_name`."""
+    return re.fullmatch(re.escape(_KEEP) + "[0-9a-f]{16}", name) is not None
+
+
 def trial_name(attempt: str) -> str:
     """An object on which is tried whether the store honours conditions; it is deleted then."""
     return f".conditions.{attempt}"
@@ -92,6 +120,7 @@ def probe_name(of: Literal["doctor", "sweep"], drawn: str) -> str:
     return f".cloudckpt-{of}.{drawn}"
 
 
+_OF_DATA = re.compile(r"__\d+_\d+\.[0-9a-f]{16}\.distcp")
 _DRAWN = re.compile(
     r"(__\d+_\d+\.<>\.distcp|\.conditions\.<>|\.cloudckpt-(doctor|sweep)\.<>(\.[0-9a-z]+)?)".replace(
         "<>", "[0-9a-f]{16}"
@@ -100,17 +129,18 @@ _DRAWN = re.compile(
 
 
 def is_drawn_name(name: str) -> bool:
-    """Whether a name is one that was drawn at random: of the four kinds above.
+    """Whether a name is one that was drawn at random: of the five kinds above.
 
     Nobody but cloudckpt has written what is called so, for one purpose, and under no name twice.
     """
-    return _DRAWN.fullmatch(name) is not None or is_pending_name(name)
+    return _DRAWN.fullmatch(name) is not None or is_pending_name(name) or is_keep_name(name)
 
 
 def checked(name: object, uri: str) -> str:
-    """``name``, if it stays beneath the checkpoint's prefix.
+    """``name``, if it stays beneath the checkpoint's prefix, or is a data object of one beside it.
 
-    Names come from the bucket; one that leads elsewhere must not be read, much less deleted.
+    Names come from the bucket; one that leads elsewhere must not be read, much less deleted. What
+    is in a checkpoint beside it must have a name as only cloudckpt draws them.
 
     Raises:
         CheckpointCorruptError: If it does not.
@@ -120,6 +150,8 @@ def checked(name: object, uri: str) -> str:
             f"the metadata names an object by a {type(name).__name__}", uri=uri
         )
     parts = name.split("/")
+    if parts[0] == ".." and len(parts) == 3 and _OF_DATA.fullmatch(parts[2]):
+        del parts[0]
     if not name or _UNUSABLE.search(name) or "" in parts or "." in parts or ".." in parts:
         raise CheckpointCorruptError(
             f"the metadata names an object outside of the checkpoint: {name[:200]!r}", uri=uri
@@ -152,6 +184,8 @@ class WrittenObject:
         checksum: Theirs, by the algorithm of the store.
         index_size: Bytes of the index at its end.
         index_crc: CRC32C of these.
+        folder: The checkpoint that it is in, by its name in the folder around both; empty if it is
+            in the one that names it.
     """
 
     rank: int
@@ -161,14 +195,16 @@ class WrittenObject:
     checksum: int
     index_size: int
     index_crc: int
+    folder: str = ""
 
     @property
     def name(self) -> str:
-        """Its name beneath the checkpoint."""
-        return data_name(self.rank, self.ordinal, self.attempt)
+        """Its name beneath the checkpoint; of one in another, from there."""
+        name = data_name(self.rank, self.ordinal, self.attempt)
+        return f"../{self.folder}/{name}" if self.folder else name
 
     def pack(self) -> bytes:
-        """It in 40 bytes."""
+        """It in 40 bytes, without the folder."""
         return RECORD.pack(
             self.rank,
             self.ordinal,
@@ -193,6 +229,39 @@ class WrittenObject:
         if any(not one.index_size <= one.size < 1 << 63 for one in found):
             raise ValueError("an object is smaller than its index, or of no size")
         return found
+
+
+def pack_objects(objects: Sequence[WrittenObject]) -> tuple[bytes, tuple[str, ...]]:
+    """Objects as bytes, and their folders; none if all are in the checkpoint itself."""
+    folders = tuple(one.folder for one in objects)
+    return b"".join(one.pack() for one in objects), folders if any(folders) else ()
+
+
+def unpack_objects(
+    packed: bytes | bytearray | memoryview, folders: Sequence[str]
+) -> tuple[WrittenObject, ...]:
+    """The reverse of :func:`pack_objects`.
+
+    Raises:
+        ValueError: If they make no sense.
+    """
+    found = WrittenObject.unpack_all(packed)
+    if not folders:
+        return found
+    pairs = zip(found, folders, strict=True)
+    return tuple(dataclasses.replace(one, folder=folder) for one, folder in pairs)
+
+
+def check_folder(folder: object) -> None:
+    """Refuses what is no name of a checkpoint beside another.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    if type(folder) is not str or folder in ("", ".", "..") or "/" in folder:
+        raise ValueError("a name of another checkpoint that is none")
+    if _UNUSABLE.search(folder):
+        raise ValueError("a name of another checkpoint with characters that none has")
 
 
 _MOST_KEYS = 5000  # that are listed for a hint: five pages of S3

@@ -29,7 +29,7 @@ from cloudckpt.checkpoint.columns import (
 )
 from cloudckpt.checkpoint.index import KINDS, kind_of
 from cloudckpt.checkpoint.inventory import Chunks, Entry, Inventory, Paths, rows_of
-from cloudckpt.checkpoint.objects import WrittenObject
+from cloudckpt.checkpoint.objects import WrittenObject, check_folder
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.written import Extents
 from cloudckpt.checksum import ChecksumAlgorithm
@@ -101,13 +101,15 @@ class Record:
         Raises:
             ValueError: If the format has no room for it.
         """
+        folders = list(dict.fromkeys(one.folder for one in self.objects if one.folder))
         document = {
             "attempt": self.attempt,
             "checksum": kind_of(self.checksum),
             "objects": len(self.objects),
+            "folders": folders,
             "structure": self.structure.to_json() if self.structure else None,
         }
-        columns = _columns_of(self.objects)
+        columns = _columns_of(self.objects, folders)
         if self.inventory is not None:
             document |= _table(self.inventory, self.whole)
             columns += _columns(self.inventory)
@@ -184,14 +186,14 @@ def _parse(data: memoryview, most: int | None) -> Record:
         raise ValueError("it is of another length than it says")
     head = _head(bytes(data[_HEADER.size : middle]), size)
     reading = _Reading(data[middle:], columns_size)
-    objects = reading.objects(head.objects)
+    objects = reading.objects(head.objects, head.folders)
     if not has_inventory:
         reading.end()
         return Record(head.attempt, objects, head.checksum, head.structure)
     if head.rows > max(columns_size, _UNWRITTEN):
         raise ValueError("it has fewer columns than rows")
     rows = head.rows if head.is_written else 0
-    extents = unfilled(3, rows)
+    extents = unfilled(5 if head.has_digests else 3, rows)
     reading.fill(extents)
     chunks = reading.chunks(head.rows_of)
     inventory = Inventory(
@@ -217,7 +219,9 @@ class _Head:
     objects: int
     checksum: ChecksumAlgorithm
     structure: Structure
+    folders: Sequence[str] = ()
     is_written: bool = True
+    has_digests: bool = False
     rows: int = 0
     entries: Mapping[str, Entry] = field(default_factory=dict)
     properties: Sequence[TensorProperties] = ()
@@ -242,7 +246,10 @@ def _head(packed: bytes, size: int) -> _Head:
         raise ValueError("a name of a save, or a number of objects, that is none")
     found = document["structure"]
     structure = Structure() if found is None else Structure.from_json(found)
-    known = _Head(attempt, objects, KINDS[document["checksum"]], structure)
+    folders = document["folders"]
+    for folder in folders:
+        check_folder(folder)
+    known = _Head(attempt, objects, KINDS[document["checksum"]], structure, tuple(folders))
     if "names" not in document:
         return known
     entries, properties, rows = _entries(document)
@@ -254,7 +261,9 @@ def _head(packed: bytes, size: int) -> _Head:
         objects,
         known.checksum,
         structure,
+        known.folders,
         document["written"] is True,
+        document["digests"] is True,
         rows,
         entries,
         properties,
@@ -274,8 +283,8 @@ class _Reading:
         for column in columns.unbind(0):
             unpack_column(self._data, column)
 
-    def objects(self, count: int) -> tuple[WrittenObject, ...]:
-        """Reads data objects.
+    def objects(self, count: int, folders: Sequence[str]) -> tuple[WrittenObject, ...]:
+        """Reads data objects, which are in the checkpoint itself or in these others.
 
         Raises:
             ValueError: If their sizes make no sense.
@@ -285,12 +294,15 @@ class _Reading:
         columns = unfilled(len(_OBJECT), count)
         self.fill(columns)
         found = []
-        for rank, ordinal, attempt, size, checksum, index_size, index_crc in columns.t().tolist():
-            if min(rank, ordinal, index_crc) < 0 or not 0 <= index_size <= size:
+        for rank, ordinal, attempt, size, checksum, index_size, crc, number in columns.t().tolist():
+            if min(rank, ordinal, crc) < 0 or not 0 <= index_size <= size:
                 raise ValueError("an object is smaller than its index, or of no size")
+            if not 0 <= number <= len(folders):
+                raise ValueError("an object of a checkpoint that is not named")
             name = (attempt % _HALF).to_bytes(8, "big").hex()
+            folder = folders[number - 1] if number else ""
             found.append(
-                WrittenObject(rank, ordinal, name, size, checksum % _HALF, index_size, index_crc)
+                WrittenObject(rank, ordinal, name, size, checksum % _HALF, index_size, crc, folder)
             )
         return tuple(found)
 
@@ -310,11 +322,12 @@ class _Reading:
         return found
 
 
-_OBJECT = ("rank", "ordinal", "attempt", "size", "checksum", "index_size", "index_crc")
+_OBJECT = ("rank", "ordinal", "attempt", "size", "checksum", "index_size", "index_crc", "folder")
 
 
-def _columns_of(objects: Sequence[WrittenObject]) -> list[torch.Tensor]:
+def _columns_of(objects: Sequence[WrittenObject], folders: Sequence[str]) -> list[torch.Tensor]:
     """Data objects as columns; numbers of 64 bits as those of int64 with the same bits."""
+    numbers = {folder: number for number, folder in enumerate(["", *folders])}
     rows = [
         (
             one.rank,
@@ -324,6 +337,7 @@ def _columns_of(objects: Sequence[WrittenObject]) -> list[torch.Tensor]:
             _signed(one.checksum),
             one.index_size,
             one.index_crc,
+            numbers[one.folder],
         )
         for one in objects
     ]
@@ -337,7 +351,7 @@ def _signed(number: int) -> int:
 
 def _columns(inventory: Inventory) -> list[torch.Tensor]:
     """The columns of an inventory's rows."""
-    columns = list(inventory.extents.columns)
+    columns = list(inventory.extents.all_columns)
     for chunks in inventory.chunks.values():
         for matrix in (chunks.offsets, chunks.sizes):
             columns += [dim.contiguous() for dim in matrix.unbind(1)]
@@ -349,6 +363,7 @@ def _table(inventory: Inventory, whole: Sequence[int]) -> dict[str, Any]:
     rows = sum(entry.count for entry in entries)
     return {
         "written": len(inventory.extents) == rows,
+        "digests": inventory.extents.has_digests,
         "names": list(inventory.entries),
         "shapes": [entry.shape for entry in entries],
         "properties": [entry.properties for entry in entries],

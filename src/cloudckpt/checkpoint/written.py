@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from cloudckpt.checkpoint.columns import column_of, numbers_in, raw_bytes
-from cloudckpt.checkpoint.objects import WrittenObject
+from cloudckpt.checkpoint.columns import column_of, counted, numbers_in, raw_bytes, unfilled
+from cloudckpt.checkpoint.objects import WrittenObject, pack_objects, unpack_objects
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.timing import RankTiming
 
@@ -26,11 +26,16 @@ class Extents:
         objects: The numbers of their objects.
         offsets: Their first bytes in these, envelopes included.
         lengths: Their bytes, envelopes included.
+        high: The first halves of the digests of what they hold (:mod:`cloudckpt.checkpoint.base`);
+            None if these were not asked for.
+        low: The second halves.
     """
 
     objects: torch.Tensor
     offsets: torch.Tensor
     lengths: torch.Tensor
+    high: torch.Tensor | None = None
+    low: torch.Tensor | None = None
 
     @classmethod
     def of(cls, rows: Sequence[tuple[int, int, int]]) -> Extents:
@@ -49,41 +54,62 @@ class Extents:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Extents) or len(self) != len(other):
             return NotImplemented if not isinstance(other, Extents) else False
-        return all(map(torch.equal, self.columns, other.columns))
+        if self.has_digests != other.has_digests:
+            return False
+        return all(map(torch.equal, self.all_columns, other.all_columns))
 
     __hash__ = None  # type: ignore[assignment]
 
     @property
     def columns(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The three."""
+        """Those of the places."""
         return self.objects, self.offsets, self.lengths
 
+    @property
+    def has_digests(self) -> bool:
+        """Whether there are digests."""
+        return self.high is not None and self.low is not None
+
+    @property
+    def all_columns(self) -> tuple[torch.Tensor, ...]:
+        """Those of the places, and of the digests if there are any."""
+        if self.high is None or self.low is None:
+            return self.columns
+        return (*self.columns, self.high, self.low)
+
     def changed_since(self, earlier: Extents) -> torch.Tensor:
-        """The numbers of the items that lie elsewhere than in ``earlier``, which has as many."""
+        """The numbers of the items that are others than in ``earlier``, which has as many."""
+        if self.has_digests != earlier.has_digests:
+            return counted(0, len(self))
         same = torch.ones(len(self), dtype=torch.bool, device="cpu")
-        for column, before in zip(self.columns, earlier.columns, strict=True):
+        for column, before in zip(self.all_columns, earlier.all_columns, strict=True):
             same &= column == before
         return (~same).nonzero().view(-1)
 
     def digest(self) -> bytes:
         """Of all of them, in their order."""
         made = hashlib.blake2b(digest_size=16)
-        for column in self.columns:
+        for column in self.all_columns:
             made.update(raw_bytes(column))
         return made.digest()
 
     def at(self, items: torch.Tensor) -> Extents:
         """Those of some items."""
-        return Extents(*(column[items] for column in self.columns))
+        return Extents(*(column[items] for column in self.all_columns))
 
     def __reduce__(self) -> tuple[object, ...]:
         # tensors pickle in a thousand bytes each
-        return _unpacked, (b"".join(map(raw_bytes, self.columns)),)
+        return Extents.unpack, (self.pack(), len(self.all_columns))
 
+    def pack(self) -> bytes:
+        """All columns, one after the other: little-endian numbers of 64 bits."""
+        return b"".join(map(raw_bytes, self.all_columns))
 
-def _unpacked(packed: bytes) -> Extents:
-    columns = numbers_in(bytearray(packed), torch.int64, len(packed) // 8).view(3, -1)
-    return Extents(*columns.unbind(0))
+    @classmethod
+    def unpack(cls, packed: bytes, columns: int) -> Extents:
+        """The reverse of :meth:`pack`; ``columns`` is how many there are."""
+        numbers = numbers_in(bytearray(packed), torch.int64, len(packed) // 8)
+        return cls(*numbers.view(columns, -1).unbind(0))
 
 
 @dataclass(frozen=True)
@@ -92,7 +118,8 @@ class Written:
 
     Attributes:
         uri: Where to.
-        objects: Its objects, by ordinal.
+        objects: Its objects, by ordinal, and behind them those of other checkpoints that have
+            some of its items.
         extents: Where the items of its plan are, in their order.
         items: The numbers of the plan's items that ``extents`` are of; None if of all.
         digest: Of the extents of all items, if ``extents`` are of some.
@@ -130,8 +157,11 @@ class Written:
         """
         if self.items is None:
             return self.extents
-        columns = [column.clone() for column in earlier.columns]
-        for column, changed in zip(columns, self.extents.columns, strict=True):
+        known = earlier.all_columns
+        if self.extents.has_digests != earlier.has_digests:  # then all of them were sent
+            known = tuple(unfilled(len(earlier)) for _ in self.extents.all_columns)
+        columns = [column.clone() for column in known]
+        for column, changed in zip(columns, self.extents.all_columns, strict=True):
             column[column_of(self.items)] = changed
         extents = Extents(*columns)
         if extents.digest() != self.digest:
@@ -139,10 +169,10 @@ class Written:
         return extents
 
     def __reduce__(self) -> tuple[object, ...]:
-        packed = b"".join(one.pack() for one in self.objects)
+        packed = pack_objects(self.objects)
         rest = (self.extents, self.items, self.digest, self.structure, self.indices, self.timing)
         return _written, (self.uri, packed, *rest)
 
 
-def _written(uri: str, packed: bytes, *fields: object) -> Written:
-    return Written(uri, WrittenObject.unpack_all(packed), *fields)  # type: ignore[arg-type]
+def _written(uri: str, packed: tuple[bytes, tuple[str, ...]], *fields: object) -> Written:
+    return Written(uri, unpack_objects(*packed), *fields)  # type: ignore[arg-type]

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from cloudckpt.checkpoint.commit import Baseline, begin, named_objects, publish
-from cloudckpt.checkpoint.committed import fetch
+from cloudckpt.checkpoint.commit import Baseline, begin, publish
+from cloudckpt.checkpoint.committed import fetch, object_names
 from cloudckpt.checkpoint.draft import Draft, Planned
 from cloudckpt.checkpoint.notes import Notes, with_timing
 from cloudckpt.checkpoint.objects import METADATA, ObjectRecord
@@ -413,7 +413,7 @@ class CloudStorageWriter(OurWriter):
             try:
                 retrier = Retrier.for_cleanup(self.config.retry)
                 found = retrier.call(lambda: fetch(store, key))
-                names = named_objects(found, store.uri(key))
+                names = object_names(found, store.uri(key))
             except CloudCheckpointError as error:
                 logger.warning("whether the save is committed could not be seen: %s", error)
             else:

@@ -7,8 +7,8 @@ import os
 from functools import partial
 from typing import Literal
 
-from cloudckpt.checkpoint.commit import objects_of
-from cloudckpt.checkpoint.committed import fetch
+from cloudckpt.checkpoint.commit import no_longer_needed, trusted
+from cloudckpt.checkpoint.committed import CommitObject, fetch
 from cloudckpt.checkpoint.objects import METADATA
 from cloudckpt.config import Config
 from cloudckpt.errors import (
@@ -33,8 +33,9 @@ def delete(checkpoint_id: URILike, *, config: Config | None = None) -> None:
 
     Its commit object goes first, on the condition that no other save has replaced it meanwhile: so
     nobody sees a checkpoint without its data, and a save that is under way stays whole. Then go the
-    objects that it names. Others beneath its location are not touched. If this is cut off in
-    between, what is left is invisible.
+    objects that it names, but for those that other checkpoints refer to; these go with the last
+    that does. Others beneath its location are not touched. If this is cut off in between, what is
+    left is invisible.
 
     A save that has not heard the answer to its commit sends the same once more. If the checkpoint
     was being deleted just then, it appears again, until its data are deleted; then it is deleted,
@@ -60,7 +61,7 @@ def delete(checkpoint_id: URILike, *, config: Config | None = None) -> None:
         raise CheckpointNotFoundError(
             "there is no committed checkpoint to delete", uri=str(uri)
         ) from error
-    names = objects_of(found, store.uri(commit))
+    gone = trusted(found, store.uri(commit))
     try:
         retrier.call(partial(store.delete, commit, if_version=found.info.version))
     except PreconditionFailedError as error:
@@ -69,21 +70,29 @@ def delete(checkpoint_id: URILike, *, config: Config | None = None) -> None:
             "there now was left as it is",
             uri=str(uri),
         ) from error
-    keys = [uri.key(name) for name in sorted(names)]
     delete_all(
         store,
-        keys,
+        no_longer_needed(store, uri, gone, config),
         config.retry,
         threads=config.connections,
         what="objects of a deleted checkpoint that are",
     )
     with contextlib.suppress(ObjectNotFoundError, PreconditionFailedError, CheckpointReplacedError):
         again = retrier.call(partial(fetch, store, commit))
-        if names & objects_of(again, store.uri(commit)):
+        if gone is not None and _is_of_the_same_save(gone, trusted(again, store.uri(commit))):
             retrier.call(partial(store.delete, commit, if_version=again.info.version))
     if uri.scheme == "file":
         with contextlib.suppress(OSError):  # other files are in it
             os.rmdir(uri.prefix)
+
+
+def _is_of_the_same_save(one: CommitObject, other: CommitObject | None) -> bool:
+    """Whether two commit objects name an object in common that only one save has written."""
+    if other is None:
+        return False
+    if one.record is not None and other.record is not None:
+        return one.record.attempt == other.record.attempt
+    return one.metadata.storage_data == other.metadata.storage_data
 
 
 def unneeded(

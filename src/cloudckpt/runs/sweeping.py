@@ -4,17 +4,28 @@ A leftover looks like the objects of a save that is under way. The two are told 
 a save does not commit when it has taken longer than :data:`LONGEST_SAVE`, so an object that is
 twice as old is of no save that ever will. The age is by the store's clock on both ends: of the
 object, and of one that is written for the purpose.
+
+What another checkpoint refers to is named, though not by the one whose folder it is in. And a save
+that has begun may refer to what is old and named by nobody any more: its mark says so
+(:mod:`cloudckpt.checkpoint.references`), and is looked for behind all that has been read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 
-from cloudckpt.checkpoint.commit import LONGEST_SAVE, named_objects
-from cloudckpt.checkpoint.committed import fetch
-from cloudckpt.checkpoint.objects import METADATA, is_drawn_name, probe_name
+from cloudckpt.checkpoint.commit import LONGEST_SAVE
+from cloudckpt.checkpoint.committed import CommitObject, fetch
+from cloudckpt.checkpoint.objects import (
+    METADATA,
+    is_drawn_name,
+    is_keep_name,
+    keep_name,
+    keeps_in,
+    probe_name,
+)
 from cloudckpt.config import Config
 from cloudckpt.errors import CloudCheckpointError, ObjectNotFoundError, StoreError
 from cloudckpt.runs.catalog import Run
@@ -157,24 +168,86 @@ class Sweep:
             if info.modified is not None and info.modified <= limit:  # clocks tell seconds
                 folders.setdefault(info.key.rpartition("/")[0], []).append(info)
         self._objects, self._unread = [], []
+        around: dict[str, _Named] = {}
         for folder, old in folders.items():
-            self._objects += self._unnamed(folder, old)
+            own = self._named(folder)
+            left = [info for info in old if info.key not in own.keys]
+            if left and not own.unread:
+                parent = folder.rpartition("/")[0]
+                if parent not in around:
+                    around[parent] = self._named_beside(folder)
+                self._objects += self._unneeded(folder, left, around[parent], limit)
 
-    def _unnamed(self, folder: str, old: list[ObjectInfo]) -> Iterable[ObjectInfo]:
-        """Those of a folder's old objects that its checkpoint, as it is now, does not name."""
-        store, start = self._run.store, f"{folder}/" if folder else ""
-        key = start + METADATA
+    def _unneeded(
+        self, folder: str, left: list[ObjectInfo], named: _Named, limit: float
+    ) -> Iterable[ObjectInfo]:
+        """Those of a folder's old objects that no checkpoint names, and no save may refer to."""
+        if named.unread:  # nobody knows what it refers to
+            return ()
+        marks = [info for info in left if is_keep_name(info.key.rpartition("/")[2])]
+        data = [info for info in left if info not in marks and info.key not in named.keys]
+        if data:
+            start = keeps_in(self._uri(folder))
+            found = self._run.retrier.call(lambda: list(self._run.store.list(start)))
+            if any(info.modified is None or info.modified > limit for info in found):
+                data = []
+        return data + [info for info in marks if info.key not in named.marks]
+
+    def _named_beside(self, folder: str) -> _Named:
+        """What all checkpoints name that stand in the same folder as one."""
+        parent = folder.rpartition("/")[0]
+        listed = self._run.store.list_level
+        names = self._run.retrier.call(lambda: list(listed(f"{parent}/" if parent else "")))
+        found = _Named()
+        for name in names:
+            if isinstance(name, str):
+                found.add(self._named(f"{parent}/{name}" if parent else name))
+        return found
+
+    def _named(self, folder: str) -> _Named:
+        """What the checkpoint in a folder names, as it is now."""
+        store, uri = self._run.store, self._uri(folder)
+        key = uri.key(METADATA)
         try:
             look = partial(self._run.retrier.call, partial(fetch, store, key))
-            named = named_objects(begun_anew(look), store.uri(key))
+            said = CommitObject.parse(begun_anew(look), store.uri(key))
+            keys = {uri.key(name) for name in said.names(store.uri(key))}
         except ObjectNotFoundError:
-            named = set()
+            return _Named()
         except (StoreError, MemoryError):
             raise
         except CloudCheckpointError:
-            self._unread.append(store.uri(key))
-            return ()
-        return [info for info in old if info.key.removeprefix(start) not in named]
+            if store.uri(key) not in self._unread:
+                self._unread.append(store.uri(key))
+            return _Named(unread=True)
+        if said.record is None:
+            return _Named(keys)
+        mark, folders = keep_name(said.record.attempt), {one.folder for one in said.objects}
+        return _Named(keys, {uri.beside(one).key(mark) for one in folders if one})
+
+    def _uri(self, folder: str) -> CheckpointURI:
+        return replace(self._run.root, prefix=folder)
+
+
+@dataclass
+class _Named:
+    """What checkpoints name.
+
+    Attributes:
+        keys: Of their data objects.
+        marks: The keys of their marks in others.
+        unread: Whether one of them can't be read.
+    """
+
+    keys: set[str] = field(default_factory=set)
+    marks: set[str] = field(default_factory=set)
+    unread: bool = False
+
+    def add(self, other: _Named) -> None:
+        """Takes what another names, too."""
+        self.keys |= other.keys
+        self.marks |= other.marks
+        self.unread = self.unread or other.unread
 
 
 def clock_of(store: ObjectStore, folder: CheckpointURI, config: Config) -> float:

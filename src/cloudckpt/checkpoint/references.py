@@ -1,0 +1,287 @@
+"""Keeps the objects of a checkpoint as long as another one refers to them.
+
+A save may refer to data objects of checkpoints beside its own: of its *base*, and of those that the
+base itself refers to. Whoever deletes a checkpoint, or replaces it, must leave what others need,
+also what a save needs that has not committed yet. The store is the only place where they meet, and
+it has no transactions. So there are *marks*: a save puts an empty object ``.cloudckpt-keep.<a>``,
+named by its own random name, into each folder that it may refer to.
+
+**Holding a base** (:class:`Hold`). The save reads the base's commit object, puts its marks into the
+base's folder and into all folders that the base refers to, and looks whether the commit object is
+still the one that it has read. Only then does it refer to anything. Behind its commit it takes back
+the marks that it does not need, and leaves the others until it is itself deleted or replaced.
+
+**Deleting** (:func:`release`). The commit object of what is to go has been deleted or replaced
+*before*. Then its marks in other folders are deleted. Then, for each folder that has objects of it,
+the marks are listed. A mark of a save that is committed protects what that one names; a mark of any
+other protects all. What is protected by none, and named by no commit object of that folder, goes.
+
+What this rules out, with a save N whose base is B, and an object of the older A that B refers to:
+
+- *B is deleted before N commits.* N has seen B's commit object behind its own mark in B's folder.
+  So it went later, and the marks were listed later still: N's is among them, and protects all.
+- *A is deleted, and B, while N begins.* As long as B's commit object was there, B's mark was in A's
+  folder, or B's deletion had not begun. N's mark came before N looked at B's commit object for the
+  last time. So whenever A's marks are listed, one of the two is there. If it is B's, and B's commit
+  object is gone when it is read, B protects all; if it is there, it names what N could refer to.
+- *B is replaced in its place.* N finds another version and refers to nothing.
+- *N is killed.* Its marks protect all until they are swept, as anything that a save leaves.
+- *Two delete at once.* Each deletes its own mark before it lists. The one that lists last sees all
+  that the other has taken away.
+
+The sweep (:mod:`cloudckpt.runs.sweeping`) keeps what any commit object names, and what stands in a
+folder with a mark that is younger than what it sweeps.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from cloudckpt.checkpoint.committed import CommitObject, fetch
+from cloudckpt.checkpoint.objects import METADATA, keep_name, keeps_in
+from cloudckpt.config import Config
+from cloudckpt.errors import (
+    CheckpointReplacedError,
+    CloudCheckpointError,
+    ConfigError,
+    ObjectNotFoundError,
+)
+from cloudckpt.stores.base import ObjectStore
+from cloudckpt.transfer.deleting import delete_quietly
+from cloudckpt.transfer.group import TaskGroup
+from cloudckpt.transfer.retry import Retrier
+from cloudckpt.transfer.upload import creates_only, put_whole
+from cloudckpt.uri import CheckpointURI
+
+__all__ = ["Hold", "data_keys", "protected", "release"]
+
+logger = logging.getLogger("cloudckpt")
+
+_MOST_BYTES = 1 << 16  # of a mark
+_TRIES = 3
+
+
+@dataclass(frozen=True)
+class Hold:
+    """A base whose objects stay for as long as a save needs them.
+
+    Attributes:
+        said: The base's commit object.
+        folders: Those that have a mark of the save.
+    """
+
+    said: CommitObject
+    folders: frozenset[str]
+    _store: ObjectStore
+    _uri: CheckpointURI
+    _config: Config
+    _attempt: str
+
+    @classmethod
+    def of(
+        cls, store: ObjectStore, uri: CheckpointURI, base: CheckpointURI, config: Config, attempt: str
+    ) -> Hold | None:
+        """Holds a base, by what the module says.
+
+        Args:
+            store: The store of both.
+            uri: The checkpoint that is to be saved.
+            base: The earlier one, in the same folder.
+            config: Options.
+            attempt: The random name of the save.
+
+        Returns:
+            None if the base has no digests, or is being replaced or deleted.
+
+        Raises:
+            ConfigError: If the base does not stand beside ``uri``.
+            CloudCheckpointError: If it can't be read, or marks can't be written.
+        """
+        check_beside(uri, base)
+        retrier = Retrier(config.retry)
+        key = base.key(METADATA)
+        fetched = retrier.call(functools.partial(fetch, store, key))
+        said = CommitObject.parse(fetched, store.uri(key))
+        if said.inventory is None or not said.inventory.extents.has_digests:
+            return None
+        folders = frozenset({base.folder, *(one.folder or base.folder for one in said.objects)})
+        made = cls(said, folders, store, uri, config, attempt)
+        try:
+            made._mark()
+            if retrier.call(lambda: store.head(key)).version == said.info.version:
+                return made
+        except ObjectNotFoundError:
+            pass
+        except BaseException:
+            made.let_go()
+            raise
+        made.let_go()
+        return None
+
+    def let_go(self, needed: Collection[str] = ()) -> None:
+        """Takes back the marks in all folders but those that are needed."""
+        keys = [_mark_in(self._uri, one, self._attempt) for one in self.folders - set(needed)]
+        delete_quietly(self._store, keys, self._config.retry, threads=self._config.connections)
+
+    def _mark(self) -> None:
+        body = memoryview(json.dumps({"checkpoint": self._uri.folder}).encode())
+        store, config = self._store, self._config
+        group = TaskGroup(config.connections, name="cloudckpt-hold", interrupt=store.interrupt)
+        retrier = Retrier(config.retry, group.cancellation)
+        only = creates_only(store, config)
+
+        def submit() -> None:
+            for folder in sorted(self.folders):
+                key = _mark_in(self._uri, folder, self._attempt)
+                group.submit(
+                    functools.partial(put_whole, store, key, body, retrier, if_absent=only)
+                )
+
+        group.run(submit)
+
+
+def check_beside(uri: CheckpointURI, base: CheckpointURI) -> None:
+    """Whether a base stands where it can be referred to.
+
+    Raises:
+        ConfigError: If it does not.
+    """
+    if not base.folder or not uri.folder or base.parent != uri.parent:
+        raise ConfigError(
+            f"base={base} does not stand beside the checkpoint: both must be in one folder, as the "
+            "steps of a run are",
+            uri=str(uri),
+        )
+
+
+def _mark_in(uri: CheckpointURI, folder: str, attempt: str) -> str:
+    """The key of a save's mark in a folder beside its own."""
+    return uri.beside(folder).key(keep_name(attempt))
+
+
+def data_keys(uri: CheckpointURI, said: CommitObject) -> dict[str, set[str]]:
+    """The keys of a checkpoint's data objects, by the folder that they are in."""
+    found: dict[str, set[str]] = {}
+    for one in said.objects:
+        found.setdefault(one.folder or uri.folder, set()).add(uri.key(one.name))
+    return found
+
+
+def release(
+    store: ObjectStore,
+    uri: CheckpointURI,
+    said: CommitObject,
+    config: Config,
+    *,
+    needed: Collection[str] = (),
+) -> list[str]:
+    """What of a checkpoint that is gone, or was replaced, nobody needs any more.
+
+    Its marks in other checkpoints are deleted.
+
+    Args:
+        store: The store.
+        uri: The checkpoint, whose commit object was deleted or replaced before.
+        said: That commit object, of a save of ours.
+        config: Options.
+        needed: The keys of objects that are not to be looked at, as the checkpoint that has
+            replaced it names them.
+
+    Returns:
+        The keys of the objects that are to be deleted.
+
+    Raises:
+        StoreError: If the store refuses or stays unreachable; nothing is known then.
+    """
+    by_folder = data_keys(uri, said)
+    others = [folder for folder in by_folder if folder != uri.folder]
+    has_digests = said.inventory is not None and said.inventory.extents.has_digests
+    if said.record is not None and others:
+        marks = [_mark_in(uri, folder, said.record.attempt) for folder in others]
+        delete_quietly(store, marks, config.retry, threads=config.connections)
+    unneeded: list[str] = []
+    for folder, keys in by_folder.items():
+        left = keys - set(needed)
+        if left and (folder != uri.folder or has_digests):
+            left -= protected(store, uri, folder, left, config)
+        unneeded += sorted(left)
+    return unneeded
+
+
+def protected(
+    store: ObjectStore, uri: CheckpointURI, folder: str, keys: set[str], config: Config
+) -> set[str]:
+    """Those of the data objects in a folder beside ``uri``, or in its own, that somebody needs.
+
+    Raises:
+        StoreError: If the store refuses or stays unreachable.
+    """
+    retrier, inside = Retrier(config.retry), uri.beside(folder)
+    for _ in range(_TRIES):
+        marks = retrier.call(lambda: [info.key for info in store.list(keeps_in(inside))])
+        found = keys & _named(store, inside, retrier)
+        for key in marks:
+            if found == keys:
+                return found
+            referring = _who(store, key, retrier)
+            if referring is None:
+                break  # of a save that is gone, perhaps; who was to follow it has a mark by now
+            said = _read(store, uri.beside(referring), retrier) if referring else None
+            if said is None or said.record is None or said.record.attempt != _attempt_of(key):
+                logger.info("%s is kept, as a save may refer to it", inside)
+                return keys
+            found |= keys & data_keys(uri.beside(referring), said).get(folder, set())
+        else:
+            return found
+    return keys
+
+
+def _attempt_of(key: str) -> str:
+    """The save that a mark is of."""
+    return key.rpartition(".")[2]
+
+
+def _named(store: ObjectStore, inside: CheckpointURI, retrier: Retrier) -> set[str]:
+    """The keys that the checkpoint in a folder names itself, if there is one."""
+    said = _read(store, inside, retrier)
+    return set() if said is None else set().union(*data_keys(inside, said).values())
+
+
+def _read(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> CommitObject | None:
+    """The commit object of a checkpoint; None if there is none.
+
+    Raises:
+        CloudCheckpointError: If it can't be read, so that nobody knows what it needs.
+    """
+    key = uri.key(METADATA)
+    for last in (False, False, True):
+        try:
+            fetched = retrier.call(functools.partial(fetch, store, key))
+        except ObjectNotFoundError:
+            return None
+        except CheckpointReplacedError:
+            if last:
+                raise
+        else:
+            return CommitObject.parse(fetched, store.uri(key))
+    raise AssertionError("the last try returns or raises")
+
+
+def _who(store: ObjectStore, key: str, retrier: Retrier) -> str | None:
+    """The folder of the save that has left a mark; None if the mark is gone.
+
+    What says none is taken for one of a save that is not committed.
+    """
+    try:
+        data, _ = retrier.call(lambda: store.get_latest(key))
+        if len(data) <= _MOST_BYTES:
+            return str(json.loads(bytes(data))["checkpoint"])
+    except ObjectNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        logger.warning("%s can't be read: %s", store.uri(key), error)
+    return ""
