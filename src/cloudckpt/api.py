@@ -73,6 +73,7 @@ def save(
     no_dist: bool = False,
     use_collectives: bool = True,
     config: Config | None = None,
+    base: URILike | None = None,
 ) -> Metadata:
     """Saves a distributed state dict; as ``torch.distributed.checkpoint.save``, to a URI.
 
@@ -88,6 +89,9 @@ def save(
         no_dist: As in torch.
         use_collectives: Must be on: all ranks commit together.
         config: Options, if no writer is given.
+        base: An earlier checkpoint in the same folder, if no writer is given: what has not changed
+            since is not sent, but referred to there. Both are saved with
+            ``Config(incremental=True)``, by which the newest one is taken where none is given.
 
     Returns:
         The committed metadata. Ranks that have not committed them read them when somebody looks
@@ -107,7 +111,7 @@ def save(
 
     def prepare() -> ToSave:
         check_together(use_collectives)
-        return ToSave(writer_for(checkpoint_id, storage_writer, config), planner)
+        return ToSave(writer_for(checkpoint_id, storage_writer, config, base), planner)
 
     return save_prepared(state_dict, prepare, process_group=process_group, no_dist=no_dist)
 
@@ -299,7 +303,10 @@ def content_of(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def writer_for(
-    checkpoint_id: URILike | None, writer: StorageWriter | None, config: Config | None
+    checkpoint_id: URILike | None,
+    writer: StorageWriter | None,
+    config: Config | None,
+    base: URILike | None = None,
 ) -> OurWriter:
     """The caller's writer, led to a location; or a new one.
 
@@ -311,10 +318,12 @@ def writer_for(
     if writer is None:
         if checkpoint_id is None:
             raise InvalidURIError("neither checkpoint_id nor storage_writer was given")
-        return CloudStorageWriter(checkpoint_id, config=config)
+        return CloudStorageWriter(checkpoint_id, config=config, base=base)
     ours = our_writer(writer)
-    if config is not None:
-        raise ConfigError("config= is for the writer made here; give it to your storage_writer")
+    if config is not None or base is not None:
+        raise ConfigError(
+            "config= and base= are for the writer made here; give them to your storage_writer"
+        )
     ours.reset(None if checkpoint_id is None else str(checkpoint_id))
     return ours
 
@@ -391,7 +400,10 @@ def _stance_of_save(writer: OurWriter, planner: SavePlanner) -> Stance:
     condition, those of each rank how it sends its own objects.
     """
     keeps_plans = isinstance(planner, DefaultSavePlanner) and bool(planner._enable_plan_caching)
-    return Stance(location=writer.checkpoint_id, options=f"enable_plan_caching={keeps_plans}")
+    options = f"enable_plan_caching={keeps_plans}"
+    if isinstance(writer, CloudStorageWriter) and writer.is_incremental:
+        options += ", incremental=True"
+    return Stance(location=writer.checkpoint_id, options=options)
 
 
 def _cause(exc: CheckpointException | RuntimeError, rank: int, uri: str) -> BaseException:

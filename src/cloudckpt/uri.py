@@ -308,6 +308,13 @@ class CheckpointURI:
         """The folder around it; that around the root of a bucket is the root."""
         return replace(self, prefix=self.prefix.rstrip("/").rpartition("/")[0])
 
+    def object(self, name: str) -> str:
+        """The object ``name`` as messages name it; see :meth:`key`."""
+        if name.startswith("../"):
+            folder, _, name = name[3:].partition("/")
+            return self.beside(folder).object(name)
+        return f"{self}/{name}"
+
     def beside(self, folder: str) -> CheckpointURI:
         """The location that is called ``folder`` in the folder around this one."""
         prefix = self.prefix.rstrip("/")

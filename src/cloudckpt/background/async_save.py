@@ -39,6 +39,7 @@ def async_save(
     no_dist: bool = False,
     use_collectives: bool = True,
     config: Config | None = None,
+    base: URILike | None = None,
 ) -> SaveFuture | AsyncSaveResponse:
     """Copies the state dict and saves the copy in the background; as torch's ``async_save``.
 
@@ -61,6 +62,7 @@ def async_save(
         no_dist: As in torch.
         use_collectives: Must be on: all ranks commit together.
         config: Options, if no writer is given.
+        base: As of :func:`cloudckpt.save`.
 
     Returns:
         A future of the metadata, with the guarantees and errors of :func:`cloudckpt.save`; or
@@ -75,8 +77,8 @@ def async_save(
 
     def prepare() -> tuple[OurWriter, BackgroundOptions]:
         check_together(use_collectives)
-        if storage_writer is None or config is not None:
-            writer = writer_for(checkpoint_id, storage_writer, config)
+        if storage_writer is None or config is not None or base is not None:
+            writer = writer_for(checkpoint_id, storage_writer, config, base)
         else:  # a save under way may use it: it is led elsewhere when that has ended
             writer = our_writer(storage_writer)
         return writer, _options_of(writer)

@@ -156,7 +156,11 @@ class ObjectIndex:
         return numbers, (self._starts[numbers] != wanted) | (self._lengths[numbers] != sizes)
 
     def contradictions(
-        self, offsets: Sequence[int], lengths: Sequence[int], counts: Sequence[int | None]
+        self,
+        offsets: Sequence[int],
+        lengths: Sequence[int],
+        counts: Sequence[int | None],
+        digests: Sequence[object],
     ) -> dict[int, str]:
         """What the metadata say of items, and the index does not.
 
@@ -164,6 +168,8 @@ class ObjectIndex:
             offsets: Where they begin in the object.
             lengths: The bytes that they take.
             counts: How many elements each has; None of what is no tensor.
+            digests: Of what each holds; None where it is not known. Those that hold the same may
+                share a place.
 
         Returns:
             By the numbers of those that :meth:`find` must not be asked for, what is wrong.
@@ -171,7 +177,7 @@ class ObjectIndex:
         if not self._codes:
             return dict.fromkeys(range(len(offsets)), "the object's index has no item")
         found: dict[int, str] = {}
-        seen: set[int] = set()
+        seen: dict[int, object] = {}
         numbers, wrong = self._numbers(offsets, lengths)
         edges = (self._heads + self._tails)[numbers].tolist()
         contents = zip(edges, self._raws[numbers].tolist(), counts, strict=True)
@@ -184,13 +190,17 @@ class ObjectIndex:
                     f"it takes bytes {offset} to {offset + length} by the metadata, and the "
                     f"object's index has an item at {start} to {start + size}, and none there"
                 )
-            elif length and number in seen:
+            elif (
+                length
+                and number in seen
+                and (digests[place] is None or seen[number] != digests[place])
+            ):
                 what = f"another item lies at bytes {offset} to {offset + length}, too"
             else:
                 what = _unlike(self._codes[number], *content)
             if what is not None:
                 found[place] = what
-            seen.add(number)
+            seen[number] = digests[place]
         return found
 
     def between(

@@ -45,6 +45,7 @@ __all__ = [
     "is_keep_name",
     "is_pending_name",
     "look_for",
+    "natural_order",
     "pack_objects",
     "pending_name",
     "probe_name",
@@ -301,16 +302,19 @@ def beneath(store: ObjectStore, uri: CheckpointURI) -> str:
         return ""
     if not found:
         return ""
-    *others, last = sorted(found, key=_natural)
+    *others, last = sorted(found, key=natural_order)
     count = "One is" if not others else f"{len(found)} are"
     more = f" Others are {', '.join(others[:-4:-1])}" if others else ""
     return f"{count if seen < _MOST_KEYS else 'Some are'} beneath it: did you mean {last}?{more}"
 
 
-def _natural(text: str) -> list[tuple[bool, int, str]]:
+_DIGITS = frozenset("0123456789")
+
+
+def natural_order(text: str) -> list[tuple[bool, int, str]]:
     """Orders names by the numbers in them: step-200 stands before step-1000."""
     return [
-        (part.isdigit(), int(part) if part.isdigit() else 0, part)
+        (part[:1] in _DIGITS, int(part) if part[:1] in _DIGITS else 0, part)
         for part in re.split(r"([0-9]+)", text)
     ]
 

@@ -16,7 +16,12 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cloudckpt.checkpoint.objects import WrittenObject
+from cloudckpt.checkpoint.objects import (
+    WrittenObject,
+    check_folder,
+    pack_objects,
+    unpack_objects,
+)
 from cloudckpt.checksum import CRC32C
 from cloudckpt.errors import CheckpointCorruptError
 
@@ -39,20 +44,27 @@ class Pending:
         rank: The rank.
         ranks: How many ranks there are.
         job: The job that had claimed the run; empty if none had.
+        attempt: The random name of the save, on a rank that would have committed.
         record: What the rank writes: names, shapes, parts, paths, as a record without places.
-        extents: Where in its objects: three columns of int64, little-endian.
+        extents: Where in its objects: columns of int64, little-endian.
+        columns: How many: three, or five with the digests.
         notes: What is to be noted with the checkpoint.
+        references: The objects of other checkpoints that have some of it.
         sent: Bytes that were sent so far.
-        objects: What the store has; None as long as it does not have all.
+        objects: What the store has; None as long as it does not have all. Behind the rank's own
+            come those of other checkpoints.
     """
 
     save: str
     rank: int
     ranks: int
     job: str
+    attempt: str
     record: bytes
     extents: bytes
+    columns: int
     notes: bytes
+    references: tuple[WrittenObject, ...] = ()
     sent: int = 0
     objects: tuple[WrittenObject, ...] | None = None
 
@@ -62,13 +74,14 @@ class Pending:
 
     def finished(self, objects: Sequence[WrittenObject]) -> Pending:
         """The same, when the store has all."""
-        return dataclasses.replace(self, objects=tuple(objects))
+        return dataclasses.replace(self, objects=(*objects, *self.references), references=())
 
     def to_bytes(self) -> bytes:
         """It as bytes; one that is not finished is short."""
         parts: tuple[bytes, ...] = ()
+        folders: tuple[str, ...] = ()
         if self.objects is not None:
-            packed = b"".join(one.pack() for one in self.objects)
+            packed, folders = pack_objects(self.objects)
             parts = self.record, self.extents, self.notes, packed
         document = json.dumps(
             {
@@ -76,6 +89,9 @@ class Pending:
                 "rank": self.rank,
                 "ranks": self.ranks,
                 "job": self.job,
+                "attempt": self.attempt,
+                "columns": self.columns,
+                "folders": folders,
                 "sent": self.sent,
                 "sizes": list(map(len, parts)),
             }
@@ -117,23 +133,27 @@ def _parse(data: bytes) -> Pending:
     if start != len(body) or len(parts) not in (0, 4):
         raise ValueError("other parts than it says")
     record, extents, notes, packed = parts or (b"", b"", b"", b"")
-    numbers = [document[name] for name in ("rank", "ranks", "sent")]
-    texts = [document[name] for name in ("save", "job")]
+    numbers = [document[name] for name in ("rank", "ranks", "sent", "columns")]
+    texts = [document[name] for name in ("save", "job", "attempt")]
+    for folder in filter(None, document["folders"]):
+        check_folder(folder)
     if any(type(one) is not int or one < 0 for one in numbers) or any(
         type(one) is not str for one in texts
     ):
         raise ValueError("a field of another type")
-    rank, ranks, sent = numbers
-    if rank >= ranks:
-        raise ValueError("a rank that does not exist")
+    rank, ranks, sent, columns = numbers
+    if rank >= ranks or columns not in (3, 5):
+        raise ValueError("a rank that does not exist, or other columns")
     return Pending(
         save=texts[0],
         rank=rank,
         ranks=ranks,
         job=texts[1],
+        attempt=texts[2],
         record=record,
         extents=extents,
+        columns=columns,
         notes=notes,
         sent=sent,
-        objects=WrittenObject.unpack_all(packed) if parts else None,
+        objects=unpack_objects(packed, document["folders"]) if parts else None,
     )

@@ -20,7 +20,7 @@ from cloudckpt.checkpoint.objects import WrittenObject, checked
 from cloudckpt.checkpoint.torch_private import StorageInfo
 from cloudckpt.checksum import CRC32C, Blocks, ChecksumAlgorithm
 from cloudckpt.config import Config
-from cloudckpt.errors import CheckpointCorruptError, Damage
+from cloudckpt.errors import CheckpointCorruptError, Damage, ObjectNotFoundError
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import RangeReader
 from cloudckpt.transfer.download import download, raise_it
@@ -141,6 +141,7 @@ class Places:
             placed = list(self._placed(indices, damaged))
             by_object: dict[str, list[int]] = {}
             wholes, shapes = self._wholes(placed), self._shapes(placed)
+            digests = self._digests(placed)
             for number, (name, _, _) in enumerate(wholes):
                 if self._indexes.get(name) is not None:
                     by_object.setdefault(name, []).append(number)
@@ -155,11 +156,21 @@ class Places:
                         None if placed[number].offset is None else math.prod(shapes[number])
                         for number in numbers
                     ],
+                    [digests[number] for number in numbers],
                 )
                 for place, what in found.items():
                     wrong.add(numbers[place])
                     damaged(self._contradictory(name, wholes[numbers[place]][1], what))
             return [one for number, one in enumerate(placed) if number not in wrong]
+
+    def _digests(self, indices: Sequence[MetadataIndex]) -> Sequence[object]:
+        """What is known of the content of items."""
+        inventory = self._commit.inventory if self._commit is not None else None
+        if inventory is None or inventory.extents.high is None or inventory.extents.low is None:
+            return [None] * len(indices)
+        rows = inventory.rows(indices)
+        halves = inventory.extents.high[rows], inventory.extents.low[rows]
+        return list(zip(*(half.tolist() for half in halves), strict=True))
 
     def _placed(
         self,
@@ -178,7 +189,7 @@ class Places:
                 yield index
 
     def _contradictory(self, name: str, item: StoredBytes, what: str) -> CheckpointCorruptError:
-        uri = f"{self._uri}/{name}"
+        uri = self._uri.object(name)
         return CheckpointCorruptError(
             f"index and metadata contradict each other: {what}",
             uri=uri,
@@ -339,7 +350,15 @@ class Places:
         ]
         lost: set[str | None] = set()
 
+        folders = {self._uri_of(record): record.folder for record in records if record.folder}
+
         def note(error: CheckpointCorruptError) -> None:
+            if (folder := folders.get(error.uri or "")) and _is_gone(error):
+                error.message += (
+                    f"; {self._uri} shares it with {self._uri.beside(folder)}: what was copied "
+                    "without that one can't be loaded. Copy both, or use cloudckpt cp, which makes "
+                    "a copy that stands alone"
+                )
             damaged(error)
             lost.add(error.uri)
 
@@ -364,7 +383,7 @@ class Places:
         return StoredBytes(key, start, size, blocks, record.size, item)
 
     def _uri_of(self, record: WrittenObject) -> str:
-        return f"{self._uri}/{record.name}"
+        return self._uri.object(record.name)
 
     @property
     def _checksum(self) -> ChecksumAlgorithm:
@@ -423,6 +442,10 @@ class Places:
 
     def _corrupt(self, message: str, index: MetadataIndex) -> CheckpointCorruptError:
         return CheckpointCorruptError(message, uri=str(self._uri), item=index.fqn)
+
+
+def _is_gone(error: CheckpointCorruptError) -> bool:
+    return isinstance(error.cause or error.__cause__, ObjectNotFoundError)
 
 
 def _said(tensor: StoredTensor) -> str:

@@ -46,7 +46,6 @@ from cloudckpt.checkpoint.objects import METADATA, keep_name, keeps_in
 from cloudckpt.config import Config
 from cloudckpt.errors import (
     CheckpointReplacedError,
-    CloudCheckpointError,
     ConfigError,
     ObjectNotFoundError,
 )
@@ -57,7 +56,7 @@ from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.upload import creates_only, put_whole
 from cloudckpt.uri import CheckpointURI
 
-__all__ = ["Hold", "data_keys", "protected", "release"]
+__all__ = ["Hold", "check_beside", "data_keys", "protected", "release"]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -70,10 +69,12 @@ class Hold:
     """A base whose objects stay for as long as a save needs them.
 
     Attributes:
-        said: The base's commit object.
+        base: The base.
+        said: Its commit object.
         folders: Those that have a mark of the save.
     """
 
+    base: CheckpointURI
     said: CommitObject
     folders: frozenset[str]
     _store: ObjectStore
@@ -83,7 +84,12 @@ class Hold:
 
     @classmethod
     def of(
-        cls, store: ObjectStore, uri: CheckpointURI, base: CheckpointURI, config: Config, attempt: str
+        cls,
+        store: ObjectStore,
+        uri: CheckpointURI,
+        base: CheckpointURI,
+        config: Config,
+        attempt: str,
     ) -> Hold | None:
         """Holds a base, by what the module says.
 
@@ -109,7 +115,7 @@ class Hold:
         if said.inventory is None or not said.inventory.extents.has_digests:
             return None
         folders = frozenset({base.folder, *(one.folder or base.folder for one in said.objects)})
-        made = cls(said, folders, store, uri, config, attempt)
+        made = cls(base, said, folders, store, uri, config, attempt)
         try:
             made._mark()
             if retrier.call(lambda: store.head(key)).version == said.info.version:
@@ -124,7 +130,7 @@ class Hold:
 
     def let_go(self, needed: Collection[str] = ()) -> None:
         """Takes back the marks in all folders but those that are needed."""
-        keys = [_mark_in(self._uri, one, self._attempt) for one in self.folders - set(needed)]
+        keys = [_mark_in(self._uri, one, self._attempt) for one in self.folders.difference(needed)]
         delete_quietly(self._store, keys, self._config.retry, threads=self._config.connections)
 
     def _mark(self) -> None:
@@ -134,12 +140,13 @@ class Hold:
         retrier = Retrier(config.retry, group.cancellation)
         only = creates_only(store, config)
 
+        def put(folder: str) -> None:
+            key = _mark_in(self._uri, folder, self._attempt)
+            put_whole(store, key, body, retrier, if_absent=only)
+
         def submit() -> None:
             for folder in sorted(self.folders):
-                key = _mark_in(self._uri, folder, self._attempt)
-                group.submit(
-                    functools.partial(put_whole, store, key, body, retrier, if_absent=only)
-                )
+                group.submit(functools.partial(put, folder))
 
         group.run(submit)
 

@@ -44,9 +44,9 @@ class Extents:
         return cls(*(column.contiguous() for column in table.unbind(1)))
 
     @classmethod
-    def none(cls) -> Extents:
-        """Of no items."""
-        return cls.of([])
+    def none(cls, *, digests: bool = False) -> Extents:
+        """Of no items; ``digests``: with columns for those."""
+        return cls(*(unfilled(0) for _ in range(5 if digests else 3)))
 
     def __len__(self) -> int:
         return self.objects.numel()

@@ -137,6 +137,11 @@ class Config(Options):
         "among all ranks ('auto'), among those of a machine ('host'), or not at all",
     )
     overwrite: bool = option(True, "replace a checkpoint at the same URI, atomically")
+    incremental: bool = option(
+        False,
+        "send only what the newest checkpoint in the same folder does not have: items whose bytes "
+        "are the same are referred to there, and kept there as long as anybody refers to them",
+    )
     conditional_writes: Switch = option(
         "auto",
         "commit by conditional PUT; 'auto' tests stores that are not known to honour it, "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.distributed.checkpoint.planner import SavePlan
 
-from cloudckpt.checkpoint.columns import raw_bytes
+from cloudckpt.checkpoint.objects import WrittenObject
 from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.written import Extents
@@ -48,11 +48,12 @@ class Leaving:
         self._writer, self._plan, self._structure = writer, plan, structure
         self._save, self._rank, self._ranks = save, rank, ranks
 
-    def __call__(self, extents: Extents) -> Pending | None:
+    def __call__(self, extents: Extents, references: tuple[WrittenObject, ...]) -> Pending | None:
         """What is to be told; None if nothing can be.
 
         Args:
             extents: Where the items of the plan lie, in their order.
+            references: The objects of other checkpoints that have some.
         """
         if self.record is None:
             with paused_gc():
@@ -65,7 +66,10 @@ class Leaving:
             rank=self._rank,
             ranks=self._ranks,
             job=self._writer.claimed_by,
+            attempt=self._writer.attempt,
             record=self.record,
-            extents=b"".join(map(raw_bytes, extents.columns)),
+            extents=extents.pack(),
+            columns=len(extents.all_columns),
             notes=self._writer.noted,
+            references=references,
         )

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.distributed.tensor import DTensor
 
+from cloudckpt.checkpoint.base import Base
 from cloudckpt.checkpoint.draft import Draft, Planned
 from cloudckpt.checkpoint.from_torch import NotInColumnsError
 from cloudckpt.checkpoint.record import Record
@@ -40,10 +41,11 @@ from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.torch_private import Collectives
 from cloudckpt.checkpoint.written import Extents, Written
 from cloudckpt.checksum import ChecksumAlgorithm
-from cloudckpt.dcp import plan_cache
+from cloudckpt.dcp import incremental, plan_cache
 from cloudckpt.dcp.committed_metadata import committed_metadata
 from cloudckpt.dcp.failures import portably
 from cloudckpt.dcp.global_plan import Part, plan_of, plan_together, record_of
+from cloudckpt.dcp.incremental import Contents
 from cloudckpt.dcp.leaving import Leaving
 from cloudckpt.dcp.meeting import PLAN_ANEW
 from cloudckpt.dcp.outline import PLAIN, Outline
@@ -162,8 +164,10 @@ class SaveLoop:
         """
         known = self._known if agreed != PLAN_ANEW else None
         planned = self._planned() if known is None else None
+        base = self._base(is_planned=planned is not None) if self._writer.is_incremental else None
         mine: list[KnownPlan] = []
         drafts: list[Draft] = []
+        sent: list[Written] = []
 
         @self._logged
         def write_data() -> Told:
@@ -171,16 +175,18 @@ class SaveLoop:
                 plan = self._planner.finish_plan(planned.step)
                 self._writer.note_structure(Structure() if planned.is_known else planned.structure)
                 leave = self._leaving(planned.number, plan, planned.structure)
-                written = self._writer.send(plan, self._planner, leave=leave)
+                contents = self._contents(plan, base)
+                written = self._writer.send(plan, self._planner, leave=leave, contents=contents)
                 entry = self._entry(planned, plan)
             else:
                 entry = self._taken_up()
                 leave = self._leaving(
                     entry.number, entry.plan, entry.structure, entry.saves, entry.record
                 )
-                quick = self._quick(entry)
-                written = self._writer.send(entry.plan, self._planner, quick, leave)
+                quick, contents = self._quick(entry), self._contents(entry.plan, base)
+                written = self._writer.send(entry.plan, self._planner, quick, leave, contents)
             saves, record = entry.saves + 1, leave.record
+            sent.append(written)
             mine.append(replace(entry, extents=written.extents, saves=saves, record=record))
             if known is not None:  # as the coordinator knows how the values were nested, too
                 written = replace(written.since(known.extents), structure=Structure())
@@ -213,9 +219,45 @@ class SaveLoop:
         committed: Committed = self._ranks.all_reduce("write", write_data, finish_checkpoint)
         if self._outline is not None and committed.can_be_filled:
             plan_cache.remember(mine[0])
+        if sent[0].extents.has_digests:
+            uri, (one,) = self._writer.uri, sent
+            made = Base.of(committed.attempt, uri.folder, one.objects, one.extents)
+            incremental.remember(self._members, uri, made)
         if drafts:
             return drafts[0].metadata
         return committed_metadata(self._writer.uri, self._writer.config, committed.attempt)
+
+    def _contents(self, plan: SavePlan, base: Base | None) -> Contents | None:
+        """What takes the digests of a plan's items, if they are wanted."""
+        return Contents(len(plan.items), base) if self._writer.is_incremental else None
+
+    def _base(self, *, is_planned: bool) -> Base | None:
+        """What an earlier checkpoint has of this rank's items; None if there is none.
+
+        A rank that has taken part in the save that made it knows that by itself. If one has not, or
+        the plan is another one, by which items may be another rank's, all are told what all have.
+        """
+        known = incremental.remembered(self._members, self._writer.uri)
+
+        @self._logged
+        def own() -> str:
+            return known[1].attempt if known is not None and not is_planned else ""
+
+        @self._logged
+        def held(told: list[str]) -> tuple[str, Base | None]:
+            hold = self._writer.hold_base(None if known is None else known[0])
+            if hold is None or (record := hold.said.record) is None or record.inventory is None:
+                return "", None
+            attempt = record.attempt
+            if all(one == attempt for one in told):
+                return attempt, None
+            return attempt, Base.of_inventory(attempt, hold.base.folder, record.inventory)
+
+        attempt, base = self._ranks.all_reduce("base", own, held)
+        if base is None and attempt:
+            assert known is not None
+            return known[1]
+        return cast("Base | None", base)
 
     def _logged(self, step: Callable[..., Any]) -> Any:
         """A step, of which torch's logger is told as of those of torch's saver."""

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
+from cloudckpt.checkpoint.base import Digester
 from cloudckpt.checkpoint.objects import WrittenObject
 from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checkpoint.sending import Destination, OpenObject, Sender, send_here
@@ -23,6 +24,7 @@ from cloudckpt.checkpoint.shard import (
 )
 from cloudckpt.checkpoint.values import forewarn
 from cloudckpt.checkpoint.written import Extents
+from cloudckpt.dcp.incremental import Contents, digest_of
 from cloudckpt.errors import ShapeMismatchError, UnsupportedTensorError
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.transfer.group import Cancellation
@@ -32,7 +34,7 @@ from cloudckpt.transfer.stats import TransferStats
 
 __all__ = ["Leave", "Quick", "expected_size", "send"]
 
-Leave = Callable[[Extents], Pending | None]
+Leave = Callable[[Extents, tuple[WrittenObject, ...]], Pending | None]
 
 _PICKLED = WriteItemType.BYTE_IO
 _RUN = 256
@@ -85,8 +87,9 @@ def send(
     began: Callable[[str], None],
     sender: Sender,
     quick: Quick | None = None,
-    leave: Leave = lambda extents: None,
+    leave: Leave = lambda extents, references: None,
     meanwhile: Callable[[], None] = lambda: None,
+    contents: Contents | None = None,
 ) -> tuple[tuple[WrittenObject, ...], Extents]:
     """Sends the items of one rank; returns when the store has all of them.
 
@@ -100,28 +103,37 @@ def send(
         sender: Sends what is laid out here.
         quick: What is known of the items, of a save before.
         leave: Says what the store is to be told of the items if this trainer ends, given where
-            they are.
+            they are, and the objects of other checkpoints that have some.
         meanwhile: See :class:`~cloudckpt.checkpoint.sending.Sender`.
+        contents: Takes the digests of the items, and knows which need not be sent.
 
     Returns:
-        The objects, and where in them the items are, in the order of ``items``.
+        The objects, and where in them the items are, in the order of ``items``. Behind those that
+        were sent come those of other checkpoints.
     """
     if not items and sender is send_here:
         meanwhile()
-        return (), Extents.none()
+        return (), Extents.none(digests=contents is not None)
+    opened = 0
     places = [array("q", bytes(8 * len(items))) for _ in range(3)]
 
     def lay_out(open_object: Callable[[bool], OpenObject], cancellation: Cancellation) -> None:
+        def counted(staged: bool) -> OpenObject:
+            nonlocal opened
+            opened += 1
+            return open_object(staged)
+
         pool = StagingPool(destination.config.memory_budget, cancellation)
         shard = ShardWriter(
-            open_object,
+            counted,
             pool,
             checksum=store.capabilities.checksum,
             zip_crc32=destination.config.zip_crc32,
         )
         try:
             objects, offsets, lengths = places
-            for number, place in _written(items, planner, shard, str(destination.uri), quick):
+            writing = _Writing(planner, shard, pool, str(destination.uri), contents)
+            for number, place in writing.all_of(items, quick):
                 objects[number], offsets[number], lengths[number] = place
             shard.close()
         finally:
@@ -129,81 +141,113 @@ def send(
 
     def extents() -> Extents:
         if not items:
-            return Extents.none()
-        return Extents(*(torch.frombuffer(c, dtype=torch.int64) for c in places))
+            return Extents.none(digests=contents is not None)
+        found = Extents(*(torch.frombuffer(c, dtype=torch.int64) for c in places))
+        return found if contents is None else contents.extents(found, opened)
 
-    objects = sender(destination, store, lay_out, stats, began, lambda: leave(extents()), meanwhile)
-    return objects, extents()
+    def references() -> tuple[WrittenObject, ...]:
+        return () if contents is None else contents.references
+
+    def left() -> Pending | None:
+        return leave(extents(), references())
+
+    objects = sender(destination, store, lay_out, stats, began, left, meanwhile)
+    return (*objects, *references()), extents()
 
 
-def _written(
-    items: Sequence[WriteItem],
-    planner: SavePlanner,
-    shard: ShardWriter,
-    uri: str,
-    quick: Quick | None,
-) -> Iterator[tuple[int, Place]]:
-    """Writes items; their numbers, and where each was written."""
-    forms: Sequence[SmallForm | None] = [None] * len(items)
-    tensors: Sequence[torch.Tensor | None] = [None] * len(items)
-    if quick is not None and not shard.zip_crc32:
-        forms, tensors = quick.forms, quick.tensors
-    run: list[tuple[int, SmallForm, torch.Tensor]] = []
+class _Writing:
+    """Writes the items of a plan, one after the other."""
 
-    def written_run() -> Iterator[tuple[int, Place]]:
-        written = shard.add_small([form for _, form, _ in run], [tensor for _, _, tensor in run])
-        yield from zip([number for number, _, _ in run], written, strict=True)
-        run.clear()
+    def __init__(
+        self,
+        planner: SavePlanner,
+        shard: ShardWriter,
+        pool: StagingPool,
+        uri: str,
+        contents: Contents | None,
+    ) -> None:
+        self._planner, self._shard, self._pool, self._uri = planner, shard, pool, uri
+        self._contents = contents
 
-    # what is pickled comes last: how long it is can't be foreseen, and nothing else shifts
-    for number in sorted(range(len(items)), key=lambda n: items[n].type == _PICKLED):
-        form, tensor = forms[number], tensors[number]
-        if form is not None and tensor is not None and _has_its_memory(form, tensor):
-            run.append((number, form, tensor))
-            if len(run) == _RUN:
+    def all_of(
+        self, items: Sequence[WriteItem], quick: Quick | None
+    ) -> Iterator[tuple[int, Place]]:
+        """Writes items; their numbers, and where each was written, or is already."""
+        forms: Sequence[SmallForm | None] = [None] * len(items)
+        tensors: Sequence[torch.Tensor | None] = [None] * len(items)
+        if quick is not None and not self._shard.zip_crc32:
+            forms, tensors = quick.forms, quick.tensors
+        run: list[tuple[int, SmallForm, torch.Tensor]] = []
+
+        def written_run() -> Iterator[tuple[int, Place]]:
+            small = [form for _, form, _ in run], [tensor for _, _, tensor in run]
+            written = self._shard.add_small(*small)
+            yield from zip([number for number, _, _ in run], written, strict=True)
+            run.clear()
+
+        # what is pickled comes last: how long it is can't be foreseen, and nothing else shifts
+        for number in sorted(range(len(items)), key=lambda n: items[n].type == _PICKLED):
+            form, tensor = forms[number], tensors[number]
+            if form is not None and tensor is not None and _has_its_memory(form, tensor):
+                if (known := self._known_tensor(number, tensor)) is not None:
+                    yield number, known
+                    continue
+                run.append((number, form, tensor))
+                if len(run) == _RUN:
+                    yield from written_run()
+                continue
+            if run:
                 yield from written_run()
-            continue
+            yield number, self._write(number, items[number])
         if run:
             yield from written_run()
-        yield number, _write(items[number], planner, shard, uri)
-    if run:
-        yield from written_run()
 
+    def _write(self, number: int, item: WriteItem) -> Place:
+        planner, fqn = self._planner, item.index.fqn
+        data, is_bytes = planner.resolve_data(item), item.type == WriteItemType.BYTE_IO
+        if not isinstance(data, io.BytesIO if is_bytes else torch.Tensor):
+            raise UnsupportedTensorError(
+                f"{fqn} is planned as {'bytes' if is_bytes else 'a tensor'}, and resolve_data of "
+                f"the planner has returned a {type(data).__name__}",
+                item=fqn,
+            )
+        if isinstance(data, io.BytesIO):
+            content = data.getvalue()  # shared with the stream, no copy
+            if isinstance(planner, DefaultSavePlanner):
+                forewarn(content, fqn, _kind(planner, item), self._uri)
+            return self._write_bytes(number, content)
+        tensor = settled(data).detach()
+        check_supported(tensor, fqn)
+        # another type than planned is converted by every reader: torch's cached plans don't heed
+        # types
+        if item.tensor_data is not None and tensor.shape != item.tensor_data.chunk.sizes:
+            raise ShapeMismatchError(
+                f"{fqn} is planned with shape {tuple(item.tensor_data.chunk.sizes)}, and "
+                f"resolve_data of the planner has returned one of shape {tuple(tensor.shape)}",
+                item=fqn,
+            )
+        if travels_as_bytes(tensor):
+            buffer = io.BytesIO()
+            torch.save(tensor, buffer)
+            forewarn(buffer.getvalue(), fqn, type(tensor), self._uri)
+            return self._write_bytes(number, buffer.getvalue())
+        if type(tensor) is not torch.Tensor:
+            tensor = tensor.as_subclass(torch.Tensor)
+        known = self._known_tensor(number, tensor)
+        return known if known is not None else self._shard.add_tensor(tensor, fqn)
 
-def _write(item: WriteItem, planner: SavePlanner, shard: ShardWriter, uri: str) -> Place:
-    data, fqn, is_bytes = (
-        planner.resolve_data(item),
-        item.index.fqn,
-        item.type == WriteItemType.BYTE_IO,
-    )
-    if not isinstance(data, io.BytesIO if is_bytes else torch.Tensor):
-        raise UnsupportedTensorError(
-            f"{fqn} is planned as {'bytes' if is_bytes else 'a tensor'}, and resolve_data of the "
-            f"planner has returned a {type(data).__name__}",
-            item=fqn,
-        )
-    if isinstance(data, io.BytesIO):
-        content = data.getvalue()  # shared with the stream, no copy
-        if isinstance(planner, DefaultSavePlanner):
-            forewarn(content, fqn, _kind(planner, item), uri)
-        return shard.add_bytes(content)
-    tensor = settled(data).detach()
-    check_supported(tensor, fqn)
-    # another type than planned is converted by every reader: torch's cached plans don't heed types
-    if item.tensor_data is not None and tensor.shape != item.tensor_data.chunk.sizes:
-        raise ShapeMismatchError(
-            f"{fqn} is planned with shape {tuple(item.tensor_data.chunk.sizes)}, and resolve_data "
-            f"of the planner has returned one of shape {tuple(tensor.shape)}",
-            item=fqn,
-        )
-    if travels_as_bytes(tensor):
-        buffer = io.BytesIO()
-        torch.save(tensor, buffer)
-        forewarn(buffer.getvalue(), fqn, type(tensor), uri)
-        return shard.add_bytes(buffer.getvalue())
-    if type(tensor) is not torch.Tensor:
-        tensor = tensor.as_subclass(torch.Tensor)
-    return shard.add_tensor(tensor, fqn)
+    def _write_bytes(self, number: int, content: bytes) -> Place:
+        if self._contents is not None:
+            digest = Digester.of_value().add(content).result()
+            if (known := self._contents.known(number, digest)) is not None:
+                return known
+        return self._shard.add_bytes(content)
+
+    def _known_tensor(self, number: int, tensor: torch.Tensor) -> Place | None:
+        """Where a tensor is already, if that was asked for, and it is somewhere."""
+        if self._contents is None:
+            return None
+        return self._contents.known(number, digest_of(tensor, self._pool))
 
 
 def _kind(planner: DefaultSavePlanner, item: WriteItem) -> type:

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from cloudckpt.checkpoint.committed import fetch, object_names
 from cloudckpt.checkpoint.draft import Draft, Planned
 from cloudckpt.checkpoint.notes import Notes, with_timing
 from cloudckpt.checkpoint.objects import METADATA, ObjectRecord
+from cloudckpt.checkpoint.references import Hold, check_beside
 from cloudckpt.checkpoint.sending import Destination, Sender, send_here
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.timing import RankTiming, SaveTiming
@@ -30,6 +31,7 @@ from cloudckpt.checkpoint.written import Written
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.config import Config
 from cloudckpt.dcp.failures import portable_errors
+from cloudckpt.dcp.incremental import Contents, newest_beside
 from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.dcp.saving import Leave, Quick, expected_size, send
 from cloudckpt.errors import (
@@ -128,6 +130,7 @@ class CloudStorageWriter(OurWriter):
         config: Config | None = None,
         commit_hook: CommitHook | None = None,
         notes: Notes | None = None,
+        base: URILike | None = None,
     ) -> None:
         """
         Args:
@@ -135,6 +138,9 @@ class CloudStorageWriter(OurWriter):
             config: Options; read from the environment where they are not given.
             commit_hook: Called on the coordinator around the commit.
             notes: What is noted with the checkpoint; those of the coordinator count.
+            base: An earlier checkpoint in the same folder, whose bytes are not sent again where
+                they are the same; by default, with ``Config(incremental=True)``, the newest one.
+                torch's own ``save`` and planners of a user's own send all the same.
 
         Raises:
             ConfigError: If the notes can't be kept.
@@ -145,6 +151,7 @@ class CloudStorageWriter(OurWriter):
         self.config = config if config is not None else Config()
         self.commit_hook = commit_hook
         self.notes = notes
+        self.base = None if base is None else checkpoint_location(base)
         self._noted = b"" if notes is None else notes.to_json()
         self.transferred: Transferred | None = None
         self.sender: Sender = send_here
@@ -157,12 +164,13 @@ class CloudStorageWriter(OurWriter):
         self._baseline: Baseline | None = None
         self._written: list[str] = []
         self._structure = Structure()
+        self._hold: Hold | None = None
         self.commits = False
         self.committed: bool | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {"config": self.config, "commit_hook": self.commit_hook, "notes": self.notes}
-        return {"checkpoint_id": self.uri, **kept}
+        return {"checkpoint_id": self.uri, "base": self.base, **kept}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
@@ -176,6 +184,11 @@ class CloudStorageWriter(OurWriter):
     def attempt(self) -> str:
         """The random name of this save, on a rank that commits."""
         return self._attempt
+
+    @property
+    def is_incremental(self) -> bool:
+        """Whether bytes are not sent again that an earlier checkpoint has."""
+        return self.config.incremental or self.base is not None
 
     @property
     def noted(self) -> bytes:
@@ -244,6 +257,38 @@ class CloudStorageWriter(OurWriter):
             key, overwrite = self.uri.key(METADATA), self.config.overwrite
             self._baseline = begin(self._store(), key, overwrite=overwrite, retrier=self._retrier())
 
+    def hold_base(self, last: CheckpointURI | None) -> Hold | None:
+        """Keeps the earlier checkpoint from being deleted until the commit, on a rank that commits.
+
+        A base that is gone, or can't be read, costs the save its economy, and nothing else.
+
+        Args:
+            last: The last one that this process has saved beside it, if it has.
+
+        Returns:
+            It; None if there is none that can be referred to.
+
+        Raises:
+            ConfigError: If the base that was given does not stand beside the checkpoint.
+        """
+        if self.base is not None:
+            check_beside(self.uri, self.base)
+        try:
+            store = self._store()
+            base = self.base or last or newest_beside(store, self.uri, self.config)
+            if base is not None and self.uri.folder:
+                self._hold = Hold.of(store, self.uri, base, self.config, self._attempt)
+                if self._hold is None:
+                    logger.warning(
+                        "%s: all of it is sent, as %s has no digests, or is being replaced: save "
+                        "it with Config(incremental=True)",
+                        self.uri,
+                        base,
+                    )
+        except CloudCheckpointError as error:
+            logger.warning("%s: all of it is sent, without a base: %s", self.uri, error)
+        return self._hold
+
     def note_structure(self, structure: Structure) -> None:
         """Is told what flattening has lost of the state dict, which no writer is shown."""
         self._structure = structure
@@ -268,7 +313,8 @@ class CloudStorageWriter(OurWriter):
         plan: SavePlan,
         planner: SavePlanner,
         quick: Quick | None = None,
-        leave: Leave = lambda extents: None,
+        leave: Leave = lambda extents, references: None,
+        contents: Contents | None = None,
     ) -> Written:
         """Sends this rank's items; says what the store has when it has all of them.
 
@@ -277,13 +323,14 @@ class CloudStorageWriter(OurWriter):
             planner: Has the data.
             quick: What is known of the items, of a save before.
             leave: What the store is to be told if this trainer ends before the commit.
+            contents: Knows what need not be sent.
         """
         sending = self._tell_plan()
         expected = quick.expected if quick is not None else expected_size(plan.items)
         stats = TransferStats(str(self.uri), self._rank, expected)
         with portable_errors(str(self.uri)), Span("upload", str(self.uri), self._rank) as span:
             try:
-                written = self._send(plan.items, planner, stats, expected, quick, leave)
+                written = self._send(plan.items, planner, stats, expected, quick, leave, contents)
             finally:
                 self.transferred = stats.snapshot()
             span.bytes = self.transferred.bytes
@@ -355,6 +402,7 @@ class CloudStorageWriter(OurWriter):
                 forget_listings()
         self.committed = True
         self._written = []
+        self._let_go_of_base({one.folder for one in draft.objects} - {self.uri.folder})
         if self.commit_hook is not None:
             run_after(self.commit_hook, str(self.uri), draft.metadata)
         return draft
@@ -397,10 +445,16 @@ class CloudStorageWriter(OurWriter):
 
     def discard(self) -> None:
         """Deletes what this rank has written in an attempt that was certainly not committed."""
+        self._let_go_of_base()
         if self._written:
             keys = [self.uri.key(name) for name in self._written]
             delete_quietly(self._store(), keys, self.config.retry, threads=self.config.connections)
         self._written = []
+
+    def _let_go_of_base(self, needed: Collection[str] = ()) -> None:
+        hold, self._hold = self._hold, None
+        if hold is not None:
+            hold.let_go(needed)
 
     def look_whether_committed(self) -> bool | None:
         """Whether this save is committed; None if that can't be found out, or may change yet.
@@ -429,6 +483,7 @@ class CloudStorageWriter(OurWriter):
         expected: int,
         quick: Quick | None,
         leave: Leave,
+        contents: Contents | None,
     ) -> Written:
         destination = Destination(self.uri, self.config, self._rank, random_suffix(), expected)
         try:
@@ -443,6 +498,7 @@ class CloudStorageWriter(OurWriter):
                 quick=quick,
                 leave=leave,
                 meanwhile=self.look_for_older,
+                contents=contents,
             )
         except BaseException:
             self._written = []  # nothing of it is left in the store

@@ -23,9 +23,6 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 
-import torch
-
-from cloudckpt.checkpoint.columns import numbers_in
 from cloudckpt.checkpoint.commit import LONGEST_SAVE, Baseline, commit, conditions_work
 from cloudckpt.checkpoint.draft import Draft
 from cloudckpt.checkpoint.from_torch import NotInColumnsError
@@ -216,18 +213,20 @@ class _Adoption:
             for rank in range(len(by_rank)):
                 one = by_rank[rank]
                 assert one.objects is not None
-                if any(found.rank != rank for found in one.objects):
+                if any(found.rank != rank for found in one.objects if not found.folder):
                     raise ValueError("objects of another rank")
                 record = Record.parse(one.record, uri, bound(len(one.record)))
-                columns = numbers_in(bytearray(one.extents), torch.int64, len(one.extents) // 8)
-                extents = Extents(*columns.view(3, -1).unbind(0))
+                extents = Extents.unpack(one.extents, one.columns)
                 records.append(record)
                 written.append(Written(uri, one.objects, extents, structure=record.structure))
             planned, _ = plan_together(records, to_lowest_rank=True, uri=uri)
             if planned.counts != tuple(len(one.extents) for one in written):
                 raise ValueError("two ranks have written the same")
             checksum = records[0].checksum
-            return Draft.of(planned, written, checksum, attempt=random_suffix(), uri=uri)
+            # by which what it refers to is kept
+            refers = any(found.folder for one in written for found in one.objects)
+            attempt = by_rank[0].attempt if refers else random_suffix()
+            return Draft.of(planned, written, checksum, attempt=attempt, uri=uri)
         except _SENSELESS as exc:
             raise self._incomplete(
                 f"what the ranks have left does not fit together: {exc}"
@@ -246,6 +245,8 @@ class _Adoption:
                 raise self._incomplete(f"{one.name} is not there") from exc
             if info.size != one.size or info.checksum not in (None, one.checksum):
                 raise self._incomplete(f"{one.name} is another than was written")
+            if one.folder:  # it is as old as it may be
+                return
             if (written := ages.get(self._uri.key(one.name))) is None or written <= young:
                 raise self._incomplete("it was staged long ago, and may be swept as a leftover")
 

@@ -250,11 +250,13 @@ class CheckpointCopy:
         for part, baseline in zip(found, baselines, strict=True):
             known = {one.name: one for one in part.said.objects}
             renamed: dict[str, WrittenObject] = {}
+            names = {source.uri.key(name): name for name in known}
             for passage in self._objects(part):
-                name = passage.source.removeprefix(source.uri.key(""))
+                name = names.get(passage.source, passage.source.removeprefix(source.uri.key("")))
                 rank, ordinal = places[passage.source]
                 record = known.get(name) or WrittenObject(0, 0, "", passage.size, 0, 0, 0)
-                renamed[name] = replace(record, rank=rank, ordinal=ordinal, attempt=attempt)
+                own = replace(record, rank=rank, ordinal=ordinal, attempt=attempt, folder="")
+                renamed[name] = own
             draft = Draft.of_copy(part.said, renamed, attempt)
             self._commits.append(_Commit(baseline, draft, part.said.notes))
         return _Plan(shares, [part.commit for part in found])

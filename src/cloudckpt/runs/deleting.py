@@ -70,9 +70,10 @@ def delete(checkpoint_id: URILike, *, config: Config | None = None) -> None:
             "there now was left as it is",
             uri=str(uri),
         ) from error
+    keys = no_longer_needed(store, uri, gone, config)
     delete_all(
         store,
-        no_longer_needed(store, uri, gone, config),
+        keys,
         config.retry,
         threads=config.connections,
         what="objects of a deleted checkpoint that are",
@@ -82,8 +83,9 @@ def delete(checkpoint_id: URILike, *, config: Config | None = None) -> None:
         if gone is not None and _is_of_the_same_save(gone, trusted(again, store.uri(commit))):
             retrier.call(partial(store.delete, commit, if_version=again.info.version))
     if uri.scheme == "file":
-        with contextlib.suppress(OSError):  # other files are in it
-            os.rmdir(uri.prefix)
+        for folder in {uri.prefix, *map(os.path.dirname, keys)}:
+            with contextlib.suppress(OSError):  # other files are in it
+                os.rmdir(folder)
 
 
 def _is_of_the_same_save(one: CommitObject, other: CommitObject | None) -> bool:
@@ -92,7 +94,7 @@ def _is_of_the_same_save(one: CommitObject, other: CommitObject | None) -> bool:
         return False
     if one.record is not None and other.record is not None:
         return one.record.attempt == other.record.attempt
-    return one.metadata.storage_data == other.metadata.storage_data
+    return bool(one.metadata.storage_data == other.metadata.storage_data)
 
 
 def unneeded(
