@@ -7,6 +7,7 @@ committed checkpoint must be whole, and in the end a sweep leaves nothing that n
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import types
@@ -16,26 +17,35 @@ from dataclasses import replace
 from functools import cache, lru_cache
 
 import pytest
+import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from cloudckpt import Config, RetryPolicy
 from cloudckpt.checkpoint import commit as committing
+from cloudckpt.checkpoint.base import Base
 from cloudckpt.checkpoint.commit import begin, publish
-from cloudckpt.checkpoint.committed import object_names
-from cloudckpt.checkpoint.committed import Fetched, fetch
+from cloudckpt.checkpoint.committed import CommitObject, Fetched, fetch, object_names
 from cloudckpt.checkpoint.draft import Draft, Planned
 from cloudckpt.checkpoint.from_torch import inventory_of_plan
 from cloudckpt.checkpoint.index import index_bytes
-from cloudckpt.checkpoint.objects import METADATA, ObjectRecord, WrittenObject, pending_name
+from cloudckpt.checkpoint.objects import (
+    METADATA,
+    ObjectRecord,
+    WrittenObject,
+    keep_name,
+    pending_name,
+)
 from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checkpoint.record import Record
+from cloudckpt.checkpoint.references import Hold
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.written import Extents, Written
 from cloudckpt.checksum import CRC32C
 from cloudckpt.errors import (
     AccessDeniedError,
     CloudCheckpointError,
+    CommitUnknownError,
     ConnectionLostError,
     ObjectNotFoundError,
     PreconditionFailedError,
@@ -54,7 +64,10 @@ from cloudckpt.uri import CheckpointURI
 HOUR = 3600.0
 _ALONE = 1000  # the number of one beside whom there is nobody
 RANKS = 3  # that have written what a save commits
-KINDS = ("save", "save", "save", "copy", "delete", "prune", "sweep", "load", "orphan", "adopt")
+KINDS = (
+    "save", "save", "save", "increment", "chain", "chain", "copy", "delete", "delete", "prune",
+    "sweep", "load", "orphan", "adopt",
+)  # fmt: skip
 """What an actor may do, as often as chance has it."""
 
 RETRY = RetryPolicy(attempts=3, base=0.0, cap=0.0, deadline=1e9)
@@ -178,6 +191,8 @@ def left_of(save: str, rank: int, sent: WrittenObject) -> bytes:
         rank=rank,
         ranks=RANKS,
         job="",
+        attempt=save,
+        columns=3,
         record=_record_of(rank),
         extents=b"".join(number.to_bytes(8, "little") for number in (0, 0, 64)),
         notes=b"",
@@ -214,16 +229,56 @@ class World:
     def step(self, number: int) -> CheckpointURI:
         return self.root.join(f"step-{number}")
 
-    def save(self, number: int) -> Callable[[Config], None]:
+    def increment(self, number: int) -> Callable[[Config], None]:
+        """A save that refers to what another one, or the one before in its place, has written."""
+        base = self.rng.choice([3 - number, 3 - number, number])
+        self.first = self.save(base)
+        return self.save(number, base)
+
+    def chain(self, number: int) -> Callable[[Config], None]:
+        """A save whose base has some of its objects in a third checkpoint."""
+        first, second = self.save(number), self.save(3 - number, number)
+
+        def both(config: Config) -> None:
+            first(config)
+            second(config)
+
+        self.first = both
+        return self.save(3, 3 - number)
+
+    def save(self, number: int, base: int | None = None) -> Callable[[Config], None]:
         uri, attempt = self.step(number), f"{self.rng.getrandbits(64):016x}"
+        contents = [self.rng.choice([1, 1, 1, 2]) for _ in range(RANKS)]  # of each rank
 
         def work(config: Config) -> None:
             store, retrier = registry.open_store(uri, config), Retrier(RETRY)
             baseline = begin(store, uri.key(METADATA), overwrite=True, retrier=retrier)
-            written = [
-                Written(str(uri), (sent(store, uri, rank, attempt),), Extents.of([(0, 0, 64)]))
-                for rank in range(RANKS)
-            ]
+            hold = None
+            if base is not None:
+                with contextlib.suppress(CloudCheckpointError):
+                    hold = Hold.of(store, uri, self.step(base), config, attempt)
+            try:
+                committed(store, baseline, hold, config)
+            except CommitUnknownError:
+                raise
+            except CloudCheckpointError:
+                if hold is not None:
+                    hold.let_go()
+                raise
+
+        def committed(store, baseline, hold, config) -> None:
+            table = None
+            if hold is not None:
+                inventory = hold.said.inventory
+                table = Base.of_inventory("", hold.base.folder, inventory)
+            written = []
+            for rank in range(RANKS):
+                digest = rank, contents[rank]
+                known = None if table is None else table.find(digest)
+                one = sent(store, uri, rank, attempt) if known is None else None
+                one = one or table.objects[known.object]
+                columns = [torch.tensor([number]) for number in (0, 0, 64, *digest)]
+                written.append(Written(str(uri), (one,), Extents(*columns)))
             draft = Draft.of(
                 Planned.of(
                     Metadata({f"v{rank}": BytesStorageMetadata() for rank in range(RANKS)}),
@@ -243,9 +298,11 @@ class World:
                 baseline=baseline,
                 attempt=attempt,
                 objects=objects,
-                own=[one.name for one in objects],
+                own=[one.name for one in objects if not one.name.startswith("../")],
                 data=lambda: draft.data(b""),
             )
+            if hold is not None:
+                hold.let_go({one.folder for one in draft.objects} - {uri.folder})
 
         return work
 
@@ -387,12 +444,8 @@ class World:
         keys = {info.key for info in self.plain.list("")}
         for key in keys:
             if key.endswith(f"/{METADATA}"):
-                folder = key.removesuffix(METADATA)
-                for name in _named(bytes(self.plain.get(key)[0])):
-                    gone = folder + name not in keys
-                    assert not gone or self.is_being_deleted(folder + name), (
-                        f"{folder}{name} is gone"
-                    )
+                for name in self.named_by(key):
+                    assert name in keys or self.is_being_deleted(name), f"{name} is gone"
 
     def check_end(self) -> None:
         """A sweep leaves what is named by checkpoints, and nothing else."""
@@ -408,19 +461,27 @@ class World:
         self.is_checked = False
         self.check()
         below = {info.key for info in self.plain.list("")}
-        named = {
-            key.removesuffix(METADATA) + name
-            for key in below
-            if key.endswith(f"/{METADATA}")
-            for name in (METADATA, *_named(bytes(self.plain.get(key)[0])))
-        }
+        commits = [key for key in below if key.endswith(f"/{METADATA}")]
+        named = {*commits, *(name for key in commits for name in self.named_by(key, marks=True))}
         assert below == named
+
+    def named_by(self, commit: str, *, marks: bool = False) -> set[str]:
+        """The keys that a commit object names; with those of its marks in other checkpoints."""
+        uri = replace(self.root, prefix=commit.removesuffix(f"/{METADATA}"))
+        names, attempt = _named(bytes(self.plain.get(commit)[0]))
+        found = {uri.key(name) for name in names}
+        if marks:
+            folders = {name.split("/")[1] for name in names if name.startswith("../")}
+            found |= {uri.beside(one).key(keep_name(attempt)) for one in folders - {uri.folder}}
+        return found
 
 
 @lru_cache(maxsize=4096)
-def _named(metadata: bytes) -> frozenset[str]:
+def _named(metadata: bytes) -> tuple[frozenset[str], str]:
+    """The names of its objects, and the random name of the save."""
     found = Fetched(ObjectInfo(METADATA, len(metadata), ""), bytearray(metadata))
-    return frozenset(object_names(found, "memory://"))
+    said = CommitObject.parse(found, "memory://")
+    return frozenset(said.names("memory://")), said.record.attempt
 
 
 @pytest.fixture

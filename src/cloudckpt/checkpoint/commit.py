@@ -382,6 +382,7 @@ def publish(
     objects: Collection[ObjectRecord],
     own: Collection[str],
     data: Callable[[], Sequence[memoryview]],
+    kept: Collection[str] = (),
 ) -> None:
     """Commits a checkpoint, if all of its data objects are in the store.
 
@@ -395,6 +396,7 @@ def publish(
         own: The names of those that this rank itself has written to ``store``; those of others are
             looked for.
         data: Makes the bytes of the commit object.
+        kept: The names of those that were there before, and stay if this fails.
 
     Raises:
         DifferentCheckpointsError: If another rank has written to another store.
@@ -403,7 +405,11 @@ def publish(
         StoreError: If it did not take place, and will not.
     """
     named = {uri.key(record.name) for record in objects}
-    sent = [record.name for record in objects if not record.name.startswith("../")]
+    sent = [
+        record.name
+        for record in objects
+        if record.name not in kept and not record.name.startswith("../")
+    ]
 
     def delete(keys: Iterable[str]) -> None:
         delete_quietly(store, sorted(keys), config.retry, threads=config.connections)

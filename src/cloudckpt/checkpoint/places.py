@@ -445,7 +445,7 @@ class Places:
 
 
 def _is_gone(error: CheckpointCorruptError) -> bool:
-    return isinstance(error.cause or error.__cause__, ObjectNotFoundError)
+    return isinstance(error.__cause__, ObjectNotFoundError)
 
 
 def _said(tensor: StoredTensor) -> str:

@@ -50,6 +50,7 @@ def inspect(
             "uri": found.uri,
             "has_checksums": found.has_checksums,
             "notes": dataclasses.asdict(found.notes),
+            "shared": dict(found.shared),
             "items": [dataclasses.asdict(item) for item in items],
         }
         print_json(document)
@@ -70,6 +71,8 @@ def inspect(
     ]
     print_rows(["name", "type", "shape", "size", "chunks"], rows, right={3, 4})
     print(f"{len(items)} entries, {as_size(sum(item.nbytes for item in items))}")
+    for uri, nbytes in found.shared.items():
+        print(f"{as_size(nbytes)} of it are shared with {safe(uri)}, which has to stay beside it.")
     if not found.has_checksums:
         print("It has no checksums: only checkpoints that cloudckpt has written have.")
     if found.notes.step is not None:

@@ -133,3 +133,26 @@ def cp(
                 f"{safe(target)}: copied {copied.checkpoints} {checkpoints} "
                 f"({copied.objects} objects, {as_size(copied.nbytes)}, {way}){there}"
             )
+
+
+@app.command(rich_help_panel="Checkpoints")
+def detach(
+    checkpoint: Checkpoint, ranks: Together = None, as_json: Json = False, quiet: Quiet = False
+) -> None:
+    """Make a checkpoint stand alone that shares bytes with others of its run.
+
+    What it shares is copied into its own folder. Started by torchrun, the ranks divide the work.
+    """
+    from cloudckpt.runs.copying import detach as detached  # with torch, which takes its time
+
+    with together(ranks) as joined:
+        shown = joined.speaks and not (quiet or as_json)
+        with progress_bar("copying", shown=shown) as progress:
+            copied = detached(checkpoint, process_group=joined.group, progress=progress)
+        if not joined.speaks:
+            return
+        if as_json:
+            print_json({"checkpoint": checkpoint, **dataclasses.asdict(copied)})
+        elif not quiet:
+            what = f"{as_size(copied.nbytes)} were copied" if copied.checkpoints else "as before"
+            print(f"{safe(checkpoint)} stands alone: {what}")

@@ -196,6 +196,7 @@ class CheckpointCopy:
         self._overwrite = overwrite
         self._progress = progress
         self._is_of_a_run = is_of_a_run
+        self._is_detached = source.uri == target.uri
         self._commits: list[_Commit] = []  # on the first rank
 
     def run(self) -> Copied:
@@ -250,6 +251,8 @@ class CheckpointCopy:
         for part, baseline in zip(found, baselines, strict=True):
             known = {one.name: one for one in part.said.objects}
             renamed: dict[str, WrittenObject] = {}
+            if self._is_detached:
+                renamed = {name: one for name, one in known.items() if not one.folder}
             names = {source.uri.key(name): name for name in known}
             for passage in self._objects(part):
                 name = names.get(passage.source, passage.source.removeprefix(source.uri.key("")))
@@ -258,7 +261,7 @@ class CheckpointCopy:
                 own = replace(record, rank=rank, ordinal=ordinal, attempt=attempt, folder="")
                 renamed[name] = own
             draft = Draft.of_copy(part.said, renamed, attempt)
-            self._commits.append(_Commit(baseline, draft, part.said.notes))
+            self._commits.append(_Commit(baseline, draft, part.said.notes, attempt))
         return _Plan(shares, [part.commit for part in found])
 
     def _baselines(self, found: Sequence[CheckpointPart]) -> list[Baseline]:
@@ -286,6 +289,7 @@ class CheckpointCopy:
             return [
                 Passage(uri.key(one.name), "", one.size, one.checksum, kind)
                 for one in part.said.objects
+                if one.folder or not self._is_detached
             ]
         entries = (part.metadata.storage_data or {}).values()
         names = dict.fromkeys(checked(entry.relative_path, str(uri)) for entry in entries)
@@ -390,6 +394,7 @@ class CheckpointCopy:
                     attempt=random_suffix(),
                     objects=commit.objects,
                     own=own,
+                    kept=commit.kept,
                     data=partial(commit.draft.data, commit.notes),
                 )
                 written.append(commit)
@@ -397,7 +402,12 @@ class CheckpointCopy:
             raise
         except Exception:  # it has deleted its own
             keys = [commit.baseline.key for commit in written]
-            keys += [target.uri.key(one.name) for each in self._commits for one in each.objects]
+            keys += [
+                target.uri.key(one.name)
+                for each in self._commits
+                for one in each.objects
+                if one.name not in each.kept
+            ]
             delete_quietly(
                 target.store, keys, target.config.retry, threads=target.config.connections
             )
@@ -418,11 +428,18 @@ class _Commit:
         baseline: What is in its place.
         draft: What it will hold.
         notes: The notes, as they are stored.
+        attempt: The random name of the copy, which what it has written has.
     """
 
     baseline: Baseline
     draft: Draft
     notes: bytes
+    attempt: str
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """The names of objects that were there before."""
+        return frozenset(one.name for one in self.draft.objects if one.attempt != self.attempt)
 
     @property
     def objects(self) -> list[ObjectRecord]:

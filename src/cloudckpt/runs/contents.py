@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from cloudckpt.checkpoint.columns import unfilled
 from cloudckpt.checkpoint.committed import CommitObject
 from cloudckpt.checkpoint.notes import Notes
 from cloudckpt.checkpoint.objects import METADATA
@@ -53,12 +54,15 @@ class CheckpointContents:
         items: Its entries, by name.
         notes: What was noted with it.
         has_checksums: Whether its blocks can be verified; those of torch's own writers can't.
+        shared: Of the checkpoints beside it that it refers to, how many of its bytes each has,
+            envelopes included; empty if it stands alone.
     """
 
     uri: str
     items: tuple[StoredItem, ...]
     notes: Notes
     has_checksums: bool
+    shared: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -83,16 +87,20 @@ def inspect(checkpoint_id: URILike, *, config: Config | None = None) -> Checkpoi
     items: dict[str, StoredItem] = {}
     has_checksums = True
     notes = Notes()
+    shared: dict[str, int] = {}
     for part in parts(uri, config):
         has_checksums = has_checksums and part.has_checksums
         if part.commit.key == uri.key(METADATA):  # models have none
             notes = Notes.from_json(part.said.notes, open_store(uri, config).uri(part.commit.key))
         items |= {found.name: found for found in part.items()}
+        for folder, nbytes in part.shared().items():
+            shared[str(uri.beside(folder))] = nbytes
     return CheckpointContents(
         uri=str(uri),
         items=tuple(items[name] for name in sorted(items)),
         notes=notes,
         has_checksums=has_checksums,
+        shared=shared,
     )
 
 
@@ -122,6 +130,17 @@ class CheckpointPart:
     def has_checksums(self) -> bool:
         """Whether its blocks can be verified."""
         return self.said.record is not None
+
+    def shared(self) -> dict[str, int]:
+        """By folder the bytes of items that are in checkpoints beside this one."""
+        found: dict[str, int] = {}
+        if (inventory := self.said.inventory) is not None and len(inventory.extents):
+            extents, sums = inventory.extents, unfilled(len(inventory.objects)).zero_()
+            sums.index_add_(0, extents.objects, extents.lengths)
+            for one, nbytes in zip(inventory.objects, sums.tolist(), strict=True):
+                if one.folder:
+                    found[one.folder] = found.get(one.folder, 0) + nbytes
+        return found
 
     def items(self) -> Iterator[StoredItem]:
         """All entries."""

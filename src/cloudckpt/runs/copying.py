@@ -23,13 +23,14 @@ from cloudckpt.dcp.meeting import Meeting, Stance
 from cloudckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, ConfigError
 from cloudckpt.runs.catalog import list_checkpoints
 from cloudckpt.runs.checkpoint_copy import CheckpointCopy, Copied, Place, Progress
+from cloudckpt.runs.contents import inspect
 from cloudckpt.runs.steps import DEFAULT_PATTERN
 from cloudckpt.runs.verifying import one_error
 from cloudckpt.stores.registry import checkpoint_location
 from cloudckpt.transfer.retry import begun_anew
 from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["Copied", "copy"]
+__all__ = ["Copied", "copy", "detach"]
 
 
 def copy(
@@ -119,6 +120,42 @@ def copy(
     if damaged:
         raise _of_a_run(damaged, copied)
     return copied
+
+
+def detach(
+    checkpoint_id: URILike,
+    *,
+    config: Config | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Copied:
+    """Makes a checkpoint stand alone that shares bytes with others beside it.
+
+    What it shares is copied into its own folder, as :func:`copy` copies, and its commit object is
+    replaced by one that names the copies. What it referred to goes if nobody else needs it.
+
+    Args:
+        checkpoint_id: ``s3://bucket/path`` or another location.
+        config: Options.
+        process_group: Ranks that divide the objects among each other, if all of them call this.
+        progress: As of :func:`copy`.
+
+    Raises:
+        CheckpointNotFoundError: If there is no committed checkpoint.
+        CheckpointCorruptError: If what it shares is damaged; it stays as it is.
+        CheckpointConflictError: If somebody else has replaced it meanwhile.
+        StoreError: If the store refuses or stays unreachable.
+    """
+
+    def prepare() -> Place:
+        options = replace(config if config is not None else Config(), verify=True)
+        return Place(CheckpointURI.parse(checkpoint_id), options)
+
+    meeting = Meeting(process_group)
+    place = meeting.begin(prepare, lambda one: Stance(location=f"the detachment of {one.uri}"))
+    if not meeting.told_by_first(lambda: inspect(place.uri, config=place.config).shared):
+        return Copied(already_there=1)
+    return begun_anew(CheckpointCopy(place, place, meeting, True, Progress(progress)).run)
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,7 @@ class CheckpointManager(ClosedAtExit):
         best_mode: Literal["min", "max"] = "min",
         step_name: str = DEFAULT_PATTERN,
         asynchronous: bool = True,
+        incremental: bool = False,
         on_failure: OnFailure = "raise",
         max_failures: int = 3,
         preemption: Preemption | None = None,
@@ -95,6 +96,8 @@ class CheckpointManager(ClosedAtExit):
             best_mode: Whether the lowest or the highest values of it are the best.
             step_name: What the folders of checkpoints are called.
             asynchronous: Whether :meth:`save` returns when the state is copied.
+            incremental: Whether a step sends only what the newest committed step of the run does
+                not have, and refers to the rest there; as ``Config(incremental=True)``.
             on_failure: What becomes of a save that fails. ``raise``: that is raised, on all ranks.
                 ``log``: what may pass (throttling, an outage, no memory for a copy, a saving
                 process that died) is logged, counted, and told as an event ``failure``, and
@@ -152,6 +155,10 @@ class CheckpointManager(ClosedAtExit):
                 )
             options = checkpointer if checkpointer is not None else CheckpointerConfig()
             options = options if config is None else dataclasses.replace(options, config=config)
+            if incremental:
+                made = options.config if options.config is not None else Config()
+                made = dataclasses.replace(made, incremental=True)
+                options = dataclasses.replace(options, config=made)
             options = dataclasses.replace(options, commit_hook=self._hook)
             found = Run(run, step_name=step_name, config=options.config)
             self._preemption.watch()
@@ -161,7 +168,7 @@ class CheckpointManager(ClosedAtExit):
         def alike(made: tuple[Run, Retention, CheckpointerConfig]) -> Stance:
             told = (
                 f"save_interval_steps={self._interval}, {step_name=}, {asynchronous=}, "
-                f"{on_failure=}, {max_failures=}"
+                f"{incremental=}, {on_failure=}, {max_failures=}"
             )
             return Stance(location=str(made[0].root), options=told)
 

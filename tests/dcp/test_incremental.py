@@ -1,0 +1,364 @@
+"""What has not changed since an earlier checkpoint of the run is not sent again."""
+
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import cloudckpt
+from cloudckpt import CloudStorageWriter
+from cloudckpt.checkpoint.base import Base, Digester
+from cloudckpt.checkpoint.objects import is_keep_name
+from cloudckpt.checkpoint.written import Extents
+from cloudckpt.errors import AccessDeniedError, CheckpointCorruptError, ConfigError
+from cloudckpt.runs.copying import detach
+
+from .places import Place, on_disk
+
+FROZEN = 300_000  # elements
+
+
+def state_at(step: int) -> dict[str, Any]:
+    """Much that never changes, little that does, and all kinds of values."""
+    made = torch.Generator().manual_seed(0)
+    return {
+        "frozen": torch.randn(FROZEN, generator=made),
+        "turned": torch.randn(400, 300, generator=made).t(),
+        "zeros": {"a": torch.zeros(5000), "b": torch.zeros(5000), "empty": torch.empty(0)},
+        "small": [torch.randn(7, generator=made) for _ in range(5)],
+        "names": ["x"] * 30_000,
+        "trained": torch.full((20_000,), float(step)),
+        "step": step,
+    }
+
+
+def room() -> dict[str, Any]:
+    blank = state_at(-1)
+    blank["names"] = []
+    for value in (blank["frozen"], blank["turned"], *blank["small"]):
+        value.zero_()
+    return blank
+
+
+def is_at(state: dict[str, Any], step: int) -> bool:
+    mine, its = pickle.dumps(state), pickle.dumps(state_at(step))
+    return (
+        len(mine) == len(its)
+        and all(
+            torch.equal(state[name], value)
+            for name, value in state_at(step).items()
+            if isinstance(value, torch.Tensor)
+        )
+        and (state["step"], state["names"]) == (step, state_at(step)["names"])
+    )
+
+
+def loaded(place: Place) -> dict[str, Any]:
+    found = room()
+    cloudckpt.load(found, checkpoint_id=place.uri, config=place.config)
+    return found
+
+
+def saved(place: Place, step: int, **options: Any) -> int:
+    """Saves a step of a run; returns the bytes that were sent."""
+    config = place.having(incremental=True).config
+    writer = CloudStorageWriter(place.at(f"step-{step}").uri, config=config, **options)
+    cloudckpt.save(state_at(step), storage_writer=writer)
+    assert writer.transferred is not None
+    return writer.transferred.bytes
+
+
+def marks(place: Place) -> list[str]:
+    return [name for name in place.names() if is_keep_name(name.rpartition("/")[2])]
+
+
+def test_only_what_has_changed_is_sent_and_every_step_is_whole(place) -> None:
+    first = saved(place, 1)
+    assert all(saved(place, step) < first / 10 for step in (2, 3, 4))
+    for step in (1, 2, 3, 4):
+        assert is_at(loaded(place.at(f"step-{step}")), step)
+        assert cloudckpt.verify(place.at(f"step-{step}").uri, config=place.config).has_checksums
+
+
+@on_disk
+def test_stock_torch_reads_it_where_it_is_and_from_a_copy(place, tmp_path) -> None:
+    for step in (1, 2, 3):
+        saved(place, step)
+    cloudckpt.copy(place.at("step-3").uri, str(tmp_path / "alone"), config=place.config)
+    for path in (place.at("step-3").path, str(tmp_path / "alone")):
+        found = room()
+        dcp.load(found, checkpoint_id=path, no_dist=True)
+        assert is_at(found, 3)
+
+
+def test_a_copy_stands_alone(place, tmp_path) -> None:
+    for step in (1, 2):
+        saved(place, step)
+    cloudckpt.copy(place.at("step-2").uri, str(tmp_path / "copy"), config=place.config)
+    assert is_at(loaded(Place((tmp_path / "copy").as_uri(), place.config)), 2)
+    assert not cloudckpt.inspect(str(tmp_path / "copy")).shared
+
+
+def test_what_is_shared_is_told(place) -> None:
+    for step in (1, 2):
+        saved(place, step)
+    shared = cloudckpt.inspect(place.at("step-2").uri, config=place.config).shared
+    assert list(shared) == [place.at("step-1").uri]
+    assert shared[place.at("step-1").uri] > 4 * FROZEN
+    assert not cloudckpt.inspect(place.at("step-1").uri, config=place.config).shared
+
+
+def test_what_is_detached_stands_alone(place) -> None:
+    for step in (1, 2):
+        saved(place, step)
+    assert detach(place.at("step-2").uri, config=place.config).checkpoints == 1
+    assert not cloudckpt.inspect(place.at("step-2").uri, config=place.config).shared
+    assert not marks(place)
+    cloudckpt.delete(place.at("step-1").uri, config=place.config)
+    assert not place.at("step-1").names()
+    assert is_at(loaded(place.at("step-2")), 2)
+    assert detach(place.at("step-2").uri, config=place.config).checkpoints == 0
+    assert len(place.at("step-2").data()) == len({one.name for one in _objects(place.at("step-2"))})
+
+
+def _objects(place: Place) -> Any:
+    reader = place.reader()
+    reader.read_metadata()
+    assert reader.commit is not None
+    return reader.commit.objects
+
+
+def test_what_others_refer_to_stays_until_the_last_of_them_goes(place) -> None:
+    for step in (1, 2, 3):
+        saved(place, step)
+    for gone in (1, 2):
+        cloudckpt.delete(place.at(f"step-{gone}").uri, config=place.config)
+        assert is_at(loaded(place.at("step-3")), 3)
+    found = cloudckpt.find_leftovers(place.uri, older_than=0, config=place.config)
+    assert not found.objects
+    assert place.at("step-1").data()
+    cloudckpt.delete(place.at("step-3").uri, config=place.config)
+    assert not place.names()
+
+
+def test_what_was_replaced_stays_if_others_refer_to_it(place) -> None:
+    saved(place, 1)
+    saved(place, 2)
+    config = place.having(incremental=True).config
+    other = {name: value for name, value in state_at(9).items() if name != "frozen"}
+    cloudckpt.save(other, checkpoint_id=place.at("step-1").uri, config=config)
+    assert is_at(loaded(place.at("step-2")), 2)
+    cloudckpt.delete(place.at("step-2").uri, config=place.config)
+    assert len(place.at("step-1").data()) == len(
+        {one.name for one in _objects(place.at("step-1")) if one.folder in ("", "step-1")}
+    )
+    assert not marks(place)
+
+
+def test_a_checkpoint_may_be_replaced_by_what_refers_to_it(place) -> None:
+    config = place.having(incremental=True).config
+    for step in (1, 2, 3):
+        uri = place.at("last").uri
+        cloudckpt.save(state_at(step), checkpoint_id=uri, config=config)
+        assert is_at(loaded(place.at("last")), step)
+    assert not marks(place)
+    cloudckpt.delete(place.at("last").uri, config=place.config)
+    assert not place.names()
+
+
+def test_a_sweep_keeps_what_is_referred_to(place) -> None:
+    for step in (1, 2):
+        saved(place, step)
+    cloudckpt.delete(place.at("step-1").uri, config=place.config)
+    for run in (place, place.at("step-1")):
+        assert not cloudckpt.sweep(run.uri, older_than=0, config=place.config).objects
+    assert is_at(loaded(place.at("step-2")), 2)
+
+
+def test_a_mark_of_a_save_that_was_killed_is_swept(place) -> None:
+    saved(place, 1)
+    store = CloudStorageWriter(place.at("step-1").uri, config=place.config)._store()
+    key = CloudStorageWriter(place.at("step-1").uri).uri.key(".cloudckpt-keep." + "a" * 16)
+    store.put(key, [memoryview(b"{}")], checksum=store.capabilities.checksum.of(b"{}"))
+    cloudckpt.delete(place.at("step-1").uri, config=place.config)
+    assert place.at("step-1").data()  # nobody knows what that save needs
+    cloudckpt.sweep(place.uri, older_than=0, config=place.config)
+    assert not place.names()
+
+
+def test_what_was_copied_without_its_base_names_it(place) -> None:
+    for step in (1, 2):
+        saved(place, step)
+    cloudckpt.delete(place.at("step-1").uri, config=place.config)
+    for name in place.at("step-1").data():
+        _remove(place.at("step-1"), name)
+    with pytest.raises(CheckpointCorruptError, match="step-1: what was copied without"):
+        loaded(place.at("step-2"))
+
+
+def _remove(place: Place, name: str) -> None:
+    store = place.writer()._store()
+    store.delete(place.writer().uri.key(name))
+
+
+def test_a_base_is_taken_by_name(place) -> None:
+    first = saved(place, 1)
+    saved(place, 5)
+    assert saved(place, 3, base=place.at("step-1").uri) < first / 10
+    assert list(cloudckpt.inspect(place.at("step-3").uri, config=place.config).shared) == [
+        place.at("step-1").uri
+    ]
+
+
+@on_disk
+def test_a_base_elsewhere_is_refused(place, tmp_path) -> None:
+    saved(place, 1)
+    for base in (str(tmp_path / "step-1"), place.at("step-1/inner").uri):
+        with pytest.raises(ConfigError, match="does not stand beside"):
+            saved(place, 2, base=base)
+
+
+@pytest.mark.parametrize("what", ["gone", "damaged", "without digests", "of torch"])
+def test_without_a_base_that_can_be_used_all_is_sent(local, what) -> None:
+    place = local
+    config = place.config
+    if what == "without digests":
+        cloudckpt.save(state_at(1), checkpoint_id=place.at("step-1").uri, config=config)
+    elif what == "of torch":
+        dcp.save(state_at(1), checkpoint_id=place.at("step-1").path, no_dist=True)
+    elif what == "damaged":
+        saved(place, 1)
+        with open(f"{place.at('step-1').path}/.metadata", "r+b") as file:
+            file.seek(-100, 2)
+            file.write(b"damaged!")
+    sent = saved(place, 2, base=place.at("step-1").uri)
+    assert sent > 4 * FROZEN
+    assert is_at(loaded(place.at("step-2")), 2)
+    assert not marks(place)
+    assert saved(place, 3) < sent / 10  # it has digests itself
+
+
+@on_disk
+def test_a_failed_save_leaves_no_mark(place, monkeypatch) -> None:
+    saved(place, 1)
+    seen = []
+
+    def fail(*arguments, **options):
+        seen.extend(marks(place))
+        raise AccessDeniedError("no", certain=True)
+
+    monkeypatch.setattr("cloudckpt.checkpoint.commit.commit", fail)
+    with pytest.raises(AccessDeniedError):
+        saved(place, 2)
+    assert len(seen) == 1
+    assert not marks(place)
+    assert not place.at("step-2").names()
+
+
+@on_disk
+def test_another_process_finds_the_newest_by_its_number(place, monkeypatch) -> None:
+    first = saved(place, 9)
+    saved(place, 10)
+    monkeypatch.setattr("cloudckpt.dcp.incremental._bases", {})  # as of one that has saved nothing
+    assert saved(place, 11) < first / 10
+    refers = cloudckpt.inspect(place.at("step-11").uri, config=place.config).shared
+    assert place.at("step-10").uri in refers or place.at("step-9").uri in refers
+
+
+def test_values_of_equal_bytes_and_another_type_or_shape_are_others() -> None:
+    kinds = [(torch.float32, (2, 3)), (torch.int32, (2, 3)), (torch.float32, (3, 2))]
+    digests = {Digester.of_tensor(*kind).add(bytes(24)).result() for kind in kinds}
+    assert len(digests | {Digester.of_value().add(bytes(24)).result()}) == 4
+
+
+def test_equal_halves_of_digests_are_no_identity() -> None:
+    columns = [torch.tensor(column) for column in ([0, 0], [0, 64], [10, 20], [7, 7], [1, 2])]
+    base = Base("a", (), Extents(*columns))
+    assert base.find((7, 2)).offset == 64
+    assert base.find((7, 3)) is None
+    assert base.find((2, 7)) is None
+
+
+# ---- ranks, and the background
+
+
+def _sharded(step: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = torch.arange(12 * 30_000, dtype=torch.float32).view(12, -1)
+    return {
+        "rows": distribute_tensor(rows, mesh, [Shard(0)]),
+        "trained": distribute_tensor(torch.full((12, 50), float(step)), mesh, [Shard(0)]),
+        "own": {str(dist.get_rank()): torch.full((30_000,), float(dist.get_rank()))},
+        "step": step,
+    }
+
+
+def _save_on_ranks(place: Place, steps: list[int], how: str) -> list[int]:
+    sent = []
+    for step in steps:
+        writer = CloudStorageWriter(
+            place.at(f"step-{step}").uri, config=place.having(incremental=True).config
+        )
+        if how == "save":
+            cloudckpt.save(_sharded(step), storage_writer=writer)
+        else:
+            kind = AsyncCheckpointerType[how]
+            cloudckpt.async_save(
+                _sharded(step), storage_writer=writer, async_checkpointer_type=kind
+            ).result()
+        assert writer.transferred is not None
+        sent.append(writer.transferred.bytes)
+    cloudckpt.close_async_savers()
+    return sent
+
+
+def _load_on_ranks(place: Place, step: int) -> bool:
+    wanted = _sharded(step)
+    found = _sharded(-1)
+    for value in (found["rows"], found["trained"]):
+        value.to_local().zero_()
+    if not cloudckpt.exists(place.uri, config=place.config):
+        return False
+    del found["own"], wanted["own"]
+    cloudckpt.load(found, checkpoint_id=place.uri, config=place.config)
+    return found["step"] == step and all(
+        torch.equal(found[name].full_tensor(), wanted[name].full_tensor())
+        for name in ("rows", "trained")
+    )
+
+
+@on_disk
+@pytest.mark.parametrize("how", ["save", "THREAD", "PROCESS"])
+def test_ranks_refer_each_to_what_it_has_written(place, ranks, how) -> None:
+    for sent in ranks(2, _save_on_ranks, place, [1, 2, 3], how):
+        assert sent[1] < sent[0] / 10
+        assert sent[2] < sent[0] / 10
+    for step in (1, 2, 3):
+        assert all(ranks(2, _load_on_ranks, place.at(f"step-{step}"), step))
+
+
+def test_chunks_that_other_ranks_hold_now_are_found(place, ranks) -> None:
+    """Six rows a rank, then four, then all: what is a chunk of the same rows is not sent again."""
+    first = sum(sum(sent) for sent in ranks(2, _save_on_ranks, place, [1], "save"))
+    again = sum(sum(sent) for sent in ranks(2, _save_on_ranks, place, [2], "save"))
+    other = sum(sum(sent) for sent in ranks(3, _save_on_ranks, place, [3], "save"))
+    back = sum(sum(sent) for sent in ranks(3, _save_on_ranks, place, [4], "save"))
+    assert again < first / 10
+    assert back < other / 10
+    for step in (1, 2, 3, 4):
+        assert all(ranks(3, _load_on_ranks, place.at(f"step-{step}"), step))
+
+
+def test_saves_at_once_in_one_run_do_not_disturb_each_other(place) -> None:
+    saved(place, 1)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda step: saved(place, step), (2, 3)))
+    for step in (1, 2, 3):
+        assert is_at(loaded(place.at(f"step-{step}")), step)
