@@ -65,6 +65,7 @@ class Save(Shown):
         fault: What is wrong.
         checks: Of `CHECKS`.
         later: Whether the next save begins before it is known what became of this one.
+        incremental: Whether it sends only what has changed.
     """
 
     state: State
@@ -74,6 +75,7 @@ class Save(Shown):
     fault: Fault | None = None
     checks: tuple[str, ...] = CHECKS
     later: bool = False
+    incremental: bool = False
 
 
 @dataclass(frozen=True, repr=False)

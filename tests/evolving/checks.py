@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import pickle
 import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -119,8 +121,9 @@ def _stock_alone(save: Save, step: int, world: int, place: Place) -> str | None:
         dcp.load(room, storage_reader=FileSystemReader(folder), no_dist=True)
         named = FileSystemReader(folder).read_metadata().storage_data
         objects = {place.relative_path for place in named.values()}
-    if objects - set(place.data()):
-        return f"metadata name objects that are not there: {objects - set(place.data())}"
+    own = {name for name in objects if not name.startswith("../")}
+    if own - set(place.data()):
+        return f"metadata name objects that are not there: {own - set(place.data())}"
     return difference(room, expected, ordered=True)
 
 
@@ -190,10 +193,18 @@ class _Downloaded:
         if self._place.uri.startswith("file://"):
             return self._place.path
         self._folder = tempfile.TemporaryDirectory()
-        for name in self._place.names():
-            with open(os.path.join(self._folder.name, name), "wb") as file:
-                file.write(self._place.read(name))
-        return self._folder.name
+        run, _, folder = self._place.uri.rpartition("/")
+        target = os.path.join(self._folder.name, folder)
+        wanted = {(folder, name) for name in self._place.names()}
+        metadata = pickle.loads(self._place.read(".metadata"))
+        for each in metadata.storage_data.values():
+            if each.relative_path.startswith("../"):
+                wanted.add(tuple(each.relative_path.split("/")[1:]))
+        for beside, name in wanted:
+            os.makedirs(os.path.join(self._folder.name, beside), exist_ok=True)
+            with open(os.path.join(self._folder.name, beside, name), "wb") as file:
+                file.write(dataclasses.replace(self._place, uri=f"{run}/{beside}").read(name))
+        return target
 
     def __exit__(self, *_: object) -> None:
         if self._folder is not None:

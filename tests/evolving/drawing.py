@@ -62,6 +62,7 @@ class _Drawing:
         self._large = not self._tight and rng.random() < 0.1
         self._small = rng.random() < 0.4  # one object each, until values grow
         self._background = rng.random() < 0.3  # what ranks keep for that takes time to begin
+        self._incremental = rng.random() < 0.35
         self.world = 1
 
     def case(self) -> Case:
@@ -103,6 +104,7 @@ class _Drawing:
             fault=fault,
             checks=(*ALWAYS, *rng.sample(others, rng.choice((1, 2, 3)))),
             later=fault is None and rng.random() < 0.2,
+            incremental=self._incremental and rng.random() < 0.85,
         )
 
     # ---- states
@@ -143,7 +145,8 @@ class _Drawing:
         placed = rng.choice(("", "", "", *PLACEMENTS)) if placed is None else placed
         forms = ["", "turned", "spaced", "inside"] if placed else list(FORMS)
         form = rng.choice(("", "", "", *forms))
-        return Tensor(self._shape(dtype), dtype, form, placed)
+        frozen = self._incremental and rng.random() < 0.6
+        return Tensor(self._shape(dtype), dtype, form, placed, frozen)
 
     def _shape(self, dtype: str) -> tuple[int, ...]:
         rng = self.rng
@@ -233,7 +236,7 @@ class _Drawing:
             return (
                 other
                 if self.rng.random() < 0.3
-                else Tensor(self._shape(value.dtype), value.dtype, value.form, value.placed)
+                else dataclasses.replace(value, shape=self._shape(value.dtype))
             )
         other = self._value()
         while isinstance(other, Many) or (isinstance(other, Random) and other.kind != "python"):

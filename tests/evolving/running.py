@@ -143,7 +143,7 @@ class _Rank:
         return _of_all(findings)
 
     def _save(self, save: Save, step: int) -> list[Finding]:
-        place = self._ways.place_of(save.to, save.by, step)
+        place = self._ways.place_of(save.to, save.by, step, incremental=save.incremental)
         is_under_way = any(pending[2].uri == place.uri for pending in self._pending)
         if (save.fault or is_under_way) and (findings := self._end_pending()):
             return findings
@@ -242,10 +242,19 @@ class _Rank:
         if place.uri in self._model.littered:
             return []
         there = set(place.data())
+        run, _, folder = place.uri.rpartition("/")
         named: set[str] = set()
-        if self._model.places[place] != [None]:
-            metadata = pickle.loads(place.read(".metadata"))
-            named = {each.relative_path for each in metadata.storage_data.values()}
+        for other, held in self._model.places.items():
+            beside = other.uri.rpartition("/")[0]
+            if beside != run or held == [None]:
+                continue
+            if other != place and (None in held or len(held) > 1):
+                return []  # nobody knows what it refers to
+            metadata = pickle.loads(other.read(".metadata"))
+            names = {each.relative_path for each in metadata.storage_data.values()}
+            if other == place:
+                named |= {name for name in names if not name.startswith("../")}
+            named |= {name.rpartition("/")[2] for name in names if name.startswith(f"../{folder}/")}
         if there != named or place.unfinished():
             text = f"{sorted(there)} and {place.unfinished()} are there, {sorted(named)} are named"
             return [Finding(step, "litter", "difference", text)]

@@ -133,12 +133,14 @@ class Tensor(Shown):
         dtype: Without ``torch.``.
         form: Of `FORMS`.
         placed: Of `PLACEMENTS`; empty: each rank has all of it.
+        frozen: Whether its bytes are the same in all saves.
     """
 
     shape: tuple[int, ...]
     dtype: str = "float32"
     form: str = ""
     placed: str = ""
+    frozen: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -177,7 +179,8 @@ class Tensor(Shown):
         if here.blank:
             raw = torch.full((self.nbytes,), 113, dtype=torch.uint8)
         else:
-            raw = _noise(zlib.crc32(f"{name} {here.step}".encode()), self.nbytes)
+            step = 0 if self.frozen else here.step
+            raw = _noise(zlib.crc32(f"{name} {step}".encode()), self.nbytes)
         if dtype == torch.bool:
             return (raw & 1).bool().reshape(self.shape)
         values = raw.view(dtype).reshape(self.shape)

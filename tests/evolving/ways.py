@@ -49,9 +49,10 @@ class Ways:
         self._open.callback(cloudckpt.close_async_savers)
         self._made: dict[object, Any] = {}
 
-    def place_of(self, to: str, by: str, step: int) -> Place:
-        """Where a save goes."""
-        return self._root.at(f"{self._run(by)}/step-{step}" if by.endswith("manager") else to)
+    def place_of(self, to: str, by: str, step: int, *, incremental: bool) -> Place:
+        """Where a save goes, and with which options."""
+        root = self._root.having(incremental=incremental)
+        return root.at(f"{_run(by, root)}/step-{step}" if by.endswith("manager") else to)
 
     def save(self, by: str, state: dict[Any, Any], place: Place, step: int) -> Callable[[], None]:
         """Begins a save; what it returns waits for the end. Both raise what has failed."""
@@ -91,16 +92,18 @@ class Ways:
             self._made[key] = self._open.enter_context(make())
         return self._made[key]
 
-    def _run(self, by: str) -> str:
-        return by.replace(" ", "-")
-
     def _manager(self, by: str, kind: str, place: Place) -> CheckpointManager:
         return CheckpointManager(
-            self._root.at(self._run(by)).uri,
+            self._root.at(_run(by, place)).uri,
             max_to_keep=KEPT_STEPS,
             asynchronous=kind in _KINDS,
             checkpointer=_config(kind, place),
         )
+
+
+def _run(by: str, place: Place) -> str:
+    """That of a manager; two in one would be two jobs."""
+    return by.replace(" ", "-") + "-of-changes" * place.config.incremental
 
 
 class _EndedError(CloudCheckpointError):

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from azure.storage.blob import ContainerClient
 
-from cloudckpt.checkpoint.committed import object_names
-from cloudckpt.checkpoint.committed import Fetched
+from cloudckpt.checkpoint.committed import Fetched, object_names
 from cloudckpt.stores.base import ObjectInfo
 from dcp.places import boto_client
 from emulators import azurite_server
