@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import shlex
@@ -30,6 +31,7 @@ COMMANDS = {
     "cp from": ("cp {run}/step-2 {local}/copy", 0, r"copied 1 checkpoint \(1 objects, .*streamed"),
     "diff": ("diff {run}/step-1 {run}/step-2", 5, r"changed\tw\tfloat32 500 x 3\t.*6.0 kB\n"),
     "cp": ("cp {run}/step-2 {run}/copy", 0, r"{run}/copy: copied 1 checkpoint \(1 objects"),
+    "detach": ("detach {run}/changes/step-2", 0, r"step-2 stands alone: [0-9.]+ kB were copied"),
     "doctor": ("doctor {run} --size 1", 0, r"ok\tmultipart\t(.*\n)*ok\tclean-up\t"),
     "convert": ("convert {run}/step-2 {local}/model.pt", 0, r"file of torch.save"),
     "export": ("export {run}/step-2 {run}/made", 0, r"is now the model {run}/made: 1 files"),
@@ -65,6 +67,11 @@ def test_each_command_does_what_it_says(name, run, place, cloud, tmp_path):
         where = {"run": f"{run}/killed", "config": place.config}
         job(tmp_path, **where, last=1, dies_at=1, how="at its commit")
         assert settled()
+    if name == "detach":
+        for step in (1, 2):
+            state = {"w": torch.zeros(500, 3), "step": step}
+            config = dataclasses.replace(place.config, incremental=True)
+            cloudckpt.save(state, checkpoint_id=f"{run}/changes/step-{step}", config=config)
     places = {"run": run, "local": str(tmp_path)}
     arguments = shlex.split(command.format(**places))
     with child(_typed, arguments=arguments, folder=str(tmp_path), **cloud.environment) as typed:
