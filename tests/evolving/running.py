@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from botocore.exceptions import ClientError
 
 from cloudckpt import S3Options
 from dcp.places import Place
@@ -250,7 +251,10 @@ class _Rank:
                 continue
             if other != place and (None in held or len(held) > 1):
                 return []  # nobody knows what it refers to
-            metadata = pickle.loads(other.read(".metadata"))
+            try:
+                metadata = pickle.loads(other.read(".metadata"))
+            except (OSError, ClientError):  # a manager has deleted it behind the next save
+                continue
             names = {each.relative_path for each in metadata.storage_data.values()}
             if other == place:
                 named |= {name for name in names if not name.startswith("../")}

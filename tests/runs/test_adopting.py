@@ -53,6 +53,19 @@ def test_the_next_job_may_have_another_number_of_ranks(tmp_path) -> None:
     assert job(tmp_path, 1) == [(0, (2, True))]
 
 
+def test_what_it_refers_to_is_kept_for_it(tmp_path) -> None:
+    """The step that was staged shares bytes with the one before, which is deleted then."""
+    killed(tmp_path, 2, incremental=True)
+    older, newer = (str(tmp_path / "run" / f"step-{step}") for step in (1, 2))
+    assert job(tmp_path, 2, incremental=True) == [(0, (2, True))] * 2
+    assert list(cloudckpt.inspect(newer).shared) == [f"file://{older}"]
+    cloudckpt.delete(older)
+    cloudckpt.sweep(str(tmp_path / "run"), older_than=0)
+    assert cloudckpt.verify(newer).items == 6
+    cloudckpt.delete(newer)
+    assert not list((tmp_path / "run").glob("step-*"))
+
+
 def test_stock_torch_reads_it(tmp_path) -> None:
     killed(tmp_path, 2)
     adopt(str(tmp_path / "run" / "step-2"))
@@ -123,8 +136,10 @@ def test_a_process_that_is_still_sending_is_waited_for(tmp_path) -> None:
             rank=0,
             ranks=1,
             job=sending.job,
+            attempt=sending.attempt,
             record=b"",
             extents=b"",
+            columns=3,
             notes=b"",
             sent=sent[0],
         )
@@ -238,11 +253,17 @@ TOLD = Pending(
     rank=1,
     ranks=3,
     job="me",
+    attempt="00112233445566ff",
     record=b"names" * 9,
-    extents=bytes(range(24)),
+    extents=bytes(range(40)),
+    columns=5,
     notes=b"{}",
+    held=("step-1", "step-2"),
     sent=MIB,
-    objects=(WrittenObject(1, 0, "0123456789abcdef", 900, 7, 90, 5),),
+    objects=(
+        WrittenObject(1, 0, "0123456789abcdef", 900, 7, 90, 5),
+        WrittenObject(0, 0, "fedcba9876543210", 800, 6, 90, 5, "step-1"),
+    ),
 )
 
 

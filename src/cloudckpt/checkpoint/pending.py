@@ -50,6 +50,7 @@ class Pending:
         columns: How many: three, or five with the digests.
         notes: What is to be noted with the checkpoint.
         references: The objects of other checkpoints that have some of it.
+        held: The checkpoints that have a mark of the save, on a rank that would have committed.
         sent: Bytes that were sent so far.
         objects: What the store has; None as long as it does not have all. Behind the rank's own
             come those of other checkpoints.
@@ -65,6 +66,7 @@ class Pending:
     columns: int
     notes: bytes
     references: tuple[WrittenObject, ...] = ()
+    held: tuple[str, ...] = ()
     sent: int = 0
     objects: tuple[WrittenObject, ...] | None = None
 
@@ -92,6 +94,7 @@ class Pending:
                 "attempt": self.attempt,
                 "columns": self.columns,
                 "folders": folders,
+                "held": self.held,
                 "sent": self.sent,
                 "sizes": list(map(len, parts)),
             }
@@ -135,7 +138,7 @@ def _parse(data: bytes) -> Pending:
     record, extents, notes, packed = parts or (b"", b"", b"", b"")
     numbers = [document[name] for name in ("rank", "ranks", "sent", "columns")]
     texts = [document[name] for name in ("save", "job", "attempt")]
-    for folder in filter(None, document["folders"]):
+    for folder in (*filter(None, document["folders"]), *document["held"]):
         check_folder(folder)
     if any(type(one) is not int or one < 0 for one in numbers) or any(
         type(one) is not str for one in texts
@@ -154,6 +157,7 @@ def _parse(data: bytes) -> Pending:
         extents=extents,
         columns=columns,
         notes=notes,
+        held=tuple(document["held"]),
         sent=sent,
         objects=unpack_objects(packed, document["folders"]) if parts else None,
     )

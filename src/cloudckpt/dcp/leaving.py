@@ -72,4 +72,5 @@ class Leaving:
             columns=len(extents.all_columns),
             notes=self._writer.noted,
             references=references,
+            held=self._writer.held,
         )

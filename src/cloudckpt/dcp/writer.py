@@ -451,6 +451,11 @@ class CloudStorageWriter(OurWriter):
             delete_quietly(self._store(), keys, self.config.retry, threads=self.config.connections)
         self._written = []
 
+    @property
+    def held(self) -> tuple[str, ...]:
+        """The checkpoints that have a mark of this save, on a rank that commits."""
+        return () if self._hold is None else tuple(sorted(self._hold.folders))
+
     def _let_go_of_base(self, needed: Collection[str] = ()) -> None:
         hold, self._hold = self._hold, None
         if hold is not None:

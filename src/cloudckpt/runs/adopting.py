@@ -31,6 +31,7 @@ from cloudckpt.checkpoint.objects import (
     OF_RANKS,
     WrittenObject,
     is_pending_name,
+    keep_name,
     trial_name,
 )
 from cloudckpt.checkpoint.pending import MOST_BYTES, Pending
@@ -135,6 +136,8 @@ class _Adoption:
         self._check_claim(by_rank)
         self._commit(draft, by_rank[0].notes, baseline)
         keys, threads = list(self._seen), self._config.connections
+        needed, mark = {one.folder for one in draft.objects}, keep_name(by_rank[0].attempt)
+        keys += [self._uri.beside(one).key(mark) for one in by_rank[0].held if one not in needed]
         delete_quietly(self._store, keys, self._config.retry, threads=threads)
 
     def _awaited(self, until: float) -> Mapping[int, Pending]:
