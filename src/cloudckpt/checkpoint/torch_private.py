@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
 from torch.distributed.checkpoint.utils import _DistWrapper as Collectives
+from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.distributed_c10d import _get_object_coll_device as device_for_collectives
 
 try:
@@ -42,6 +43,7 @@ __all__ = [
     "create_chunk_list",
     "dcp_logger",
     "dcp_step_logger",
+    "default_store",
     "device_for_collectives",
     "flatten_sharded_tensors",
     "flatten_state_dict",
