@@ -27,6 +27,7 @@ from cloudckpt.errors import CheckpointCorruptError
 __all__ = [
     "MANIFEST",
     "MOST_BLOCKS",
+    "FileManifest",
     "StoredFile",
     "content_name",
     "folders_above",
@@ -155,22 +156,37 @@ def _lengths(size: int, block: int) -> list[int]:
     return [block] * whole + ([rest] if rest else [])
 
 
-def manifest_bytes(folder: str, files: Mapping[str, StoredFile]) -> bytes:
+@dataclass(frozen=True, kw_only=True)
+class FileManifest:
+    """What a manifest says.
+
+    Attributes:
+        job: Who has committed the folder: sixteen hexadecimal digits.
+        files: By their names beneath the folder.
+    """
+
+    job: str
+    files: Mapping[str, StoredFile]
+
+
+def manifest_bytes(folder: str, manifest: FileManifest) -> bytes:
     """A manifest: names beneath the folder, and objects beneath it.
 
     Args:
         folder: The folder's key, without a slash at its end.
-        files: By name.
+        manifest: What it says.
     """
     below = f"{folder}/" if folder else ""
     described = {
-        name: file.described(file.key.removeprefix(below)) for name, file in sorted(files.items())
+        name: file.described(file.key.removeprefix(below))
+        for name, file in sorted(manifest.files.items())
     }
-    return _sealed({"format": "cloudckpt files", "version": 1, "files": described})
+    content = {"format": "cloudckpt files", "version": 1, "job": manifest.job, "files": described}
+    return _sealed(content)
 
 
-def read_manifest(data: bytes | bytearray, folder: str, uri: str) -> dict[str, StoredFile]:
-    """The files that a manifest names.
+def read_manifest(data: bytes | bytearray, folder: str, uri: str) -> FileManifest:
+    """What a manifest says.
 
     Args:
         data: Its bytes.
@@ -182,13 +198,14 @@ def read_manifest(data: bytes | bytearray, folder: str, uri: str) -> dict[str, S
     """
     below = f"{folder}/" if folder else ""
     content = _opened(data, "cloudckpt files", uri)
-    files = content.get("files")
-    if not isinstance(files, dict):
-        raise CheckpointCorruptError("the manifest names no files", uri=uri)
-    return {
+    files, job = content.get("files"), content.get("job")
+    if not isinstance(files, dict) or not isinstance(job, str):
+        raise CheckpointCorruptError("the manifest names no files, or no job", uri=uri)
+    read = {
         checked(name, uri): _file(below + checked(_text(described, "object"), uri), described, uri)
         for name, described in files.items()
     }
+    return FileManifest(job=job, files=read)
 
 
 def record_bytes(file: StoredFile) -> bytes:

@@ -39,6 +39,7 @@ import torch
 from cloudckpt.checkpoint.commit import LONGEST_SAVE, Baseline, commit, conditions_work
 from cloudckpt.checkpoint.file_folder import (
     MANIFEST,
+    FileManifest,
     StoredFile,
     content_name,
     folders_above,
@@ -143,7 +144,7 @@ class FileFolders:
         self._temporary = temporary
         self._is_published = is_published
         self._retrier = Retrier(config.retry)
-        self._manifests: dict[str, tuple[str, dict[str, StoredFile]]] = {}
+        self._manifests: dict[str, tuple[str, FileManifest]] = {}
 
     # ---- files
 
@@ -262,7 +263,7 @@ class FileFolders:
             name.startswith(f"{_beneath(folder, key)}/")
             for folder in folders_above(key)
             if (manifest := self._manifest(folder)) is not None
-            for name in manifest[1]
+            for name in manifest[1].files
         )
 
     def names(self, key: str) -> list[str]:
@@ -278,7 +279,7 @@ class FileFolders:
                 inside = f"{below}/" if below else ""
                 found |= {
                     name.removeprefix(inside).partition("/")[0]
-                    for name in manifest[1]
+                    for name in manifest[1].files
                     if name.startswith(inside)
                 }
         for entry in self._retrier.call(lambda: list(self._store.list_level(_inside(key)))):
@@ -307,8 +308,8 @@ class FileFolders:
         """What a file is, if there is one: what is committed comes first."""
         for folder in folders_above(key):
             if (manifest := self._manifest(folder)) is not None:
-                version, files = manifest
-                if (file := files.get(_beneath(folder, key))) is not None:
+                version, said = manifest
+                if (file := said.files.get(_beneath(folder, key))) is not None:
                     return _Committed(file, folder, version)
         if (recorded := self._recorded(key)) is not None:
             return recorded
@@ -343,7 +344,7 @@ class FileFolders:
         data, _ = self._retrier.call(lambda: self._store.get_latest(key))
         return read_record(data, self._store.uri(key))
 
-    def _manifest(self, folder: str) -> tuple[str, dict[str, StoredFile]] | None:
+    def _manifest(self, folder: str) -> tuple[str, FileManifest] | None:
         """The version of a folder's manifest, and the files that it names, if there is one."""
         key = _inside(folder) + MANIFEST
         try:
@@ -382,8 +383,6 @@ class FileFolders:
                 uri=self._store.uri(target),
             )
         self._commit(source, target, records)
-        keys = [info.key for info in records]
-        delete_quietly(self._store, keys, self._config.retry, threads=self._config.connections)
         forget_listings()
 
     def publish(self, folder: str) -> None:
@@ -393,14 +392,19 @@ class FileFolders:
             FileExistsError: If another job has committed there before.
             CheckpointCorruptError: As of :meth:`rename_folder`, and so are the others.
         """
-        records = self._own_records(folder)
-        try:
-            self._commit(folder, folder, records)
-        except FileExistsError:
-            files = self._read_all(folder, records)
-            there = self._manifest(folder)
-            if there is None or there[1] != files:
-                raise
+        there = self._manifest(folder)
+        if there is None:
+            try:
+                self._commit(folder, folder, self._own_records(folder))
+            except (FileExistsError, FileNotFoundError):
+                there = self._manifest(folder)
+                if there is None or there[1].job != self._job:
+                    raise
+        elif there[1].job != self._job:
+            raise CheckpointExistsError(
+                "another job has committed this: remove it, or save elsewhere",
+                uri=self._store.uri(folder),
+            )
         forget_listings()
 
     def _own_records(self, folder: str) -> list[ObjectInfo]:
@@ -449,7 +453,8 @@ class FileFolders:
             files |= self._brought(target, {name: files[name] for name in elsewhere})
         trial = _inside(target) + trial_name(random_suffix())
         conditional = conditions_work(store, self._config.conditional_writes, trial, self._retrier)
-        body = [memoryview(manifest_bytes(target, files))]
+        manifest = FileManifest(job=self._job, files=files)
+        body = [memoryview(manifest_bytes(target, manifest))]
         try:
             commit(store, Baseline(key, None), body, conditional=conditional, retrier=self._retrier)
         except CheckpointConflictError as error:
@@ -458,6 +463,8 @@ class FileFolders:
                 uri=store.uri(target),
                 cause=error,
             ) from error
+        keys = [info.key for info in records]
+        delete_quietly(store, keys, self._config.retry, threads=self._config.connections)
 
     def _check_written(self, target: str, files: dict[str, StoredFile]) -> None:
         """Whether each object is there, of its size: other ranks may write to another store."""
@@ -560,12 +567,12 @@ class FileFolders:
             try:
                 manifest = self._manifest(folder)
             except CheckpointCorruptError:  # then all that is beneath it is its own
-                manifest = (info.version, {})
+                manifest = (info.version, FileManifest(job="", files={}))
                 named |= {one for one in there if one.startswith(_inside(folder))}
             if manifest is None:
                 continue
             self._remove_manifest(info.key, manifest[0])
-            named |= {file.key for file in manifest[1].values()}
+            named |= {file.key for file in manifest[1].files.values()}
         self._delete([*rest, *sorted(named & there - set(rest))])
         forget_listings()
 

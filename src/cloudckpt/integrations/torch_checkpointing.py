@@ -6,7 +6,8 @@
 
 It commits a checkpoint by renaming the folder that all ranks have written to, which is one
 conditional write here: :mod:`cloudckpt.integrations.file_folders` says how. Where its writer is
-told to write in place (``write_to_temp_dir=False``), :func:`publish` is the callback that commits.
+told to write in place (``write_to_temp_dir=False``), :meth:`CloudStorageConfig.publish` is the
+callback that commits.
 
 Its writers hand over paths that ``pathlib`` has made of URIs (``s3:/bucket/run``). That form is
 refused elsewhere in cloudckpt, for it means a local folder; here nothing else can be meant.
@@ -28,7 +29,7 @@ import torch.distributed as dist
 
 from cloudckpt.checkpoint.torch_private import default_store
 from cloudckpt.config import Config
-from cloudckpt.errors import InvalidURIError, MissingDependencyError
+from cloudckpt.errors import ConfigError, InvalidURIError, MissingDependencyError
 from cloudckpt.integrations.file_folders import FileFolders, tensors_last
 from cloudckpt.stores.base import random_suffix
 from cloudckpt.torch_files.torch_save import size_of
@@ -42,7 +43,7 @@ except ModuleNotFoundError as error:
         "this needs torch_checkpointing: pip install torch_checkpointing", cause=error
     ) from error
 
-__all__ = ["CloudStorage", "CloudStorageConfig", "publish"]
+__all__ = ["CloudStorage", "CloudStorageConfig"]
 
 _KEY = "cloudckpt/torch_checkpointing"
 
@@ -60,7 +61,7 @@ class CloudStorageConfig(StorageConfig):  # type: ignore[misc]
             one within it, wait for their commit; if this is another prefix than the writer's, a
             commit has the store copy what was written. Empty for a writer in place.
         published: Whether files that are written in place wait for their commit, too, which is
-            :func:`publish` then: only the job that writes them sees them before.
+            :meth:`publish` then: only the job that writes them sees them before.
         job: What all ranks of the job have, and no other job: sixteen hexadecimal digits, on which
             they agree by the store of torch's process group when this is first used.
     """
@@ -82,6 +83,37 @@ class CloudStorageConfig(StorageConfig):  # type: ignore[misc]
     def _agree(self) -> None:
         self.job = self.job or _job()
 
+    def publish(self, told: object, *_: object) -> None:
+        """Commits a checkpoint that was written in place: a ``finalize_callback``.
+
+        >>> storage = CloudStorageConfig(published=True)  # doctest: +SKIP
+        >>> save = SyncCheckpointSaverConfig(
+        ...     writer_config=CheckpointWriterConfig(write_to_temp_dir=False)
+        ... )  # doctest: +SKIP
+        >>> CheckpointManager.Config(
+        ...     save=save, storage_config=storage, finalize_callback=storage.publish
+        ... )  # doctest: +SKIP
+
+        All ranks call it behind their barrier; the first one commits. Until then no other job sees
+        what was written.
+
+        Args:
+            told: What the writer hands over: an object with the ``path``, or the path itself.
+
+        Raises:
+            ConfigError: If what is written in place does not wait for it.
+            FileExistsError: If another job has committed there before.
+            CommitUnknownError: If the store did not say whether it has carried out the commit.
+        """
+        if not self.published:
+            raise ConfigError("publish needs CloudStorageConfig(published=True)")
+        path = getattr(told, "path", told)
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(f"publish is a finalize_callback, and was given {told!r} for a path")
+        if os.environ.get("RANK", "0") == "0":
+            folders, key = self.create_storage()._at(path)
+            folders.publish(key)
+
 
 class CloudStorage(Storage):  # type: ignore[misc]
     """What torch_checkpointing reads and writes, in stores of ours."""
@@ -89,11 +121,6 @@ class CloudStorage(Storage):  # type: ignore[misc]
     def __init__(self, config: CloudStorageConfig) -> None:
         self._config = config
         self._folders: dict[tuple[object, ...], FileFolders] = {}
-
-    @property
-    def is_published(self) -> bool:
-        """Whether what is written in place waits for :func:`publish`."""
-        return self._config.published
 
     def _at(self, path: str | os.PathLike[str]) -> tuple[FileFolders, str]:
         """The bucket of a path, and its key there.
@@ -209,42 +236,6 @@ class CloudStorage(Storage):  # type: ignore[misc]
             folders.rename_folder(key, target.prefix)
         else:
             folders.move_file(key, target.prefix)
-
-
-def publish(*arguments: Any) -> None:
-    """Commits a checkpoint that was written in place: a ``finalize_callback``.
-
-    >>> save = SyncCheckpointSaverConfig(
-    ...     writer_config=CheckpointWriterConfig(write_to_temp_dir=False)
-    ... )  # doctest: +SKIP
-    >>> CheckpointManager.Config(
-    ...     save=save, storage_config=CloudStorageConfig(published=True), finalize_callback=publish
-    ... )  # doctest: +SKIP
-
-    All ranks call it behind their barrier; the first one commits. Until then no other job sees what
-    was written.
-
-    Args:
-        arguments: What the writer hands over: in 0.1.1 one object with ``path`` and ``storage``.
-
-    Raises:
-        TypeError: If that is something else.
-        FileExistsError: If another job has committed there before.
-        CommitUnknownError: If the store did not say whether it has carried out the commit.
-    """
-    told = arguments[0] if arguments else None
-    path, storage = getattr(told, "path", None), getattr(told, "storage", None)
-    if path is None or not isinstance(storage, CloudStorage):
-        raise TypeError(
-            "publish is a finalize_callback of a writer whose storage is CloudStorage, and which "
-            "hands over path and storage, as torch_checkpointing 0.1.1 does"
-        )
-    if not storage.is_published:
-        raise TypeError("publish needs CloudStorageConfig(published=True)")
-    if os.environ.get("RANK", "0") != "0":
-        return
-    folders, key = storage._at(path)
-    folders.publish(key)
 
 
 def _uri(path: str | os.PathLike[str]) -> CheckpointURI:

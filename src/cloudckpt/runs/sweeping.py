@@ -222,7 +222,7 @@ class Sweep:
             uri, found = store.uri(key), None
             try:
                 data, _ = self._run.retrier.call(partial(store.get_latest, key))
-                found = {file.key for file in read_manifest(data, folder, uri).values()}
+                found = {file.key for file in read_manifest(data, folder, uri).files.values()}
             except ObjectNotFoundError:
                 found = set()
             except CheckpointCorruptError:
