@@ -502,6 +502,8 @@ def test_what_torch_saves_is_sent_from_where_it_is(store) -> None:
     files = folders(store)
     with files.written("run/x.pt", lasts=lasts) as file:
         torch.save(state, file)
+        assert not torch.serialization.get_crc32_options()
+    assert torch.serialization.get_crc32_options()
     assert True in sent
     loaded = torch.load(files.opened("run/x.pt"))
     assert torch.equal(loaded["w"], state["w"])

@@ -33,6 +33,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from types import TracebackType
 
 import torch
 
@@ -661,7 +662,23 @@ class _File(WrittenFile):
     ) -> None:
         self._checksums = BlockChecksums(store.capabilities.checksum, _BLOCK)
         self._where = (store, key, record, Retrier(config.retry))
+        self._zip_crc32 = config.zip_crc32
         super().__init__(store, key, config, expected=expected, checks=self._checksums, lasts=lasts)
+
+    def __enter__(self) -> _File:
+        """In the block ``torch.save`` goes by ``Config.zip_crc32``, in this thread."""
+        self._before = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(self._before and self._zip_crc32)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        torch.serialization.set_crc32_options(self._before)
+        super().__exit__(kind, error, trace)
 
     def close(self) -> None:
         """Completes the file: after this others see it.
