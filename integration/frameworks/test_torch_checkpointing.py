@@ -3,8 +3,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import cloudckpt
+import cloudckpt.hf
 from cloudckpt.integrations.torch_checkpointing import CloudStorage, CloudStorageConfig
 from results import Job
 
@@ -63,6 +65,43 @@ def test_a_save_that_was_killed_leaves_nothing_and_is_done_again(
     left = cloudckpt.sweep(run, older_than=0).objects
     assert left
     assert job("torch_checkpointing_job.py", path) == [{"weight": WEIGHT}]
+
+
+def test_files_of_a_model_that_are_put_together_are_those_that_others_read(
+    job: Job, run: str, storage: CloudStorage
+) -> None:
+    path = f"{run}/step-9"
+    job("torch_checkpointing_export_job.py", path)
+    numbered = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    assert storage.ls(Path(path)) == [*numbered, "model.safetensors.index.json", "sharded"]
+    for name in numbered:
+        assert cloudckpt.load_file(f"{path}/{name}") == storage.read(Path(path) / name)
+    model = {"a.weight": torch.zeros(8, 4), "b.weight": torch.zeros(3)}
+    cloudckpt.hf.load(model, path)
+    assert torch.equal(model["a.weight"], torch.arange(32.0).reshape(8, 4))
+    assert torch.equal(model["b.weight"], torch.ones(3))
+    assert not cloudckpt.sweep(run, older_than=0).objects
+    storage.rmdir(Path(path))
+    assert not storage.exists(Path(run))
+
+
+def test_the_newest_are_kept_and_nothing_of_another_run_is_deleted(
+    storage: CloudStorage, run: str
+) -> None:
+    for folder in (run, f"{run}-resumed-from"):
+        for step in range(1, 6):
+            source, target = Path(f"{folder}/tmp_step-{step}"), Path(f"{folder}/step-{step}")
+            storage.write(source / "metadata.pkl", b"%d" % step)
+            storage.rename(source, target, is_directory=True)
+    for name in storage.ls(Path(run))[:-2]:
+        storage.rmdir(Path(run) / name)
+    assert storage.ls(Path(run)) == ["step-4", "step-5"]
+    assert storage.read(Path(f"{run}/step-5/metadata.pkl")) == b"5"
+    before = Path(f"{run}-resumed-from")
+    assert [storage.read(before / name / "metadata.pkl") for name in storage.ls(before)] == [
+        b"%d" % step for step in range(1, 6)
+    ]
+    assert not cloudckpt.sweep(run, older_than=0).objects
 
 
 def test_a_place_that_is_taken_is_not_renamed_to(storage: CloudStorage, run: str) -> None:
