@@ -22,7 +22,7 @@ from cloudckpt.integrations.file_folders import FileFolders, tensors_last
 from cloudckpt.integrations.fsspec import _makes_visible
 from cloudckpt.runs.sweeping import find_leftovers, sweep
 from cloudckpt.stores.memory import MemoryStore
-from cloudckpt.testing.faulty import FaultyStore
+from faulty_store import FaultyStore
 
 JOB, OTHER = "a" * 16, "b" * 16
 CONFIG = Config(
