@@ -18,8 +18,9 @@ from cloudckpt.errors import (
     ConnectionLostError,
     IncompleteSaveError,
 )
-from cloudckpt.integrations.file_folders import FileFolders, tensors_last
+from cloudckpt.integrations.file_folders import FileFolders
 from cloudckpt.integrations.fsspec import _makes_visible
+from cloudckpt.integrations.recorded_file import tensors_last
 from cloudckpt.runs.sweeping import find_leftovers, sweep
 from cloudckpt.stores.memory import MemoryStore
 from faulty_store import FaultyStore

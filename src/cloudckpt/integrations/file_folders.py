@@ -25,7 +25,6 @@ that was started in its place:
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import io
 import logging
@@ -33,9 +32,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from types import TracebackType
-
-import torch
 
 from cloudckpt.checkpoint.commit import LONGEST_SAVE, Baseline, commit, conditions_work
 from cloudckpt.checkpoint.file_folder import (
@@ -55,7 +51,6 @@ from cloudckpt.checkpoint.file_folder import (
     record_name,
 )
 from cloudckpt.checkpoint.objects import is_drawn_name, trial_name
-from cloudckpt.checksum import BlockChecksums
 from cloudckpt.config import Config
 from cloudckpt.errors import (
     CheckpointConflictError,
@@ -66,6 +61,7 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     PreconditionFailedError,
 )
+from cloudckpt.integrations.recorded_file import RecordedFile
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, random_suffix
 from cloudckpt.stores.listings import forget_listings
 from cloudckpt.torch_files.object_file import ObjectFile, PinnedObject
@@ -78,11 +74,11 @@ from cloudckpt.transfer.retry import Retrier, begun_anew
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.upload import put_whole
 
-__all__ = ["FileFolders", "tensors_last"]
+__all__ = ["FileFolders"]
 
 logger = logging.getLogger("cloudckpt")
 
-_BLOCK = 1024 * 1024  # bytes that share a checksum, in files of up to 1 GiB
+_PIECE = 4 * 1024 * 1024  # bytes that are read at a time
 _DEPTH = 2  # how far above a file its temporary folder may be: others above it are not ours
 
 
@@ -220,7 +216,7 @@ class FileFolders:
                 "elsewhere"
             )
         record = self._record_key(key)
-        return _File(self._store, self._place(key), record, self._config, expected, lasts)
+        return RecordedFile(self._store, self._place(key), record, self._config, expected, lasts)
 
     def size(self, key: str) -> int:
         """Bytes of a file.
@@ -539,7 +535,7 @@ class FileFolders:
             self._retrier.call(lambda: self._store.copy(self._store, found, target))
             return
         with self.opened(source) as read, WrittenFile(self._store, target, self._config) as file:
-            shutil.copyfileobj(read, file, 4 * _BLOCK)
+            shutil.copyfileobj(read, file, _PIECE)
 
     def remove_folder(self, key: str) -> None:
         """Removes a folder: its manifest first, on the condition that it is still that one.
@@ -646,98 +642,6 @@ class FileFolders:
                 group.submit(functools.partial(action, key))
 
         group.run(submit)
-
-
-class _File(WrittenFile):
-    """A file whose record is written when all of it is in the store."""
-
-    def __init__(
-        self,
-        store: ObjectStore,
-        key: str,
-        record: str,
-        config: Config,
-        expected: int,
-        lasts: Callable[[memoryview], bool],
-    ) -> None:
-        self._checksums = BlockChecksums(store.capabilities.checksum, _BLOCK)
-        self._where = (store, key, record, Retrier(config.retry))
-        self._zip_crc32 = config.zip_crc32
-        super().__init__(store, key, config, expected=expected, checks=self._checksums, lasts=lasts)
-
-    def __enter__(self) -> _File:
-        """In the block ``torch.save`` goes by ``Config.zip_crc32``, in this thread."""
-        self._before = torch.serialization.get_crc32_options()
-        torch.serialization.set_crc32_options(self._before and self._zip_crc32)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        torch.serialization.set_crc32_options(self._before)
-        super().__exit__(kind, error, trace)
-
-    def close(self) -> None:
-        """Completes the file: after this others see it.
-
-        Raises:
-            StoreError: If the store refuses or stays unreachable.
-        """
-        if self.closed:
-            return
-        super().close()
-        store, key, record, retrier = self._where
-        algorithm, sums = store.capabilities.checksum, self._checksums.finish(self._at)
-        file = StoredFile.of_blocks(key, self._at, algorithm, _BLOCK, sums)
-        put_whole(store, record, memoryview(record_bytes(file)), retrier)
-
-
-def tensors_last(value: object) -> Callable[[memoryview], bool]:
-    """Says of memory whether it is that of a tensor in host memory somewhere in ``value``."""
-    ranges: set[tuple[int, int]] = set()
-    waiting, seen = [value], set[int]()
-    while waiting:
-        one = waiting.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        if isinstance(one, torch.Tensor):
-            inner = getattr(one, "_local_tensor", None)
-            if isinstance(inner, torch.Tensor):
-                waiting.append(inner)
-            elif one.is_cpu and one.layout is torch.strided:
-                storage = one.untyped_storage()
-                ranges.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
-        elif isinstance(one, dict):
-            waiting.extend(one.values())
-        elif isinstance(one, (list, tuple)):
-            waiting.extend(one)
-    starts = dict(sorted(ranges))  # of those that begin alike, the longest
-
-    def lasts(view: memoryview, _kept: object = value) -> bool:
-        start = _address(view)
-        stop = starts.get(start)
-        return stop is not None and start + view.nbytes <= stop
-
-    return lasts
-
-
-class _Buffer(ctypes.Structure):
-    """The beginning of a ``Py_buffer``, with room for the rest."""
-
-    _fields_ = (("buf", ctypes.c_void_p), ("rest", ctypes.c_char * 256))
-
-
-def _address(view: memoryview) -> int:
-    buffer = _Buffer()
-    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(buffer), 0)
-    try:
-        return buffer.buf or 0
-    finally:
-        ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
 
 
 def _listed(store: ObjectStore, folder: str) -> list[ObjectInfo]:

@@ -30,7 +30,8 @@ import torch.distributed as dist
 from cloudckpt.checkpoint.torch_private import default_store
 from cloudckpt.config import Config
 from cloudckpt.errors import ConfigError, InvalidURIError, MissingDependencyError
-from cloudckpt.integrations.file_folders import FileFolders, tensors_last
+from cloudckpt.integrations.file_folders import FileFolders
+from cloudckpt.integrations.recorded_file import tensors_last
 from cloudckpt.stores.base import random_suffix
 from cloudckpt.torch_files.torch_save import size_of
 from cloudckpt.transfer.retry import open_store
