@@ -300,6 +300,9 @@ class FaultyStore(ObjectStore):
     def interrupt(self, threads: Collection[int]) -> None:
         self.inner.interrupt(threads)
 
+    def moved(self, threads: Collection[int]) -> Sequence[int] | None:
+        return self.inner.moved(threads)
+
     def close(self) -> None:
         self.inner.close()
 

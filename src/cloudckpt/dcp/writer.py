@@ -399,7 +399,9 @@ class CloudStorageWriter(OurWriter):
         """Deletes what this rank has written in an attempt that was certainly not committed."""
         if self._written:
             keys = [self.uri.key(name) for name in self._written]
-            delete_quietly(self._store(), keys, self.config.retry, threads=self.config.connections)
+            delete_quietly(
+                self._store(), keys, self.config.retry, threads=self.config.requests_at_once
+            )
         self._written = []
 
     def look_whether_committed(self) -> bool | None:

@@ -163,6 +163,14 @@ class RangeReader(ABC):
         For readers whose calls may wait for a network; others do nothing.
         """
 
+    def moved(self, threads: Collection[int]) -> Sequence[int] | None:
+        """Bytes that each of these threads' connections has moved since this was asked last.
+
+        Also those of requests that are under way. None if nobody counts them: more connections
+        then have no visible effect.
+        """
+        return None
+
     @abstractmethod
     def uri(self, key: str) -> str:
         """The URI of ``key``, for messages."""

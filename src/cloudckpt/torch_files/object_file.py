@@ -116,6 +116,10 @@ class PinnedObject(RangeReader):
         """As the store's."""
         self._store.interrupt(threads)
 
+    def moved(self, threads: Collection[int]) -> Sequence[int] | None:
+        """As the store's."""
+        return self._store.moved(threads)
+
     def uri(self, key: str) -> str:
         """As the store's."""
         return self._store.uri(key)
