@@ -73,8 +73,8 @@ def _count(connection: Connection, counter: Counter) -> int | None:
     info = _counters(_beneath(connection))
     if info is None:
         return None
-    (count,) = struct.unpack_from("=Q", info, counter.value)
-    return int(count)
+    count: int = struct.unpack_from("=Q", info, counter.value)[0]
+    return count
 
 
 def _counters(sock: socket.socket | None) -> bytes | None:
@@ -104,7 +104,7 @@ class Traffic:
         info = _counters(sock)
         if sock is None or info is None:
             return 0
-        count = sum(struct.unpack_from("=Q", info, one.value)[0] for one in Counter)
+        count: int = sum(struct.unpack_from("=Q", info, one.value)[0] for one in Counter)
         before = self._seen.get(sock, count)
         self._seen[sock] = count
         return count - before

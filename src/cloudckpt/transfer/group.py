@@ -196,8 +196,7 @@ class TaskGroup:
         while not self._over.wait(pace.tick):
             with self._changed:
                 workers = [*self._workers]
-                is_over = self._closed and not self._tasks
-                is_full = not (self._idle or is_over) and len(workers) == self._working
+                is_full = not self._idle and len(workers) == self._working >= self._width
             width = pace.width(workers, is_full=is_full)
             with self._changed:
                 self._width = width

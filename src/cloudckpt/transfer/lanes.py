@@ -136,7 +136,7 @@ class LaneSearch:
             self._started = max(self._started, 0.0) if self._window is None else 0.0
             self._window = None if self._window is None else _Window()
             return self.lanes
-        if self._window is None:  # the tick in which the last lane got under way is no measure
+        if self._window is None:  # buffers fill in the tick in which the last lane gets under way
             self._started += tick.seconds
             if tick.moving >= _ALL * self.lanes or self._started >= _LONGEST_START:
                 self._window = _Window()
@@ -185,15 +185,19 @@ class LaneSearch:
     def _judge_more(self, window: _Window, before: int, rate: float) -> None:
         gain = window.rate / rate
         if gain >= 1 + (self.lanes / before - 1) / 2 and window.seconds >= _CLEAR:
-            self.each = max(self.each or 0.0, window.rate / self.lanes)
+            self.each = window.rate / self.lanes
             self._pause = 0.0
             self._before = None
             self._grow(window)
         elif window.seconds >= _LOOK and self._looks == 0:
             self._looks, self._window = 1, _Window()
         elif window.seconds >= _LOOK:
+            # the look at fewer may have been too short: they are only tried
             needed = math.ceil(before * gain * _SPARE) if gain >= _GAIN else before
-            self._settle(min(needed, self.lanes))
+            if needed < self.lanes:
+                self._change(needed, (self.lanes, window.rate))
+            else:
+                self._settle(self.lanes)
 
     def _judge_fewer(self, window: _Window, before: int, rate: float) -> None:
         if window.seconds < _LOOK:
