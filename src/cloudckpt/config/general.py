@@ -147,6 +147,12 @@ class Config(Options):
         "whether bytes that several ranks want are fetched by one of them, which hands them on: "
         "among all ranks ('auto'), among those of a machine ('host'), or not at all",
     )
+    cross_region: Literal["warn", "refuse", "allow"] = option(
+        "warn",
+        "what happens to a save or load whose bucket is in another region than the machine (which "
+        "is slow, and billed), where both are known: a warning, if a rank moves more than 1 GiB; "
+        "an error before any data are moved; or nothing",
+    )
     overwrite: bool = option(True, "replace a checkpoint at the same URI, atomically")
     conditional_writes: Switch = option(
         "auto",

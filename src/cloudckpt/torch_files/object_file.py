@@ -11,7 +11,7 @@ import torch
 
 from cloudckpt.config import MIB, Config
 from cloudckpt.errors import CheckpointCorruptError, PreconditionFailedError
-from cloudckpt.stores.base import ObjectInfo, ObjectStore, Progress, RangeReader
+from cloudckpt.stores.base import ObjectInfo, ObjectStore, Progress, RangeReader, Regions
 from cloudckpt.transfer.download import download
 from cloudckpt.transfer.landing import FlatSink, StoredBytes, Wanted
 from cloudckpt.transfer.memory import bytes_of
@@ -115,6 +115,10 @@ class PinnedObject(RangeReader):
     def interrupt(self, threads: Collection[int]) -> None:
         """As the store's."""
         self._store.interrupt(threads)
+
+    def regions(self) -> Regions | None:
+        """As the store's."""
+        return self._store.regions()
 
     def moved(self, threads: Collection[int]) -> Sequence[int] | None:
         """As the store's."""

@@ -18,6 +18,7 @@ from cloudckpt.transfer.connections import transfer_group
 from cloudckpt.transfer.landing import Bad, Landing, Segment, Wanted
 from cloudckpt.transfer.parts import even_share
 from cloudckpt.transfer.receiving import Receiver
+from cloudckpt.transfer.regions import check_regions
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.staging import ScratchPool
 from cloudckpt.transfer.stats import TransferStats
@@ -59,6 +60,7 @@ def download(
             checksum when they are fetched a second time.
         StoreError: If the store refuses or stays unreachable.
     """
+    check_regions(store, config, sum(want.stop - want.start for want in wanted))
     work = Download(store, config, stats, damaged)
 
     def produce() -> None:
