@@ -2,7 +2,7 @@
 
 A lane is a thread with a connection. Clouds limit each connection (S3 to about 90 MB/s, others to
 10), so more of them are faster until the link, the store or the CPU is the limit; from there on
-they only cost. Nobody knows that number beforehand, so it is searched for: the lanes are doubled
+they only cost. Nobody knows that number beforehand, so it is searched for: the lanes are multiplied
 as long as that moves more, and taken back to as many as made the difference when it does not.
 """
 
@@ -23,7 +23,7 @@ _LONGEST_START = 0.5
 """Seconds in which new lanes must be under way: connections that are made, by TLS, far away."""
 
 _CLEAR = 0.05
-"""Seconds after which a clear gain is believed: half of what the lanes could add, or more."""
+"""Seconds after which a gain is believed that is clear: most of what the lanes could add."""
 
 _LOOK = 0.3
 """Seconds of a look at a gain that is not clear. TCP begins slowly: the second look decides."""
@@ -119,6 +119,7 @@ class LaneSearch:
         self._window: _Window | None = None
         self._started = 0.0
         self._looks = 0
+        self._factor = 2  # by which lanes are multiplied; more once that has clearly paid
 
     @property
     def found(self) -> int:
@@ -178,16 +179,17 @@ class LaneSearch:
         rate = window.rate
         pays = window.cpu < _MOST_CPU and rate < _FAST_LANE * self.lanes
         if pays and self.lanes < self._most:
-            self._change(min(2 * self.lanes, self._most), (self.lanes, rate))
+            self._change(min(self._factor * self.lanes, self._most), (self.lanes, rate))
         else:
             self._settle(self.lanes)
 
     def _judge_more(self, window: _Window, before: int, rate: float) -> None:
-        gain = window.rate / rate
-        if gain >= 1 + (self.lanes / before - 1) / 2 and window.seconds >= _CLEAR:
+        gain, ideal = window.rate / rate, self.lanes / before
+        if gain >= max(0.75 * ideal, (1 + ideal) / 2) and window.seconds >= _CLEAR:
             self.each = window.rate / self.lanes
             self._pause = 0.0
             self._before = None
+            self._factor = 4
             self._grow(window)
         elif window.seconds >= _LOOK and self._looks == 0:
             self._looks, self._window = 1, _Window()
@@ -210,6 +212,7 @@ class LaneSearch:
 
     def _settle(self, lanes: int) -> None:
         """Stays with ``lanes`` for a while; twice as long as the last time."""
+        self._factor = 2
         first, most = _PAUSES
         self._pause = min(2 * self._pause, most) or first
         self._change(lanes)
