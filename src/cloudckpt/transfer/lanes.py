@@ -49,7 +49,8 @@ _MOST_CPU = 0.5
 _PAUSES = (1.0, 30.0)
 """Seconds until it is tried again whether more lanes pay: at first, and at most."""
 
-_QUICK, _SLOW = 0.025, 0.25  # seconds of a tick: while something is tried, and else
+# seconds of a tick: while something is tried, as long as that is not clear, and else
+_QUICK, _CALM, _SLOW = 0.025, 0.1, 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,10 @@ class LaneSearch:
     @property
     def tick(self) -> float:
         """Seconds after which the next tick is wanted."""
-        return _SLOW if self._pause and self._before is None else _QUICK
+        if self._pause and self._before is None:
+            return _SLOW
+        is_unclear = self._window is not None and self._window.seconds > _CLEAR
+        return _CALM if is_unclear else _QUICK
 
     def add(self, tick: Tick) -> int:
         """Takes what has happened since the last tick; returns how many lanes there should be."""
