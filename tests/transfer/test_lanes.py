@@ -100,6 +100,16 @@ def test_what_was_found_is_where_the_next_search_begins():
     assert link.moved > 0.9 * link.best * 1
 
 
+def test_a_short_transfer_that_ends_amid_a_trial_leaves_its_number_after_one_that_has_paid():
+    search = LaneSearch(FIRST, MOST)
+    link = Link(10 * MB)
+    assert link.carry(search, 0.1) == search.lanes == 2 * FIRST
+    assert search.found == FIRST
+    while search.lanes == 2 * FIRST:
+        link.carry(search, search.tick)
+    assert search.lanes == search.found == MOST
+
+
 def test_a_number_that_was_found_on_a_wider_link_is_taken_back():
     search = LaneSearch(MOST, MOST, 10 * MB)
     link = Link(10 * MB, 150 * MB)

@@ -124,8 +124,16 @@ class LaneSearch:
 
     @property
     def found(self) -> int:
-        """The lanes that have proven to pay; those that are only being tried are not among them."""
-        return self.lanes if self._before is None else self._before[0]
+        """The lanes that have proven to pay; those that are only being tried are not among them.
+
+        But for those whose trial nothing speaks against, after one that has clearly paid: a short
+        transfer ends amid it.
+        """
+        if self._before is None:
+            return self.lanes
+        before, _ = self._before
+        is_likely = self.lanes > before and self._factor > 2 and not self._looks
+        return self.lanes if is_likely else before
 
     @property
     def tick(self) -> float:
