@@ -59,7 +59,7 @@ def bucket_of_user(location: str, *, keep: bool) -> Iterator[CheckpointURI]:
         if not keep:
             keys = [info.key for info in retrier.call(lambda: list(store.list(below)))]
             config = Config()
-            threads = config.connections
+            threads = config.requests_at_once
             delete_all(store, keys, config.retry, threads=threads, what="objects that are")
             if run.scheme == "file":
                 shutil.rmtree(run.prefix, ignore_errors=True)  # folders that are empty by now

@@ -486,6 +486,23 @@ def test_only_the_threads_that_are_named_are_broken_off(server, client):
     assert get(client, server.url, len(body), interrupt_another) == body
 
 
+@pytest.mark.skipif(not watch.Traffic.counts, reason="this kernel does not count")
+def test_what_a_connection_moves_is_counted_amid_a_call(server, client):
+    """A call moves a whole part, which takes seconds where a connection is slow."""
+    body, this = bytes(4 * STEP), threading.get_ident()
+    server.respond(lambda request: server.Answer(body=body, repeat=1))
+    seen = []
+    memory = memoryview(bytearray(len(body)))
+    for _ in range(2):
+        with client.send("GET", server.url, {}) as reply:
+            client.moved([this])
+            reply.read_into([memory], lambda count: seen.append(client.moved([this, 0])))
+    assert {len(counts) for counts in seen} == {2}
+    assert {counts[1] for counts in seen} == {0}
+    assert 0 < sum(counts[0] for counts in seen) < 2 * len(body) + 4 * STEP
+    assert client.moved([this]) == [0]
+
+
 def test_an_answer_that_never_begins_is_given_up(server):
     server.answer(silent=True)
     client = HttpClient(options(read_timeout=0.3))

@@ -383,13 +383,15 @@ def publish(
 
     def delete(names: Iterable[str]) -> None:
         keys = [uri.key(name) for name in sorted(names)]
-        delete_quietly(store, keys, config.retry, threads=config.connections)
+        delete_quietly(store, keys, config.retry, threads=config.requests_at_once)
 
     retrier = Retrier(config.retry)
     try:
         body = data()
         others = [record for record in objects if record.name not in own]
-        group = TaskGroup(config.connections, name="cloudckpt-commit", interrupt=store.interrupt)
+        group = TaskGroup(
+            config.requests_at_once, name="cloudckpt-commit", interrupt=store.interrupt
+        )
         look = Retrier(config.retry, group.cancellation)
         group.run(lambda: look_for(store, uri, others, group, look))
         trial = uri.key(trial_name(attempt))

@@ -45,6 +45,7 @@ from cloudckpt.stores.base import ObjectStore, random_suffix
 from cloudckpt.stores.listings import forget_listings
 from cloudckpt.stores.registry import checkpoint_location
 from cloudckpt.transfer.deleting import delete_quietly
+from cloudckpt.transfer.regions import check_regions
 from cloudckpt.transfer.retry import Retrier, open_store
 from cloudckpt.transfer.stats import Transferred, TransferStats
 from cloudckpt.uri import CheckpointURI, URILike
@@ -399,7 +400,9 @@ class CloudStorageWriter(OurWriter):
         """Deletes what this rank has written in an attempt that was certainly not committed."""
         if self._written:
             keys = [self.uri.key(name) for name in self._written]
-            delete_quietly(self._store(), keys, self.config.retry, threads=self.config.connections)
+            delete_quietly(
+                self._store(), keys, self.config.retry, threads=self.config.requests_at_once
+            )
         self._written = []
 
     def look_whether_committed(self) -> bool | None:
@@ -431,6 +434,11 @@ class CloudStorageWriter(OurWriter):
         leave: Leave,
     ) -> Written:
         destination = Destination(self.uri, self.config, self._rank, random_suffix(), expected)
+
+        def meanwhile() -> None:
+            self.look_for_older()  # whose answer may say where the bucket is
+            check_regions(self._store(), self.config, expected)
+
         try:
             objects, extents = send(
                 items,
@@ -442,7 +450,7 @@ class CloudStorageWriter(OurWriter):
                 sender=self.sender,
                 quick=quick,
                 leave=leave,
-                meanwhile=self.look_for_older,
+                meanwhile=meanwhile,
             )
         except BaseException:
             self._written = []  # nothing of it is left in the store

@@ -325,7 +325,7 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     def _delete(self, path: str, keys: list[str]) -> None:
         store, _, _ = self._place(path)
-        threads = self._config.connections
+        threads = self._config.requests_at_once
         delete_all(store, keys, self._config.retry, threads=threads, what="objects of a folder")
 
 

@@ -128,7 +128,7 @@ class _Adoption:
 
     @property
     def _view(self) -> BlockingView:
-        return BlockingView(self._store, self._retrier, connections=self._config.connections)
+        return BlockingView(self._store, self._retrier, connections=self._config.requests_at_once)
 
     def carry_out(self, until: float) -> None:
         by_rank = self._awaited(until)
@@ -137,7 +137,7 @@ class _Adoption:
         self._check_objects(draft.objects)
         self._check_claim(by_rank)
         self._commit(draft, by_rank[0].notes, baseline)
-        keys, threads = list(self._seen), self._config.connections
+        keys, threads = list(self._seen), self._config.requests_at_once
         delete_quietly(self._store, keys, self._config.retry, threads=threads)
 
     def _awaited(self, until: float) -> Mapping[int, Pending]:

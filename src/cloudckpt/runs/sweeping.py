@@ -149,7 +149,7 @@ class Sweep:
             run.store,
             keys,
             config.retry,
-            threads=config.connections,
+            threads=config.requests_at_once,
             what="leftovers that are",
         )
         return self.found()

@@ -279,11 +279,11 @@ def upload_stream(
     least = expected // (limits.max_parts * 9 // 10)
     wanted = config.part_size and max(config.part_size, least)
     budget = max(config.memory_budget, _PARTS_IN_BUDGET * least)
-    group = TaskGroup(config.connections, name="cloudckpt-save", interrupt=store.interrupt)
+    group = TaskGroup(config.requests_at_once, name="cloudckpt-save", interrupt=store.interrupt)
     retrier = Retrier(config.retry, group.cancellation, on_retry=stats.add_retry)
     pool = StagingPool(budget, group.cancellation)
     part_size = choose_part_size(
-        expected, wanted, limits, connections=config.connections, copied=budget
+        expected, wanted, limits, connections=config.requests_at_once, copied=budget
     )
     upload = (
         _NamedUpload(store, key, part_size, group, retrier, stats)
