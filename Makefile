@@ -127,6 +127,10 @@ build: $(VENV)/.dev
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/python tests/try_wheel.py dist
 
+# the site, in site/
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks
 
@@ -164,4 +168,4 @@ integration/node_modules/.stamp: integration/package.json integration/package-lo
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-newest $(PYTHONS:%=.venv-%) integration/node_modules
+	rm -rf dist site .venv .venv-newest $(PYTHONS:%=.venv-%) integration/node_modules
