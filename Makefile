@@ -41,13 +41,30 @@ WORKER := PYTHONHASHSEED=$(HASHSEED) MALLOC_ARENA_MAX=2 PYTHONDONTWRITEBYTECODE=
 
 COMPOSE := docker compose --file integration/compose.yaml
 
-.PHONY: demo test evolve soak test-pythons integration integration-docker integration-real integration-frameworks compare check bench pictures format clean
+.PHONY: demo test test-fast test-azurite build docs evolve soak test-pythons integration integration-docker integration-real integration-frameworks compare check bench pictures format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo $(if $(URI),--uri $(URI)) $(ARGS)
 
-test: $(VENV)/.test integration/node_modules/.stamp
-	$(WORKER) $(BIN)/python -m pytest $(COV) -n $(WORKERS) --dist loadfile --max-worker-restart 1
+PARALLEL = -n $(WORKERS) --dist loadfile --max-worker-restart 1
+
+test: $(VENV)/.test
+	$(WORKER) $(BIN)/python -m pytest -m "not azurite" $(COV) $(PARALLEL)
+
+# for the inner loop, less than 90 seconds on two cores: what is decided without ranks and processes,
+# and one save to a server; `make test` before a commit
+FAST := tests/checkpoint tests/transfer tests/cli/test_looking.py tests/cli/test_runs.py \
+	tests/runs/test_steps.py $(patsubst %,tests/stores/test_%.py,azure certainty gcs local registry s3 wire) \
+	$(patsubst %,tests/test_%.py,checksum ci config errors gc_pause imports public_names smoke uri waiting)
+
+test-fast: $(VENV)/.test
+	$(WORKER) $(BIN)/python -m pytest -q -m "not azurite" $(FAST) $(PARALLEL)
+
+# those that need Azurite, and with it Node.js and npm
+test-azurite: $(VENV)/.test integration/node_modules/.stamp
+	$(WORKER) $(BIN)/python -m pytest -m azurite $(WITH_AZURITE) $(PARALLEL)
+
+WITH_AZURITE := tests/everywhere tests/faults tests/terraform
 
 AS_LONG = --seconds $(SECONDS) --seed $(SEED) -n $(WORKERS) --maxschedchunk 1 \
 	-o faulthandler_timeout=$$((900 + 2 * $(SECONDS)))
@@ -112,12 +129,23 @@ check: $(VENV)/.dev
 	@if command -v terraform >/dev/null; then terraform fmt -check -recursive terraform; else echo "terraform is not here: its format was not checked"; fi
 	@if command -v checkov >/dev/null; then checkov --directory terraform --quiet --compact --skip-download; else echo "checkov is not here: the policies were not scanned"; fi
 
+# what would go to PyPI, and whether it runs where nothing else is installed
+build: $(VENV)/.dev
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python tests/try_wheel.py dist
+
+# the site, in site/
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks
 
 # those of docs/cli.md; needs Chromium for the page
 pictures: $(VENV)/.demo
-	$(BIN)/python docs/pictures.py
+	PYTHONPATH=tests $(BIN)/python docs/pictures.py
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
@@ -149,4 +177,4 @@ integration/node_modules/.stamp: integration/package.json integration/package-lo
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-newest $(PYTHONS:%=.venv-%) integration/node_modules
+	rm -rf dist site .venv .venv-newest $(PYTHONS:%=.venv-%) integration/node_modules
