@@ -8,7 +8,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldTensorProperties
@@ -18,11 +18,11 @@ from torch.distributed.checkpoint._sharded_tensor_utils import (
     _flatten_sharded_tensors as flatten_sharded_tensors,
 )
 from torch.distributed.checkpoint._traverse import traverse_state_dict
-from torch.distributed.checkpoint.default_planner import (
-    _validate_global_plan as validate_global_plan,
-)
+from torch.distributed.checkpoint.default_planner import _validate_global_plan
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
 from torch.distributed.checkpoint.utils import _DistWrapper as Collectives
 from torch.distributed.distributed_c10d import _get_object_coll_device as device_for_collectives
@@ -45,6 +45,7 @@ __all__ = [
     "device_for_collectives",
     "flatten_sharded_tensors",
     "flatten_state_dict",
+    "forget_plans",
     "load_with",
     "set_group_timeout",
     "sparse_tensors_unchecked",
@@ -52,6 +53,35 @@ __all__ = [
     "traverse_state_dict",
     "validate_global_plan",
 ]
+
+
+def validate_global_plan(plans: list[SavePlan], metadata: Metadata) -> list[str]:
+    """What torch finds wrong with a global plan: chunks that overlap, leave gaps or reach outside.
+
+    From torch 2.9 on it logs what it finds, and returns whether all is good; later it returns what
+    it finds. There each tensor is asked about by itself, so that an error can name it.
+    """
+    judge: Callable[[list[SavePlan], Metadata], list[str] | bool] = _validate_global_plan
+    if isinstance(judge(plans, Metadata({})), list):
+        return cast(list[str], judge(plans, metadata))
+    return [
+        f"key:{name} has chunks that overlap, leave a gap, or are out of bounds"
+        for name, entry in metadata.state_dict_metadata.items()
+        if not judge(plans, Metadata({name: entry}))
+    ]
+
+
+def forget_plans(planner: SavePlanner) -> None:
+    """Drops what torch's planner keeps of earlier saves by ``enable_plan_caching``.
+
+    A torch such as 2.9 keeps the plans of a save that then fails on one side only. The next save
+    would take the final plan of an earlier state for the one of its own, and send other bytes than
+    its metadata says.
+    """
+    key = getattr(planner, "_cached_plans_key", None)
+    for name, kept in vars(SavePlanner).items():
+        if name.startswith("_cached_") and isinstance(kept, dict):
+            kept.pop(key, None)
 
 
 def load_with(
