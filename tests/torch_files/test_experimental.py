@@ -26,6 +26,7 @@ from cloudckpt.stores.registry import open_store
 from cloudckpt.torch_files import torch_file
 from cloudckpt.uri import CheckpointURI
 from dcp.places import Place
+from dcp.stock import reads_no_data
 from dcp.values import assert_same, blank_like, numbered
 from faulty_store import FaultyStore
 
@@ -203,6 +204,7 @@ def test_a_part_is_what_torchs_reader_gives(local):
         assert_same(list(ours), list(theirs))
 
 
+@reads_no_data
 def test_of_a_part_only_its_bytes_are_fetched(s3):
     large = {f"t{n}": numbered(MIB // 4, first=n) for n in range(10)}
     writer(s3).write(s3.uri, large)
