@@ -74,7 +74,7 @@ def with_strides(properties: _P, strides: tuple[int, ...] | None) -> _P:
     """
     if not hasattr(properties, "strides") or properties.strides == strides:
         return properties
-    return cast(_P, dataclasses.replace(properties, strides=strides))
+    return dataclasses.replace(properties, strides=strides)
 
 
 def validate_global_plan(plans: list[SavePlan], metadata: Metadata) -> list[str]:

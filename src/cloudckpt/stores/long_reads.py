@@ -168,7 +168,7 @@ def _words(address: int) -> _Words:
         raise _UnfitError(
             f"a pointer to OpenSSL's object of a TLS connection can't be followed: {exc}"
         ) from exc
-    return tuple(memoryview(data).cast("N"))
+    return tuple(memoryview(data).cast("P"))
 
 
 class _Loaded(ctypes.Structure):
@@ -220,7 +220,8 @@ def _ssl_of(sock: ssl.SSLSocket, sslobj: Any, library: ctypes.PyDLL) -> int:
     # struct PySSLContext { PyObject_HEAD; SSL_CTX *ctx; ...
     # Socket is a weak reference without a callback, of which an object has but one.
     reference = weakref.ref(sock)
-    before, found, behind = _own_words(sslobj, _ssl._SSLSocket, 3)
+    kind = _ssl._SSLSocket  # type: ignore[attr-defined]
+    before, found, behind = _own_words(sslobj, kind, 3)
     context = sslobj.context
     if before != id(reference) or behind != id(context):
         raise _UnfitError("Python's object of a TLS connection is another one")
