@@ -24,13 +24,18 @@ COV ?=
 SECONDS ?= 60
 SEED ?= $(shell date +%s)
 
-# the oldest and the newest Python that are supported, and tests of what depends on it: TLS, pickles,
-# threads, and processes that are forked and spawned
-PYTHONS ?= 3.10 3.13
+# the oldest Python with the oldest torch that is supported, and the newest of both; and tests of what
+# depends on them: TLS, pickles, threads, processes; and by each road a save, a load and what torch reads
+VERSIONS ?= 3.10-2.9.1 3.13-2.15.0
 OF_THE_INTERPRETER := tests/stores/test_long_reads.py tests/checkpoint/test_pickles.py \
 	tests/faults/test_pickles.py tests/transfer/test_group.py tests/test_forks.py tests/test_ranks.py \
 	tests/test_errors.py tests/dcp/test_processes.py tests/background/test_trainers.py \
 	tests/everywhere/test_watch.py
+OF_TORCH := tests/dcp/test_interoperability.py tests/dcp/test_tensor_kinds.py tests/dcp/test_global_plan.py \
+	tests/dcp/test_options.py tests/dcp/test_install.py tests/checkpoint/test_index.py \
+	tests/checkpoint/test_metadata.py tests/checkpoint/test_torch_private.py tests/background/test_saver.py \
+	tests/runs/test_manager.py tests/cli/test_looking.py tests/cli/test_converting.py \
+	tests/torch_files/test_format_utils.py tests/torch_files/test_experimental.py
 
 # all workers order sets alike, as their lists of tests have to be the same
 HASHSEED ?= $(shell date +%s)
@@ -41,7 +46,7 @@ WORKER := PYTHONHASHSEED=$(HASHSEED) MALLOC_ARENA_MAX=2 PYTHONDONTWRITEBYTECODE=
 
 COMPOSE := docker compose --file integration/compose.yaml
 
-.PHONY: demo test test-fast test-azurite build docs evolve soak test-pythons integration integration-docker integration-real integration-frameworks compare check bench pictures format clean
+.PHONY: demo test test-fast test-azurite build docs evolve soak test-versions integration integration-docker integration-real integration-frameworks compare check bench pictures format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo $(if $(URI),--uri $(URI)) $(ARGS)
@@ -76,22 +81,24 @@ evolve: $(VENV)/.test
 soak: $(VENV)/.test integration/node_modules/.stamp
 	$(WORKER) $(BIN)/python -m pytest tests/soak $(AS_LONG)
 
-test-pythons: $(PYTHONS:%=test-python-%)
+test-versions: $(VERSIONS:%=test-version-%)
 
-# skipped, and said, where this machine has no such Python, or pip finds no torch for it
-test-python-%: constraints.txt pyproject.toml
-	@found=; for python in python$* "$$(PYENV_VERSION=$$(pyenv latest $* 2>/dev/null) pyenv which python 2>/dev/null)"; do \
-		if "$$python" -c "import sys; assert sys.version.startswith('$*.')" 2>/dev/null; then found=$$python; break; fi; \
+# a Python and a torch; skipped, and said, where this machine has no such Python, or pip finds no such torch
+test-version-%: pyproject.toml
+	@version=$*; python=$${version%%-*}; torch=$${version#*-}; venv=.venv-$$version; found=; \
+	for each in python$$python "$$(PYENV_VERSION=$$(pyenv latest $$python 2>/dev/null) pyenv which python 2>/dev/null)"; do \
+		if "$$each" -c "import sys; assert sys.version.startswith('$$python.')" 2>/dev/null; then found=$$each; break; fi; \
 	done; \
-	if [ -z "$$found" ]; then echo "SKIPPED: Python $* is not here"; exit 0; fi; \
-	if [ ! -e .venv-$*/.test ] || [ pyproject.toml -nt .venv-$*/.test ]; then \
-		"$$found" -m venv .venv-$* && \
-		.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip && \
-		.venv-$*/bin/python -m pip install --quiet --no-compile --disable-pip-version-check "$$(grep '^torch==' constraints.txt)" \
-			|| { echo "SKIPPED: no torch can be had for Python $*"; exit 0; }; \
-		.venv-$*/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --editable '.[all]' --group test && touch .venv-$*/.test || exit 1; \
+	if [ -z "$$found" ]; then echo "SKIPPED: Python $$python is not here"; exit 0; fi; \
+	if [ ! -e $$venv/.test ] || [ pyproject.toml -nt $$venv/.test ]; then \
+		"$$found" -m venv $$venv && \
+		$$venv/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip && \
+		$$venv/bin/python -m pip install --quiet --no-compile --disable-pip-version-check torch==$$torch \
+			|| { echo "SKIPPED: no torch $$torch can be had for Python $$python"; exit 0; }; \
+		$$venv/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --editable '.[all]' --group test && touch $$venv/.test || exit 1; \
 	fi; \
-	PYTHONDONTWRITEBYTECODE= CLOUDCKPT_TEST_NOISE=30 .venv-$*/bin/python -m pytest -q -p no:cacheprovider $(OF_THE_INTERPRETER)
+	echo "Python $$python, torch $$torch:"; \
+	PYTHONDONTWRITEBYTECODE= CLOUDCKPT_TEST_NOISE=30 $$venv/bin/python -m pytest -q -p no:cacheprovider $(OF_THE_INTERPRETER) $(OF_TORCH)
 
 integration: $(VENV)/.integration integration/node_modules/.stamp
 	$(BIN)/python -m pytest integration
@@ -177,4 +184,4 @@ integration/node_modules/.stamp: integration/package.json integration/package-lo
 	@touch $@
 
 clean:
-	rm -rf dist site .venv .venv-newest $(PYTHONS:%=.venv-%) integration/node_modules
+	rm -rf dist site .venv .venv-newest $(VERSIONS:%=.venv-%) integration/node_modules

@@ -213,6 +213,22 @@ def test_a_large_answer_is_received_in_one_call_for_each_step(server, client, mo
     assert len(calls) <= 15  # the head of the answer may come in pieces
 
 
+def test_the_head_of_an_answer_is_no_long_read(server, client, monkeypatch):
+    """From Python 3.14 on a file reads 128 KiB ahead: more than there is, and nothing follows."""
+    asked = []
+    receive = long_reads.LongReadSocket.recv_into
+
+    def noted(self, buffer, *others):
+        asked.append(memoryview(buffer).nbytes)
+        return receive(self, buffer, *others)
+
+    monkeypatch.setattr(long_reads.LongReadSocket, "recv_into", noted)
+    server.answer(body=b"data")
+    assert get(client, server.url, 4) == b"data"
+    assert asked
+    assert max(asked) <= long_reads._LONG
+
+
 def test_a_connection_that_is_watched_has_no_timeout_whatever_urllib3_sets(server, client):
     """Each would take system calls that give the GIL away."""
     server.answer(server.Answer(body=b"data"), server.Answer(body=b"data"))
@@ -307,7 +323,7 @@ class Breaking(io.RawIOBase):
 
 def test_what_came_before_a_reset_is_not_forgotten():
     body = random.Random(9).randbytes(100_000)
-    reader = long_reads.BodyReader(Breaking(b"head\n" + body))
+    reader = long_reads.BodyReader(Breaking(b"head\n" + body), 8192)
     reader.has_chunks = False
     assert reader.readline() == b"head\n"
     memory = memoryview(bytearray(MIB))
