@@ -24,13 +24,18 @@ COV ?=
 SECONDS ?= 60
 SEED ?= $(shell date +%s)
 
-# the oldest and the newest Python that are supported, and tests of what depends on it: TLS, pickles,
-# threads, and processes that are forked and spawned
-PYTHONS ?= 3.10 3.13
+# the oldest Python with the oldest torch that is supported, and the newest of both; and tests of what
+# depends on them: TLS, pickles, threads, processes; and by each road a save, a load and what torch reads
+VERSIONS ?= 3.10-2.9.1 3.13-2.15.0
 OF_THE_INTERPRETER := tests/stores/test_long_reads.py tests/checkpoint/test_pickles.py \
 	tests/faults/test_pickles.py tests/transfer/test_group.py tests/test_forks.py tests/test_ranks.py \
 	tests/test_errors.py tests/dcp/test_processes.py tests/background/test_trainers.py \
 	tests/everywhere/test_watch.py
+OF_TORCH := tests/dcp/test_interoperability.py tests/dcp/test_tensor_kinds.py tests/dcp/test_global_plan.py \
+	tests/dcp/test_options.py tests/dcp/test_install.py tests/checkpoint/test_index.py \
+	tests/checkpoint/test_metadata.py tests/checkpoint/test_torch_private.py tests/background/test_saver.py \
+	tests/runs/test_manager.py tests/cli/test_looking.py tests/cli/test_converting.py \
+	tests/torch_files/test_format_utils.py tests/torch_files/test_experimental.py
 
 # all workers order sets alike, as their lists of tests have to be the same
 HASHSEED ?= $(shell date +%s)
@@ -41,13 +46,30 @@ WORKER := PYTHONHASHSEED=$(HASHSEED) MALLOC_ARENA_MAX=2 PYTHONDONTWRITEBYTECODE=
 
 COMPOSE := docker compose --file integration/compose.yaml
 
-.PHONY: demo test evolve soak test-pythons integration integration-docker integration-real integration-frameworks compare check bench pictures format clean
+.PHONY: demo test test-fast test-azurite build docs evolve soak test-versions integration integration-docker integration-real integration-frameworks compare check bench pictures format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo $(if $(URI),--uri $(URI)) $(ARGS)
 
-test: $(VENV)/.test integration/node_modules/.stamp
-	$(WORKER) $(BIN)/python -m pytest $(COV) -n $(WORKERS) --dist loadfile --max-worker-restart 1
+PARALLEL = -n $(WORKERS) --dist loadfile --max-worker-restart 1
+
+test: $(VENV)/.test
+	$(WORKER) $(BIN)/python -m pytest -m "not azurite" $(COV) $(PARALLEL)
+
+# for the inner loop, less than 90 seconds on two cores: what is decided without ranks and processes,
+# and one save to a server; `make test` before a commit
+FAST := tests/checkpoint tests/transfer tests/cli/test_looking.py tests/cli/test_runs.py \
+	tests/runs/test_steps.py $(patsubst %,tests/stores/test_%.py,azure certainty gcs local registry s3 wire) \
+	$(patsubst %,tests/test_%.py,checksum ci config errors gc_pause imports public_names smoke uri waiting)
+
+test-fast: $(VENV)/.test
+	$(WORKER) $(BIN)/python -m pytest -q -m "not azurite" $(FAST) $(PARALLEL)
+
+# those that need Azurite, and with it Node.js and npm
+test-azurite: $(VENV)/.test integration/node_modules/.stamp
+	$(WORKER) $(BIN)/python -m pytest -m azurite $(WITH_AZURITE) $(PARALLEL)
+
+WITH_AZURITE := tests/everywhere tests/faults tests/terraform
 
 AS_LONG = --seconds $(SECONDS) --seed $(SEED) -n $(WORKERS) --maxschedchunk 1 \
 	-o faulthandler_timeout=$$((900 + 2 * $(SECONDS)))
@@ -59,22 +81,24 @@ evolve: $(VENV)/.test
 soak: $(VENV)/.test integration/node_modules/.stamp
 	$(WORKER) $(BIN)/python -m pytest tests/soak $(AS_LONG)
 
-test-pythons: $(PYTHONS:%=test-python-%)
+test-versions: $(VERSIONS:%=test-version-%)
 
-# skipped, and said, where this machine has no such Python, or pip finds no torch for it
-test-python-%: constraints.txt pyproject.toml
-	@found=; for python in python$* "$$(PYENV_VERSION=$$(pyenv latest $* 2>/dev/null) pyenv which python 2>/dev/null)"; do \
-		if "$$python" -c "import sys; assert sys.version.startswith('$*.')" 2>/dev/null; then found=$$python; break; fi; \
+# a Python and a torch; skipped, and said, where this machine has no such Python, or pip finds no such torch
+test-version-%: pyproject.toml
+	@version=$*; python=$${version%%-*}; torch=$${version#*-}; venv=.venv-$$version; found=; \
+	for each in python$$python "$$(PYENV_VERSION=$$(pyenv latest $$python 2>/dev/null) pyenv which python 2>/dev/null)"; do \
+		if "$$each" -c "import sys; assert sys.version.startswith('$$python.')" 2>/dev/null; then found=$$each; break; fi; \
 	done; \
-	if [ -z "$$found" ]; then echo "SKIPPED: Python $* is not here"; exit 0; fi; \
-	if [ ! -e .venv-$*/.test ] || [ pyproject.toml -nt .venv-$*/.test ]; then \
-		"$$found" -m venv .venv-$* && \
-		.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip && \
-		.venv-$*/bin/python -m pip install --quiet --no-compile --disable-pip-version-check "$$(grep '^torch==' constraints.txt)" \
-			|| { echo "SKIPPED: no torch can be had for Python $*"; exit 0; }; \
-		.venv-$*/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --editable '.[all]' --group test && touch .venv-$*/.test || exit 1; \
+	if [ -z "$$found" ]; then echo "SKIPPED: Python $$python is not here"; exit 0; fi; \
+	if [ ! -e $$venv/.test ] || [ pyproject.toml -nt $$venv/.test ]; then \
+		"$$found" -m venv $$venv && \
+		$$venv/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip && \
+		$$venv/bin/python -m pip install --quiet --no-compile --disable-pip-version-check torch==$$torch \
+			|| { echo "SKIPPED: no torch $$torch can be had for Python $$python"; exit 0; }; \
+		$$venv/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --editable '.[all]' --group test && touch $$venv/.test || exit 1; \
 	fi; \
-	PYTHONDONTWRITEBYTECODE= CLOUDCKPT_TEST_NOISE=30 .venv-$*/bin/python -m pytest -q -p no:cacheprovider $(OF_THE_INTERPRETER)
+	echo "Python $$python, torch $$torch:"; \
+	PYTHONDONTWRITEBYTECODE= CLOUDCKPT_TEST_NOISE=30 $$venv/bin/python -m pytest -q -p no:cacheprovider $(OF_THE_INTERPRETER) $(OF_TORCH)
 
 integration: $(VENV)/.integration integration/node_modules/.stamp
 	$(BIN)/python -m pytest integration
@@ -112,12 +136,23 @@ check: $(VENV)/.dev
 	@if command -v terraform >/dev/null; then terraform fmt -check -recursive terraform; else echo "terraform is not here: its format was not checked"; fi
 	@if command -v checkov >/dev/null; then checkov --directory terraform --quiet --compact --skip-download; else echo "checkov is not here: the policies were not scanned"; fi
 
+# what would go to PyPI, and whether it runs where nothing else is installed
+build: $(VENV)/.dev
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python tests/try_wheel.py dist
+
+# the site, in site/
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks
 
 # those of docs/cli.md; needs Chromium for the page
 pictures: $(VENV)/.demo
-	$(BIN)/python docs/pictures.py
+	PYTHONPATH=tests $(BIN)/python docs/pictures.py
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
@@ -149,4 +184,4 @@ integration/node_modules/.stamp: integration/package.json integration/package-lo
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-newest $(PYTHONS:%=.venv-%) integration/node_modules
+	rm -rf dist site .venv .venv-newest $(VERSIONS:%=.venv-%) integration/node_modules

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from benchmarks.children import DEFAULT_TIMEOUT, in_child
 from benchmarks.contenders import CONTENDERS, limit_threads
 from benchmarks.meter import Cost, measure
-from benchmarks.places import CONNECTIONS, Place
+from benchmarks.places import CONNECTIONS, Connections, Place
 from benchmarks.server.process import Counts, ServerHandle
 from benchmarks.states import StateSpec, blank, filled, uniform, wrong_tensors
 
@@ -46,14 +46,16 @@ class Surroundings:
         library: The floor's TLS, compiled.
         connections: How many the floor and cloudckpt make.
         cores: How many the process may use; all by default.
+        is_again: Whether the same was done before, unmeasured, in the same process.
         is_beside_python: Whether a thread computes in Python meanwhile, and holds the GIL.
     """
 
     port: int | None = None
     bundle: str | None = None
     library: str | None = None
-    connections: int = CONNECTIONS
+    connections: Connections = CONNECTIONS
     cores: int | None = None
+    is_again: bool = False
     is_beside_python: bool = False
 
     def but(self, **changes: Any) -> Surroundings:
@@ -133,11 +135,15 @@ def _perform(
     if action == "save":
         subject.save(filled(_WARM_UP), warm_name)
         state = filled(spec)
+        if here.is_again:
+            subject.save(state, f"{name}-before")
         if here.is_beside_python:
             threading.Thread(target=_hold_the_gil, daemon=True).start()
         return asdict(measure(lambda: subject.save(state, name)))
     subject.load(blank(_WARM_UP), warm_name)
     state = blank(spec)
+    if here.is_again:
+        subject.load(state, name)
     if here.is_beside_python:
         threading.Thread(target=_hold_the_gil, daemon=True).start()
     cost = measure(lambda: subject.load(state, name))

@@ -6,11 +6,13 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from benchmarks.server.azure import ACCOUNT
 
 CONNECTIONS = 8
 REGION = "us-east-1"
+Connections = int | Literal["auto"]
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class Place:
 
     port: int
     bucket: str
-    connections: int = CONNECTIONS
+    connections: Connections = CONNECTIONS
     scheme: str = "s3"
     bundle: str | None = None
     """The certificate of the server, if it speaks TLS."""

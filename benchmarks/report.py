@@ -20,6 +20,7 @@ _TITLES: Mapping[str, str] = {
     "memory": "Extra memory by checkpoint size",
     "safetensors": "Models in safetensors files",
     "shaped": "10 MB/s a connection, 50 ms to the first byte, 8 connections",
+    "lanes": "How many connections: by themselves, over the best of 4 to 64",
     "many-small": "Many small tensors against one of the same bytes",
     "resharding": "Loading on another number of ranks",
     "stall": "Time until async_save returns",

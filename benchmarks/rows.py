@@ -75,6 +75,10 @@ class Limits:
     """Peak memory of such a copy beyond what was there before."""
     SHAPED = 1.25
     """Time on a slow link over bytes / (connections x rate)."""
+    LANES_WALL = 1.1
+    """Time on a link by ``connections="auto"``, over the best number among 4 to 64."""
+    LANES_CPU = 1.05
+    """CPU of the same."""
     BYTES_READ = 1.05
     """Bytes read over bytes needed, sharded by rows."""
     REQUESTS = 1.2

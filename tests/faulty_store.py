@@ -17,6 +17,7 @@ from cloudckpt.stores.base import (
     ObjectStore,
     Part,
     Progress,
+    Regions,
     Upload,
 )
 
@@ -299,6 +300,12 @@ class FaultyStore(ObjectStore):
 
     def interrupt(self, threads: Collection[int]) -> None:
         self.inner.interrupt(threads)
+
+    def regions(self) -> Regions | None:
+        return self.inner.regions()
+
+    def moved(self, threads: Collection[int]) -> Sequence[int] | None:
+        return self.inner.moved(threads)
 
     def close(self) -> None:
         self.inner.close()

@@ -1,14 +1,17 @@
 """The documentation says what the code does."""
 
+import ast
 import os
 import re
 import runpy
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
+import cloudckpt
 from forks import child
 
 ROOT = Path(__file__).parent.parent
@@ -35,24 +38,48 @@ def test_the_clients_that_requests_were_compared_with_are_those_that_are_pinned(
         assert named == set(re.findall(rf"^{client}==(\d+\.\d+)\.", pinned, re.MULTILINE))
 
 
+_FENCE = re.compile(r"^( *)```python\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
+_NOT_RUN = re.compile(r"<!-- not run: [^>]{20,} -->\n *$")  # above the fence, with the reason
+
+
 def _examples(page: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    """The Python of a page, without that of which the page says why it is not run."""
+    text = (ROOT / page).read_text()
+    return [
+        textwrap.dedent(found[2])
+        for found in _FENCE.finditer(text)
+        if not _NOT_RUN.search(text, 0, found.start())
+    ]
 
 
-def _run(code: str, endpoint: str, run: str) -> None:
+def _run(code: str, endpoint: str, place: str, folder: str) -> None:
     """Runs an example as the script of a user who has what its page speaks of."""
     import torch
+    import torch.distributed.checkpoint as dcp
 
     import cloudckpt
 
+    os.chdir(folder)
     os.environ["AWS_ENDPOINT_URL_S3"] = endpoint
-    code = code.replace("s3://bucket/run", run).replace("gs://other/run", f"{run}-copied")
-    code = code.replace("http://minio:9000", endpoint)
+    places = {
+        "s3://bucket": place,
+        "gs://other": f"{place}/other",
+        "gs://models": place,
+        "s3://models": place,
+        "http://minio:9000": endpoint,
+        "/mnt/old": folder,
+    }
+    for theirs, ours in places.items():
+        code = code.replace(theirs, ours)
     model = torch.nn.Linear(4, 2)
-    state = {"weights": torch.zeros(4), "step": 0}
+    state = {"weights": torch.zeros(4), "step": 0, "model": model.state_dict()}
     if "CheckpointManager" not in code:
         for step in (1000, 2000, 3000):
-            cloudckpt.save(state, checkpoint_id=f"{run}/step-{step}")
+            cloudckpt.save(state, checkpoint_id=f"{place}/run/step-{step}")
+    if "model.pt" in code:
+        torch.save(state, "model.pt")
+        cloudckpt.save_file(f"{place}/model.pt", Path("model.pt"))
+        dcp.save(state, checkpoint_id=f"{folder}/checkpoint", no_dist=True)
     exec(
         compile(code, "example", "exec"),
         {
@@ -67,11 +94,12 @@ def _run(code: str, endpoint: str, run: str) -> None:
             "step": 1000,
             "steps": 3001,
             "text": "text",
+            "torch": torch,
             "train": lambda step: None,
         },
     )
     if "CheckpointManager" in code:
-        assert cloudckpt.latest(run) == f"{run}/step-3000"
+        assert cloudckpt.latest(f"{place}/run") == f"{place}/run/step-3000"
 
 
 def test_the_code_for_each_framework_is_run_by_a_job_of_integration():
@@ -93,6 +121,20 @@ def test_the_example_of_the_readme_trains_and_resumes_as_it_stands(tmp_path):
     assert kept == ["step-1000", "step-800", "step-900"]
 
 
+def test_the_quick_start_runs_as_it_stands_on_one_process_and_on_ranks(tmp_path):
+    first, ranks = _examples("docs/quickstart.md")
+    (tmp_path / "first.py").write_text(first)
+    (tmp_path / "train.py").write_text(ranks)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    for command, printed in (
+        ([sys.executable, "first.py"], ""),
+        ([*torchrun, "2", "train.py"], "begins at step 1\n"),
+        ([*torchrun, "1", "train.py"], "begins at step 21\n"),
+    ):
+        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250)
+        assert (ended.returncode, ended.stdout) == (0, printed), ended.stderr
+
+
 def test_the_readme_is_read_in_a_few_minutes():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
@@ -100,7 +142,7 @@ def test_the_readme_is_read_in_a_few_minutes():
 def test_links_within_the_documentation_lead_somewhere():
     pages = [
         *ROOT.glob("*.md"),
-        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
         *ROOT.glob("terraform/**/README.md"),
     ]
     broken = []
@@ -122,10 +164,51 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", ["docs/saving.md", "docs/runs.md", "docs/s3.md"])
-def test_the_examples_of_a_page_run(page, s3_url, bucket):
-    found = _examples(page)
+RUN = ("background", "conversion", "moving", "runs", "s3", "safetensors", "saving")
+RUN_ELSEWHERE = ("quickstart", "frameworks")  # above, and in integration/frameworks
+
+
+@pytest.mark.parametrize("page", RUN)
+def test_the_examples_of_a_page_run(page, s3_url, bucket, tmp_path):
+    found = _examples(f"docs/{page}.md")
     assert found
     for number, code in enumerate(found):
-        with child(_run, code=code, endpoint=s3_url, run=f"s3://{bucket}/{number}/run") as running:
+        place, folder = f"s3://{bucket}/{number}", tmp_path / str(number)
+        folder.mkdir()
+        job = {"code": code, "endpoint": s3_url, "place": place, "folder": str(folder)}
+        with child(_run, **job) as running:
             assert running.wait()[0] == 0, code
+
+
+def test_every_example_is_run_or_says_why_not():
+    for page in (ROOT / "docs").rglob("*.md"):
+        if page.stem not in RUN + RUN_ELSEWHERE:
+            assert _examples(str(page.relative_to(ROOT))) == [], page
+
+
+def test_the_messages_of_troubleshooting_are_those_of_the_code():
+    texts = []
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    headings = re.findall(r"^### `(.+)`$", page, re.MULTILINE)
+    assert len(headings) > 25
+    assert [heading for heading in headings if not any(heading in text for text in texts)] == []
+
+
+def test_every_page_is_on_the_site():
+    listed = re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    docs = ROOT / "docs"
+    assert sorted(listed) == sorted(str(page.relative_to(docs)) for page in docs.rglob("*.md"))
+
+
+def test_all_that_is_public_is_in_the_reference():
+    pages = (ROOT / "docs" / "reference").glob("*.md")
+    listed = set(re.findall(r"<!-- names of ([\w.]+) -->", "".join(p.read_text() for p in pages)))
+    assert {"cloudckpt", "cloudckpt.errors"} <= listed
+    names = runpy.run_path(str(ROOT / "docs" / "site_hooks.py"))["public_names"]
+    shown = {name for module in ("cloudckpt", "cloudckpt.errors") for name in names(module)}
+    assert set(cloudckpt.__all__) - shown - {"__version__", "aio"} == set()
+    assert "cloudckpt.aio" in listed

@@ -1,8 +1,12 @@
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import cloudckpt
+import cloudckpt.hf
 from cloudckpt.integrations.torch_checkpointing import CloudStorage, CloudStorageConfig
 from results import Job
 
@@ -16,13 +20,20 @@ def storage(environment: dict[str, str]) -> CloudStorage:
 
 @pytest.mark.parametrize(
     ("before", "how", "after"),
-    [(1, "in background", 2), (2, "in background", 1), (2, "at once", 2)],
+    [
+        (1, "in background", 2),
+        (2, "in background", 1),
+        (2, "at once", 2),
+        (2, "in place", 1),
+    ],
 )
 def test_what_was_saved_is_loaded_by_any_number_of_ranks(
     job: Job, run: str, storage: CloudStorage, tmp_path: Path, before: int, how: str, after: int
 ) -> None:
     job("torch_checkpointing_job.py", f"{run}/step-7", f"--save={how}", ranks=before)
     assert storage.ls(Path(run)) == ["step-7"]  # nothing is left of the folder that was renamed
+    assert cloudckpt.load_file(f"{run}/step-7/.cloudckpt-files")
+    assert not cloudckpt.sweep(run, older_than=0).objects
     loaded = job("torch_checkpointing_job.py", f"{run}/step-7", ranks=after)
     assert loaded == [{"weight": WEIGHT}] * after
     assert not [*(tmp_path / "cwd").iterdir()]
@@ -40,6 +51,59 @@ def test_what_one_rank_failed_to_save_is_not_there(
     assert "failure" in after
 
 
+@pytest.mark.parametrize("how", ["at once", "in place"])
+def test_a_save_that_was_killed_leaves_nothing_and_is_done_again(
+    job: Job, run: str, storage: CloudStorage, how: str
+) -> None:
+    path = f"{run}/step-7"
+    job("torch_checkpointing_job.py", path, f"--save={how}", "--killed", ranks=2, killed=[0, 1])
+    assert not storage.exists(Path(path))
+    assert not storage.exists(Path(run))
+    loaded = job("torch_checkpointing_job.py", path, f"--save={how}", ranks=2)
+    assert loaded == [{"weight": WEIGHT}] * 2
+    assert job("torch_checkpointing_job.py", path) == [{"weight": WEIGHT}]
+    left = cloudckpt.sweep(run, older_than=0).objects
+    assert left
+    assert job("torch_checkpointing_job.py", path) == [{"weight": WEIGHT}]
+
+
+def test_files_of_a_model_that_are_put_together_are_those_that_others_read(
+    job: Job, run: str, storage: CloudStorage
+) -> None:
+    path = f"{run}/step-9"
+    job("torch_checkpointing_export_job.py", path)
+    numbered = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    assert storage.ls(Path(path)) == [*numbered, "model.safetensors.index.json", "sharded"]
+    for name in numbered:
+        assert cloudckpt.load_file(f"{path}/{name}") == storage.read(Path(path) / name)
+    model = {"a.weight": torch.zeros(8, 4), "b.weight": torch.zeros(3)}
+    cloudckpt.hf.load(model, path)
+    assert torch.equal(model["a.weight"], torch.arange(32.0).reshape(8, 4))
+    assert torch.equal(model["b.weight"], torch.ones(3))
+    assert not cloudckpt.sweep(run, older_than=0).objects
+    storage.rmdir(Path(path))
+    assert not storage.exists(Path(run))
+
+
+def test_the_newest_are_kept_and_nothing_of_another_run_is_deleted(
+    storage: CloudStorage, run: str
+) -> None:
+    for folder in (run, f"{run}-resumed-from"):
+        for step in range(1, 6):
+            source, target = Path(f"{folder}/tmp_step-{step}"), Path(f"{folder}/step-{step}")
+            storage.write(source / "metadata.pkl", b"%d" % step)
+            storage.rename(source, target, is_directory=True)
+    for name in storage.ls(Path(run))[:-2]:
+        storage.rmdir(Path(run) / name)
+    assert storage.ls(Path(run)) == ["step-4", "step-5"]
+    assert storage.read(Path(f"{run}/step-5/metadata.pkl")) == b"5"
+    before = Path(f"{run}-resumed-from")
+    assert [storage.read(before / name / "metadata.pkl") for name in storage.ls(before)] == [
+        b"%d" % step for step in range(1, 6)
+    ]
+    assert not cloudckpt.sweep(run, older_than=0).objects
+
+
 def test_a_place_that_is_taken_is_not_renamed_to(storage: CloudStorage, run: str) -> None:
     storage.write(Path(f"{run}/tmp_a/x"), b"new")
     storage.write(Path(f"{run}/a/x"), b"old")
@@ -50,34 +114,62 @@ def test_a_place_that_is_taken_is_not_renamed_to(storage: CloudStorage, run: str
         storage.rename(Path(f"{run}/nothing"), Path(f"{run}/b"), is_directory=True)
 
 
-def test_a_renaming_that_was_cut_off_is_invisible_and_done_again(
-    storage: CloudStorage, run: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_was_renamed_is_there_for_all(storage: CloudStorage, run: str) -> None:
     source, target = Path(f"{run}/tmp_a"), Path(f"{run}/a")
     for name in ("x", "deep/y"):
         storage.write(source / name, name.encode())
-    files, _ = storage._at(source)
-    copy = type(files).copy_files
-
-    def cut_off(self: object, pairs: list[tuple[str, str]]) -> None:
-        copy(self, pairs[:1])
-        raise ConnectionError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(type(files), "copy_files", cut_off)
-        with pytest.raises(ConnectionError):
-            storage.rename(source, target, is_directory=True)
-    assert not storage.exists(target)
-    assert not storage.isdir(target)
-    assert storage.ls(Path(run)) == ["tmp_a"]
+    assert storage.exists(source)
+    other = CloudStorageConfig(job="0" * 16).create_storage()
+    assert not other.exists(source)
+    assert not other.exists(target)
 
     storage.rename(source, target, is_directory=True)
-    assert storage.ls(Path(run)) == ["a"]
-    assert storage.ls(target) == ["deep", "x"]
-    assert storage.read(target / "deep" / "y") == b"deep/y"
-    assert storage.glob(f"{run}/a*") == [f"{run}/a"]
+    for looking in (storage, other):
+        assert looking.ls(Path(run)) == ["a"]
+        assert looking.ls(target) == ["deep", "x"]
+        assert looking.read(target / "deep" / "y") == b"deep/y"
+        assert looking.glob(f"{run}/a*") == [f"{run}/a"]
+        assert looking.isdir(target)
+        assert not looking.exists(source)
+    assert not cloudckpt.list_checkpoints(run)
+    with pytest.raises(cloudckpt.CheckpointNotFoundError):
+        cloudckpt.delete(f"{run}/a")
+    assert not cloudckpt.sweep(run, older_than=0).objects
     storage.rmdir(target)
     assert not storage.exists(target)
+
+
+def test_the_storage_is_one_job_in_all_processes_that_it_is_sent_to() -> None:
+    config = CloudStorageConfig()
+    sent = pickle.loads(pickle.dumps(config))
+    assert sent.job
+    assert sent.job == config.job
+    assert sent == config
+
+
+class _Told:
+    """What 0.1.1 hands over to callbacks."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+
+@pytest.mark.parametrize("told", [_Told, str])
+def test_what_is_written_in_place_is_there_when_it_is_published(
+    storage: CloudStorage, run: str, told: Callable[[str], object]
+) -> None:
+    config = CloudStorageConfig(published=True)
+    config.create_storage().write(Path(f"{run}/a/x"), b"x")
+    other = CloudStorageConfig(job="0" * 16).create_storage()
+    assert not other.exists(Path(f"{run}/a"))
+    path = str(Path(f"{run}/a"))  # as the writer has it
+    config.publish(told(path), "a logger")
+    config.publish(told(path), "a logger")
+    assert other.read(Path(f"{run}/a/x")) == b"x"
+    with pytest.raises(cloudckpt.ConfigError, match="published=True"):
+        CloudStorageConfig().publish(told(path))
+    with pytest.raises(TypeError, match="finalize_callback"):
+        config.publish(7)
 
 
 def test_files_are_streamed_replaced_and_measured(storage: CloudStorage, run: str) -> None:

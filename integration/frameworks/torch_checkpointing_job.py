@@ -4,16 +4,20 @@ It gathers its metadata by tensors on a GPU; on a CPU it does so by torch's gath
 """
 
 import argparse
+import os
+import signal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch_checkpointing.barriers import DefaultStoreBarrier
 from torch_checkpointing.checkpoint_writer import CheckpointWriter, CheckpointWriterConfig
 from torch_checkpointing.config import SyncCheckpointSaverConfig
 from torch_checkpointing.metadata_manager import DefaultMetadataManager
 
 import page
+from cloudckpt.integrations.torch_checkpointing import CloudStorageConfig
 from results import tell
 
 SAVE = 'written = manager.save("s3://bucket/run/step-1000", {"model": model_state})'
@@ -31,11 +35,16 @@ def _nothing_written(self: object, items: object, state: object) -> None:
     raise OSError("this rank is to fail")
 
 
+def _killed(self: object, timeout: float) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)  # all is written, and nothing committed
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("uri")
-    parser.add_argument("--save", choices=["at once", "in background"])
+    parser.add_argument("--save", choices=["at once", "in background", "in place"])
     parser.add_argument("--failing-rank", type=int)
+    parser.add_argument("--killed", action="store_true")
     told = parser.parse_args()
 
     dist.init_process_group("gloo")
@@ -44,18 +53,27 @@ def main() -> None:
     whole = torch.arange(64.0).reshape(16, 4) if told.save else torch.zeros(16, 4)
     weight = distribute_tensor(whole, mesh, [Shard(0)])
     changed = {"s3://bucket/run/step-1000": told.uri}
-    if told.save == "at once":
+    if told.save in ("at once", "in place"):
         changed |= {
-            "CheckpointManager.Config(": "CheckpointManager.Config(save=at_once, ",
+            "CheckpointManager.Config(": "CheckpointManager.Config(save=at_once, **callback, ",
             WAIT: "",
         }
+    in_place = CloudStorageConfig(published=True)
+    if told.save == "in place":
+        changed["CloudStorageConfig()"] = "in_place"
     changed |= {LOAD: ""} if told.save else {SAVE: "", WAIT: ""}
     if told.failing_rank == dist.get_rank():
         CheckpointWriter._write_keys = _nothing_written
+    if told.killed:
+        DefaultStoreBarrier.execute_barrier = _killed
     program = page.code("torch_checkpointing", changed)
-    soon = CheckpointWriterConfig(checkpoint_write_barrier_timeout_sec=5)
+    soon = CheckpointWriterConfig(
+        checkpoint_write_barrier_timeout_sec=5, write_to_temp_dir=told.save != "in place"
+    )
     at_once = SyncCheckpointSaverConfig(writer_config=soon)
     seen: dict[str, object] = {"model_state": {"weight": weight}, "at_once": at_once}
+    seen["in_place"] = in_place
+    seen["callback"] = {"finalize_callback": in_place.publish} if told.save == "in place" else {}
     try:
         exec(program, seen)
     except Exception as error:  # noqa: BLE001 - of this rank, or torch's that another one did not come

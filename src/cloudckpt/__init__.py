@@ -160,7 +160,6 @@ _MODULES = frozenset(
         "integrations",
         "runs",
         "stores",
-        "testing",
         "torch_files",
         "transfer",
     }

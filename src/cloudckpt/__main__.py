@@ -1,6 +1,21 @@
-"""``python -m cloudckpt``."""
+"""The command ``cloudckpt``, also as ``python -m cloudckpt``."""
 
-from cloudckpt.cli import main
+import sys
+
+
+def main() -> None:
+    """Runs the command line; without the packages of its extra, says how to install them."""
+    try:
+        from cloudckpt.cli import main as run
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("rich", "typer"):
+            raise
+        sys.exit(
+            f"cloudckpt: the command line needs {error.name}; "
+            "install it with: pip install 'cloudckpt[cli]'"
+        )
+    run()
+
 
 if __name__ == "__main__":
     main()

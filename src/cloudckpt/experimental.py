@@ -43,7 +43,7 @@ try:
 except ImportError as exc:
     raise InstallError(
         "this torch has no torch.distributed.checkpoint._experimental, or keeps it elsewhere: "
-        "cloudckpt.experimental was made for torch 2.13; cloudckpt.save and load need none of it",
+        "cloudckpt.experimental adapts it; cloudckpt.save and load need none of it",
         cause=exc,
     ) from exc
 

@@ -13,6 +13,7 @@ import torch
 import typer
 
 import cloudckpt
+from cloudckpt import __main__
 from cloudckpt.cli import app as shared
 from cloudckpt.errors import AccessDeniedError
 from cloudckpt.stores import registry
@@ -42,6 +43,15 @@ def test_version_is_that_of_the_package(cli, capsys):
 def test_help_lists_the_commands(cli, capsys):
     assert cli("--help") == 0
     assert "verify" in capsys.readouterr().out
+
+
+def test_without_its_packages_the_command_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "typer", None)
+    for name in [name for name in sys.modules if name.startswith("cloudckpt.cli")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(cloudckpt, "cli")
+    with pytest.raises(SystemExit, match=r"needs typer; .* pip install 'cloudckpt\[cli\]'"):
+        __main__.main()
 
 
 def test_unknown_command_is_a_usage_error(cli, capsys):

@@ -1,8 +1,27 @@
-"""What of stock torch has moved since torch 2.13."""
+"""What of stock torch is elsewhere, or not at all, in some of the torches that are supported."""
+
+from types import ModuleType
+
+import pytest
+
+from cloudckpt.checkpoint.torch_private import meta_reads_no_data
 
 try:
     from torch.distributed.checkpoint.fsspec_filesystem import FsspecReader, FsspecWriter
 except ImportError:  # before torch 2.15
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
-__all__ = ["FsspecReader", "FsspecWriter"]
+__all__ = ["FsspecReader", "FsspecWriter", "experiments", "reads_no_data"]
+
+reads_no_data = pytest.mark.skipif(
+    not meta_reads_no_data(), reason="this torch reads all of a file that it loads to meta"
+)
+
+
+def experiments() -> ModuleType:
+    """torch's experimental checkpointers; a torch that has them no longer skips the test."""
+    return pytest.importorskip(
+        "torch.distributed.checkpoint._experimental",
+        reason="this torch has no torch.distributed.checkpoint._experimental",
+        exc_type=ImportError,
+    )

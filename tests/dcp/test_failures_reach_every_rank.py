@@ -880,7 +880,8 @@ def _warnings_of_a_missing_checkpoint(place: Place, stock: bool) -> list[str]:
 def test_a_missing_checkpoint_is_told_by_its_error_alone(place, ranks):
     assert ranks(2, _warnings_of_a_missing_checkpoint, place, False) == [[], []]
     for told in ranks(2, _warnings_of_a_missing_checkpoint, place, True):
-        assert "Global metadata is not found" in told[0]  # torch's own load does as it likes
+        # torch's own load does as it likes, and that of torch 2.9 warns of nothing
+        assert all("Global metadata is not found" in line for line in told)
 
 
 def _save_to_own_place(place: Place) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import cloudckpt
+from cloudckpt.checkpoint.torch_private import leaves_cycles
 from cloudckpt.config import MIB
 from cloudckpt.format_utils import (
     BroadcastingTorchSaveReader,
@@ -103,6 +104,8 @@ def saved(place: Place) -> Iterator[Place]:
     indirect=["place"],
 )
 def test_no_tensor_is_left_to_the_collector(saved, operation):
+    if operation in ("load", "load a file and broadcast it") and leaves_cycles():
+        pytest.skip("this torch's planners leave cycles")
     OPERATIONS[operation](saved)  # what is made once and kept
     with garbage() as left:
         OPERATIONS[operation](saved)

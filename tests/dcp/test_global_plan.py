@@ -29,6 +29,7 @@ from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checksum import CRC32C
 from cloudckpt.dcp.global_plan import plan_of, plan_together
 
+REFUSED = "Failed to validate global plan"
 URI = "s3://bucket/run"
 ANY_RANKS = st.sets(st.integers(0, 11), min_size=1)
 
@@ -118,6 +119,11 @@ def by_torch(plans, lowest):
         return None, None, "two parts of a whole"
 
 
+def is_as_torchs(said, refusal):
+    """Some torches name the tensors that are not right, older ones only log them."""
+    return said == refusal or (refusal == REFUSED and said.startswith(f"{REFUSED}: key:"))
+
+
 def records_of(plans):
     found = []
     for plan in plans:
@@ -151,7 +157,7 @@ def test_columns_plan_as_torch_does(plans, lowest):
         said = str(exc)
     else:
         said = ""
-    assert said == refusal
+    assert is_as_torchs(said, refusal)
     if refusal:
         return
     event("by columns")
@@ -184,11 +190,11 @@ def test_what_torch_does_not_let_pass_is_refused_in_its_words(change):
     items = [tensor_item("a", chunk([0], [2]), [4]), tensor_item("a", chunk(*second), [4])]
     plans = [SavePlan([item], planner_data={"a": ("a",)}) for item in items]
     _, _, refusal = by_torch(plans, lowest=False)
-    assert "key:a" in refusal
+    assert refusal.startswith(REFUSED)
     if change == "outside":
         with pytest.raises(NotInColumnsError):
             records_of(plans)
         return
     with pytest.raises(ValueError, match="key:a") as caught:
         plan_together(records_of(plans), to_lowest_rank=False, uri=URI)
-    assert str(caught.value) == refusal
+    assert is_as_torchs(str(caught.value), refusal)

@@ -1,5 +1,7 @@
 """``install()``: stock torch takes our URIs, and everything else stays as it was."""
 
+import contextlib
+import importlib
 import inspect
 import os
 import pathlib
@@ -14,7 +16,6 @@ from torch.distributed.checkpoint import (
     FileSystemReader,
     FileSystemWriter,
     _async_process_executor,
-    _experimental,  # noqa: F401 - which install would import
     _storage_utils,
     staging,
     state_dict_loader,
@@ -47,6 +48,9 @@ _NAMES = [
     (torch.serialization, "_open_file_like"),
 ]
 _PATIENCE = 150.0  # seconds
+_EXPERIMENTS = "torch.distributed.checkpoint._experimental"
+with contextlib.suppress(ImportError):  # which install would import
+    importlib.import_module(_EXPERIMENTS)
 
 
 def _current() -> dict:
@@ -87,6 +91,20 @@ def test_stock_save_and_load_take_an_s3_uri(installed, s3):
     dcp.load(loaded, checkpoint_id=s3.uri)
     assert_same(loaded, {"t": numbered(10), "step": 3})
     assert cloudckpt.inspect(s3.uri).has_checksums
+
+
+def test_a_torch_without_the_experimental_api_takes_an_s3_uri_as_well(s3, monkeypatch):
+    for name in [_EXPERIMENTS, *sys.modules]:
+        if name.startswith(_EXPERIMENTS):
+            monkeypatch.setitem(sys.modules, name, None)
+    cloudckpt.install(config=s3.config)
+    try:
+        dcp.save({"t": numbered(10)}, checkpoint_id=s3.uri)
+        loaded = {"t": torch.zeros(10)}
+        dcp.load(loaded, checkpoint_id=s3.uri)
+    finally:
+        cloudckpt.uninstall()
+    assert_same(loaded["t"], numbered(10))
 
 
 def test_stock_async_save_in_a_thread_takes_an_s3_uri(installed, s3):

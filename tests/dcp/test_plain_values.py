@@ -25,6 +25,7 @@ from cloudckpt.checkpoint import values
 from cloudckpt.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
 from .places import Place
+from .stock import experiments
 
 numpy = pytest.importorskip("numpy")
 PATIENCE = 150.0
@@ -131,11 +132,10 @@ def test_they_come_back_from_checkpoints_of_stock_torch(local, tmp_path):
 
 
 def test_torchs_experimental_checkpointers_read_them(local):
-    from torch.distributed.checkpoint._experimental import RankInfo
-
+    home = experiments()
     from cloudckpt.experimental import CloudCheckpointReader, CloudCheckpointWriter
 
-    rank = RankInfo(global_rank=0, global_world_size=1)
+    rank = home.RankInfo(global_rank=0, global_world_size=1)
     CloudCheckpointWriter(rank_info=rank, options=local.config).write(local.uri, state())
     reader = CloudCheckpointReader(rank, options=local.config)
     assert shown(reader.read(local.uri)[0]) == shown(state())

@@ -22,13 +22,6 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import (
     consolidate_safetensors_files,
     consolidate_safetensors_files_on_every_rank,
 )
-from torch.distributed.checkpoint._experimental import (
-    CheckpointerConfig,
-    CheckpointStagerConfig,
-    RankInfo,
-    make_async_checkpointer,
-    make_sync_checkpointer,
-)
 from torch.distributed.checkpoint.filesystem import FileSystem, SerializationFormat
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from torch.distributed.checkpoint.staging import _ReplicationStager
@@ -45,7 +38,7 @@ from cloudckpt import (
     InvalidURIError,
 )
 
-from .stock import FsspecReader, FsspecWriter
+from .stock import FsspecReader, FsspecWriter, experiments
 from .values import assert_same, numbered
 
 _PATIENCE = 150.0  # seconds
@@ -467,7 +460,7 @@ def test_replicas_are_not_kept_there(location, bare):
 
 @pytest.mark.parametrize("location", ["s3://bucket/run", Path("s3://bucket/run")])
 def test_torchs_experimental_checkpointer_is_refused(location, bare):
-    checkpointer = make_sync_checkpointer()
+    checkpointer = experiments().make_sync_checkpointer()
     for call in (checkpointer.save, checkpointer.load):
         with pytest.raises((InstallError, InvalidURIError)):
             call(location, _state())
@@ -475,13 +468,14 @@ def test_torchs_experimental_checkpointer_is_refused(location, bare):
 
 
 def test_torchs_experimental_saving_process_refuses_too(bare):
-    config = CheckpointerConfig(
-        staging_config=CheckpointStagerConfig(
+    home = experiments()
+    config = home.CheckpointerConfig(
+        staging_config=home.CheckpointStagerConfig(
             use_pinned_memory=False, use_async_staging=False, use_non_blocking_copy=False
         )
     )
     config.process_config.subprocess_init_timeout_secs = 250
-    checkpointer = make_async_checkpointer(config, RankInfo(0, 1))
+    checkpointer = home.make_async_checkpointer(config, home.RankInfo(0, 1))
     try:
         _, written = checkpointer.save("s3://bucket/run", _state())
         with pytest.raises(RuntimeError, match="InstallError"):

@@ -30,7 +30,7 @@ from .children import in_a_child
 from .places import on_disk
 from .values import assert_same, blank_like, numbered
 
-DTYPES = [
+ALL_DTYPES = [
     torch.bool,
     torch.uint8,
     torch.uint16,
@@ -55,6 +55,18 @@ DTYPES = [
     torch.complex128,
     *([torch.bcomplex32] if hasattr(torch, "bcomplex32") else []),  # torch 2.15
 ]
+
+
+def _is_copied(dtype: torch.dtype) -> bool:
+    """Whether this torch has more of it than its name: torch 2.9 can't copy a float4."""
+    try:
+        torch.empty(1, dtype=dtype).copy_(torch.empty(1, dtype=dtype))
+    except NotImplementedError:
+        return False
+    return True
+
+
+DTYPES = [dtype for dtype in ALL_DTYPES if _is_copied(dtype)]
 
 
 def _patterned(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -112,8 +124,8 @@ def test_dtypes_are_all_that_this_torch_can_checkpoint():
     quantized = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
     # mere names: there are no operations on them, and torch's own planner refuses them
     shells = {dtype for dtype in known if str(dtype)[6:].startswith(("bits", "int", "uint"))}
-    shells -= set(DTYPES)
-    assert set(DTYPES) == known - quantized - shells
+    shells -= set(ALL_DTYPES)
+    assert set(ALL_DTYPES) == known - quantized - shells
 
 
 _BASE = numbered(6, 8)

@@ -14,6 +14,7 @@ from authority import Authority
 from cloudckpt import AzureOptions, Config, GCSOptions, RetryPolicy, S3Options, sweep
 from cloudckpt.doctor import Finding, examine, surroundings, trials
 from cloudckpt.errors import AccessDeniedError, ConfigError
+from cloudckpt.stores import long_reads
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.stores.s3 import S3Store
@@ -182,6 +183,22 @@ def test_reads_record_by_record_are_told(end, bucket) -> None:
     found = examined(f"s3://{bucket}/run", config, read_only=True)
     assert found["connection"].outcome == "warning"
     assert "native_tls is off" in found["connection"].found
+    assert "times the CPU" in found["connection"].found
+
+
+@pytest.mark.skipif(long_reads.obstacle() is not None, reason="it is not to be had here")
+@pytest.mark.parametrize("is_linked_in", [False, True])
+def test_how_answers_are_received_is_told_of_the_connection(
+    end, bucket, monkeypatch, is_linked_in
+) -> None:
+    long_reads._openssl.cache_clear()
+    if is_linked_in:
+        monkeypatch.delattr("_ssl.__file__")
+    found = examined(f"s3://{bucket}/run", config_of(end.url), read_only=True)["connection"]
+    monkeypatch.undo()
+    long_reads._openssl.cache_clear()
+    assert found.outcome == ("warning" if is_linked_in else "ok")
+    assert ("OpenSSL is linked into Python" if is_linked_in else "whole buffers") in found.found
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ import pytest
 
 from cloudckpt import Config, RetryPolicy
 from faults.dialects import CREDENTIALS, Endpoint, vendor_options
-from faults.places import WITHOUT_AZURITE, azure_place, google_place, s3_place
 from faults.places import Place as Server
+from faults.places import azure_place, google_place, s3_place
 from wire.proxy import FaultyProxy
 
 RETRY = RetryPolicy(attempts=4, base=0.01, cap=0.05, deadline=20.0)
-CLOUDS = ("s3", "google", "azure")
+CLOUDS = ("s3", "google", pytest.param("azure", marks=pytest.mark.azurite))
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,6 @@ def place(request, _servers, tmp_path, monkeypatch) -> Iterator[Place]:
     elif kind == "local":
         yield Place(f"{tmp_path.as_uri()}/run", Config(retry=RETRY))
     else:
-        if kind == "azure" and WITHOUT_AZURITE:
-            pytest.skip("CLOUDCKPT_TEST_WITHOUT_AZURITE is set")
         for variable, value in CREDENTIALS.get(kind, {}).items():
             monkeypatch.setenv(variable, value)
         server = _servers(kind)
@@ -87,7 +85,12 @@ def _leading_to(kind: str, url: str) -> Config:
 
 
 on = {
-    kinds: pytest.mark.parametrize("place", kinds.split(), indirect=True)
-    for kinds in ("s3", "memory", "local", "s3 google azure")
+    names: pytest.mark.parametrize("place", kinds, indirect=True)
+    for names, kinds in {
+        "s3": ["s3"],
+        "memory": ["memory"],
+        "local": ["local"],
+        "s3 google azure": CLOUDS,
+    }.items()
 }
 """Marks of tests that need some kinds of store only."""

@@ -15,7 +15,7 @@ from cloudckpt import Config
 from wire.proxy import FaultyProxy
 
 from .dialects import CREDENTIALS, Endpoint
-from .places import WITHOUT_AZURITE, Folder, Place, azure_place, google_place, s3_place
+from .places import Folder, Place, azure_place, google_place, s3_place
 from .selection import is_wanted
 from .states import SMALL, filled, impatient
 
@@ -63,8 +63,6 @@ def dialect(request, monkeypatch, authority) -> str:
     name = getattr(request, "param", "s3")
     if name == "s3":
         monkeypatch.setenv("AWS_CA_BUNDLE", authority.bundle)
-    if name == "azure" and WITHOUT_AZURITE:
-        pytest.skip("CLOUDCKPT_TEST_WITHOUT_AZURITE is set")
     for variable, value in CREDENTIALS.get(name, {}).items():
         monkeypatch.setenv(variable, value)
     return name

@@ -22,7 +22,6 @@ BUCKET = "faults"
 AZURITE = os.environ.get(
     "CLOUDCKPT_AZURITE"
 )  # before the tests are given surroundings of their own
-WITHOUT_AZURITE = os.environ.get("CLOUDCKPT_TEST_WITHOUT_AZURITE") == "1"
 
 
 class Bucket(ABC):

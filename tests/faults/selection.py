@@ -12,15 +12,18 @@ import pytest
 
 from .refusals import TROUBLES
 
+AZURE = pytest.param("azure", marks=pytest.mark.azurite)
 _BODILESS = ("look", "begin", "replaced")  # steps of a save whose requests have no body
 
 
 def on(*dialects: str, **chosen: Any):
     """A test runs in these dialects; in others than S3 with the parameters chosen here only."""
 
+    marked = [AZURE if dialect == "azure" else dialect for dialect in dialects]
+
     def decorate(function):
         function = pytest.mark.elsewhere(**chosen)(function)
-        return pytest.mark.parametrize("dialect", dialects, indirect=True)(function)
+        return pytest.mark.parametrize("dialect", marked, indirect=True)(function)
 
     return decorate
 

@@ -601,6 +601,7 @@ def test_a_failure_in_the_block_of_a_manager_is_what_is_raised(run) -> None:
         assert 1 / (manager.save(1, state(1)) - 1)
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_process_is_refused_and_ends_by_its_signal(run) -> None:
     with managed(run, preemption=Preemption()) as manager:
         manager.save(1, state(1))

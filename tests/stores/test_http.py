@@ -213,6 +213,22 @@ def test_a_large_answer_is_received_in_one_call_for_each_step(server, client, mo
     assert len(calls) <= 15  # the head of the answer may come in pieces
 
 
+def test_the_head_of_an_answer_is_no_long_read(server, client, monkeypatch):
+    """From Python 3.14 on a file reads 128 KiB ahead: more than there is, and nothing follows."""
+    asked = []
+    receive = long_reads.LongReadSocket.recv_into
+
+    def noted(self, buffer, *others):
+        asked.append(memoryview(buffer).nbytes)
+        return receive(self, buffer, *others)
+
+    monkeypatch.setattr(long_reads.LongReadSocket, "recv_into", noted)
+    server.answer(body=b"data")
+    assert get(client, server.url, 4) == b"data"
+    assert asked
+    assert max(asked) <= long_reads._LONG
+
+
 def test_a_connection_that_is_watched_has_no_timeout_whatever_urllib3_sets(server, client):
     """Each would take system calls that give the GIL away."""
     server.answer(server.Answer(body=b"data"), server.Answer(body=b"data"))
@@ -307,7 +323,7 @@ class Breaking(io.RawIOBase):
 
 def test_what_came_before_a_reset_is_not_forgotten():
     body = random.Random(9).randbytes(100_000)
-    reader = long_reads.BodyReader(Breaking(b"head\n" + body))
+    reader = long_reads.BodyReader(Breaking(b"head\n" + body), 8192)
     reader.has_chunks = False
     assert reader.readline() == b"head\n"
     memory = memoryview(bytearray(MIB))
@@ -484,6 +500,23 @@ def test_only_the_threads_that_are_named_are_broken_off(server, client):
         client.interrupt([threading.get_ident() + 1])
 
     assert get(client, server.url, len(body), interrupt_another) == body
+
+
+@pytest.mark.skipif(not watch.Traffic.counts, reason="this kernel does not count")
+def test_what_a_connection_moves_is_counted_amid_a_call(server, client):
+    """A call moves a whole part, which takes seconds where a connection is slow."""
+    body, this = bytes(4 * STEP), threading.get_ident()
+    server.respond(lambda request: server.Answer(body=body, repeat=1))
+    seen = []
+    memory = memoryview(bytearray(len(body)))
+    for _ in range(2):
+        with client.send("GET", server.url, {}) as reply:
+            client.moved([this])
+            reply.read_into([memory], lambda count: seen.append(client.moved([this, 0])))
+    assert {len(counts) for counts in seen} == {2}
+    assert {counts[1] for counts in seen} == {0}
+    assert 0 < sum(counts[0] for counts in seen) < 2 * len(body) + 4 * STEP
+    assert client.moved([this]) == [0]
 
 
 def test_an_answer_that_never_begins_is_given_up(server):

@@ -941,6 +941,26 @@ def test_head_finds_the_region_that_only_another_answer_names(open_s3, server):
     assert regions(server) == ["us-east-1", "us-east-1", "eu-west-3"]
 
 
+def test_the_regions_of_machine_and_bucket_are_known_once_the_store_was_followed(open_s3, server):
+    store = open_s3()
+    assert store.regions() is None  # of another endpoint than Amazon's
+    server.answer(status=400, headers={"x-amz-bucket-region": "eu-west-3"}, body=MALFORMED)
+    call(store, server, "put")
+    assert store.regions() == ("us-east-1", "eu-west-3")
+    assert len(server.requests) == 2
+
+
+@pytest.mark.parametrize("region", [None, "eu-west-3", "us-east-1"])
+def test_a_region_that_was_given_is_that_of_the_bucket(monkeypatch, region):
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    monkeypatch.delenv("AWS_ENDPOINT_URL_S3", raising=False)
+    store = S3Store("bucket", Config(s3=S3Options(region=region)))
+    assert store.regions() == ("us-east-1", region or "us-east-1")
+    monkeypatch.delenv("AWS_REGION")
+    monkeypatch.delenv("AWS_DEFAULT_REGION")
+    assert store.regions() is None
+
+
 @pytest.mark.parametrize("region", ["us-east-1", "", "evil.example/", "-", "a" * 64])
 def test_a_region_that_leads_nowhere_is_not_followed(open_s3, server, region):
     server.respond(

@@ -258,7 +258,7 @@ def azurite(_own_surroundings):
         yield server
 
 
-@pytest.fixture(params=["aws", "azure", "gcp"])
+@pytest.fixture(params=["aws", pytest.param("azure", marks=pytest.mark.azurite), "gcp"])
 def cloud(request):
     with ExitStack() as stack:
         yield {"aws": _aws, "azure": _azure, "gcp": _gcp}[request.param](stack, request)

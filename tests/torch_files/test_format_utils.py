@@ -53,6 +53,7 @@ from cloudckpt.uri import CheckpointURI
 from dcp.children import in_a_child
 from dcp.layouts import LAYOUTS, check_local_parts, full_state, spread
 from dcp.places import Place
+from dcp.stock import reads_no_data
 from dcp.test_memory import _forget_peak, _status
 from dcp.values import assert_same, blank_like, numbered
 from faulty_store import FaultyStore
@@ -488,6 +489,7 @@ def test_unusual_files_are_read_as_torch_reads_them(kind, local):
             assert_same(ours[key], value)
 
 
+@reads_no_data
 def test_a_skeleton_costs_little_and_has_no_data(s3):
     put(s3, "model.pt", bytes_of_file(many(4_000)))
     file = opened(s3, "model.pt")
@@ -547,6 +549,7 @@ def growth(tmp_path_factory) -> dict[str, float]:
     return in_a_child("forkserver", _growth, str(tmp_path_factory.mktemp("memory")), deadline=250)
 
 
+@reads_no_data
 @pytest.mark.parametrize(
     ("step", "copies"),
     [("write", 0), ("broadcast", 0), ("load", 1), ("from dcp", 1), ("to dcp", 1)],
@@ -624,6 +627,7 @@ def _some_of_large(uri, config) -> int:
     return 0 if reader.transferred is None else reader.transferred.bytes
 
 
+@reads_no_data
 def test_large_and_strided_tensors_arrive_and_others_are_not_read(s3, ranks):
     square = numbered(2200, 2200)  # 18 MiB, two batches of this budget
     put(s3, "model.pt", bytes_of_file({"a": square.clone(), "b": square, "c": square.clone().t()}))
@@ -680,6 +684,7 @@ def _fail_late(uri, config) -> None:
         TorchFile.skeleton = skeleton
 
 
+@reads_no_data
 def test_a_reader_that_fails_in_the_middle_fails_every_rank_at_once(local, ranks):
     put(local, "model.pt", bytes_of_file({"t": numbered(4, 5)}))
     began = time.monotonic()

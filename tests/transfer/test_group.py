@@ -86,6 +86,99 @@ def test_no_more_tasks_run_at_once_than_the_group_is_wide():
     assert most <= 3
 
 
+class Widths:
+    """A pace that says one width after the other; the last one from then on."""
+
+    tick = 0.001
+
+    def __init__(self, *widths):
+        self._widths = list(widths)
+        self.asked = 0
+        self.has_ended = False
+
+    def width(self, threads, *, is_full):
+        assert not self.has_ended
+        self.asked += 1
+        return self._widths.pop(0) if self._widths[1:] else self._widths[0]
+
+    def ended(self):
+        self.has_ended = True
+
+
+def test_a_group_grows_when_its_pace_says_so():
+    def produce():
+        for _ in range(12):
+            group.submit(lambda: meeting.wait(PATIENCE))
+
+    meeting = threading.Barrier(6)
+    group = TaskGroup(2, pace=(pace := Widths(2, 2, 6)))
+    group.run(produce)
+    assert pace.has_ended
+
+
+def test_a_group_whose_producer_is_done_grows_too():
+    def produce():
+        for _ in range(12):
+            group.submit(lambda: meeting.wait(PATIENCE))
+        done.set()
+
+    def late(threads, is_full):
+        return 6 if done.is_set() else 2
+
+    done, meeting = threading.Event(), threading.Barrier(6)
+    pace = Widths(2)
+    pace.width = lambda threads, *, is_full: late(threads, is_full)
+    group = TaskGroup(2, pace=pace, most_waiting=math.inf)
+    group.run(produce)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_group_shrinks_when_its_pace_says_so_and_all_tasks_are_carried_out(width):
+    running, counts, lock = 0, [], threading.Lock()
+
+    def work():
+        nonlocal running
+        with lock:
+            running += 1
+            counts.append(running)
+        threading.Event().wait(0.002)
+        with lock:
+            running -= 1
+
+    def produce():
+        for _ in range(400):
+            group.submit(work)
+
+    group = TaskGroup(8, name="shrinks", pace=Widths(8, width))
+    group.run(produce)
+    assert len(counts) == 400
+    assert max(counts[-100:]) <= width
+    assert threads_of("shrinks") == []
+
+
+def test_nobody_asks_a_pace_before_all_threads_are_busy():
+    group = TaskGroup(8, pace=(pace := Widths(8)))
+    group.run(lambda: group.submit(lambda: threading.Event().wait(0.05)))
+    assert pace.asked == 0
+
+
+def test_a_failure_ends_a_group_that_grows():
+    def fail():
+        raise ServerError("no")
+
+    def produce():
+        for _ in range(4):
+            group.submit(lambda: threading.Event().wait(0.01))
+        while True:
+            group.submit(fail)
+
+    group = TaskGroup(2, name="fails", pace=(pace := Widths(2, 8)))
+    with pytest.raises(ServerError):
+        group.run(produce)
+    assert threads_of("fails") == []
+    assert not pace.has_ended
+
+
 def test_few_threads_are_started_for_few_tasks():
     def produce():
         first = Gate()

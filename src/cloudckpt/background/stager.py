@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import os
 import queue
 import time
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 from cloudckpt.background.arena import Arena, Memory
 from cloudckpt.background.layout import Layout
+from cloudckpt.checkpoint.torch_private import leaves_cycles
 from cloudckpt.errors import ClosedError, SaveInProgressError, StagingMemoryError
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.transfer.group import TaskGroup
@@ -230,14 +232,28 @@ class Stager(AsyncStager):
         Raises:
             queue.Empty: If none becomes free in time.
         """
-        free = [self._free.get(timeout=patience) if patience > 0 else self._free.get_nowait()]
-        free += self._idle()
+        free = [self._next_free(patience), *self._idle()]
         free.sort(key=lambda buffer: buffer.arena is None)
         for number, other in enumerate(free[1:], 1):
             if number >= self._kept:
                 other.release()
             self._free.put(other)
         return free[0]
+
+    def _next_free(self, patience: float) -> _Buffer:
+        if not leaves_cycles():
+            return self._free.get(timeout=patience) if patience > 0 else self._free.get_nowait()
+        end = time.monotonic() + patience
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._free.get_nowait()
+            gc.collect()  # a planner of torch may keep a copy that nobody reads any more
+            left = end - time.monotonic()
+            try:
+                return self._free.get(timeout=max(0.001, min(left, 1.0)))
+            except queue.Empty:
+                if left <= 1.0:
+                    raise
 
     def _idle(self) -> list[_Buffer]:
         """All other free buffers."""

@@ -20,7 +20,7 @@ from cloudckpt.checkpoint.from_torch import NotInColumnsError, inventory_of_meta
 from cloudckpt.checkpoint.inventory import Chunks, Entry, Inventory
 from cloudckpt.checkpoint.lazy import save_id_of
 from cloudckpt.checkpoint.record import Record
-from cloudckpt.checkpoint.torch_private import StorageInfo
+from cloudckpt.checkpoint.torch_private import StorageInfo, with_strides
 from cloudckpt.gc_pause import paused_gc
 
 __all__ = ["contradictions"]
@@ -113,6 +113,7 @@ def _kind(entry: Entry) -> str:
 def _compare_properties(
     name: str, theirs: TensorProperties, ours: TensorProperties, found: _Contradictions
 ) -> None:
+    theirs = with_strides(theirs, None)
     if theirs == ours:
         return
     for field in dataclasses.fields(ours):

@@ -14,7 +14,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,6 +27,9 @@ from cloudckpt.transfer.boxes import is_row_major
 from cloudckpt.transfer.download import download, raise_it
 from cloudckpt.transfer.landing import BytesSink, StoredBytes, Wanted
 from cloudckpt.transfer.stats import TransferStats
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 __all__ = ["StoredTensor", "TensorDescription", "describe_tensor", "locate"]
 
@@ -76,13 +79,41 @@ def _parse(item: StoredBytes, head: bytes, tail: bytes) -> StoredTensor | None:
         return None
 
 
+class _LastBytes(io.RawIOBase):
+    """A file of which only the end can be read."""
+
+    def __init__(self, data: bytes, size: int) -> None:
+        self._data, self._size, self._at = io.BytesIO(data), size, size
+        self._first = size - len(data)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        if self._at < self._first:
+            raise ValueError("more of an archive is to be read than its last bytes")
+        self._data.seek(self._at - self._first)
+        count = self._data.readinto(buffer)
+        self._at += count
+        return count
+
+
 def _found(item: StoredBytes, head: bytes, tail: bytes) -> StoredTensor:
-    with zipfile.ZipFile(io.BytesIO(tail)) as archive:  # it lacks the records, and reads none
+    with zipfile.ZipFile(_LastBytes(tail, item.nbytes)) as archive:  # which reads no record
         entries = {info.filename: info for info in archive.infolist()}
-    missing = item.nbytes - len(tail)  # from the offsets of the directory, as zipfile tells them
 
     def start_of(info: zipfile.ZipInfo) -> int:
-        at = missing + info.header_offset
+        at = info.header_offset
         if at < 0 or info.compress_type != zipfile.ZIP_STORED or info.flag_bits & _ENCRYPTED:
             raise ValueError("a record that is compressed, encrypted, or nowhere")
         *_, name_length, extra_length = _LOCAL_HEADER.unpack_from(head, at)

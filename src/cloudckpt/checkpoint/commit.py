@@ -412,7 +412,7 @@ def publish(
     ]
 
     def delete(keys: Iterable[str]) -> None:
-        delete_quietly(store, sorted(keys), config.retry, threads=config.connections)
+        delete_quietly(store, sorted(keys), config.retry, threads=config.requests_at_once)
 
     def discard() -> None:
         delete(map(uri.key, sent))  # never what it only refers to
@@ -421,7 +421,9 @@ def publish(
     try:
         body = data()
         others = [record for record in objects if record.name not in own]
-        group = TaskGroup(config.connections, name="cloudckpt-commit", interrupt=store.interrupt)
+        group = TaskGroup(
+            config.requests_at_once, name="cloudckpt-commit", interrupt=store.interrupt
+        )
         look = Retrier(config.retry, group.cancellation)
         group.run(lambda: look_for(store, uri, others, group, look))
         trial = uri.key(trial_name(attempt))

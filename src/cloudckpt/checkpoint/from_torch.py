@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from cloudckpt.checkpoint.columns import unfilled
 from cloudckpt.checkpoint.inventory import Chunks, Entry, Inventory, Paths, rows_of
 from cloudckpt.checkpoint.structure import Structure
+from cloudckpt.checkpoint.torch_private import with_strides
 from cloudckpt.checkpoint.written import Extents
 from cloudckpt.checksum import ChecksumAlgorithm
 
@@ -91,7 +92,10 @@ def inventory_of_plan(
         chunks = [item.tensor_data.chunk for item in items if item.tensor_data is not None]
         for item in items[1:]:
             assert item.tensor_data is not None
-            if (item.tensor_data.size, item.tensor_data.properties) != (data.size, data.properties):
+            other = item.tensor_data
+            if other.size != data.size or (
+                with_strides(other.properties, None) != with_strides(data.properties, None)
+            ):
                 raise NotInColumnsError("a tensor of two shapes or types")
         table.add_tensor(name, data.size, data.properties, chunks)
     made = table.inventory(checksum, _paths(plan.planner_data), structure)
@@ -140,6 +144,7 @@ class _Table:
         plain = type(properties) is TensorProperties and type(chunks) is list
         if not plain or set(map(type, chunks)) - {ChunkStorageMetadata}:
             raise NotInColumnsError("properties or chunks of another class")
+        properties = with_strides(properties, None)
         offsets = [chunk.offsets for chunk in chunks]
         sizes = [chunk.sizes for chunk in chunks]
         if set(map(len, offsets)) | set(map(len, sizes)) | {dims} != {dims}:

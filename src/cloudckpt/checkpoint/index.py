@@ -49,7 +49,7 @@ DTYPES = (
     *("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8"),
     *("bool", "complex128", "complex64", "complex32", "uint16", "uint32", "uint64"),
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
-    *("float4_e2m1fn_x2", "bits1x8", "bits2x4", "bits4x2", "bits8", "bits16"),
+    *("float4_e2m1fn_x2", "bits1x8", "bits2x4", "bits4x2", "bits8", "bits16", "bcomplex32"),
 )
 """The element types, by torch's names; their numbers count from 1."""
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from cloudckpt.checkpoint.described import Building, DescriptionError, UnknownNameError
 from cloudckpt.checkpoint.inert_pickle import NO_STATE, Called, Dict, Global, describe
-from cloudckpt.checkpoint.torch_private import OldTensorProperties, StorageInfo
+from cloudckpt.checkpoint.torch_private import OldTensorProperties, StorageInfo, with_strides
 
 __all__ = ["build"]
 
@@ -219,12 +219,22 @@ class _MetadataBuilding(Building):
 
     def _properties(self, called: Called) -> Any:
         state = called.state
-        if type(state) is not tuple or len(state) != 5 or called.arguments or called.contents:
-            raise DescriptionError("the properties of a tensor are not five")
+        if type(state) is not tuple or not 5 <= len(state) <= 6:
+            raise DescriptionError("the properties of a tensor are not five or six")
+        if called.arguments or called.contents:
+            raise DescriptionError("the properties of a tensor are not those of torch")
         encoding = self._memory_format(state[3])
         dtype, layout, requires_grad, pin_memory = map(self.value, (*state[:3], state[4]))
-        made = _PROPERTIES[self.name(called.function)](
-            dtype, layout, requires_grad, encoding, pin_memory
+        strides = self.value(state[5]) if len(state) == 6 else None
+        if strides is not None and not (
+            type(strides) is tuple and all(type(stride) is int for stride in strides)
+        ):
+            raise DescriptionError("the strides of a tensor are no numbers")
+        made = with_strides(
+            _PROPERTIES[self.name(called.function)](
+                dtype, layout, requires_grad, encoding, pin_memory
+            ),
+            strides,
         )
         _check_fields(
             made,

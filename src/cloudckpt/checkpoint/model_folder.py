@@ -115,7 +115,7 @@ class ModelFolder:
                 )
             files[name] = info
 
-        group = TaskGroup(config.connections, name="cloudckpt-look", interrupt=store.interrupt)
+        group = TaskGroup(config.requests_at_once, name="cloudckpt-look", interrupt=store.interrupt)
 
         def submit() -> None:
             for name in set(names.values()):

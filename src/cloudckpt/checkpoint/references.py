@@ -131,12 +131,12 @@ class Hold:
     def let_go(self, needed: Collection[str] = ()) -> None:
         """Takes back the marks in all folders but those that are needed."""
         keys = [_mark_in(self._uri, one, self._attempt) for one in self.folders.difference(needed)]
-        delete_quietly(self._store, keys, self._config.retry, threads=self._config.connections)
+        delete_quietly(self._store, keys, self._config.retry, threads=self._config.requests_at_once)
 
     def _mark(self) -> None:
         body = memoryview(json.dumps({"checkpoint": self._uri.folder}).encode())
         store, config = self._store, self._config
-        group = TaskGroup(config.connections, name="cloudckpt-hold", interrupt=store.interrupt)
+        group = TaskGroup(config.requests_at_once, name="cloudckpt-hold", interrupt=store.interrupt)
         retrier = Retrier(config.retry, group.cancellation)
         only = creates_only(store, config)
 
@@ -209,7 +209,7 @@ def release(
     has_digests = said.inventory is not None and said.inventory.extents.has_digests
     if said.record is not None and others:
         marks = [_mark_in(uri, folder, said.record.attempt) for folder in others]
-        delete_quietly(store, marks, config.retry, threads=config.connections)
+        delete_quietly(store, marks, config.retry, threads=config.requests_at_once)
     unneeded: list[str] = []
     for folder, keys in by_folder.items():
         left = keys - set(needed)

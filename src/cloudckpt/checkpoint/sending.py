@@ -18,7 +18,8 @@ from cloudckpt.checksum import CRC32C, BlockChecksums, ChecksumAlgorithm
 from cloudckpt.config import Config
 from cloudckpt.stores.base import Capabilities, ObjectStore
 from cloudckpt.transfer.boxes import ALIGNMENT, padding
-from cloudckpt.transfer.group import Cancellation, TaskGroup
+from cloudckpt.transfer.connections import transfer_group
+from cloudckpt.transfer.group import Cancellation
 from cloudckpt.transfer.packing import Packer, Packing, SlabPool
 from cloudckpt.transfer.parts import Piece, PieceWriter, choose_part_size
 from cloudckpt.transfer.retry import Retrier
@@ -170,7 +171,7 @@ class Destination:
             self.expected,
             self.config.part_size,
             capabilities,
-            connections=self.config.connections,
+            connections=self.config.most_connections,
             copied=self.config.memory_budget if staged else None,
         )
 
@@ -225,7 +226,7 @@ def send_here(
     meanwhile()
     config, capabilities = destination.config, store.capabilities
     opened: list[tuple[OpenObject, ObjectUpload]] = []
-    group = TaskGroup(config.connections, name="cloudckpt-save", interrupt=store.interrupt)
+    group = transfer_group(store, config, "out", name="cloudckpt-save")
     retrier = Retrier(config.retry, group.cancellation, on_retry=stats.add_retry)
 
     def open_object(staged: bool) -> OpenObject:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import importlib
+import io
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
-from typing import IO, Any
+from typing import IO, Any, TypeVar, cast
 
 import torch
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldTensorProperties
@@ -18,14 +22,17 @@ from torch.distributed.checkpoint._sharded_tensor_utils import (
     _flatten_sharded_tensors as flatten_sharded_tensors,
 )
 from torch.distributed.checkpoint._traverse import traverse_state_dict
-from torch.distributed.checkpoint.default_planner import (
-    _validate_global_plan as validate_global_plan,
-)
+from torch.distributed.checkpoint.default_planner import _validate_global_plan
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
 from torch.distributed.checkpoint.utils import _DistWrapper as Collectives
+from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.distributed_c10d import _get_object_coll_device as device_for_collectives
+
+from cloudckpt.gc_pause import paused_gc
 
 try:
     from torch.distributed import set_timeout as set_group_timeout  # type: ignore[attr-defined, unused-ignore]
@@ -42,16 +49,105 @@ __all__ = [
     "create_chunk_list",
     "dcp_logger",
     "dcp_step_logger",
+    "default_store",
     "device_for_collectives",
     "flatten_sharded_tensors",
     "flatten_state_dict",
+    "forget_plans",
+    "leaves_cycles",
     "load_with",
+    "meta_reads_no_data",
     "set_group_timeout",
     "sparse_tensors_unchecked",
     "state_dict_being_planned",
     "traverse_state_dict",
     "validate_global_plan",
+    "with_strides",
 ]
+
+_P = TypeVar("_P", bound=Any)
+
+
+def with_strides(properties: _P, strides: tuple[int, ...] | None) -> _P:
+    """The same properties of a tensor, with these strides if this torch has such a field.
+
+    From torch 2.15 on it does. They are those of the tensor that one rank had; nothing reads them,
+    and a torch before can't read properties that have them. So what is written has none.
+    """
+    if not hasattr(properties, "strides") or properties.strides == strides:
+        return properties
+    return dataclasses.replace(properties, strides=strides)
+
+
+def validate_global_plan(plans: list[SavePlan], metadata: Metadata) -> list[str]:
+    """What torch finds wrong with a global plan: chunks that overlap, leave gaps or reach outside.
+
+    From torch 2.9 on it logs what it finds, and returns whether all is good; later it returns what
+    it finds. There each tensor is asked about by itself, so that an error can name it.
+    """
+    judge: Callable[[list[SavePlan], Metadata], list[str] | bool] = _validate_global_plan
+    if isinstance(judge(plans, Metadata({})), list):
+        return cast(list[str], judge(plans, metadata))
+    return [
+        f"key:{name} has chunks that overlap, leave a gap, or are out of bounds"
+        for name, entry in metadata.state_dict_metadata.items()
+        if not judge(plans, Metadata({name: entry}))
+    ]
+
+
+@functools.cache
+def leaves_cycles() -> bool:
+    """Whether torch's planners leave a state in a cycle, as those of torch 2.9 do.
+
+    Nothing of it is free then before the garbage collector comes by.
+    """
+    tensor = torch.empty(0, device="cpu")
+    alive = weakref.ref(tensor)
+    with paused_gc():
+        flatten_state_dict({"tensor": tensor})
+        del tensor
+        return alive() is not None
+
+
+@functools.cache
+def meta_reads_no_data() -> bool:
+    """Whether ``torch.load`` to the ``meta`` device leaves the data of tensors unread.
+
+    That of torch 2.9 reads all of a file, and drops it then.
+    """
+    size, read = 1 << 18, 0
+
+    class Counting(io.BytesIO):
+        def read(self, count: int | None = -1, /) -> bytes:
+            nonlocal read
+            data = super().read(count)
+            read += len(data)
+            return data
+
+        def readinto(self, buffer: Any, /) -> int:
+            nonlocal read
+            count = super().readinto(buffer)
+            read += count
+            return count
+
+    file = Counting()
+    torch.save(torch.zeros(size, dtype=torch.uint8, device="cpu"), file)
+    file.seek(0)
+    torch.load(file, map_location="meta", weights_only=True)
+    return read < size
+
+
+def forget_plans(planner: SavePlanner) -> None:
+    """Drops what torch's planner keeps of earlier saves by ``enable_plan_caching``.
+
+    A torch such as 2.9 keeps the plans of a save that then fails on one side only. The next save
+    would take the final plan of an earlier state for the one of its own, and send other bytes than
+    its metadata says.
+    """
+    key = getattr(planner, "_cached_plans_key", None)
+    for name, kept in vars(SavePlanner).items():
+        if name.startswith("_cached_") and isinstance(kept, dict):
+            kept.pop(key, None)
 
 
 def load_with(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -17,7 +18,13 @@ from cloudckpt.config.options import (
     timeout,
 )
 
-__all__ = ["BackgroundOptions", "Config", "RetryPolicy"]
+__all__ = ["MOST_ON_A_MACHINE", "BackgroundOptions", "Config", "RetryPolicy"]
+
+MOST_ON_A_MACHINE = 64
+"""Connections that the ranks of a machine open together if nobody has said how many. At the 90 MB/s
+of a connection to S3 they fill 45 Gb/s."""
+
+_SMALL_REQUESTS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +114,12 @@ class Config(Options):
 
     variables: ClassVar[str] = "CLOUDCKPT_"
 
-    connections: int = option(
-        16, "parallel transfers of one rank (about 90 MB/s each on S3)", least=1, most=512
+    connections: int | Literal["auto"] = option(
+        "auto",
+        "parallel transfers of one rank (about 90 MB/s each on S3); 'auto' begins with 8 and adds "
+        "more as long as that pays, up to 64 on a machine, which its ranks share",
+        least=1,
+        most=512,
     )
     part_size: Bytes | None = option(
         None,
@@ -135,6 +146,12 @@ class Config(Options):
         "auto",
         "whether bytes that several ranks want are fetched by one of them, which hands them on: "
         "among all ranks ('auto'), among those of a machine ('host'), or not at all",
+    )
+    cross_region: Literal["warn", "refuse", "allow"] = option(
+        "warn",
+        "what happens to a save or load whose bucket is in another region than the machine (which "
+        "is slow, and billed), where both are known: a warning, if a rank moves more than 1 GiB; "
+        "an error before any data are moved; or nothing",
     )
     overwrite: bool = option(True, "replace a checkpoint at the same URI, atomically")
     incremental: bool = option(
@@ -169,3 +186,26 @@ class Config(Options):
     gcs: GCSOptions = field(default_factory=GCSOptions)
     azure: AzureOptions = field(default_factory=AzureOptions)
     background: BackgroundOptions = field(default_factory=BackgroundOptions)
+
+    @property
+    def most_connections(self) -> int:
+        """How many connections a transfer of this rank may open."""
+        if self.connections != "auto":
+            return self.connections
+        return max(1, MOST_ON_A_MACHINE // _ranks_here())
+
+    @property
+    def requests_at_once(self) -> int:
+        """How many requests that move hardly any bytes, such as deletions, go at a time."""
+        if self.connections != "auto":
+            return self.connections
+        return min(_SMALL_REQUESTS, self.most_connections)
+
+
+def _ranks_here() -> int:
+    """How many ranks this machine has, as their launcher says: torchrun, or MPI."""
+    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
+        text = os.environ.get(name, "")
+        if text.isdigit() and int(text):
+            return int(text)
+    return 1

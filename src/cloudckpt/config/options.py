@@ -7,6 +7,7 @@ that merely stands below a field.
 
 from __future__ import annotations
 
+import itertools
 import math
 import numbers
 import operator
@@ -96,21 +97,23 @@ class _Option:
         return f"{self.variable} or {self.default!r}"
 
     @cached_property
-    def _annotation(self) -> tuple[Any, bool]:
-        """Its type, and whether it may be None."""
+    def _annotation(self) -> tuple[Any, bool, tuple[str, ...]]:
+        """Its type, whether it may be None, and the words that it may be instead."""
         hint = _hints_of(self.owner)[self.name]
         kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        return kinds[0], NoneType in kinds
+        words = [get_args(kind) for kind in kinds[1:] if get_origin(kind) is Literal]
+        return kinds[0], NoneType in kinds, tuple(itertools.chain(*words))
 
     def from_environment(self) -> Any:
         """What its variable says, else the default."""
         text = os.environ.get(self.variable)
         if not text:
             return self.default
-        kind, _ = self._annotation
-        if get_origin(kind) is Literal:
+        kind, _, words = self._annotation
+        if get_origin(kind) is Literal or text in words:
             return text
         read, form = _READERS[kind]
+        form = _or_word(form, words)
         try:
             return read(text)
         except (KeyError, ValueError):
@@ -122,9 +125,9 @@ class _Option:
         Raises:
             ConfigError: If it can't work.
         """
-        kind, optional = self._annotation
+        kind, optional, words = self._annotation
         shown = f"{self.owner.__name__}.{self.name}={value!r}"
-        if value is None and optional:
+        if (value is None and optional) or (isinstance(value, str) and value in words):
             return value
         if kind == Pairs:
             return _as_pairs(shown, value)
@@ -136,7 +139,7 @@ class _Option:
             value = _as_number(of, value)
         fits = isinstance(value, (int, float) if of is float else of)
         fits = fits and isinstance(value, bool) == (of is bool)
-        require(fits, f"{shown}: must be {of.__name__}{' or None' * optional}")
+        require(fits, f"{shown}: must be {_or_word(of.__name__, words)}{' or None' * optional}")
         show = _size if kind == Bytes else str
         if self.is_timeout:
             require(0 < value <= _LONGEST_WAIT, f"{shown}: write 0 to {_LONGEST_WAIT} seconds")
@@ -272,6 +275,11 @@ def _as_pairs(shown: str, value: object) -> Pairs:
         return tuple((str(key), str(content)) for key, content in pairs)
     except (TypeError, ValueError):
         raise ConfigError(f"{shown}: give a mapping or pairs of strings") from None
+
+
+def _or_word(form: str, words: tuple[str, ...]) -> str:
+    """What may be written, and the words that may stand in its place."""
+    return " or ".join([form, *map(repr, words)])
 
 
 def _choices(values: tuple[Any, ...]) -> str:

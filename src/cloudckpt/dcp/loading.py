@@ -124,7 +124,7 @@ class Load:
         wanted = self._wanted[0] if opaque else self._round_for(target)
         self._afterwards.append(lambda: self._planner.commit_tensor(item, target))
         source, dtype, config = stored.elements, stored.dtype, self._config
-        limit = config.request_size or even_share(0, config.connections)
+        limit = config.request_size or even_share(0, config.most_connections)
         for read in plan_boxes(
             stored.shape,
             item.storage_offsets,

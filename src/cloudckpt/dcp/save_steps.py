@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from cloudckpt.checkpoint.structure import Structure
-from cloudckpt.checkpoint.torch_private import Collectives, traverse_state_dict
+from cloudckpt.checkpoint.torch_private import Collectives, forget_plans, traverse_state_dict
 from cloudckpt.dcp.committed_metadata import committed_metadata
 from cloudckpt.dcp.failures import portably
 from cloudckpt.dcp.planners import CloudSavePlanner
@@ -72,11 +72,9 @@ def save_by_steps(
         made.append(metadata)
         return writer.prepare_global_plan(plans)
 
-    plan = ranks.reduce_scatter("plan", local_step, global_step)
-
     @logged
     def write_data() -> list[WriteResult]:
-        written = writer.write_data(planner.finish_plan(plan), planner)
+        written = writer.write_data(planner.finish_plan(mine[0]), planner)
         written.wait()
         return written.value()
 
@@ -85,7 +83,13 @@ def save_by_steps(
         writer.finish(made[0], results)
         return writer.attempt if isinstance(writer, CloudStorageWriter) else made[0]
 
-    committed: str | Metadata = ranks.all_reduce("write", write_data, finish_checkpoint)
+    mine: list[SavePlan] = []
+    try:
+        mine.append(ranks.reduce_scatter("plan", local_step, global_step))
+        committed: str | Metadata = ranks.all_reduce("write", write_data, finish_checkpoint)
+    except BaseException:
+        forget_plans(planner)
+        raise
     if made:
         return made[0]
     if isinstance(committed, Metadata):

@@ -47,6 +47,7 @@ from cloudckpt.stores.base import ObjectStore, random_suffix
 from cloudckpt.stores.listings import forget_listings
 from cloudckpt.stores.registry import checkpoint_location
 from cloudckpt.transfer.deleting import delete_quietly
+from cloudckpt.transfer.regions import check_regions
 from cloudckpt.transfer.retry import Retrier, open_store
 from cloudckpt.transfer.stats import Transferred, TransferStats
 from cloudckpt.uri import CheckpointURI, URILike
@@ -448,7 +449,9 @@ class CloudStorageWriter(OurWriter):
         self._let_go_of_base()
         if self._written:
             keys = [self.uri.key(name) for name in self._written]
-            delete_quietly(self._store(), keys, self.config.retry, threads=self.config.connections)
+            delete_quietly(
+                self._store(), keys, self.config.retry, threads=self.config.requests_at_once
+            )
         self._written = []
 
     @property
@@ -491,6 +494,11 @@ class CloudStorageWriter(OurWriter):
         contents: Contents | None,
     ) -> Written:
         destination = Destination(self.uri, self.config, self._rank, random_suffix(), expected)
+
+        def meanwhile() -> None:
+            self.look_for_older()  # whose answer may say where the bucket is
+            check_regions(self._store(), self.config, expected)
+
         try:
             objects, extents = send(
                 items,
@@ -502,7 +510,7 @@ class CloudStorageWriter(OurWriter):
                 sender=self.sender,
                 quick=quick,
                 leave=leave,
-                meanwhile=self.look_for_older,
+                meanwhile=meanwhile,
                 contents=contents,
             )
         except BaseException:

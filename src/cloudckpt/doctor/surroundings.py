@@ -15,7 +15,6 @@ from cloudckpt._version import __version__
 from cloudckpt.config import Config
 from cloudckpt.doctor.findings import Finding, Values, failed, ok, skipped, warning
 from cloudckpt.stores.http import HttpClient
-from cloudckpt.stores.long_reads import obstacle
 from cloudckpt.stores.origins import Origin, Route
 
 __all__ = ["Connection", "anonymous", "credentials", "endpoint", "names", "versions"]
@@ -29,6 +28,7 @@ _SOON = 3600.0  # seconds
 # https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html (RequestTimeTooSkewed)
 _MOST_SKEW = 900.0
 _USUAL_SKEW = 60.0
+_COST_OF_RECORDS = "a load takes 2 to 4 times the CPU; see docs/decisions.md"
 
 
 def versions() -> Finding:
@@ -132,7 +132,7 @@ class Connection:
         began, clock = time.monotonic(), time.time()
         with self._http.send("HEAD", self._route.url, {}) as reply:
             took = time.monotonic() - began
-            told, tls = reply.headers.get("Date", ""), reply.tls
+            told, tls, why = reply.headers.get("Date", ""), reply.tls, reply.obstacle
         try:
             self._skew = clock + took / 2 - parsedate_to_datetime(told).timestamp()
         except (TypeError, ValueError):
@@ -143,7 +143,6 @@ class Connection:
         if tls is None:
             return ok(f"{found}, without TLS", values={"seconds": took, "protocol": None})
         protocol, cipher = tls
-        why = obstacle() if self._route.http.native_tls else "native_tls is off"
         values: Values = {
             "seconds": took,
             "protocol": protocol,
@@ -152,7 +151,7 @@ class Connection:
         }
         found += f", by {protocol} with {cipher}"
         if why:
-            slow = f"answers are received record by record ({why}), which takes more CPU"
+            slow = f"answers are received record by record ({why}): {_COST_OF_RECORDS}"
             return warning(f"{found}; {slow}", values=values)
         return ok(f"{found}; answers are received by whole buffers, without the GIL", values=values)
 

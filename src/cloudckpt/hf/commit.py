@@ -332,7 +332,7 @@ class FilesUnderConstruction:
         if not items:
             return
         group = TaskGroup(
-            self._config.connections, name="cloudckpt-commit", interrupt=self._store.interrupt
+            self._config.requests_at_once, name="cloudckpt-commit", interrupt=self._store.interrupt
         )
 
         def submit() -> None:

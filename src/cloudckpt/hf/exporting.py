@@ -335,7 +335,7 @@ def _export_by_copies(
     store = open_store(uri, config)
     limits = store.capabilities
     most = min(_COPY, limits.max_part_size // 2)
-    group = TaskGroup(config.connections, name="cloudckpt-copy", interrupt=store.interrupt)
+    group = TaskGroup(config.requests_at_once, name="cloudckpt-copy", interrupt=store.interrupt)
     retrier = Retrier(config.retry, group.cancellation, on_retry=stats.add_retry)
     building = FilesUnderConstruction(uri, config, files)
     building.begin([max(limits.min_part_size, MIB)] * len(files))

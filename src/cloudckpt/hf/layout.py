@@ -446,7 +446,7 @@ def slab_bytes(budget: int) -> int:
 
 
 def _part_size(size: int, limit: int, config: Config, limits: Capabilities) -> int:
-    found = choose_part_size(size, config.part_size, limits, connections=config.connections)
+    found = choose_part_size(size, config.part_size, limits, connections=config.most_connections)
     least = max(-(-size // limits.max_parts), limits.min_part_size)
     return aligned(max(min(found, limit), least), ALIGNMENT)  # no element is cut
 

@@ -14,7 +14,7 @@ from cloudckpt.errors import TransferCancelledError
 from cloudckpt.hf.layout import Gift, PartPlanOfRanks, RankWork, Round, Run, nbytes_of, pool_budget
 from cloudckpt.stores.base import ObjectStore, Part, Upload
 from cloudckpt.transfer.boxes import aligned
-from cloudckpt.transfer.group import TaskGroup
+from cloudckpt.transfer.connections import transfer_group
 from cloudckpt.transfer.memory import bytes_of, host_buffer, is_plain, narrow
 from cloudckpt.transfer.packing import PACKED_BELOW
 from cloudckpt.transfer.parts import PartPlan, Piece
@@ -109,7 +109,7 @@ def send_work(
         CloudCheckpointError: Why this rank has failed.
         TransferCancelledError: If only others have.
     """
-    tasks = TaskGroup(config.connections, name="cloudckpt-save", interrupt=store.interrupt)
+    tasks = transfer_group(store, config, "out", name="cloudckpt-save")
     retrier = Retrier(config.retry, tasks.cancellation, on_retry=stats.add_retry)
     pool = StagingPool(pool_budget(config.memory_budget), tasks.cancellation)
     files = [

@@ -77,6 +77,9 @@ _ADAPTERS = {
     ),
     "accelerate.accelerator": "cloudckpt.integrations.accelerate",
     "torchtitan.components.checkpointer.dcp": "cloudckpt.integrations.torchtitan",
+    "torchtitan.components.checkpointer.torch_checkpointing": (
+        "cloudckpt.integrations.torchtitan_manager"
+    ),
 }
 """Modules of frameworks, and what knows how to change each."""
 

@@ -25,6 +25,7 @@ import fsspec
 from fsspec.registry import _registry, known_implementations, registry
 from fsspec.spec import AbstractFileSystem
 
+from cloudckpt.checkpoint.file_folder import MANIFEST
 from cloudckpt.checkpoint.objects import METADATA
 from cloudckpt.config import Config
 from cloudckpt.errors import ObjectNotFoundError, PreconditionFailedError
@@ -48,7 +49,7 @@ __all__ = [
     "unregister",
 ]
 
-_COMMITS = {METADATA, "model.safetensors.index.json"}
+_COMMITS = {METADATA, MANIFEST, "model.safetensors.index.json"}
 """Names of objects without which nobody takes what lies beside them for a checkpoint."""
 
 
@@ -324,7 +325,7 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     def _delete(self, path: str, keys: list[str]) -> None:
         store, _, _ = self._place(path)
-        threads = self._config.connections
+        threads = self._config.requests_at_once
         delete_all(store, keys, self._config.retry, threads=threads, what="objects of a folder")
 
 

@@ -4,11 +4,13 @@
 >>> config = CheckpointManager.Config(storage_config=CloudStorageConfig())  # doctest: +SKIP
 >>> config.build().save("s3://bucket/run/step-1000", {"model": state})  # doctest: +SKIP
 
+It commits a checkpoint by renaming the folder that all ranks have written to, which is one
+conditional write here: :mod:`cloudckpt.integrations.file_folders` says how. Where its writer is
+told to write in place (``write_to_temp_dir=False``), :meth:`CloudStorageConfig.publish` is the
+callback that commits.
+
 Its writers hand over paths that ``pathlib`` has made of URIs (``s3:/bucket/run``). That form is
 refused elsewhere in cloudckpt, for it means a local folder; here nothing else can be meant.
-
-It commits a checkpoint by renaming the folder that all ranks have written to, which no object store
-can do: :meth:`CloudStorage.rename` says what is done instead.
 
 Tested with torch_checkpointing 0.1.1.
 """
@@ -16,15 +18,23 @@ Tested with torch_checkpointing 0.1.1.
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import io
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
+from cloudckpt.checkpoint.torch_private import default_store
 from cloudckpt.config import Config
-from cloudckpt.errors import InvalidURIError, MissingDependencyError
-from cloudckpt.integrations.fsspec import file_system
+from cloudckpt.errors import ConfigError, InvalidURIError, MissingDependencyError
+from cloudckpt.integrations.file_folders import FileFolders
+from cloudckpt.integrations.recorded_file import tensors_last
+from cloudckpt.stores.base import random_suffix
+from cloudckpt.torch_files.torch_save import size_of
+from cloudckpt.transfer.retry import open_store
 from cloudckpt.uri import CheckpointURI, unfolded
 
 try:
@@ -36,8 +46,10 @@ except ModuleNotFoundError as error:
 
 __all__ = ["CloudStorage", "CloudStorageConfig"]
 
-_RENAMING = ".cloudckpt-renaming"
-"""Name of an object in a folder whose content is not complete yet."""
+_KEY = "cloudckpt/torch_checkpointing"
+
+_jobs: dict[int, str] = {}
+"""By process: what :func:`_job` has said, as a forked child is a writer of its own."""
 
 
 @dataclass
@@ -46,62 +58,125 @@ class CloudStorageConfig(StorageConfig):  # type: ignore[misc]
 
     Attributes:
         config: Options; read from the environment where they are not given.
+        temp_dir_prefix: That of ``CheckpointWriterConfig``. Files in a folder of such a name, or in
+            one within it, wait for their commit; if this is another prefix than the writer's, a
+            commit has the store copy what was written. Empty for a writer in place.
+        published: Whether files that are written in place wait for their commit, too, which is
+            :meth:`publish` then: only the job that writes them sees them before.
+        job: What all ranks of the job have, and no other job: sixteen hexadecimal digits, on which
+            they agree by the store of torch's process group when this is first used.
     """
 
     config: Config | None = None
+    temp_dir_prefix: str = "tmp_"
+    published: bool = False
+    job: str = field(default="", repr=False)
 
     def create_storage(self) -> CloudStorage:
-        return CloudStorage(self.config)
+        self._agree()
+        return CloudStorage(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Goes to the saving process, which has no process group to ask."""
+        self._agree()
+        return dict(self.__dict__)
+
+    def _agree(self) -> None:
+        self.job = self.job or _job()
+
+    def publish(self, told: object, *_: object) -> None:
+        """Commits a checkpoint that was written in place: a ``finalize_callback``.
+
+        >>> storage = CloudStorageConfig(published=True)  # doctest: +SKIP
+        >>> save = SyncCheckpointSaverConfig(
+        ...     writer_config=CheckpointWriterConfig(write_to_temp_dir=False)
+        ... )  # doctest: +SKIP
+        >>> CheckpointManager.Config(
+        ...     save=save, storage_config=storage, finalize_callback=storage.publish
+        ... )  # doctest: +SKIP
+
+        All ranks call it behind their barrier; the first one commits. Until then no other job sees
+        what was written.
+
+        Args:
+            told: What the writer hands over: an object with the ``path``, or the path itself.
+
+        Raises:
+            ConfigError: If what is written in place does not wait for it.
+            FileExistsError: If another job has committed there before.
+            CommitUnknownError: If the store did not say whether it has carried out the commit.
+        """
+        if not self.published:
+            raise ConfigError("publish needs CloudStorageConfig(published=True)")
+        path = getattr(told, "path", told)
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(f"publish is a finalize_callback, and was given {told!r} for a path")
+        if os.environ.get("RANK", "0") == "0":
+            folders, key = self.create_storage()._at(path)
+            folders.publish(key)
 
 
 class CloudStorage(Storage):  # type: ignore[misc]
     """What torch_checkpointing reads and writes, in stores of ours."""
 
-    def __init__(self, config: Config | None = None) -> None:
+    def __init__(self, config: CloudStorageConfig) -> None:
         self._config = config
+        self._folders: dict[tuple[object, ...], FileFolders] = {}
 
-    def _at(self, path: str | os.PathLike[str]) -> tuple[Any, str]:
-        """The file system of a path, and what the path is there.
+    def _at(self, path: str | os.PathLike[str]) -> tuple[FileFolders, str]:
+        """The bucket of a path, and its key there.
 
         Raises:
             InvalidURIError: If it is none of a store.
         """
-        text = os.fspath(path)
-        uri = CheckpointURI.parse(unfolded(text) or text)
-        if not uri.is_cloud:
-            raise InvalidURIError(
-                f"{text!r} is a local path: give LocalFileSystemStorageConfig() for these, or a URI"
+        uri, config = _uri(path), self._config.config or Config()
+        bucket = (os.getpid(), uri.scheme, uri.bucket, uri.account)
+        if bucket not in self._folders:
+            self._folders[bucket] = FileFolders(
+                open_store(uri, config),
+                config,
+                job=self._config.job,
+                temporary=self._config.temp_dir_prefix,
+                is_published=self._config.published,
             )
-        return file_system(uri.scheme, self._config), str(uri)
+        return self._folders[bucket], uri.prefix
 
     # ---- files
 
     def stream_read(self, path: Path, read_args: ReadArgs | None = None) -> io.RawIOBase:
-        files, uri = self._at(path)
-        stream: io.RawIOBase = files.open(uri, "rb").detach()
-        return stream
+        """A file for reading, from which no byte comes that its checksum does not cover."""
+        folders, key = self._at(path)
+        return folders.opened(key)
 
     def read(self, path: Path, read_args: ReadArgs | None = None) -> bytes:
-        files, uri = self._at(path)
-        content: bytes = files.cat_file(uri)
-        return content
+        folders, key = self._at(path)
+        return folders.read(key)
 
     def stream_write(self, path: Path) -> io.IOBase:
-        files, uri = self._at(path)
-        stream: io.IOBase = files.open(uri, "wb")
-        return stream
+        folders, key = self._at(path)
+        return folders.written(key)
+
+    def get_write_stream(self, path: Path, data: object) -> io.IOBase:
+        """A file for ``data``, whose tensors in host memory are sent from there.
+
+        They must stay as they are until it is closed.
+        """
+        folders, key = self._at(path)
+        return folders.written(key, expected=size_of(data), lasts=tensors_last(data))
 
     def write(self, path: Path, data: Any) -> None:
-        files, uri = self._at(path)
-        files.pipe_file(uri, data)
+        folders, key = self._at(path)
+        view = memoryview(data)
+        with folders.written(key, expected=view.nbytes, lasts=lambda part: True) as file:
+            file.write(view)
 
     def delete(self, path: Path) -> None:
-        files, uri = self._at(path)
-        files.rm_file(uri)
+        folders, key = self._at(path)
+        folders.delete(key)
 
     def getsize(self, path: Path) -> int:
-        files, uri = self._at(path)
-        return int(files.size(uri))
+        folders, key = self._at(path)
+        return folders.size(key)
 
     # ---- folders
 
@@ -109,18 +184,13 @@ class CloudStorage(Storage):  # type: ignore[misc]
         """Does nothing: folders are what keys have in common."""
 
     def rmdir(self, path: Path) -> None:
-        files, uri = self._at(path)
-        files.rm(uri, recursive=True)
+        folders, key = self._at(path)
+        folders.remove_folder(key)
 
     def ls(self, path: Path) -> list[str]:
-        """Names in a folder, without those of folders that are not complete."""
-        files, uri = self._at(path)
-        inside = f"{files._strip_protocol(uri)}/"
-        names = [found.removeprefix(inside) for found in files.find(uri)]
-        if not names:
-            raise FileNotFoundError(uri)
-        hidden = {name.rpartition("/")[0] for name in names if name.endswith(f"/{_RENAMING}")}
-        return sorted({name.partition("/")[0] for name in names} - hidden - {_RENAMING})
+        """Names in a folder, without those of folders of which nothing is committed."""
+        folders, key = self._at(path)
+        return folders.names(key)
 
     def glob(self, pattern: str) -> list[str]:
         folder, _, names = pattern.rpartition("/")
@@ -129,16 +199,16 @@ class CloudStorage(Storage):  # type: ignore[misc]
         return [f"{folder}/{name}" for name in fnmatch.filter(self.ls(Path(folder)), names)]
 
     def exists(self, path: Path) -> bool:
-        """Whether there is a file, or a folder that is complete."""
-        files, uri = self._at(path)
-        return bool(files.exists(uri)) and not files.exists(f"{uri}/{_RENAMING}")
+        """Whether there is a file, or a folder that is committed or written to."""
+        folders, key = self._at(path)
+        return folders.exists(key)
 
     def isdir(self, path: Path) -> bool:
-        files, uri = self._at(path)
-        return bool(files.isdir(uri)) and self.exists(path)
+        folders, key = self._at(path)
+        return folders.is_folder(key)
 
     def remap_path(self, path: Path) -> str:
-        return self._at(path)[1]
+        return str(_uri(path))
 
     def rename(
         self,
@@ -146,41 +216,50 @@ class CloudStorage(Storage):  # type: ignore[misc]
         dst_path: Path,
         is_directory: bool = False,
         background_cleanup: bool = False,
+        **_: Any,
     ) -> None:
-        """Copies what is in a folder, by the store itself where it can, then removes the source.
-
-        Until all of it is there the folder does not exist for this storage: a mark lies in it,
-        whose removal is the commit. A copy that was cut off is begun anew by the next rename to the
-        same place. For programs that know nothing of the mark a folder may seem complete before it
-        is.
+        """Commits a folder by one conditional write, or gives a file another path.
 
         Raises:
-            FileExistsError: If something is there; it is left as it is.
+            FileExistsError: If something is in the way; it is left as it is.
             FileNotFoundError: If there is nothing to rename.
+            CommitUnknownError: If the store did not say whether it has carried out the commit.
         """
-        files, source = self._at(src_path)
-        _, target = self._at(dst_path)
-        is_folder = files.info(source)["type"] == "directory"
-        if not is_folder:
-            if files.isdir(target):
-                raise _occupied(source, target)
-            files.cp_file(source, target)  # what is there stays as it is until this is done
-            files.rm_file(source)
-            return
-        mark = f"{target}/{_RENAMING}"
-        if files.exists(target):
-            if not files.exists(mark):
-                raise _occupied(source, target)
-            files.rm([path for path in files.find(target) if not path.endswith(_RENAMING)])
-        files.pipe_file(mark, b"")
-        inside = files._strip_protocol(source)
-        pairs = [(path, f"{target}{path.removeprefix(inside)}") for path in files.find(source)]
-        files.copy_files(pairs)
-        files.rm_file(mark)
-        files.rm(source, recursive=True)
+        source, target = _uri(src_path), _uri(dst_path)
+        if (source.scheme, source.bucket, source.account) != (
+            target.scheme,
+            target.bucket,
+            target.account,
+        ):
+            raise InvalidURIError(f"{source} can't be renamed to {target}, of another bucket")
+        folders, key = self._at(src_path)
+        if folders.is_folder(key):
+            folders.rename_folder(key, target.prefix)
+        else:
+            folders.move_file(key, target.prefix)
 
 
-def _occupied(source: str, target: str) -> FileExistsError:
-    return FileExistsError(
-        f"{source} can't be renamed to {target}, where something is: delete that, or save elsewhere"
-    )
+def _uri(path: str | os.PathLike[str]) -> CheckpointURI:
+    text = os.fspath(path)
+    uri = CheckpointURI.parse(unfolded(text) or text)
+    if not uri.is_cloud:
+        raise InvalidURIError(
+            f"{text!r} is a local path: give LocalFileSystemStorageConfig() for these, or a URI"
+        )
+    return uri
+
+
+def _job() -> str:
+    """What all ranks of this job say, and no other job.
+
+    Ranks that have no process group yet can't agree: they tell one job from another by what
+    torchrun has told them, if there are several.
+    """
+    if dist.is_available() and dist.is_initialized():
+        agreed: bytes = default_store().compare_set(_KEY, "", random_suffix())
+        return agreed.decode()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+        told = "\n".join(os.environ.get(name, "") for name in names)
+        return hashlib.sha256(told.encode()).hexdigest()[:16]
+    return _jobs.setdefault(os.getpid(), random_suffix())

@@ -126,7 +126,7 @@ class _Adoption:
 
     @property
     def _view(self) -> BlockingView:
-        return BlockingView(self._store, self._retrier, connections=self._config.connections)
+        return BlockingView(self._store, self._retrier, connections=self._config.requests_at_once)
 
     def carry_out(self, until: float) -> None:
         by_rank = self._awaited(until)
@@ -135,7 +135,7 @@ class _Adoption:
         self._check_objects(draft.objects)
         self._check_claim(by_rank)
         self._commit(draft, by_rank[0].notes, baseline)
-        keys, threads = list(self._seen), self._config.connections
+        keys, threads = list(self._seen), self._config.requests_at_once
         needed, mark = {one.folder for one in draft.objects}, keep_name(by_rank[0].attempt)
         keys += [self._uri.beside(one).key(mark) for one in by_rank[0].held if one not in needed]
         delete_quietly(self._store, keys, self._config.retry, threads=threads)

@@ -191,7 +191,7 @@ class Run:
     @property
     def view(self) -> BlockingView:
         """How the store is asked about the run."""
-        return BlockingView(self.store, self.retrier, connections=self.config.connections)
+        return BlockingView(self.store, self.retrier, connections=self.config.requests_at_once)
 
     def uri(self, step: int) -> CheckpointURI:
         """Where the checkpoint of a step is, or would be."""

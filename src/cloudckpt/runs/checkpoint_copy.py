@@ -113,7 +113,9 @@ class Place:
         """
         store = self.store
         found: dict[str, ObjectInfo | None] = dict.fromkeys(keys)
-        group = TaskGroup(self.config.connections, name="cloudckpt-look", interrupt=store.interrupt)
+        group = TaskGroup(
+            self.config.requests_at_once, name="cloudckpt-look", interrupt=store.interrupt
+        )
         retrier = Retrier(self.config.retry, group.cancellation)
 
         def look(key: str) -> None:
@@ -409,7 +411,7 @@ class CheckpointCopy:
                 if one.name not in each.kept
             ]
             delete_quietly(
-                target.store, keys, target.config.retry, threads=target.config.connections
+                target.store, keys, target.config.retry, threads=target.config.requests_at_once
             )
             raise
         finally:
@@ -417,7 +419,7 @@ class CheckpointCopy:
 
     def _discard(self, share: Sequence[Passage]) -> None:
         keys, config = [passage.target for passage in share], self._target.config
-        delete_quietly(self._target.store, keys, config.retry, threads=config.connections)
+        delete_quietly(self._target.store, keys, config.retry, threads=config.requests_at_once)
 
 
 @dataclass(frozen=True)

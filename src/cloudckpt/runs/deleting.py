@@ -75,7 +75,7 @@ def delete(checkpoint_id: URILike, *, config: Config | None = None) -> None:
         store,
         keys,
         config.retry,
-        threads=config.connections,
+        threads=config.requests_at_once,
         what="objects of a deleted checkpoint that are",
     )
     with contextlib.suppress(ObjectNotFoundError, PreconditionFailedError, CheckpointReplacedError):

@@ -12,12 +12,21 @@ that has begun may refer to what is old and named by nobody any more: its mark s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from cloudckpt.checkpoint.commit import LONGEST_SAVE
 from cloudckpt.checkpoint.committed import CommitObject, fetch
+from cloudckpt.checkpoint.file_folder import (
+    MANIFEST,
+    folders_above,
+    is_content_name,
+    is_pending_record,
+    is_record_name,
+    read_manifest,
+    read_record,
+)
 from cloudckpt.checkpoint.objects import (
     METADATA,
     is_drawn_name,
@@ -27,7 +36,12 @@ from cloudckpt.checkpoint.objects import (
     probe_name,
 )
 from cloudckpt.config import Config
-from cloudckpt.errors import CloudCheckpointError, ObjectNotFoundError, StoreError
+from cloudckpt.errors import (
+    CheckpointCorruptError,
+    CloudCheckpointError,
+    ObjectNotFoundError,
+    StoreError,
+)
 from cloudckpt.runs.catalog import Run
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, Upload, random_suffix
 from cloudckpt.transfer.deleting import delete_all, delete_quietly
@@ -49,7 +63,8 @@ class Leftovers:
         objects: The URIs of data that no checkpoint names.
         nbytes: Their bytes.
         uploads: The URIs of objects whose upload cloudckpt has begun, and not completed.
-        unread: The URIs of commit objects that can't be read: beside them, nothing is a leftover.
+        unread: The URIs of commit objects, and of records of files, that can't be read: beside
+            them, and beneath them, nothing is a leftover.
     """
 
     objects: tuple[str, ...]
@@ -145,7 +160,7 @@ class Sweep:
             run.store,
             keys,
             config.retry,
-            threads=config.connections,
+            threads=config.requests_at_once,
             what="leftovers that are",
         )
         return self.found()
@@ -163,6 +178,7 @@ class Sweep:
             and (upload.is_ours or _is_ours(upload.key))
         ]
         listed = retrier.call(lambda: [info for info in store.list(below) if _is_ours(info.key)])
+        self._committed: dict[str, set[str] | None] = {}
         folders: dict[str, list[ObjectInfo]] = {}
         for info in listed:
             if info.modified is not None and info.modified <= limit:  # clocks tell seconds
@@ -170,8 +186,13 @@ class Sweep:
         self._objects, self._unread = [], []
         around: dict[str, _Named] = {}
         for folder, old in folders.items():
-            own = self._named(folder)
-            left = [info for info in old if info.key not in own.keys]
+            files = [info for info in old if _is_of_files(info.key)]
+            if files:
+                records = [info.key for info in listed if info.key.rpartition("/")[0] == folder]
+                self._objects += self._uncommitted(files, records)
+            others = [info for info in old if not _is_of_files(info.key)]
+            own = self._named(folder) if others else _Named()
+            left = [info for info in others if info.key not in own.keys]
             if left and not own.unread:
                 parent = folder.rpartition("/")[0]
                 if parent not in around:
@@ -228,6 +249,50 @@ class Sweep:
     def _uri(self, folder: str) -> CheckpointURI:
         return replace(self._run.root, prefix=folder)
 
+    def _uncommitted(self, old: list[ObjectInfo], beside: Collection[str]) -> Iterable[ObjectInfo]:
+        """Of a folder's old objects of files, those that no manifest names, nor a record beside."""
+        committed: set[str] = set()
+        for folder in folders_above(old[0].key):
+            named = self._named_above(folder)
+            if named is None:
+                return ()
+            committed |= named
+        left = [info for info in old if info.key not in committed and not _is_written(info.key)]
+        if any(is_content_name(info.key) for info in left):
+            for record in filter(_is_written, beside):
+                content = self._content_of(record)
+                if content is None:
+                    return ()
+                left = [info for info in left if info.key != content]
+        return left
+
+    def _named_above(self, folder: str) -> set[str] | None:
+        """The keys that the manifest of a folder names; None if it can't be read."""
+        if folder not in self._committed:
+            store, key = self._run.store, f"{folder}/{MANIFEST}" if folder else MANIFEST
+            uri, found = store.uri(key), None
+            try:
+                data, _ = self._run.retrier.call(partial(store.get_latest, key))
+                found = {file.key for file in read_manifest(data, folder, uri).files.values()}
+            except ObjectNotFoundError:
+                found = set()
+            except CheckpointCorruptError:
+                self._unread.append(uri)
+            self._committed[folder] = found
+        return self._committed[folder]
+
+    def _content_of(self, record: str) -> str | None:
+        """The object that a record names, empty if it is gone; None if it can't be read."""
+        store, uri = self._run.store, self._run.store.uri(record)
+        try:
+            data, _ = self._run.retrier.call(partial(store.get_latest, record))
+            return read_record(data, uri).key
+        except ObjectNotFoundError:
+            return ""
+        except CheckpointCorruptError:
+            self._unread.append(uri)
+            return None
+
 
 @dataclass
 class _Named:
@@ -272,4 +337,15 @@ def clock_of(store: ObjectStore, folder: CheckpointURI, config: Config) -> float
 
 
 def _is_ours(key: str) -> bool:
-    return is_drawn_name(key.rpartition("/")[2])
+    return is_drawn_name(key.rpartition("/")[2]) or _is_of_files(key)
+
+
+def _is_of_files(key: str) -> bool:
+    name = key.rpartition("/")[2]
+    return is_content_name(name) or is_record_name(name)
+
+
+def _is_written(key: str) -> bool:
+    """Whether it is the record of a file that waits for no commit."""
+    name = key.rpartition("/")[2]
+    return is_record_name(name) and not is_pending_record(name)

@@ -14,6 +14,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from cloudckpt.checksum import CRC32C, ChecksumAlgorithm
 from cloudckpt.errors import (
@@ -130,6 +131,13 @@ class Part:
     checksum: int | None
 
 
+class Regions(NamedTuple):
+    """Two regions of a cloud, by its names for them."""
+
+    machine: str
+    bucket: str
+
+
 class RangeReader(ABC):
     """What a download needs: objects that are read by ranges. Safe to use from many threads."""
 
@@ -162,6 +170,21 @@ class RangeReader(ABC):
 
         For readers whose calls may wait for a network; others do nothing.
         """
+
+    def moved(self, threads: Collection[int]) -> Sequence[int] | None:
+        """Bytes that each of these threads' connections has moved since this was asked last.
+
+        Also those of requests that are under way. None if nobody counts them: more connections
+        then have no visible effect.
+        """
+        return None
+
+    def regions(self) -> Regions | None:
+        """Where this machine and the bucket are; None if one of them is not known.
+
+        Nobody is asked for it: it is what the environment and answers have said up to now.
+        """
+        return None
 
     @abstractmethod
     def uri(self, key: str) -> str:

@@ -15,6 +15,7 @@ from urllib3.util.ssltransport import SSLTransport
 
 from cloudckpt.errors import ConnectionLostError
 from cloudckpt.stores.base import Body, Progress
+from cloudckpt.stores.long_reads import TLSSocket
 from cloudckpt.stores.watch import Counter, LateError, Watch
 
 __all__ = ["STEP", "Reply", "StoppedError", "cut", "steps"]
@@ -110,6 +111,13 @@ class Reply:
             return None
         cipher = self._sock.cipher()
         return self._sock.version() or "", cipher[0] if cipher else ""
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why bodies by this TLS connection are read record by record; None if they are not."""
+        if isinstance(self._sock, TLSSocket):
+            return self._sock.obstacle
+        return "TLS inside the TLS of a proxy"
 
     def read_into(self, views: Sequence[memoryview], progress: Progress | None = None) -> None:
         """Receives exactly the bytes of ``views``.

@@ -16,7 +16,7 @@ import re
 import socket
 import ssl
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote_to_bytes, urlsplit
@@ -41,7 +41,7 @@ from cloudckpt.stores.long_reads import (
     has_unread,
 )
 from cloudckpt.stores.tls import causes, lasting_failure
-from cloudckpt.stores.watch import Connection, Counter, LateError, Watch, break_connection
+from cloudckpt.stores.watch import Connection, Counter, LateError, Traffic, Watch, break_connection
 
 __all__ = ["HttpClient", "HttpOptions", "proxy_url"]
 
@@ -69,7 +69,7 @@ class HttpOptions:
     def of(cls, config: Config, **others: Any) -> HttpOptions:
         """What the user wants, and what the store's own settings add."""
         return cls(
-            connections=config.connections,
+            connections=config.most_connections,
             connect_timeout=config.connect_timeout,
             read_timeout=config.read_timeout,
             completion_timeout=config.completion_timeout,
@@ -239,6 +239,7 @@ class HttpClient:
     def __init__(self, options: HttpOptions) -> None:
         self._watch = Watch(options.stall_timeout)
         self._busy: dict[int, Connection] = {}
+        self._traffic = Traffic()
         self._options = options
         self._answer_limits: dict[int, tuple[float, str]] = {}
         self._timeout = urllib3.Timeout(connect=options.connect_timeout, read=options.read_timeout)
@@ -347,6 +348,13 @@ class HttpClient:
         for thread in threads:
             if (connection := self._busy.get(thread)) is not None:
                 break_connection(connection)
+
+    def moved(self, threads: Collection[int]) -> Sequence[int] | None:
+        """As :meth:`~cloudckpt.stores.base.RangeReader.moved`."""
+        if not self._traffic.counts:
+            return None
+        using = [self._busy.get(thread) for thread in threads]
+        return [0 if one is None else self._traffic.since(one) for one in using]
 
     def close(self) -> None:
         """Closes the idle connections and ends the watch."""

@@ -18,8 +18,8 @@ All else stays with Python: handshakes, small reads, writes, errors. Whatever th
 do it leaves undone, and Python's own read finds it in the same place and gives it its name.
 
 Python has no way to ask for the ``SSL*``. It stands in a private struct, between two pointers that
-are known; :func:`_ssl_of` believes it only if they are where they should be, and if OpenSSL says
-that it belongs to this object and this socket. Otherwise the connection takes the plain way.
+are known. No version is asked: each connection proves it anew, see :func:`_ssl_of`. Where that
+fails, as in a Python into which OpenSSL is linked unseen, the connection takes the plain way.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import errno
 import functools
 import io
 import logging
-import platform
+import os
 import socket
 import ssl
 import sys
@@ -56,6 +56,10 @@ logger = logging.getLogger("cloudckpt")
 _LONG = 64 * 1024
 """Bytes: smaller reads take the plain way. More than what a BIO_f_buffer holds by itself, 4 KiB."""
 
+_AHEAD = 8 * 1024
+"""Bytes that are read ahead where an answer begins. From Python 3.14 on it would be 128 KiB by
+itself: a long read, which waits for what the server does not send."""
+
 _CIPHERTEXT = 128 * 1024
 """Bytes that are taken from the kernel in one call; more would leave the caches of the CPU."""
 
@@ -73,7 +77,7 @@ class _UnfitError(Exception):
 
 
 def obstacle() -> str | None:
-    """Why this interpreter reads TLS connections the plain way; None if it does not."""
+    """Why this interpreter reads TLS the plain way; if None, each connection decides for itself."""
     try:
         _openssl()
     except _UnfitError as exc:
@@ -92,17 +96,16 @@ class _OpenSSL:
 @functools.cache
 def _openssl() -> _OpenSSL:
     """Raises _UnfitError, which is found out anew at each call; it takes microseconds."""
-    if sys.implementation.name != "cpython" or not (3, 10) <= sys.version_info[:2] <= (3, 13):
-        raise _UnfitError(f"{platform.python_implementation()} {platform.python_version()}")
+    if sys.implementation.name != "cpython":
+        raise _UnfitError(f"the Python is {sys.implementation.name}")
     if sys.platform != "linux":
-        raise _UnfitError(f"the platform {sys.platform}")
+        raise _UnfitError(f"the platform is {sys.platform}")
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
-        raise _UnfitError("a free-threaded Python")
+        raise _UnfitError("the Python is free-threaded")
     import _ssl
 
+    # None: Python's own executable and what it has loaded, if OpenSSL's names can be seen there
     path = getattr(_ssl, "__file__", None)
-    if path is None:
-        raise _UnfitError("a Python that has OpenSSL built in")
     pointer, number = ctypes.c_void_p, ctypes.c_int
     try:
         library = ctypes.PyDLL(path)
@@ -113,44 +116,129 @@ def _openssl() -> _OpenSSL:
             ("BIO_free_all", None, (pointer,)),
             ("BIO_new", pointer, (pointer,)),
             ("BIO_push", pointer, (pointer, pointer)),
+            ("BIO_s_socket", pointer, ()),
             ("BIO_up_ref", number, (pointer,)),
             ("ERR_clear_error", None, ()),
+            ("SSL_get_SSL_CTX", pointer, (pointer,)),
             ("SSL_get_ex_data", pointer, (pointer, number)),
             ("SSL_get_fd", number, (pointer,)),
             ("SSL_get_rbio", pointer, (pointer,)),
             ("SSL_set0_rbio", None, (pointer, pointer)),
             ("SSL_set_quiet_shutdown", None, (pointer, number)),
+            ("TLS_method", pointer, ()),
+            ("dladdr", number, (pointer, pointer)),
         ):
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
         read = ctypes.CDLL(path).BIO_read
         read.restype, read.argtypes = number, (pointer, pointer, number)
     except (AttributeError, OSError) as exc:
-        raise _UnfitError(f"OpenSSL is out of reach: {exc}") from exc
+        where = "linked into Python" if path is None else "out of reach"
+        raise _UnfitError(f"OpenSSL is {where}: {exc}") from exc
     return _OpenSSL(read, library)
 
 
+_WORD = ctypes.sizeof(ctypes.c_void_p)
+_FIRST = 4  # words of a BIO or an SSL among which its table of methods is, from OpenSSL 1.1 to 3.6
+
+_Words = tuple[int, ...]
+
+
+def _words(address: int) -> _Words:
+    """The first words at any address, of which nothing is known yet.
+
+    The kernel reads them, as what is to be written to a pipe: if they can't be read it says so, and
+    nothing crashes. Only a few pages are certain to fit, and here it is a few words.
+
+    Raises:
+        _UnfitError: If there is no memory, or none that can be read.
+    """
+    if not address or address % _WORD or address >= 1 << (8 * _WORD - 1):
+        raise _UnfitError("a pointer to OpenSSL's object of a TLS connection is none")
+    there = (ctypes.c_char * (_FIRST * _WORD)).from_address(address)
+    try:
+        taken, given = os.pipe()
+        try:
+            os.write(given, there)
+            data = os.read(taken, ctypes.sizeof(there))
+        finally:
+            os.close(given)
+            os.close(taken)
+    except OSError as exc:
+        raise _UnfitError(
+            f"a pointer to OpenSSL's object of a TLS connection can't be followed: {exc}"
+        ) from exc
+    return tuple(memoryview(data).cast("P"))
+
+
+class _Loaded(ctypes.Structure):
+    """``Dl_info`` of dlfcn.h."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("symbol", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
+def _loaded(address: int, library: ctypes.PyDLL) -> int | None:
+    """Where the library begins that an address is in; the address itself is not followed."""
+    found = _Loaded()
+    return found.base if library.dladdr(address, ctypes.byref(found)) else None
+
+
+def _own_words(thing: Any, kind: type, count: int) -> _Words:
+    """The first members of one of Python's objects, which are its own memory by its size.
+
+    Raises:
+        _UnfitError: If it is another kind of object, or a smaller one.
+    """
+    head = object.__basicsize__
+    if not isinstance(thing, kind) or type(thing).__basicsize__ < head + count * _WORD:
+        raise _UnfitError("Python's object of a TLS connection is another one")
+    return tuple((ctypes.c_size_t * count).from_address(id(thing) + head))
+
+
 def _ssl_of(sock: ssl.SSLSocket, sslobj: Any, library: ctypes.PyDLL) -> int:
-    """The ``SSL*`` of a socket.
+    """The ``SSL*`` of a socket, proven in this order; nothing is followed before it is known.
+
+    1. It stands in Python's object between the two pointers that are known.
+    2. Its first words can be read: the kernel has tried. One of them points into the library that
+       has ``TLS_method``. Only what is libssl's, and made by this copy of it, has a table of
+       methods there: not Python's objects, not BIOs of sockets, not sessions.
+    3. It is no ``SSL_CTX``, which has such a table, too: it is not the one of Python's context.
+    4. So it is an ``SSL``, and may be asked: it knows this object, this context, this socket.
+    5. What it reads from is a socket's BIO of the libcrypto that is called here.
 
     Raises:
         _UnfitError: If it can't be proven that it is one.
     """
+    import _ssl
+
     # struct PySSLSocket { PyObject_HEAD; PyObject *Socket; SSL *ssl; PySSLContext *ctx; ...
+    # struct PySSLContext { PyObject_HEAD; SSL_CTX *ctx; ...
     # Socket is a weak reference without a callback, of which an object has but one.
-    head = object.__basicsize__
-    size = ctypes.sizeof(ctypes.c_void_p)
-    if type(sslobj).__basicsize__ < head + 3 * size:
-        raise _UnfitError("Python's object of a TLS connection is another one")
     reference = weakref.ref(sock)
-    before, found, behind = (ctypes.c_size_t * 3).from_address(id(sslobj) + head)
-    if before != id(reference) or behind != id(sslobj.context) or not found:
+    kind = _ssl._SSLSocket  # type: ignore[attr-defined]
+    before, found, behind = _own_words(sslobj, kind, 3)
+    context = sslobj.context
+    if before != id(reference) or behind != id(context):
         raise _UnfitError("Python's object of a TLS connection is another one")
-    # Between these two there is nothing but the SSL*: it may be asked.
+    [shared] = _own_words(context, _ssl._SSLContext, 1)
+    home = _loaded(library.TLS_method(), library)
+    if found == shared or home is None:
+        raise _UnfitError("Python's object of a TLS connection is another one")
+    if all(_loaded(word, library) != home for word in _words(found)):
+        raise _UnfitError("another OpenSSL than Python's is called")
     if library.SSL_get_ex_data(found, _APP_DATA) != id(sslobj):
         raise _UnfitError("OpenSSL's object of a TLS connection does not know Python's")
+    if library.SSL_get_SSL_CTX(found) != shared:
+        raise _UnfitError("OpenSSL's object of a TLS connection has another context")
     if library.SSL_get_fd(found) != sock.fileno():
         raise _UnfitError("OpenSSL's object of a TLS connection has another socket")
+    if library.BIO_s_socket() not in _words(library.SSL_get_rbio(found) or 0):
+        raise _UnfitError("OpenSSL's object of a TLS connection does not read from its socket")
     return int(found)
 
 
@@ -256,7 +344,9 @@ class WatchedSocket(socket.socket):
     def makefile(self, mode: str = "r", buffering: int | None = None, **text: Any) -> Any:
         """As that of ``socket``; what http.client reads answers from is a :class:`BodyReader`."""
         file = super().makefile(mode, buffering, **text)  # type: ignore[call-overload]
-        return BodyReader(file.detach()) if type(file) is io.BufferedReader else file
+        if type(file) is not io.BufferedReader:
+            return file
+        return BodyReader(file.detach(), _AHEAD if buffering is None else buffering)
 
     def settimeout(self, value: float | None) -> None:
         """As that of ``socket``, as long as nobody watches."""
@@ -286,12 +376,17 @@ class LongReadSocket(WatchedSocket):
 
 
 class TLSSocket(ssl.SSLSocket):
-    """A TLS connection that is closed if it can't be made.
+    """A TLS connection that is closed if it can't be made; read record by record.
 
     Nobody else has the socket meanwhile, and Python closes it only behind errors of the handshake:
     not behind an interrupt, and not if the connection was broken just before, by the peer or by
     another thread, which it takes for one that is still to be connected.
     """
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why long reads are not made by whole buffers and without the GIL; None if they are."""
+        return "native_tls is off"
 
     def getpeername(self) -> Any:
         """As that of ``socket``; what Python asks before the handshake."""
@@ -324,10 +419,18 @@ class LongReadTLSSocket(WatchedSocket, TLSSocket):
 
     _chain: _Chain | None = None
     _tried = False
+    _why_not: str | None = None
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why this connection takes the plain way; None if it does not. It is found out once."""
+        if not self._tried:
+            self._new_chain()
+        return self._why_not
 
     @property
     def fills_buffers(self) -> bool:
-        return obstacle() is None
+        return self._why_not is None if self._tried else obstacle() is None
 
     def recv_into(self, buffer: WriteableBuffer, nbytes: int | None = None, flags: int = 0) -> int:
         """As that of ``SSLSocket``, but see above."""
@@ -349,7 +452,8 @@ class LongReadTLSSocket(WatchedSocket, TLSSocket):
         try:
             self._chain = _Chain(self)
         except _UnfitError as exc:
-            logger.debug("a TLS connection is read record by record: %s", str(exc))
+            self._why_not = str(exc)
+            logger.debug("a TLS connection is read record by record: %s", self._why_not)
         else:
             logger.debug("a TLS connection is read by whole buffers, without the GIL")
         return self._chain

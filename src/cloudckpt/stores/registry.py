@@ -129,4 +129,4 @@ def open_async(uri: CheckpointURI, config: Config) -> Callable[[], AsyncStore]:
             from cloudckpt.stores.azure_async import open_azure
 
         return open_azure(store)
-    return lambda: ThreadedStore(store, config.connections)
+    return lambda: ThreadedStore(store, config.requests_at_once)

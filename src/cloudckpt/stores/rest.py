@@ -452,6 +452,9 @@ class RestStore(ObjectStore):
     def interrupt(self, threads: Collection[int]) -> None:
         self._http.interrupt(threads)
 
+    def moved(self, threads: Collection[int]) -> Sequence[int] | None:
+        return self._http.moved(threads)
+
     def close(self) -> None:
         self._http.close()
 

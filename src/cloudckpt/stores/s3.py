@@ -34,6 +34,7 @@ from cloudckpt.stores.base import (
     ObjectStore,
     Part,
     Progress,
+    Regions,
     Upload,
     whole_checksum,
 )
@@ -331,6 +332,9 @@ class S3Store(RestStore):
 
     def rules(self, prefix: str) -> BucketRules:
         return self._control.rules(prefix)
+
+    def regions(self) -> Regions | None:
+        return self._access.regions()
 
     def route(self) -> Route:
         return self._access.route()

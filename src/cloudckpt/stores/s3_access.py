@@ -26,7 +26,7 @@ from cloudckpt.errors import (
     InvalidRequestError,
     MissingDependencyError,
 )
-from cloudckpt.stores.base import Body, nbytes
+from cloudckpt.stores.base import Body, Regions, nbytes
 from cloudckpt.stores.credentials import Credentials, raise_alone, reason
 from cloudckpt.stores.http import HttpOptions
 from cloudckpt.stores.origins import Route, first_set, named_by
@@ -101,6 +101,7 @@ class BucketAccess:
         path_style = self.base.count("/") > 3
         self.bucket_url = self.base.removesuffix("/") if path_style else self.base
         self._place = _Place(self.bucket_url, region)
+        self._has_moved = False
         self._moving = threading.Lock()
         self._async_client: Any = None
         self._signs = _signs_payloads(client, options)
@@ -114,6 +115,17 @@ class BucketAccess:
     def region(self) -> str:
         """The region that requests are signed for at the moment."""
         return self._place.region
+
+    def regions(self) -> Regions | None:
+        """As :meth:`~cloudckpt.stores.base.RangeReader.regions`.
+
+        Containers, functions and pods of AWS have its region in AWS_REGION. Requests that are
+        answered are signed for the bucket's, or were sent to where S3 has named another.
+        """
+        variable = first_set("AWS_REGION", "AWS_DEFAULT_REGION")
+        if not variable or not (self.is_aws or self._has_moved):
+            return None
+        return Regions(machine=os.environ[variable].strip(), bucket=self.region)
 
     def route(self) -> Route:
         """How the bucket is reached, and what says so."""
@@ -179,6 +191,7 @@ class BucketAccess:
                 self._uri, region, used or "the default region", region,
             )  # fmt: skip
             self._place = place
+            self._has_moved = True
             return True
 
     def payload_digest(self, method: str, body: Body) -> str:

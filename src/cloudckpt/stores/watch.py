@@ -12,6 +12,7 @@ import struct
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ from urllib3.util.ssltransport import SSLTransport
 
 from cloudckpt.waiting import Waiting, current
 
-__all__ = ["SLOWEST", "Connection", "Counter", "LateError", "Watch", "break_connection"]
+__all__ = ["SLOWEST", "Connection", "Counter", "LateError", "Traffic", "Watch", "break_connection"]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -69,17 +70,44 @@ def _beneath(connection: Connection) -> socket.socket | None:
 
 def _count(connection: Connection, counter: Counter) -> int | None:
     """What the kernel has counted; None where it does not tell."""
-    sock = _beneath(connection)
-    if sock is None or _TCP_INFO is None:
-        return None
-    try:
-        info = sock.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, counter.value + 8)
-    except OSError:  # not TCP, or closed
-        return None
-    if len(info) < counter.value + 8:  # Linux before 4.1
+    info = _counters(_beneath(connection))
+    if info is None:
         return None
     count: int = struct.unpack_from("=Q", info, counter.value)[0]
     return count
+
+
+def _counters(sock: socket.socket | None) -> bytes | None:
+    """The kernel's ``struct tcp_info`` up to what is counted; None where it does not tell."""
+    end = Counter.RECEIVED.value + 8
+    if sock is None or _TCP_INFO is None:
+        return None
+    try:
+        info: bytes = sock.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, end)
+    except OSError:  # not TCP, or closed
+        return None
+    return info if len(info) == end else None  # Linux before 4.1
+
+
+class Traffic:
+    """What connections move, also amid a call for megabytes."""
+
+    counts = _TCP_INFO is not None
+    """Whether the kernel tells."""
+
+    def __init__(self) -> None:
+        self._seen: weakref.WeakKeyDictionary[socket.socket, int] = weakref.WeakKeyDictionary()
+
+    def since(self, connection: Connection) -> int:
+        """Bytes both ways since this was asked last; none when it is asked for the first time."""
+        sock = _beneath(connection)
+        info = _counters(sock)
+        if sock is None or info is None:
+            return 0
+        count: int = sum(struct.unpack_from("=Q", info, one.value)[0] for one in Counter)
+        before = self._seen.get(sock, count)
+        self._seen[sock] = count
+        return count - before
 
 
 @dataclass(eq=False)

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cloudckpt.checksum import Blocks
 from cloudckpt.config import MIB, Config
 from cloudckpt.errors import CheckpointCorruptError, PreconditionFailedError
-from cloudckpt.stores.base import ObjectInfo, ObjectStore, Progress, RangeReader
+from cloudckpt.stores.base import ObjectInfo, ObjectStore, Progress, RangeReader, Regions
+from cloudckpt.transfer.boxes import aligned
 from cloudckpt.transfer.download import download
 from cloudckpt.transfer.landing import FlatSink, StoredBytes, Wanted
 from cloudckpt.transfer.memory import bytes_of
@@ -36,15 +38,24 @@ class PinnedObject(RangeReader):
 
     Attributes:
         info: Its size and version, at the time it was opened.
+        grain: Bytes of the blocks that are fetched whole, to be compared with their checksums.
     """
 
-    def __init__(self, store: ObjectStore, key: str, config: Config, stats: TransferStats) -> None:
+    def __init__(
+        self,
+        store: ObjectStore,
+        key: str,
+        config: Config,
+        stats: TransferStats,
+        blocks: Blocks | None = None,
+    ) -> None:
         """
         Args:
             store: The store.
             key: The key.
             config: Options.
             stats: Counts what is received.
+            blocks: What its blocks must be, if that is known: then all that is read is compared.
 
         Raises:
             ObjectNotFoundError: If there is no such object.
@@ -53,6 +64,8 @@ class PinnedObject(RangeReader):
         self._store = store
         self._config = config
         self._stats = stats
+        self._blocks = blocks
+        self.grain = 1 if blocks is None or not config.verify else blocks.size
         retrier = Retrier(config.retry, on_retry=stats.add_retry)
         self.info: ObjectInfo = retrier.call(lambda: store.head(key))
 
@@ -91,7 +104,12 @@ class PinnedObject(RangeReader):
         wanted = []
         for start, room in ranges:
             sink = FlatSink(room, torch.uint8)
-            wanted.append(Wanted(self.source(start, room.nbytes), 0, room.nbytes, sink, True))
+            if self._blocks is None:
+                wanted.append(Wanted(self.source(start, room.nbytes), 0, room.nbytes, sink, True))
+                continue
+            size = self.info.size
+            whole = StoredBytes(self.key, 0, size, self._blocks, size, self.key)
+            wanted.append(Wanted(whole, start, start + room.nbytes, sink, True))
         # each connection is to have a part of it
         few = sum(room.nbytes for _, room in ranges) < _REQUESTS * _REQUEST
         self.fetch(wanted, request_size=_REQUEST if few else None)
@@ -115,6 +133,14 @@ class PinnedObject(RangeReader):
     def interrupt(self, threads: Collection[int]) -> None:
         """As the store's."""
         self._store.interrupt(threads)
+
+    def regions(self) -> Regions | None:
+        """As the store's."""
+        return self._store.regions()
+
+    def moved(self, threads: Collection[int]) -> Sequence[int] | None:
+        """As the store's."""
+        return self._store.moved(threads)
 
     def uri(self, key: str) -> str:
         """As the store's."""
@@ -196,6 +222,10 @@ class ObjectFile(io.RawIOBase):
         self._ahead = min(self._ahead * _GROWTH, self._largest) if follows else _FIRST_WINDOW
         size = min(max(count, self._ahead), self._size)
         first = min(self._at, self._size - size)  # at the end of the object: what stands before
+        if (grain := self._object.grain) > 1:  # whole blocks arrive anyway
+            stop = min(aligned(first + size, grain), self._size)
+            first = first // grain * grain
+            size = stop - first
         del self._windows[: len(self._windows) - _WINDOWS + 1]
         window = torch.empty(size, dtype=torch.uint8, device="cpu")
         self._object.read([(first, window)])

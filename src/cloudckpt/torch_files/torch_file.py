@@ -10,7 +10,7 @@ from typing import IO, Any, cast
 
 import torch
 
-from cloudckpt.checkpoint.torch_private import sparse_tensors_unchecked
+from cloudckpt.checkpoint.torch_private import meta_reads_no_data, sparse_tensors_unchecked
 from cloudckpt.checkpoint.values import load_saved, untrusted
 from cloudckpt.config import Config
 from cloudckpt.errors import (
@@ -79,7 +79,7 @@ class TorchFile:
         with self._errors():
             sizes = storage_sizes(self._file, self._uri)
         self._sizes = sizes or {}
-        self._is_native = sizes is not None
+        self._is_native = sizes is not None and meta_reads_no_data()
 
     @property
     def transferred(self) -> Transferred:
@@ -90,7 +90,8 @@ class TorchFile:
         """What was saved, with tensors on the ``meta`` device: nothing of their data is read.
 
         They do have data if torch can't do that: in files of another byte order, where it swaps
-        what is not there and crashes, and in those with nested or quantized tensors.
+        what is not there and crashes, in those with nested or quantized tensors, and with a torch
+        such as 2.9 in all files.
 
         Raises:
             UntrustedPickleError: If it needs code that is not on torch's allow-list.
@@ -198,7 +199,7 @@ class TorchFile:
         if target.is_contiguous():
             yield Wanted(source, 0, stop - start, FlatSink(target, dtype), True)
             return
-        limit = self._config.request_size or even_share(0, self._config.connections)
+        limit = self._config.request_size or even_share(0, self._config.most_connections)
         for rows in row_major_slices(tensor.shape, dtype.itemsize, limit):
             sink = BoxSink(target, rows.box, dtype, None)
             yield Wanted(source, rows.start, rows.stop, sink, False)

@@ -27,21 +27,23 @@ from cloudckpt.stores.listings import forget_listings
 from cloudckpt.torch_files.torch_file import object_at
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.packing import Slab
-from cloudckpt.transfer.parts import Piece, choose_part_size
+from cloudckpt.transfer.parts import Checks, Piece, choose_part_size
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.staging import StagingPool
 from cloudckpt.transfer.stats import Transferred, TransferStats
-from cloudckpt.transfer.upload import ObjectUpload
+from cloudckpt.transfer.upload import ObjectUpload, creates_only
 from cloudckpt.uri import CheckpointURI
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-__all__ = ["UploadStream", "check_destination", "upload_stream", "write_torch_file"]
+__all__ = ["UploadStream", "check_destination", "size_of", "upload_stream", "write_torch_file"]
 
 logger = logging.getLogger("cloudckpt")
 
 _PARTS_IN_BUDGET = 6  # see choose_part_size
+
+_UNCOPIED = 64 * 1024  # fewer bytes are cheaper to copy than to send as a piece of their own
 
 _OTHER_FORMATS = {
     ".gguf": "GGUF",
@@ -109,7 +111,7 @@ def write_torch_file(
             at the location.
     """
     store, key = check_destination(uri, config)
-    expected = _size_of(value)
+    expected = size_of(value)
     stats = TransferStats(str(uri), rank, expected)
 
     def dump(stream: UploadStream) -> None:
@@ -151,17 +153,28 @@ class _NamedUpload(ObjectUpload):
 
 
 class UploadStream(io.RawIOBase):
-    """A file that is sent while it is written; what is written is copied, so it may change after.
+    """A file that is sent while it is written; what is written is copied, so it may change after,
+    unless the caller has said of its memory that it lasts.
 
     Attributes:
         failure: The first error of a write, or an interrupt. Writers written in C++ replace it by
             an error of their own.
     """
 
-    def __init__(self, upload: ObjectUpload, pool: StagingPool, most: int, uri: str) -> None:
+    def __init__(
+        self,
+        upload: ObjectUpload,
+        pool: StagingPool,
+        most: int,
+        uri: str,
+        checks: Checks | None = None,
+        lasts: Callable[[memoryview], bool] = lambda view: False,
+    ) -> None:
         super().__init__()
         self.failure: BaseException | None = None
         self._upload = upload
+        self._checks = checks
+        self._lasts = lasts
         self._pool = pool
         self._slab_bytes = pool.slab_bytes
         self._most = most
@@ -180,20 +193,28 @@ class UploadStream(io.RawIOBase):
         view = memoryview(data).cast("B")
         count = view.nbytes
         try:
-            self._copy(view)
+            if count >= _UNCOPIED and self._lasts(view):
+                self._check_room(count)
+                self._pass_on()
+                self._upload.write(Piece(view, self._checks, self._upload.position))
+            else:
+                self._copy(view)
         except BaseException as error:
             self.failure = error
             raise
         self._at += count
         return count
 
-    def _copy(self, view: memoryview) -> None:
-        if self._at + view.nbytes > self._most:
+    def _check_room(self, count: int) -> None:
+        if self._at + count > self._most:
             raise InvalidRequestError(
                 f"the object exceeds {self._most} bytes, the most that parts of this size add up "
                 "to: raise Config(memory_budget=...), on which the size of parts depends",
                 uri=self._uri,
             )
+
+    def _copy(self, view: memoryview) -> None:
+        self._check_room(view.nbytes)
         while view.nbytes:
             if self._slab is None:
                 self._slab, _ = self._pool.reserve(self._slab_bytes)
@@ -208,7 +229,8 @@ class UploadStream(io.RawIOBase):
     def _pass_on(self) -> None:
         if self._slab is not None:
             slab, self._slab = self._slab, None
-            self._upload.write(Piece(slab.view[: self._filled], lease=slab))
+            start = self._upload.position
+            self._upload.write(Piece(slab.view[: self._filled], self._checks, start, slab))
 
     def finish(self) -> None:
         """Says that nothing follows."""
@@ -224,6 +246,8 @@ def upload_stream(
     stats: TransferStats,
     *,
     expected: int,
+    checks: Checks | None = None,
+    lasts: Callable[[memoryview], bool] = lambda view: False,
 ) -> ObjectInfo:
     """Sends what ``write`` writes as the object ``key``, which appears, or is replaced, at the end.
 
@@ -231,6 +255,18 @@ def upload_stream(
     answer to the last request was lost may the new object be there, whole. The memory in use is
     ``memory_budget``; for objects of more than about 100 GiB, whose parts must be larger, it is
     1/1500 of ``expected``, the bytes that will be written, about.
+
+    Args:
+        store: The store.
+        key: The key.
+        write: Writes the object to the stream that it is given.
+        config: Options.
+        stats: Counts.
+        expected: Bytes, about.
+        checks: Collects the checksums of what is sent; then the key is one that was drawn at
+            random, and nothing else can be there.
+        lasts: Says of the memory that is written whether it stays as it is until this returns: it
+            is sent without a copy then.
 
     Returns:
         The object as the store has written it.
@@ -243,15 +279,27 @@ def upload_stream(
     least = expected // (limits.max_parts * 9 // 10)
     wanted = config.part_size and max(config.part_size, least)
     budget = max(config.memory_budget, _PARTS_IN_BUDGET * least)
-    group = TaskGroup(config.connections, name="cloudckpt-save", interrupt=store.interrupt)
+    group = TaskGroup(config.requests_at_once, name="cloudckpt-save", interrupt=store.interrupt)
     retrier = Retrier(config.retry, group.cancellation, on_retry=stats.add_retry)
     pool = StagingPool(budget, group.cancellation)
     part_size = choose_part_size(
-        expected, wanted, limits, connections=config.connections, copied=budget
+        expected, wanted, limits, connections=config.requests_at_once, copied=budget
     )
-    upload = _NamedUpload(store, key, part_size, group, retrier, stats)
+    upload = (
+        _NamedUpload(store, key, part_size, group, retrier, stats)
+        if checks is None
+        else ObjectUpload(
+            store,
+            key,
+            part_size,
+            group,
+            retrier,
+            stats,
+            create_only=creates_only(store, config),
+        )
+    )
     most = part_size * limits.max_parts
-    stream = UploadStream(upload, pool, most, store.uri(key))
+    stream = UploadStream(upload, pool, most, store.uri(key), checks, lasts)
 
     def produce() -> None:
         try:
@@ -273,7 +321,7 @@ def upload_stream(
     return upload.info
 
 
-def _size_of(value: Any) -> int:
+def size_of(value: Any) -> int:
     """About how many bytes ``torch.save`` will write."""
     storages: dict[int, int] = {}
     waiting, seen = [value], set[int]()

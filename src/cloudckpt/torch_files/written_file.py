@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from cloudckpt.errors import TransferCancelledError
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.stores.listings import forget_listings
 from cloudckpt.torch_files.torch_save import UploadStream, upload_stream
+from cloudckpt.transfer.parts import Checks
 from cloudckpt.transfer.stats import TransferStats
 
 if TYPE_CHECKING:
@@ -28,9 +30,19 @@ class WrittenFile(io.BufferedIOBase):
     changes at the key. For one writer: it is not safe to use from several threads.
     """
 
-    def __init__(self, store: ObjectStore, key: str, config: Config) -> None:
+    def __init__(
+        self,
+        store: ObjectStore,
+        key: str,
+        config: Config,
+        *,
+        expected: int = 0,
+        checks: Checks | None = None,
+        lasts: Callable[[memoryview], bool] = lambda view: False,
+    ) -> None:
+        """Arguments are those of :func:`~cloudckpt.torch_files.torch_save.upload_stream`."""
         self._at = 0
-        self._sending = _Sending(store, key, config)
+        self._sending = _Sending(store, key, config, expected, checks, lasts)
         self._thread = threading.Thread(
             target=self._sending.run, name="cloudckpt-file", daemon=True
         )
@@ -97,10 +109,21 @@ class _Sending:
     One view at a time is given to the thread; the writer waits until its bytes were copied.
     """
 
-    def __init__(self, store: ObjectStore, key: str, config: Config) -> None:
+    def __init__(
+        self,
+        store: ObjectStore,
+        key: str,
+        config: Config,
+        expected: int,
+        checks: Checks | None,
+        lasts: Callable[[memoryview], bool],
+    ) -> None:
         self._store = store
         self._key = key
         self._config = config
+        self._expected = expected
+        self._checks = checks
+        self._lasts = lasts
         self._changed = threading.Condition()
         self._given: memoryview | None = None
         self._is_complete: bool | None = None
@@ -126,7 +149,16 @@ class _Sending:
     def run(self) -> None:
         stats = TransferStats(self._store.uri(self._key))
         try:
-            upload_stream(self._store, self._key, self._pass_on, self._config, stats, expected=0)
+            upload_stream(
+                self._store,
+                self._key,
+                self._pass_on,
+                self._config,
+                stats,
+                expected=self._expected,
+                checks=self._checks,
+                lasts=self._lasts,
+            )
         except BaseException as error:  # noqa: BLE001 - it is the writer's to hear of
             self._failure = error
         finally:

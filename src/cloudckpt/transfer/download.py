@@ -14,10 +14,11 @@ from cloudckpt.errors import CheckpointCorruptError, Damage
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import RangeReader
 from cloudckpt.transfer.boxes import aligned
-from cloudckpt.transfer.group import TaskGroup
+from cloudckpt.transfer.connections import transfer_group
 from cloudckpt.transfer.landing import Bad, Landing, Segment, Wanted
 from cloudckpt.transfer.parts import even_share
 from cloudckpt.transfer.receiving import Receiver
+from cloudckpt.transfer.regions import check_regions
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.staging import ScratchPool
 from cloudckpt.transfer.stats import TransferStats
@@ -59,6 +60,7 @@ def download(
             checksum when they are fetched a second time.
         StoreError: If the store refuses or stays unreachable.
     """
+    check_regions(store, config, sum(want.stop - want.start for want in wanted))
     work = Download(store, config, stats, damaged)
 
     def produce() -> None:
@@ -116,11 +118,8 @@ class Download:
         self._store = store
         self._config = config
         self._stats = stats
-        self._group = TaskGroup(
-            config.connections,
-            name="cloudckpt-load",
-            most_waiting=math.inf,
-            interrupt=store.interrupt,
+        self._group = transfer_group(
+            store, config, "in", name="cloudckpt-load", most_waiting=math.inf
         )
         self.run = self._group.run
         self.submit = self._group.submit
@@ -143,9 +142,9 @@ class Download:
         """The size of requests; small if they need scratch memory, of which there is little."""
         wanted = [segment.want for segment in segments]
         if any(want.sink.memory is None for want in wanted):
-            return even_share(0, self._config.connections)
+            return even_share(0, self._config.most_connections)
         total = sum(want.stop - want.start for want in wanted)
-        return even_share(total, self._config.connections)
+        return even_share(total, self._config.most_connections)
 
     def fetch(self, request: Sequence[Segment]) -> None:
         """Fetches a request and delivers it."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
 
 from cloudckpt.errors import TransferCancelledError
 
-__all__ = ["Cancellation", "TaskGroup"]
+__all__ = ["Cancellation", "Pace", "TaskGroup"]
 
 
 _PATIENCE = 0.2
@@ -43,6 +44,25 @@ class Cancellation:
             self.check()
 
 
+class Pace(Protocol):
+    """Says how many threads a group should have while it runs."""
+
+    @property
+    def tick(self) -> float:
+        """Seconds after which it wants to be asked again."""
+
+    def width(self, threads: Sequence[int], *, is_full: bool) -> int:
+        """How many there should be from now on.
+
+        Args:
+            threads: The identifiers of those there are.
+            is_full: Whether each of them has a task.
+        """
+
+    def ended(self) -> None:
+        """Called when all tasks have been carried out."""
+
+
 class TaskGroup:
     """Runs tasks on up to ``width`` threads; see :meth:`run`.
 
@@ -62,6 +82,7 @@ class TaskGroup:
         name: str = "cloudckpt",
         most_waiting: float = 2,
         interrupt: Callable[[Collection[int]], None] = lambda threads: None,
+        pace: Pace | None = None,
     ) -> None:
         """
         Args:
@@ -70,6 +91,8 @@ class TaskGroup:
             most_waiting: How many tasks may wait for a thread before ``submit`` blocks; infinite
                 for tasks that keep no memory alive, as the producer has to be woken for each one.
             interrupt: Breaks off what threads, given by their identifiers, are waiting for.
+            pace: Says how many threads there should be once ``width`` of them are busy; by default
+                these are the most.
         """
         self.cancellation = Cancellation()
         self.few = threading.Semaphore(2)
@@ -77,12 +100,17 @@ class TaskGroup:
         self._most_waiting = most_waiting
         self._name = name
         self._interrupt = interrupt
+        self._pace = pace
+        self._over = threading.Event()
         self._tasks: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
+        self._working = 0  # of these threads, those that carry out tasks
         self._ended = 0
         self._idle = 0
         self._closed = False
+        self._is_paced = False
+        self._workers: set[int] = set()
         self._error: BaseException | None = None
 
     def run(self, produce: Callable[[], None]) -> None:
@@ -104,6 +132,8 @@ class TaskGroup:
             raise
         if self._error is not None:
             raise self._error
+        if self._pace is not None:
+            self._pace.ended()
 
     def submit(self, task: Callable[[], None], *, patient: bool = True) -> None:
         """Queues a task.
@@ -124,26 +154,55 @@ class TaskGroup:
             self._tasks.append(task)
             if self._idle >= len(self._tasks):
                 self._changed.notify_all()
-            elif len(self._threads) < self._width:
-                thread = threading.Thread(
-                    target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True
-                )
-                self._threads.append(thread)
-                try:
-                    thread.start()
-                except BaseException:  # Ctrl-C: the thread begins within moments, or never
-                    patience = time.monotonic() + _PATIENCE
-                    while thread.ident is None and time.monotonic() < patience:
-                        time.sleep(0.001)
-                    raise
+            elif self._working < self._width:
+                self._add_worker()
+                if self._pace is not None and self._working == self._width and not self._is_paced:
+                    self._is_paced = True
+                    self._start(self._keep_pace, "pace")
 
-    def _work(self) -> None:
+    def _add_worker(self) -> None:
+        self._working += 1
+        self._start(self._work, str(len(self._threads)))
+
+    def _start(self, work: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(
+            target=self._until_end, args=(work,), name=f"{self._name}-{name}", daemon=True
+        )
+        self._threads.append(thread)
         try:
-            self._work_off()
+            thread.start()
+        except BaseException:  # Ctrl-C: the thread begins within moments, or never
+            patience = time.monotonic() + _PATIENCE
+            while thread.ident is None and time.monotonic() < patience:
+                time.sleep(0.001)
+            raise
+
+    def _until_end(self, work: Callable[[], None]) -> None:
+        try:
+            work()
         finally:
             with self._changed:
                 self._ended += 1
                 self._changed.notify_all()
+
+    def _work(self) -> None:
+        self._workers.add(threading.get_ident())
+        self._work_off()
+
+    def _keep_pace(self) -> None:
+        """Adds threads, and has others end, as the pace says, until the last of them has ended."""
+        pace = self._pace
+        assert pace is not None
+        while not self._over.wait(pace.tick):
+            with self._changed:
+                workers = [*self._workers]
+                is_full = not self._idle and len(workers) == self._working >= self._width
+            width = pace.width(workers, is_full=is_full)
+            with self._changed:
+                self._width = width
+                missing = min(len(self._tasks) - self._idle, width - self._working)
+                for _ in range(missing if self._error is None else 0):
+                    self._add_worker()
 
     def _work_off(self) -> None:
         while True:
@@ -152,7 +211,11 @@ class TaskGroup:
                 while not self._tasks and not self._closed:
                     self._changed.wait()
                 self._idle -= 1
-                if not self._tasks:
+                if not self._tasks or self._working > self._width:
+                    self._workers.discard(threading.get_ident())
+                    self._working -= 1
+                    if self._closed and not self._working:
+                        self._over.set()
                     return
                 task = self._tasks.popleft()
                 self._changed.notify_all()
@@ -167,6 +230,7 @@ class TaskGroup:
             if self._error is None:
                 self._error = error
             self._tasks.clear()
+            self._over.set()
             self.cancellation.cancel()
             self._changed.notify_all()
         self._break_off()
@@ -183,6 +247,8 @@ class TaskGroup:
     def _finish(self) -> None:
         with self._changed:
             self._closed = True
+            if not self._working:
+                self._over.set()
             self._changed.notify_all()
         # not Thread.join first: interrupted, it takes a running thread for a finished one
         while not self._has_ended():

@@ -104,7 +104,7 @@ class _Relay:
         self._moved = moved
         self._arrived = arrived
         self._group = TaskGroup(
-            config.connections, name="cloudckpt-copy", interrupt=self._interrupt
+            config.requests_at_once, name="cloudckpt-copy", interrupt=self._interrupt
         )
         cancellation = self._group.cancellation
         self._retrier = Retrier(config.retry, cancellation, on_retry=stats.add_retry)
@@ -149,7 +149,7 @@ class _Relay:
     def _part_size(self, size: int) -> int:
         wanted = self._config.part_size or max(_PART, size // 9_000)
         limits = self._target.capabilities
-        return choose_part_size(size, wanted, limits, connections=self._config.connections)
+        return choose_part_size(size, wanted, limits, connections=self._config.requests_at_once)
 
     def _upload(self, passage: Passage, part_size: int) -> ObjectUpload:
         return ObjectUpload(

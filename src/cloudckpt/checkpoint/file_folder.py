@@ -1,0 +1,270 @@
+"""A folder of files that is committed whole: how it lies in a store.
+
+For checkpoints that other programs write as files into a temporary folder, which they rename when
+all of it is there. A file goes to a key of its own that nobody else writes to; a *record* beside
+its path says which one. A file that waits for its commit has a *pending* record. The commit is one
+conditional write of the *manifest* of the folder, which names each file and where its bytes are.
+docs/format.md has the bytes of both.
+
+A manifest lies in the folder of the objects that it names, or above it: so whoever looks for what
+is left over finds it from the object's key alone.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cloudckpt.checkpoint.objects import checked
+from cloudckpt.checksum import ALGORITHMS, CRC32C, Blocks, ChecksumAlgorithm
+from cloudckpt.errors import CheckpointCorruptError
+
+__all__ = [
+    "MANIFEST",
+    "MOST_BLOCKS",
+    "FileManifest",
+    "StoredFile",
+    "content_name",
+    "folders_above",
+    "is_content_name",
+    "is_pending_record",
+    "is_record_name",
+    "manifest_bytes",
+    "name_of_record",
+    "read_manifest",
+    "read_record",
+    "record_bytes",
+    "record_name",
+]
+
+MANIFEST = ".cloudckpt-files"
+"""The object that makes a folder of files visible."""
+
+MOST_BLOCKS = 1024
+"""Of a file, each with a checksum: so that a manifest stays a few KiB for each file."""
+
+_BLOCK = 1024 * 1024  # bytes; the first power of two that is tried
+
+_CONTENT = re.compile(r".+\.[0-9a-f]{16}\.cloudckpt", re.DOTALL)
+_RECORD = re.compile(r"(.+)\.([0-9a-f]{16})\.cloudckpt-(record|pending)", re.DOTALL)
+
+
+def content_name(name: str, attempt: str) -> str:
+    """The object with the bytes of a file; ``attempt`` are sixteen random hexadecimal digits."""
+    return f"{name}.{attempt}.cloudckpt"
+
+
+def record_name(name: str, job: str, *, is_pending: bool) -> str:
+    """The record of a file.
+
+    Args:
+        name: The file's.
+        job: The sixteen hexadecimal digits that all ranks of the job have, and no other job.
+        is_pending: Whether only this job sees the file, until it is committed.
+    """
+    return f"{name}.{job}.cloudckpt-{'pending' if is_pending else 'record'}"
+
+
+def is_content_name(name: str) -> bool:
+    """Whether a name, or key, is one of :func:`content_name`."""
+    return _CONTENT.fullmatch(name) is not None
+
+
+def is_record_name(name: str) -> bool:
+    """Whether a name, or key, is one of :func:`record_name`."""
+    return _RECORD.fullmatch(name) is not None
+
+
+def is_pending_record(name: str) -> bool:
+    """Whether a name, or key, is that of a record of a file that waits for its commit."""
+    found = _RECORD.fullmatch(name)
+    return found is not None and found[3] == "pending"
+
+
+def name_of_record(name: str) -> tuple[str, str]:
+    """The file that a record is of, and the job that has written it."""
+    found = _RECORD.fullmatch(name)
+    assert found is not None
+    return found[1], found[2]
+
+
+def folders_above(key: str) -> list[str]:
+    """The folders that a key is in, the innermost first; the bucket itself is the empty one."""
+    parts = key.split("/")[:-1]
+    return ["/".join(parts[:count]) for count in range(len(parts), -1, -1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredFile:
+    """Where the bytes of a file are, and which they are.
+
+    Attributes:
+        key: The object.
+        size: Bytes.
+        checksum: Theirs.
+        blocks: Their checksums, block by block.
+    """
+
+    key: str
+    size: int
+    checksum: int
+    blocks: Blocks
+
+    @classmethod
+    def of_blocks(
+        cls,
+        key: str,
+        size: int,
+        algorithm: ChecksumAlgorithm,
+        block_size: int,
+        checksums: tuple[int, ...],
+    ) -> StoredFile:
+        """A file, given the checksums of blocks, which are joined until they are few."""
+        lengths = _lengths(size, block_size)
+        while len(checksums) > MOST_BLOCKS:
+            pairs = [*zip(checksums, lengths, strict=True)]
+            checksums = tuple(
+                algorithm.combine(pairs[at : at + 2]) for at in range(0, len(pairs), 2)
+            )
+            block_size *= 2
+            lengths = _lengths(size, block_size)
+        whole = algorithm.combine(zip(checksums, lengths, strict=True))
+        return cls(
+            key=key, size=size, checksum=whole, blocks=Blocks(algorithm, block_size, checksums)
+        )
+
+    def described(self, key: str) -> dict[str, Any]:
+        """It in JSON, under a key of the caller's choice."""
+        algorithm = self.blocks.algorithm
+        return {
+            "object": key,
+            "size": self.size,
+            "checksum": f"{self.checksum:0{2 * algorithm.nbytes}x}",
+            "algorithm": algorithm.name,
+            "block_size": self.blocks.size,
+            "blocks": base64.b64encode(algorithm.pack(self.blocks.checksums)).decode("ascii"),
+        }
+
+
+def _lengths(size: int, block: int) -> list[int]:
+    whole, rest = divmod(size, block)
+    return [block] * whole + ([rest] if rest else [])
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileManifest:
+    """What a manifest says.
+
+    Attributes:
+        job: Who has committed the folder: sixteen hexadecimal digits.
+        files: By their names beneath the folder.
+    """
+
+    job: str
+    files: Mapping[str, StoredFile]
+
+
+def manifest_bytes(folder: str, manifest: FileManifest) -> bytes:
+    """A manifest: names beneath the folder, and objects beneath it.
+
+    Args:
+        folder: The folder's key, without a slash at its end.
+        manifest: What it says.
+    """
+    below = f"{folder}/" if folder else ""
+    described = {
+        name: file.described(file.key.removeprefix(below))
+        for name, file in sorted(manifest.files.items())
+    }
+    content = {"format": "cloudckpt files", "version": 1, "job": manifest.job, "files": described}
+    return _sealed(content)
+
+
+def read_manifest(data: bytes | bytearray, folder: str, uri: str) -> FileManifest:
+    """What a manifest says.
+
+    Args:
+        data: Its bytes.
+        folder: The key of the folder that it is of.
+        uri: The manifest's, for messages.
+
+    Raises:
+        CheckpointCorruptError: If these are not the bytes that were written.
+    """
+    below = f"{folder}/" if folder else ""
+    content = _opened(data, "cloudckpt files", uri)
+    files, job = content.get("files"), content.get("job")
+    if not isinstance(files, dict) or not isinstance(job, str):
+        raise CheckpointCorruptError("the manifest names no files, or no job", uri=uri)
+    read = {
+        checked(name, uri): _file(below + checked(_text(described, "object"), uri), described, uri)
+        for name, described in files.items()
+    }
+    return FileManifest(job=job, files=read)
+
+
+def record_bytes(file: StoredFile) -> bytes:
+    """The record of a file."""
+    described = file.described(file.key)
+    return _sealed({"format": "cloudckpt file", "version": 1, **described})
+
+
+def read_record(data: bytes | bytearray, uri: str) -> StoredFile:
+    """What a record says; arguments and errors as of :func:`read_manifest`."""
+    content = _opened(data, "cloudckpt file", uri)
+    return _file(checked(_text(content, "object"), uri), content, uri)
+
+
+def _sealed(content: dict[str, Any]) -> bytes:
+    """JSON on a line, and on the next one the CRC32C of it."""
+    line = json.dumps(content, separators=(",", ":")).encode() + b"\n"
+    return line + f"{CRC32C.of(line):08x}\n".encode()
+
+
+def _opened(data: bytes | bytearray, kind: str, uri: str) -> dict[str, Any]:
+    line, seal = data[:-9], data[-9:]
+    if len(data) < 10 or seal != f"{CRC32C.of(line):08x}\n".encode():
+        raise CheckpointCorruptError(
+            "it does not match its checksum: restore it, or load an older checkpoint", uri=uri
+        )
+    try:
+        content = json.loads(bytes(line))
+    except ValueError as error:
+        raise CheckpointCorruptError("it is no JSON", uri=uri, cause=error) from error
+    if not isinstance(content, dict) or content.get("format") != kind:
+        raise CheckpointCorruptError(f"it is no {kind!r}", uri=uri)
+    if content.get("version") != 1:
+        raise CheckpointCorruptError(
+            f"it is of version {content.get('version')!r}, which this cloudckpt does not know: "
+            "install a newer one",
+            uri=uri,
+        )
+    return content
+
+
+def _text(described: object, name: str) -> object:
+    return described.get(name) if isinstance(described, dict) else None
+
+
+def _file(key: str, described: dict[str, Any], uri: str) -> StoredFile:
+    try:
+        algorithm = ALGORITHMS[described["algorithm"]]
+        size, block_size = int(described["size"]), int(described["block_size"])
+        packed = base64.b64decode(described["blocks"], validate=True)
+        checksums = algorithm.unpack(packed)
+        lengths = _lengths(size, block_size)
+        whole = algorithm.combine(zip(checksums, lengths, strict=True))
+        if size < 0 or whole != int(described["checksum"], 16):
+            raise ValueError("its checksums contradict each other")
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, binascii.Error) as error:
+        raise CheckpointCorruptError(
+            "what it says of a file makes no sense", uri=uri, cause=error
+        ) from error
+    return StoredFile(
+        key=key, size=size, checksum=whole, blocks=Blocks(algorithm, block_size, checksums)
+    )

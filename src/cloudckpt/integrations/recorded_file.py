@@ -1,0 +1,117 @@
+"""A file that goes to an object of its own, and is there when its record is written.
+
+What a library serializes out of tensors in host memory is sent from there, without a copy:
+:func:`tensors_last` tells that memory from what is made for the moment.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from types import TracebackType
+
+import torch
+
+from cloudckpt.checkpoint.file_folder import StoredFile, record_bytes
+from cloudckpt.checksum import BlockChecksums
+from cloudckpt.config import Config
+from cloudckpt.stores.base import ObjectStore
+from cloudckpt.torch_files.written_file import WrittenFile
+from cloudckpt.transfer.retry import Retrier
+from cloudckpt.transfer.upload import put_whole
+
+__all__ = ["RecordedFile", "tensors_last"]
+
+_BLOCK = 1024 * 1024  # bytes that share a checksum, in files of up to 1 GiB
+
+
+class RecordedFile(WrittenFile):
+    """A file whose record is written when all of it is in the store."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        key: str,
+        record: str,
+        config: Config,
+        expected: int,
+        lasts: Callable[[memoryview], bool],
+    ) -> None:
+        self._checksums = BlockChecksums(store.capabilities.checksum, _BLOCK)
+        self._where = (store, key, record, Retrier(config.retry))
+        self._zip_crc32 = config.zip_crc32
+        super().__init__(store, key, config, expected=expected, checks=self._checksums, lasts=lasts)
+
+    def __enter__(self) -> RecordedFile:
+        """In the block ``torch.save`` goes by ``Config.zip_crc32``, in this thread."""
+        self._before = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(self._before and self._zip_crc32)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        torch.serialization.set_crc32_options(self._before)
+        super().__exit__(kind, error, trace)
+
+    def close(self) -> None:
+        """Completes the file: after this others see it.
+
+        Raises:
+            StoreError: If the store refuses or stays unreachable.
+        """
+        if self.closed:
+            return
+        super().close()
+        store, key, record, retrier = self._where
+        algorithm, sums = store.capabilities.checksum, self._checksums.finish(self._at)
+        file = StoredFile.of_blocks(key, self._at, algorithm, _BLOCK, sums)
+        put_whole(store, record, memoryview(record_bytes(file)), retrier)
+
+
+def tensors_last(value: object) -> Callable[[memoryview], bool]:
+    """Says of memory whether it is that of a tensor in host memory somewhere in ``value``."""
+    ranges: set[tuple[int, int]] = set()
+    waiting, seen = [value], set[int]()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, torch.Tensor):
+            inner = getattr(one, "_local_tensor", None)
+            if isinstance(inner, torch.Tensor):
+                waiting.append(inner)
+            elif one.is_cpu and one.layout is torch.strided:
+                storage = one.untyped_storage()
+                ranges.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+        elif isinstance(one, dict):
+            waiting.extend(one.values())
+        elif isinstance(one, (list, tuple)):
+            waiting.extend(one)
+    starts = dict(sorted(ranges))  # of those that begin alike, the longest
+
+    def lasts(view: memoryview, _kept: object = value) -> bool:
+        start = _address(view)
+        stop = starts.get(start)
+        return stop is not None and start + view.nbytes <= stop
+
+    return lasts
+
+
+class _Buffer(ctypes.Structure):
+    """The beginning of a ``Py_buffer``, with room for the rest."""
+
+    _fields_ = (("buf", ctypes.c_void_p), ("rest", ctypes.c_char * 256))
+
+
+def _address(view: memoryview) -> int:
+    buffer = _Buffer()
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(buffer), 0)
+    try:
+        return buffer.buf or 0
+    finally:
+        ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))

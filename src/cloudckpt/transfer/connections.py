@@ -1,0 +1,100 @@
+"""How many connections a transfer opens: as many as were asked for, or as many as pay.
+
+What a transfer has found is where the next one begins that goes the same way to the same bucket;
+it is a beginning only, and searched on from.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from cloudckpt.config import Config
+from cloudckpt.stores.base import RangeReader
+from cloudckpt.transfer.group import TaskGroup
+from cloudckpt.transfer.lanes import FIRST, LaneSearch, Tick
+
+__all__ = ["transfer_group"]
+
+Direction = Literal["out", "in"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What an earlier transfer has found: see :class:`LaneSearch`."""
+
+    lanes: int
+    each: float | None
+
+
+_found: dict[tuple[str, Direction], _Found] = {}
+
+
+def transfer_group(
+    store: RangeReader,
+    config: Config,
+    direction: Direction,
+    *,
+    name: str,
+    most_waiting: float = 2,
+) -> TaskGroup:
+    """The threads of a transfer, each with a connection.
+
+    Args:
+        store: Where to, or from.
+        config: Options, of which ``connections`` says how many; by ``"auto"`` they are searched for
+            where the store counts what it moves, and else those of small requests.
+        direction: Which way the bytes go.
+        name: How the threads are called.
+        most_waiting: See :class:`TaskGroup`.
+    """
+    width, pace = config.requests_at_once, None
+    if config.connections == "auto" and store.moved(()) is not None:
+        most, place = config.most_connections, (store.uri(""), direction)
+        before = _found.get(place, _Found(FIRST, None))
+        search = LaneSearch(before.lanes, most, before.each)
+        width = search.lanes
+        if most > 1:
+            pace = _Paced(search, store, place)
+    return TaskGroup(
+        width, name=name, most_waiting=most_waiting, interrupt=store.interrupt, pace=pace
+    )
+
+
+class _Paced:
+    """A search that is told what a store moves, and how busy the CPUs are."""
+
+    def __init__(
+        self, search: LaneSearch, store: RangeReader, place: tuple[str, Direction]
+    ) -> None:
+        self._search = search
+        self._store = store
+        self._place = place
+        self._last = time.monotonic()
+        self._cpu = time.process_time()
+        self._cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+
+    @property
+    def tick(self) -> float:
+        return self._search.tick
+
+    def width(self, threads: Sequence[int], *, is_full: bool) -> int:
+        now, cpu = time.monotonic(), time.process_time()
+        seconds, used = now - self._last, cpu - self._cpu
+        self._last, self._cpu = now, cpu
+        moved = self._store.moved(threads) or ()
+        return self._search.add(
+            Tick(
+                seconds=seconds,
+                moved=sum(moved),
+                moving=sum(count > 0 for count in moved),
+                cpu=used / seconds / self._cores if seconds else 0.0,
+                is_full=is_full,
+            )
+        )
+
+    def ended(self) -> None:
+        _found[self._place] = _Found(self._search.found, self._search.each)

@@ -1,0 +1,511 @@
+"""Folders of files that are committed by one write: what others see of them, whatever happens."""
+
+import contextlib
+import io
+import itertools
+import threading
+import time
+
+import pytest
+import torch
+
+from cloudckpt import CheckpointURI, Config, RetryPolicy
+from cloudckpt.checkpoint import commit as commits
+from cloudckpt.checkpoint.file_folder import MANIFEST, is_content_name
+from cloudckpt.errors import (
+    CheckpointCorruptError,
+    CommitUnknownError,
+    ConnectionLostError,
+    IncompleteSaveError,
+)
+from cloudckpt.integrations.file_folders import FileFolders
+from cloudckpt.integrations.fsspec import _makes_visible
+from cloudckpt.integrations.recorded_file import tensors_last
+from cloudckpt.runs.sweeping import find_leftovers, sweep
+from cloudckpt.stores.memory import MemoryStore
+from faulty_store import FaultyStore
+
+JOB, OTHER = "a" * 16, "b" * 16
+CONFIG = Config(
+    part_size=5 * 2**20,
+    connections=2,
+    retry=RetryPolicy(attempts=2, base=0.0, cap=0.0, deadline=5.0),
+)
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore(f"file-folders-{next(_numbers)}")
+
+
+def folders(store, job=JOB, **options) -> FileFolders:
+    return FileFolders(store, CONFIG, job=job, temporary="tmp_", **options)
+
+
+def contents(step: int) -> dict[str, bytes]:
+    """Files of two ranks: one of several parts and blocks, small ones, one in a folder."""
+    large = bytes(range(256)) * 4096 + bytes([step]) * (5 * 2**20 + 77)
+    return {
+        "model_0.pt": large,
+        "rank_1/model.pt": large[: 2**20 + 9],
+        "metadata.pkl": b"metadata of step %d" % step,
+        "nothing.txt": b"",
+    }
+
+
+def write(files: FileFolders, folder: str, step: int) -> None:
+    for name, data in contents(step).items():
+        with files.written(f"{folder}/{name}", lasts=lambda view: True) as file:
+            file.write(data)
+
+
+def save(files: FileFolders, path: str, step: int) -> None:
+    """As torch_checkpointing does it."""
+    above, _, name = path.rpartition("/")
+    write(files, f"{above}/tmp_{name}", step)
+    files.rename_folder(f"{above}/tmp_{name}", path)
+
+
+def state_of(store, path: str, job: str = OTHER) -> int | None:
+    """The step that lies there, None if nothing does; fails if it is anything in between."""
+    files = folders(store, job)
+    if not files.exists(path):
+        assert not files.is_folder(path)
+        assert path.rpartition("/")[2] not in (names_or_none(files, "run") or ())
+        return None
+    assert files.is_folder(path)
+    step = int(files.read(f"{path}/metadata.pkl").rpartition(b" ")[2])
+    assert files.names(path) == ["metadata.pkl", "model_0.pt", "nothing.txt", "rank_1"]
+    for name, data in contents(step).items():
+        assert files.size(f"{path}/{name}") == len(data)
+        assert files.read(f"{path}/{name}") == data
+    return step
+
+
+def names_or_none(files: FileFolders, key: str) -> list[str] | None:
+    try:
+        return files.names(key)
+    except FileNotFoundError:
+        return None
+
+
+def test_a_folder_is_there_when_it_is_renamed_and_not_before(store) -> None:
+    writer = folders(store)
+    write(writer, "run/tmp_step-7", 7)
+    assert writer.exists("run/tmp_step-7")
+    assert writer.read("run/tmp_step-7/metadata.pkl") == b"metadata of step 7"
+    assert state_of(store, "run/step-7") is None
+    assert not folders(store, OTHER).exists("run/tmp_step-7")
+
+    writer.rename_folder("run/tmp_step-7", "run/step-7")
+    assert state_of(store, "run/step-7") == 7
+    assert writer.names("run") == ["step-7"]
+    assert writer.names("run/step-7/rank_1") == ["model.pt"]
+    assert writer.is_folder("run/step-7/rank_1")
+    assert not writer.is_folder("run/step-7/model_0.pt")
+
+    writer.remove_folder("run/step-7")
+    assert not [*store.list("")]
+
+
+def test_to_rename_is_one_small_write_and_copies_nothing(store) -> None:
+    faulty = FaultyStore(store)
+    writer = folders(faulty)
+    write(writer, "run/tmp_step-7", 7)
+    before = {info.key for info in store.list("") if is_content_name(info.key)}
+    faulty.calls.clear()
+    writer.rename_folder("run/tmp_step-7", "run/step-7")
+    assert faulty.calls["put"] == 1
+    assert not {"copy", "copy_part", "put_part", "create_upload"} & faulty.calls.keys()
+    assert {info.key for info in store.list("")} == before | {f"run/step-7/{MANIFEST}"}
+    assert store.head(f"run/step-7/{MANIFEST}").size < 4096
+
+
+def test_what_is_in_the_way_stays_and_so_does_what_was_to_be_renamed(store) -> None:
+    writer = folders(store)
+    save(writer, "run/step-7", 7)
+    write(writer, "run/tmp_step-7", 8)
+    with pytest.raises(FileExistsError, match="remove that"):
+        writer.rename_folder("run/tmp_step-7", "run/step-7")
+    assert state_of(store, "run/step-7") == 7
+    assert writer.read("run/tmp_step-7/metadata.pkl") == b"metadata of step 8"
+    with pytest.raises(FileExistsError, match="committed folder"):
+        writer.written("run/step-7/model_0.pt")
+    with pytest.raises(FileExistsError, match="committed folder"):
+        writer.delete("run/step-7/model_0.pt")
+    with pytest.raises(FileNotFoundError):
+        writer.rename_folder("run/tmp_nothing", "run/nothing")
+
+
+def test_of_two_jobs_that_save_the_same_one_commits(store) -> None:
+    one, other = folders(store), folders(store, OTHER)
+    for _ in range(10):
+        write(one, "run/tmp_step-7", 1)
+        write(other, "run/tmp_step-7", 2)
+        outcomes: dict[int, object] = {}
+        together = threading.Barrier(2)
+
+        def rename(files: FileFolders, number: int, seen=outcomes, meet=together) -> None:
+            meet.wait()
+            try:
+                files.rename_folder("run/tmp_step-7", "run/step-7")
+            except FileExistsError as error:
+                seen[number] = error
+
+        threads = [
+            threading.Thread(target=rename, args=(files, number))
+            for number, files in ((1, one), (2, other))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(outcomes) == 1
+        (loser,) = outcomes
+        assert state_of(store, "run/step-7") == 3 - loser
+        one.remove_folder("run/step-7")
+
+
+def test_files_that_an_earlier_job_has_left_are_not_committed(store) -> None:
+    killed = folders(store, OTHER)
+    write(killed, "run/tmp_step-7", 3)
+    with killed.written("run/tmp_step-7/model_1.pt") as file:
+        file.write(b"of a second rank")
+    save(folders(store), "run/step-7", 7)
+    assert state_of(store, "run/step-7") == 7
+
+
+# ---- kills
+
+
+class Killed(BaseException):
+    pass
+
+
+class DyingStore(FaultyStore):
+    """Of a writer that is killed: from one request on, none reaches the store."""
+
+    def __init__(self, inner, fatal: int | None, when: str) -> None:
+        super().__init__(inner)
+        self.requests = 0
+        self._fatal, self._when, self._dead = fatal, when, False
+        self._counting = threading.Lock()
+
+    def _struck(self, verb, key):
+        with self._counting:
+            if self._dead:
+                raise Killed
+            self.requests += 1
+            if self.requests == self._fatal:
+                self._dead = True
+                if self._when == "before":
+                    raise Killed
+                self.fail(verb, Killed, calls=[1], when="after")
+        return super()._struck(verb, key)
+
+
+def first(store) -> None:
+    save(folders(store), "run/step-2", 2)
+
+
+def replaced(store) -> None:
+    folders(store).remove_folder("run/step-1")
+    save(folders(store), "run/step-1", 2)
+
+
+def in_place(store) -> None:
+    files = folders(store, is_published=True)
+    write(files, "run/step-2", 2)
+    files.publish("run/step-2")
+
+
+SCENARIOS = {
+    "a first save": (first, "run/step-2"),
+    "a removal and a save": (replaced, "run/step-1"),
+    "a save in place": (in_place, "run/step-2"),
+}
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_kill_at_any_request_leaves_the_old_folder_none_or_the_new_one(
+    monkeypatch, scenario
+) -> None:
+    action, path = SCENARIOS[scenario]
+    points, seen = 0, set()
+    for when in ("before", "after"):
+        for fatal in itertools.count(1):
+            store = MemoryStore(f"killed-{next(_numbers)}")
+            save(folders(store), "run/step-1", 1)
+            dying = DyingStore(store, fatal, when)
+            try:
+                action(dying)
+            except Killed:
+                points += 1
+            else:
+                if dying.requests < fatal:
+                    break
+            there = state_of(store, path)
+            seen.add(there)
+            assert there in ((1, 2, None) if path == "run/step-1" else (2, None))
+            assert state_of(store, "run/step-1") == 1 or path == "run/step-1"
+            if fatal % 5 == 0:  # what comes behind it, of another job
+                files = folders(store, "c" * 16)
+                if there is not None:
+                    files.remove_folder(path)
+                save(files, path, 5)
+                assert state_of(store, path) == 5
+    assert {2, None} <= seen
+    assert points >= 70
+
+
+# ---- faults
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_commit_whose_answer_was_lost_is_found_out_about(store, when) -> None:
+    faulty = FaultyStore(store)
+    manifest = lambda key: key.endswith(MANIFEST)  # noqa: E731
+    faulty.fail("put", ConnectionLostError, calls=[1], when=when, where=manifest)
+    save(folders(faulty), "run/step-7", 7)
+    assert state_of(store, "run/step-7") == 7
+
+
+def test_a_commit_of_which_nobody_knows_is_an_error_that_loses_nothing(store) -> None:
+    faulty = FaultyStore(store)
+    manifest = lambda key: key.endswith(MANIFEST)  # noqa: E731
+    writer = folders(faulty)
+    write(writer, "run/tmp_step-7", 7)
+    faulty.fail("put", ConnectionLostError, when="before", where=manifest)
+    with pytest.raises(CommitUnknownError):
+        writer.rename_folder("run/tmp_step-7", "run/step-7")
+    faulty.heal()
+    writer.rename_folder("run/tmp_step-7", "run/step-7")
+    assert state_of(store, "run/step-7") == 7
+
+
+def test_what_a_rank_has_written_elsewhere_is_not_committed(store) -> None:
+    writer = folders(store)
+    write(writer, "run/tmp_step-7", 7)
+    lost = next(info.key for info in store.list("run/step-7/rank_1/"))
+    store.delete(lost)
+    with pytest.raises(CheckpointCorruptError, match=r"rank_1/model\.pt was written, but is not"):
+        writer.rename_folder("run/tmp_step-7", "run/step-7")
+    assert state_of(store, "run/step-7") is None
+
+
+def test_a_folder_that_was_written_too_long_ago_is_not_committed(store, monkeypatch) -> None:
+    writer = folders(store)
+    write(writer, "run/tmp_step-7", 7)
+    later = time.time() + commits.LONGEST_SAVE + 60
+    monkeypatch.setattr(time, "time", lambda: later)
+    with pytest.raises(IncompleteSaveError, match="save again"):
+        writer.rename_folder("run/tmp_step-7", "run/step-7")
+
+
+def test_behind_an_error_no_file_is_there(store) -> None:
+    writer = folders(store)
+    with contextlib.suppress(ZeroDivisionError), writer.written("run/tmp_a/x") as file:
+        file.write(b"x" * 10)
+        1 / 0  # noqa: B018
+    assert not [*store.list("")]
+
+
+# ---- damage
+
+
+def _damages(data: bytes) -> list[bytes]:
+    """Twenty-one of them: bits that are flipped, ends that are missing, parts that are swapped."""
+    size = len(data)
+    places = [0, 1, size // 7, size // 3, size // 2, size - 2, size - 1]
+    flipped = [data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :] for at in places]
+    cut = [data[:at] for at in places]
+    swapped = []
+    for part in (1, 2, 3, 5, 8, size // 9, size // 4):
+        start = next(at for at in range(size) if data[at : at + part] != data[-part:])
+        tail = data[start + part : size - part]
+        swapped.append(data[:start] + data[-part:] + tail + data[start : start + part])
+    return [*flipped, *cut, *swapped]
+
+
+@pytest.mark.parametrize("name", ["model_0.pt", "metadata.pkl", MANIFEST])
+def test_no_damage_is_silent(store, name) -> None:
+    save(folders(store), "run/step-7", 7)
+    key = next(
+        info.key for info in store.list("run/step-7/") if info.key.startswith(f"run/step-7/{name}")
+    )
+    data = bytes(store.get(key)[0])
+    damages = _damages(data)
+    assert len(damages) == 21
+    path = "run/step-7/metadata.pkl" if name == MANIFEST else f"run/step-7/{name}"
+    for damage in damages:
+        assert damage != data
+        put(store, key, damage)
+        with pytest.raises(CheckpointCorruptError):
+            folders(store).read(path)
+        with pytest.raises(CheckpointCorruptError):
+            read_in_slices(store, path)
+    put(store, key, data)
+    assert state_of(store, "run/step-7") == 7
+    store.delete(key)
+    if name != MANIFEST:
+        with pytest.raises(CheckpointCorruptError, match="its object is gone"):
+            folders(store).read(path)
+
+
+def read_in_slices(store, path: str) -> None:
+    file = folders(store).opened(path)
+    while file.read(100_000):
+        pass
+
+
+def put(store, key: str, data: bytes) -> None:
+    store.put(key, [memoryview(data)], checksum=store.capabilities.checksum.of(data))
+
+
+def test_slices_are_those_of_the_file(store) -> None:
+    save(folders(store), "run/step-7", 7)
+    data = contents(7)["model_0.pt"]
+    file = folders(store).opened("run/step-7/model_0.pt")
+    assert isinstance(file, io.RawIOBase)
+    for start, size in ((0, 1), (2**20 - 1, 2), (2_000_000, 1_000_000), (len(data) - 3, 10)):
+        assert file.seek(start) == start
+        assert file.read(size) == data[start : start + size]
+
+
+# ---- in place, one by one, elsewhere
+
+
+def test_files_in_place_are_seen_at_once_or_when_they_are_published(store) -> None:
+    write(folders(store), "run/plain", 1)
+    assert state_of(store, "run/plain") == 1
+    waiting = folders(store, is_published=True)
+    write(waiting, "run/step-2", 2)
+    assert state_of(store, "run/step-2") is None
+    waiting.publish("run/step-2")
+    waiting.publish("run/step-2")  # as another rank does
+    assert state_of(store, "run/step-2") == 2
+    late = folders(store, OTHER, is_published=True)
+    with pytest.raises(FileExistsError):
+        write(late, "run/step-2", 3)
+    waiting.remove_folder("run/step-2")
+    assert {info.key.split("/")[1] for info in store.list("run/")} == {"plain"}
+
+
+def test_a_file_that_is_renamed_is_what_other_programs_read_too(store) -> None:
+    files = folders(store)
+    with files.written("run/step-7/.x.tmp") as file:
+        file.write(b"new")
+    put(store, "run/step-7/model.safetensors", b"old")
+    files.move_file("run/step-7/.x.tmp", "run/step-7/model.safetensors")
+    assert bytes(store.get("run/step-7/model.safetensors")[0]) == b"new"
+    assert folders(store, OTHER).read("run/step-7/model.safetensors") == b"new"
+    assert files.names("run/step-7") == ["model.safetensors"]
+    assert len([*store.list("")]) == 1
+    with pytest.raises(FileNotFoundError):
+        files.move_file("run/step-7/nothing", "run/step-7/x")
+    with files.written("run/file") as file:
+        file.write(b"x")
+    with pytest.raises(FileExistsError):
+        files.move_file("run/file", "run/step-7")
+    files.delete("run/file")
+    files.delete("run/step-7/model.safetensors")
+    assert not [*store.list("")]
+
+
+def test_a_file_that_is_renamed_in_a_temporary_folder_is_committed_with_it(store) -> None:
+    files = folders(store)
+    with files.written("run/tmp_step-7/.x.tmp") as file:
+        file.write(b"x")
+    files.move_file("run/tmp_step-7/.x.tmp", "run/tmp_step-7/x")
+    files.rename_folder("run/tmp_step-7", "run/step-7")
+    assert files.names("run/step-7") == ["x"]
+    assert folders(store, OTHER).read("run/step-7/x") == b"x"
+
+
+def test_folders_of_any_names_are_renamed_by_copies(store, caplog) -> None:
+    files = folders(store)
+    write(files, "scratch/a", 7)
+    files.rename_folder("scratch/a", "run/step-7")
+    assert "4 files are copied" in caplog.text
+    assert state_of(store, "run/step-7") == 7
+    assert not folders(store, OTHER).exists("scratch/a")
+
+
+def test_what_others_have_put_into_a_folder_is_not_left_out_of_it(store) -> None:
+    files = folders(store)
+    write(files, "run/tmp_step-7", 7)
+    put(store, "run/tmp_step-7/notes.txt", b"by hand")
+    with pytest.raises(FileExistsError, match=r"notes\.txt was not written by this storage"):
+        files.rename_folder("run/tmp_step-7", "run/step-7")
+
+
+# ---- leftovers
+
+
+def test_leftovers_are_swept_and_nothing_that_is_committed(store) -> None:
+    uri, files = f"{store.root}/run", folders(store)
+    save(files, "run/step-1", 1)
+    write(files, "run/tmp_step-2", 2)  # killed before the commit
+    write(files, "run/plain", 3)
+    write(folders(store, is_published=True), "run/step-4", 4)  # likewise
+    for place in (uri, f"{uri}/step-1", f"{uri}/step-1/rank_1", f"{uri}/plain"):
+        assert not find_leftovers(place, older_than=3600, config=CONFIG).objects
+    assert not find_leftovers(f"{uri}/step-1/rank_1", older_than=0, config=CONFIG).objects
+    found = sweep(uri, older_than=0, config=CONFIG)
+    assert len(found.objects) == 16
+    assert {CheckpointURI.parse(one).prefix.split("/")[1] for one in found.objects} == {
+        "tmp_step-2",
+        "step-2",
+        "step-4",
+    }
+    assert state_of(store, "run/step-1") == 1
+    assert state_of(store, "run/plain") == 3
+    assert folders(store).names("run") == ["plain", "step-1"]
+
+
+def test_beneath_a_manifest_that_can_not_be_read_nothing_is_swept(store) -> None:
+    uri = f"{store.root}/run"
+    save(folders(store), "run/step-1", 1)
+    put(store, f"run/step-1/{MANIFEST}", b"nonsense")
+    found = sweep(uri, older_than=0, config=CONFIG)
+    assert not found.objects
+    assert f"{uri}/step-1/{MANIFEST}" in found.unread
+    folders(store).remove_folder("run/step-1")
+    assert not [*store.list("")]
+
+
+def test_a_removal_by_fsspec_begins_with_the_manifest() -> None:
+    assert _makes_visible(f"run/step-1/{MANIFEST}")
+
+
+# ---- memory
+
+
+def test_memory_lasts_if_it_is_that_of_a_tensor_on_the_host() -> None:
+    weight = torch.arange(100_000)
+    lasts = tensors_last({"a": [weight.view(torch.uint8)], "b": "text"})
+    view = memoryview(weight.numpy()).cast("B")
+    assert lasts(view)
+    assert lasts(view[:1000])
+    assert not lasts(memoryview(bytes(1000)))
+    assert not lasts(view[8:])  # where no tensor begins
+
+
+def test_what_torch_saves_is_sent_from_where_it_is(store) -> None:
+    state = {"w": torch.randn(1_000_000), "small": torch.arange(3)}
+    sent = []
+
+    def lasts(view: memoryview) -> bool:
+        sent.append(tensors_last(state)(view))
+        return sent[-1]
+
+    files = folders(store)
+    with files.written("run/x.pt", lasts=lasts) as file:
+        torch.save(state, file)
+        assert not torch.serialization.get_crc32_options()
+    assert torch.serialization.get_crc32_options()
+    assert True in sent
+    loaded = torch.load(files.opened("run/x.pt"))
+    assert torch.equal(loaded["w"], state["w"])
+    assert torch.equal(loaded["small"], state["small"])

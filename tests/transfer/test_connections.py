@@ -1,0 +1,129 @@
+"""As many connections as were asked for, or as many as pay, which the next transfer begins with."""
+
+import threading
+import time
+import uuid
+
+import pytest
+
+from cloudckpt.config import Config
+from cloudckpt.errors import ConfigError
+from cloudckpt.stores.memory import MemoryStore
+from cloudckpt.transfer.connections import transfer_group
+from cloudckpt.transfer.lanes import FIRST
+
+MB = 1_000_000
+LAUNCHERS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+
+
+class Counting(MemoryStore):
+    """A stub: says that each thread which is busy has moved as much as 10 MB/s make."""
+
+    def __init__(self):
+        super().__init__(uuid.uuid4().hex)
+        self._last = {}
+
+    def moved(self, threads):
+        now = time.monotonic()
+        before = {thread: self._last.get(thread, now) for thread in threads}
+        self._last.update(dict.fromkeys(threads, now))
+        return [int((now - begun) * 10 * MB) for begun in before.values()]
+
+
+class Crowd:
+    """Tasks that take a moment; counts how many there are at a time."""
+
+    def __init__(self, seconds=0.02):
+        self.most = 0
+        self._here = 0
+        self._lock = threading.Lock()
+        self._seconds = seconds
+
+    def visit(self):
+        with self._lock:
+            self._here += 1
+            self.most = max(self.most, self._here)
+        time.sleep(self._seconds)
+        with self._lock:
+            self._here -= 1
+
+
+def crowd_of(store, tasks, direction="out", **options):
+    """The most tasks that ran at a time."""
+    crowd = Crowd()
+    group = transfer_group(store, Config(**options), direction, name="crowd")
+
+    def produce():
+        for _ in range(tasks):
+            group.submit(crowd.visit)
+
+    group.run(produce)
+    return crowd.most
+
+
+def test_lanes_are_added_while_that_pays_and_not_beyond_the_most(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert FIRST < crowd_of(Counting(), 800) <= 16
+
+
+def test_the_next_transfer_the_same_way_begins_with_what_was_found(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    store = Counting()
+    crowd_of(store, 800)
+    assert crowd_of(store, 16, "out") == 16
+    assert crowd_of(store, 16, "in") == FIRST
+    assert crowd_of(Counting(), 16, "out") == FIRST
+
+
+def test_few_tasks_take_no_more_connections_than_they_are():
+    before = threading.active_count()
+    assert crowd_of(Counting(), 3) <= 3
+    assert threading.active_count() <= before
+
+
+@pytest.mark.parametrize("number", [1, 3, 12])
+def test_a_number_that_was_given_is_kept_to(number):
+    assert crowd_of(Counting(), 200, connections=number) == number
+
+
+def test_a_store_that_counts_nothing_has_a_number_for_all():
+    assert crowd_of(MemoryStore(uuid.uuid4().hex), 300) == 16
+
+
+@pytest.mark.parametrize(
+    ("ranks", "most"),
+    [(None, 64), ("1", 64), ("8", 8), ("16", 4), ("100", 1), ("x", 64), ("0", 64)],
+)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_ranks_of_a_machine_share_its_connections(monkeypatch, launcher, ranks, most):
+    if ranks is not None:
+        monkeypatch.setenv(launcher, ranks)
+    assert Config().most_connections == most
+    assert Config(connections=100).most_connections == 100
+
+
+def test_small_requests_are_sixteen_at_a_time_or_as_many_as_there_may_be(monkeypatch):
+    assert Config().requests_at_once == 16
+    assert Config(connections=100).requests_at_once == 100
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert Config().requests_at_once == 8
+
+
+def test_the_variable_takes_a_number_or_the_word(monkeypatch):
+    for text, value in (("auto", "auto"), ("7", 7)):
+        monkeypatch.setenv("CLOUDCKPT_CONNECTIONS", text)
+        assert Config().connections == value
+    monkeypatch.setenv("CLOUDCKPT_CONNECTIONS", "many")
+    with pytest.raises(ConfigError, match="a whole number or 'auto'"):
+        Config()
+
+
+def test_another_word_is_refused():
+    with pytest.raises(ConfigError, match="must be int or 'auto'"):
+        Config(connections="many")
