@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from cloudckpt.checkpoint.objects import is_committed
 from cloudckpt.config import Config
+from cloudckpt.dcp.arrivals import collective
 from cloudckpt.dcp.load_loop import load_together
 from cloudckpt.dcp.meeting import PLAN_EACH_TIME, Meeting, Stance, break_off, one_error
 from cloudckpt.dcp.planners import CloudSavePlanner
@@ -173,6 +174,7 @@ class ToLoad:
     planner: LoadPlanner | None = None
 
 
+@collective("cloudckpt.save")
 def save_prepared(
     state_dict: dict[str, Any],
     prepare: Callable[[], ToSave],
@@ -217,6 +219,7 @@ def save_prepared(
         forget_listings()
 
 
+@collective("cloudckpt.load")
 def load_prepared(
     state_dict: dict[str, Any],
     prepare: Callable[[], ToLoad],

@@ -22,6 +22,7 @@ from cloudckpt import api
 from cloudckpt.background.save import SaveFuture
 from cloudckpt.background.saver import AsyncSaver
 from cloudckpt.config import Config
+from cloudckpt.dcp.arrivals import collective
 from cloudckpt.dcp.planners import (
     CloudLoadPlanner,
     CloudSavePlanner,
@@ -136,6 +137,7 @@ class Checkpointer(ClosedAtExit):
                 the failure of the save before.
         """
 
+    @collective("Checkpointer.load")
     def load(
         self,
         uri: URILike,
@@ -225,6 +227,7 @@ class Checkpointer(ClosedAtExit):
 class SyncCheckpointer(Checkpointer):
     """Saves at once: when :meth:`save` returns, the checkpoint is committed."""
 
+    @collective("SyncCheckpointer.save")
     def save(self, state_dict: dict[str, Any], uri: URILike, **kwargs: Any) -> None:
         def prepare() -> api.ToSave:
             writer = self._writer(state_dict, uri, kwargs)
@@ -245,6 +248,7 @@ class AsyncCheckpointer(Checkpointer):
     with the checkpointer, behind the first steps of the training.
     """
 
+    @collective("AsyncCheckpointer()")
     def __init__(
         self,
         config: CheckpointerConfig,
@@ -273,6 +277,7 @@ class AsyncCheckpointer(Checkpointer):
         )
         self._ended = False
 
+    @collective("AsyncCheckpointer.save")
     def save(
         self, state_dict: dict[str, Any], uri: URILike, **kwargs: Any
     ) -> tuple[Future[None], SaveFuture]:

@@ -34,6 +34,7 @@ from cloudckpt.background.save import (
 from cloudckpt.background.stager import StagedState, Stager
 from cloudckpt.checkpoint.sending import send_here
 from cloudckpt.config import BackgroundOptions
+from cloudckpt.dcp.arrivals import all_expected
 from cloudckpt.dcp.failures import release_frames
 from cloudckpt.dcp.meeting import Meeting, Stance, Verdict
 from cloudckpt.dcp.plan_cache import flags_of
@@ -152,12 +153,13 @@ class AsyncSaver:
 
     def _new_group(self, parent: dist.ProcessGroup | None, have_met: bool) -> dist.ProcessGroup:
         options = self._options
-        return open_group(
-            parent,
-            start_timeout=options.start_timeout,
-            collective_timeout=options.collective_timeout,
-            have_met=have_met,
-        )
+        with all_expected(parent if parent is not None else dist.group.WORLD):
+            return open_group(
+                parent,
+                start_timeout=options.start_timeout,
+                collective_timeout=options.collective_timeout,
+                have_met=have_met,
+            )
 
     def save(
         self,
@@ -207,7 +209,8 @@ class AsyncSaver:
             )
         planner = planner or CloudSavePlanner()
         try:
-            begun = self._begin(writer, checkpoint_id)
+            with all_expected(self._group):
+                begun = self._begin(writer, checkpoint_id)
             if begun is None:
                 return skipped()
             save = Save(self._number, begun[1], begun[0], planner)

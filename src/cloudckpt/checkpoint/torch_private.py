@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import IO, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldTensorProperties
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
 from torch.distributed.checkpoint.utils import _DistWrapper as Collectives
+from torch.distributed.distributed_c10d import Store
 from torch.distributed.distributed_c10d import _get_object_coll_device as device_for_collectives
 
 try:
@@ -38,6 +40,7 @@ __all__ = [
     "ExtensionRegistry",
     "OldTensorProperties",
     "StorageInfo",
+    "Store",
     "StreamTransformExtension",
     "create_chunk_list",
     "dcp_logger",
@@ -49,6 +52,7 @@ __all__ = [
     "set_group_timeout",
     "sparse_tensors_unchecked",
     "state_dict_being_planned",
+    "store_of_group",
     "traverse_state_dict",
     "validate_global_plan",
 ]
@@ -92,6 +96,16 @@ def load_with(
 
     with open_zip(file) as archive:
         return load(archive, map_location, SimpleNamespace(Unpickler=Unpickler))
+
+
+def store_of_group(group: dist.ProcessGroup) -> Store | None:
+    """The store by which the ranks of a group have found each other, with the group's own keys.
+
+    None if the group is gone, has none, or this torch keeps it elsewhere.
+    """
+    world: Any = getattr(dist.distributed_c10d, "_world", None)
+    found = getattr(world, "pg_map", {}).get(group, (None, None))[1]
+    return found if isinstance(found, Store) else None
 
 
 class _Unlisted(list[Any]):

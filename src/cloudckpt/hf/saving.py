@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from cloudckpt.api import ToSave, save_prepared
 from cloudckpt.config import Config
+from cloudckpt.dcp.arrivals import collective
 from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.hf.writer import SafetensorsWriter
 from cloudckpt.uri import URILike
@@ -17,6 +18,7 @@ from cloudckpt.uri import URILike
 __all__ = ["save"]
 
 
+@collective("cloudckpt.hf.save")
 def save(
     state_dict: dict[str, Any],
     uri: URILike,

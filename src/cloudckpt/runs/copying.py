@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from cloudckpt.checkpoint.objects import is_committed
 from cloudckpt.config import Config
+from cloudckpt.dcp.arrivals import collective
 from cloudckpt.dcp.meeting import Meeting, Stance
 from cloudckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, ConfigError
 from cloudckpt.runs.catalog import list_checkpoints
@@ -32,6 +33,7 @@ from cloudckpt.uri import CheckpointURI, URILike
 __all__ = ["Copied", "copy"]
 
 
+@collective("cloudckpt.copy")
 def copy(
     source: URILike,
     target: URILike,

@@ -27,6 +27,7 @@ from cloudckpt.checkpointer import (
     make_sync_checkpointer,
 )
 from cloudckpt.config import Config, whole_number
+from cloudckpt.dcp.arrivals import collective
 from cloudckpt.dcp.meeting import Meeting, Stance
 from cloudckpt.errors import (
     AccessDeniedError,
@@ -67,6 +68,7 @@ class CheckpointManager(ClosedAtExit):
     ...             break
     """
 
+    @collective("CheckpointManager()")
     def __init__(
         self,
         run: URILike,
@@ -183,14 +185,17 @@ class CheckpointManager(ClosedAtExit):
         """Where the checkpoint of a step is, or would be."""
         return str(self._run.uri(step))
 
+    @collective("CheckpointManager.all_steps")
     def all_steps(self) -> list[int]:
         """The steps whose checkpoints are committed, oldest first; the store is asked."""
         return self._meeting.told_by_first(self._run.committed)
 
+    @collective("CheckpointManager.latest_step")
     def latest_step(self) -> int | None:
         """The newest step whose checkpoint is committed; None if there is none."""
         return self._meeting.told_by_first(lambda: next(self._run.committed_steps(), None))
 
+    @collective("CheckpointManager.best_step")
     def best_step(self) -> int | None:
         """The committed step with the best metric; None if none has it.
 
@@ -203,6 +208,7 @@ class CheckpointManager(ClosedAtExit):
             lambda: self._retention.best(self._known_scores(self._run.committed()))
         )
 
+    @collective("CheckpointManager.metrics")
     def metrics(self, step: int) -> dict[str, float]:
         """The metrics that a checkpoint was saved with.
 
@@ -211,6 +217,7 @@ class CheckpointManager(ClosedAtExit):
         """
         return dict(self._notes(step).metrics)
 
+    @collective("CheckpointManager.notes")
     def notes(self, step: int) -> dict[str, Any]:
         """The other values that a checkpoint was saved with.
 
@@ -233,6 +240,7 @@ class CheckpointManager(ClosedAtExit):
         is_turn = step % self._interval == 0 and (self._newest is None or step > self._newest)
         return self._is_last(step) or is_turn
 
+    @collective("CheckpointManager.reached_preemption")
     def reached_preemption(self, step: int) -> bool:
         """Whether some rank was told that the job is about to end; the same on all ranks.
 
@@ -250,6 +258,7 @@ class CheckpointManager(ClosedAtExit):
             self._reached = step, self._agreement.step(self._preemption.noticed)
         return self._reached[1]
 
+    @collective("CheckpointManager.save")
     def save(
         self,
         step: int,
@@ -354,6 +363,7 @@ class CheckpointManager(ClosedAtExit):
         self._has_saved_last = self._has_saved_last or is_last
         return True
 
+    @collective("CheckpointManager.restore")
     def restore(
         self, state: dict[str, Any], step: int | None = None, *, verify: bool = False
     ) -> int | None:
@@ -411,6 +421,7 @@ class CheckpointManager(ClosedAtExit):
             raise damage
         return None
 
+    @collective("CheckpointManager.delete")
     def delete(self, step: int) -> None:
         """Deletes the checkpoint of a step, behind the saves that are under way.
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from cloudckpt.background.groups import give_back, open_group
+from cloudckpt.dcp.arrivals import all_expected
 from cloudckpt.errors import ConfigError, ProcessGroupError
 
 __all__ = ["Agreement", "Preemption"]
@@ -182,7 +183,8 @@ class Agreement:
         """Whether a rank was told, and whether the last step of one was short."""
         flags, work = self._asked
         if work is not None:
-            work.wait()
+            with all_expected(None if work.is_completed() else self._group):
+                work.wait()
             self._asked = flags, None
         told, is_short = flags.tolist()
         return bool(told), bool(is_short)

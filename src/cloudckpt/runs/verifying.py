@@ -16,6 +16,7 @@ import torch.distributed as dist
 from cloudckpt.checkpoint.agreement import contradictions
 from cloudckpt.checkpoint.committed import CommitObject
 from cloudckpt.config import MIB, Config
+from cloudckpt.dcp.arrivals import collective
 from cloudckpt.dcp.meeting import Meeting, Stance
 from cloudckpt.errors import CheckpointCorruptError, Damage
 from cloudckpt.runs.contents import parts
@@ -52,6 +53,7 @@ class Verified:
     resumed: int = 0
 
 
+@collective("cloudckpt.verify")
 def verify(
     checkpoint_id: URILike,
     *,
