@@ -143,7 +143,7 @@ class Saves:
             return
         step = int(event.uri.rpartition("-")[2])
         if event.phase == "upload":
-            tell(Uploaded(step, event.bytes, event.seconds))
+            tell(Uploaded(step, event.nbytes, event.seconds))
         else:
             self.committed = step
             tell(Committed(step))
@@ -156,7 +156,7 @@ def save_and_measure(state: TrainingState, uri: str) -> None:
     cloudckpt.save({"app": state}, storage_writer=writer)
     cpu = time.process_time() - began
     assert writer.transferred is not None  # set by every save
-    tell(Measured(cpu, writer.transferred.bytes))
+    tell(Measured(cpu, writer.transferred.nbytes))
 
 
 def train_step(state: TrainingState, text: StdlibText, step: int) -> float:

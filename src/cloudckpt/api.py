@@ -268,7 +268,7 @@ def _both(prepare: Callable[[], T], content: Callable[[], S]) -> tuple[T, S]:
     return made, content()
 
 
-def exists(checkpoint_id: URILike, *, config: Config | None = None) -> bool:
+def exists(uri: URILike, *, config: Config | None = None) -> bool:
     """Whether there is a committed checkpoint at a location, by one small request.
 
     It is for scripts that resume if they can. Only the store's own word that there is none makes it
@@ -277,7 +277,7 @@ def exists(checkpoint_id: URILike, *, config: Config | None = None) -> bool:
     A model in safetensors files can be loaded, too, but is no checkpoint, and does not count.
 
     Args:
-        checkpoint_id: ``s3://bucket/path`` or another location.
+        uri: ``s3://bucket/path`` or another location.
         config: Options.
 
     Raises:
@@ -285,9 +285,9 @@ def exists(checkpoint_id: URILike, *, config: Config | None = None) -> bool:
         BucketNotFoundError: If there is no such bucket.
         StoreError: If the store refuses or stays unreachable.
     """
-    uri = CheckpointURI.parse(checkpoint_id)
+    location = CheckpointURI.parse(uri)
     config = config if config is not None else Config()
-    return is_committed(open_store(uri, config), uri, Retrier(config.retry))
+    return is_committed(open_store(location, config), location, Retrier(config.retry))
 
 
 def content_of(state_dict: dict[str, Any]) -> dict[str, Any]:

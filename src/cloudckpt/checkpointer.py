@@ -117,13 +117,13 @@ class Checkpointer(ClosedAtExit):
 
     @abstractmethod
     def save(
-        self, state_dict: dict[str, Any], uri: URILike, **kwargs: Any
+        self, uri: URILike, state_dict: dict[str, Any], **kwargs: Any
     ) -> tuple[Future[None], SaveFuture] | None:
         """Saves a state dict to a URI.
 
         Args:
-            state_dict: What to save; ``Stateful`` values are asked for theirs.
             uri: Where to: ``s3://bucket/run/step-1000`` or another location.
+            state_dict: What to save; ``Stateful`` values are asked for theirs.
             **kwargs: ``planner``, to use another than that of the configuration; ``notes``, or what
                 returns them, to be kept with the checkpoint.
 
@@ -210,13 +210,13 @@ class Checkpointer(ClosedAtExit):
             raise ClosedError("the checkpointer was closed")
 
     def _writer(
-        self, state_dict: object, uri: URILike, kwargs: dict[str, Any]
+        self, uri: URILike, state_dict: object, kwargs: dict[str, Any]
     ) -> CloudStorageWriter:
         self._check_open()
         if unknown := sorted(set(kwargs) - {"planner", "notes"}):
             raise ConfigError(f"save does not take {unknown}")
         if isinstance(state_dict, (str, os.PathLike)):
-            raise ConfigError("save takes the state dict first, then the URI")
+            raise ConfigError("save takes the location first: save(uri, state_dict)")
         hook = self._config.commit_hook
         notes = kwargs.get("notes")
         if callable(notes):
@@ -228,9 +228,9 @@ class SyncCheckpointer(Checkpointer):
     """Saves at once: when :meth:`save` returns, the checkpoint is committed."""
 
     @collective("SyncCheckpointer.save")
-    def save(self, state_dict: dict[str, Any], uri: URILike, **kwargs: Any) -> None:
+    def save(self, uri: URILike, state_dict: dict[str, Any], **kwargs: Any) -> None:
         def prepare() -> api.ToSave:
-            writer = self._writer(state_dict, uri, kwargs)
+            writer = self._writer(uri, state_dict, kwargs)
             return api.ToSave(writer, kwargs.get("planner") or self._planner)
 
         api.save_prepared(
@@ -279,12 +279,12 @@ class AsyncCheckpointer(Checkpointer):
 
     @collective("AsyncCheckpointer.save")
     def save(
-        self, state_dict: dict[str, Any], uri: URILike, **kwargs: Any
+        self, uri: URILike, state_dict: dict[str, Any], **kwargs: Any
     ) -> tuple[Future[None], SaveFuture]:
         self._check_open()
 
         def prepare() -> CloudStorageWriter:
-            return self._writer(state_dict, uri, kwargs)
+            return self._writer(uri, state_dict, kwargs)
 
         planner = kwargs.get("planner") or self._planner
         pending = self._saver.save(state_dict, prepare, planner=planner)

@@ -186,7 +186,7 @@ class CloudCheckpointReader(CheckpointReader):
                 part.fetch()
             finally:
                 self.transferred = file.transferred
-                span.bytes = self.transferred.bytes
+                span.nbytes = self.transferred.nbytes
         if part.missing:
             more = f" and {len(part.missing) - 10} more" if len(part.missing) > 10 else ""
             logger.warning("%s lacks the keys %s%s", uri, part.missing[:10], more)

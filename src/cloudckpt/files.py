@@ -110,7 +110,7 @@ def save_file(
         with Span("upload", str(location), 0) as span, _opened(data) as (source, expected):
             if must_be_new or if_version is not None:
                 content = source.read()
-                span.bytes = len(content)
+                span.nbytes = len(content)
                 info = _put_on_condition(store, key, content, must_be_new, if_version, config)
             else:
                 stats = TransferStats(str(location), 0, expected)
@@ -119,7 +119,7 @@ def save_file(
                     shutil.copyfileobj(source, cast(BinaryIO, stream), _PIECE)
 
                 info = upload_stream(store, key, send, config, stats, expected=expected)
-                span.bytes = info.size
+                span.nbytes = info.size
     except PreconditionFailedError as error:
         if not must_be_new or if_absent:
             raise

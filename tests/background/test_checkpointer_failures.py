@@ -150,9 +150,9 @@ def test_an_interrupt_of_one_rank_that_waits_is_told_to_the_others(local, ranks,
 def test_a_failure_is_told_although_a_save_was_skipped_in_between(local, tmp_path):
     gate = Gate(tmp_path)
     one = checkpointer(local, when_busy="skip")
-    first = one.save(filled(1, SMALL), local.uri, planner=Failing(gate))[1]
+    first = one.save(local.uri, filled(1, SMALL), planner=Failing(gate))[1]
     gate.wait()
-    assert one.save(filled(2, SMALL), local.uri)[1].skipped
+    assert one.save(local.uri, filled(2, SMALL))[1].skipped
     gate.open()
     assert first.exception(PATIENCE) is not None
     with pytest.raises(CheckpointError, match="the dog ate it"):
@@ -188,7 +188,7 @@ class Failing(Gate):
 def test_closing_before_the_save_has_ended_says_that_it_has_not(local, tmp_path):
     gate = Gate(tmp_path)
     one = checkpointer(local, close_timeout=0.05)
-    written = one.save(filled(1, SMALL), local.uri, planner=gate)[1]
+    written = one.save(local.uri, filled(1, SMALL), planner=gate)[1]
     gate.wait()
     with pytest.raises(SaveInProgressError, match=r"not ended within 0\.05 s") as caught:
         one.close()
@@ -200,7 +200,7 @@ def test_closing_before_the_save_has_ended_says_that_it_has_not(local, tmp_path)
 def test_closing_that_was_interrupted_tells_of_a_failure_when_it_is_done_again(local, tmp_path):
     gate = Gate(tmp_path)
     one = checkpointer(local)
-    one.save(filled(1, SMALL), local.uri, planner=Failing(gate))
+    one.save(local.uri, filled(1, SMALL), planner=Failing(gate))
     gate.wait()
     with interrupted(one._saver, "close"):
         one.close()
@@ -213,7 +213,7 @@ def test_closing_that_was_interrupted_tells_of_a_failure_when_it_is_done_again(l
 def test_closing_in_a_fork_is_left_to_the_process_that_has_made_the_checkpointer(local, tmp_path):
     gate = Gate(tmp_path)
     with checkpointer(local) as one:
-        written = one.save(filled(1, SMALL), local.uri, planner=gate)[1]
+        written = one.save(local.uri, filled(1, SMALL), planner=gate)[1]
         gate.wait()
         in_a_child("fork", one.close)
         gate.open()
@@ -226,7 +226,7 @@ def test_closing_tells_of_the_save_whose_process_it_ended(local):
     process = one._saver._process
     process._life.wait_until_ready()
     os.kill(process.pid, signal.SIGSTOP)
-    one.save(filled(1, SMALL), local.uri)
+    one.save(local.uri, filled(1, SMALL))
     assert eventually(lambda: process.is_busy, PATIENCE)
     with pytest.raises(SaveProcessError):
         one.close()
@@ -236,7 +236,7 @@ def test_closing_tells_of_the_save_whose_process_it_ended(local):
 def test_an_error_of_the_training_is_not_hidden_by_one_of_the_last_save(local, caplog):
     def train() -> None:
         with checkpointer(local) as one:
-            one.save(filled(1, SMALL), local.uri, planner=Refusing())
+            one.save(local.uri, filled(1, SMALL), planner=Refusing())
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

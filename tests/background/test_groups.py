@@ -53,7 +53,7 @@ def _cycles(place: Place) -> tuple[int, int]:
     options = CheckpointerConfig(config=config, kind=AsyncCheckpointerType.THREAD)
     for cycle in range(31):
         with AsyncCheckpointer(options) as checkpointer:
-            checkpointer.save(of_rank(cycle), place.uri)[1].result(PATIENCE)
+            checkpointer.save(place.uri, of_rank(cycle))[1].result(PATIENCE)
         gc.collect()
         dist.barrier()
         if cycle == 0:

@@ -237,7 +237,7 @@ def test_the_trainer_is_told_what_was_sent(one, local):
     writer = local.writer()
     saved = one.save(filled(1, SMALL), writer).written
     saved.result(PATIENCE)
-    assert writer.transferred.bytes >= SMALL
+    assert writer.transferred.nbytes >= SMALL
     assert saved.transferred == writer.transferred
 
 

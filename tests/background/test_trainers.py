@@ -91,7 +91,7 @@ import cloudckpt
 from faults.states import SMALL, filled
 
 with cloudckpt.make_async_checkpointer() as one:
-    one.save(filled({step}, SMALL), {uri!r})[1].result(150)
+    one.save({uri!r}, filled({step}, SMALL))[1].result(150)
 print("saved")
 """
 
@@ -151,7 +151,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 def save_once_more(one):
     try:
-        one.save(filled(2, SMALL), {uri!r})
+        one.save({uri!r}, filled(2, SMALL))
     except Exception as error:
         print(type(error).__name__, error)
     one.close()
@@ -160,7 +160,7 @@ def save_once_more(one):
 
 kind = AsyncCheckpointerType.{kind}
 one = cloudckpt.make_async_checkpointer(CheckpointerConfig(kind=kind))
-one.save(filled(1, SMALL), {uri!r})[1].result(150)
+one.save({uri!r}, filled(1, SMALL))[1].result(150)
 atexit.register(save_once_more, one)
 """
 
@@ -182,12 +182,12 @@ import cloudckpt
 from faults.states import SMALL, filled
 
 with cloudckpt.make_async_checkpointer() as one:
-    one.save(filled(1, SMALL), {uri!r})[1].result(150)
+    one.save({uri!r}, filled(1, SMALL))[1].result(150)
     before = one._saver._process.pid
     if os.fork() == 0:
         sys.exit()
     os.wait()
-    one.save(filled(2, SMALL), {uri!r})[1].result(150)
+    one.save({uri!r}, filled(2, SMALL))[1].result(150)
     print("the same process:", one._saver._process.pid == before)
 """
 
@@ -210,7 +210,7 @@ from background.waiting import eventually, is_running
 from faults.states import SMALL, filled
 
 one = cloudckpt.make_async_checkpointer()
-one.save(filled(1, SMALL), {uri!r})[1].result(150)
+one.save({uri!r}, filled(1, SMALL))[1].result(150)
 worker = os.fork()
 if worker == 0:
     signal.pause()

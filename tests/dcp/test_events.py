@@ -40,7 +40,7 @@ def test_a_save_tells_its_phases_in_order(place, heard):
     assert phases(heard) == ["plan", "upload", "commit"]
     assert {event.uri for event in heard} == {place.uri}
     upload = heard[1]
-    assert upload.bytes >= 4000
+    assert upload.nbytes >= 4000
     assert 0 < upload.seconds < PATIENCE
 
 
@@ -49,7 +49,7 @@ def test_a_load_tells_what_it_read_and_verified(place, heard):
     heard.clear()
     cloudckpt.load({"t": torch.zeros(1000)}, checkpoint_id=place.uri, config=place.config)
     assert sorted(phases(heard)) == ["load", "verify"]
-    assert all(event.bytes >= 4000 for event in heard if event.phase != "progress")
+    assert all(event.nbytes >= 4000 for event in heard if event.phase != "progress")
 
 
 @pytest.mark.parametrize("kind", [THREAD, PROCESS], ids=["thread", "process"])
@@ -102,7 +102,7 @@ def test_progress_is_told_some_times_a_second(heard, monkeypatch):
     stats = TransferStats("memory://x/run", 0, total=3 * MIB)
     for _ in range(3):
         stats.add_bytes(MIB)
-    assert [(event.bytes, event.total) for event in heard] == [
+    assert [(event.nbytes, event.total) for event in heard] == [
         (MIB, 3 * MIB),
         (2 * MIB, 3 * MIB),
         (3 * MIB, 3 * MIB),

@@ -561,16 +561,16 @@ class Everywhere:
 
     def async_checkpointer_saves(self) -> None:
         with self._async() as checkpointer:
-            checkpointer.save({"t": numbered(5)}, self.uri)
+            checkpointer.save(self.uri, {"t": numbered(5)})
 
-    def async_checkpointer_takes_the_uri_first(self) -> None:
+    def async_checkpointer_is_given_the_state_first(self) -> None:
         state, uri = {"t": numbered(5)}, self.place.uri
         with self._async() as checkpointer:
-            checkpointer.save(*((uri, state) if _is_last() else (state, uri)))
+            checkpointer.save(*((state, uri) if _is_last() else (uri, state)))
 
     def async_checkpointer_saves_elsewhere(self) -> None:
         with self._async() as checkpointer:
-            checkpointer.save({"t": numbered(5)}, self.place.at(f"of-{dist.get_rank()}").uri)
+            checkpointer.save(self.place.at(f"of-{dist.get_rank()}").uri, {"t": numbered(5)})
 
     def an_async_checkpointer_of_another_kind(self) -> None:
         both = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS

@@ -114,7 +114,7 @@ def test_they_come_back_through_stock_calls(place):
 def test_they_come_back_from_saves_in_the_background(local, kind):
     config = CheckpointerConfig(config=local.config, kind=kind)
     with make_async_checkpointer(config) as checkpointer:
-        checkpointer.save(state(), local.uri)[1].result(PATIENCE)
+        checkpointer.save(local.uri, state())[1].result(PATIENCE)
     assert shown(everything(local)) == shown(state())
 
 
@@ -162,7 +162,7 @@ def test_what_will_not_load_is_said_when_it_is_saved(local, told, how):
         dcp.save(content, storage_writer=local.writer())
     else:
         with make_async_checkpointer(CheckpointerConfig(config=local.config)) as checkpointer:
-            checkpointer.save(content, local.uri)[1].result(PATIENCE)
+            checkpointer.save(local.uri, content)[1].result(PATIENCE)
     first, second = sorted(told())
     assert "model.own (list)" in first
     assert "OfTheUser" in first

@@ -278,7 +278,7 @@ def _options(place: Place, kind) -> CheckpointerConfig:
 def _by_checkpointer(place: Place, kind, states):
     with AsyncCheckpointer(_options(place, kind)) as checkpointer:
         for state in states:
-            checkpointer.save(state, place.uri)
+            checkpointer.save(place.uri, state)
             checkpointer.wait()
 
 
@@ -313,7 +313,7 @@ def test_a_checkpointer_that_saves_at_once_plans_once(local):
     options = CheckpointerConfig(config=local.config, no_dist=True)
     with SyncCheckpointer(options) as checkpointer, watched() as (_, plans):
         for step in (1, 2, 3):
-            checkpointer.save({"t": torch.full((3,), float(step))}, local.uri)
+            checkpointer.save(local.uri, {"t": torch.full((3,), float(step))})
     assert len(plans) == 1
 
 

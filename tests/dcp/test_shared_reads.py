@@ -38,7 +38,7 @@ def load(uri, state, config):
     reader = CloudStorageReader(uri, config=config)
     cloudckpt.load(state, storage_reader=reader)
     assert reader.transferred is not None
-    return reader.transferred.bytes
+    return reader.transferred.nbytes
 
 
 def all_load_the_same(place, shared_reads):

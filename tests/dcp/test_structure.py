@@ -70,13 +70,13 @@ def loaded(place: Place, **options):
 
 def by_checkpointer(content, place):
     with make_sync_checkpointer(CheckpointerConfig(config=place.config)) as checkpointer:
-        checkpointer.save(content, place.uri)
+        checkpointer.save(place.uri, content)
 
 
 def by_async_checkpointer(content, place, kind=AsyncCheckpointerType.THREAD):
     config = CheckpointerConfig(config=place.config, kind=kind)
     with make_async_checkpointer(config) as checkpointer:
-        checkpointer.save(content, place.uri)[1].result(PATIENCE)
+        checkpointer.save(place.uri, content)[1].result(PATIENCE)
 
 
 def by_process_of_checkpointer(content, place):

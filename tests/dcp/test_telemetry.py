@@ -108,7 +108,7 @@ def test_a_failed_phase_has_the_status_of_an_error(local, spans):
 def test_a_span_does_not_end_in_the_future(spans):
     began = time.time()
     event = cloudckpt.events.Event(
-        phase="verify", uri="memory://x/run", rank=0, began=began, seconds=3600.0, bytes=5
+        phase="verify", uri="memory://x/run", rank=0, began=began, seconds=3600.0, nbytes=5
     )
     cloudckpt.events.emit(event)
     (span,) = spans()

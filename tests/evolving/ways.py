@@ -77,7 +77,7 @@ class Ways:
             return lambda: manager.wait_until_finished()
         else:
             checkpointer = self._once((by, place.config), lambda: _checkpointer(kind, place))
-            saved = checkpointer.save(state, place.uri)
+            saved = checkpointer.save(place.uri, state)
             if saved is not None:
                 return lambda: _end(saved[1], checkpointer)
         return lambda: None

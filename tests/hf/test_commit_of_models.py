@@ -35,8 +35,8 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 NAMES = ("a", "b", "c")
 SHAPES = {  # of a model of three tensors: what save is told of its files
     "one file": {},
-    "two files": {"max_shard": 128},
-    "three files": {"max_shard": 64},
+    "two files": {"max_shard_size": 128},
+    "three files": {"max_shard_size": 64},
     "names of its own": {"fqn_to_file": {n: f"{n}.safetensors" for n in NAMES}},
 }
 RETRY = RetryPolicy(attempts=3, base=0.0, cap=0.0, deadline=1e9)

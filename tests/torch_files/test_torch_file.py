@@ -242,7 +242,7 @@ def test_all_events_of_a_file_say_which_and_of_whom(uri, heard, monkeypatch):
     assert phases.count("retry") == 3
     assert {"progress", "upload"} <= set(phases)
     (upload,) = (event for event in heard if event.phase == "upload")
-    assert upload.bytes == sent.bytes
+    assert upload.nbytes == sent.nbytes
     assert upload.seconds > 0
     assert max(event.total for event in heard) >= 300 * 4
 

@@ -409,7 +409,7 @@ class AsyncSaver:
             state = api.content_of(state_dict)
             with Span("stage", save.where, self._rank) as span:
                 self._stage(state, save, stager or self._stager)
-                span.bytes = 0 if save.copy is None else save.copy.size
+                span.nbytes = 0 if save.copy is None else save.copy.size
         finally:
             unsubscribe()
 

@@ -343,7 +343,7 @@ class CloudStorageReader(OurReader):
                 finally:
                     load.close()
                     self.transferred = stats.snapshot()
-                    span.bytes = self.transferred.bytes
+                    span.nbytes = self.transferred.nbytes
         finally:
             stats.tell_verified()
 

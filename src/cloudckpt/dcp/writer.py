@@ -286,13 +286,13 @@ class CloudStorageWriter(OurWriter):
                 written = self._send(plan.items, planner, stats, expected, quick, leave)
             finally:
                 self.transferred = stats.snapshot()
-            span.bytes = self.transferred.bytes
+            span.nbytes = self.transferred.nbytes
         timing = RankTiming(
             rank=self._rank,
             began=self._began,
             sending=sending,
             sent=time.time(),
-            nbytes=self.transferred.bytes,
+            nbytes=self.transferred.nbytes,
         )
         return dataclasses.replace(written, timing=timing)
 

@@ -78,11 +78,11 @@ _BETWEEN_LOOKS = 0.5  # seconds
 _LONGEST_SILENCE = 10.0  # seconds without a word that is new, after which nothing more is expected
 
 
-def adopt(checkpoint: URILike, *, wait: float = 60.0, config: Config | None = None) -> None:
+def adopt(uri: URILike, *, wait: float = 60.0, config: Config | None = None) -> None:
     """Commits a checkpoint whose trainers have ended before they could, if all of it was sent.
 
     Args:
-        checkpoint: Where it is.
+        uri: Where it is.
         wait: Seconds in which it is waited for processes that are still sending.
         config: Options.
 
@@ -92,8 +92,10 @@ def adopt(checkpoint: URILike, *, wait: float = 60.0, config: Config | None = No
         InvalidURIError: If it is no location.
         StoreError: If the store refuses or stays unreachable.
     """
-    uri = CheckpointURI.parse(checkpoint)
-    adopt_pending(uri, config if config is not None else Config(), until=time.monotonic() + wait)
+    location = CheckpointURI.parse(uri)
+    adopt_pending(
+        location, config if config is not None else Config(), until=time.monotonic() + wait
+    )
 
 
 def adopt_pending(

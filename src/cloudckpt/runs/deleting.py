@@ -28,7 +28,7 @@ from cloudckpt.uri import CheckpointURI, URILike
 __all__ = ["delete", "unneeded"]
 
 
-def delete(checkpoint_id: URILike, *, config: Config | None = None) -> None:
+def delete(uri: URILike, *, config: Config | None = None) -> None:
     """Deletes a committed checkpoint.
 
     Its commit object goes first, on the condition that no other save has replaced it meanwhile: so
@@ -41,7 +41,7 @@ def delete(checkpoint_id: URILike, *, config: Config | None = None) -> None:
     too.
 
     Args:
-        checkpoint_id: ``s3://bucket/path`` or another location.
+        uri: ``s3://bucket/path`` or another location.
         config: Options.
 
     Raises:
@@ -50,15 +50,15 @@ def delete(checkpoint_id: URILike, *, config: Config | None = None) -> None:
         CheckpointReplacedError: If another save has replaced it meanwhile; it stays as it is.
         StoreError: If the store refuses or stays unreachable.
     """
-    uri = CheckpointURI.parse(checkpoint_id)
+    location = CheckpointURI.parse(uri)
     config = config if config is not None else Config()
-    store, retrier = open_store(uri, config), Retrier(config.retry)
-    commit = uri.key(METADATA)
+    store, retrier = open_store(location, config), Retrier(config.retry)
+    commit = location.key(METADATA)
     try:
         found = retrier.call(partial(fetch, store, commit))
     except ObjectNotFoundError as error:
         raise CheckpointNotFoundError(
-            "there is no committed checkpoint to delete", uri=str(uri)
+            "there is no committed checkpoint to delete", uri=str(location)
         ) from error
     names = objects_of(found, store.uri(commit))
     try:
@@ -67,9 +67,9 @@ def delete(checkpoint_id: URILike, *, config: Config | None = None) -> None:
         raise CheckpointReplacedError(
             "another save has replaced it, or it was deleted, since its deletion began; what is "
             "there now was left as it is",
-            uri=str(uri),
+            uri=str(location),
         ) from error
-    keys = [uri.key(name) for name in sorted(names)]
+    keys = [location.key(name) for name in sorted(names)]
     delete_all(
         store,
         keys,
@@ -81,9 +81,9 @@ def delete(checkpoint_id: URILike, *, config: Config | None = None) -> None:
         again = retrier.call(partial(fetch, store, commit))
         if names & objects_of(again, store.uri(commit)):
             retrier.call(partial(store.delete, commit, if_version=again.info.version))
-    if uri.scheme == "file":
+    if location.scheme == "file":
         with contextlib.suppress(OSError):  # other files are in it
-            os.rmdir(uri.prefix)
+            os.rmdir(location.prefix)
 
 
 def unneeded(

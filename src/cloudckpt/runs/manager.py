@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import logging
 import math
+import numbers
 import os
 import time
 from collections.abc import Collection, Mapping
@@ -145,7 +146,7 @@ class CheckpointManager(ClosedAtExit):
                 raise ConfigError(
                     f"save_interval_steps={save_interval_steps!r}: give a whole number from 1 on"
                 )
-            if not isinstance(adopt_wait, (int, float)) or not 0 <= adopt_wait < math.inf:
+            if not isinstance(adopt_wait, numbers.Real) or not 0 <= adopt_wait < math.inf:
                 raise ConfigError(f"adopt_wait={adopt_wait!r}: give a number of seconds")
             kept = Retention(max_to_keep=max_to_keep, keep_period=keep_period, best_mode=best_mode)
             if checkpointer is not None and config is not None:
@@ -334,7 +335,7 @@ class CheckpointManager(ClosedAtExit):
             saver = self._direct
         self._in_use.begin(step)
         try:
-            futures = saver.save(state, self.uri(step), notes=noted)
+            futures = saver.save(self.uri(step), state, notes=noted)
         except BaseException:
             self._in_use.end(step)
             raise

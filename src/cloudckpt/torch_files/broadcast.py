@@ -212,7 +212,7 @@ class BroadcastingTorchSaveReader(OurReader):
             finally:
                 if self._contents is not None:
                     self.transferred = self._contents.file.transferred
-                    span.bytes = self.transferred.bytes
+                    span.nbytes = self.transferred.nbytes
                 self._forget()
         future: Future[None] = Future()
         future.set_result(None)

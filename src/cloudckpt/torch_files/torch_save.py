@@ -128,7 +128,7 @@ def write_torch_file(
         try:
             upload_stream(store, key, dump, config, stats, expected=expected)
         finally:
-            span.bytes = stats.snapshot().bytes
+            span.nbytes = stats.snapshot().nbytes
             forget_listings()
     return stats.snapshot()
 
