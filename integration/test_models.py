@@ -33,7 +33,7 @@ def _load(layout, place):
 
 def _read(place) -> dict[str, torch.Tensor]:
     def file(name: str) -> bytes:
-        return bytes(cloudckpt.load_file(f"{place.uri}/{name}", config=place.config))
+        return bytes(cloudckpt.files.load_file(f"{place.uri}/{name}", config=place.config))
 
     names = json.loads(file(_INDEX))["weight_map"]
     files = {name: load(file(name)) for name in set(names.values())}

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloudckpt import CheckpointURI, InvalidURIError
-from cloudckpt.uri import unfolded
+from cloudckpt.errors import InvalidURIError
+from cloudckpt.uri import CheckpointURI, unfolded
 
 SEGMENT = st.text(
     st.characters(blacklist_characters="/?#@", blacklist_categories=("Cc", "Cs")), min_size=1

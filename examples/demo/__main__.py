@@ -30,7 +30,7 @@ def main() -> None:
         parser.error("--steps must be 6 or more")
     try:
         passed = run(given.uri, steps=given.steps, keep=given.keep, console=Console())
-    except (ChildError, cloudckpt.CloudCheckpointError) as error:
+    except (ChildError, cloudckpt.errors.CloudCheckpointError) as error:
         sys.exit(f"the demo failed: {error}")
     if not passed:
         sys.exit("the demo failed: a check marked with ✗ above did not hold")

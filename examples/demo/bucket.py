@@ -44,7 +44,7 @@ def bucket_of_user(location: str, *, keep: bool) -> Iterator[CheckpointURI]:
     """
     uri = CheckpointURI.parse(location)
     if uri.scheme == "memory":
-        raise cloudckpt.InvalidURIError(
+        raise cloudckpt.errors.InvalidURIError(
             f"{location!r} can't be seen by other processes; write s3://bucket/path, gs://, az:// "
             "or a local folder"
         )

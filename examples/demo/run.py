@@ -203,7 +203,7 @@ class _Story:
 def _is_not_found(checkpoint: CheckpointURI) -> bool:
     try:
         cloudckpt.inspect(checkpoint)
-    except cloudckpt.CheckpointNotFoundError:
+    except cloudckpt.errors.CheckpointNotFoundError:
         return True
     return False
 

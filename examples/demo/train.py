@@ -96,7 +96,7 @@ def train(job: Job) -> None:
     saves = Saves()
     subscribe(saves.note)
     stalls = job.stall_at is not None  # amid its upload, which a process begins behind the planner
-    how = cloudckpt.CheckpointerConfig(
+    how = cloudckpt.checkpointer.CheckpointerConfig(
         kind=AsyncCheckpointerType.THREAD if stalls else AsyncCheckpointerType.PROCESS,
         planner=(lambda: StallingPlanner(job.stall_at)) if stalls else CloudSavePlanner,
     )

@@ -19,8 +19,10 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from typing_extensions import Self
 
 from cloudckpt import api
+from cloudckpt.background.async_save import close_async_savers
 from cloudckpt.background.save import SaveFuture
 from cloudckpt.background.saver import AsyncSaver
+from cloudckpt.background.stager import Stager
 from cloudckpt.config import Config
 from cloudckpt.dcp.arrivals import collective
 from cloudckpt.dcp.planners import (
@@ -39,7 +41,10 @@ __all__ = [
     "Checkpointer",
     "CheckpointerConfig",
     "CommitHook",
+    "SaveFuture",
+    "Stager",
     "SyncCheckpointer",
+    "close_async_savers",
     "make_async_checkpointer",
     "make_sync_checkpointer",
 ]

@@ -73,6 +73,7 @@ __all__ = [
     "ConfigError",
     "ConnectionLostError",
     "CredentialsError",
+    "Damage",
     "DifferentCheckpointsError",
     "IncompleteSaveError",
     "InstallError",

@@ -21,8 +21,7 @@ __all__ = [
     "Event",
     "Phase",
     "Timeline",
-    "emit",
-    "has_listeners",
+    "Transferred",
     "progress_bar",
     "record",
     "subscribe",
@@ -80,6 +79,23 @@ class Event:
     step: int | None = None
     newest_step: int | None = None
     newest_age: float | None = None
+
+
+@dataclass(frozen=True)
+class Transferred:
+    """The sum of one save or load of one rank.
+
+    Attributes:
+        nbytes: Payload bytes sent or received, those of repeated tries included.
+        requests: Data requests that succeeded.
+        retries: Requests that had to be tried again.
+        seconds: From the first to the last byte.
+    """
+
+    nbytes: int
+    requests: int
+    retries: int
+    seconds: float
 
 
 Listener = Callable[[Event], None]

@@ -24,11 +24,10 @@ from cloudckpt.errors import (
     ShapeMismatchError,
     UnsupportedTensorError,
 )
-from cloudckpt.events import Span
+from cloudckpt.events import Span, Transferred
 from cloudckpt.torch_files.torch_file import TorchFile, tensors_in
 from cloudckpt.torch_files.torch_save import write_torch_file
 from cloudckpt.transfer.landing import copy_into
-from cloudckpt.transfer.stats import Transferred
 from cloudckpt.uri import CheckpointURI
 
 try:

@@ -74,8 +74,8 @@ def save_file(
     A condition is decided by the store itself, so that of several writers one wins. Such an object
     is sent in one request, out of memory::
 
-        content = cloudckpt.load_file("s3://bucket/run/config.json")
-        cloudckpt.save_file(
+        content = cloudckpt.files.load_file("s3://bucket/run/config.json")
+        cloudckpt.files.save_file(
             "s3://bucket/run/config.json", changed(content), if_version=content.version
         )
 

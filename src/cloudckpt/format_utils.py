@@ -11,6 +11,7 @@ from typing import Any, Literal
 from torch.distributed.checkpoint.metadata import Metadata
 
 from cloudckpt.api import ToLoad, exists, load_prepared, save
+from cloudckpt.checkpoint.metadata import add_safe_metadata_globals
 from cloudckpt.checkpoint.notes import Notes
 from cloudckpt.checkpoint.objects import beneath, is_committed
 from cloudckpt.config import Config
@@ -24,18 +25,18 @@ from cloudckpt.errors import (
     InvalidURIError,
     ObjectNotFoundError,
 )
-from cloudckpt.events import Span
+from cloudckpt.events import Span, Transferred
 from cloudckpt.torch_files.broadcast import BroadcastingTorchSaveReader
 from cloudckpt.torch_files.torch_file import TorchFile
 from cloudckpt.torch_files.torch_save import check_destination, write_torch_file
 from cloudckpt.transfer.retry import Retrier, begun_anew, open_store
-from cloudckpt.transfer.stats import Transferred
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = [
     "BroadcastingTorchSaveReader",
     "DynamicMetaLoadPlanner",
     "Kind",
+    "add_safe_metadata_globals",
     "dcp_to_dcp",
     "dcp_to_torch_save",
     "kind_of",

@@ -11,7 +11,7 @@ from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 from cloudckpt.errors import InvalidURIError
 
-__all__ = ["CLOUD_SCHEMES", "CheckpointURI", "URILike", "text_of", "unfolded"]
+__all__ = ["CheckpointURI", "URILike"]
 
 CLOUD_SCHEMES = frozenset({"s3", "gs", "az"})
 _SCHEMES = CLOUD_SCHEMES | {"file", "memory"}

@@ -11,19 +11,16 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
-from cloudckpt import (
-    AsyncCheckpointer,
-    BackgroundOptions,
-    CheckpointerConfig,
+from cloudckpt import BackgroundOptions, api
+from cloudckpt.background.saver import AsyncSaver
+from cloudckpt.checkpointer import AsyncCheckpointer, CheckpointerConfig, make_async_checkpointer
+from cloudckpt.errors import (
     CheckpointError,
     ConfigError,
     RanksFailedError,
     SaveInProgressError,
     SaveProcessError,
-    api,
-    make_async_checkpointer,
 )
-from cloudckpt.background.saver import AsyncSaver
 from dcp.children import in_a_child
 from dcp.places import Place
 from faults.states import SMALL, filled
@@ -293,5 +290,5 @@ def test_a_saver_that_does_not_know_of_the_other_ranks_refuses_to_save(local, ra
 
 def test_without_other_ranks_none_are_needed(local):
     cloudckpt.async_save(filled(1, SMALL), checkpoint_id=local.uri).result(PATIENCE)
-    cloudckpt.close_async_savers()
+    cloudckpt.checkpointer.close_async_savers()
     assert step_at(local) == 1

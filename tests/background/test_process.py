@@ -21,21 +21,20 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
-from cloudckpt import (
-    BackgroundOptions,
-    CheckpointConflictError,
-    CloudStorageWriter,
-    CommitHook,
-    ConfigError,
-    SaveProcessError,
-    StagingMemoryError,
-)
+from cloudckpt import BackgroundOptions, CloudStorageWriter
 from cloudckpt.background import arena as arenas
 from cloudckpt.background import process
 from cloudckpt.background.channel import Job
 from cloudckpt.background.process import _Life
 from cloudckpt.background.saver import AsyncSaver
+from cloudckpt.checkpointer import CommitHook
 from cloudckpt.config import MIB
+from cloudckpt.errors import (
+    CheckpointConflictError,
+    ConfigError,
+    SaveProcessError,
+    StagingMemoryError,
+)
 from cloudckpt.hf import SafetensorsWriter
 from dcp.values import assert_same, blank_like, numbered
 from faults.states import BIG, SMALL, filled
@@ -287,7 +286,7 @@ def test_what_is_refused_is_told_and_harms_no_other_save(one, shaky, proxy):
     pid = pid_of(one)
     proxy.inject(s3_error(403, "AccessDenied"), operation="PutObject", path="*.distcp*")
     error = begin(one, 1, shaky).exception(PATIENCE)
-    assert isinstance(error, cloudckpt.AccessDeniedError)
+    assert isinstance(error, cloudckpt.errors.AccessDeniedError)
     proxy.clear()
     begin(one, 2, shaky).result(PATIENCE)
     assert (step_at(shaky), pid_of(one)) == (2, pid)

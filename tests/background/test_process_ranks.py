@@ -12,17 +12,17 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from cloudckpt import (
-    BackgroundOptions,
+from cloudckpt import BackgroundOptions
+from cloudckpt.background import arena as arenas
+from cloudckpt.background import process
+from cloudckpt.background.saver import AsyncSaver
+from cloudckpt.errors import (
     ConfigError,
     RanksFailedError,
     SaveProcessError,
     StagingError,
     StagingMemoryError,
 )
-from cloudckpt.background import arena as arenas
-from cloudckpt.background import process
-from cloudckpt.background.saver import AsyncSaver
 from cloudckpt.hf import SafetensorsWriter
 from dcp.places import Place
 

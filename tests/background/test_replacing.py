@@ -9,19 +9,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
-from cloudckpt import (
-    BackgroundOptions,
-    CheckpointerConfig,
-    CheckpointManager,
-    Preemption,
-    RetryPolicy,
-    SaveInProgressError,
-    StagingMemoryError,
-    waiting,
-)
+from cloudckpt import BackgroundOptions, CheckpointManager, RetryPolicy, waiting
 from cloudckpt.background import saver as savers
 from cloudckpt.background import stager as stagers
 from cloudckpt.background.saver import AsyncSaver
+from cloudckpt.checkpointer import CheckpointerConfig
+from cloudckpt.errors import SaveInProgressError, StagingMemoryError
+from cloudckpt.runs import Preemption
 from cloudckpt.waiting import Waiting
 from wire.faults import s3_error
 

@@ -19,10 +19,11 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, F
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 
 import cloudckpt
-from cloudckpt import ClosedError, SaveInProgressError, Stager, StagingMemoryError
 from cloudckpt.background import arena as arenas
 from cloudckpt.background import stager as stagers
+from cloudckpt.checkpointer import Stager
 from cloudckpt.config import MIB
+from cloudckpt.errors import ClosedError, SaveInProgressError, StagingMemoryError
 from dcp.children import in_a_child
 from dcp.values import assert_same, numbered
 
@@ -260,7 +261,7 @@ def test_a_copy_waits_for_the_one_before_and_goes_on_with_its_release():
 
 def test_a_failed_copy_frees_its_memory(stager):
     for _ in range(3):
-        with pytest.raises(cloudckpt.StagingError):
+        with pytest.raises(cloudckpt.errors.StagingError):
             stager.stage({"t": numbered(10), "lock": threading.Lock()})
         gc.collect()
     assert_same(stager.stage({"t": numbered(7)})["t"], numbered(7))

@@ -90,7 +90,7 @@ GUARDLESS = """
 import cloudckpt
 from faults.states import SMALL, filled
 
-with cloudckpt.make_async_checkpointer() as one:
+with cloudckpt.checkpointer.make_async_checkpointer() as one:
     one.save({uri!r}, filled({step}, SMALL))[1].result(150)
 print("saved")
 """
@@ -144,7 +144,7 @@ AT_THE_END = """
 import atexit
 
 import cloudckpt
-from cloudckpt import CheckpointerConfig
+from cloudckpt.checkpointer import CheckpointerConfig
 from faults.states import SMALL, filled
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
@@ -159,7 +159,7 @@ def save_once_more(one):
 
 
 kind = AsyncCheckpointerType.{kind}
-one = cloudckpt.make_async_checkpointer(CheckpointerConfig(kind=kind))
+one = cloudckpt.checkpointer.make_async_checkpointer(CheckpointerConfig(kind=kind))
 one.save({uri!r}, filled(1, SMALL))[1].result(150)
 atexit.register(save_once_more, one)
 """
@@ -181,7 +181,7 @@ import sys
 import cloudckpt
 from faults.states import SMALL, filled
 
-with cloudckpt.make_async_checkpointer() as one:
+with cloudckpt.checkpointer.make_async_checkpointer() as one:
     one.save({uri!r}, filled(1, SMALL))[1].result(150)
     before = one._saver._process.pid
     if os.fork() == 0:
@@ -209,7 +209,7 @@ import cloudckpt
 from background.waiting import eventually, is_running
 from faults.states import SMALL, filled
 
-one = cloudckpt.make_async_checkpointer()
+one = cloudckpt.checkpointer.make_async_checkpointer()
 one.save({uri!r}, filled(1, SMALL))[1].result(150)
 worker = os.fork()
 if worker == 0:

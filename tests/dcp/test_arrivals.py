@@ -46,7 +46,7 @@ def _load(folder, group):
 
 def _async_save(folder, group):
     cloudckpt.async_save(state(), checkpoint_id=f"{folder}/saved", process_group=group).result()
-    cloudckpt.close_async_savers()
+    cloudckpt.checkpointer.close_async_savers()
 
 
 CALLS = {"cloudckpt.save": _save, "cloudckpt.load": _load, "cloudckpt.async_save": _async_save}

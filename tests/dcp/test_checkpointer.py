@@ -10,17 +10,19 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from cloudckpt import (
-    AccessDeniedError,
+from cloudckpt import Config
+from cloudckpt.checkpointer import (
     CheckpointerConfig,
-    CheckpointNotFoundError,
-    ClosedError,
     CommitHook,
-    Config,
-    ConfigError,
-    MissingKeyError,
     make_async_checkpointer,
     make_sync_checkpointer,
+)
+from cloudckpt.errors import (
+    AccessDeniedError,
+    CheckpointNotFoundError,
+    ClosedError,
+    ConfigError,
+    MissingKeyError,
 )
 
 from .places import Place, on_disk

@@ -77,7 +77,7 @@ def test_a_timeline_becomes_a_trace(local, tmp_path):
 
 
 def test_a_failed_phase_says_so(local, heard):
-    with pytest.raises(cloudckpt.UnsupportedTensorError):
+    with pytest.raises(cloudckpt.errors.UnsupportedTensorError):
         cloudckpt.save(
             {"t": torch.zeros(3, device="meta")}, checkpoint_id=local.uri, config=local.config
         )
@@ -90,7 +90,7 @@ def test_a_failed_phase_says_so(local, heard):
 def test_retries_and_throttling_are_told(heard):
     stats = TransferStats("memory://x/run", 3)
     stats.add_retry(ServerError("inside"))
-    stats.add_retry(cloudckpt.ThrottledError("slow down"))
+    stats.add_retry(cloudckpt.errors.ThrottledError("slow down"))
     assert [(event.phase, event.rank, event.detail) for event in heard] == [
         ("retry", 3, "ServerError"),
         ("throttle", 3, "ThrottledError"),
@@ -231,7 +231,7 @@ def test_a_progress_bar_shows_a_failure_as_such(local, monkeypatch):
     pytest.importorskip("rich")
     monkeypatch.setattr(sys, "stderr", Terminal())
     state = {"t": torch.zeros(3, device="meta")}
-    with events.progress_bar(), pytest.raises(cloudckpt.UnsupportedTensorError):
+    with events.progress_bar(), pytest.raises(cloudckpt.errors.UnsupportedTensorError):
         cloudckpt.save(state, checkpoint_id=local.at("[red]").uri, config=local.config)
     shown = sys.stderr.getvalue()
     assert "FAILED" in shown

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_s
 from torch.distributed.checkpoint.metadata import Metadata
 
 import cloudckpt
-from cloudckpt import CheckpointCorruptError, UntrustedPickleError
+from cloudckpt.errors import CheckpointCorruptError, UntrustedPickleError
 
 from .layouts import LAYOUTS, check_local_parts, full_state, spread
 from .places import Place
@@ -148,7 +148,7 @@ def test_a_compressed_item_of_an_unknown_transform_is_no_silent_garbage(local):
         info.transform_descriptors = ["stream.unheard-of/1"]
     with open(f"{local.path}/.metadata", "wb") as file:
         pickle.dump(metadata, file)
-    with pytest.raises(cloudckpt.CloudCheckpointError, match=r"stream\.unheard-of"):
+    with pytest.raises(cloudckpt.errors.CloudCheckpointError, match=r"stream\.unheard-of"):
         cloudckpt.load({"t": torch.zeros(100)}, checkpoint_id=local.uri, config=local.config)
 
 

@@ -7,20 +7,13 @@ import pytest
 import torch
 
 import cloudckpt
-from cloudckpt import (
-    CheckpointURI,
-    CloudStorageReader,
-    CloudStorageWriter,
-    Config,
-    RanksFailedError,
-    RetryPolicy,
-    S3Options,
-    Transferred,
-    errors,
-)
+from cloudckpt import CloudStorageReader, CloudStorageWriter, Config, RetryPolicy, S3Options, errors
 from cloudckpt.dcp.planners import CloudLoadPlanner, CloudSavePlanner
+from cloudckpt.errors import RanksFailedError
+from cloudckpt.events import Transferred
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.stores.registry import open_store
+from cloudckpt.uri import CheckpointURI
 
 from .children import in_a_child
 from .places import Place

@@ -15,12 +15,12 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
-from cloudckpt import (
+from cloudckpt.checkpointer import (
     CheckpointerConfig,
-    KeyCollisionError,
     make_async_checkpointer,
     make_sync_checkpointer,
 )
+from cloudckpt.errors import KeyCollisionError
 from cloudckpt.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
 from .places import Place

@@ -95,7 +95,7 @@ def test_spans_of_a_background_save_stand_beneath_that_of_the_caller(kind, local
 
 
 def test_a_failed_phase_has_the_status_of_an_error(local, spans):
-    with pytest.raises(cloudckpt.UnsupportedTensorError):
+    with pytest.raises(cloudckpt.errors.UnsupportedTensorError):
         save(local, {"t": torch.zeros(3, device="meta")})
     plan, upload = spans()
     assert plan.status.status_code is StatusCode.UNSET

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint import (
 from torch.testing._internal.two_tensor import TwoTensor
 
 import cloudckpt
-from cloudckpt import ShapeMismatchError, UnsupportedTensorError, UntrustedPickleError
 from cloudckpt.dcp import loading
+from cloudckpt.errors import ShapeMismatchError, UnsupportedTensorError, UntrustedPickleError
 from cloudckpt.transfer.download import download
 
 from .children import in_a_child

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 import cloudckpt
-from cloudckpt import CheckpointNotFoundError, CloudCheckpointError
+from cloudckpt.errors import CheckpointNotFoundError, CloudCheckpointError
 from forks import child
 from wire.faults import Call, Reset
 from wire.hop import Fault, Hop

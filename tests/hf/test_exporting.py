@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 import cloudckpt
 import cloudckpt.format_utils
-from cloudckpt import CheckpointCorruptError, CheckpointNotFoundError, KeyCollisionError
 from cloudckpt.checksum import CRC32C, Blocks
 from cloudckpt.config import MIB
+from cloudckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, KeyCollisionError
 from cloudckpt.hf import export_checkpoint
 from cloudckpt.hf.exporting import PlannedCopy, cut_into_parts
 from cloudckpt.transfer.landing import StoredBytes

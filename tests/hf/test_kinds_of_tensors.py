@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import cloudckpt.hf
-from cloudckpt import ConfigError, KeyCollisionError, UnsupportedTensorError
+from cloudckpt.errors import ConfigError, KeyCollisionError, UnsupportedTensorError
 from dcp.values import assert_same, numbered
 
 safetensors_torch = pytest.importorskip("safetensors.torch")

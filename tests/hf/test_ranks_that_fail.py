@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import cloudckpt.hf
-from cloudckpt import AccessDeniedError
+from cloudckpt.errors import AccessDeniedError
 from cloudckpt.stores import registry
 from dcp.layouts import LAYOUTS, spread
 from dcp.values import numbered

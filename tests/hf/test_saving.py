@@ -8,7 +8,7 @@ import torch
 
 import cloudckpt
 import cloudckpt.hf
-from cloudckpt import (
+from cloudckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     MissingKeyError,

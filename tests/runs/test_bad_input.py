@@ -16,14 +16,15 @@ import pytest
 import torch
 
 import cloudckpt
-from cloudckpt import CheckpointerConfig, CheckpointManager, Config, Preemption
+from cloudckpt import CheckpointManager, Config
+from cloudckpt.checkpointer import CheckpointerConfig
 from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointCorruptError,
     CheckpointNotFoundError,
     InvalidURIError,
 )
-from cloudckpt.runs import deleting, sweeping
+from cloudckpt.runs import Preemption, deleting, sweeping
 from cloudckpt.stores import memory
 from cloudckpt.stores.memory import MemoryStore
 from wire.faults import s3_error
@@ -173,7 +174,7 @@ def test_a_request_that_is_refused_for_the_clock_says_so(bucket, s3_url, s3_conf
     with FaultyProxy(s3_url) as proxy:
         proxy.inject(s3_error(403, "RequestTimeTooSkewed"))
         config = at(proxy, s3_config)
-        with pytest.raises(cloudckpt.StoreError, match="clock is wrong"):
+        with pytest.raises(cloudckpt.errors.StoreError, match="clock is wrong"):
             cloudckpt.latest(f"s3://{bucket}/run", config=config)
 
 

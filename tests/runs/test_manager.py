@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
-from cloudckpt import BackgroundOptions, CheckpointerConfig, CommitHook, Config
+from cloudckpt import BackgroundOptions, Config
+from cloudckpt.checkpointer import CheckpointerConfig, CommitHook
 from cloudckpt.errors import (
     CheckpointConflictError,
     CheckpointCorruptError,
@@ -589,7 +590,7 @@ def test_a_failure_that_nobody_was_told_is_raised_by_close_and_all_is_given_back
     threads = threading.active_count()
     manager = managed(run, hook=Broken(1), preemption=Preemption())
     manager.save(1, state(1))
-    with pytest.raises(cloudckpt.CloudCheckpointError, match="the dog ate it"):
+    with pytest.raises(cloudckpt.errors.CloudCheckpointError, match="the dog ate it"):
         manager.close()
     manager.close()
     assert signal.getsignal(signal.SIGTERM) is before

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 import cloudckpt
-from cloudckpt import CheckpointError, ConfigError, RanksFailedError, events
+from cloudckpt import events
+from cloudckpt.errors import CheckpointError, ConfigError, RanksFailedError
 from cloudckpt.format_utils import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
 from cloudckpt.torch_files import broadcast
 from cloudckpt.torch_files.batches import Targets

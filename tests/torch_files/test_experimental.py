@@ -30,7 +30,8 @@ from torch.distributed.checkpoint._experimental.checkpoint_process import (
     CheckpointProcessConfig,
 )
 
-from cloudckpt import (
+from cloudckpt import events
+from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointCorruptError,
     CheckpointError,
@@ -39,7 +40,6 @@ from cloudckpt import (
     InvalidURIError,
     ShapeMismatchError,
     UntrustedPickleError,
-    events,
 )
 from cloudckpt.experimental import CloudCheckpointReader, CloudCheckpointWriter
 from cloudckpt.stores.registry import open_store

@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import cloudckpt
-from cloudckpt import (
+from cloudckpt import events, format_utils
+from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointCorruptError,
     CheckpointError,
@@ -35,8 +36,6 @@ from cloudckpt import (
     StorageFullError,
     UnsupportedTensorError,
     UntrustedPickleError,
-    events,
-    format_utils,
 )
 from cloudckpt.format_utils import (
     BroadcastingTorchSaveReader,

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils.serialization import config as torch_config
 
-from cloudckpt import CheckpointCorruptError, CheckpointError, Config, events
+from cloudckpt import Config, events
 from cloudckpt.config import MIB
-from cloudckpt.errors import ConnectionLostError
+from cloudckpt.errors import CheckpointCorruptError, CheckpointError, ConnectionLostError
 from cloudckpt.stores.registry import open_store
 from cloudckpt.torch_files import torch_file
 from cloudckpt.torch_files.object_file import ObjectFile

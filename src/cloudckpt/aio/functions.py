@@ -85,5 +85,5 @@ async def verify(uri: URILike, *, config: Config | None = None) -> Verified:
 async def load_file(
     uri: URILike, *, if_version: str | None = None, config: Config | None = None
 ) -> files.FileContent:
-    """As :func:`cloudckpt.load_file`, in threads; if it is cancelled, they end by themselves."""
+    """As :func:`cloudckpt.files.load_file`, in threads, which end by themselves if cancelled."""
     return await in_thread(partial(files.load_file, uri, if_version=if_version, config=config))

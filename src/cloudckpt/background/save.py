@@ -24,8 +24,7 @@ from cloudckpt.errors import (
     SaveInProgressError,
     StagingError,
 )
-from cloudckpt.events import Event, Timeline, subscribe
-from cloudckpt.transfer.stats import Transferred
+from cloudckpt.events import Event, Timeline, Transferred, subscribe
 
 __all__ = [
     "PendingSave",

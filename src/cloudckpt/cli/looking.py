@@ -129,7 +129,7 @@ def _write(name: str, text: str) -> None:
         fail(f"{name} can't be written: {error.strerror}", FAILED)
 
 
-def _form(item: "cloudckpt.StoredItem | None") -> str:
+def _form(item: "cloudckpt.runs.StoredItem | None") -> str:
     """Type and shape of an entry."""
     if item is None:
         return ""
@@ -138,5 +138,5 @@ def _form(item: "cloudckpt.StoredItem | None") -> str:
     return f"{item.dtype} {_shape(item)}"
 
 
-def _shape(item: "cloudckpt.StoredItem") -> str:
+def _shape(item: "cloudckpt.runs.StoredItem") -> str:
     return "" if item.shape is None else " x ".join(map(str, item.shape)) or "scalar"

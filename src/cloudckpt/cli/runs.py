@@ -202,7 +202,7 @@ def _delete(checkpoints: Sequence[str], as_json: bool, quiet: bool) -> None:
             print_json({"dry_run": False, "checkpoints": deleted})
 
 
-def _told(found: "cloudckpt.Leftovers") -> str:
+def _told(found: "cloudckpt.runs.Leftovers") -> str:
     size = as_size(found.nbytes)
     return f"{len(found.objects)} objects ({size}) and {len(found.uploads)} uploads"
 

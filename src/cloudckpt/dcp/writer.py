@@ -39,14 +39,14 @@ from cloudckpt.errors import (
     IncompleteSaveError,
     UnsupportedTensorError,
 )
-from cloudckpt.events import Event, Span, emit
+from cloudckpt.events import Event, Span, Transferred, emit
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectStore, random_suffix
 from cloudckpt.stores.listings import forget_listings
 from cloudckpt.stores.registry import checkpoint_location
 from cloudckpt.transfer.deleting import delete_quietly
 from cloudckpt.transfer.retry import Retrier, open_store
-from cloudckpt.transfer.stats import Transferred, TransferStats
+from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["CloudStorageWriter", "CommitHook", "OurWriter", "check_together", "run_after"]

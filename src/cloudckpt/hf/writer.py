@@ -31,7 +31,7 @@ from cloudckpt.errors import (
     TransferCancelledError,
     UnsupportedTensorError,
 )
-from cloudckpt.events import Span
+from cloudckpt.events import Span, Transferred
 from cloudckpt.hf.commit import FilesUnderConstruction
 from cloudckpt.hf.layout import (
     Chunk,
@@ -45,7 +45,7 @@ from cloudckpt.hf.sending import send_work
 from cloudckpt.stores.base import Part, Upload
 from cloudckpt.transfer.memory import is_plain, settled
 from cloudckpt.transfer.retry import open_store
-from cloudckpt.transfer.stats import Transferred, TransferStats
+from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["SafetensorsWriter", "bytes_of_size"]

@@ -146,7 +146,8 @@ class CheckpointManager(ClosedAtExit):
                 raise ConfigError(
                     f"save_interval_steps={save_interval_steps!r}: give a whole number from 1 on"
                 )
-            if not isinstance(adopt_wait, numbers.Real) or not 0 <= adopt_wait < math.inf:
+            given: object = adopt_wait
+            if not isinstance(given, numbers.Real) or not 0 <= float(given) < math.inf:
                 raise ConfigError(f"adopt_wait={adopt_wait!r}: give a number of seconds")
             kept = Retention(max_to_keep=max_to_keep, keep_period=keep_period, best_mode=best_mode)
             if checkpointer is not None and config is not None:

@@ -21,7 +21,7 @@ from cloudckpt.errors import (
     InvalidURIError,
     ObjectNotFoundError,
 )
-from cloudckpt.events import Span
+from cloudckpt.events import Span, Transferred
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.stores.listings import forget_listings
 from cloudckpt.torch_files.torch_file import object_at
@@ -30,7 +30,7 @@ from cloudckpt.transfer.packing import Slab
 from cloudckpt.transfer.parts import Piece, choose_part_size
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.staging import StagingPool
-from cloudckpt.transfer.stats import Transferred, TransferStats
+from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.upload import ObjectUpload
 from cloudckpt.uri import CheckpointURI
 

@@ -4,32 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
 from typing import Any
 
 from cloudckpt.errors import StoreError, ThrottledError
-from cloudckpt.events import Event, Phase, emit, has_listeners
+from cloudckpt.events import Event, Phase, Transferred, emit, has_listeners
 
-__all__ = ["Transferred", "TransferStats"]
+__all__ = ["TransferStats"]
 
 _BETWEEN_EVENTS = 0.2  # seconds
-
-
-@dataclass(frozen=True)
-class Transferred:
-    """The sum of one save or load of one rank.
-
-    Attributes:
-        nbytes: Payload bytes sent or received, those of repeated tries included.
-        requests: Data requests that succeeded.
-        retries: Requests that had to be tried again.
-        seconds: From the first to the last byte.
-    """
-
-    nbytes: int
-    requests: int
-    retries: int
-    seconds: float
 
 
 class TransferStats:
