@@ -42,7 +42,7 @@ def _failed_on_one(place: Place, kind, when_busy: str) -> list[str]:
     one = checkpointer(place, kind, when_busy=when_busy)
     for step in (1, 2, 3):
         try:
-            _, written = one.save(of_rank(step), place.at(f"step-{step}").uri)
+            _, written = one.save(place.at(f"step-{step}").uri, of_rank(step))
             error = written.exception(PATIENCE)
             told.append("saved" if error is None else type(error).__name__)
         except CheckpointError as raised:
@@ -98,12 +98,12 @@ def _told_at_different_times(place: Place) -> list[str]:
     told = []
     one = checkpointer(place, when_busy="double_buffer")
     with LateToHear(rank=1) as late:
-        first = one.save(of_rank(1), place.at("step-1").uri, planner=Refusing())[1]
+        first = one.save(place.at("step-1").uri, of_rank(1), planner=Refusing())[1]
         if dist.get_rank() == 0:
             assert first.exception(PATIENCE) is not None
         for step in (2, 3, 4):
             try:
-                _, written = one.save(of_rank(step), place.at(f"step-{step}").uri)
+                _, written = one.save(place.at(f"step-{step}").uri, of_rank(step))
                 late.may_hear.set()
                 error = written.exception(PATIENCE)
                 told.append("saved" if error is None else repr(error))
@@ -125,18 +125,18 @@ def test_a_failure_costs_one_save_also_where_the_ranks_hear_of_it_at_different_t
 def _interrupted_on_one(place: Place, folder: Path) -> None:
     gate, rank = Gate(folder), dist.get_rank()
     with checkpointer(place) as one:
-        first = one.save(of_rank(1), place.at("step-1").uri, planner=gate)[1]
+        first = one.save(place.at("step-1").uri, of_rank(1), planner=gate)[1]
         gate.wait()
         if rank == 0:  # Ctrl-C, while it waits for the save before
             with mock.patch.object(one._saver, "_take_turn", side_effect=KeyboardInterrupt):
                 gate.open()
                 with pytest.raises(KeyboardInterrupt):
-                    one.save(of_rank(2), place.at("step-2").uri)
+                    one.save(place.at("step-2").uri, of_rank(2))
         else:
             with pytest.raises(RanksFailedError, match="rank 0: KeyboardInterrupt"):
-                one.save(of_rank(2), place.at("step-2").uri)
+                one.save(place.at("step-2").uri, of_rank(2))
         first.result(PATIENCE)
-        one.save(of_rank(3), place.at("step-3").uri)[1].result(PATIENCE)
+        one.save(place.at("step-3").uri, of_rank(3))[1].result(PATIENCE)
 
 
 def test_an_interrupt_of_one_rank_that_waits_is_told_to_the_others(local, ranks, tmp_path):
@@ -159,9 +159,9 @@ def test_a_failure_is_told_although_a_save_was_skipped_in_between(local, tmp_pat
 def test_a_failure_is_told_although_the_next_save_was_begun_before_it(local, tmp_path):
     gate = Gate(tmp_path)
     one = checkpointer(local, when_busy="double_buffer")
-    one.save(filled(1, SMALL), local.at("1").uri, planner=Failing(gate))
+    one.save(local.at("1").uri, filled(1, SMALL), planner=Failing(gate))
     gate.wait()
-    second = one.save(filled(2, SMALL), local.at("2").uri)[1]
+    second = one.save(local.at("2").uri, filled(2, SMALL))[1]
     gate.open()
     second.result(PATIENCE)
     with pytest.raises(CheckpointError, match="the dog ate it"):

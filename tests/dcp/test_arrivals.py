@@ -2,6 +2,8 @@
 
 import contextlib
 import logging
+import subprocess
+import sys
 import time
 
 import pytest
@@ -142,6 +144,34 @@ def _marks_after_a_wait(folder):
 
 def test_a_wait_that_is_over_leaves_no_mark_and_no_thread(ranks, tmp_path):
     assert ranks(2, _marks_after_a_wait, tmp_path) == [[False, False]] * 2
+
+
+_ENDS = """
+import datetime, sys, time
+import torch.distributed as dist
+from cloudckpt.dcp import arrivals
+
+arrivals._TICK = 0.01
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+def look(wait):
+    store = arrivals.store_of_group(dist.group.WORLD)
+    store.wait(["what nobody writes"], datetime.timedelta(seconds=2))
+
+arrivals._Wait.look = look
+
+@arrivals.collective("call")
+def call():
+    with arrivals.all_expected(dist.group.WORLD):
+        time.sleep(0.5)
+
+call()
+"""
+
+
+def test_an_interpreter_may_end_while_the_store_is_asked():
+    ended = subprocess.run([sys.executable, "-c", _ENDS], capture_output=True, timeout=250)
+    assert (ended.returncode, b"terminate called" in ended.stderr) == (0, False), ended.stderr
 
 
 def _stores_asked(folder):

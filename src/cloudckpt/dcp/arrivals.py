@@ -11,6 +11,7 @@ takes it away when the wait is over: a call to which all ranks come in time asks
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import logging
@@ -36,6 +37,7 @@ logger = logging.getLogger("cloudckpt")
 FIRST_LINE = 15.0
 """Seconds of waiting after which the first line is written; each further pause is twice as long."""
 _TICK = 0.5  # seconds between two looks of the thread; a rank that has waited for one is marked
+_LAST_CALL = 10.0  # seconds that a call of the store may take when the interpreter ends
 _MOST_LOOKS = 64  # ranks of one group that look for the others: a look costs a request a rank
 
 _call: ContextVar[str | None] = ContextVar("cloudckpt_call", default=None)
@@ -157,7 +159,12 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 class _Watcher:
-    """A thread that looks at the waits of this process; it ends when there are none."""
+    """A thread that looks at the waits of this process; it ends when there are none.
+
+    It must not be in a call of the store when the interpreter ends: the thread would be ended
+    there, amid frames of C++, which ends the process by ``std::terminate``. So the interpreter ends
+    it before.
+    """
 
     def __init__(self) -> None:
         self._lock = ModuleLock()
@@ -165,14 +172,16 @@ class _Watcher:
         self._over: list[_Wait] = []  # whose marks are to be taken away
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
+        self._closing = threading.Event()
 
     def begin(self, wait: _Wait) -> None:
         with self._lock:
             if self._pid != os.getpid():  # those are of the process that forked
                 self._waits, self._over, self._thread = [], [], None
+                self._closing = threading.Event()
                 self._pid = os.getpid()
             self._waits.append(wait)
-            if self._thread is None:
+            if self._thread is None and not self._closing.is_set():
                 self._thread = threading.Thread(
                     target=self._run, name="cloudckpt-arrivals", daemon=True
                 )
@@ -187,9 +196,16 @@ class _Watcher:
                 self._waits.remove(wait)
                 self._over.append(wait)
 
+    def close(self) -> None:
+        """Ends the thread for good."""
+        with self._lock:
+            self._closing.set()
+            thread = self._thread if self._pid == os.getpid() else None
+        if thread is not None:
+            thread.join(_LAST_CALL)
+
     def _run(self) -> None:
-        while True:
-            time.sleep(_TICK)
+        while not self._closing.wait(_TICK):
             with self._lock:
                 waits = list(self._waits)
                 over, self._over = [wait for wait in self._over if wait.is_marked], []
@@ -203,3 +219,4 @@ class _Watcher:
 
 
 _watcher = _Watcher()
+atexit.register(_watcher.close)
