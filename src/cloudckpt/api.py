@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -233,6 +233,7 @@ def load_prepared(
     """
 
     def content() -> dict[str, Any]:
+        _check_dict(state_dict)
         # torch sorts the keys, which it could not do if there were integers beside strings
         named = {str(key): value for key, value in state_dict.items()}
         if len(named) < len(state_dict):
@@ -291,7 +292,12 @@ def exists(uri: URILike, *, config: Config | None = None) -> bool:
 
 
 def content_of(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The state dict with what its ``Stateful`` values return, which are asked one by one."""
+    """The state dict with what its ``Stateful`` values return, which are asked one by one.
+
+    Raises:
+        ConfigError: If it is no dict.
+    """
+    _check_dict(state_dict)
     return {
         # tensors first: whether a class has the methods of a protocol is slow to tell
         key: value
@@ -299,6 +305,15 @@ def content_of(state_dict: dict[str, Any]) -> dict[str, Any]:
         else value.state_dict()
         for key, value in state_dict.items()
     }
+
+
+def _check_dict(state_dict: object) -> None:
+    if not isinstance(state_dict, Mapping):
+        kind = type(state_dict).__name__
+        what = "model" if isinstance(state_dict, torch.nn.Module) else "name"
+        raise ConfigError(
+            f"a state dict is a dict, not a {kind}: write {{'{what}': ...}} around it"
+        )
 
 
 def writer_for(

@@ -379,7 +379,9 @@ class UntrustedPickleError(CheckpointError):
 
 
 class KeyCollisionError(CheckpointError, ValueError):
-    """Two entries of a state dict would have the same name, since names are made of strings."""
+    """Two entries of a state dict would have the same name, since names are made of strings; or
+    ranks have different things under one name.
+    """
 
 
 class MissingKeyError(CheckpointError, KeyError):
