@@ -57,10 +57,11 @@ T = TypeVar("T")
 _TENSORS = (torch.Tensor, torch.nn.Parameter, DTensor)
 _LOST = "the ranks lost each other: look which one ended first and why, and start them again"
 _WHAT_IS_COMMITTED = {
-    True: "this save is committed all the same",
+    True: "this save is committed nevertheless",
     False: "this save is not committed, and will not be",
-    None: "whether this save is committed is not known: it was not when this rank looked, if it "
-    "could look, and it may still be; look for the checkpoint before you go on. Its data was kept",
+    None: "whether this save is committed is not known: it was not when this rank checked (if "
+    "it could), and it may still be; check for the checkpoint before you go on. Its data "
+    "was kept",
 }
 
 
@@ -91,12 +92,12 @@ def save(
         config: Options, if no writer is given.
 
     Returns:
-        The committed metadata. Ranks that have not committed them read them when somebody looks
-        into them; to print or to compare them (two are equal if of the same save) reads nothing.
+        The committed metadata. Ranks other than the one that committed read it when it is
+        accessed; to print or to compare it (two are equal if of the same save) reads nothing.
 
     Raises:
         CheckpointExistsError: If there is a checkpoint and ``overwrite`` is off.
-        ConfigError: If the arguments do not fit together, or are none of this package's.
+        ConfigError: If the arguments contradict each other, or the writer is not ours.
         CheckpointConflictError: If another writer committed first.
         CommitUnknownError: If the store itself did not say whether it carried out the commit;
             nothing is deleted then.
@@ -128,7 +129,8 @@ def load(
 
     When it returns, every byte was verified. If it raises, it does so on every rank, and the
     tensors of ``state_dict`` may hold a part of the new values. If a writer replaces the checkpoint
-    meanwhile, all ranks begin anew with the newer one, a few times: what was loaded is of one save.
+    meanwhile, all ranks start again with the newer one, a few times: all that was loaded is of one
+    save.
 
     Args:
         state_dict: What to load: its keys say what, its tensors say where to and how sharded.
@@ -238,7 +240,8 @@ def load_prepared(
         named = {str(key): value for key, value in state_dict.items()}
         if len(named) < len(state_dict):
             raise KeyCollisionError(
-                "two keys of the state dict have the same text, by which they are loaded"
+                "two keys of the state dict are the same as strings, and keys are loaded by "
+                "their strings"
             )
         return content_of({name: named[name] for name in sorted(named)})
 
@@ -272,17 +275,18 @@ def _both(prepare: Callable[[], T], content: Callable[[], S]) -> tuple[T, S]:
 def exists(uri: URILike, *, config: Config | None = None) -> bool:
     """Whether there is a committed checkpoint at a location, by one small request.
 
-    It is for scripts that resume if they can. Only the store's own word that there is none makes it
-    False: a script that takes an outage for it would start anew over a good checkpoint. Ranks that
-    ask by themselves may be told different things beside a writer; let one ask, and tell the rest.
-    A model in safetensors files can be loaded, too, but is no checkpoint, and does not count.
+    It is for scripts that resume if they can. It returns False only if the store itself says that
+    there is none: a script that mistook an outage for that would start again over a good
+    checkpoint. While somebody saves, ranks that ask on their own may get different answers; ask on
+    one rank and broadcast the answer. A model in safetensors files can be loaded, too, but is not a
+    checkpoint and does not count.
 
     Args:
         uri: ``s3://bucket/path`` or another location.
         config: Options.
 
     Raises:
-        InvalidURIError: If it is no location.
+        InvalidURIError: If it is not a valid location.
         BucketNotFoundError: If there is no such bucket.
         StoreError: If the store refuses or stays unreachable.
     """
@@ -319,7 +323,7 @@ def _check_dict(state_dict: object) -> None:
 def writer_for(
     checkpoint_id: URILike | None, writer: StorageWriter | None, config: Config | None
 ) -> OurWriter:
-    """The caller's writer, led to a location; or a new one.
+    """The caller's writer, set to a location; or a new one.
 
     Raises:
         InvalidURIError: If there is neither a location nor a writer.
@@ -332,7 +336,9 @@ def writer_for(
         return CloudStorageWriter(checkpoint_id, config=config)
     ours = our_writer(writer)
     if config is not None:
-        raise ConfigError("config= is for the writer made here; give it to your storage_writer")
+        raise ConfigError(
+            "config= is for the writer that this call makes; give it to your storage_writer instead"
+        )
     ours.reset(None if checkpoint_id is None else str(checkpoint_id))
     return ours
 
@@ -362,8 +368,8 @@ def _reader(
         raise _foreign(reader, "load", "reader")
     if config is not None or trust_pickle:
         raise ConfigError(
-            "config= and trust_pickle= are for the reader made here; give them to your "
-            "storage_reader"
+            "config= and trust_pickle= are for the reader that this call makes; give them to "
+            "your storage_reader instead"
         )
     reader.reset(None if checkpoint_id is None else str(checkpoint_id))
     return reader
@@ -372,9 +378,9 @@ def _reader(
 def _foreign(storage: object, verb: str, noun: str) -> ConfigError:
     kind = type(storage).__name__
     return ConfigError(
-        f"cloudckpt.{verb} does not take a {kind}, which is no {noun} of cloudckpt: give it to "
-        f"torch.distributed.checkpoint.{verb}, or leave it out and name the location by "
-        "checkpoint_id, a URI or a path"
+        f"cloudckpt.{verb} does not take a {kind}, which is not a cloudckpt {noun}: pass it to "
+        f"torch.distributed.checkpoint.{verb}, or leave it out and pass checkpoint_id, a URI or "
+        "a path"
     )
 
 

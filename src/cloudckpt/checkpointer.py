@@ -54,7 +54,7 @@ logger = logging.getLogger("cloudckpt")
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointerConfig:
-    """What a checkpointer is made of.
+    """How a checkpointer saves and loads.
 
     Attributes:
         config: The options of saving and loading.
@@ -113,7 +113,7 @@ class Checkpointer(ClosedAtExit):
         given: object = config
         if not isinstance(given, CheckpointerConfig):
             raise ConfigError(
-                f"a checkpointer is made of a CheckpointerConfig, not of a {type(given).__name__}: "
+                f"a checkpointer takes a CheckpointerConfig, not a {type(given).__name__}: "
                 "write CheckpointerConfig(config=...)"
             )
         self._config = config
@@ -183,7 +183,7 @@ class Checkpointer(ClosedAtExit):
                 planner = CloudLoadPlanner(where) if strict else PartialPlanner(where)
                 return api.ToLoad(reader, planner)
             if strict:
-                raise ConfigError("strict=True needs a state_dict, whose keys are to be there")
+                raise ConfigError("strict=True needs a state_dict whose keys to check")
             everything.append((reader, EverythingPlanner(where, default_map_location)))
             return api.ToLoad(*everything[0])
 
@@ -250,7 +250,7 @@ class AsyncCheckpointer(Checkpointer):
     """Saves in the background: in a process beside the trainer, or in a thread of it.
 
     The memory of the copy and the process are kept from one save to the next; the process starts
-    with the checkpointer, behind the first steps of the training.
+    with the checkpointer, during the first steps of the training.
     """
 
     @collective("AsyncCheckpointer()")
@@ -264,9 +264,9 @@ class AsyncCheckpointer(Checkpointer):
         """
         Args:
             config: How to save and load.
-            on_failure: Called with the failure of an earlier save, and the numbers of the saves
-                that it is of (:attr:`SaveFuture.number`), in place of raising it; alike on all
-                ranks. What it raises is raised.
+            on_failure: Called instead of raising the failure of an earlier save, on all ranks
+                alike, with the numbers of the saves that failed (:attr:`SaveFuture.number`) and the
+                error. What it raises is raised.
             when_busy: What ``BackgroundOptions(when_busy="auto")`` means.
         """
         super().__init__(config)
@@ -300,15 +300,15 @@ class AsyncCheckpointer(Checkpointer):
         self._saver.wait()
 
     def close(self) -> None:
-        """Waits for the saves under way, and raises the first failure that was not told yet.
+        """Waits for the saves under way, and raises the first failure that no call has raised yet.
 
         Closing again does nothing, or the rest if it was interrupted. In a process that was forked
         from the checkpointer's, nothing is done.
 
         Raises:
             CloudCheckpointError: If a save failed and no call has raised that.
-            SaveInProgressError: If one has not ended within ``close_timeout``; its future tells
-                what becomes of it.
+            SaveInProgressError: If one has not ended within ``close_timeout``; its future says
+                how it ends.
         """
         super().close()
         if self._ended or not self._saver.belongs_here:

@@ -95,7 +95,7 @@ class CloudCheckpointWriter(CheckpointWriter):
         Besides the state it takes ``memory_budget`` (64 MiB by default).
 
         Raises:
-            InvalidURIError: If ``path`` is no location.
+            InvalidURIError: If ``path`` is not a valid location.
             CheckpointError: If ``torch.save`` can't write the state.
             StoreError: If the store refuses or stays unreachable. As with any failure before the
                 hooks, nothing changes at the location.

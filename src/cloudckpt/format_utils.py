@@ -55,7 +55,7 @@ def kind_of(uri: URILike, *, config: Config | None = None) -> Kind:
 
     Raises:
         CheckpointNotFoundError: If there is neither a committed checkpoint nor a file.
-        InvalidURIError: If it is no location.
+        InvalidURIError: If it is not a valid location.
         StoreError: If the store refuses or stays unreachable.
     """
     config = config if config is not None else Config()

@@ -187,7 +187,7 @@ def test_closing_before_the_save_has_ended_says_that_it_has_not(local, tmp_path)
     one = checkpointer(local, close_timeout=0.05)
     written = one.save(local.uri, filled(1, SMALL), planner=gate)[1]
     gate.wait()
-    with pytest.raises(SaveInProgressError, match=r"not ended within 0\.05 s") as caught:
+    with pytest.raises(SaveInProgressError, match=r"not finished within 0\.05 s") as caught:
         one.close()
     assert caught.value.uri == local.uri
     gate.open()

@@ -56,7 +56,7 @@ def test_the_newest_copy_takes_the_place_of_one_that_waits_behind_a_stuck_save(
     assert step_at(local.at("1")) == 1
     assert step_at(local.at("4")) == 4
     assert not [name for name in local.names() if name.startswith(("2/", "3/"))]
-    assert caplog.text.count("a later one takes its place") == 2
+    assert caplog.text.count("a newer one takes its place") == 2
 
 
 def test_a_save_that_gets_on_is_waited_for(local, gate, stuck) -> None:
@@ -92,7 +92,7 @@ def test_it_is_waited_for_as_long_as_patience_says(local, gate, stuck) -> None:
     with saver(patience=0.3) as one:
         first = begin(one, 1, local.at("1"), planner=gate)
         gate.wait()
-        with pytest.raises(SaveInProgressError, match=r"not ended within 0\.3 s"):
+        with pytest.raises(SaveInProgressError, match=r"not finished within 0\.3 s"):
             begin(one, 2, local.at("2"))
         gate.open()
         first.result(PATIENCE)

@@ -65,7 +65,7 @@ def test_a_save_that_waits_too_long_says_so_and_the_next_works(local, gate):
     with saver(patience=0.05) as one:
         first = begin(one, 1, local.at("1"), gate)
         gate.wait()
-        with pytest.raises(SaveInProgressError, match=r"not ended within 0\.05 s"):
+        with pytest.raises(SaveInProgressError, match=r"not finished within 0\.05 s"):
             begin(one, 2, local.at("2"))
         gate.open()
         first.result(PATIENCE)

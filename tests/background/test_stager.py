@@ -123,7 +123,7 @@ def test_an_arena_that_can_not_be_had_leaves_no_open_file(step, error, monkeypat
 
     monkeypatch.setattr(step, fail)
     files = open_files()
-    with pytest.raises(StagingMemoryError, match="can't be had"):
+    with pytest.raises(StagingMemoryError, match="could not be allocated"):
         arenas.Arena(MIB)
     assert open_files() == files
 
@@ -321,7 +321,7 @@ def _told_in_a_fork(stager: Stager) -> str:
 def test_a_forked_process_must_not_write_to_the_copy_of_its_parent(stager):
     staged = stager.stage({"t": numbered(10)})
     held = staged.pop("t")
-    assert "make another one" in _told_in_a_fork(stager)
+    assert "make a new one" in _told_in_a_fork(stager)
     assert_same(held, numbered(10))
 
 

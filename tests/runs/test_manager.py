@@ -282,7 +282,7 @@ def test_what_can_not_be_deleted_does_not_fail_the_training(run, caplog, monkeyp
         manager.save(3, state(3))
         manager.wait_until_finished()
         assert manager.all_steps() == [1, 2, 3]
-        assert "step 1 is not to be kept" in caplog.text
+        assert "step 1 could not be deleted" in caplog.text
         monkeypatch.undo()
         manager.save(4, state(4))
         manager.wait_until_finished()
@@ -393,7 +393,7 @@ def test_a_best_metric_that_is_not_a_number_is_told_and_never_the_best(run, nan,
         assert "not a number" not in caplog.text
         manager.save(2, state(2), metrics={"loss": nan})
         manager.wait_until_finished()
-        assert "step 2: its loss is not a number (NaN)" in caplog.text
+        assert "step 2: its metric loss is not a number (NaN)" in caplog.text
         assert manager.best_step() == 1
 
 

@@ -360,15 +360,16 @@ class AsyncSaver:
 
     def _late(self, save: Save) -> SaveInProgressError:
         return SaveInProgressError(
-            f"the save before has not ended within {self._options.patience:g} s", uri=save.where
+            f"the previous save has not finished within {self._options.patience:g} s",
+            uri=save.where,
         )
 
     def _check(self, writer: OurWriter) -> None:
         """Refuses a writer whose work the saving process does not know."""
         if self._process is not None and not isinstance(writer, CloudStorageWriter):
             raise ConfigError(
-                f"a saving process can't carry out what a {type(writer).__name__} writes: it sends "
-                "for CloudStorageWriter only; save in a thread (AsyncCheckpointerType.THREAD)"
+                "a saving process works with CloudStorageWriter only, not with a "
+                f"{type(writer).__name__}; save in a thread (AsyncCheckpointerType.THREAD)"
             )
 
     def _next_failure(self) -> tuple[int, BaseException] | None:
@@ -391,7 +392,7 @@ class AsyncSaver:
                 self._wait_for([save], deadline)
             elif (save.where == where or save.writer is writer) and not save.written.done():
                 raise SaveInProgressError(
-                    "a save to this place, or with this writer, is still under way", uri=where
+                    "a save to this location, or with this writer, is still in progress", uri=where
                 )
 
     def _deadline(self) -> float:
@@ -452,7 +453,8 @@ class AsyncSaver:
     def _saved(self, save: Save) -> Metadata:
         if self._group is not None and not exists(self._group):
             raise ProcessGroupError(  # torch would save each rank alone, as if it were all
-                "the process group was destroyed before this save was begun; wait for saves first",
+                "the process group was destroyed before this save began; wait for all saves "
+                "before you destroy it",
                 uri=save.where,
                 committed=False,
             )
@@ -527,7 +529,7 @@ class AsyncSaver:
         self._raise_next()
         for where, _ in self._untold.values():
             raise SaveInProgressError(
-                f"the save has not ended within {self._options.close_timeout:g} s", uri=where
+                f"the save has not finished within {self._options.close_timeout:g} s", uri=where
             )
 
     def wait(self) -> None:

@@ -51,7 +51,9 @@ def convert(
     overwrite: _Overwrite = False,
     trust_pickle: Annotated[
         bool,
-        typer.Option("--trust-pickle", help="Let pickles in SOURCE run any code: only your own."),
+        typer.Option(
+            "--trust-pickle", help="Let pickles in SOURCE run any code; only if you trust it."
+        ),
     ] = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -107,7 +109,9 @@ def export(
     target: Annotated[str, typer.Argument(help="The folder of the model.")],
     prefix: Annotated[
         str,
-        typer.Option(help="Take only what is beneath this name, such as model, without the name."),
+        typer.Option(
+            help="Export only what is beneath this name, such as model, and drop the name."
+        ),
     ] = "",
     max_shard_size: Annotated[
         str, typer.Option(help="Most bytes of tensors in a file: 5GB, 4GiB.")

@@ -71,7 +71,7 @@ def inspect(
     print_rows(["name", "type", "shape", "size", "chunks"], rows, right={3, 4})
     print(f"{len(items)} entries, {as_size(sum(item.nbytes for item in items))}")
     if not found.has_checksums:
-        print("It has no checksums: only checkpoints that cloudckpt has written have.")
+        print("It has no checksums: only checkpoints written by cloudckpt have them.")
     if found.notes.step is not None:
         print(f"step {found.notes.step}")
     for name, value in found.notes.metrics.items():
@@ -83,7 +83,9 @@ def diff(
     first: Checkpoint,
     second: Annotated[str, typer.Argument(help="Another checkpoint.")],
     pattern: Pattern = "*",
-    read: Annotated[bool, typer.Option("--read", help="Read what checksums can't tell.")] = False,
+    read: Annotated[
+        bool, typer.Option("--read", help="Read entries that checksums can't compare.")
+    ] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:

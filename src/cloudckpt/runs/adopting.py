@@ -89,7 +89,7 @@ def adopt(uri: URILike, *, wait: float = 60.0, config: Config | None = None) -> 
     Raises:
         IncompleteSaveError: If it can't be committed: not all ranks have left what it takes, or
             another job has claimed the run since.
-        InvalidURIError: If it is no location.
+        InvalidURIError: If it is not a valid location.
         StoreError: If the store refuses or stays unreachable.
     """
     location = CheckpointURI.parse(uri)
@@ -270,13 +270,13 @@ class _Adoption:
         try:
             commit(store, baseline, body, conditional=conditional, retrier=self._retrier)
         except CheckpointConflictError:
-            logger.info("%s: another job has committed it just now", uri)
+            logger.info("%s: another job has just committed it", uri)
             return
         finally:
             forget_listings()
         logger.warning(
-            "%s was committed: its trainers had ended before they could, and their saving "
-            "processes have sent the rest",
+            "%s is committed now: its trainers ended before they could commit it, and their "
+            "saving processes sent the rest",
             uri,
         )
         run_after(self._hook, uri, draft.metadata)

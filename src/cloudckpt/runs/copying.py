@@ -146,7 +146,8 @@ def _pairs(origin: Place, goal: Place, step_name: str | None) -> list[_Pair] | N
     if not found:
         what = "" if step_name is None else f" called {step_name!r}"
         raise CheckpointNotFoundError(
-            f"there is no committed checkpoint to copy: neither here, nor in a folder{what} of it",
+            f"there is no committed checkpoint to copy, neither here nor in a folder{what} "
+            "beneath it",
             uri=str(origin.uri),
         )
     return found

@@ -45,7 +45,7 @@ def delete(uri: URILike, *, config: Config | None = None) -> None:
         config: Options.
 
     Raises:
-        InvalidURIError: If it is no location.
+        InvalidURIError: If it is not a valid location.
         CheckpointNotFoundError: If there is no committed checkpoint.
         CheckpointReplacedError: If another save has replaced it meanwhile; it stays as it is.
         StoreError: If the store refuses or stays unreachable.
@@ -65,8 +65,8 @@ def delete(uri: URILike, *, config: Config | None = None) -> None:
         retrier.call(partial(store.delete, commit, if_version=found.info.version))
     except PreconditionFailedError as error:
         raise CheckpointReplacedError(
-            "another save has replaced it, or it was deleted, since its deletion began; what is "
-            "there now was left as it is",
+            "another save replaced it, or it was deleted, after this deletion began; what is "
+            "there now was left alone",
             uri=str(location),
         ) from error
     keys = [location.key(name) for name in sorted(names)]
@@ -104,7 +104,7 @@ def unneeded(
     Raises:
         CheckpointCorruptError: If those of the newest are not.
         ConfigError: If an option makes no sense.
-        InvalidURIError: If it is no location.
+        InvalidURIError: If it is not a valid location.
         StoreError: If the store refuses or stays unreachable.
     """
     kept = Retention(max_to_keep=max_to_keep, keep_period=keep_period, best_mode=best_mode)

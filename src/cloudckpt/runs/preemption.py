@@ -74,7 +74,9 @@ class Preemption:
             told = bool(self._is_due())
         except Exception:
             if not self._has_failed:  # it may fail at each of a million steps
-                logger.exception("is_due= of Preemption failed; it is asked again at each step")
+                logger.exception(
+                    "the is_due= of Preemption raised an error; it is called again at each step"
+                )
             self._has_failed = True
             return False
         self._has_failed = False
@@ -88,7 +90,7 @@ class Preemption:
         """
         if self._signals and threading.current_thread() is not threading.main_thread():
             raise ConfigError(
-                "signals can only be heeded by the main thread: make the manager there, or give "
+                "only the main thread can handle signals: make the manager there, or give "
                 "preemption=Preemption(signals=())"
             )
         self._watchers += 1
@@ -173,8 +175,8 @@ class Agreement:
                 told, _ = self._answer()
         except RuntimeError as exc:
             raise ProcessGroupError(
-                "the ranks did not tell each other whether the job is about to end: look which one "
-                "ended first and why",
+                "the ranks lost contact while they agreed whether the job is about to end: "
+                "find out which one ended first and why",
                 cause=exc,
             ) from exc
         return told
