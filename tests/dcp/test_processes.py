@@ -69,7 +69,7 @@ def test_a_default_planner_crosses(planner):
     assert vars(_there_and_back(planner)) == vars(planner)
 
 
-@pytest.mark.parametrize("name", errors.__all__)
+@pytest.mark.parametrize("name", sorted(set(errors.__all__) - {"Damage"}))
 def test_an_error_crosses_with_all_it_says(name):
     kind = getattr(errors, name)
     error = kind("it broke", uri="s3://b/x", item="w", cause=ValueError("deep"))
