@@ -115,7 +115,7 @@ def test_two_saves_to_one_place_are_refused(local, gate):
     with saver(when_busy="double_buffer") as one:
         first = begin(one, 1, local, gate)
         gate.wait()
-        with pytest.raises(SaveInProgressError, match="to this place") as caught:
+        with pytest.raises(SaveInProgressError, match="to this location") as caught:
             begin(one, 2, local)
         assert caught.value.uri == local.uri
         gate.open()

@@ -115,7 +115,7 @@ def _busy_place_on_one(place: Place) -> None:
             first.result(PATIENCE)
         else:
             assert end.saved.wait(PATIENCE)
-        with pytest.raises(SaveInProgressError, match="to this place"):
+        with pytest.raises(SaveInProgressError, match="to this location"):
             begin(one, 2, place)
         end.may_end.set()
         first.result(PATIENCE)
