@@ -370,7 +370,7 @@ def test_hooks_and_planners_stay_in_the_trainer(one, local):
 
 
 def test_a_writer_of_another_format_is_refused_by_name(one, tmp_path):
-    with pytest.raises(ConfigError, match="what a SafetensorsWriter writes"):
+    with pytest.raises(ConfigError, match="not with a SafetensorsWriter"):
         one.save(filled(1, SMALL), SafetensorsWriter(tmp_path))
 
 
