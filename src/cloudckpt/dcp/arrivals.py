@@ -203,6 +203,8 @@ class _Watcher:
             thread = self._thread if self._pid == os.getpid() else None
         if thread is not None:
             thread.join(_LAST_CALL)
+        with self._lock:  # a group that is kept aborts the process when that ends
+            self._waits, self._over = [], []
 
     def _run(self) -> None:
         while not self._closing.wait(_TICK):
