@@ -15,8 +15,9 @@ from unittest import mock
 import requests
 from azure.storage.blob import BlobServiceClient
 
-from cloudckpt import CheckpointURI, Config, RetryPolicy
+from cloudckpt import Config, RetryPolicy
 from cloudckpt.config import MIB
+from cloudckpt.uri import CheckpointURI
 from emulators import (
     DUMMY_AWS,
     Azurite,

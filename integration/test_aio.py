@@ -37,10 +37,10 @@ def test_a_service_evaluates_what_a_training_saves(place: Place) -> None:
 
     told = asyncio.run(asyncio.wait_for(serve(), 200))
     assert told == [1, 2]
-    cloudckpt.save_file(noted, str(told).encode(), config=config)
-    content = cloudckpt.load_file(noted, config=config)
+    cloudckpt.files.save_file(noted, str(told).encode(), config=config)
+    content = cloudckpt.files.load_file(noted, config=config)
     assert content == b"[1, 2]"
     honoured = config.conditional_writes != "off"
     condition = {"if_version": content.version} if honoured else {}
-    cloudckpt.save_file(noted, b"[]", **condition, config=config)
+    cloudckpt.files.save_file(noted, b"[]", **condition, config=config)
     assert asyncio.run(aio.load_file(noted, config=config)) == b"[]"

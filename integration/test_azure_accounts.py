@@ -6,8 +6,9 @@ import pytest
 from azure.storage.blob import generate_container_sas
 
 import cloudckpt
-from cloudckpt import AzureOptions, Config, StoreError
+from cloudckpt import AzureOptions, Config
 from cloudckpt.checksum import CRC64NVME
+from cloudckpt.errors import StoreError
 from cloudckpt.stores.azure import AzureStore
 from dcp.values import assert_same, numbered
 from emulators import Azurite

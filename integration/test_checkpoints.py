@@ -8,7 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import cloudckpt
-from cloudckpt import CheckpointConflictError, CheckpointExistsError, CheckpointNotFoundError
+from cloudckpt.errors import CheckpointConflictError, CheckpointExistsError, CheckpointNotFoundError
 from clouds import PART_SIZE
 from dcp.values import assert_same, blank_like, numbered
 

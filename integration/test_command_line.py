@@ -49,8 +49,8 @@ def run(place: Place, cloud: Cloud) -> str:
     with cloudckpt.CheckpointManager(
         place.uri,
         asynchronous=False,
-        checkpointer=cloudckpt.CheckpointerConfig(config=place.config),
-        preemption=cloudckpt.Preemption(signals=()),
+        checkpointer=cloudckpt.checkpointer.CheckpointerConfig(config=place.config),
+        preemption=cloudckpt.runs.Preemption(signals=()),
     ) as manager:
         for step in (1, 2):
             state = {"w": torch.full((500, 3), float(step)), "step": step}

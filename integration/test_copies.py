@@ -42,7 +42,7 @@ def test_damage_is_found_before_a_copy_is_seen(place, tmp_path):
     content = bytearray(data.read_bytes())
     content[PART_SIZE] ^= 1
     data.write_bytes(content)
-    with pytest.raises(cloudckpt.CheckpointCorruptError) as caught:
+    with pytest.raises(cloudckpt.errors.CheckpointCorruptError) as caught:
         cloudckpt.copy(tmp_path / "a", place.uri, config=place.config)
     [damage] = caught.value.damages
     assert (damage.item, damage.object) == ("large", data.as_uri())

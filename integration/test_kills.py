@@ -10,7 +10,7 @@ import time
 import pytest
 
 import cloudckpt
-from cloudckpt import CheckpointNotFoundError
+from cloudckpt.errors import CheckpointNotFoundError
 from clouds import PART_SIZE
 from forks import context
 from victims import REFUSED, of_step, run

@@ -8,7 +8,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
-from cloudckpt import CheckpointConflictError, CheckpointerConfig, CheckpointManager, Preemption
+from cloudckpt import CheckpointManager
+from cloudckpt.checkpointer import CheckpointerConfig
+from cloudckpt.errors import CheckpointConflictError
+from cloudckpt.runs import Preemption
 from clouds import Place
 
 
@@ -52,7 +55,7 @@ def _restored(place: Place) -> tuple[int | None, list[float], int]:
 def test_a_run_is_saved_pruned_and_restored(ranks, cloud, place) -> None:
     assert ranks(2, _trained, place) == [(None, [6, 10, 12], {"loss": 1 / 12})] * 2
     assert ranks(2, _restored, place) == [(12, [12.0], 12)] * 2
-    left = cloudckpt.find_leftovers(place.uri, older_than=0, config=place.config)
+    left = cloudckpt.runs.find_leftovers(place.uri, older_than=0, config=place.config)
     assert (left.objects, left.uploads) == ((), ())
     folders = {name.partition("/")[0] for name in cloud.names(place)}
     assert folders == {".cloudckpt-job.json", "step-6", "step-10", "step-12"}

@@ -22,7 +22,7 @@ def _whole() -> dict[str, torch.Tensor]:
 
 def _save(layout, place):
     state = spread(_whole(), LAYOUTS[layout])
-    cloudckpt.hf.save(state, place.uri, max_shard=2 * PART_SIZE, config=place.config)
+    cloudckpt.hf.save(state, place.uri, max_shard_size=2 * PART_SIZE, config=place.config)
 
 
 def _load(layout, place):
@@ -33,7 +33,7 @@ def _load(layout, place):
 
 def _read(place) -> dict[str, torch.Tensor]:
     def file(name: str) -> bytes:
-        return bytes(cloudckpt.load_file(f"{place.uri}/{name}", config=place.config))
+        return bytes(cloudckpt.files.load_file(f"{place.uri}/{name}", config=place.config))
 
     names = json.loads(file(_INDEX))["weight_map"]
     files = {name: load(file(name)) for name in set(names.values())}
@@ -59,7 +59,7 @@ def test_parts_of_several_ranks_make_files_that_the_package_reads(
 def test_a_model_replaces_another(cloud, place, ranks) -> None:
     ranks(2, _save, "2 rows", place)
     for state in ({"w": numbered(7)}, {"w": numbered(9, 2), "v": numbered(2)}):
-        cloudckpt.hf.save(state, place.uri, max_shard=72, config=place.config)
+        cloudckpt.hf.save(state, place.uri, max_shard_size=72, config=place.config)
         found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
         cloudckpt.hf.load(found, place.uri, config=place.config)
         assert_same(found, state)
@@ -72,9 +72,9 @@ def test_a_checkpoint_is_exported(cloud, place) -> None:
     cloudckpt.save(_whole(), checkpoint_id=place.at("checkpoint").uri, config=place.config)
     model = place.at("model")
     done = cloudckpt.hf.export_checkpoint(
-        place.at("checkpoint").uri, model.uri, max_shard=2 * PART_SIZE, config=place.config
+        place.at("checkpoint").uri, model.uri, max_shard_size=2 * PART_SIZE, config=place.config
     )
-    assert done.bytes >= done.moved
+    assert done.nbytes >= done.moved
     found = _read(model)
     for name, tensor in _whole().items():
         assert_same(found[name], tensor, name)

@@ -78,7 +78,7 @@ def _save_in_background(place, kind):
             cloudckpt.load(blank, checkpoint_id=place.uri, config=place.config)
             assert_same(blank["t"].to_local(), _of_step(step)["t"].to_local())
     finally:
-        cloudckpt.close_async_savers()
+        cloudckpt.checkpointer.close_async_savers()
 
 
 @pytest.mark.parametrize(

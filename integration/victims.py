@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 
 import cloudckpt
-from cloudckpt import CheckpointURI, CloudCheckpointError, Config
+from cloudckpt import Config
+from cloudckpt.errors import CloudCheckpointError
 from cloudckpt.stores.registry import open_store
+from cloudckpt.uri import CheckpointURI
 
 __all__ = ["REFUSED", "Death", "of_step", "run"]
 

@@ -22,8 +22,6 @@ from typing import Any
 
 import torch
 
-import cloudckpt
-
 __all__ = ["Child", "child", "context", "together"]
 
 context = multiprocessing.get_context("forkserver")
@@ -32,8 +30,15 @@ context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
     [
         "boto3",
-        *(f"cloudckpt.{module}" for module in sorted(set(cloudckpt._LATER.values()))),
         "cloudckpt.aio",
+        "cloudckpt.checkpointer",
+        "cloudckpt.files",
+        "cloudckpt.integrations.install",
+        "cloudckpt.runs.comparing",
+        "cloudckpt.runs.copying",
+        "cloudckpt.runs.manager",
+        "cloudckpt.runs.sweeping",
+        "cloudckpt.runs.verifying",
         "cloudckpt.stores.azure",
         "cloudckpt.stores.gcs",
         "cloudckpt.stores.s3",

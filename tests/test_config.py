@@ -8,16 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from cloudckpt import (
-    AzureOptions,
-    BackgroundOptions,
-    Config,
-    ConfigError,
-    GCSOptions,
-    RetryPolicy,
-    S3Options,
-)
+from cloudckpt import AzureOptions, BackgroundOptions, Config, GCSOptions, RetryPolicy, S3Options
 from cloudckpt.config import MIB, documented_options
+from cloudckpt.errors import ConfigError
 
 CLASSES = [Config, RetryPolicy, BackgroundOptions, S3Options, GCSOptions, AzureOptions]
 DOCUMENTED = [(cls, *row) for cls in CLASSES for row in documented_options(cls)]

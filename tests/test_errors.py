@@ -11,7 +11,8 @@ import pytest
 
 from cloudckpt import errors
 
-CLASSES = [getattr(errors, name) for name in errors.__all__]
+NAMES = set(errors.__all__) - {"Damage"}
+CLASSES = [getattr(errors, name) for name in sorted(NAMES)]
 ALSO = re.compile(r"(\w+Error)\s+also (\w+)")
 
 
@@ -50,12 +51,12 @@ def test_all_error_classes_are_exported():
         for name, value in vars(errors).items()
         if isinstance(value, type) and issubclass(value, Exception)
     }
-    assert defined == set(errors.__all__)
+    assert defined == NAMES
 
 
 def test_the_drawn_tree_is_the_tree_of_classes():
     drawn = tree()
-    assert set(drawn) == set(errors.__all__)
+    assert set(drawn) == NAMES
     for cls in CLASSES:
         parent, builtin = drawn[cls.__name__]
         bases = [base.__name__ for base in cls.__bases__]

@@ -18,7 +18,8 @@ import sys
 import cloudckpt
 from cloudckpt.cli import main
 
-print(cloudckpt.Config, cloudckpt.CheckpointURI, cloudckpt.events, cloudckpt.errors, dir(cloudckpt))
+print(cloudckpt.Config, cloudckpt.uri.CheckpointURI, cloudckpt.events, dir(cloudckpt))
+print(cloudckpt.errors, cloudckpt.runs.CheckpointSummary, dir(cloudckpt.runs))
 run = sys.argv[1]
 for command in ["--version"], ["--help"], ["prune", "--help"], ["ls", run], ["latest", run]:
     sys.argv[1:] = command
@@ -46,8 +47,9 @@ def test_each_public_name_is_the_one_that_its_module_has():
     assert cloudckpt.save is api.save
     assert cloudckpt.CheckpointManager is manager.CheckpointManager
     assert cloudckpt.hf.save is not cloudckpt.save
-    assert pickle.loads(pickle.dumps(cloudckpt.Verified)) is cloudckpt.Verified
+    assert pickle.loads(pickle.dumps(cloudckpt.runs.Verified)) is cloudckpt.runs.Verified
     assert set(cloudckpt.__all__) <= set(dir(cloudckpt))
+    assert set(cloudckpt.runs.__all__) <= set(dir(cloudckpt.runs))
     everything: dict[str, object] = {}
     exec("from cloudckpt import *", everything)
     assert set(cloudckpt.__all__) <= set(everything)

@@ -1,124 +1,224 @@
-"""The public names: a change here is a change for users."""
+"""The public names: a change here is a change for users. ``cloudckpt.__doc__`` has the rule."""
 
+import ast
 import importlib
+import inspect
 import pkgutil
+import re
+from pathlib import Path
+
+import pytest
 
 import cloudckpt
 from cloudckpt import errors
 
+ROOT = Path(__file__).parent.parent
+
 PUBLIC = {
-    "aio",
-    "AzureOptions",
-    "CheckpointContents",
-    "CheckpointManager",
-    "CheckpointSummary",
-    "CheckpointURI",
-    "CloudStorageReader",
-    "CloudStorageWriter",
-    "ComparedItem",
-    "Comparison",
-    "Config",
-    "Damage",
-    "Copied",
-    "copy",
-    "FileContent",
-    "GCSOptions",
-    "Leftovers",
-    "Preemption",
-    "RetryPolicy",
-    "S3Options",
-    "StoredItem",
-    "Transferred",
-    "Verified",
-    "__version__",
-    "add_safe_metadata_globals",
-    "async_save",
-    "delete",
-    "diff",
-    "exists",
-    "find_leftovers",
-    "latest",
-    "list_checkpoints",
-    "inspect",
-    "install",
-    "load",
-    "load_file",
-    "save",
-    "save_file",
-    "sweep",
-    "uninstall",
-    "verify",
-    # errors
-    "AccessDeniedError",
-    "make_sync_checkpointer",
-    "make_async_checkpointer",
-    "SyncCheckpointer",
-    "CommitHook",
-    "CheckpointerConfig",
-    "Checkpointer",
-    "AsyncCheckpointer",
-    "close_async_savers",
-    "Stager",
-    "StagingMemoryError",
-    "StagingError",
-    "SaveProcessError",
-    "SaveInProgressError",
-    "SaveFuture",
-    "ClosedError",
-    "BackgroundOptions",
-    "AsyncSaveError",
-    "BucketNotFoundError",
-    "CheckpointConflictError",
-    "CheckpointCorruptError",
-    "CheckpointError",
-    "CheckpointExistsError",
-    "CheckpointNotFoundError",
-    "CheckpointReplacedError",
-    "CloudCheckpointError",
-    "CommitUnknownError",
-    "ConfigError",
-    "ConnectionLostError",
-    "CredentialsError",
-    "DifferentCheckpointsError",
-    "IncompleteSaveError",
-    "InstallError",
-    "InvalidRequestError",
-    "InvalidURIError",
-    "KeyCollisionError",
-    "MissingDependencyError",
-    "MissingKeyError",
-    "ObjectNotFoundError",
-    "PreconditionFailedError",
-    "ProcessGroupError",
-    "RangeNotSatisfiableError",
-    "RanksFailedError",
-    "ServerError",
-    "ShapeMismatchError",
-    "StorageFullError",
-    "StoreError",
-    "TLSError",
-    "TensorChangedError",
-    "ThrottledError",
-    "TransferCancelledError",
-    "TransientStoreError",
-    "UnsupportedTensorError",
-    "UntrustedPickleError",
-    "WrongRegionError",
+    "cloudckpt": {
+        "__version__",
+        "save",
+        "async_save",
+        "load",
+        "exists",
+        "CloudStorageWriter",
+        "CloudStorageReader",
+        "install",
+        "uninstall",
+        "CheckpointManager",
+        "Config",
+        "RetryPolicy",
+        "S3Options",
+        "GCSOptions",
+        "AzureOptions",
+        "BackgroundOptions",
+        "latest",
+        "list_checkpoints",
+        "inspect",
+        "verify",
+        "diff",
+        "copy",
+        "delete",
+        "sweep",
+        "errors",
+        "events",
+        "hf",
+        "integrations",
+        "format_utils",
+        "aio",
+    },
+    "cloudckpt.errors": {
+        "AccessDeniedError",
+        "AsyncSaveError",
+        "BucketNotFoundError",
+        "CheckpointConflictError",
+        "CheckpointCorruptError",
+        "CheckpointError",
+        "CheckpointExistsError",
+        "CheckpointNotFoundError",
+        "CheckpointReplacedError",
+        "ClosedError",
+        "CloudCheckpointError",
+        "CommitUnknownError",
+        "ConfigError",
+        "ConnectionLostError",
+        "CredentialsError",
+        "Damage",
+        "DifferentCheckpointsError",
+        "IncompleteSaveError",
+        "InstallError",
+        "InvalidRequestError",
+        "InvalidURIError",
+        "KeyCollisionError",
+        "MissingDependencyError",
+        "MissingKeyError",
+        "ObjectNotFoundError",
+        "PreconditionFailedError",
+        "ProcessGroupError",
+        "RangeNotSatisfiableError",
+        "RanksFailedError",
+        "SaveInProgressError",
+        "SaveProcessError",
+        "ServerError",
+        "ShapeMismatchError",
+        "StagingError",
+        "StagingMemoryError",
+        "StorageFullError",
+        "StoreError",
+        "TLSError",
+        "TensorChangedError",
+        "ThrottledError",
+        "TransferCancelledError",
+        "TransientStoreError",
+        "UnsupportedTensorError",
+        "UntrustedPickleError",
+        "WrongRegionError",
+    },
+    "cloudckpt.checkpointer": {
+        "AsyncCheckpointer",
+        "Checkpointer",
+        "CheckpointerConfig",
+        "CommitHook",
+        "SaveFuture",
+        "Stager",
+        "SyncCheckpointer",
+        "close_async_savers",
+        "make_async_checkpointer",
+        "make_sync_checkpointer",
+    },
+    "cloudckpt.runs": {
+        "CheckpointContents",
+        "CheckpointSummary",
+        "ComparedItem",
+        "Comparison",
+        "Copied",
+        "Leftovers",
+        "Preemption",
+        "RunStatus",
+        "StoredItem",
+        "Verified",
+        "adopt",
+        "find_leftovers",
+    },
+    "cloudckpt.hf": {"Exported", "SafetensorsWriter", "export_checkpoint", "load", "save"},
+    "cloudckpt.files": {"FileContent", "FileData", "load_file", "save_file"},
+    "cloudckpt.format_utils": {
+        "BroadcastingTorchSaveReader",
+        "DynamicMetaLoadPlanner",
+        "Kind",
+        "add_safe_metadata_globals",
+        "dcp_to_dcp",
+        "dcp_to_torch_save",
+        "kind_of",
+        "torch_save_to_dcp",
+    },
+    "cloudckpt.experimental": {"CloudCheckpointReader", "CloudCheckpointWriter"},
+    "cloudckpt.events": {
+        "Event",
+        "Phase",
+        "Timeline",
+        "Transferred",
+        "progress_bar",
+        "record",
+        "subscribe",
+    },
+    "cloudckpt.aio": {
+        "exists",
+        "inspect",
+        "latest",
+        "list_checkpoints",
+        "load_file",
+        "verify",
+        "watch",
+    },
+    "cloudckpt.uri": {"CheckpointURI", "URILike"},
+    "cloudckpt.integrations": set(),
 }
+FRAMEWORKS = {"accelerate", "fabric", "fsspec", "lightning", "ray", "torch_checkpointing"}
+FRAMEWORKS |= {"torchtitan", "transformers"}
+STARTED = {"cloudckpt.auto", "cloudckpt.run"}
 
 
-def test_the_public_names_are_these():
-    assert set(cloudckpt.__all__) == PUBLIC
-    assert len(cloudckpt.__all__) == len(PUBLIC)
+@pytest.mark.parametrize("module", PUBLIC)
+def test_the_public_names_of_a_module_are_these(module):
+    loaded = importlib.import_module(module)
+    listed = list(getattr(loaded, "__all__", ()))
+    assert set(listed) == PUBLIC[module]
+    assert len(listed) == len(PUBLIC[module])
+    assert [name for name in listed if not hasattr(loaded, name)] == []
 
 
-def test_every_public_name_is_there():
-    missing = [name for name in cloudckpt.__all__ if not hasattr(cloudckpt, name)]
-    assert missing == []
+def test_the_rule_names_every_public_module():
+    assert set(re.findall(r":mod:`(cloudckpt\.\w+)`", cloudckpt.__doc__)) == set(PUBLIC) - {
+        "cloudckpt"
+    }
 
 
-def test_every_error_is_public():
-    assert set(errors.__all__) <= set(cloudckpt.__all__)
+def test_the_page_about_public_names_has_all_modules():
+    page = (ROOT / "docs" / "api.md").read_text()
+    assert set(re.findall(r"^\| `(cloudckpt[.a-z_]*)` ", page, re.MULTILINE)) == set(PUBLIC)
+
+
+def test_every_error_that_is_defined_is_public():
+    defined = {
+        name
+        for name, value in vars(errors).items()
+        if inspect.isclass(value) and issubclass(value, Exception)
+    }
+    assert defined <= PUBLIC["cloudckpt.errors"]
+
+
+def _names_of(code, page):
+    """What a piece of Python uses of cloudckpt: a module, and a name in it."""
+    tree = ast.parse(code, page)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cloudckpt"):
+            yield from ((node.module, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((a.name, None) for a in node.names if a.name.startswith("cloudckpt"))
+        elif isinstance(node, ast.Attribute):
+            found = re.fullmatch(r"(cloudckpt(?:\.[a-z_]+)?)\.(\w+)", ast.unparse(node))
+            if found and f"{found[1]}.{found[2]}" not in PUBLIC:
+                yield found[1], found[2]
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_documentation_uses_public_names_only(page):
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    used = {pair for block in blocks for pair in _names_of(block, page.name)}
+    private = [
+        (module, name)
+        for module, name in used
+        if module not in STARTED
+        and module.removeprefix("cloudckpt.integrations.") not in FRAMEWORKS
+        and name is not None
+        and name not in PUBLIC.get(module, ())
+        and f"{module}.{name}" not in PUBLIC
+    ]
+    assert private == []
 
 
 def test_what_a_module_exports_is_there():

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloudckpt import CheckpointURI, InvalidURIError
-from cloudckpt.uri import unfolded
+from cloudckpt.errors import InvalidURIError
+from cloudckpt.uri import CheckpointURI, unfolded
 
 SEGMENT = st.text(
     st.characters(blacklist_characters="/?#@", blacklist_categories=("Cc", "Cs")), min_size=1
@@ -187,8 +187,8 @@ def test_an_access_point_of_s3_stands_for_its_bucket(text, parts):
         ("rows--table-s3", "table bucket"),
         ("arn:aws:s3tables:us-west-2:123456789012:bucket/rows", "table bucket"),
         ("arn:aws:s3:::bucket", "s3://bucket/path"),
-        ("arn:aws:s3:us-west-2:12:accesspoint/point", "none of an access point"),
-        ("arn:aws:iam::123456789012:role/trainer", "none of an access point"),
+        ("arn:aws:s3:us-west-2:12:accesspoint/point", "not that of an access point"),
+        ("arn:aws:iam::123456789012:role/trainer", "not that of an access point"),
     ],
 )
 @pytest.mark.parametrize("rest", ["", "/", "/run/step-1"])
@@ -208,13 +208,13 @@ def test_other_names_of_buckets_are_left_alone(bucket):
 @pytest.mark.parametrize(
     ("text", "hint"),
     [
-        (" s3://bucket/run", "nearly a URI"),
-        ("\ufeffgs://bucket/run", "nearly a URI"),
-        ('"s3://bucket/run"', "nearly a URI"),
-        ("'https://acc.blob.core.windows.net/c/run'", "nearly a URI"),
-        ("<file:///data/run>", "nearly a URI"),
-        ("s3:bucket/run", "nearly a URI"),
-        ("az:container", "nearly a URI"),
+        (" s3://bucket/run", "mistyped URI"),
+        ("\ufeffgs://bucket/run", "mistyped URI"),
+        ('"s3://bucket/run"', "mistyped URI"),
+        ("'https://acc.blob.core.windows.net/c/run'", "mistyped URI"),
+        ("<file:///data/run>", "mistyped URI"),
+        ("s3:bucket/run", "mistyped URI"),
+        ("az:container", "mistyped URI"),
         ("", "empty"),
         ("  ", "empty"),
         ("s3:/bucket/run", '"s3://bucket/run"'),
@@ -228,7 +228,7 @@ def test_other_names_of_buckets_are_left_alone(bucket):
         ("s3://bucket/run#7", "no fragment"),
         ("s3://bucket/run\n", "control character"),
         ("s3://bucket/\x00", "control character"),
-        ("s3://key:secret@bucket/run", "credentials do not belong"),
+        ("s3://key:secret@bucket/run", "do not put credentials"),
         ("http://bucket/run", "unknown scheme 'http'"),
         ("S3:/bucket/run", '"S3://bucket/run"'),
         ("gcs://bucket/run", "did you mean 'gs://bucket/run'?"),
@@ -256,8 +256,8 @@ def test_other_names_of_buckets_are_left_alone(bucket):
         ("https://example.com/c/run", "endpoint_url"),
         ("https://minio.example.com:9000/bucket/run", "s3://bucket/path"),
         ("https://blob.core.windows.net/c/run", "account.blob.core.windows.net"),
-        ("https://acc.blob.core.windows.net.example.com/c/run", "no location in Azure"),
-        ("https://evil.example/acc.blob.core.windows.net/c", "no location in Azure"),
+        ("https://acc.blob.core.windows.net.example.com/c/run", "not a location in Azure"),
+        ("https://evil.example/acc.blob.core.windows.net/c", "not a location in Azure"),
         ("https://acc.blob.core.windows.net", "names no bucket"),
         ("https://acc.blob.core.windows.net/c/a%2F%2Fb", "empty path segment"),
         ("https://acc.blob.core.windows.net/c/%2E%2E/b", "'.' or '..'"),
@@ -266,8 +266,8 @@ def test_other_names_of_buckets_are_left_alone(bucket):
         ("https://acc.blob.core.windows.net/c/100%", "write %25"),
         ("https://acc.blob.core.windows.net/c/a%2", "write %25"),
         ("https://acc.blob.core.windows.net/c/a%zzb", "write %25"),
-        ("https://acc.blob.core.windows.net/c/a%FFb", "no encoded UTF-8"),
-        ("https://acc.blob.core.windows.net/c/a%ED%A0%BDb", "no encoded UTF-8"),
+        ("https://acc.blob.core.windows.net/c/a%FFb", "not percent-encoded UTF-8"),
+        ("https://acc.blob.core.windows.net/c/a%ED%A0%BDb", "not percent-encoded UTF-8"),
         ("s3://bucket/a\ud83db", "half of a surrogate pair"),
         ("/data/a\ud83db", "half of a surrogate pair"),
         ("file:///data/a\ud83db", "half of a surrogate pair"),

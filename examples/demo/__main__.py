@@ -75,12 +75,13 @@ class Demo:
         self.check(
             "the torn save is no checkpoint: to look into it is a CheckpointNotFoundError",
             _is_not_found(self.place(torn)),
-            "left of it: " + _described(cloudckpt.find_leftovers(self.place(torn), older_than=0)),
+            "left of it: "
+            + _described(cloudckpt.runs.find_leftovers(self.place(torn), older_than=0)),
         )
         newest = cloudckpt.latest(self.run)
         self.check(
             "the newest checkpoint is the last one that was committed",
-            newest == str(cloudckpt.CheckpointURI.parse(self.place(2 * self.every))),
+            newest == str(cloudckpt.uri.CheckpointURI.parse(self.place(2 * self.every))),
             newest,
         )
         second = self.train(4, kill_all_after=staged)
@@ -156,7 +157,7 @@ class Demo:
         """Kills a rank when the data of one are there and those of the other on their way."""
         place, deadline = self.place(step), time.monotonic() + 30
         while True:
-            left = cloudckpt.find_leftovers(place, older_than=0)
+            left = cloudckpt.runs.find_leftovers(place, older_than=0)
             is_torn = left.nbytes >= 1 << 20 and bool(left.uploads) and _is_not_found(place)
             if is_torn or time.monotonic() > deadline:
                 break
@@ -276,7 +277,7 @@ def bucket_of_user(uri: str, keep: bool) -> Iterator[str]:
 
 def _delete_rest(run: str) -> None:
     """What names the job that has claimed the run; cloudckpt itself never deletes that."""
-    place = cloudckpt.CheckpointURI.parse(run)
+    place = cloudckpt.uri.CheckpointURI.parse(run)
     if place.scheme == "file":
         shutil.rmtree(place.prefix)
     else:
@@ -288,12 +289,12 @@ def _delete_rest(run: str) -> None:
 def _is_not_found(checkpoint: str) -> bool:
     try:
         cloudckpt.inspect(checkpoint)
-    except cloudckpt.CheckpointNotFoundError:
+    except cloudckpt.errors.CheckpointNotFoundError:
         return True
     return False
 
 
-def _described(left: cloudckpt.Leftovers) -> str:
+def _described(left: cloudckpt.runs.Leftovers) -> str:
     size = f"{left.nbytes / 1e6:.0f} MB"
     return f"{len(left.objects)} objects of {size}, {len(left.uploads)} unfinished uploads"
 
@@ -314,7 +315,7 @@ def main() -> None:
             print(f"checkpoints go to {run}")
             demo = Demo(run, given.steps)
             demo.tell()
-    except cloudckpt.CloudCheckpointError as error:
+    except cloudckpt.errors.CloudCheckpointError as error:
         sys.exit(f"the demo failed: {error}")
     if not demo.all_hold:
         sys.exit("the demo failed: a check marked with ✗ above did not hold")

@@ -164,7 +164,7 @@ def train(run: str, steps: int, save_every: int, stall_at: int | None) -> None:
 
     how = None
     if stall_at is not None:  # amid what a thread sends; a process begins after the planner
-        how = cloudckpt.CheckpointerConfig(
+        how = cloudckpt.checkpointer.CheckpointerConfig(
             kind=AsyncCheckpointerType.THREAD, planner=lambda: StallingPlanner(stall_at)
         )
     with cloudckpt.CheckpointManager(

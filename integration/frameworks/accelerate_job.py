@@ -82,7 +82,7 @@ def main() -> None:
     for uri in told.save:
         try:
             accelerator.save_state(uri)
-        except cloudckpt.CloudCheckpointError as error:
+        except cloudckpt.errors.CloudCheckpointError as error:
             failures.append(type(error).__name__)
     tell(
         failures=failures,

@@ -50,7 +50,7 @@ def main() -> None:
     state = {"model": model, "optimizer": optimizer, "step": 0}
     try:
         rest = fabric.load(told.load, state) if told.load else {}
-    except cloudckpt.CloudCheckpointError as error:
+    except cloudckpt.errors.CloudCheckpointError as error:
         tell(failure=type(error).__name__, message=str(error))
         return
     losses = []

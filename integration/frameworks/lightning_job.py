@@ -122,7 +122,10 @@ def main() -> None:
         trainer.fit(model, DataLoader(TensorDataset(same), batch_size=4), ckpt_path=resume)
         if not told.callback:
             trainer.save_checkpoint(f"{told.run}/step-{trainer.global_step}")
-    except (cloudckpt.CloudCheckpointError, RuntimeError) as error:  # of collectives of a step
+    except (
+        cloudckpt.errors.CloudCheckpointError,
+        RuntimeError,
+    ) as error:  # of collectives of a step
         failure, message = type(error).__name__, str(error)
     tell(
         failure=failure,

@@ -29,7 +29,9 @@ def make_state() -> dict[str, Any]:
 
 
 def train_step(state: dict[str, Any]) -> float:
-    with pytest.raises(cloudckpt.ConfigError, match="Ray manages what is beneath s3://frameworks"):
+    with pytest.raises(
+        cloudckpt.errors.ConfigError, match="Ray manages what is beneath s3://frameworks"
+    ):
         checkpoint("s3://elsewhere/step-1")
     state["weight"] += 1
     state["step"] += 1

@@ -84,9 +84,9 @@ def test_paths_go_accelerates_way_and_folded_uris_nowhere(
     accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(cloudckpt.InvalidURIError, match="s3://bucket/run"):
+    with pytest.raises(cloudckpt.errors.InvalidURIError, match="s3://bucket/run"):
         accelerator.save_state(Path("s3://bucket/run"))
-    with pytest.raises(cloudckpt.InstallError, match=r"cloudckpt\.hf\.save"):
+    with pytest.raises(cloudckpt.errors.InstallError, match=r"cloudckpt\.hf\.save"):
         accelerator.save_model(accelerator._models[0], "s3://bucket/run")
     assert not [*tmp_path.iterdir()]
 
@@ -125,10 +125,10 @@ def test_hooks_save_and_load_what_they_take_upon_themselves(
 
     saving.remove()
     loading.remove()
-    with pytest.raises(cloudckpt.MissingKeyError, match="model_0"):
+    with pytest.raises(cloudckpt.errors.MissingKeyError, match="model_0"):
         accelerator.load_state(f"{run}/step-1")
     accelerator.register_load_state_pre_hook(lambda models, folder: None)
-    with pytest.raises(cloudckpt.MissingKeyError, match="no hook has loaded it"):
+    with pytest.raises(cloudckpt.errors.MissingKeyError, match="no hook has loaded it"):
         accelerator.load_state(f"{run}/step-1")
 
 
@@ -141,10 +141,14 @@ def test_a_name_that_is_older_than_what_is_there_is_refused(
         )
         return Accelerator(cpu=True, project_config=project)
 
-    with pytest.raises(cloudckpt.CheckpointNotFoundError, match="no checkpoint was saved yet"):
+    with pytest.raises(
+        cloudckpt.errors.CheckpointNotFoundError, match="no checkpoint was saved yet"
+    ):
         made(0).load_state()
     made(3).save_state()
-    with pytest.raises(cloudckpt.CheckpointExistsError, match="checkpoint_3 is there already"):
+    with pytest.raises(
+        cloudckpt.errors.CheckpointExistsError, match="checkpoint_3 is there already"
+    ):
         made(0).save_state()
     resumed = made(0)
     resumed.load_state()
@@ -181,7 +185,7 @@ def test_logs_that_would_be_written_to_a_local_folder_of_a_uri_are_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     project = ProjectConfiguration(run, automatic_checkpoint_naming=True)
-    with pytest.raises(cloudckpt.InstallError, match="a local logging_dir"):
+    with pytest.raises(cloudckpt.errors.InstallError, match="a local logging_dir"):
         TensorBoardTracker("run", project.logging_dir)
     assert not [*tmp_path.iterdir()]
 

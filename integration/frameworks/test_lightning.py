@@ -143,7 +143,7 @@ def test_the_plugin_goes_lightnings_way_with_paths(tmp_path: Path) -> None:
 
 def test_a_folded_uri_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(cloudckpt.InvalidURIError, match="s3://bucket/run"):
+    with pytest.raises(cloudckpt.errors.InvalidURIError, match="s3://bucket/run"):
         ours.CloudCheckpointIO().save_checkpoint({"epoch": 2}, Path("s3://bucket/run"))
     assert not [*tmp_path.iterdir()]
 
@@ -210,7 +210,7 @@ def test_lightnings_own_trainer_and_callback_take_uris(
     trainer.save_checkpoint(f"{run}/weights", weights_only=True)
     names = {item.name for item in cloudckpt.inspect(f"{run}/weights").items}
     assert names == {"state_dict.layer.weight", "state_dict.layer.bias", "other_values"}
-    with pytest.raises(cloudckpt.CheckpointNotFoundError, match=f"{run}/nothing"):
+    with pytest.raises(cloudckpt.errors.CheckpointNotFoundError, match=f"{run}/nothing"):
         type(model).load_from_checkpoint(f"{run}/nothing")
     assert not [*installed.iterdir()]
 
@@ -252,7 +252,7 @@ def test_single_files_that_lightning_has_saved_are_loaded(installed: Path, run: 
     model = BoringModel()
     trainer.fit(model)
     trainer.save_checkpoint(installed / "a.ckpt")
-    cloudckpt.save_file(f"{run}/a.ckpt", (installed / "a.ckpt").read_bytes())
+    cloudckpt.files.save_file(f"{run}/a.ckpt", (installed / "a.ckpt").read_bytes())
     loaded = BoringModel.load_from_checkpoint(f"{run}/a.ckpt")
     assert torch.equal(loaded.layer.weight, model.layer.weight)
 
@@ -263,7 +263,7 @@ def test_what_can_only_be_local_is_refused_before_the_first_step(
     saving = package.callbacks.ModelCheckpoint(dirpath=Path("s3://bucket/run"))
     model = _model(package)
     trainer = _trainer(package, max_steps=1, callbacks=[saving])
-    with pytest.raises(cloudckpt.InvalidURIError, match="s3://bucket/run"):
+    with pytest.raises(cloudckpt.errors.InvalidURIError, match="s3://bucket/run"):
         trainer.fit(model)
     assert trainer.global_step == 0
     assert not [*installed.iterdir()]
@@ -282,5 +282,5 @@ def test_lightnings_plugin_saves_by_ours_in_the_background(
     trainer = _trainer(max_steps=1, plugins=[plugin()], enable_checkpointing=False)
     trainer.fit(BoringModel())
     trainer.save_checkpoint("s3://no-such-bucket/run/step-1")
-    with pytest.raises(cloudckpt.BucketNotFoundError):
+    with pytest.raises(cloudckpt.errors.BucketNotFoundError):
         trainer.strategy.teardown()

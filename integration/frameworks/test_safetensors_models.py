@@ -40,24 +40,24 @@ def _downloaded(uri: str, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("way", ["save", "export"])
-@pytest.mark.parametrize("max_shard", ["5GB", "40kB"])
+@pytest.mark.parametrize("max_shard_size", ["5GB", "40kB"])
 def test_transformers_loads_what_was_saved(
-    run: str, tmp_path: Path, max_shard: str, way: str, tied: bool
+    run: str, tmp_path: Path, max_shard_size: str, way: str, tied: bool
 ) -> None:
     model = _model(tied=tied)
     uri = f"{run}/model"
     if way == "save":
-        cloudckpt.hf.save(model.state_dict(), uri, max_shard=max_shard)
+        cloudckpt.hf.save(model.state_dict(), uri, max_shard_size=max_shard_size)
     else:
         cloudckpt.save({"model": model.state_dict(), "step": 3}, checkpoint_id=f"{run}/checkpoint")
         cloudckpt.hf.export_checkpoint(
             f"{run}/checkpoint",
             uri,
-            max_shard=max_shard,
+            max_shard_size=max_shard_size,
             key_mapping=lambda name: name.removeprefix("model.") if "." in name else None,
         )
     names = _downloaded(uri, tmp_path)
-    assert (INDEX in names) == (max_shard == "40kB")
+    assert (INDEX in names) == (max_shard_size == "40kB")
     model.config.save_pretrained(tmp_path)
     loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -68,7 +68,7 @@ def test_transformers_loads_what_was_saved(
 def test_the_files_are_what_vllm_expects(run: str, tmp_path: Path) -> None:
     """It takes all files that end so, less those that an index does not name."""
     state = _model().state_dict()
-    cloudckpt.hf.save(state, run, max_shard="40kB", dtype=torch.bfloat16)
+    cloudckpt.hf.save(state, run, max_shard_size="40kB", dtype=torch.bfloat16)
     _downloaded(run, tmp_path)
     weight_map = json.loads((tmp_path / INDEX).read_text())["weight_map"]
     files = {path.name for path in tmp_path.glob("*.safetensors")}
@@ -89,7 +89,7 @@ def test_what_transformers_saved_is_loaded(run: str, tmp_path: Path) -> None:
     model = _model()
     model.save_pretrained(tmp_path, max_shard_size="40kB")
     for path in tmp_path.iterdir():
-        cloudckpt.save_file(f"{run}/{path.name}", path.read_bytes())
+        cloudckpt.files.save_file(f"{run}/{path.name}", path.read_bytes())
     state = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
     cloudckpt.hf.load(state, run)
     for name, tensor in model.state_dict().items():

@@ -192,5 +192,5 @@ def test_files_are_streamed_replaced_and_measured(storage: CloudStorage, run: st
 
 
 def test_local_paths_are_refused(storage: CloudStorage, tmp_path: Path) -> None:
-    with pytest.raises(cloudckpt.InvalidURIError, match="LocalFileSystemStorageConfig"):
+    with pytest.raises(cloudckpt.errors.InvalidURIError, match="LocalFileSystemStorageConfig"):
         storage.exists(tmp_path)

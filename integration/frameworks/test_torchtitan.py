@@ -55,7 +55,7 @@ def test_training_that_was_killed_goes_on_from_the_newest_checkpoint(
     assert set(straight) == {str(step) for step in range(1, 8)}
     assert cloudckpt.latest(f"{run}/straight") == f"{run}/straight/step-6"
     file = tmp_path / "model.safetensors"
-    file.write_bytes(cloudckpt.load_file(f"{run}/straight/step-7/model.safetensors"))
+    file.write_bytes(cloudckpt.files.load_file(f"{run}/straight/step-7/model.safetensors"))
     with safe_open(file, "pt") as model:
         assert model.get_tensor("model.embed_tokens.weight").any()
         assert "lm_head.weight" in model.keys()  # noqa: SIM118 - it is no dict
@@ -91,7 +91,7 @@ def test_training_that_was_killed_goes_on_from_the_newest_checkpoint(
     assert first[0] < 0.99 * straight["1"]
 
     # whose old checkpoints have gone, and none of those that they were begun with
-    assert cloudckpt.load_file(f"{run}/straight/step-7/model.safetensors")
+    assert cloudckpt.files.load_file(f"{run}/straight/step-7/model.safetensors")
     assert cloudckpt.latest(f"{run}/straight") == f"{run}/straight/step-6"
     assert cloudckpt.latest(run) == f"{run}/step-7"
     assert not cloudckpt.exists(f"{run}/tuned1/step-1")

@@ -72,9 +72,9 @@ def test_what_would_make_a_local_folder_of_a_uri_is_refused(
     cloudckpt.install()
     model = LlamaForCausalLM(SHAPE)
     trainer = Trainer(model, TrainingArguments(str(tmp_path), use_cpu=True))
-    with pytest.raises(cloudckpt.InstallError, match="CloudCheckpointCallback"):
+    with pytest.raises(cloudckpt.errors.InstallError, match="CloudCheckpointCallback"):
         TrainingArguments("s3://bucket/run", use_cpu=True)
-    with pytest.raises(cloudckpt.InvalidURIError, match="s3://bucket/run"):
+    with pytest.raises(cloudckpt.errors.InvalidURIError, match="s3://bucket/run"):
         TrainingArguments(Path("s3://bucket/run"), use_cpu=True)
     for kind in (
         ImageProcessingMixin,
@@ -83,13 +83,13 @@ def test_what_would_make_a_local_folder_of_a_uri_is_refused(
         BaseVideoProcessor,
     ):
         for place in ("s3://bucket/run", Path("s3://bucket/run")):
-            with pytest.raises(cloudckpt.CloudCheckpointError, match="s3://bucket/run"):
+            with pytest.raises(cloudckpt.errors.CloudCheckpointError, match="s3://bucket/run"):
                 kind.save_pretrained(object.__new__(kind), place)
     for configuration in (SHAPE, model.generation_config):
-        with pytest.raises(cloudckpt.InstallError, match=r"cloudckpt\.save_file"):
+        with pytest.raises(cloudckpt.errors.InstallError, match=r"cloudckpt\.save_file"):
             configuration.save_pretrained("s3://bucket/run")
     for saving in (trainer.save_model, model.save_pretrained):
-        with pytest.raises(cloudckpt.InstallError, match=r"cloudckpt\.hf\.save"):
+        with pytest.raises(cloudckpt.errors.InstallError, match=r"cloudckpt\.hf\.save"):
             saving("s3://bucket/run")
     assert not [*tmp_path.iterdir()]
 
@@ -157,7 +157,7 @@ def test_a_failure_to_save_ends_the_training_or_is_logged(
 ) -> None:
     saved = CloudCheckpointCallback("s3://no-such-bucket/run", asynchronous=asynchronous)
     trainer = _trainer(tmp_path, saved, 3)
-    with pytest.raises(cloudckpt.StoreError, match="no-such-bucket"):
+    with pytest.raises(cloudckpt.errors.StoreError, match="no-such-bucket"):
         trainer.train()
     assert trainer.state.global_step == (2 if asynchronous else 1)
 
@@ -190,7 +190,7 @@ def test_the_best_checkpoint_is_kept_and_comes_to_a_fresh_node(
     assert trainer.state.best_model_checkpoint == str(tmp_path / "fresh" / "checkpoint-1")
     assert (tmp_path / "fresh" / "checkpoint-1" / "model.safetensors").exists()
     assert _steps(run) == [1, 4]
-    with pytest.raises(cloudckpt.ConfigError, match="leave out keep_local"):
+    with pytest.raises(cloudckpt.errors.ConfigError, match="leave out keep_local"):
         _trainer(tmp_path, CloudCheckpointCallback(run, keep_local=False), 1, **best)
 
 
@@ -224,7 +224,7 @@ def test_a_checkpoint_of_something_else_is_refused(
     cloudckpt.save({"../outside": torch.zeros(4, dtype=torch.uint8)}, checkpoint_id=f"{run}/step-1")
     cloudckpt.save({"weight": torch.zeros(4)}, checkpoint_id=f"{run}/step-2")
     for step in (1, 2):
-        with pytest.raises(cloudckpt.ConfigError, match="is no file of a"):
+        with pytest.raises(cloudckpt.errors.ConfigError, match="is no file of a"):
             CloudCheckpointCallback(run).restore(step)
 
 
@@ -242,5 +242,5 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) 
     restored = saved.restore()
     assert restored is not None
     assert (Path(restored) / "folder" / "file").read_bytes() == bytes([1]) * 100_000
-    with pytest.raises(cloudckpt.CheckpointCorruptError):
+    with pytest.raises(cloudckpt.errors.CheckpointCorruptError):
         saved.restore(2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from cloudckpt.checkpoint.objects import is_committed
 from cloudckpt.config import Config
+from cloudckpt.dcp.arrivals import collective
 from cloudckpt.dcp.load_loop import load_together
 from cloudckpt.dcp.meeting import PLAN_EACH_TIME, Meeting, Stance, break_off, one_error
 from cloudckpt.dcp.planners import CloudSavePlanner
@@ -56,10 +57,11 @@ T = TypeVar("T")
 _TENSORS = (torch.Tensor, torch.nn.Parameter, DTensor)
 _LOST = "the ranks lost each other: look which one ended first and why, and start them again"
 _WHAT_IS_COMMITTED = {
-    True: "this save is committed all the same",
+    True: "this save is committed nevertheless",
     False: "this save is not committed, and will not be",
-    None: "whether this save is committed is not known: it was not when this rank looked, if it "
-    "could look, and it may still be; look for the checkpoint before you go on. Its data was kept",
+    None: "whether this save is committed is not known: it was not when this rank checked (if "
+    "it could), and it may still be; check for the checkpoint before you go on. Its data "
+    "was kept",
 }
 
 
@@ -94,12 +96,12 @@ def save(
             ``Config(incremental=True)``, by which the newest one is taken where none is given.
 
     Returns:
-        The committed metadata. Ranks that have not committed them read them when somebody looks
-        into them; to print or to compare them (two are equal if of the same save) reads nothing.
+        The committed metadata. Ranks other than the one that committed read it when it is
+        accessed; to print or to compare it (two are equal if of the same save) reads nothing.
 
     Raises:
         CheckpointExistsError: If there is a checkpoint and ``overwrite`` is off.
-        ConfigError: If the arguments do not fit together, or are none of this package's.
+        ConfigError: If the arguments contradict each other, or the writer is not ours.
         CheckpointConflictError: If another writer committed first.
         CommitUnknownError: If the store itself did not say whether it carried out the commit;
             nothing is deleted then.
@@ -131,7 +133,8 @@ def load(
 
     When it returns, every byte was verified. If it raises, it does so on every rank, and the
     tensors of ``state_dict`` may hold a part of the new values. If a writer replaces the checkpoint
-    meanwhile, all ranks begin anew with the newer one, a few times: what was loaded is of one save.
+    meanwhile, all ranks start again with the newer one, a few times: all that was loaded is of one
+    save.
 
     Args:
         state_dict: What to load: its keys say what, its tensors say where to and how sharded.
@@ -177,6 +180,7 @@ class ToLoad:
     planner: LoadPlanner | None = None
 
 
+@collective("cloudckpt.save")
 def save_prepared(
     state_dict: dict[str, Any],
     prepare: Callable[[], ToSave],
@@ -221,6 +225,7 @@ def save_prepared(
         forget_listings()
 
 
+@collective("cloudckpt.load")
 def load_prepared(
     state_dict: dict[str, Any],
     prepare: Callable[[], ToLoad],
@@ -234,11 +239,13 @@ def load_prepared(
     """
 
     def content() -> dict[str, Any]:
+        _check_dict(state_dict)
         # torch sorts the keys, which it could not do if there were integers beside strings
         named = {str(key): value for key, value in state_dict.items()}
         if len(named) < len(state_dict):
             raise KeyCollisionError(
-                "two keys of the state dict have the same text, by which they are loaded"
+                "two keys of the state dict are the same as strings, and keys are loaded by "
+                "their strings"
             )
         return content_of({name: named[name] for name in sorted(named)})
 
@@ -269,30 +276,36 @@ def _both(prepare: Callable[[], T], content: Callable[[], S]) -> tuple[T, S]:
     return made, content()
 
 
-def exists(checkpoint_id: URILike, *, config: Config | None = None) -> bool:
+def exists(uri: URILike, *, config: Config | None = None) -> bool:
     """Whether there is a committed checkpoint at a location, by one small request.
 
-    It is for scripts that resume if they can. Only the store's own word that there is none makes it
-    False: a script that takes an outage for it would start anew over a good checkpoint. Ranks that
-    ask by themselves may be told different things beside a writer; let one ask, and tell the rest.
-    A model in safetensors files can be loaded, too, but is no checkpoint, and does not count.
+    It is for scripts that resume if they can. It returns False only if the store itself says that
+    there is none: a script that mistook an outage for that would start again over a good
+    checkpoint. While somebody saves, ranks that ask on their own may get different answers; ask on
+    one rank and broadcast the answer. A model in safetensors files can be loaded, too, but is not a
+    checkpoint and does not count.
 
     Args:
-        checkpoint_id: ``s3://bucket/path`` or another location.
+        uri: ``s3://bucket/path`` or another location.
         config: Options.
 
     Raises:
-        InvalidURIError: If it is no location.
+        InvalidURIError: If it is not a valid location.
         BucketNotFoundError: If there is no such bucket.
         StoreError: If the store refuses or stays unreachable.
     """
-    uri = CheckpointURI.parse(checkpoint_id)
+    location = CheckpointURI.parse(uri)
     config = config if config is not None else Config()
-    return is_committed(open_store(uri, config), uri, Retrier(config.retry))
+    return is_committed(open_store(location, config), location, Retrier(config.retry))
 
 
 def content_of(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The state dict with what its ``Stateful`` values return, which are asked one by one."""
+    """The state dict with what its ``Stateful`` values return, which are asked one by one.
+
+    Raises:
+        ConfigError: If it is no dict.
+    """
+    _check_dict(state_dict)
     return {
         # tensors first: whether a class has the methods of a protocol is slow to tell
         key: value
@@ -302,13 +315,22 @@ def content_of(state_dict: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _check_dict(state_dict: object) -> None:
+    if not isinstance(state_dict, Mapping):
+        kind = type(state_dict).__name__
+        what = "model" if isinstance(state_dict, torch.nn.Module) else "name"
+        raise ConfigError(
+            f"a state dict is a dict, not a {kind}: write {{'{what}': ...}} around it"
+        )
+
+
 def writer_for(
     checkpoint_id: URILike | None,
     writer: StorageWriter | None,
     config: Config | None,
     base: URILike | None = None,
 ) -> OurWriter:
-    """The caller's writer, led to a location; or a new one.
+    """The caller's writer, set to a location; or a new one.
 
     Raises:
         InvalidURIError: If there is neither a location nor a writer.
@@ -322,7 +344,8 @@ def writer_for(
     ours = our_writer(writer)
     if config is not None or base is not None:
         raise ConfigError(
-            "config= and base= are for the writer made here; give them to your storage_writer"
+            "config= and base= are for the writer that this call makes; give them to your "
+            "storage_writer instead"
         )
     ours.reset(None if checkpoint_id is None else str(checkpoint_id))
     return ours
@@ -353,8 +376,8 @@ def _reader(
         raise _foreign(reader, "load", "reader")
     if config is not None or trust_pickle:
         raise ConfigError(
-            "config= and trust_pickle= are for the reader made here; give them to your "
-            "storage_reader"
+            "config= and trust_pickle= are for the reader that this call makes; give them to "
+            "your storage_reader instead"
         )
     reader.reset(None if checkpoint_id is None else str(checkpoint_id))
     return reader
@@ -363,9 +386,9 @@ def _reader(
 def _foreign(storage: object, verb: str, noun: str) -> ConfigError:
     kind = type(storage).__name__
     return ConfigError(
-        f"cloudckpt.{verb} does not take a {kind}, which is no {noun} of cloudckpt: give it to "
-        f"torch.distributed.checkpoint.{verb}, or leave it out and name the location by "
-        "checkpoint_id, a URI or a path"
+        f"cloudckpt.{verb} does not take a {kind}, which is not a cloudckpt {noun}: pass it to "
+        f"torch.distributed.checkpoint.{verb}, or leave it out and pass checkpoint_id, a URI or "
+        "a path"
     )
 
 

@@ -19,9 +19,12 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from typing_extensions import Self
 
 from cloudckpt import api
+from cloudckpt.background.async_save import close_async_savers
 from cloudckpt.background.save import SaveFuture
 from cloudckpt.background.saver import AsyncSaver
+from cloudckpt.background.stager import Stager
 from cloudckpt.config import Config
+from cloudckpt.dcp.arrivals import collective
 from cloudckpt.dcp.planners import (
     CloudLoadPlanner,
     CloudSavePlanner,
@@ -38,7 +41,10 @@ __all__ = [
     "Checkpointer",
     "CheckpointerConfig",
     "CommitHook",
+    "SaveFuture",
+    "Stager",
     "SyncCheckpointer",
+    "close_async_savers",
     "make_async_checkpointer",
     "make_sync_checkpointer",
 ]
@@ -48,7 +54,7 @@ logger = logging.getLogger("cloudckpt")
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointerConfig:
-    """What a checkpointer is made of.
+    """How a checkpointer saves and loads.
 
     Attributes:
         config: The options of saving and loading.
@@ -107,7 +113,7 @@ class Checkpointer(ClosedAtExit):
         given: object = config
         if not isinstance(given, CheckpointerConfig):
             raise ConfigError(
-                f"a checkpointer is made of a CheckpointerConfig, not of a {type(given).__name__}: "
+                f"a checkpointer takes a CheckpointerConfig, not a {type(given).__name__}: "
                 "write CheckpointerConfig(config=...)"
             )
         self._config = config
@@ -116,13 +122,13 @@ class Checkpointer(ClosedAtExit):
 
     @abstractmethod
     def save(
-        self, state_dict: dict[str, Any], uri: URILike, **kwargs: Any
+        self, uri: URILike, state_dict: dict[str, Any], **kwargs: Any
     ) -> tuple[Future[None], SaveFuture] | None:
         """Saves a state dict to a URI.
 
         Args:
-            state_dict: What to save; ``Stateful`` values are asked for theirs.
             uri: Where to: ``s3://bucket/run/step-1000`` or another location.
+            state_dict: What to save; ``Stateful`` values are asked for theirs.
             **kwargs: ``planner``, to use another than that of the configuration; ``notes``, or what
                 returns them, to be kept with the checkpoint.
 
@@ -136,6 +142,7 @@ class Checkpointer(ClosedAtExit):
                 the failure of the save before.
         """
 
+    @collective("Checkpointer.load")
     def load(
         self,
         uri: URILike,
@@ -176,7 +183,7 @@ class Checkpointer(ClosedAtExit):
                 planner = CloudLoadPlanner(where) if strict else PartialPlanner(where)
                 return api.ToLoad(reader, planner)
             if strict:
-                raise ConfigError("strict=True needs a state_dict, whose keys are to be there")
+                raise ConfigError("strict=True needs a state_dict whose keys to check")
             everything.append((reader, EverythingPlanner(where, default_map_location)))
             return api.ToLoad(*everything[0])
 
@@ -208,13 +215,13 @@ class Checkpointer(ClosedAtExit):
             raise ClosedError("the checkpointer was closed")
 
     def _writer(
-        self, state_dict: object, uri: URILike, kwargs: dict[str, Any]
+        self, uri: URILike, state_dict: object, kwargs: dict[str, Any]
     ) -> CloudStorageWriter:
         self._check_open()
         if unknown := sorted(set(kwargs) - {"planner", "notes"}):
             raise ConfigError(f"save does not take {unknown}")
         if isinstance(state_dict, (str, os.PathLike)):
-            raise ConfigError("save takes the state dict first, then the URI")
+            raise ConfigError("save takes the location first: save(uri, state_dict)")
         hook = self._config.commit_hook
         notes = kwargs.get("notes")
         if callable(notes):
@@ -225,9 +232,10 @@ class Checkpointer(ClosedAtExit):
 class SyncCheckpointer(Checkpointer):
     """Saves at once: when :meth:`save` returns, the checkpoint is committed."""
 
-    def save(self, state_dict: dict[str, Any], uri: URILike, **kwargs: Any) -> None:
+    @collective("SyncCheckpointer.save")
+    def save(self, uri: URILike, state_dict: dict[str, Any], **kwargs: Any) -> None:
         def prepare() -> api.ToSave:
-            writer = self._writer(state_dict, uri, kwargs)
+            writer = self._writer(uri, state_dict, kwargs)
             return api.ToSave(writer, kwargs.get("planner") or self._planner)
 
         api.save_prepared(
@@ -242,9 +250,10 @@ class AsyncCheckpointer(Checkpointer):
     """Saves in the background: in a process beside the trainer, or in a thread of it.
 
     The memory of the copy and the process are kept from one save to the next; the process starts
-    with the checkpointer, behind the first steps of the training.
+    with the checkpointer, during the first steps of the training.
     """
 
+    @collective("AsyncCheckpointer()")
     def __init__(
         self,
         config: CheckpointerConfig,
@@ -255,9 +264,9 @@ class AsyncCheckpointer(Checkpointer):
         """
         Args:
             config: How to save and load.
-            on_failure: Called with the failure of an earlier save, and the numbers of the saves
-                that it is of (:attr:`SaveFuture.number`), in place of raising it; alike on all
-                ranks. What it raises is raised.
+            on_failure: Called instead of raising the failure of an earlier save, on all ranks
+                alike, with the numbers of the saves that failed (:attr:`SaveFuture.number`) and the
+                error. What it raises is raised.
             when_busy: What ``BackgroundOptions(when_busy="auto")`` means.
         """
         super().__init__(config)
@@ -273,13 +282,14 @@ class AsyncCheckpointer(Checkpointer):
         )
         self._ended = False
 
+    @collective("AsyncCheckpointer.save")
     def save(
-        self, state_dict: dict[str, Any], uri: URILike, **kwargs: Any
+        self, uri: URILike, state_dict: dict[str, Any], **kwargs: Any
     ) -> tuple[Future[None], SaveFuture]:
         self._check_open()
 
         def prepare() -> CloudStorageWriter:
-            return self._writer(state_dict, uri, kwargs)
+            return self._writer(uri, state_dict, kwargs)
 
         planner = kwargs.get("planner") or self._planner
         pending = self._saver.save(state_dict, prepare, planner=planner)
@@ -290,15 +300,15 @@ class AsyncCheckpointer(Checkpointer):
         self._saver.wait()
 
     def close(self) -> None:
-        """Waits for the saves under way, and raises the first failure that was not told yet.
+        """Waits for the saves under way, and raises the first failure that no call has raised yet.
 
         Closing again does nothing, or the rest if it was interrupted. In a process that was forked
         from the checkpointer's, nothing is done.
 
         Raises:
             CloudCheckpointError: If a save failed and no call has raised that.
-            SaveInProgressError: If one has not ended within ``close_timeout``; its future tells
-                what becomes of it.
+            SaveInProgressError: If one has not ended within ``close_timeout``; its future says
+                how it ends.
         """
         super().close()
         if self._ended or not self._saver.belongs_here:

@@ -6,7 +6,7 @@
     ├── InvalidURIError               also ValueError
     ├── ConfigError                   also ValueError
     ├── MissingDependencyError        also ImportError
-    ├── InstallError                  torch or a framework is not as known, or knows only files here
+    ├── InstallError                  torch or a framework is unsupported, or handles files only
     ├── StoreError                    the object store refused, failed or could not be reached
     │   ├── ObjectNotFoundError       also FileNotFoundError
     │   ├── BucketNotFoundError
@@ -73,6 +73,7 @@ __all__ = [
     "ConfigError",
     "ConnectionLostError",
     "CredentialsError",
+    "Damage",
     "DifferentCheckpointsError",
     "IncompleteSaveError",
     "InstallError",
@@ -158,7 +159,7 @@ def _rebuild(
 
 
 class InvalidURIError(CloudCheckpointError, ValueError):
-    """A string that is no checkpoint location; the message says what to write instead."""
+    """A string that is not a valid checkpoint location; the message says what to write instead."""
 
 
 class ConfigError(CloudCheckpointError, ValueError):
@@ -170,8 +171,8 @@ class MissingDependencyError(CloudCheckpointError, ImportError):
 
 
 class InstallError(CloudCheckpointError):
-    """Torch or a framework is not as ``cloudckpt.install()`` knows it, or a part that knows only
-    files was given a URI.
+    """torch or a framework differs from what ``cloudckpt.install()`` supports, or a part that
+    handles only local files was given a URI.
     """
 
 
@@ -199,8 +200,8 @@ class ObjectNotFoundError(StoreError, FileNotFoundError):
 class BucketNotFoundError(StoreError):
     """There is no such bucket or container, or it is invisible to these credentials.
 
-    It is no FileNotFoundError: who takes that for the begin of a new run must not do so because of
-    a mistyped name.
+    It is not a FileNotFoundError, so that a script that starts a new run on FileNotFoundError does
+    not do so because of a mistyped bucket name.
     """
 
 
@@ -213,11 +214,11 @@ class CredentialsError(StoreError):
 
 
 class TLSError(StoreError):
-    """The server (or a proxy) and this side do not trust each other, or find no common TLS."""
+    """The server (or a proxy) and the client do not trust each other, or share no TLS version."""
 
 
 class WrongRegionError(StoreError):
-    """The bucket lives in another region than the client was told.
+    """The bucket is in another region than the client was configured for.
 
     Attributes:
         region: The right one, if the store has named it.
@@ -268,7 +269,7 @@ class ConnectionLostError(TransientStoreError):
     """The connection was refused, reset, timed out, stalled, or closed before the last byte.
 
     Attributes:
-        received: Bytes of a download that arrived before; the retry goes on behind them.
+        received: Bytes of a download that had arrived; the retry continues after them.
         version: Of which version of the object they are, if the answer said so.
     """
 
@@ -324,8 +325,8 @@ class Damage:
         object: The URI of the object.
         item: The state-dict entry.
         what: What is wrong.
-        start: The first byte of the object that is; None if it is all of it.
-        stop: Behind the last one.
+        start: The first damaged byte of the object; None if all of it is damaged.
+        stop: One past the last damaged byte.
     """
 
     object: str
@@ -353,7 +354,7 @@ class CheckpointCorruptError(CheckpointError):
 class CheckpointReplacedError(CheckpointError):
     """A writer overwrote or deleted the checkpoint while it was loaded; nothing is damaged.
 
-    :func:`cloudckpt.load` begins anew with the newer one, and raises this after a few times.
+    :func:`cloudckpt.load` starts again with the newer one, and raises this after a few times.
 
     Attributes:
         times: How often that was noticed in this load; after more than once it was given up.
@@ -378,7 +379,9 @@ class UntrustedPickleError(CheckpointError):
 
 
 class KeyCollisionError(CheckpointError, ValueError):
-    """Two entries of a state dict would have the same name, since names are made of strings."""
+    """Two entries of a state dict would have the same name, since names are made of strings; or
+    ranks have different things under one name.
+    """
 
 
 class MissingKeyError(CheckpointError, KeyError):
@@ -386,8 +389,8 @@ class MissingKeyError(CheckpointError, KeyError):
 
 
 class ShapeMismatchError(CheckpointError, ValueError):
-    """A tensor has another shape than it is to be loaded into, or than a save has planned; or what
-    it is to be loaded into is no tensor.
+    """A tensor's shape differs from that of its target, or from what a save has planned; or the
+    target is not a tensor.
     """
 
 

@@ -21,8 +21,7 @@ __all__ = [
     "Event",
     "Phase",
     "Timeline",
-    "emit",
-    "has_listeners",
+    "Transferred",
     "progress_bar",
     "record",
     "subscribe",
@@ -59,7 +58,7 @@ class Event:
         rank: In the group that saves or loads.
         began: Seconds since the epoch.
         seconds: How long it took; 0 for what is only counted.
-        bytes: That were moved.
+        nbytes: That were moved.
         total: Of ``progress``: the bytes that there will be, as far as that is known.
         detail: Of ``retry`` and ``throttle``, and of what failed: the class of the error.
         failed: Whether it ended with an error.
@@ -73,13 +72,30 @@ class Event:
     rank: int
     began: float
     seconds: float = 0.0
-    bytes: int = 0
+    nbytes: int = 0
     total: int = 0
     detail: str = ""
     failed: bool = False
     step: int | None = None
     newest_step: int | None = None
     newest_age: float | None = None
+
+
+@dataclass(frozen=True)
+class Transferred:
+    """The sum of one save or load of one rank.
+
+    Attributes:
+        nbytes: Payload bytes sent or received, those of repeated tries included.
+        requests: Data requests that succeeded.
+        retries: Requests that had to be tried again.
+        seconds: From the first to the last byte.
+    """
+
+    nbytes: int
+    requests: int
+    retries: int
+    seconds: float
 
 
 Listener = Callable[[Event], None]
@@ -168,7 +184,7 @@ def _log(event: Event) -> None:
             event.uri,
             event.rank,
             event.seconds,
-            event.bytes,
+            event.nbytes,
             ", failed" if event.failed else "",
             f" ({event.detail})" if event.detail else "",
             extra={"cloudckpt_event": event},
@@ -195,7 +211,7 @@ def _report_span(event: Event) -> None:
     attributes: dict[str, str | int | float | bool] = {
         "cloudckpt.uri": event.uri,
         "cloudckpt.rank": event.rank,
-        "cloudckpt.bytes": event.bytes,
+        "cloudckpt.bytes": event.nbytes,
         "cloudckpt.seconds": event.seconds,
         "cloudckpt.failed": event.failed,
     }
@@ -213,14 +229,14 @@ class Span:
     """Measures a phase; emits its event at the end of the ``with`` block, failed or not.
 
     Attributes:
-        bytes: What was moved; to be set within the block.
+        nbytes: What was moved; to be set within the block.
     """
 
     def __init__(self, phase: Phase, uri: str, rank: int) -> None:
         self._phase = phase
         self._uri = uri
         self._rank = rank
-        self.bytes = 0
+        self.nbytes = 0
 
     def __enter__(self) -> Span:
         self._wall, self._clock = time.time(), time.perf_counter()
@@ -234,7 +250,7 @@ class Span:
                 rank=self._rank,
                 began=self._wall,
                 seconds=time.perf_counter() - self._clock,
-                bytes=self.bytes,
+                nbytes=self.nbytes,
                 detail="" if kind is None else kind.__name__,
                 failed=kind is not None,
             )
@@ -267,7 +283,7 @@ class Timeline:
             note += f" ({event.detail})" if event.detail else ""
             lines.append(
                 f"{event.phase:<9} {event.began - first:>9.3f} {event.seconds:>9.3f} "
-                f"{event.bytes / 1024**2:>10.1f} {event.rank:>5}  {event.uri}{note}"
+                f"{event.nbytes / 1024**2:>10.1f} {event.rank:>5}  {event.uri}{note}"
             )
         return "\n".join(lines)
 
@@ -284,7 +300,7 @@ class Timeline:
                 "tid": event.phase,
                 "args": {
                     "uri": event.uri,
-                    "bytes": event.bytes,
+                    "bytes": event.nbytes,
                     "detail": event.detail,
                     "failed": event.failed,
                 },
@@ -354,10 +370,10 @@ def progress_bar() -> Iterator[None]:
                     tasks[key] = progress.add_task(name, total=None)
                 task = tasks.pop(key) if has_ended else tasks[key]
             if event.failed:
-                progress.update(task, description=f"{name} FAILED", completed=event.bytes)
+                progress.update(task, description=f"{name} FAILED", completed=event.nbytes)
             else:
-                total = event.total or (event.bytes if has_ended else None)
-                progress.update(task, completed=event.bytes, total=total)
+                total = event.total or (event.nbytes if has_ended else None)
+                progress.update(task, completed=event.nbytes, total=total)
             if has_ended:
                 progress.stop_task(task)
 

@@ -24,11 +24,10 @@ from cloudckpt.errors import (
     ShapeMismatchError,
     UnsupportedTensorError,
 )
-from cloudckpt.events import Span
+from cloudckpt.events import Span, Transferred
 from cloudckpt.torch_files.torch_file import TorchFile, tensors_in
 from cloudckpt.torch_files.torch_save import write_torch_file
 from cloudckpt.transfer.landing import copy_into
-from cloudckpt.transfer.stats import Transferred
 from cloudckpt.uri import CheckpointURI
 
 try:
@@ -96,7 +95,7 @@ class CloudCheckpointWriter(CheckpointWriter):
         Besides the state it takes ``memory_budget`` (64 MiB by default).
 
         Raises:
-            InvalidURIError: If ``path`` is no location.
+            InvalidURIError: If ``path`` is not a valid location.
             CheckpointError: If ``torch.save`` can't write the state.
             StoreError: If the store refuses or stays unreachable. As with any failure before the
                 hooks, nothing changes at the location.
@@ -186,7 +185,7 @@ class CloudCheckpointReader(CheckpointReader):
                 part.fetch()
             finally:
                 self.transferred = file.transferred
-                span.bytes = self.transferred.bytes
+                span.nbytes = self.transferred.nbytes
         if part.missing:
             more = f" and {len(part.missing) - 10} more" if len(part.missing) > 10 else ""
             logger.warning("%s lacks the keys %s%s", uri, part.missing[:10], more)

@@ -40,8 +40,8 @@ __all__ = ["FileContent", "FileData", "load_file", "save_file"]
 logger = logging.getLogger("cloudckpt")
 
 FileData = bytes | bytearray | memoryview | os.PathLike[str] | BinaryIO
-"""What a file is written of: bytes; the path of a local file, as a ``pathlib.Path``; or a file that
-is open for reading in binary mode. A string is none of these: it may be text, or a path."""
+"""What a file is written from: bytes; the path of a local file, as a ``pathlib.Path``; or a file
+that is open for reading in binary mode. A string is none of these: it may be text, or a path."""
 
 _PIECE = 4 * MIB
 
@@ -67,15 +67,15 @@ def save_file(
     """Writes one object of any kind: a tokenizer, a configuration, a file.
 
     The object appears, or replaces the one that is there, when all of it is in the store, which
-    verifies its checksum where it can. If this raises, nothing has changed; only behind an error
-    of the store that is not ``certain`` may the new object be there, whole. What is large is sent
-    in parallel parts, in at most ``memory_budget`` of memory.
+    verifies its checksum where it can. If this raises, nothing has changed; only after a
+    :class:`StoreError` that is not ``certain`` may the new object exist, complete. Large files are
+    sent in parallel parts, in at most ``memory_budget`` of memory.
 
-    A condition is decided by the store itself, so that of several writers one wins. Such an object
-    is sent in one request, out of memory::
+    The store itself decides a condition, so that one of several writers wins. Such an object is
+    sent in one request, from memory::
 
-        content = cloudckpt.load_file("s3://bucket/run/config.json")
-        cloudckpt.save_file(
+        content = cloudckpt.files.load_file("s3://bucket/run/config.json")
+        cloudckpt.files.save_file(
             "s3://bucket/run/config.json", changed(content), if_version=content.version
         )
 
@@ -86,17 +86,17 @@ def save_file(
         if_absent: Only if there is no object here.
         if_version: Only if the object here is still this version, as ``save_file`` returned it or
             ``load_file(uri).version`` says it.
-        config: Options. With ``overwrite=False`` an object that is there is never replaced.
+        config: Options. With ``overwrite=False`` existing objects are never replaced.
 
     Returns:
         The version of the object.
 
     Raises:
-        InvalidURIError: If it is no location of a file.
+        InvalidURIError: If ``uri`` does not name a file.
         PreconditionFailedError: If the condition does not hold.
         CheckpointExistsError: If there is an object and ``overwrite`` is off.
-        ConfigError: If a condition is given, and the store is known, or told, not to honour any.
-        TypeError: If ``data`` is a string, or anything else that is none of these.
+        ConfigError: If a condition is given, and the store is known or configured not to honour it.
+        TypeError: If ``data`` is a string, or anything else that is not listed above.
         StoreError: If the store refuses or stays unreachable.
     """
     location, config = CheckpointURI.parse(uri), config if config is not None else Config()
@@ -110,7 +110,7 @@ def save_file(
         with Span("upload", str(location), 0) as span, _opened(data) as (source, expected):
             if must_be_new or if_version is not None:
                 content = source.read()
-                span.bytes = len(content)
+                span.nbytes = len(content)
                 info = _put_on_condition(store, key, content, must_be_new, if_version, config)
             else:
                 stats = TransferStats(str(location), 0, expected)
@@ -119,7 +119,7 @@ def save_file(
                     shutil.copyfileobj(source, cast(BinaryIO, stream), _PIECE)
 
                 info = upload_stream(store, key, send, config, stats, expected=expected)
-                span.bytes = info.size
+                span.nbytes = info.size
     except PreconditionFailedError as error:
         if not must_be_new or if_absent:
             raise
@@ -140,7 +140,7 @@ def load_file(
 
     It is compared with the checksum that the store keeps. A store that keeps none for it (Azure,
     disks, many servers other than the clouds' own) is read twice, and must give the same bytes.
-    ``Config(verify=False)`` does without that. What is large is fetched over parallel connections;
+    ``Config(verify=False)`` does without that. Large files are fetched over parallel connections;
     the memory in use is twice the object's size.
 
     Args:
@@ -152,10 +152,10 @@ def load_file(
         The bytes; their attribute ``version`` says of which version of the object they are.
 
     Raises:
-        InvalidURIError: If it is no location of a file.
+        InvalidURIError: If ``uri`` does not name a file.
         ObjectNotFoundError: If there is no such object; it is a FileNotFoundError, too.
         PreconditionFailedError: If it is another version than ``if_version``.
-        CheckpointCorruptError: If the bytes are not those that the store has a checksum of, twice.
+        CheckpointCorruptError: If the bytes do not match the checksum of the store, twice.
         CheckpointReplacedError: If it was replaced while it was read, again and again.
         StoreError: If the store refuses or stays unreachable.
     """

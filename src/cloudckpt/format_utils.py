@@ -11,6 +11,7 @@ from typing import Any, Literal
 from torch.distributed.checkpoint.metadata import Metadata
 
 from cloudckpt.api import ToLoad, exists, load_prepared, save
+from cloudckpt.checkpoint.metadata import add_safe_metadata_globals
 from cloudckpt.checkpoint.notes import Notes
 from cloudckpt.checkpoint.objects import beneath, is_committed
 from cloudckpt.config import Config
@@ -24,18 +25,18 @@ from cloudckpt.errors import (
     InvalidURIError,
     ObjectNotFoundError,
 )
-from cloudckpt.events import Span
+from cloudckpt.events import Span, Transferred
 from cloudckpt.torch_files.broadcast import BroadcastingTorchSaveReader
 from cloudckpt.torch_files.torch_file import TorchFile
 from cloudckpt.torch_files.torch_save import check_destination, write_torch_file
 from cloudckpt.transfer.retry import Retrier, begun_anew, open_store
-from cloudckpt.transfer.stats import Transferred
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = [
     "BroadcastingTorchSaveReader",
     "DynamicMetaLoadPlanner",
     "Kind",
+    "add_safe_metadata_globals",
     "dcp_to_dcp",
     "dcp_to_torch_save",
     "kind_of",
@@ -46,7 +47,7 @@ Kind = Literal["dcp", "torch"]
 """A DCP checkpoint, or a file of ``torch.save``."""
 
 
-def kind_of(location: URILike, *, config: Config | None = None) -> Kind:
+def kind_of(uri: URILike, *, config: Config | None = None) -> Kind:
     """What is at a location: it is looked at, whatever its name is.
 
     Any file that is no checkpoint counts as one of ``torch.save``; whether it really is one, its
@@ -54,29 +55,29 @@ def kind_of(location: URILike, *, config: Config | None = None) -> Kind:
 
     Raises:
         CheckpointNotFoundError: If there is neither a committed checkpoint nor a file.
-        InvalidURIError: If it is no location.
+        InvalidURIError: If it is not a valid location.
         StoreError: If the store refuses or stays unreachable.
     """
     config = config if config is not None else Config()
-    uri, retrier = CheckpointURI.parse(location), Retrier(config.retry)
-    store = open_store(uri, config)
-    if is_committed(store, uri, retrier):
+    location, retrier = CheckpointURI.parse(uri), Retrier(config.retry)
+    store = open_store(location, config)
+    if is_committed(store, location, retrier):
         return "dcp"
     try:
-        if uri.prefix:
-            retrier.call(lambda: store.head(uri.prefix))
+        if location.prefix:
+            retrier.call(lambda: store.head(location.prefix))
             return "torch"
     except ObjectNotFoundError:
         pass
-    hint = beneath(store, uri) or "check the location"
+    hint = beneath(store, location) or "check the location"
     raise CheckpointNotFoundError(
-        f"there is neither a committed checkpoint nor a file here. {hint}", uri=str(uri)
+        f"there is neither a committed checkpoint nor a file here. {hint}", uri=str(location)
     )
 
 
 def dcp_to_torch_save(
-    checkpoint: URILike,
-    destination: URILike,
+    source: URILike,
+    target: URILike,
     *,
     config: Config | None = None,
     trust_pickle: bool = False,
@@ -84,13 +85,13 @@ def dcp_to_torch_save(
     """Converts a DCP checkpoint into one file of ``torch.save``.
 
     The file appears, or replaces the one that is there, when it is complete; if the conversion
-    fails, nothing changes at ``destination``. It takes one copy of the state in host memory and
+    fails, nothing changes at ``target``. It takes one copy of the state in host memory and
     ``memory_budget`` (64 MiB by default; for files above 100 GiB in a cloud store, 1/1500 of the
     file if that is more). Call it on one rank: it takes no part in collectives.
 
     Args:
-        checkpoint: The checkpoint, of cloudckpt or of torch.
-        destination: The file to write, for example ``s3://bucket/run/model.pt``.
+        source: The checkpoint, of cloudckpt or of torch.
+        target: The file to write, for example ``s3://bucket/run/model.pt``.
         config: Options, for both sides.
         trust_pickle: Whether pickles in the checkpoint may run any code.
 
@@ -107,12 +108,12 @@ def dcp_to_torch_save(
         StoreError: If a store refuses or stays unreachable, or the disk is full.
     """
     config = config if config is not None else Config()
-    target = CheckpointURI.parse(destination)
-    if target == CheckpointURI.parse(checkpoint):
-        raise InvalidURIError(f"{target} is both the checkpoint and the file to be written")
-    check_destination(target, config)
-    reader = CloudStorageReader(checkpoint, config=config, trust_pickle=trust_pickle)
-    return write_torch_file(_content_of(reader), target, config)
+    file = CheckpointURI.parse(target)
+    if file == CheckpointURI.parse(source):
+        raise InvalidURIError(f"{file} is both the checkpoint and the file to be written")
+    check_destination(file, config)
+    reader = CloudStorageReader(source, config=config, trust_pickle=trust_pickle)
+    return write_torch_file(_content_of(reader), file, config)
 
 
 def dcp_to_dcp(
@@ -184,7 +185,7 @@ def _refuse_existing(target: CheckpointURI, config: Config) -> None:
 
 def torch_save_to_dcp(
     source: URILike,
-    checkpoint: URILike,
+    target: URILike,
     *,
     config: Config | None = None,
     trust_pickle: bool = False,
@@ -197,7 +198,7 @@ def torch_save_to_dcp(
 
     Args:
         source: The file; it must hold a dict.
-        checkpoint: Where to save.
+        target: Where to save.
         config: Options, for both sides.
         trust_pickle: Whether the file's pickle may run any code.
 
@@ -215,10 +216,10 @@ def torch_save_to_dcp(
         StoreError: If a store refuses or stays unreachable, or the disk is full.
     """
     config = config if config is not None else Config()
-    uri, target = CheckpointURI.parse(source), CheckpointURI.parse(checkpoint)
-    if uri == target:
+    uri, location = CheckpointURI.parse(source), CheckpointURI.parse(target)
+    if uri == location:
         raise InvalidURIError(f"{uri} is both the file and the checkpoint to be written")
-    _refuse_existing(target, config)
+    _refuse_existing(location, config)
     state = begun_anew(lambda: _load_file(uri, config, trust_pickle))
     if not isinstance(state, dict):
         raise CheckpointError(
@@ -226,7 +227,7 @@ def torch_save_to_dcp(
             "save a state_dict() instead",
             uri=str(uri),
         )
-    return save(state, checkpoint_id=target, no_dist=True, config=config)
+    return save(state, checkpoint_id=location, no_dist=True, config=config)
 
 
 def _load_file(uri: CheckpointURI, config: Config, trust_pickle: bool) -> Any:
@@ -235,4 +236,4 @@ def _load_file(uri: CheckpointURI, config: Config, trust_pickle: bool) -> Any:
         try:
             return file.load()
         finally:
-            span.bytes = file.transferred.bytes
+            span.nbytes = file.transferred.nbytes

@@ -11,7 +11,7 @@ from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 from cloudckpt.errors import InvalidURIError
 
-__all__ = ["CLOUD_SCHEMES", "CheckpointURI", "URILike", "text_of", "unfolded"]
+__all__ = ["CheckpointURI", "URILike"]
 
 CLOUD_SCHEMES = frozenset({"s3", "gs", "az"})
 _SCHEMES = CLOUD_SCHEMES | {"file", "memory"}
@@ -101,7 +101,7 @@ _NO_BUCKETS = tuple(  # of S3, by the names and ARNs that AWS reserves for them
         (r"arn:[^:]*:s3:::", "a bucket by its ARN: write s3://bucket/path"),
         (
             r"arn:",
-            "an ARN, and none of an access point: write s3://bucket/path or "
+            "an ARN, but not that of an access point: write s3://bucket/path or "
             "s3://arn:aws:s3:region:account:accesspoint/name/path",
         ),
     )
@@ -156,18 +156,18 @@ class CheckpointURI:
         if not text.strip():
             raise InvalidURIError(f"the checkpoint location is empty; write {_FORMS}")
         if _CONTROL.search(text):
-            raise InvalidURIError(f"{_shown(text)!r} holds a control character")
+            raise InvalidURIError(f"{_shown(text)!r} contains a control character")
         try:
             os.fsencode(text)
         except UnicodeEncodeError:
-            raise InvalidURIError(f"{_shown(text)!r} holds half of a surrogate pair") from None
+            raise InvalidURIError(f"{_shown(text)!r} contains half of a surrogate pair") from None
         if foreign := _FOREIGN.match(text):
             raise InvalidURIError(_did_you_mean(foreign[1].lower(), text[foreign.end() :], text))
         if (lost := unfolded(text)) is not None:
             whole = lost if cls.accepts(lost) else _shown(lost)  # a container@account is no secret
             raise InvalidURIError(
-                f"{_shown(text)!r} lost a slash, as pathlib.Path and os.path do to a URI, and is a "
-                f'local folder; pass the string "{whole}" instead'
+                f"{_shown(text)!r} lost a slash (pathlib.Path and os.path collapse // to /), and "
+                f'would be a local folder; pass the string "{whole}" instead'
             )
         if swallowed := _SWALLOWED_SLASH.match(text):
             slashes = "///" if swallowed.group(1).lower() == "file" else "//"
@@ -178,7 +178,8 @@ class CheckpointURI:
             )
         if _NEARLY.match(text):
             raise InvalidURIError(
-                f"{_shown(text)!r} is nearly a URI, and would be a local folder; write {_FORMS}"
+                f"{_shown(text)!r} looks like a mistyped URI and would be a local folder; write "
+                f"{_FORMS}"
             )
         match = _SCHEME.match(text)
         if match is None:
@@ -195,7 +196,7 @@ class CheckpointURI:
         parts = urlsplit(text)
         if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
             raise InvalidURIError(
-                f"{_shown(text)!r} is no local file URI; write file:///absolute/path"
+                f"{_shown(text)!r} is not a valid local file URI; write file:///absolute/path"
             )
         if "?" in text or "#" in text:
             raise InvalidURIError(
@@ -203,7 +204,7 @@ class CheckpointURI:
             )
         path = os.fsdecode(unquote_to_bytes(os.fsencode(parts.path)))  # names may be no UTF-8
         if _CONTROL.search(path):
-            raise InvalidURIError(f"{_shown(text)!r} holds a control character")
+            raise InvalidURIError(f"{_shown(text)!r} contains a control character")
         return cls("file", "", os.path.abspath(path))
 
     @classmethod
@@ -220,16 +221,17 @@ class CheckpointURI:
         match = _AZURE_HOST.fullmatch(host)
         if match is None or (container and not re.fullmatch(_CONTAINER, container)):
             raise InvalidURIError(
-                f"{_shown(text)!r} is no location in Azure Blob Storage; write "
+                f"{_shown(text)!r} is not a location in Azure Blob Storage; write "
                 "abfss://container@account.dfs.core.windows.net/path or "
-                "https://account.blob.core.windows.net/container/path. For another endpoint write "
-                "az://container/path with Config(azure=AzureOptions(endpoint_url=...)); stores "
-                "with the API of S3 are s3://bucket/path with S3Options(endpoint_url=...)"
+                "https://account.blob.core.windows.net/container/path. For another endpoint "
+                "write az://container/path with Config(azure=AzureOptions(endpoint_url=...)); "
+                "stores with the API of S3 are s3://bucket/path with "
+                "S3Options(endpoint_url=...)"
             )
         if "sig=" in path.partition("?")[2]:
             raise InvalidURIError(
-                f"{_shown(text)!r}: a shared access signature does not belong into a URI; "
-                "put it into AZURE_STORAGE_SAS_TOKEN"
+                f"{_shown(text)!r}: do not put a shared access signature into a URI; put it "
+                "into AZURE_STORAGE_SAS_TOKEN"
             )
         if scheme == "https":  # a URL, which is encoded; the others are taken as they are
             if re.search(r"%(?![0-9A-Fa-f]{2})", path):
@@ -237,9 +239,9 @@ class CheckpointURI:
             try:
                 rest = unquote(path, errors="strict")
             except UnicodeDecodeError:
-                raise InvalidURIError(f"{_shown(text)!r} is no encoded UTF-8") from None
+                raise InvalidURIError(f"{_shown(text)!r} is not percent-encoded UTF-8") from None
             if _CONTROL.search(rest):
-                raise InvalidURIError(f"{_shown(text)!r} holds a control character")
+                raise InvalidURIError(f"{_shown(text)!r} contains a control character")
         else:
             rest = f"{container}{slash}{path}"
         found = cls._object("az", rest, text)
@@ -260,24 +262,24 @@ class CheckpointURI:
                     raise InvalidURIError(f"{shown!r} names {meaning}")
         if point is None and ("@" in bucket or ":" in bucket):
             raise InvalidURIError(
-                f"{shown!r}: credentials do not belong into a URI; "
-                "they are taken from where the cloud's own tools find them"
+                f"{shown!r}: do not put credentials into a URI; cloudckpt finds them where the "
+                "cloud's own tools do"
             )
         if "?" in rest or "#" in rest:
             raise InvalidURIError(f"{shown!r}: a checkpoint URI has no query and no fragment")
         if _HALVES.search(rest):
             raise InvalidURIError(
-                f"{shown!r} holds half of a surrogate pair, as names of files that are not UTF-8 "
-                "do; no object store has such a name"
+                f"{shown!r} contains half of a surrogate pair, as names of files that are not "
+                "UTF-8 do; no object store has such a name"
             )
         prefix = prefix.removesuffix("/")
         segments = prefix.split("/") if prefix else []
         if "" in segments:
-            raise InvalidURIError(f"{shown!r} holds an empty path segment ('//')")
+            raise InvalidURIError(f"{shown!r} contains an empty path segment ('//')")
         if "." in segments or ".." in segments:
             raise InvalidURIError(
-                f"{shown!r} holds '.' or '..'; object stores do not resolve them: "
-                "write the whole path"
+                f"{shown!r} contains '.' or '..'; object stores do not resolve them: write the "
+                "whole path"
             )
         return cls(scheme, bucket, prefix)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cloudckpt import Stager
+from cloudckpt.checkpointer import Stager
 from dcp.conftest import local, places, s3  # noqa: F401 - fixtures
 from dcp.places import Place
 from wire.proxy import FaultyProxy

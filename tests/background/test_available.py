@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from cloudckpt import Stager, StagingMemoryError
 from cloudckpt.background import arena as arenas
 from cloudckpt.background.arena import available_memory
+from cloudckpt.checkpointer import Stager
 from cloudckpt.config import MIB
+from cloudckpt.errors import StagingMemoryError
 from dcp.values import numbered
 
 UNLIMITED_V1 = "9223372036854771712\n"

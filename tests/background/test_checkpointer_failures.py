@@ -11,19 +11,16 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
-from cloudckpt import (
-    AsyncCheckpointer,
-    BackgroundOptions,
-    CheckpointerConfig,
+from cloudckpt import BackgroundOptions, api
+from cloudckpt.background.saver import AsyncSaver
+from cloudckpt.checkpointer import AsyncCheckpointer, CheckpointerConfig, make_async_checkpointer
+from cloudckpt.errors import (
     CheckpointError,
     ConfigError,
     RanksFailedError,
     SaveInProgressError,
     SaveProcessError,
-    api,
-    make_async_checkpointer,
 )
-from cloudckpt.background.saver import AsyncSaver
 from dcp.children import in_a_child
 from dcp.places import Place
 from faults.states import SMALL, filled
@@ -45,7 +42,7 @@ def _failed_on_one(place: Place, kind, when_busy: str) -> list[str]:
     one = checkpointer(place, kind, when_busy=when_busy)
     for step in (1, 2, 3):
         try:
-            _, written = one.save(of_rank(step), place.at(f"step-{step}").uri)
+            _, written = one.save(place.at(f"step-{step}").uri, of_rank(step))
             error = written.exception(PATIENCE)
             told.append("saved" if error is None else type(error).__name__)
         except CheckpointError as raised:
@@ -101,12 +98,12 @@ def _told_at_different_times(place: Place) -> list[str]:
     told = []
     one = checkpointer(place, when_busy="double_buffer")
     with LateToHear(rank=1) as late:
-        first = one.save(of_rank(1), place.at("step-1").uri, planner=Refusing())[1]
+        first = one.save(place.at("step-1").uri, of_rank(1), planner=Refusing())[1]
         if dist.get_rank() == 0:
             assert first.exception(PATIENCE) is not None
         for step in (2, 3, 4):
             try:
-                _, written = one.save(of_rank(step), place.at(f"step-{step}").uri)
+                _, written = one.save(place.at(f"step-{step}").uri, of_rank(step))
                 late.may_hear.set()
                 error = written.exception(PATIENCE)
                 told.append("saved" if error is None else repr(error))
@@ -128,18 +125,18 @@ def test_a_failure_costs_one_save_also_where_the_ranks_hear_of_it_at_different_t
 def _interrupted_on_one(place: Place, folder: Path) -> None:
     gate, rank = Gate(folder), dist.get_rank()
     with checkpointer(place) as one:
-        first = one.save(of_rank(1), place.at("step-1").uri, planner=gate)[1]
+        first = one.save(place.at("step-1").uri, of_rank(1), planner=gate)[1]
         gate.wait()
         if rank == 0:  # Ctrl-C, while it waits for the save before
             with mock.patch.object(one._saver, "_take_turn", side_effect=KeyboardInterrupt):
                 gate.open()
                 with pytest.raises(KeyboardInterrupt):
-                    one.save(of_rank(2), place.at("step-2").uri)
+                    one.save(place.at("step-2").uri, of_rank(2))
         else:
             with pytest.raises(RanksFailedError, match="rank 0: KeyboardInterrupt"):
-                one.save(of_rank(2), place.at("step-2").uri)
+                one.save(place.at("step-2").uri, of_rank(2))
         first.result(PATIENCE)
-        one.save(of_rank(3), place.at("step-3").uri)[1].result(PATIENCE)
+        one.save(place.at("step-3").uri, of_rank(3))[1].result(PATIENCE)
 
 
 def test_an_interrupt_of_one_rank_that_waits_is_told_to_the_others(local, ranks, tmp_path):
@@ -150,9 +147,9 @@ def test_an_interrupt_of_one_rank_that_waits_is_told_to_the_others(local, ranks,
 def test_a_failure_is_told_although_a_save_was_skipped_in_between(local, tmp_path):
     gate = Gate(tmp_path)
     one = checkpointer(local, when_busy="skip")
-    first = one.save(filled(1, SMALL), local.uri, planner=Failing(gate))[1]
+    first = one.save(local.uri, filled(1, SMALL), planner=Failing(gate))[1]
     gate.wait()
-    assert one.save(filled(2, SMALL), local.uri)[1].skipped
+    assert one.save(local.uri, filled(2, SMALL))[1].skipped
     gate.open()
     assert first.exception(PATIENCE) is not None
     with pytest.raises(CheckpointError, match="the dog ate it"):
@@ -162,9 +159,9 @@ def test_a_failure_is_told_although_a_save_was_skipped_in_between(local, tmp_pat
 def test_a_failure_is_told_although_the_next_save_was_begun_before_it(local, tmp_path):
     gate = Gate(tmp_path)
     one = checkpointer(local, when_busy="double_buffer")
-    one.save(filled(1, SMALL), local.at("1").uri, planner=Failing(gate))
+    one.save(local.at("1").uri, filled(1, SMALL), planner=Failing(gate))
     gate.wait()
-    second = one.save(filled(2, SMALL), local.at("2").uri)[1]
+    second = one.save(local.at("2").uri, filled(2, SMALL))[1]
     gate.open()
     second.result(PATIENCE)
     with pytest.raises(CheckpointError, match="the dog ate it"):
@@ -188,9 +185,9 @@ class Failing(Gate):
 def test_closing_before_the_save_has_ended_says_that_it_has_not(local, tmp_path):
     gate = Gate(tmp_path)
     one = checkpointer(local, close_timeout=0.05)
-    written = one.save(filled(1, SMALL), local.uri, planner=gate)[1]
+    written = one.save(local.uri, filled(1, SMALL), planner=gate)[1]
     gate.wait()
-    with pytest.raises(SaveInProgressError, match=r"not ended within 0\.05 s") as caught:
+    with pytest.raises(SaveInProgressError, match=r"not finished within 0\.05 s") as caught:
         one.close()
     assert caught.value.uri == local.uri
     gate.open()
@@ -200,7 +197,7 @@ def test_closing_before_the_save_has_ended_says_that_it_has_not(local, tmp_path)
 def test_closing_that_was_interrupted_tells_of_a_failure_when_it_is_done_again(local, tmp_path):
     gate = Gate(tmp_path)
     one = checkpointer(local)
-    one.save(filled(1, SMALL), local.uri, planner=Failing(gate))
+    one.save(local.uri, filled(1, SMALL), planner=Failing(gate))
     gate.wait()
     with interrupted(one._saver, "close"):
         one.close()
@@ -213,7 +210,7 @@ def test_closing_that_was_interrupted_tells_of_a_failure_when_it_is_done_again(l
 def test_closing_in_a_fork_is_left_to_the_process_that_has_made_the_checkpointer(local, tmp_path):
     gate = Gate(tmp_path)
     with checkpointer(local) as one:
-        written = one.save(filled(1, SMALL), local.uri, planner=gate)[1]
+        written = one.save(local.uri, filled(1, SMALL), planner=gate)[1]
         gate.wait()
         in_a_child("fork", one.close)
         gate.open()
@@ -226,7 +223,7 @@ def test_closing_tells_of_the_save_whose_process_it_ended(local):
     process = one._saver._process
     process._life.wait_until_ready()
     os.kill(process.pid, signal.SIGSTOP)
-    one.save(filled(1, SMALL), local.uri)
+    one.save(local.uri, filled(1, SMALL))
     assert eventually(lambda: process.is_busy, PATIENCE)
     with pytest.raises(SaveProcessError):
         one.close()
@@ -236,7 +233,7 @@ def test_closing_tells_of_the_save_whose_process_it_ended(local):
 def test_an_error_of_the_training_is_not_hidden_by_one_of_the_last_save(local, caplog):
     def train() -> None:
         with checkpointer(local) as one:
-            one.save(filled(1, SMALL), local.uri, planner=Refusing())
+            one.save(local.uri, filled(1, SMALL), planner=Refusing())
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -293,5 +290,5 @@ def test_a_saver_that_does_not_know_of_the_other_ranks_refuses_to_save(local, ra
 
 def test_without_other_ranks_none_are_needed(local):
     cloudckpt.async_save(filled(1, SMALL), checkpoint_id=local.uri).result(PATIENCE)
-    cloudckpt.close_async_savers()
+    cloudckpt.checkpointer.close_async_savers()
     assert step_at(local) == 1

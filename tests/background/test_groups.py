@@ -11,17 +11,12 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
-from cloudckpt import (
-    AsyncCheckpointer,
-    BackgroundOptions,
-    CheckpointerConfig,
-    ConfigError,
-    ProcessGroupError,
-    events,
-)
+from cloudckpt import BackgroundOptions, events
 from cloudckpt.background import async_save, groups
 from cloudckpt.background.groups import give_back, open_group
 from cloudckpt.background.saver import AsyncSaver
+from cloudckpt.checkpointer import AsyncCheckpointer, CheckpointerConfig
+from cloudckpt.errors import ConfigError, ProcessGroupError
 from dcp.children import in_a_child
 from dcp.places import Place
 from faults.states import SMALL, filled
@@ -53,7 +48,7 @@ def _cycles(place: Place) -> tuple[int, int]:
     options = CheckpointerConfig(config=config, kind=AsyncCheckpointerType.THREAD)
     for cycle in range(31):
         with AsyncCheckpointer(options) as checkpointer:
-            checkpointer.save(of_rank(cycle), place.uri)[1].result(PATIENCE)
+            checkpointer.save(place.uri, of_rank(cycle))[1].result(PATIENCE)
         gc.collect()
         dist.barrier()
         if cycle == 0:
@@ -214,4 +209,4 @@ def test_a_child_forked_while_a_lock_is_held_can_save(local):
 
 def _save_in_the_background(place: Place) -> None:
     cloudckpt.async_save(filled(1, SMALL), checkpoint_id=place.uri, no_dist=True).result(PATIENCE)
-    cloudckpt.close_async_savers()
+    cloudckpt.checkpointer.close_async_savers()

@@ -15,9 +15,10 @@ from torch.distributed import _functional_collectives
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from cloudckpt import Stager, StagingError
 from cloudckpt.background.layout import Layout
+from cloudckpt.checkpointer import Stager
 from cloudckpt.config import MIB
+from cloudckpt.errors import StagingError
 from cloudckpt.transfer.boxes import ALIGNMENT
 from dcp.test_tensor_kinds import DTYPES, _patterned
 from dcp.values import assert_same, numbered

@@ -12,17 +12,17 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from cloudckpt import (
-    BackgroundOptions,
+from cloudckpt import BackgroundOptions
+from cloudckpt.background import arena as arenas
+from cloudckpt.background import process
+from cloudckpt.background.saver import AsyncSaver
+from cloudckpt.errors import (
     ConfigError,
     RanksFailedError,
     SaveProcessError,
     StagingError,
     StagingMemoryError,
 )
-from cloudckpt.background import arena as arenas
-from cloudckpt.background import process
-from cloudckpt.background.saver import AsyncSaver
 from cloudckpt.hf import SafetensorsWriter
 from dcp.places import Place
 
@@ -192,7 +192,7 @@ def refuses_on_all_a_writer_that_the_process_of_one_does_not_know(saver: AsyncSa
     writer = place.writer()
     if dist.get_rank() == 1:
         writer = SafetensorsWriter("/nowhere")
-    with pytest.raises(ConfigError, match="a saving process can't carry out"):
+    with pytest.raises(ConfigError, match="a saving process works with CloudStorageWriter only"):
         saver.save(of_rank(1), writer)
     _works(saver, 2, place)
 

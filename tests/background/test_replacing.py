@@ -9,19 +9,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
-from cloudckpt import (
-    BackgroundOptions,
-    CheckpointerConfig,
-    CheckpointManager,
-    Preemption,
-    RetryPolicy,
-    SaveInProgressError,
-    StagingMemoryError,
-    waiting,
-)
+from cloudckpt import BackgroundOptions, CheckpointManager, RetryPolicy, waiting
 from cloudckpt.background import saver as savers
 from cloudckpt.background import stager as stagers
 from cloudckpt.background.saver import AsyncSaver
+from cloudckpt.checkpointer import CheckpointerConfig
+from cloudckpt.errors import SaveInProgressError, StagingMemoryError
+from cloudckpt.runs import Preemption
 from cloudckpt.waiting import Waiting
 from wire.faults import s3_error
 
@@ -62,7 +56,7 @@ def test_the_newest_copy_takes_the_place_of_one_that_waits_behind_a_stuck_save(
     assert step_at(local.at("1")) == 1
     assert step_at(local.at("4")) == 4
     assert not [name for name in local.names() if name.startswith(("2/", "3/"))]
-    assert caplog.text.count("a later one takes its place") == 2
+    assert caplog.text.count("a newer one takes its place") == 2
 
 
 def test_a_save_that_gets_on_is_waited_for(local, gate, stuck) -> None:
@@ -98,7 +92,7 @@ def test_it_is_waited_for_as_long_as_patience_says(local, gate, stuck) -> None:
     with saver(patience=0.3) as one:
         first = begin(one, 1, local.at("1"), planner=gate)
         gate.wait()
-        with pytest.raises(SaveInProgressError, match=r"not ended within 0\.3 s"):
+        with pytest.raises(SaveInProgressError, match=r"not finished within 0\.3 s"):
             begin(one, 2, local.at("2"))
         gate.open()
         first.result(PATIENCE)

@@ -21,8 +21,11 @@ from torch.distributed.checkpoint.staging import (
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 import cloudckpt
-from cloudckpt import (
-    BackgroundOptions,
+from cloudckpt import BackgroundOptions
+from cloudckpt.background import arena as arenas
+from cloudckpt.background.save import Save
+from cloudckpt.background.saver import AsyncSaver
+from cloudckpt.errors import (
     BucketNotFoundError,
     ClosedError,
     RanksFailedError,
@@ -30,9 +33,6 @@ from cloudckpt import (
     StagingError,
     StagingMemoryError,
 )
-from cloudckpt.background import arena as arenas
-from cloudckpt.background.save import Save
-from cloudckpt.background.saver import AsyncSaver
 from dcp.children import in_a_child
 from dcp.places import Place
 from dcp.values import assert_same, blank_like, numbered
@@ -65,7 +65,7 @@ def test_a_save_that_waits_too_long_says_so_and_the_next_works(local, gate):
     with saver(patience=0.05) as one:
         first = begin(one, 1, local.at("1"), gate)
         gate.wait()
-        with pytest.raises(SaveInProgressError, match=r"not ended within 0\.05 s"):
+        with pytest.raises(SaveInProgressError, match=r"not finished within 0\.05 s"):
             begin(one, 2, local.at("2"))
         gate.open()
         first.result(PATIENCE)
@@ -115,7 +115,7 @@ def test_two_saves_to_one_place_are_refused(local, gate):
     with saver(when_busy="double_buffer") as one:
         first = begin(one, 1, local, gate)
         gate.wait()
-        with pytest.raises(SaveInProgressError, match="to this place") as caught:
+        with pytest.raises(SaveInProgressError, match="to this location") as caught:
             begin(one, 2, local)
         assert caught.value.uri == local.uri
         gate.open()
@@ -188,7 +188,7 @@ def test_a_writer_of_the_callers_may_be_given_again_while_it_is_in_use(local, ga
         gate.open()
         first.result(PATIENCE)
         second.result(PATIENCE).result(PATIENCE)
-    cloudckpt.close_async_savers()
+    cloudckpt.checkpointer.close_async_savers()
     assert step_at(second_place) == 2
     assert writer.checkpoint_id == second_place.uri
     if other:
@@ -277,12 +277,12 @@ def test_closing_all_savers_again_does_what_an_interrupt_has_kept_from_being_don
     future = cloudckpt.async_save(filled(1, SMALL), planner=gate, **options)
     gate.wait()
     with interrupted(concurrent.futures, "wait"):
-        cloudckpt.close_async_savers()
+        cloudckpt.checkpointer.close_async_savers()
     gate.open()
-    cloudckpt.close_async_savers()
+    cloudckpt.checkpointer.close_async_savers()
     assert future.done()
     cloudckpt.async_save(filled(2, SMALL), **options).result(PATIENCE)
-    cloudckpt.close_async_savers()
+    cloudckpt.checkpointer.close_async_savers()
     assert step_at(local) == 2
 
 
@@ -308,7 +308,7 @@ def test_a_saver_of_a_process_that_has_forked_this_one_says_so_and_stays_whole(l
 def test_closing_all_savers_lets_new_ones_be_made(local):
     for step in (1, 2):
         cloudckpt.async_save(filled(step, SMALL), checkpoint_id=local.uri, config=local.config)
-        cloudckpt.close_async_savers()
+        cloudckpt.checkpointer.close_async_savers()
         assert step_at(local) == step
 
 
@@ -407,7 +407,7 @@ def test_a_blocking_stager_of_torchs_is_used(local):
     future = cloudckpt.async_save(filled(3, SMALL), async_stager=BlockingAsyncStager(), **options)
     assert isinstance(future.result(PATIENCE), Metadata)
     assert step_at(local) == 3
-    cloudckpt.close_async_savers()
+    cloudckpt.checkpointer.close_async_savers()
 
 
 def test_a_stager_for_each_save_takes_no_saver_for_each(local):
@@ -420,7 +420,7 @@ def test_a_stager_for_each_save_takes_no_saver_for_each(local):
         threads.add(threading.active_count())
         assert step_at(local) == step
     assert len(threads) == 1
-    cloudckpt.close_async_savers()
+    cloudckpt.checkpointer.close_async_savers()
 
 
 def test_an_asynchronous_stager_of_torchs_gives_two_futures(local):
@@ -432,8 +432,10 @@ def test_an_asynchronous_stager_of_torchs_gives_two_futures(local):
     assert isinstance(answer.upload_completion.result(PATIENCE), Metadata)
     assert step_at(local) == 3
     answer = cloudckpt.async_save({"t": torch.ones(2).to_sparse()}, **options)
-    assert isinstance(answer.upload_completion.exception(PATIENCE), cloudckpt.CheckpointError)
-    cloudckpt.close_async_savers()
+    assert isinstance(
+        answer.upload_completion.exception(PATIENCE), cloudckpt.errors.CheckpointError
+    )
+    cloudckpt.checkpointer.close_async_savers()
     stager.close()
 
 

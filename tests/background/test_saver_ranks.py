@@ -14,20 +14,19 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 
 import cloudckpt
-from cloudckpt import (
-    BackgroundOptions,
+from cloudckpt import BackgroundOptions, api
+from cloudckpt.background import arena as arenas
+from cloudckpt.background import async_save, groups
+from cloudckpt.background.saver import AsyncSaver
+from cloudckpt.dcp.meeting import break_off
+from cloudckpt.errors import (
     CheckpointError,
     ProcessGroupError,
     RanksFailedError,
     SaveInProgressError,
     StagingError,
     StagingMemoryError,
-    api,
 )
-from cloudckpt.background import arena as arenas
-from cloudckpt.background import async_save, groups
-from cloudckpt.background.saver import AsyncSaver
-from cloudckpt.dcp.meeting import break_off
 from dcp.places import Place
 from dcp.values import numbered
 from faults.states import SMALL, filled
@@ -116,7 +115,7 @@ def _busy_place_on_one(place: Place) -> None:
             first.result(PATIENCE)
         else:
             assert end.saved.wait(PATIENCE)
-        with pytest.raises(SaveInProgressError, match="to this place"):
+        with pytest.raises(SaveInProgressError, match="to this location"):
             begin(one, 2, place)
         end.may_end.set()
         first.result(PATIENCE)
@@ -284,7 +283,7 @@ def _one_after_the_other(place: Place) -> None:
         state = {**of_rank(step), "whole": numbered(100 + step)}
         future = cloudckpt.async_save(state, checkpoint_id=place.uri, config=config)
     future.result(PATIENCE)
-    cloudckpt.close_async_savers()
+    cloudckpt.checkpointer.close_async_savers()
 
 
 def test_ranks_that_never_look_at_their_futures_save_one_step_after_the_other(ranks, s3):

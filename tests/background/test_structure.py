@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from cloudckpt import StagingError
+from cloudckpt.errors import StagingError
 from dcp.values import assert_same, numbered
 
 Point = namedtuple("Point", "x y")

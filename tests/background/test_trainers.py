@@ -90,8 +90,8 @@ GUARDLESS = """
 import cloudckpt
 from faults.states import SMALL, filled
 
-with cloudckpt.make_async_checkpointer() as one:
-    one.save(filled({step}, SMALL), {uri!r})[1].result(150)
+with cloudckpt.checkpointer.make_async_checkpointer() as one:
+    one.save({uri!r}, filled({step}, SMALL))[1].result(150)
 print("saved")
 """
 
@@ -144,14 +144,14 @@ AT_THE_END = """
 import atexit
 
 import cloudckpt
-from cloudckpt import CheckpointerConfig
+from cloudckpt.checkpointer import CheckpointerConfig
 from faults.states import SMALL, filled
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 
 def save_once_more(one):
     try:
-        one.save(filled(2, SMALL), {uri!r})
+        one.save({uri!r}, filled(2, SMALL))
     except Exception as error:
         print(type(error).__name__, error)
     one.close()
@@ -159,8 +159,8 @@ def save_once_more(one):
 
 
 kind = AsyncCheckpointerType.{kind}
-one = cloudckpt.make_async_checkpointer(CheckpointerConfig(kind=kind))
-one.save(filled(1, SMALL), {uri!r})[1].result(150)
+one = cloudckpt.checkpointer.make_async_checkpointer(CheckpointerConfig(kind=kind))
+one.save({uri!r}, filled(1, SMALL))[1].result(150)
 atexit.register(save_once_more, one)
 """
 
@@ -181,13 +181,13 @@ import sys
 import cloudckpt
 from faults.states import SMALL, filled
 
-with cloudckpt.make_async_checkpointer() as one:
-    one.save(filled(1, SMALL), {uri!r})[1].result(150)
+with cloudckpt.checkpointer.make_async_checkpointer() as one:
+    one.save({uri!r}, filled(1, SMALL))[1].result(150)
     before = one._saver._process.pid
     if os.fork() == 0:
         sys.exit()
     os.wait()
-    one.save(filled(2, SMALL), {uri!r})[1].result(150)
+    one.save({uri!r}, filled(2, SMALL))[1].result(150)
     print("the same process:", one._saver._process.pid == before)
 """
 
@@ -209,8 +209,8 @@ import cloudckpt
 from background.waiting import eventually, is_running
 from faults.states import SMALL, filled
 
-one = cloudckpt.make_async_checkpointer()
-one.save(filled(1, SMALL), {uri!r})[1].result(150)
+one = cloudckpt.checkpointer.make_async_checkpointer()
+one.save({uri!r}, filled(1, SMALL))[1].result(150)
 worker = os.fork()
 if worker == 0:
     signal.pause()

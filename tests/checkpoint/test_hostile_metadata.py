@@ -222,7 +222,7 @@ class OfTheUser:
 @pytest.fixture
 def allowed(monkeypatch):
     monkeypatch.setattr(module, "_SAFE", set(module._SAFE))
-    cloudckpt.add_safe_metadata_globals([Setting, OfTheUser])
+    cloudckpt.format_utils.add_safe_metadata_globals([Setting, OfTheUser])
 
 
 @pytest.mark.parametrize(

@@ -421,12 +421,12 @@ def test_a_class_of_the_user_is_read_once_it_is_allowed(own_allow_list, value):
         load_metadata(data, URI)
     assert f"{type(value).__module__}.{type(value).__qualname__}" in str(caught.value)
     assert "add_safe_metadata_globals" in str(caught.value)
-    cloudckpt.add_safe_metadata_globals([type(value)])
+    cloudckpt.format_utils.add_safe_metadata_globals([type(value)])
     assert load_metadata(data, URI) == written
 
 
 def test_to_allow_one_class_allows_no_other(own_allow_list):
-    cloudckpt.add_safe_metadata_globals([OfTheUser])
+    cloudckpt.format_utils.add_safe_metadata_globals([OfTheUser])
     with pytest.raises(UntrustedPickleError):
         load_metadata(framed(example(planner_data=OfTheUser.Inner(7))), URI)
 

@@ -18,7 +18,7 @@ from cloudckpt.checkpoint import torch_private
 USUAL = steps._wrap_exception
 
 
-class Looking(cloudckpt.CommitHook):
+class Looking(cloudckpt.checkpointer.CommitHook):
     """Looks at torch amid a save."""
 
     seen = None
@@ -34,7 +34,7 @@ def test_a_save_leaves_torch_as_it_is(tmp_path, is_whole):
     writer = cloudckpt.CloudStorageWriter(tmp_path / "step", commit_hook=hook)
     try:
         cloudckpt.save(state, storage_writer=writer)
-    except cloudckpt.CloudCheckpointError:
+    except cloudckpt.errors.CloudCheckpointError:
         assert not is_whole
     else:
         assert is_whole

@@ -29,7 +29,7 @@ def run(tmp_path) -> Path:
     """A run of five steps, of which the second is torn, with a stranger's folder beside them."""
     folder = tmp_path / "run"
     with cloudckpt.CheckpointManager(
-        folder, asynchronous=False, preemption=cloudckpt.Preemption(signals=())
+        folder, asynchronous=False, preemption=cloudckpt.runs.Preemption(signals=())
     ) as manager:
         for step in range(1, 6):
             state = {"w": torch.full((500, 3), float(step)), "step": step}

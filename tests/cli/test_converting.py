@@ -133,6 +133,6 @@ def test_a_checkpoint_is_exported_as_a_model_and_imported_again(cli, capsys, sto
     assert cli("export", str(stock), model, "-q") == 1  # it is there
     assert cli("export", str(stock), model, "-q", "--overwrite", "--dtype", "int8") == 2
     assert cli("export", str(tmp_path / "nothing"), model, "-q", "--overwrite") == 3
-    assert cli("export", str(stock), str(tmp_path / "other"), "--max-shard", "many") == 1
+    assert cli("export", str(stock), str(tmp_path / "other"), "--max-shard-size", "many") == 1
     assert cli("export", str(stock), str(tmp_path / "other")) == 0
     assert "1 names were left out" in capsys.readouterr().out

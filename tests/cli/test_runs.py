@@ -89,7 +89,7 @@ def test_prune_keeps_what_is_asked_for(cli, capsys, run):
     assert cli(*arguments, "--yes", "--quiet") == 0
     assert capsys.readouterr().out == ""
     assert cli(*arguments, "--yes") == 0
-    assert capsys.readouterr().out == "nothing is to be deleted\n"
+    assert capsys.readouterr().out == "nothing to delete\n"
     assert [step for step in (1, 3, 4, 5) if (run / f"step-{step}" / ".metadata").exists()] == [
         3,
         5,

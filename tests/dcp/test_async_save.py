@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 import cloudckpt
-from cloudckpt import CheckpointExistsError, RanksFailedError
+from cloudckpt.errors import CheckpointExistsError, RanksFailedError
 
 from .layouts import Layout, spread
 from .places import Place
@@ -206,4 +206,4 @@ def test_async_save_without_a_process_group_in_a_thread(place):
 def test_async_save_to_a_bucket_that_is_not_there_says_so(s3):
     nowhere = Place("s3://there-is-no-such-bucket/run", s3.config)
     error = _save({"t": numbered(10)}, nowhere, THREAD).exception(_PATIENCE)
-    assert isinstance(error, cloudckpt.BucketNotFoundError), repr(error)
+    assert isinstance(error, cloudckpt.errors.BucketNotFoundError), repr(error)

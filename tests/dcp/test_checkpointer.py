@@ -10,17 +10,19 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from cloudckpt import (
-    AccessDeniedError,
+from cloudckpt import Config
+from cloudckpt.checkpointer import (
     CheckpointerConfig,
-    CheckpointNotFoundError,
-    ClosedError,
     CommitHook,
-    Config,
-    ConfigError,
-    MissingKeyError,
     make_async_checkpointer,
     make_sync_checkpointer,
+)
+from cloudckpt.errors import (
+    AccessDeniedError,
+    CheckpointNotFoundError,
+    ClosedError,
+    ConfigError,
+    MissingKeyError,
 )
 
 from .places import Place, on_disk
@@ -69,7 +71,7 @@ def kind(request):
 
 def test_a_synchronous_save_is_committed_when_it_returns(place):
     with make_sync_checkpointer(config_of(place)) as checkpointer:
-        assert checkpointer.save(state(1), place.uri) is None
+        assert checkpointer.save(place.uri, state(1)) is None
         assert_same(checkpointer.load(place.uri), state(1))
 
 
@@ -77,7 +79,7 @@ def test_a_synchronous_save_is_committed_when_it_returns(place):
 def test_an_asynchronous_save_returns_two_futures(place, kind):
     with make_async_checkpointer(config_of(place, kind=kind)) as checkpointer:
         content = state(1)
-        staged, written = checkpointer.save(content, place.uri)
+        staged, written = checkpointer.save(place.uri, content)
         assert staged.result(PATIENCE) is None
         content["model"]["weight"].fill_(-1)
         assert isinstance(written.result(PATIENCE), Metadata)
@@ -90,7 +92,7 @@ def test_one_save_after_the_other_keeps_its_step(local, kind):
         for step in range(3):
             content["model"]["weight"].fill_(step)
             content["step"] = step
-            checkpointer.save(content, local.at(f"step-{step}").uri)
+            checkpointer.save(local.at(f"step-{step}").uri, content)
         checkpointer.close()
         with make_sync_checkpointer(config_of(local)) as reader:
             for step in range(3):
@@ -101,14 +103,14 @@ def test_one_save_after_the_other_keeps_its_step(local, kind):
 
 def test_everything_is_loaded_as_it_was_nested(place):
     with make_sync_checkpointer(config_of(place)) as checkpointer:
-        checkpointer.save(state(3), place.uri)
+        checkpointer.save(place.uri, state(3))
         loaded = checkpointer.load(place.uri, default_map_location="cpu")
         assert_same(loaded, state(3))
 
 
 def test_a_partial_load_reads_and_changes_only_its_keys(place):
     with make_sync_checkpointer(config_of(place)) as checkpointer:
-        checkpointer.save(state(3), place.uri)
+        checkpointer.save(place.uri, state(3))
         wanted = {"model": {"bias": torch.zeros(7), "new": torch.ones(2)}}
         loaded = checkpointer.load(place.uri, wanted)
         assert loaded is wanted
@@ -117,7 +119,7 @@ def test_a_partial_load_reads_and_changes_only_its_keys(place):
 
 def test_a_strict_load_names_the_keys_that_are_missing(place):
     with make_sync_checkpointer(config_of(place)) as checkpointer:
-        checkpointer.save(state(3), place.uri)
+        checkpointer.save(place.uri, state(3))
         with pytest.raises(MissingKeyError, match=r"model\.new") as caught:
             checkpointer.load(place.uri, {"model": {"new": torch.ones(2)}}, strict=True)
         assert caught.value.uri == place.uri
@@ -140,18 +142,18 @@ def test_options_of_a_load_that_do_not_fit_together_are_refused(local, options):
         checkpointer.load(local.uri, **options)
 
 
-def test_the_order_of_arguments_of_torch_is_pointed_out(local):
+def test_a_state_dict_before_its_location_is_refused_with_the_order(local):
     with (
         make_sync_checkpointer(config_of(local)) as checkpointer,
-        pytest.raises(ConfigError, match="state dict first"),
+        pytest.raises(ConfigError, match="location first"),
     ):
-        checkpointer.save(local.uri, state())
+        checkpointer.save(state(), local.uri)
 
 
 def test_hooks_are_called_around_the_commit(local, kind, caplog):
     config = config_of(local, kind=kind, commit_hook=Noting())
     with make_async_checkpointer(config) as checkpointer:
-        checkpointer.save(state(), local.uri)
+        checkpointer.save(local.uri, state())
     told = [record.getMessage() for record in caplog.records if record.name == "hook"]
     assert told == [f"before {local.uri}", f"after {local.uri}: 5 places"]
 
@@ -159,7 +161,7 @@ def test_hooks_are_called_around_the_commit(local, kind, caplog):
 def test_a_hook_before_the_commit_can_refuse_it(place):
     with make_sync_checkpointer(config_of(place, commit_hook=Refusing())) as checkpointer:
         with pytest.raises(AccessDeniedError, match="Friday"):
-            checkpointer.save(state(), place.uri)
+            checkpointer.save(place.uri, state())
         with pytest.raises(CheckpointNotFoundError):
             checkpointer.load(place.uri)
     assert place.names() == []
@@ -167,7 +169,7 @@ def test_a_hook_before_the_commit_can_refuse_it(place):
 
 def test_a_hook_after_the_commit_undoes_nothing(place, caplog):
     with make_sync_checkpointer(config_of(place, commit_hook=Failing())) as checkpointer:
-        checkpointer.save(state(2), place.uri)
+        checkpointer.save(place.uri, state(2))
         assert_same(checkpointer.load(place.uri), state(2))
     assert "the checkpoint is committed" in caplog.text
 
@@ -175,16 +177,16 @@ def test_a_hook_after_the_commit_undoes_nothing(place, caplog):
 def test_a_failed_save_is_told_once_by_the_next_call(local, kind):
     config = config_of(local, kind=kind, commit_hook=Refusing())
     checkpointer = make_async_checkpointer(config)
-    checkpointer.save(state(1), local.uri)
+    checkpointer.save(local.uri, state(1))
     with pytest.raises(AccessDeniedError, match="Friday"):
-        checkpointer.save(state(2), local.uri)
+        checkpointer.save(local.uri, state(2))
     checkpointer.close()
 
 
 def test_a_failed_last_save_is_told_by_close(local, kind):
     config = config_of(local, kind=kind, commit_hook=Refusing())
     checkpointer = make_async_checkpointer(config)
-    checkpointer.save(state(1), local.uri)
+    checkpointer.save(local.uri, state(1))
     with pytest.raises(AccessDeniedError, match="Friday"):
         checkpointer.close()
     checkpointer.close()
@@ -195,7 +197,7 @@ def test_a_closed_checkpointer_says_so(local, make):
     checkpointer = make(config_of(local, kind=THREAD))
     checkpointer.close()
     with pytest.raises(ClosedError):
-        checkpointer.save(state(), local.uri)
+        checkpointer.save(local.uri, state())
     with pytest.raises(ClosedError):
         checkpointer.load(local.uri)
 
@@ -206,7 +208,7 @@ def _on_ranks(place: Place, kind) -> None:
     with make_async_checkpointer(config_of(place, kind=kind)) as checkpointer:
         for step in (1, 2):
             sharded = {"w": distribute_tensor(full * step, mesh, [Shard(0)]), "step": step}
-            _, written = checkpointer.save(sharded, place.at(f"step-{step}").uri)
+            _, written = checkpointer.save(place.at(f"step-{step}").uri, sharded)
             written.result(PATIENCE)
         target = {"w": distribute_tensor(torch.zeros(16, 4), mesh, [Shard(1)]), "step": 0}
         checkpointer.load(place.at("step-2").uri, target, strict=True)
@@ -223,7 +225,7 @@ def test_sharded_tensors_are_saved_and_resharded(place, kind, ranks):
 def _refused_on_ranks(place: Place, kind) -> None:
     config = config_of(place, kind=kind, commit_hook=Refusing())
     checkpointer = make_async_checkpointer(config)
-    _, written = checkpointer.save({"rank": dist.get_rank()}, place.uri)
+    _, written = checkpointer.save(place.uri, {"rank": dist.get_rank()})
     assert isinstance(written.exception(PATIENCE), AccessDeniedError)
     with pytest.raises(AccessDeniedError):
         checkpointer.close()

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 import cloudckpt
-from cloudckpt import TensorChangedError
 from cloudckpt.checksum import ALGORITHMS
+from cloudckpt.errors import TensorChangedError
 from cloudckpt.stores.local import LocalStore
 from cloudckpt.stores.registry import open_store
 from cloudckpt.transfer.packing import Packer
@@ -53,7 +53,7 @@ def test_damage_is_found_by_either_algorithm(written):
         byte = file.read(1)[0]
         file.seek(700_001)
         file.write(bytes([byte ^ 0x10]))
-    with pytest.raises(cloudckpt.CheckpointCorruptError, match="checksum, twice") as caught:
+    with pytest.raises(cloudckpt.errors.CheckpointCorruptError, match="checksum, twice") as caught:
         loaded(place)
     assert caught.value.item == "weight"
 

@@ -14,8 +14,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import cloudckpt
-from cloudckpt import CheckpointCorruptError, CloudStorageReader
+from cloudckpt import CloudStorageReader
 from cloudckpt.checkpoint import committed
+from cloudckpt.errors import CheckpointCorruptError
 from cloudckpt.stores.registry import open_store
 from cloudckpt.uri import CheckpointURI
 

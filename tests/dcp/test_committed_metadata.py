@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 import cloudckpt
-from cloudckpt import CheckpointURI, CloudStorageReader, Config
+from cloudckpt import CloudStorageReader, Config
 from cloudckpt.dcp.committed_metadata import committed_metadata
 from cloudckpt.errors import CheckpointNotFoundError, StoreError
+from cloudckpt.uri import CheckpointURI
 
 NOWHERE = CheckpointURI.parse("s3://nobody-asks-for-this/run/step-1")
 FIELDS = ("state_dict_metadata", "planner_data", "storage_data")

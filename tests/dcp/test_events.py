@@ -40,7 +40,7 @@ def test_a_save_tells_its_phases_in_order(place, heard):
     assert phases(heard) == ["plan", "upload", "commit"]
     assert {event.uri for event in heard} == {place.uri}
     upload = heard[1]
-    assert upload.bytes >= 4000
+    assert upload.nbytes >= 4000
     assert 0 < upload.seconds < PATIENCE
 
 
@@ -49,7 +49,7 @@ def test_a_load_tells_what_it_read_and_verified(place, heard):
     heard.clear()
     cloudckpt.load({"t": torch.zeros(1000)}, checkpoint_id=place.uri, config=place.config)
     assert sorted(phases(heard)) == ["load", "verify"]
-    assert all(event.bytes >= 4000 for event in heard if event.phase != "progress")
+    assert all(event.nbytes >= 4000 for event in heard if event.phase != "progress")
 
 
 @pytest.mark.parametrize("kind", [THREAD, PROCESS], ids=["thread", "process"])
@@ -77,7 +77,7 @@ def test_a_timeline_becomes_a_trace(local, tmp_path):
 
 
 def test_a_failed_phase_says_so(local, heard):
-    with pytest.raises(cloudckpt.UnsupportedTensorError):
+    with pytest.raises(cloudckpt.errors.UnsupportedTensorError):
         cloudckpt.save(
             {"t": torch.zeros(3, device="meta")}, checkpoint_id=local.uri, config=local.config
         )
@@ -90,7 +90,7 @@ def test_a_failed_phase_says_so(local, heard):
 def test_retries_and_throttling_are_told(heard):
     stats = TransferStats("memory://x/run", 3)
     stats.add_retry(ServerError("inside"))
-    stats.add_retry(cloudckpt.ThrottledError("slow down"))
+    stats.add_retry(cloudckpt.errors.ThrottledError("slow down"))
     assert [(event.phase, event.rank, event.detail) for event in heard] == [
         ("retry", 3, "ServerError"),
         ("throttle", 3, "ThrottledError"),
@@ -102,7 +102,7 @@ def test_progress_is_told_some_times_a_second(heard, monkeypatch):
     stats = TransferStats("memory://x/run", 0, total=3 * MIB)
     for _ in range(3):
         stats.add_bytes(MIB)
-    assert [(event.bytes, event.total) for event in heard] == [
+    assert [(event.nbytes, event.total) for event in heard] == [
         (MIB, 3 * MIB),
         (2 * MIB, 3 * MIB),
         (3 * MIB, 3 * MIB),
@@ -231,7 +231,7 @@ def test_a_progress_bar_shows_a_failure_as_such(local, monkeypatch):
     pytest.importorskip("rich")
     monkeypatch.setattr(sys, "stderr", Terminal())
     state = {"t": torch.zeros(3, device="meta")}
-    with events.progress_bar(), pytest.raises(cloudckpt.UnsupportedTensorError):
+    with events.progress_bar(), pytest.raises(cloudckpt.errors.UnsupportedTensorError):
         cloudckpt.save(state, checkpoint_id=local.at("[red]").uri, config=local.config)
     shown = sys.stderr.getvalue()
     assert "FAILED" in shown

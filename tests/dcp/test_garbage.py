@@ -95,7 +95,7 @@ def saved(place: Place) -> Iterator[Place]:
     cloudckpt.save(_state(), checkpoint_id=place.uri, config=place.config, no_dist=True)
     dcp_to_torch_save(place.uri, f"{place.uri}.pt", config=place.config)
     yield place
-    cloudckpt.close_async_savers()
+    cloudckpt.checkpointer.close_async_savers()
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def test_what_others_refer_to_stays_until_the_last_of_them_goes(place) -> None:
     for gone in (1, 2):
         cloudckpt.delete(place.at(f"step-{gone}").uri, config=place.config)
         assert is_at(loaded(place.at("step-3")), 3)
-    found = cloudckpt.find_leftovers(place.uri, older_than=0, config=place.config)
+    found = cloudckpt.runs.find_leftovers(place.uri, older_than=0, config=place.config)
     assert not found.objects
     assert place.at("step-1").data()
     cloudckpt.delete(place.at("step-3").uri, config=place.config)
@@ -315,7 +315,7 @@ def _save_on_ranks(place: Place, steps: list[int], how: str) -> list[int]:
             ).result()
         assert writer.transferred is not None
         sent.append(writer.transferred.bytes)
-    cloudckpt.close_async_savers()
+    cloudckpt.checkpointer.close_async_savers()
     return sent
 
 

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
-from cloudckpt import InstallError
+from cloudckpt.errors import InstallError
 
 from .places import Place
 from .stock import FsspecReader, FsspecWriter

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_s
 from torch.distributed.checkpoint.metadata import Metadata
 
 import cloudckpt
-from cloudckpt import CheckpointCorruptError, UntrustedPickleError
 from cloudckpt.checkpoint.torch_private import with_strides
+from cloudckpt.errors import CheckpointCorruptError, UntrustedPickleError
 
 from .layouts import LAYOUTS, check_local_parts, full_state, spread
 from .places import Place
@@ -112,7 +112,7 @@ def test_of_a_large_tensor_by_torch_only_the_wanted_part_is_read(local):
     dcp.load(state, storage_reader=reader, planner=Rows())
     assert_same(state["t"][:1024], numbered(4096, 1024)[2048:3072])
     assert not state["t"][1024:].any()
-    assert reader.transferred.bytes < 1.05 * 1024 * 1024 * 4
+    assert reader.transferred.nbytes < 1.05 * 1024 * 1024 * 4
 
 
 _SIGNS = {
@@ -149,7 +149,7 @@ def test_a_compressed_item_of_an_unknown_transform_is_no_silent_garbage(local):
         info.transform_descriptors = ["stream.unheard-of/1"]
     with open(f"{local.path}/.metadata", "wb") as file:
         pickle.dump(metadata, file)
-    with pytest.raises(cloudckpt.CloudCheckpointError, match=r"stream\.unheard-of"):
+    with pytest.raises(cloudckpt.errors.CloudCheckpointError, match=r"stream\.unheard-of"):
         cloudckpt.load({"t": torch.zeros(100)}, checkpoint_id=local.uri, config=local.config)
 
 

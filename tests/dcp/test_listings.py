@@ -100,7 +100,7 @@ def _in_a_process(place: Place) -> None:
 @pytest.fixture
 def _closed():
     yield
-    cloudckpt.close_async_savers()
+    cloudckpt.checkpointer.close_async_savers()
 
 
 @pytest.mark.usefixtures("_closed")
@@ -125,14 +125,14 @@ def test_a_new_checkpoint_is_listed_and_a_replaced_one_is_not(save, listing, ins
 
 
 def test_what_a_failed_save_has_deleted_is_not_listed(listing, s3):
-    class Looking(cloudckpt.CommitHook):
+    class Looking(cloudckpt.checkpointer.CommitHook):
         def before_commit(self, uri, metadata):
             listing.invalidate_cache()
             assert listing.ls() != []
             raise ArithmeticError("not this one")
 
     writer = cloudckpt.CloudStorageWriter(s3.uri, config=s3.config, commit_hook=Looking())
-    with pytest.raises(cloudckpt.RanksFailedError):
+    with pytest.raises(cloudckpt.errors.RanksFailedError):
         cloudckpt.save(_state(), storage_writer=writer)
     assert listing.ls() == []
 

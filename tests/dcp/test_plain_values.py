@@ -15,13 +15,13 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
-from cloudckpt import (
+from cloudckpt.checkpoint import values
+from cloudckpt.checkpointer import (
     CheckpointerConfig,
-    UntrustedPickleError,
     make_async_checkpointer,
     make_sync_checkpointer,
 )
-from cloudckpt.checkpoint import values
+from cloudckpt.errors import UntrustedPickleError
 from cloudckpt.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
 from .places import Place
@@ -115,7 +115,7 @@ def test_they_come_back_through_stock_calls(place):
 def test_they_come_back_from_saves_in_the_background(local, kind):
     config = CheckpointerConfig(config=local.config, kind=kind)
     with make_async_checkpointer(config) as checkpointer:
-        checkpointer.save(state(), local.uri)[1].result(PATIENCE)
+        checkpointer.save(local.uri, state())[1].result(PATIENCE)
     assert shown(everything(local)) == shown(state())
 
 
@@ -162,7 +162,7 @@ def test_what_will_not_load_is_said_when_it_is_saved(local, told, how):
         dcp.save(content, storage_writer=local.writer())
     else:
         with make_async_checkpointer(CheckpointerConfig(config=local.config)) as checkpointer:
-            checkpointer.save(content, local.uri)[1].result(PATIENCE)
+            checkpointer.save(local.uri, content)[1].result(PATIENCE)
     first, second = sorted(told())
     assert "model.own (list)" in first
     assert "OfTheUser" in first

@@ -10,16 +10,16 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import cloudckpt
-from cloudckpt import (
+from cloudckpt import RetryPolicy
+from cloudckpt.checkpoint import objects
+from cloudckpt.errors import (
     AccessDeniedError,
     BucketNotFoundError,
     CheckpointNotFoundError,
     ConnectionLostError,
     InvalidURIError,
-    RetryPolicy,
     ServerError,
 )
-from cloudckpt.checkpoint import objects
 from cloudckpt.format_utils import dcp_to_torch_save
 from cloudckpt.stores.registry import open_store
 from cloudckpt.uri import CheckpointURI

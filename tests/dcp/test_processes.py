@@ -7,20 +7,13 @@ import pytest
 import torch
 
 import cloudckpt
-from cloudckpt import (
-    CheckpointURI,
-    CloudStorageReader,
-    CloudStorageWriter,
-    Config,
-    RanksFailedError,
-    RetryPolicy,
-    S3Options,
-    Transferred,
-    errors,
-)
+from cloudckpt import CloudStorageReader, CloudStorageWriter, Config, RetryPolicy, S3Options, errors
 from cloudckpt.dcp.planners import CloudLoadPlanner, CloudSavePlanner
+from cloudckpt.errors import RanksFailedError
+from cloudckpt.events import Transferred
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.stores.registry import open_store
+from cloudckpt.uri import CheckpointURI
 
 from .children import in_a_child
 from .places import Place
@@ -76,7 +69,7 @@ def test_a_default_planner_crosses(planner):
     assert vars(_there_and_back(planner)) == vars(planner)
 
 
-@pytest.mark.parametrize("name", errors.__all__)
+@pytest.mark.parametrize("name", sorted(set(errors.__all__) - {"Damage"}))
 def test_an_error_crosses_with_all_it_says(name):
     kind = getattr(errors, name)
     error = kind("it broke", uri="s3://b/x", item="w", cause=ValueError("deep"))

@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 
 import cloudckpt
-from cloudckpt import (
+from cloudckpt.checkpointer import CheckpointerConfig
+from cloudckpt.errors import (
     CheckpointCorruptError,
-    CheckpointerConfig,
     CheckpointNotFoundError,
     CheckpointReplacedError,
 )
@@ -173,7 +173,7 @@ def test_a_load_of_everything_has_nothing_of_the_save_that_was_replaced(local):
     options = CheckpointerConfig(config=local.config, no_dist=True)
     save_with("old", 1)
     with (
-        cloudckpt.make_sync_checkpointer(options) as checkpointer,
+        cloudckpt.checkpointer.make_sync_checkpointer(options) as checkpointer,
         overtaken(local, "get_range", ".distcp", lambda: save_with("new", 2)),
     ):
         state = checkpointer.load(local.uri)

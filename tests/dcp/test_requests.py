@@ -181,7 +181,7 @@ def _alone(place: Place) -> tuple[int, int]:
     state = {"t": torch.zeros(4096, 1024)}
     with asked_of(place) as asked:
         cloudckpt.load(state, storage_reader=reader)
-    return _bytes(asked), reader.transferred.bytes
+    return _bytes(asked), reader.transferred.nbytes
 
 
 def test_the_reader_counts_what_was_asked_for(s3):
@@ -195,7 +195,7 @@ def test_the_writer_counts_what_was_sent(s3):
     writer = s3.writer()
     cloudckpt.save({"t": numbered(4096, 1024)}, storage_writer=writer)
     stored = sum(len(s3.read(name)) for name in s3.data())
-    assert writer.transferred.bytes == stored
+    assert writer.transferred.nbytes == stored
     assert writer.transferred.retries == 0
 
 

@@ -28,15 +28,9 @@ from torch.distributed.checkpoint.staging import _ReplicationStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
-from cloudckpt import (
-    CheckpointExistsError,
-    CheckpointURI,
-    CloudStorageReader,
-    CloudStorageWriter,
-    ConfigError,
-    InstallError,
-    InvalidURIError,
-)
+from cloudckpt import CloudStorageReader, CloudStorageWriter
+from cloudckpt.errors import CheckpointExistsError, ConfigError, InstallError, InvalidURIError
+from cloudckpt.uri import CheckpointURI
 
 from .stock import FsspecReader, FsspecWriter, experiments
 from .values import assert_same, numbered

@@ -137,7 +137,7 @@ def test_what_only_one_rank_has_is_saved_beside_what_all_have(place, ranks):
 def _save_replicas(place: Place) -> int:
     writer = place.writer()
     dcp.save({"w": numbered(1000, 100)}, storage_writer=writer)
-    return writer.transferred.bytes if writer.transferred is not None else 0
+    return writer.transferred.nbytes if writer.transferred is not None else 0
 
 
 def test_of_equal_tensors_on_all_ranks_one_is_sent(s3, ranks):

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard
 
 import cloudckpt
-from cloudckpt import DifferentCheckpointsError, S3Options
+from cloudckpt import S3Options
+from cloudckpt.errors import DifferentCheckpointsError
 from cloudckpt.stores.registry import open_store
 from cloudckpt.uri import CheckpointURI
 from emulators import moto_server
@@ -59,7 +60,7 @@ def _save(places: list[Place], kind: str = "options") -> None:
             cloudckpt.save(_state(), checkpoint_id=place.uri, config=place.config)
     finally:
         os.environ.pop("AWS_ENDPOINT_URL_S3", None)
-        cloudckpt.close_async_savers()
+        cloudckpt.checkpointer.close_async_savers()
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,7 @@ def test_ranks_that_write_to_disks_of_their_own_commit_nothing(tmp_path, ranks):
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-class _Cuts(cloudckpt.CommitHook):
+class _Cuts(cloudckpt.checkpointer.CommitHook):
     """An object of rank 1 loses its last byte before the commit."""
 
     def __init__(self, place: Place) -> None:

@@ -17,8 +17,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import cloudckpt
-from cloudckpt import AsyncCheckpointer, CheckpointManager, CommitHook, SyncCheckpointer
-from cloudckpt.checkpointer import CheckpointerConfig
+from cloudckpt import CheckpointManager
+from cloudckpt.checkpointer import (
+    AsyncCheckpointer,
+    CheckpointerConfig,
+    CommitHook,
+    SyncCheckpointer,
+)
 from cloudckpt.dcp import meeting, plan_cache
 from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.dcp.writer import CloudStorageWriter
@@ -242,7 +247,7 @@ class Failing(CommitHook):
 def _after_a_failure(place: Place):
     _saves(place, (1,))
     writer = cloudckpt.CloudStorageWriter(place.uri, config=place.config, commit_hook=Failing())
-    with contextlib.suppress(cloudckpt.CloudCheckpointError):
+    with contextlib.suppress(cloudckpt.errors.CloudCheckpointError):
         cloudckpt.save(_state(2), storage_writer=writer)
     return [plans for plans, _ in _saves(place, (3, 4))]
 
@@ -268,7 +273,7 @@ def _by_async_save(place: Place, kind, states):
             place.uri, config=place.config, commit_hook=Planless()
         )
         cloudckpt.async_save(state, storage_writer=writer, async_checkpointer_type=kind).result()
-    cloudckpt.close_async_savers()
+    cloudckpt.checkpointer.close_async_savers()
 
 
 def _options(place: Place, kind) -> CheckpointerConfig:
@@ -278,7 +283,7 @@ def _options(place: Place, kind) -> CheckpointerConfig:
 def _by_checkpointer(place: Place, kind, states):
     with AsyncCheckpointer(_options(place, kind)) as checkpointer:
         for state in states:
-            checkpointer.save(state, place.uri)
+            checkpointer.save(place.uri, state)
             checkpointer.wait()
 
 
@@ -313,7 +318,7 @@ def test_a_checkpointer_that_saves_at_once_plans_once(local):
     options = CheckpointerConfig(config=local.config, no_dist=True)
     with SyncCheckpointer(options) as checkpointer, watched() as (_, plans):
         for step in (1, 2, 3):
-            checkpointer.save({"t": torch.full((3,), float(step))}, local.uri)
+            checkpointer.save(local.uri, {"t": torch.full((3,), float(step))})
     assert len(plans) == 1
 
 
@@ -384,7 +389,10 @@ class _Halves:
 def test_a_value_that_makes_its_own_items_is_planned_by_torch_at_each_save(local):
     """What comes of it is torch's to say: here, that there is no such name to look up."""
     for _ in range(2):
-        with watched() as (_, plans), pytest.raises(cloudckpt.CloudCheckpointError, match="left"):
+        with (
+            watched() as (_, plans),
+            pytest.raises(cloudckpt.errors.CloudCheckpointError, match="left"),
+        ):
             cloudckpt.save({"v": _Halves()}, checkpoint_id=local.uri, config=local.config)
         assert len(plans) == 2  # one of them is that of the value itself
 
@@ -393,7 +401,7 @@ def test_memory_that_was_freed_is_told_by_a_save_by_the_same_plan(local):
     state = {"kept": torch.ones(5), "freed": torch.ones(6)}
     cloudckpt.save(state, checkpoint_id=local.uri, config=local.config, no_dist=True)
     state["freed"].untyped_storage().resize_(0)
-    with pytest.raises(cloudckpt.UnsupportedTensorError, match="freed"):
+    with pytest.raises(cloudckpt.errors.UnsupportedTensorError, match="freed"):
         cloudckpt.save(state, checkpoint_id=local.uri, config=local.config, no_dist=True)
 
 
@@ -407,7 +415,7 @@ def _looked_at(place: Place):
     dist.barrier()
     try:
         len(second.storage_data)
-    except cloudckpt.CheckpointReplacedError:
+    except cloudckpt.errors.CheckpointReplacedError:
         return seen, True
     return seen, False
 

@@ -15,12 +15,12 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
-from cloudckpt import (
+from cloudckpt.checkpointer import (
     CheckpointerConfig,
-    KeyCollisionError,
     make_async_checkpointer,
     make_sync_checkpointer,
 )
+from cloudckpt.errors import KeyCollisionError
 from cloudckpt.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
 from .places import Place
@@ -70,13 +70,13 @@ def loaded(place: Place, **options):
 
 def by_checkpointer(content, place):
     with make_sync_checkpointer(CheckpointerConfig(config=place.config)) as checkpointer:
-        checkpointer.save(content, place.uri)
+        checkpointer.save(place.uri, content)
 
 
 def by_async_checkpointer(content, place, kind=AsyncCheckpointerType.THREAD):
     config = CheckpointerConfig(config=place.config, kind=kind)
     with make_async_checkpointer(config) as checkpointer:
-        checkpointer.save(content, place.uri)[1].result(PATIENCE)
+        checkpointer.save(place.uri, content)[1].result(PATIENCE)
 
 
 def by_process_of_checkpointer(content, place):

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import cloudckpt
-from cloudckpt import CheckpointURI, CloudStorageReader, CloudStorageWriter
+from cloudckpt import CloudStorageReader, CloudStorageWriter
+from cloudckpt.uri import CheckpointURI
 
 from .children import in_a_child
 from .places import Place

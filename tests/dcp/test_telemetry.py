@@ -95,7 +95,7 @@ def test_spans_of_a_background_save_stand_beneath_that_of_the_caller(kind, local
 
 
 def test_a_failed_phase_has_the_status_of_an_error(local, spans):
-    with pytest.raises(cloudckpt.UnsupportedTensorError):
+    with pytest.raises(cloudckpt.errors.UnsupportedTensorError):
         save(local, {"t": torch.zeros(3, device="meta")})
     plan, upload = spans()
     assert plan.status.status_code is StatusCode.UNSET
@@ -108,7 +108,7 @@ def test_a_failed_phase_has_the_status_of_an_error(local, spans):
 def test_a_span_does_not_end_in_the_future(spans):
     began = time.time()
     event = cloudckpt.events.Event(
-        phase="verify", uri="memory://x/run", rank=0, began=began, seconds=3600.0, bytes=5
+        phase="verify", uri="memory://x/run", rank=0, began=began, seconds=3600.0, nbytes=5
     )
     cloudckpt.events.emit(event)
     (span,) = spans()

@@ -81,7 +81,7 @@ def test_the_same_goes_for_a_save_by_stock_torch(local, notebook):
 
 def test_a_failed_phase_is_an_exception_at_level_error(local, notebook):
     state = {"t": torch.zeros(3, device="meta")}
-    with pytest.raises(cloudckpt.UnsupportedTensorError):
+    with pytest.raises(cloudckpt.errors.UnsupportedTensorError):
         cloudckpt.save(state, checkpoint_id=local.uri, config=local.config)
     (upload,) = notebook.of(f"{OURS}upload")
     assert (upload["event"], upload["error"]) == ("exception", "UnsupportedTensorError")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import cloudckpt
-from cloudckpt import CheckpointURI, Config, RetryPolicy, S3Options, aio
+from cloudckpt import Config, RetryPolicy, S3Options, aio
 from cloudckpt.aio import view as views
 from cloudckpt.errors import (
     AccessDeniedError,
@@ -27,6 +27,7 @@ from cloudckpt.errors import (
     ThrottledError,
 )
 from cloudckpt.stores import registry
+from cloudckpt.uri import CheckpointURI
 from emulators import free_port
 from faults.refusals import GATEWAYS, Refusal, internal_error, slow_down
 from wire.faults import Reset, Respond, Stall, Truncate
@@ -105,7 +106,7 @@ def test_the_answers_are_those_of_the_functions(place) -> None:
 def test_what_moves_bytes_is_there_too(place) -> None:
     uri, config = f"{place.uri}/step-1", place.config
     cloudckpt.save({"w": torch.ones(1000)}, checkpoint_id=uri, config=config)
-    cloudckpt.save_file(f"{place.uri}/config.json", b"{}", config=config)
+    cloudckpt.files.save_file(f"{place.uri}/config.json", b"{}", config=config)
 
     async def ask():
         return await asyncio.gather(

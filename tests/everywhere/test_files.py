@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import cloudckpt
-from cloudckpt import Config, load_file, save_file
+from cloudckpt import Config
 from cloudckpt.config import MIB
 from cloudckpt.errors import (
     CheckpointCorruptError,
@@ -22,6 +22,7 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     PreconditionFailedError,
 )
+from cloudckpt.files import load_file, save_file
 from cloudckpt.stores import registry
 from cloudckpt.stores.memory import MemoryStore
 from faulty_store import FaultyStore
@@ -78,7 +79,7 @@ def test_what_was_read_is_replaced_only_if_nobody_else_has_done_so(place) -> Non
 
 def test_a_condition_leaves_nothing_else_behind(place) -> None:
     save_file(f"{place.uri}/one", b"1", if_absent=True, config=place.config)
-    uri = cloudckpt.CheckpointURI.parse(place.uri)
+    uri = cloudckpt.uri.CheckpointURI.parse(place.uri)
     store = registry.open_store(uri, place.config)
     assert [info.key for info in store.list(uri.key(""))] == [uri.key("one")]
 

@@ -271,7 +271,7 @@ def test_many_watches_run_in_one_loop(place) -> None:
         await asyncio.sleep(0.2)
         for run in runs:
             where = f"{run}/step-1/.metadata"
-            await asyncio.to_thread(cloudckpt.save_file, where, b"x", config=place.config)
+            await asyncio.to_thread(cloudckpt.files.save_file, where, b"x", config=place.config)
         return await asyncio.wait_for(asyncio.gather(*found), 100)
 
     assert asyncio.run(watch()) == [f"{run}/step-1" for run in runs]

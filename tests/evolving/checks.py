@@ -16,7 +16,9 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import cloudckpt
-from cloudckpt import CheckpointerConfig, CheckpointNotFoundError, format_utils, hf
+from cloudckpt import format_utils, hf
+from cloudckpt.checkpointer import CheckpointerConfig
+from cloudckpt.errors import CheckpointNotFoundError
 from dcp.places import Place
 
 from .cases import ALONE, Save
@@ -87,7 +89,7 @@ def _alone(save: Save, step: int, world: int, place: Place) -> str | None:
 
 def _everything(save: Save, step: int, world: int, place: Place) -> str | None:
     config = CheckpointerConfig(config=place.config, no_dist=True)
-    with cloudckpt.make_sync_checkpointer(config) as checkpointer:
+    with cloudckpt.checkpointer.make_sync_checkpointer(config) as checkpointer:
         found = checkpointer.load(place.uri)
     return difference(found, _whole(save, step, world), ordered=world == 1)
 

@@ -11,18 +11,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
-from cloudckpt import (
-    AsyncCheckpointer,
-    CheckpointerConfig,
-    CheckpointManager,
-    CloudCheckpointError,
-    CommitHook,
-    SaveFuture,
-)
+from cloudckpt import CheckpointManager
 from cloudckpt.checkpoint.objects import WrittenObject, pending_name
 from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checkpoint.sending import Destination, LayOut, send_here
-from cloudckpt.errors import IncompleteSaveError, StoreError
+from cloudckpt.checkpointer import AsyncCheckpointer, CheckpointerConfig, CommitHook, SaveFuture
+from cloudckpt.errors import CloudCheckpointError, IncompleteSaveError, StoreError
 from cloudckpt.runs import adopting
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.transfer.stats import TransferStats
@@ -46,7 +40,7 @@ class Ways:
     def __init__(self, root: Place) -> None:
         self._root = root
         self._open = contextlib.ExitStack()
-        self._open.callback(cloudckpt.close_async_savers)
+        self._open.callback(cloudckpt.checkpointer.close_async_savers)
         self._made: dict[object, Any] = {}
 
     def place_of(self, to: str, by: str, step: int, *, incremental: bool) -> Place:
@@ -78,7 +72,7 @@ class Ways:
             return lambda: manager.wait_until_finished()
         else:
             checkpointer = self._once((by, place.config), lambda: _checkpointer(kind, place))
-            saved = checkpointer.save(state, place.uri)
+            saved = checkpointer.save(place.uri, state)
             if saved is not None:
                 return lambda: _end(saved[1], checkpointer)
         return lambda: None
@@ -188,8 +182,8 @@ def _send_and_leave(
 
 def _checkpointer(kind: str, place: Place) -> Any:
     if kind in _KINDS:
-        return cloudckpt.make_async_checkpointer(_config(kind, place))
-    return cloudckpt.make_sync_checkpointer(_config(kind, place))
+        return cloudckpt.checkpointer.make_async_checkpointer(_config(kind, place))
+    return cloudckpt.checkpointer.make_sync_checkpointer(_config(kind, place))
 
 
 def _config(kind: str, place: Place) -> CheckpointerConfig:

@@ -124,7 +124,7 @@ def busy_threads() -> list[str]:
 @pytest.fixture(autouse=True)
 def _no_thread_stays_behind() -> Iterator[None]:
     yield
-    cloudckpt.close_async_savers()
+    cloudckpt.checkpointer.close_async_savers()
     assert busy_threads() == []
 
 

@@ -13,7 +13,7 @@ import pytest
 from azure.storage.blob import ContainerSasPermissions, generate_container_sas
 
 import cloudckpt
-from cloudckpt import (
+from cloudckpt.errors import (
     AccessDeniedError,
     BucketNotFoundError,
     CheckpointNotFoundError,
@@ -154,7 +154,10 @@ class TestRefusals:
     def test_a_secret_in_a_failing_request_stays_secret(self, store, proxy, fresh, secrets, caplog):
         """Errors of the connection name host and port; what was sent they must not show."""
         proxy.inject(Reset("request"))
-        with caplog.at_level(logging.DEBUG), pytest.raises(cloudckpt.ConnectionLostError) as caught:
+        with (
+            caplog.at_level(logging.DEBUG),
+            pytest.raises(cloudckpt.errors.ConnectionLostError) as caught,
+        ):
             cloudckpt.save(filled(1, SMALL), checkpoint_id=store.uri("run"), config=fresh)
         assert_discreet(caught.value, caplog, secrets)
 
@@ -250,7 +253,7 @@ class TestFullDisks:
             "resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))\n"
             "try:\n"
             f"    cloudckpt.save({{'w': torch.ones(10**6)}}, checkpoint_id={uri!r})\n"
-            "except cloudckpt.CloudCheckpointError as error:\n"
+            "except cloudckpt.errors.CloudCheckpointError as error:\n"
             "    print(type(error).__name__)\n"
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -8,11 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 import cloudckpt
-from cloudckpt import (
-    CheckpointConflictError,
-    CheckpointExistsError,
-    ConfigError,
-)
+from cloudckpt.errors import CheckpointConflictError, CheckpointExistsError, ConfigError
 from forks import child
 from wire.faults import Call, Reset, StripHeaders, StripQuery
 from wire.hop import Fault, Hop

@@ -6,14 +6,14 @@ from urllib.parse import unquote
 import pytest
 
 import cloudckpt
-from cloudckpt import (
+from cloudckpt import RetryPolicy
+from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointNotFoundError,
     CommitUnknownError,
     ConnectionLostError,
     ObjectNotFoundError,
     PreconditionFailedError,
-    RetryPolicy,
     ThrottledError,
 )
 from cloudckpt.stores.registry import open_store

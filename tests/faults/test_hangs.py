@@ -15,15 +15,14 @@ import pytest
 import torch
 
 import cloudckpt
-from cloudckpt import (
+from cloudckpt import RetryPolicy, waiting
+from cloudckpt.config import MIB
+from cloudckpt.errors import (
     CheckpointCorruptError,
     CommitUnknownError,
     ConnectionLostError,
-    RetryPolicy,
     ServerError,
-    waiting,
 )
-from cloudckpt.config import MIB
 from cloudckpt.torch_files.torch_save import write_torch_file
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.uri import CheckpointURI
@@ -240,7 +239,7 @@ class TestFailuresWhileOthersWait:
         proxy.inject(denied(), operation="UploadPart", skip=2)
         config = impatient(endpoint, memory_budget=32 * MIB)
         state = {"w": torch.zeros(4096, 4096).t()}  # 64 MiB through 32 MiB of copies
-        with pytest.raises(cloudckpt.AccessDeniedError):
+        with pytest.raises(cloudckpt.errors.AccessDeniedError):
             cloudckpt.save(state, checkpoint_id=store.uri("run"), config=config)
         assert store.objects() == set()
         assert store.uploads() == []
@@ -253,7 +252,7 @@ class TestFailuresWhileOthersWait:
         cloudckpt.save({"w": torch.zeros(4096, 2048)}, checkpoint_id=uri, config=direct)
         proxy.inject(denied(), operation="GetObject", path="*.distcp", skip=2)
         config = impatient(endpoint, request_size=4 * MIB, memory_budget=32 * MIB)
-        with pytest.raises(cloudckpt.AccessDeniedError):
+        with pytest.raises(cloudckpt.errors.AccessDeniedError):
             cloudckpt.load({"w": torch.zeros(2048, 4096).t()}, checkpoint_id=uri, config=config)
 
     @pytest.mark.timeout(150)  # below the pause that one part is asked for
@@ -278,7 +277,7 @@ class TestFailuresWhileOthersWait:
         for number, fault in (("1", AskedToWait()), ("2", DeniedLater())):
             proxy.inject(fault, where=lambda r, n=number: r.query.get("partNumber") == n)
         patient = impatient(endpoint, retry=RetryPolicy(deadline=400.0))
-        with pytest.raises(cloudckpt.AccessDeniedError):
+        with pytest.raises(cloudckpt.errors.AccessDeniedError):
             cloudckpt.save(filled(2), checkpoint_id=uri, config=patient)
         assert store.uploads() == []
         assert load_step(uri, direct) == 1
@@ -441,7 +440,7 @@ class TestThreads:
         proxy.inject(fault, operation="UploadPart", skip=skip)
         with pytest.raises(error) if error else contextlib.nullcontext():
             save()
-        cloudckpt.close_async_savers()
+        cloudckpt.checkpointer.close_async_savers()
         assert busy_threads() == []
 
     @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import pytest
 
 import cloudckpt
-from cloudckpt import CheckpointNotFoundError
+from cloudckpt.errors import CheckpointNotFoundError
 from forks import child
 from wire.faults import Call, Stall
 

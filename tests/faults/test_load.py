@@ -12,7 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import cloudckpt
-from cloudckpt import (
+from cloudckpt.config import MIB
+from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -21,7 +22,6 @@ from cloudckpt import (
     StoreError,
     ThrottledError,
 )
-from cloudckpt.config import MIB
 from emulators import free_port
 from wire.faults import Corrupt, Delay, Drip, Reset, Stall, Truncate
 from wire.hop import Hop
@@ -422,5 +422,5 @@ def test_a_damaged_checkpoint_of_torch_is_refused(store, direct, tmp_path):
             data = data[:200] + bytes(64) + data[264:]
         store.put(f"{folder}/{path.name}", data)
     state = {"step": io.BytesIO(), "w": torch.zeros(4)}
-    with pytest.raises((CheckpointCorruptError, cloudckpt.UntrustedPickleError)):
+    with pytest.raises((CheckpointCorruptError, cloudckpt.errors.UntrustedPickleError)):
         cloudckpt.load(state, checkpoint_id=uri, config=direct)

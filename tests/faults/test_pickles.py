@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import cloudckpt
-from cloudckpt import CheckpointCorruptError, UntrustedPickleError
 from cloudckpt.checkpoint.torch_private import StorageInfo
+from cloudckpt.errors import CheckpointCorruptError, UntrustedPickleError
 from commit_objects import framed
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 import cloudckpt
-from cloudckpt import CheckpointNotFoundError, CloudCheckpointError
+from cloudckpt.errors import CheckpointNotFoundError, CloudCheckpointError
 from forks import child
 from wire.faults import Call, Reset
 from wire.hop import Fault, Hop
@@ -163,7 +163,7 @@ class TestCommitsOfRanksThatLostEachOther:
     ):
         outcome, uri = survive(0, carried_out=True, background=background)
         assert (outcome["error"], outcome["committed"]) == ("ProcessGroupError", True)
-        assert "is committed all the same" in outcome["text"]
+        assert "is committed nevertheless" in outcome["text"]
         assert [step_of(state) for state in load_ranks(uri, direct)] == [1, 1]
         store.assert_tidy()
 

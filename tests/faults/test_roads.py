@@ -11,7 +11,7 @@ from botocore.config import Config as BotoConfig
 
 import cloudckpt
 from authority import Authority
-from cloudckpt import ConnectionLostError, TLSError
+from cloudckpt.errors import ConnectionLostError, TLSError
 from cloudckpt.stores import s3_access
 from forwarding import forward_proxy
 from wire.faults import Stall

@@ -6,11 +6,11 @@ from collections import Counter
 import pytest
 
 import cloudckpt
-from cloudckpt import (
+from cloudckpt import RetryPolicy
+from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointNotFoundError,
     ConnectionLostError,
-    RetryPolicy,
     ServerError,
     ThrottledError,
 )
@@ -351,7 +351,7 @@ def test_a_tensor_that_changes_on_its_way_up_fails_the_save_by_name(
     change = Call(lambda _: state["weight"].add_(1), after=1000)
     proxy.inject(change, operation=operation, path="*.distcp*", times=1)
     one_by_one = impatient(endpoint, connections=1)  # no part arrives behind the clean-up
-    with pytest.raises(cloudckpt.TensorChangedError) as caught:
+    with pytest.raises(cloudckpt.errors.TensorChangedError) as caught:
         cloudckpt.save(state, checkpoint_id=uri, config=one_by_one)
     assert caught.value.item == "weight"
     assert store.objects() == before
@@ -367,5 +367,5 @@ def test_what_was_damaged_on_its_way_up_is_not_loaded(store, proxy, shaky, direc
     rule = proxy.inject(CorruptUpload(at=1000), operation="PutObject", path=path)
     cloudckpt.save(filled(1, SMALL), checkpoint_id=uri, config=shaky)
     assert rule.injected
-    with pytest.raises(cloudckpt.CheckpointCorruptError):
+    with pytest.raises(cloudckpt.errors.CheckpointCorruptError):
         load_step(uri, direct, SMALL)

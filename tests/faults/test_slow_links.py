@@ -3,7 +3,8 @@
 import pytest
 
 import cloudckpt
-from cloudckpt import ConnectionLostError, RetryPolicy
+from cloudckpt import RetryPolicy
+from cloudckpt.errors import ConnectionLostError
 from wire.faults import Drip, Throttle
 
 from .selection import on

@@ -58,7 +58,7 @@ def _load(place, layout) -> int:
 )  # fmt: skip
 def test_each_byte_is_read_once_by_all_ranks_together(ranks, local, layout: str) -> None:
     full = _full()
-    cloudckpt.hf.save(full, local.uri, max_shard="8MB", config=local.config)
+    cloudckpt.hf.save(full, local.uri, max_shard_size="8MB", config=local.config)
     read = sum(ranks(LAYOUTS[layout].world, _load, local, layout))
     total = sum(tensor.nbytes for tensor in full.values())
     headers = 3 * 128 * 1024

@@ -12,18 +12,18 @@ import pytest
 import torch
 
 import cloudckpt.hf
-from cloudckpt import (
+from cloudckpt import Config, RetryPolicy
+from cloudckpt.checkpoint.safetensors import INDEX, SINGLE_FILE
+from cloudckpt.errors import (
     CheckpointConflictError,
     CheckpointNotFoundError,
     CheckpointReplacedError,
     CloudCheckpointError,
     CommitUnknownError,
-    Config,
     ConnectionLostError,
-    RetryPolicy,
+    ObjectNotFoundError,
+    StoreError,
 )
-from cloudckpt.checkpoint.safetensors import INDEX, SINGLE_FILE
-from cloudckpt.errors import ObjectNotFoundError, StoreError
 from cloudckpt.stores import memory, registry
 from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.transfer import retry
@@ -35,8 +35,8 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 NAMES = ("a", "b", "c")
 SHAPES = {  # of a model of three tensors: what save is told of its files
     "one file": {},
-    "two files": {"max_shard": 128},
-    "three files": {"max_shard": 64},
+    "two files": {"max_shard_size": 128},
+    "three files": {"max_shard_size": 64},
     "names of its own": {"fqn_to_file": {n: f"{n}.safetensors" for n in NAMES}},
 }
 RETRY = RetryPolicy(attempts=3, base=0.0, cap=0.0, deadline=1e9)
@@ -245,7 +245,7 @@ def test_a_save_that_is_killed_leaves_the_old_model_or_none_or_the_new_one(
 @pytest.mark.parametrize("options", [{}, {"dtype": torch.float64}], ids=["by copies", "sent"])
 @pytest.mark.parametrize("new", ["one file", "two files"])
 def test_an_export_that_is_killed_does_so_too(world, monkeypatch, new: str, options) -> None:
-    monkeypatch.setattr(cloudckpt.CheckpointURI, "is_cloud", True)
+    monkeypatch.setattr(cloudckpt.uri.CheckpointURI, "is_cloud", True)
     outcomes: list[int | None] = []
     while 2 not in outcomes:
         here = world()

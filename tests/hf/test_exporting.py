@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 import cloudckpt
 import cloudckpt.format_utils
-from cloudckpt import CheckpointCorruptError, CheckpointNotFoundError, KeyCollisionError
 from cloudckpt.checksum import CRC32C, Blocks
 from cloudckpt.config import MIB
+from cloudckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, KeyCollisionError
 from cloudckpt.hf import export_checkpoint
 from cloudckpt.hf.exporting import PlannedCopy, cut_into_parts
 from cloudckpt.transfer.landing import StoredBytes
@@ -38,13 +38,13 @@ def test_the_store_copies_nearly_all(s3) -> None:
     done = export_checkpoint(s3.at("checkpoint").uri, model.uri, config=model.config)
     assert done.files == ["model.safetensors"]
     assert done.left_out == ["step"]
-    assert done.bytes == len(model.read("model.safetensors"))
+    assert done.nbytes == len(model.read("model.safetensors"))
     assert done.moved < 7 * MIB, "only the begin, and the small tensors at the end"
     _check(model, _large())
     assert not s3.unfinished()
 
 
-@pytest.mark.parametrize("options", [{"dtype": torch.float16}, {"max_shard": "13MB"}],
+@pytest.mark.parametrize("options", [{"dtype": torch.float16}, {"max_shard_size": "13MB"}],
                          ids=["type", "shards"])  # fmt: skip
 def test_options_are_those_of_a_save(s3, options) -> None:
     state = {name: tensor for name, tensor in _large().items() if "layer" in name}

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cloudckpt import CheckpointCorruptError, CloudCheckpointError, UnsupportedTensorError
 from cloudckpt.checkpoint.safetensors import (
     header_bytes,
     header_length,
@@ -16,6 +15,7 @@ from cloudckpt.checkpoint.safetensors import (
     parse_header,
     parse_index,
 )
+from cloudckpt.errors import CheckpointCorruptError, CloudCheckpointError, UnsupportedTensorError
 
 _TYPES = [torch.bool, torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int64]
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import cloudckpt.hf
-from cloudckpt import ConfigError, KeyCollisionError, UnsupportedTensorError
+from cloudckpt.errors import ConfigError, KeyCollisionError, UnsupportedTensorError
 from dcp.values import assert_same, numbered
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -93,7 +93,7 @@ def test_what_chance_draws_is_read_by_the_package_and_loaded(places) -> None:
         cloudckpt.hf.save(
             state,
             place.uri,
-            max_shard=draw.rng.choice([1, 300, 5000, "5GB"]),
+            max_shard_size=draw.rng.choice([1, 300, 5000, "5GB"]),
             config=place.config,
         )
         _assert_same(_read(place), state, seed)
@@ -135,8 +135,8 @@ def _save_drawn(place, seeds) -> None:
             full[f"of rank {rank}"] = numbered(9 + rank, 100)
         own = f"of rank {dist.get_rank()}"
         state[own] = full[own]
-        max_shard = draw.rng.choice([1000, 100_000, "5GB"])
-        cloudckpt.hf.save(state, here.uri, max_shard=max_shard, config=here.config)
+        max_shard_size = draw.rng.choice([1000, 100_000, "5GB"])
+        cloudckpt.hf.save(state, here.uri, max_shard_size=max_shard_size, config=here.config)
         if dist.get_rank() == 0:
             _assert_same(_read(here), full, seed)
         blank = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
@@ -171,8 +171,10 @@ def test_a_type_without_a_name_in_the_format_is_refused_before_anything_is_saved
             {"w": numbered(3)}, local.uri, dtype=torch.complex128, config=local.config
         )
     for size in ("5 bananas", 0, -1, True, "0GB", np.int64(0), 5e9):
-        with pytest.raises(ConfigError, match="max_shard"):
-            cloudckpt.hf.save({"w": numbered(3)}, local.uri, max_shard=size, config=local.config)
+        with pytest.raises(ConfigError, match="max_shard_size"):
+            cloudckpt.hf.save(
+                {"w": numbered(3)}, local.uri, max_shard_size=size, config=local.config
+            )
     assert local.names() == []
 
 

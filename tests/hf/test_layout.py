@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from cloudckpt import Config, ConfigError
+from cloudckpt import Config
 from cloudckpt.config import MIB
+from cloudckpt.errors import ConfigError
 from cloudckpt.hf.layout import (
     Chunk,
     Run,

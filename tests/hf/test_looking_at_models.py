@@ -16,7 +16,7 @@ def model(tmp_path):
         "b.weight": torch.ones(50, dtype=torch.bfloat16),
         "steps": torch.tensor(7),
     }
-    cloudckpt.hf.save(tensors, tmp_path / "model", max_shard=2000)
+    cloudckpt.hf.save(tensors, tmp_path / "model", max_shard_size=2000)
     return tmp_path / "model", tensors
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import cloudckpt.hf
-from cloudckpt import AccessDeniedError
+from cloudckpt.errors import AccessDeniedError
 from cloudckpt.stores import registry
 from dcp.layouts import LAYOUTS, spread
 from dcp.values import numbered
@@ -51,7 +51,7 @@ def _failing(verb: str, error=_denied, calls=None, where=lambda key: True):
 
 def _save(place, layout, who, phase) -> None:
     state = spread(_state(), LAYOUTS[layout])
-    uri, options = place.uri, {"max_shard": "23MB"}
+    uri, options = place.uri, {"max_shard_size": "23MB"}
     with contextlib.ExitStack() as stack:
         if dist.get_rank() == who:
             match phase:
@@ -60,7 +60,7 @@ def _save(place, layout, who, phase) -> None:
                 case "no location":
                     uri = "s4://nowhere"
                 case "option":
-                    options["max_shard"] = "some"
+                    options["max_shard_size"] = "some"
                 case "no tensor":
                     state["odd"] = 3
                 case "no memory":

@@ -8,7 +8,7 @@ import torch
 
 import cloudckpt
 import cloudckpt.hf
-from cloudckpt import (
+from cloudckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     MissingKeyError,
@@ -45,7 +45,7 @@ def test_a_small_model_is_one_file_without_an_index(place) -> None:
 
 def test_a_larger_model_has_an_index_that_names_the_file_of_each_tensor(place) -> None:
     state = full_state()
-    cloudckpt.hf.save(state, place.uri, max_shard="2kB", config=place.config)
+    cloudckpt.hf.save(state, place.uri, max_shard_size="2kB", config=place.config)
     tensors, names = _files(place)
     _assert_same(tensors, state)
     index = json.loads(place.read("model.safetensors.index.json"))
@@ -87,7 +87,9 @@ def _save_spread(place, layout, **options):
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if LAYOUTS[name].world > 1])
 def test_ranks_write_the_files_together(ranks, local, layout: str) -> None:
     place = local.having(part_size=5 * 1024**2)
-    ranks(LAYOUTS[layout].world, functools.partial(_save_spread, max_shard="25MB"), place, layout)
+    ranks(
+        LAYOUTS[layout].world, functools.partial(_save_spread, max_shard_size="25MB"), place, layout
+    )
     tensors, names = _files(place)
     _assert_same(tensors, _large())
     assert names == [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
@@ -109,7 +111,7 @@ def _load_spread(place, layout):
 
 @pytest.mark.parametrize("layout", ["2x2 blocks", "2 columns", "3 rows"])
 def test_ranks_load_their_shards(ranks, local, layout: str) -> None:
-    cloudckpt.hf.save(full_state(), local.uri, max_shard="100kB", config=local.config)
+    cloudckpt.hf.save(full_state(), local.uri, max_shard_size="100kB", config=local.config)
     ranks(LAYOUTS[layout].world, _load_spread, local, layout)
 
 
@@ -124,7 +126,7 @@ def test_names_are_mapped_and_tied_weights_may_lack(local) -> None:
 
 
 def test_torchs_load_begins_from_a_model(local) -> None:
-    cloudckpt.hf.save(full_state(), local.uri, max_shard=1, config=local.config)
+    cloudckpt.hf.save(full_state(), local.uri, max_shard_size=1, config=local.config)
     loaded = {name: torch.zeros_like(tensor) for name, tensor in full_state().items()}
     torch.distributed.checkpoint.load(loaded, storage_reader=local.reader())
     _assert_same(loaded, full_state())
@@ -139,11 +141,11 @@ def test_a_file_that_the_package_wrote_is_loaded(local) -> None:
 
 
 def test_a_model_replaces_another_one_wholly(place) -> None:
-    cloudckpt.hf.save(full_state(), place.uri, max_shard="1kB", config=place.config)
+    cloudckpt.hf.save(full_state(), place.uri, max_shard_size="1kB", config=place.config)
     cloudckpt.hf.save({"w": numbered(3)}, place.uri, config=place.config)
     assert place.names() == ["model.safetensors"]
     cloudckpt.hf.save(
-        {"w": numbered(3), "v": numbered(2)}, place.uri, max_shard=1, config=place.config
+        {"w": numbered(3), "v": numbered(2)}, place.uri, max_shard_size=1, config=place.config
     )
     _assert_same(_files(place)[0], {"w": numbered(3), "v": numbered(2)})
     assert len(place.names()) == 3

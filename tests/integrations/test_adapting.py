@@ -94,9 +94,9 @@ def test_a_method_that_has_moved_to_a_base_is_refused_and_comes_back(imported, t
     [module] = imported({MODELS: MOVED})
     model = module.PreTrainedModel()
     for given in (URI, Path(URI)):
-        with pytest.raises(cloudckpt.CloudCheckpointError, match="s3://bucket/run"):
+        with pytest.raises(cloudckpt.errors.CloudCheckpointError, match="s3://bucket/run"):
             model.save_pretrained(given)
-    with pytest.raises(cloudckpt.InstallError, match=r"cloudckpt\.hf\.save"):
+    with pytest.raises(cloudckpt.errors.InstallError, match=r"cloudckpt\.hf\.save"):
         model.save_pretrained(save_directory=URI, push=True)
     model.save_pretrained(tmp_path / "model")
     assert (tmp_path / "model").is_dir()
@@ -135,8 +135,8 @@ def test_an_unknown_shape_refuses_uris_by_name_and_takes_paths(
     [module] = imported({MODELS: source})
     [kind] = [value for value in vars(module).values() if isinstance(value, type)]
     save = getattr(kind(), method)
-    for given in (URI, Path(URI), cloudckpt.CheckpointURI.parse(URI)):
-        with pytest.raises(cloudckpt.InstallError) as failed:
+    for given in (URI, Path(URI), cloudckpt.uri.CheckpointURI.parse(URI)):
+        with pytest.raises(cloudckpt.errors.InstallError) as failed:
             save(given)
         assert failed.value.uri == URI
         assert f"{kind.__name__}.{method} of transformers 9.1" in str(failed.value)
@@ -154,7 +154,7 @@ def test_an_unknown_shape_refuses_uris_by_name_and_takes_paths(
 def test_a_function_of_an_unknown_module_refuses_uris(imported, tmp_path):
     source = "import os\ndef save_model(model, target):\n    os.makedirs(target)\n"
     [module] = imported({MODELS: source})
-    with pytest.raises(cloudckpt.InstallError, match=r"save_model of transformers 9\.1"):
+    with pytest.raises(cloudckpt.errors.InstallError, match=r"save_model of transformers 9\.1"):
         module.save_model(None, target=URI)
     module.save_model(None, tmp_path / "model")
     cloudckpt.uninstall()
@@ -171,7 +171,9 @@ def test_a_framework_is_changed_in_all_modules_or_refuses_in_all(imported):
         models.PreTrainedModel().save_pretrained,
         tokens.PreTrainedTokenizerBase().save_pretrained,
     ):
-        with pytest.raises(cloudckpt.InstallError, match="has no parameter 'save_directory'"):
+        with pytest.raises(
+            cloudckpt.errors.InstallError, match="has no parameter 'save_directory'"
+        ):
             give(URI)
     assert options.TrainingArguments("run").seen == "run"
     cloudckpt.uninstall()
@@ -200,7 +202,7 @@ def test_no_error_of_ours_fails_an_import(imported, monkeypatch, tmp_path):
 
     monkeypatch.setattr(local_only, "changes", changes)
     [module] = imported({MODELS: MOVED})
-    with pytest.raises(cloudckpt.InstallError, match=r"KeyError\('ours'\)"):
+    with pytest.raises(cloudckpt.errors.InstallError, match=r"KeyError\('ours'\)"):
         module.PreTrainedModel().save_pretrained(URI)
     module.PreTrainedModel().save_pretrained(tmp_path / "model")
 
@@ -215,7 +217,7 @@ def test_a_framework_in_an_archive_is_changed(written, tmp_path, monkeypatch):
     module = importlib.import_module(MODELS)
     importlib.import_module("transformers.other")
     assert not adapting._unknown
-    with pytest.raises(cloudckpt.InstallError, match=r"cloudckpt\.hf\.save"):
+    with pytest.raises(cloudckpt.errors.InstallError, match=r"cloudckpt\.hf\.save"):
         module.PreTrainedModel().save_pretrained(URI)
 
 
@@ -266,7 +268,7 @@ def test_lightning_of_an_unknown_shape_refuses_uris_in_all_of_its_classes(import
         strategy.Strategy().save_checkpoint,
         plugin.TorchCheckpointIO().save_checkpoint,
     ):
-        with pytest.raises(cloudckpt.InstallError, match=expected):
+        with pytest.raises(cloudckpt.errors.InstallError, match=expected):
             save({}, URI)
-    with pytest.raises(cloudckpt.InstallError, match=expected):
+    with pytest.raises(cloudckpt.errors.InstallError, match=expected):
         plugin.TorchCheckpointIO().load_checkpoint(URI)

@@ -73,7 +73,7 @@ def test_what_was_saved_after_a_listing_is_in_the_next(files, run, s3):
 
 
 def test_a_listing_asks_for_one_level_only(files, run, s3, monkeypatch):
-    store = open_store(cloudckpt.CheckpointURI.parse(run), s3.config)
+    store = open_store(cloudckpt.uri.CheckpointURI.parse(run), s3.config)
     monkeypatch.setattr(store, "list", None)
 
     assert [entry["type"] for entry in files.ls(run)] == ["file", "directory", "directory"]
@@ -82,7 +82,7 @@ def test_a_listing_asks_for_one_level_only(files, run, s3, monkeypatch):
 
 
 def test_folders_are_found_by_the_listing_that_finds_files(files, run, s3, monkeypatch):
-    store = open_store(cloudckpt.CheckpointURI.parse(run), s3.config)
+    store = open_store(cloudckpt.uri.CheckpointURI.parse(run), s3.config)
     monkeypatch.setattr(store, "list_level", None)
     base = run.removeprefix("s3://")
 
@@ -95,16 +95,16 @@ def test_folders_are_found_by_the_listing_that_finds_files(files, run, s3, monke
 
 def test_what_is_denied_or_in_no_bucket_is_not_passed_over(files, run, s3, monkeypatch):
     for look in (files.exists, files.glob, files.find, lambda path: list(files.walk(path))):
-        with pytest.raises(cloudckpt.BucketNotFoundError):
+        with pytest.raises(cloudckpt.errors.BucketNotFoundError):
             look("s3://no-such-bucket-at-all/run/*")
 
     def refuse(prefix):
-        raise cloudckpt.AccessDeniedError("no", uri=prefix, certain=True)
+        raise cloudckpt.errors.AccessDeniedError("no", uri=prefix, certain=True)
 
-    store = open_store(cloudckpt.CheckpointURI.parse(run), s3.config)
+    store = open_store(cloudckpt.uri.CheckpointURI.parse(run), s3.config)
     monkeypatch.setattr(store, "list_level", refuse)
     for look in (files.isdir, files.glob, lambda path: list(files.walk(path))):
-        with pytest.raises(cloudckpt.AccessDeniedError):
+        with pytest.raises(cloudckpt.errors.AccessDeniedError):
             look(f"{run}/*")
     assert list(files.walk(run, on_error="omit")) == []
 
@@ -114,12 +114,12 @@ def test_a_store_that_is_not_reached_is_an_error_and_not_an_empty_folder():
     files = S3FileSystem(config=nobody, skip_instance_cache=True)
 
     for look in (files.exists, files.isdir, files.isfile, files.ls):
-        with pytest.raises(cloudckpt.StoreError):
+        with pytest.raises(cloudckpt.errors.StoreError):
             look("s3://bucket/run")
 
 
 def test_a_folder_is_removed_and_its_commit_first(files, run, s3, monkeypatch):
-    location = cloudckpt.CheckpointURI.parse(run)
+    location = cloudckpt.uri.CheckpointURI.parse(run)
     store = open_store(location, s3.config)
     delete, deleted = store.delete, []
 
@@ -204,7 +204,7 @@ def test_a_write_that_can_not_be_sent_is_told(s3):
     files = S3FileSystem(config=s3.config, skip_instance_cache=True)
     file = files.open("s3://no-such-bucket-at-all/x", "wb")
     file.write(b"some")
-    with pytest.raises(cloudckpt.StoreError):
+    with pytest.raises(cloudckpt.errors.StoreError):
         file.close()
 
 

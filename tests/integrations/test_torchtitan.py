@@ -82,8 +82,8 @@ def test_one_that_is_unlike_refuses_uris_by_name(torchtitan):
     torchtitan.write_text(_LIKE_TORCHTITAN.replace("to_hf", "as_hf"))
     cloudckpt.install()
     module = importlib.import_module(_MODULE)
-    with pytest.raises(cloudckpt.InstallError, match="dcp_save has no parameter 'to_hf'"):
+    with pytest.raises(cloudckpt.errors.InstallError, match="dcp_save has no parameter 'to_hf'"):
         module.BaseCheckpointManager.Config("s3://bucket/run")
-    with pytest.raises(cloudckpt.InstallError, match="dcp_save has no parameter 'to_hf'"):
+    with pytest.raises(cloudckpt.errors.InstallError, match="dcp_save has no parameter 'to_hf'"):
         module.CheckpointManager().dcp_save({}, "s3://bucket/run/step-1", None)
     assert module.BaseCheckpointManager.Config("run").folder == "run"

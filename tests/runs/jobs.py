@@ -17,7 +17,9 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from cloudckpt import CheckpointerConfig, CheckpointManager, Preemption
+from cloudckpt import CheckpointManager
+from cloudckpt.checkpointer import CheckpointerConfig
+from cloudckpt.runs import Preemption
 
 __all__ = ["KINDS", "expected_steps", "train", "train_until_told", "trained"]
 

@@ -42,7 +42,7 @@ def trained_through_kills(
     checkpoints = cloudckpt.list_checkpoints(run)
     assert [one.step for one in checkpoints if one.is_committed] == expected_steps(last)
     cloudckpt.sweep(run, older_than=0)
-    left = cloudckpt.find_leftovers(run, older_than=0)
+    left = cloudckpt.runs.find_leftovers(run, older_than=0)
     assert (left.objects, left.uploads) == ((), ())
     for step in expected_steps(last):
         assert cloudckpt.verify(f"{run}/step-{step}").items == 4

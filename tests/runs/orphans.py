@@ -15,7 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from background.waiting import eventually, processes_of
-from cloudckpt import CheckpointerConfig, CheckpointManager, CommitHook, Config, Preemption
+from cloudckpt import CheckpointManager, Config
+from cloudckpt.checkpointer import CheckpointerConfig, CommitHook
+from cloudckpt.runs import Preemption
 from forks import together
 
 __all__ = ["Killing", "job", "settled", "values_at"]

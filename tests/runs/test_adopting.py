@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 import cloudckpt
 from background.waiting import eventually, processes_of
-from cloudckpt import CheckpointManager, Preemption
+from cloudckpt import CheckpointManager
 from cloudckpt.checkpoint.objects import WrittenObject, is_pending_name
 from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.config import MIB
 from cloudckpt.errors import CheckpointCorruptError, IncompleteSaveError
-from cloudckpt.runs import adopting
+from cloudckpt.runs import Preemption, adopting
 from cloudckpt.runs.adopting import adopt
 from runs.orphans import job, settled, values_at
 

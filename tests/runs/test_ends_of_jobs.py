@@ -66,7 +66,7 @@ def saved(folder: Path) -> int:
     cloudckpt.load(found, checkpoint_id=f"{run}/step-{step}", no_dist=True)
     assert found["step"] == step
     assert found["w"].unique().tolist() == [step]
-    assert cloudckpt.find_leftovers(run, older_than=0).objects == ()
+    assert cloudckpt.runs.find_leftovers(run, older_than=0).objects == ()
     return step
 
 

@@ -5,7 +5,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from cloudckpt import CheckpointerConfig, CheckpointManager, CommitHook, events
+from cloudckpt import CheckpointManager, events
+from cloudckpt.checkpointer import CheckpointerConfig, CommitHook
 from cloudckpt.errors import AccessDeniedError, CloudCheckpointError, ConfigError, ThrottledError
 from cloudckpt.runs.failures import FailureBudget
 from cloudckpt.runs.preemption import Preemption

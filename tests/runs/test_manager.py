@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
-from cloudckpt import BackgroundOptions, CheckpointerConfig, CommitHook, Config
+from cloudckpt import BackgroundOptions, Config
+from cloudckpt.checkpointer import CheckpointerConfig, CommitHook
 from cloudckpt.errors import (
     CheckpointConflictError,
     CheckpointCorruptError,
@@ -281,7 +282,7 @@ def test_what_can_not_be_deleted_does_not_fail_the_training(run, caplog, monkeyp
         manager.save(3, state(3))
         manager.wait_until_finished()
         assert manager.all_steps() == [1, 2, 3]
-        assert "step 1 is not to be kept" in caplog.text
+        assert "step 1 could not be deleted" in caplog.text
         monkeypatch.undo()
         manager.save(4, state(4))
         manager.wait_until_finished()
@@ -392,7 +393,7 @@ def test_a_best_metric_that_is_not_a_number_is_told_and_never_the_best(run, nan,
         assert "not a number" not in caplog.text
         manager.save(2, state(2), metrics={"loss": nan})
         manager.wait_until_finished()
-        assert "step 2: its loss is not a number (NaN)" in caplog.text
+        assert "step 2: its metric loss is not a number (NaN)" in caplog.text
         assert manager.best_step() == 1
 
 
@@ -541,7 +542,7 @@ def test_who_goes_back_is_told_that_later_steps_are_still_there(run, caplog) -> 
     fill(run, 1, 2)
     with managed(run) as manager, caplog.at_level(logging.WARNING, "cloudckpt"):
         manager.restore(state(), step=1)
-        assert "step 2 is the newest" in caplog.text
+        assert "step 2 is newer" in caplog.text
         assert manager.should_save(2)
         manager.save(2, state(9))
     found = state()
@@ -589,7 +590,7 @@ def test_a_failure_that_nobody_was_told_is_raised_by_close_and_all_is_given_back
     threads = threading.active_count()
     manager = managed(run, hook=Broken(1), preemption=Preemption())
     manager.save(1, state(1))
-    with pytest.raises(cloudckpt.CloudCheckpointError, match="the dog ate it"):
+    with pytest.raises(cloudckpt.errors.CloudCheckpointError, match="the dog ate it"):
         manager.close()
     manager.close()
     assert signal.getsignal(signal.SIGTERM) is before

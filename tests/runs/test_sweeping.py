@@ -12,13 +12,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import cloudckpt
-from cloudckpt import CheckpointURI, Config, RetryPolicy
+from cloudckpt import Config, RetryPolicy
 from cloudckpt.checkpoint import commit
 from cloudckpt.errors import ConnectionLostError, IncompleteSaveError
 from cloudckpt.runs.sweeping import Sweep, find_leftovers, sweep
 from cloudckpt.stores import registry
 from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.stores.registry import open_store
+from cloudckpt.uri import CheckpointURI
 from faulty_store import FaultyStore
 
 OLD = "__0_0.0123456789abcdef.distcp"
@@ -124,7 +125,7 @@ def _tried_by_a_model(uri: str) -> None:
 
 
 def _tried_by_a_file(uri: str) -> None:
-    cloudckpt.save_file(f"{uri}/tokenizer.json", b"text", if_absent=True, config=IMPATIENT)
+    cloudckpt.files.save_file(f"{uri}/tokenizer.json", b"text", if_absent=True, config=IMPATIENT)
 
 
 def _tried_by_a_save(uri: str) -> None:
@@ -168,7 +169,7 @@ def test_a_save_that_has_taken_too_long_does_not_commit(tmp_path, monkeypatch) -
     clock = types.SimpleNamespace(clock_gettime=lambda kind: times[0], CLOCK_MONOTONIC=1)
     monkeypatch.setattr(commit, "time", clock)
 
-    class Slow(cloudckpt.CommitHook):
+    class Slow(cloudckpt.checkpointer.CommitHook):
         def before_commit(self, uri, metadata) -> None:
             times[0] = 13 * 3600.0
 

@@ -283,7 +283,7 @@ def test_without_a_cache_folder_nothing_is_noted_and_that_is_logged_once(
     store.fail("get_range", AccessDeniedError, calls=[4])
     with pytest.raises(AccessDeniedError):
         verify("memory://run/a", resume=True, config=ONE)
-    [told] = [record for record in caplog.records if "noted" in record.getMessage()]
+    [told] = [record for record in caplog.records if "recorded" in record.getMessage()]
     assert told.levelno == logging.INFO
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     store.heal()

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from background.jobs import config_for, save_on_and_on
 from background.saves import PATIENCE, begin, step_at
 from background.waiting import eventually, is_running, processes_of
-from cloudckpt import SaveProcessError
 from cloudckpt.background.saver import AsyncSaver
+from cloudckpt.errors import SaveProcessError
 from dcp.places import Place
 from faults.states import BIG
 from forks import child

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 import cloudckpt
-from cloudckpt import CheckpointCorruptError, CloudCheckpointError, CommitUnknownError
+from cloudckpt.errors import CheckpointCorruptError, CloudCheckpointError, CommitUnknownError
 from faults import test_load, test_save
 from faults.states import BIG, SMALL, filled, load_step
 from wire.faults import Corrupt

@@ -3,7 +3,7 @@
 import pytest
 
 import cloudckpt
-from cloudckpt import CheckpointNotFoundError
+from cloudckpt.errors import CheckpointNotFoundError
 from faults.states import BIG, SMALL, filled, load_step
 from faults.test_kills import Moment, killed_before, saved_until_killed
 

@@ -32,7 +32,7 @@ from azure.core.pipeline.transport import HttpRequest
 from azure.storage.blob._shared.authentication import SharedKeyCredentialPolicy
 
 import cloudckpt
-from cloudckpt import AzureOptions, CheckpointURI, CloudStorageWriter, Config
+from cloudckpt import AzureOptions, CloudStorageWriter, Config
 from cloudckpt.checksum import CRC64NVME
 from cloudckpt.errors import (
     AccessDeniedError,
@@ -56,6 +56,7 @@ from cloudckpt.stores import azure_names, azure_tokens
 from cloudckpt.stores.azure import AzureStore, block_id
 from cloudckpt.stores.base import ObjectInfo, Part, Upload
 from cloudckpt.stores.registry import open_store
+from cloudckpt.uri import CheckpointURI
 
 ACCOUNT = "account"
 KEY = base64.b64encode(b"SECRETKEY" * 4).decode()

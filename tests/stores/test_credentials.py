@@ -63,7 +63,7 @@ def texts_of(error, caplog):
         texts += [str(one), repr(one), repr(one.args), repr(vars(one))]
         texts += traceback.format_exception_only(one)  # the rest is source code
         waiting += [one.__cause__, one.__context__]
-        if isinstance(one, cloudckpt.RanksFailedError):
+        if isinstance(one, cloudckpt.errors.RanksFailedError):
             texts.append(repr(one.failures))
     for copy in (pickle.dumps(error), pickle.dumps(pickle.loads(pickle.dumps(error)))):
         texts.append(copy.decode("latin-1"))

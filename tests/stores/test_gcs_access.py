@@ -20,7 +20,7 @@ from google.auth.compute_engine import _metadata
 from test_gcs import VERBS, call, error_json
 
 import cloudckpt
-from cloudckpt import CheckpointURI, Config, GCSOptions
+from cloudckpt import Config, GCSOptions
 from cloudckpt.errors import (
     ConfigError,
     ConnectionLostError,
@@ -32,6 +32,7 @@ from cloudckpt.errors import (
 from cloudckpt.stores import gcs_access
 from cloudckpt.stores.gcs import GCSStore
 from cloudckpt.stores.registry import open_store
+from cloudckpt.uri import CheckpointURI
 from emulators import free_port
 
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 import cloudckpt
-from cloudckpt import CheckpointURI, Config, S3Options
+from cloudckpt import Config, S3Options
 from cloudckpt.errors import CredentialsError
 from cloudckpt.stores import registry
 from cloudckpt.stores.local import LocalStore
 from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.stores.registry import open_store
+from cloudckpt.uri import CheckpointURI
 
 MEMORY = CheckpointURI.parse("memory://registry/run")
 

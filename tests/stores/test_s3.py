@@ -20,7 +20,7 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import pytest
 
-from cloudckpt import CheckpointURI, Config, RetryPolicy, S3Options
+from cloudckpt import Config, RetryPolicy, S3Options
 from cloudckpt.checkpoint.commit import conditions_work
 from cloudckpt.checksum import CRC32C
 from cloudckpt.errors import (
@@ -46,6 +46,7 @@ from cloudckpt.stores.registry import open_store
 from cloudckpt.stores.s3 import S3Store
 from cloudckpt.stores.s3_access import BucketAccess
 from cloudckpt.transfer.retry import Retrier
+from cloudckpt.uri import CheckpointURI
 from emulators import free_port
 
 UPLOAD = Upload("run/object", "id/with+odd=chars&more", 5 * 1024**2)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import cloudckpt
-from cloudckpt import CheckpointURI, Config, RetryPolicy, S3Options
+from cloudckpt import Config, RetryPolicy, S3Options
 from cloudckpt.checksum import CRC32C
 from cloudckpt.errors import (
     AccessDeniedError,
@@ -33,6 +33,7 @@ from cloudckpt.stores import s3_credentials
 from cloudckpt.stores.s3 import S3Store
 from cloudckpt.stores.s3_credentials import Keys
 from cloudckpt.transfer.retry import open_store
+from cloudckpt.uri import CheckpointURI
 from emulators import free_port
 from stubs.aws_services import AwsServices
 

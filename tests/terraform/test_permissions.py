@@ -308,7 +308,7 @@ def _delete(store: ObjectStore, key: str) -> None:
 
 def _head(store: ObjectStore, key: str) -> None:
     store.head(key)
-    with pytest.raises(cloudckpt.CloudCheckpointError):
+    with pytest.raises(cloudckpt.errors.CloudCheckpointError):
         store.head(key + "-missing")
 
 
@@ -408,7 +408,7 @@ def test_saving_asks_for_nothing_that_a_writer_may_not_do(cloud):
     assert then in cloud.operations
 
     cloud.inject(cloud.denied, denied)
-    with pytest.raises(cloudckpt.AccessDeniedError):
+    with pytest.raises(cloudckpt.errors.AccessDeniedError):
         cloudckpt.save(_state(4), checkpoint_id=uri, config=config)
     assert cleaning in cloud.operations
 
@@ -422,7 +422,7 @@ def test_loading_asks_for_nothing_that_a_reader_may_not_do(cloud):
     state = _state(0)
     cloudckpt.load(state, checkpoint_id=uri, config=config)
     assert state["step"] == 1
-    with pytest.raises(cloudckpt.CheckpointNotFoundError):
+    with pytest.raises(cloudckpt.errors.CheckpointNotFoundError):
         cloudckpt.load(state, checkpoint_id=f"{uri}/missing", config=config)
     assert {"GetObject", "Get Blob", "objects.get"} & cloud.operations
     assert cloud.operations <= cloud.allowed("reader")

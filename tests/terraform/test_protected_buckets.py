@@ -100,7 +100,9 @@ def test_a_lost_answer_makes_no_second_version_that_is_locked(proxy, locked, s3_
 
 def test_without_checksums_a_locked_bucket_says_what_it_misses(proxy, locked):
     config = dataclasses.replace(AWS, s3=dataclasses.replace(AWS.s3, checksum="off"))
-    with pytest.raises(cloudckpt.InvalidRequestError, match="Content-MD5 or x-amz-sdk-checksum"):
+    with pytest.raises(
+        cloudckpt.errors.InvalidRequestError, match="Content-MD5 or x-amz-sdk-checksum"
+    ):
         save(f"s3://{locked}/run", 1, config)
 
 
@@ -139,8 +141,8 @@ def test_a_bucket_may_demand_conditions_of_runs_and_of_the_doctor(proxy, bucket,
             run,
             max_to_keep=1,
             asynchronous=False,
-            preemption=cloudckpt.Preemption(signals=()),
-            checkpointer=cloudckpt.CheckpointerConfig(config=AWS),
+            preemption=cloudckpt.runs.Preemption(signals=()),
+            checkpointer=cloudckpt.checkpointer.CheckpointerConfig(config=AWS),
         ) as manager:
             manager.save(step, state(step))
     assert loaded_step(f"{run}/step-2") == 2

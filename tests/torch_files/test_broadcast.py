@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 import cloudckpt
-from cloudckpt import CheckpointError, ConfigError, RanksFailedError, events
+from cloudckpt import events
+from cloudckpt.errors import CheckpointError, ConfigError, RanksFailedError
 from cloudckpt.format_utils import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
 from cloudckpt.torch_files import broadcast
 from cloudckpt.torch_files.batches import Targets
@@ -147,8 +148,8 @@ def test_a_rank_without_memory_for_a_batch_is_told_before_any_is_sent(model, ran
 def _told(place: Place) -> list[tuple[str, int, int]]:
     with events.record(place.uri) as timeline:
         reader = load(place)
-    received = 0 if reader.transferred is None else reader.transferred.bytes
-    return [(event.phase, event.rank, event.bytes - received) for event in timeline.events]
+    received = 0 if reader.transferred is None else reader.transferred.nbytes
+    return [(event.phase, event.rank, event.nbytes - received) for event in timeline.events]
 
 
 def test_each_rank_tells_of_its_load(model, ranks):

@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import cloudckpt
-from cloudckpt import (
+from cloudckpt import events, format_utils
+from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointCorruptError,
     CheckpointError,
@@ -35,8 +36,6 @@ from cloudckpt import (
     StorageFullError,
     UnsupportedTensorError,
     UntrustedPickleError,
-    events,
-    format_utils,
 )
 from cloudckpt.format_utils import (
     BroadcastingTorchSaveReader,
@@ -131,7 +130,7 @@ def test_a_checkpoint_becomes_a_file_that_torch_loads(place):
     cloudckpt.save(state, checkpoint_id=place.at("ck").uri, config=place.config)
     sent = dcp_to_torch_save(place.at("ck").uri, place.at("model.pt").uri, config=place.config)
     data = place.read("model.pt")
-    assert sent.bytes == len(data)
+    assert sent.nbytes == len(data)
     assert_same(plain(torch.load(io.BytesIO(data))), plain(state))
     assert place.unfinished() == []
 
@@ -274,7 +273,7 @@ def test_conversions_are_told_as_loads_and_saves(local):
         ("load", "model.pt"), ("plan", "ck2"), ("upload", "ck2"), ("commit", "ck2"),
     ]  # fmt: skip
     assert all(
-        event.bytes >= 3600 for event in timeline.events if event.phase in ("load", "upload")
+        event.nbytes >= 3600 for event in timeline.events if event.phase in ("load", "upload")
     )
 
 
@@ -495,7 +494,7 @@ def test_a_skeleton_costs_little_and_has_no_data(s3):
     file = opened(s3, "model.pt")
     skeleton = file.skeleton()
     assert all(tensor.is_meta for tensor in skeleton.values())
-    assert file.transferred.bytes < MIB
+    assert file.transferred.nbytes < MIB
 
 
 # ---- memory
@@ -624,7 +623,7 @@ def _some_of_large(uri, config) -> int:
     cloudckpt.load(state, storage_reader=reader, planner=DynamicMetaLoadPlanner())
     assert torch.equal(state["b"], numbered(size, size))
     assert torch.equal(state["c"].full_tensor(), numbered(size, size).t())
-    return 0 if reader.transferred is None else reader.transferred.bytes
+    return 0 if reader.transferred is None else reader.transferred.nbytes
 
 
 @reads_no_data

@@ -235,7 +235,7 @@ def test_scattered_small_reads_fetch_little(store):
     for position in (63 * MIB, 0, 30 * MIB, 10 * MIB):
         file.seek(position)
         file.read(100)
-    assert file._object.transferred.bytes <= 4 * 64 * 1024
+    assert file._object.transferred.nbytes <= 4 * 64 * 1024
 
 
 def test_a_large_read_goes_straight_into_the_readers_memory_in_parallel(store):

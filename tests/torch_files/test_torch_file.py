@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils.serialization import config as torch_config
 
-from cloudckpt import CheckpointCorruptError, CheckpointError, Config, events
+from cloudckpt import Config, events
 from cloudckpt.config import MIB
-from cloudckpt.errors import ConnectionLostError
+from cloudckpt.errors import CheckpointCorruptError, CheckpointError, ConnectionLostError
 from cloudckpt.stores.registry import open_store
 from cloudckpt.torch_files import torch_file
 from cloudckpt.torch_files.object_file import ObjectFile
@@ -242,7 +242,7 @@ def test_all_events_of_a_file_say_which_and_of_whom(uri, heard, monkeypatch):
     assert phases.count("retry") == 3
     assert {"progress", "upload"} <= set(phases)
     (upload,) = (event for event in heard if event.phase == "upload")
-    assert upload.bytes == sent.bytes
+    assert upload.nbytes == sent.nbytes
     assert upload.seconds > 0
     assert max(event.total for event in heard) >= 300 * 4
 

@@ -223,7 +223,7 @@ def test_with_checksums_whole_blocks_are_read_and_no_more(store):
     data = some_bytes(100_000)
     put(store, "object", data)
     want = bytes_wanted(source_of(data), 5500, 7200)
-    assert fetch(store, [want]).bytes == 3 * BLOCK
+    assert fetch(store, [want]).nbytes == 3 * BLOCK
     assert bytes(want.sink.data) == data[5500:7200]
 
 
@@ -231,7 +231,7 @@ def test_without_checksums_only_what_is_wanted_is_read(store):
     data = some_bytes(100_000)
     put(store, "object", data)
     want = bytes_wanted(source_of(data), 5500, 7200)
-    assert fetch(store, [want], verify=False).bytes == 1700
+    assert fetch(store, [want], verify=False).nbytes == 1700
 
 
 def test_neighbours_share_a_request(store):
@@ -248,7 +248,7 @@ def test_a_large_item_is_spread_over_requests(store):
     put(store, "object", data)
     want = bytes_wanted(source_of(data))
     stats = fetch(store, [want], request_size=10 * BLOCK)
-    assert (stats.requests, stats.bytes, stats.retries) == (10, 100_000, 0)
+    assert (stats.requests, stats.nbytes, stats.retries) == (10, 100_000, 0)
 
 
 def test_a_connection_that_broke_is_resumed_where_it_broke(store):
@@ -258,7 +258,7 @@ def test_a_connection_that_broke_is_resumed_where_it_broke(store):
     want = bytes_wanted(source_of(data))
     stats = fetch(store, [want])
     assert bytes(want.sink.data) == data
-    assert (stats.bytes, stats.retries) == (100_000, 2)
+    assert (stats.nbytes, stats.retries) == (100_000, 2)
 
 
 # damage

@@ -49,7 +49,7 @@ def copy(source, found, target, *, part_size=PART, create_only=False):
     except BaseException:
         made.abandon()
         raise
-    assert stats.snapshot().bytes == found.size
+    assert stats.snapshot().nbytes == found.size
     return made.info
 
 

@@ -121,13 +121,13 @@ def test_an_object_arrives_as_it_was_written(store, size, piece):
 def test_a_small_object_is_one_request(store, size):
     _, stats = send(store, pieces_of(some_bytes(size), 300))
     assert dict(store.calls) == {"put": 1}
-    assert (stats.bytes, stats.requests, stats.retries) == (size, 1, 0)
+    assert (stats.nbytes, stats.requests, stats.retries) == (size, 1, 0)
 
 
 def test_a_large_object_is_sent_in_parts(store):
     _, stats = send(store, pieces_of(some_bytes(3 * PART + 1), 700))
     assert dict(store.calls) == {"create_upload": 1, "put_part": 4, "complete_upload": 1}
-    assert (stats.bytes, stats.retries) == (3 * PART + 1, 0)
+    assert (stats.nbytes, stats.retries) == (3 * PART + 1, 0)
 
 
 def test_parts_that_arrive_out_of_order_are_put_in_order():
@@ -328,7 +328,7 @@ def test_bytes_whose_answer_was_lost_are_sent_again(store, verb):
     data = some_bytes(700 if verb == "put" else 2500)
     _, stats = send(store, pieces_of(data, 700))
     assert bytes(store.inner.get(KEY)[0]) == data
-    assert stats.bytes > len(data)
+    assert stats.nbytes > len(data)
     assert stats.retries == 1
 
 

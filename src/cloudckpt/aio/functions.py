@@ -22,13 +22,13 @@ from cloudckpt.uri import CheckpointURI, URILike
 __all__ = ["exists", "inspect", "latest", "list_checkpoints", "load_file", "verify"]
 
 
-async def exists(checkpoint_id: URILike, *, config: Config | None = None) -> bool:
+async def exists(uri: URILike, *, config: Config | None = None) -> bool:
     """As :func:`cloudckpt.exists`."""
-    uri, options = CheckpointURI.parse(checkpoint_id), config if config is not None else Config()
+    location, options = CheckpointURI.parse(uri), config if config is not None else Config()
 
     async def ask() -> bool:
-        async with opened(uri, options) as view:
-            return await find_commit(view, uri) is not None
+        async with opened(location, options) as view:
+            return await find_commit(view, location) is not None
 
     return await aside(ask())
 
@@ -63,12 +63,12 @@ async def list_checkpoints(
 # What follows moves bytes, which is not for an event loop: threads do that, without the GIL.
 
 
-async def inspect(checkpoint_id: URILike, *, config: Config | None = None) -> CheckpointContents:
+async def inspect(uri: URILike, *, config: Config | None = None) -> CheckpointContents:
     """As :func:`cloudckpt.inspect`, in a thread; if it is cancelled, that ends by itself."""
-    return await in_thread(partial(contents.inspect, checkpoint_id, config=config))
+    return await in_thread(partial(contents.inspect, uri, config=config))
 
 
-async def verify(checkpoint_id: URILike, *, config: Config | None = None) -> Verified:
+async def verify(uri: URILike, *, config: Config | None = None) -> Verified:
     """As :func:`cloudckpt.verify`, in threads; if it is cancelled, they stop at the next block."""
     cancelled = threading.Event()
 
@@ -77,9 +77,7 @@ async def verify(checkpoint_id: URILike, *, config: Config | None = None) -> Ver
             raise TransferCancelledError("the verification was cancelled")
 
     try:
-        return await in_thread(
-            partial(verifying.verify, checkpoint_id, config=config, progress=look)
-        )
+        return await in_thread(partial(verifying.verify, uri, config=config, progress=look))
     finally:
         cancelled.set()
 
@@ -87,5 +85,5 @@ async def verify(checkpoint_id: URILike, *, config: Config | None = None) -> Ver
 async def load_file(
     uri: URILike, *, if_version: str | None = None, config: Config | None = None
 ) -> files.FileContent:
-    """As :func:`cloudckpt.load_file`, in threads; if it is cancelled, they end by themselves."""
+    """As :func:`cloudckpt.files.load_file`, in threads, which end by themselves if cancelled."""
     return await in_thread(partial(files.load_file, uri, if_version=if_version, config=config))

@@ -64,7 +64,7 @@ def watch(
         config: Options.
 
     Raises:
-        InvalidURIError: If it is no location.
+        InvalidURIError: If it is not a valid location.
         ConfigError: If an option makes no sense.
         StoreError: If the store refuses or stays unreachable.
     """

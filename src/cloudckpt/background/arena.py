@@ -63,8 +63,8 @@ class Arena:
                 undo.pop_all()
         except (OSError, ValueError, OverflowError) as exc:
             raise StagingMemoryError(
-                f"the staged copy needs {_mib(size)} of shared memory, which can't be had; free "
-                "memory, or save fewer bytes per rank",
+                f"the staged copy needs {_mib(size)} of shared memory, which could not be "
+                "allocated; free memory, or save fewer bytes per rank",
                 cause=exc,
             ) from exc
         # when the last tensor in it is gone, which may outlive this object
@@ -188,8 +188,8 @@ class Annex:
 
     def _failed(self, cause: OSError) -> StagingMemoryError:
         return StagingMemoryError(
-            f"{_ADDITION} needs {_mib(self.size)} of shared memory, which can't be had; free "
-            "memory, or save fewer bytes per rank",
+            f"{_ADDITION} needs {_mib(self.size)} of shared memory, which could not be "
+            "allocated; free memory, or save fewer bytes per rank",
             cause=cause,
         )
 

@@ -15,6 +15,7 @@ from cloudckpt.api import our_writer, writer_for
 from cloudckpt.background.save import SaveFuture
 from cloudckpt.background.saver import AsyncSaver, alike
 from cloudckpt.config import BackgroundOptions, Config
+from cloudckpt.dcp.arrivals import collective
 from cloudckpt.dcp.meeting import Meeting
 from cloudckpt.dcp.writer import CloudStorageWriter, OurWriter, check_together
 from cloudckpt.fork import ModuleLock
@@ -27,6 +28,7 @@ _savers: dict[tuple[Any, ...], AsyncSaver] = {}
 _closing: list[AsyncSaver] = []
 
 
+@collective("cloudckpt.async_save")
 def async_save(
     state_dict: dict[str, Any],
     *,

@@ -21,7 +21,7 @@ from cloudckpt.background.script import ObjectScript
 from cloudckpt.checkpoint.objects import WrittenObject
 from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checkpoint.sending import Destination
-from cloudckpt.transfer.stats import Transferred
+from cloudckpt.events import Transferred
 
 __all__ = [
     "SETTLED",

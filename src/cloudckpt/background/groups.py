@@ -69,7 +69,7 @@ def open_group(
     world = dist.group.WORLD
     group = parent if parent is not None else world
     if world is None or not isinstance(group, dist.ProcessGroup):
-        raise ConfigError("this rank is not in the process group that it is to save with")
+        raise ConfigError("this rank is not in the process group given for saving")
     ranks = tuple(sorted(dist.get_process_group_ranks(group)))
     with _lock:
         kept = _kept.setdefault(world, _Kept())
@@ -86,8 +86,9 @@ def open_group(
     except RuntimeError as exc:  # gloo and the stores have no other class in common
         raise ProcessGroupError(
             f"the ranks {list(ranks)} did not all make a group for their saves within "
-            f"{patience:g} s; look whether one has ended. All of them must, and if they are not "
-            "all ranks, each must have made as many groups before as the others",
+            f"{patience:g} s. Check whether one has ended. All of them must make this call, and "
+            "if they are not all ranks of the job, each must have made the same number of "
+            "groups before",
             cause=exc,
         ) from exc
     with _lock:

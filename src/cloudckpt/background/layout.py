@@ -308,7 +308,7 @@ def _deep_copy(value: Any, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(value, memo)
     except Exception as exc:
         raise StagingError(
-            f"a value of type {type(value).__name__} can't be copied, which an asynchronous save "
-            "has to do; leave it out of the state dict",
+            f"a value of type {type(value).__name__} can't be copied, and an asynchronous save "
+            "needs a copy; leave it out of the state dict",
             cause=exc,
         ) from exc

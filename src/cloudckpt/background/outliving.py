@@ -92,7 +92,7 @@ class Duty:
             self._changed.wait_for(lambda: self._job is None or self._objects is not None, wait)
             if self._job is None or self._job.pending is None or self._stats is None:
                 return None
-            pending = self._job.pending.so_far(self._stats.snapshot().bytes)
+            pending = self._job.pending.so_far(self._stats.snapshot().nbytes)
             return pending if self._objects is None else pending.finished(self._objects)
 
 

@@ -211,8 +211,8 @@ class _Life:
     def __init__(self, options: BackgroundOptions) -> None:
         if not sys.executable:
             raise SaveProcessError(
-                "this interpreter does not say where it is (sys.executable is empty), as one that "
-                "another program embeds: no saving process can be started; save in a thread"
+                "sys.executable is empty, as in an interpreter that is embedded in another "
+                "program, so no saving process can be started; save in a thread"
             )
         self._options = options
         self.is_busy = self.is_stuck = self._is_ready = False
@@ -310,8 +310,9 @@ class _Life:
                     )
                 elif deadline is None and silent >= self._options.heartbeat_timeout:
                     raise SaveProcessError(
-                        f"the saving process gave no sign of life for {silent:g} s and is ended; "
-                        "nothing of this save is committed, and the next one starts another process"
+                        f"the saving process gave no sign of life for {silent:g} s and was "
+                        "killed; this save is not committed, and the next one starts a new "
+                        "process"
                     )
                 else:
                     silent += _LOOK  # not by the clock: that runs on while both are suspended
@@ -334,8 +335,8 @@ class _Life:
         code = self._process.returncode
         if self._ended_for:
             return SaveProcessError(
-                f"the saving process was ended before this save had, because {self._ended_for}; "
-                "nothing of this save is committed"
+                "the saving process was stopped before this save had finished, because "
+                f"{self._ended_for}; this save is not committed"
             )
         if code is not None:
             how = f"was ended by signal {-code}" if code < 0 else f"ended ({code})"
@@ -346,8 +347,8 @@ class _Life:
         if not self._is_ready:
             how += " before it was ready; it says why on standard error"
         return SaveProcessError(
-            f"the saving process {how}; nothing of this save is committed, and the next one starts "
-            "another process",
+            f"the saving process {how}; this save is not committed, and the next one starts a "
+            "new process",
             cause=cause,
         )
 

@@ -24,8 +24,7 @@ from cloudckpt.errors import (
     SaveInProgressError,
     StagingError,
 )
-from cloudckpt.events import Event, Timeline, subscribe
-from cloudckpt.transfer.stats import Transferred
+from cloudckpt.events import Event, Timeline, Transferred, subscribe
 
 __all__ = [
     "PendingSave",
@@ -145,8 +144,8 @@ class Save:
         """Ends that; ``replaced``: a later save takes its place, and it is not carried out."""
         if replaced:
             logger.warning(
-                "the save to %s is not carried out: the one before it is stuck, and a later one "
-                "takes its place",
+                "the save to %s is dropped: the save before it is stuck, and a newer one takes "
+                "its place",
                 self.where,
             )
             self._end()
@@ -200,13 +199,11 @@ class Save:
         if closed:
             made = ClosedError("the saver was closed", uri=self.where)
         elif threading.main_thread().is_alive():
-            made = AsyncSaveError(
-                "no thread can be started to save in", uri=self.where, cause=cause
-            )
+            made = AsyncSaveError("can't start a thread to save in", uri=self.where, cause=cause)
         else:
             made = AsyncSaveError(
-                "the interpreter is shutting down and begins no save in the background any more; "
-                "begin the last one before the script ends, not in an atexit handler",
+                "the interpreter is shutting down and can't start a background save; start the "
+                "last one before the script ends, not in an atexit handler",
                 uri=self.where,
             )
         made.__cause__ = cause

@@ -34,6 +34,7 @@ from cloudckpt.background.save import (
 from cloudckpt.background.stager import StagedState, Stager
 from cloudckpt.checkpoint.sending import send_here
 from cloudckpt.config import BackgroundOptions
+from cloudckpt.dcp.arrivals import all_expected
 from cloudckpt.dcp.failures import release_frames
 from cloudckpt.dcp.meeting import Meeting, Stance, Verdict
 from cloudckpt.dcp.plan_cache import flags_of
@@ -152,12 +153,13 @@ class AsyncSaver:
 
     def _new_group(self, parent: dist.ProcessGroup | None, have_met: bool) -> dist.ProcessGroup:
         options = self._options
-        return open_group(
-            parent,
-            start_timeout=options.start_timeout,
-            collective_timeout=options.collective_timeout,
-            have_met=have_met,
-        )
+        with all_expected(parent if parent is not None else dist.group.WORLD):
+            return open_group(
+                parent,
+                start_timeout=options.start_timeout,
+                collective_timeout=options.collective_timeout,
+                have_met=have_met,
+            )
 
     def save(
         self,
@@ -207,7 +209,8 @@ class AsyncSaver:
             )
         planner = planner or CloudSavePlanner()
         try:
-            begun = self._begin(writer, checkpoint_id)
+            with all_expected(self._group):
+                begun = self._begin(writer, checkpoint_id)
             if begun is None:
                 return skipped()
             save = Save(self._number, begun[1], begun[0], planner)
@@ -357,15 +360,16 @@ class AsyncSaver:
 
     def _late(self, save: Save) -> SaveInProgressError:
         return SaveInProgressError(
-            f"the save before has not ended within {self._options.patience:g} s", uri=save.where
+            f"the previous save has not finished within {self._options.patience:g} s",
+            uri=save.where,
         )
 
     def _check(self, writer: OurWriter) -> None:
         """Refuses a writer whose work the saving process does not know."""
         if self._process is not None and not isinstance(writer, CloudStorageWriter):
             raise ConfigError(
-                f"a saving process can't carry out what a {type(writer).__name__} writes: it sends "
-                "for CloudStorageWriter only; save in a thread (AsyncCheckpointerType.THREAD)"
+                "a saving process works with CloudStorageWriter only, not with a "
+                f"{type(writer).__name__}; save in a thread (AsyncCheckpointerType.THREAD)"
             )
 
     def _next_failure(self) -> tuple[int, BaseException] | None:
@@ -388,7 +392,7 @@ class AsyncSaver:
                 self._wait_for([save], deadline)
             elif (save.where == where or save.writer is writer) and not save.written.done():
                 raise SaveInProgressError(
-                    "a save to this place, or with this writer, is still under way", uri=where
+                    "a save to this location, or with this writer, is still in progress", uri=where
                 )
 
     def _deadline(self) -> float:
@@ -406,7 +410,7 @@ class AsyncSaver:
             state = api.content_of(state_dict)
             with Span("stage", save.where, self._rank) as span:
                 self._stage(state, save, stager or self._stager)
-                span.bytes = 0 if save.copy is None else save.copy.size
+                span.nbytes = 0 if save.copy is None else save.copy.size
         finally:
             unsubscribe()
 
@@ -449,7 +453,8 @@ class AsyncSaver:
     def _saved(self, save: Save) -> Metadata:
         if self._group is not None and not exists(self._group):
             raise ProcessGroupError(  # torch would save each rank alone, as if it were all
-                "the process group was destroyed before this save was begun; wait for saves first",
+                "the process group was destroyed before this save began; wait for all saves "
+                "before you destroy it",
                 uri=save.where,
                 committed=False,
             )
@@ -524,7 +529,7 @@ class AsyncSaver:
         self._raise_next()
         for where, _ in self._untold.values():
             raise SaveInProgressError(
-                f"the save has not ended within {self._options.close_timeout:g} s", uri=where
+                f"the save has not finished within {self._options.close_timeout:g} s", uri=where
             )
 
     def wait(self) -> None:

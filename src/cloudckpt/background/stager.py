@@ -185,8 +185,8 @@ class Stager(AsyncStager):
             raise ClosedError("the stager was closed")
         if os.getpid() != self._process:
             raise ClosedError(
-                "the stager was made before this process was forked, and its memory is shared with "
-                "the parent; make another one here"
+                "the stager was made before this process was forked, and its memory is shared "
+                "with the parent; make a new one in this process"
             )
         # copies that were made in inference mode could not be read outside of it
         with torch.inference_mode(False), torch.no_grad():

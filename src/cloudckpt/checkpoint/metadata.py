@@ -65,7 +65,7 @@ def load_metadata(data: bytes | bytearray, uri: str, *, trust_pickle: bool = Fal
         raise UntrustedPickleError(
             f"the checkpoint's metadata names {unknown}, which is not on the allow-list: if you "
             "trust whoever can write to this location, pass trust_pickle=True, or allow the class "
-            "by cloudckpt.add_safe_metadata_globals([...])",
+            "by cloudckpt.format_utils.add_safe_metadata_globals([...])",
             uri=uri,
         ) from None
     except RefusedError as refused:

@@ -141,7 +141,7 @@ def header_bytes(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) ->
     if length > MOST_HEADER_BYTES:
         raise UnsupportedTensorError(
             f"a safetensors file of {len(tensors)} tensors needs a header of {length} bytes, and "
-            f"{MOST_HEADER_BYTES} are allowed: give a smaller max_shard"
+            f"{MOST_HEADER_BYTES} are allowed: give a smaller max_shard_size"
         )
     return struct.pack("<Q", length) + text.ljust(length)
 

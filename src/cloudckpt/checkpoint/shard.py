@@ -97,7 +97,10 @@ def check_supported(tensor: torch.Tensor, fqn: str) -> None:
     if tensor.is_quantized:
         kind = "a quantized tensor: save its int_repr(), scale and zero point instead"
     elif tensor.is_meta:
-        kind = "a meta tensor, which has no data: materialize it first"
+        kind = (
+            "a meta tensor, which has no data: give the model memory and values before it is "
+            "saved, by model.to_empty(device=...) and its initialization or a load"
+        )
     elif tensor.is_nested:
         kind = "a nested tensor: save its components instead"
     elif tensor.layout != torch.strided:

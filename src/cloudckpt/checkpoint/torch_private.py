@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import IO, Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldTensorProperties
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -29,6 +30,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
 from torch.distributed.checkpoint.utils import _DistWrapper as Collectives
+from torch.distributed.distributed_c10d import Store
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.distributed_c10d import _get_object_coll_device as device_for_collectives
 
@@ -45,6 +47,7 @@ __all__ = [
     "ExtensionRegistry",
     "OldTensorProperties",
     "StorageInfo",
+    "Store",
     "StreamTransformExtension",
     "create_chunk_list",
     "dcp_logger",
@@ -60,6 +63,7 @@ __all__ = [
     "set_group_timeout",
     "sparse_tensors_unchecked",
     "state_dict_being_planned",
+    "store_of_group",
     "traverse_state_dict",
     "validate_global_plan",
     "with_strides",
@@ -188,6 +192,16 @@ def load_with(
 
     with open_zip(file) as archive:
         return load(archive, map_location, SimpleNamespace(Unpickler=Unpickler))
+
+
+def store_of_group(group: dist.ProcessGroup) -> Store | None:
+    """The store by which the ranks of a group have found each other, with the group's own keys.
+
+    None if the group is gone, has none, or this torch keeps it elsewhere.
+    """
+    world: Any = getattr(dist.distributed_c10d, "_world", None)
+    found = getattr(world, "pg_map", {}).get(group, (None, None))[1]
+    return found if isinstance(found, Store) else None
 
 
 class _Unlisted(list[Any]):

@@ -45,7 +45,7 @@ app = typer.Typer(
 
 Run = Annotated[str, typer.Argument(help="The folder of a run, e.g. s3://bucket/run.")]
 Checkpoint = Annotated[str, typer.Argument(help="A checkpoint, e.g. s3://bucket/run/step-1000.")]
-StepName = Annotated[str, typer.Option(help="What the checkpoints of the run are called.")]
+StepName = Annotated[str, typer.Option(help="The name pattern of the run's checkpoints.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print results and errors only.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
@@ -113,7 +113,7 @@ def confirm(question: str, yes: bool) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        raise typer.BadParameter("nobody can be asked here: give --yes")
+        raise typer.BadParameter("can't ask for confirmation here: give --yes")
     if not typer.confirm(question):
         raise typer.Exit(FAILED)
 

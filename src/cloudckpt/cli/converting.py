@@ -51,7 +51,9 @@ def convert(
     overwrite: _Overwrite = False,
     trust_pickle: Annotated[
         bool,
-        typer.Option("--trust-pickle", help="Let pickles in SOURCE run any code: only your own."),
+        typer.Option(
+            "--trust-pickle", help="Let pickles in SOURCE run any code; only if you trust it."
+        ),
     ] = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -107,9 +109,11 @@ def export(
     target: Annotated[str, typer.Argument(help="The folder of the model.")],
     prefix: Annotated[
         str,
-        typer.Option(help="Take only what is beneath this name, such as model, without the name."),
+        typer.Option(
+            help="Export only what is beneath this name, such as model, and drop the name."
+        ),
     ] = "",
-    max_shard: Annotated[
+    max_shard_size: Annotated[
         str, typer.Option(help="Most bytes of tensors in a file: 5GB, 4GiB.")
     ] = "5GB",
     dtype: Annotated[
@@ -139,14 +143,19 @@ def export(
     config = Config(overwrite=overwrite)
     with _shown(not (quiet or as_json)):
         done = export_checkpoint(
-            checkpoint, target, max_shard=max_shard, dtype=kind, key_mapping=renamed, config=config
+            checkpoint,
+            target,
+            max_shard_size=max_shard_size,
+            dtype=kind,
+            key_mapping=renamed,
+            config=config,
         )
     if as_json:
         print_json({"checkpoint": checkpoint, "target": target, **dataclasses.asdict(done)})
     elif not quiet:
         print(
             f"{checkpoint} is now the model {target}: {len(done.files)} files of "
-            f"{as_size(done.bytes)}, of which {as_size(done.moved)} went through here"
+            f"{as_size(done.nbytes)}, of which {as_size(done.moved)} went through here"
             + (f"; {len(done.left_out)} names were left out" if done.left_out else "")
         )
 

@@ -27,13 +27,13 @@ def doctor(
         str, typer.Argument(help="Where checkpoints are to be, e.g. s3://bucket/run.")
     ],
     read_only: Annotated[
-        bool, typer.Option("--read-only", help="Write nothing: for who may only load.")
+        bool, typer.Option("--read-only", help="Write nothing, for those who may only load.")
     ] = False,
     size: Annotated[
-        int, typer.Option(min=1, max=1024, help="MiB that are sent to measure speed.")
+        int, typer.Option(min=1, max=1024, help="MiB to send to measure the speed.")
     ] = 16,
     patience: Annotated[
-        float, typer.Option(min=1, help="Seconds after which a check has failed.")
+        float, typer.Option(min=1, help="Seconds after which a check counts as failed.")
     ] = 60.0,
     as_json: Json = False,
     quiet: Quiet = False,

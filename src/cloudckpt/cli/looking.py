@@ -74,7 +74,7 @@ def inspect(
     for uri, nbytes in found.shared.items():
         print(f"{as_size(nbytes)} of it are shared with {safe(uri)}, which has to stay beside it.")
     if not found.has_checksums:
-        print("It has no checksums: only checkpoints that cloudckpt has written have.")
+        print("It has no checksums: only checkpoints written by cloudckpt have them.")
     if found.notes.step is not None:
         print(f"step {found.notes.step}")
     for name, value in found.notes.metrics.items():
@@ -86,7 +86,9 @@ def diff(
     first: Checkpoint,
     second: Annotated[str, typer.Argument(help="Another checkpoint.")],
     pattern: Pattern = "*",
-    read: Annotated[bool, typer.Option("--read", help="Read what checksums can't tell.")] = False,
+    read: Annotated[
+        bool, typer.Option("--read", help="Read entries that checksums can't compare.")
+    ] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -132,7 +134,7 @@ def _write(name: str, text: str) -> None:
         fail(f"{name} can't be written: {error.strerror}", FAILED)
 
 
-def _form(item: "cloudckpt.StoredItem | None") -> str:
+def _form(item: "cloudckpt.runs.StoredItem | None") -> str:
     """Type and shape of an entry."""
     if item is None:
         return ""
@@ -141,5 +143,5 @@ def _form(item: "cloudckpt.StoredItem | None") -> str:
     return f"{item.dtype} {_shape(item)}"
 
 
-def _shape(item: "cloudckpt.StoredItem") -> str:
+def _shape(item: "cloudckpt.runs.StoredItem") -> str:
     return "" if item.shape is None else " x ".join(map(str, item.shape)) or "scalar"

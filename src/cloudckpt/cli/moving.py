@@ -91,13 +91,13 @@ def _print_damages(checkpoint: str, damages: Sequence[Damage], as_json: bool) ->
 @app.command(rich_help_panel="Checkpoints")
 def cp(
     source: Annotated[str, typer.Argument(help="A checkpoint, or the folder of a run.")],
-    target: Annotated[str, typer.Argument(help="Where it, or the run, will be.")],
+    target: Annotated[str, typer.Argument(help="Where to copy it.")],
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace what is at the target.")
     ] = False,
     step_name: Annotated[
         Optional[str],  # noqa: UP045 - typer reads it, on Python 3.10 too
-        typer.Option(help="Of a run, copy only what is called so, e.g. 'step-{step}'."),
+        typer.Option(help="Of a run, copy only checkpoints with such names, e.g. 'step-{step}'."),
     ] = None,
     ranks: Together = None,
     as_json: Json = False,
@@ -143,12 +143,12 @@ def detach(
 
     What it shares is copied into its own folder. Started by torchrun, the ranks divide the work.
     """
-    from cloudckpt.runs.copying import detach as detached  # with torch, which takes its time
-
     with together(ranks) as joined:
         shown = joined.speaks and not (quiet or as_json)
         with progress_bar("copying", shown=shown) as progress:
-            copied = detached(checkpoint, process_group=joined.group, progress=progress)
+            copied = cloudckpt.runs.detach(
+                checkpoint, process_group=joined.group, progress=progress
+            )
         if not joined.speaks:
             return
         if as_json:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from cloudckpt.checkpoint.timing import SaveTiming
 
 if TYPE_CHECKING:
-    from cloudckpt import CheckpointContents, StoredItem
+    from cloudckpt.runs import CheckpointContents, StoredItem
 
 __all__ = ["page"]
 

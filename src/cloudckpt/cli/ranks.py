@@ -93,8 +93,8 @@ def together(wanted: Together = None) -> Iterator[Ranks]:
         set_group_timeout(_LONGEST, dist.group.WORLD)
     except (RuntimeError, ValueError) as exc:
         raise ProcessGroupError(
-            "the ranks that WORLD_SIZE speaks of did not find each other: start the command on "
-            "all of them, or give --no-ranks",
+            "the WORLD_SIZE ranks did not find each other: start the command on all of them, "
+            "or give --no-ranks",
             cause=exc,
         ) from exc
     speaks = dist.get_rank() == 0
@@ -120,7 +120,7 @@ def _are_many(wanted: bool | None) -> bool:
     if wanted is None:
         wanted = "TORCHELASTIC_RUN_ID" in os.environ
         if not wanted and os.environ.get("WORLD_SIZE", "1") != "1":
-            say("torchrun has not started this command: it works alone; --ranks shares the work")
+            say("not started by torchrun, so this process works alone; --ranks shares the work")
     if not wanted:
         return False
     try:

@@ -115,10 +115,10 @@ def rm(
 @app.command(rich_help_panel="Runs")
 def prune(
     run: Run,
-    max_to_keep: Annotated[int, typer.Option(help="Keep the newest, or the best, so many.")],
+    max_to_keep: Annotated[int, typer.Option(help="How many to keep: the newest, or the best.")],
     keep_period: Annotated[
         Optional[int],  # noqa: UP045 - typer reads it, on Python 3.10 too
-        typer.Option(help="Keep the steps that this divides, too."),
+        typer.Option(help="Keep steps that this number divides, too."),
     ] = None,
     best_metric: Annotated[
         Optional[str],  # noqa: UP045 - see above
@@ -151,7 +151,7 @@ def prune(
         for checkpoint in unneeded:
             print(f"would delete {safe(checkpoint)}")
         if not unneeded and not quiet:
-            print("nothing is to be deleted")
+            print("nothing to delete")
 
 
 @app.command(rich_help_panel="Runs")
@@ -172,7 +172,9 @@ def sweep(
     sweep = Sweep(run, older_than=older_than * 3600)
     found = sweep.found()
     for uri in found.unread:
-        print(f"cloudckpt: {safe(uri)} can't be read: all beside it stays", file=sys.stderr)
+        print(
+            f"cloudckpt: {safe(uri)} can't be read, so everything beside it stays", file=sys.stderr
+        )
     if not dry_run and (found.objects or found.uploads):
         confirm(f"Delete {_told(found)} in {safe(run)}?", yes)
         if not yes:  # that has taken a while
@@ -202,7 +204,7 @@ def _delete(checkpoints: Sequence[str], as_json: bool, quiet: bool) -> None:
             print_json({"dry_run": False, "checkpoints": deleted})
 
 
-def _told(found: "cloudckpt.Leftovers") -> str:
+def _told(found: "cloudckpt.runs.Leftovers") -> str:
     size = as_size(found.nbytes)
     return f"{len(found.objects)} objects ({size}) and {len(found.uploads)} uploads"
 

@@ -40,8 +40,9 @@ from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.torch_private import validate_global_plan
 from cloudckpt.checkpoint.written import Extents
 from cloudckpt.checksum import ChecksumAlgorithm
+from cloudckpt.errors import KeyCollisionError
 
-__all__ = ["Part", "plan_of", "plan_together", "record_of"]
+__all__ = ["Part", "plan_of", "plan_together", "record_of", "refuse_contradictions"]
 
 _END = 1 << 63
 
@@ -154,6 +155,31 @@ def plan_of(record: Record) -> SavePlan:
             data = TensorWriteData(chunk, described.properties, described.size)
             items.append(WriteItem(MetadataIndex(name, chunk.offsets), kind, tensor_data=data))
     return SavePlan(items, planner_data=inventory.paths)
+
+
+def refuse_contradictions(plans: Sequence[SavePlan], uri: str) -> None:
+    """Refuses what ranks have under one name and is not the same: torch would save one of them.
+
+    Raises:
+        KeyCollisionError: If ranks have tensors of different shapes or types, or a tensor and a
+            value that is none.
+    """
+    known: dict[str, tuple[int, str]] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            name, data = item.index.fqn, item.tensor_data
+            said = "a value that is no tensor"
+            if data is not None:
+                said = f"a tensor of {data.properties.dtype} and shape {tuple(data.size)}"
+            other, before = known.setdefault(name, (rank, said))
+            if before != said:
+                raise KeyCollisionError(
+                    f"{name} is {before} on rank {other} and {said} on rank {rank}, of which only "
+                    "one would be saved. What belongs to a rank needs a name of its own, for "
+                    f"example {{f'{name}.{{rank}}': ...}}; the parts of one tensor are a DTensor",
+                    uri=uri,
+                    item=name,
+                )
 
 
 class _Items:

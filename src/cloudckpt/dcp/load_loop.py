@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from cloudckpt.checkpoint.model_folder import ModelFolder
+from cloudckpt.dcp.arrivals import all_expected
 from cloudckpt.dcp.load_plan import check_whole
 from cloudckpt.dcp.meeting import Meeting, Stance, one_error
 from cloudckpt.dcp.planners import CloudLoadPlanner, EverythingPlanner, PartialPlanner
@@ -64,12 +65,13 @@ def load_together(
     Raises:
         CloudCheckpointError: As :func:`cloudckpt.load`.
     """
-    try:
-        load = _Load(meeting, *begin())
-    except BaseException as error:
-        if meeting.group is None:
-            raise
-        load = _Load(meeting, failure=error)
+    with all_expected(meeting.group):
+        try:
+            load = _Load(meeting, *begin())
+        except BaseException as error:
+            if meeting.group is None:
+                raise
+            load = _Load(meeting, failure=error)
     begun_anew(load.run)
     return load.state_dict
 
@@ -132,7 +134,8 @@ class _Load:
         self.state_dict = dict(self._content)  # a planner may have begun to fill it
         try:
             with contextlib.ExitStack() as until_the_end:
-                fetch = self._ready(until_the_end)
+                with all_expected(self._meeting.group):
+                    fetch = self._ready(until_the_end)
                 self._fetch(fetch)
         except CheckpointReplacedError:
             if self._failure is None:

@@ -6,6 +6,7 @@ are rows of numbers, of which those that overlap are found at once.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,9 +25,11 @@ from cloudckpt.checkpoint.inventory import Inventory
 from cloudckpt.checkpoint.lazy import inventory_behind
 from cloudckpt.checkpoint.torch_private import create_chunk_list
 from cloudckpt.dcp.outline import PLAIN
-from cloudckpt.errors import CheckpointCorruptError
+from cloudckpt.errors import CheckpointCorruptError, UnsupportedTensorError
 
-__all__ = ["check_whole", "plan_reads"]
+__all__ = ["check_types", "check_whole", "plan_reads"]
+
+logger = logging.getLogger("cloudckpt")
 
 _FEW = 16
 """Chunks that are looked at one by one sooner than all at once."""
@@ -112,6 +115,61 @@ def check_whole(
             f"the metadata have only {what}: they are damaged, or a part was not saved",
             uri=uri,
             item=name,
+        )
+
+
+def check_types(
+    state_dict: Mapping[str, Any], metadata: Metadata, uri: str, *, is_told: bool
+) -> None:
+    """Whether tensors are of types that can hold what was saved; says which are converted.
+
+    Args:
+        state_dict: What to load, by flat names.
+        metadata: What there is.
+        uri: The checkpoint.
+        is_told: Whether this rank says it.
+
+    Raises:
+        UnsupportedTensorError: If a tensor would lose more than precision: real numbers as whole
+            ones, complex ones as real ones.
+    """
+    inventory = inventory_behind(metadata)
+    converted: list[tuple[str, torch.dtype, torch.dtype]] = []
+    for name, value in state_dict.items():
+        wanted = getattr(value, "dtype", None)
+        if not isinstance(wanted, torch.dtype):
+            continue
+        if inventory is not None:
+            entry = inventory.entries.get(name)
+            if entry is None or entry.shape is None:
+                continue
+            saved = inventory.properties[entry.properties].dtype
+        else:
+            stored = metadata.state_dict_metadata.get(name)
+            if not isinstance(stored, TensorStorageMetadata):
+                continue
+            saved = stored.properties.dtype
+        if saved == wanted:
+            continue
+        if not torch.can_cast(saved, wanted):
+            raise UnsupportedTensorError(
+                f"{name} is {saved} in the checkpoint and {wanted} in the state dict, which can't "
+                f"hold its values: load into a tensor of {saved}, and convert it afterwards",
+                uri=uri,
+                item=name,
+            )
+        converted.append((name, saved, wanted))
+    if converted and is_told:
+        name, saved, wanted = converted[0]
+        logger.warning(
+            "%s: %d tensors are converted while they are loaded, the first: %s from %s to %s. To "
+            "load what was saved, give tensors of that type, for example of model.to(%s)",
+            uri,
+            len(converted),
+            name,
+            saved,
+            wanted,
+            saved,
         )
 
 

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from cloudckpt._version import __version__
 from cloudckpt.checkpoint.torch_private import Collectives, device_for_collectives
+from cloudckpt.dcp.arrivals import all_expected
 from cloudckpt.dcp.failures import portable, portably
 from cloudckpt.errors import (
     CloudCheckpointError,
@@ -285,13 +286,14 @@ class Meeting:
         self, prepare: Callable[[], T], stance: Callable[[T], Stance]
     ) -> tuple[T, int]:
         """The same, and the plan of all ranks, see :class:`Verdict`."""
-        try:
-            made = prepare()
-            own = stance(made)
-        except BaseException as error:
-            self.hold(Stance(failure=error)).raise_alike()
-            raise
-        verdict = self.hold(own)
+        with all_expected(self.group):
+            try:
+                made = prepare()
+                own = stance(made)
+            except BaseException as error:
+                self.hold(Stance(failure=error)).raise_alike()
+                raise
+            verdict = self.hold(own)
         verdict.raise_alike()
         return made, verdict.plan
 
@@ -365,7 +367,8 @@ class Meeting:
     @contextlib.contextmanager
     def _exchange(self, failure: BaseException | None, has_begun: bool) -> Iterator[None]:
         try:
-            yield
+            with all_expected(None if has_begun else self.group):
+                yield
         except (RuntimeError, ValueError) as exc:  # plain ones of gloo; of a group that is gone
             self.is_broken = True
             break_off(self.group)

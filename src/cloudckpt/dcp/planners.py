@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import io
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.format_utils import (
     DynamicMetaLoadPlanner as TorchDynamicMetaLoadPlanner,
@@ -28,8 +29,8 @@ from cloudckpt.checkpoint.torch_private import (
     flatten_sharded_tensors,
     flatten_state_dict,
 )
-from cloudckpt.dcp.load_plan import plan_reads
-from cloudckpt.errors import MissingKeyError, ShapeMismatchError
+from cloudckpt.dcp.load_plan import check_types, plan_reads
+from cloudckpt.errors import MissingKeyError, ShapeMismatchError, UnsupportedTensorError
 from cloudckpt.gc_pause import paused_gc
 
 __all__ = [
@@ -113,6 +114,13 @@ class KeepingKeysPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
+        """As torch's.
+
+        Raises:
+            UnsupportedTensorError: If a tensor has no memory, and torch can't give it any.
+        """
+        if not (dist.is_available() and dist.is_initialized()):  # else torch gives them memory
+            _refuse_meta(state_dict)
         DefaultLoadPlanner.set_up_planner(self, state_dict, metadata, is_coordinator)
         if self.flatten_state_dict:
             with paused_gc():
@@ -140,6 +148,32 @@ class KeepingKeysPlanner(DefaultLoadPlanner):
         for depth, element in enumerate(path[:-1]):
             container = container[names.name(path[:depth], element)]
         container[names.name(path[:-1], path[-1])] = value
+
+
+def _refuse_meta(state_dict: dict[str, Any]) -> None:
+    """Refuses tensors without memory.
+
+    Raises:
+        UnsupportedTensorError: Names the first one.
+    """
+    pending: list[Any] = [state_dict]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Mapping):
+            pending += value.values()
+        elif isinstance(value, (list, tuple)):
+            pending += value
+        elif isinstance(value, torch.Tensor) and value.is_meta:
+            break
+    else:
+        return
+    values = flatten_state_dict(state_dict)[0].items()
+    name = next((name for name, value in values if getattr(value, "is_meta", False)), "a value")
+    raise UnsupportedTensorError(
+        f"{name} is a meta tensor in the state dict, which has no memory to load into: call "
+        "model.to_empty(device=...) before you take the model's state dict",
+        item=name,
+    )
 
 
 _WRAPPERS = {"module": "DistributedDataParallel", "_orig_mod": "torch.compile"}
@@ -195,18 +229,22 @@ class CloudLoadPlanner(KeepingKeysPlanner):
             MissingKeyError: If the state dict has keys that the checkpoint has not.
             ShapeMismatchError: If a tensor has another shape than the one in the checkpoint, or
                 stands where the state dict has none.
+            UnsupportedTensorError: If a tensor is of a type that can't hold what was saved.
         """
         assert self.metadata is not None
         inventory = inventory_behind(self.metadata)
         try:
             with paused_gc():
                 if inventory is None:
-                    return super().create_local_plan()
-                strict = not self.allow_partial_load
-                return plan_reads(self.state_dict, inventory, strict=strict)
+                    plan = super().create_local_plan()
+                else:
+                    strict = not self.allow_partial_load
+                    plan = plan_reads(self.state_dict, inventory, strict=strict)
         except (RuntimeError, TypeError, ValueError) as exc:
             self._explain(exc)
             raise
+        check_types(self.state_dict, self.metadata, self._uri, is_told=self.is_coordinator)
+        return plan
 
     def _explain(self, exc: Exception) -> None:
         assert self.metadata is not None

@@ -34,10 +34,10 @@ from cloudckpt.errors import (
     ConfigError,
     ObjectNotFoundError,
 )
-from cloudckpt.events import Span
+from cloudckpt.events import Span, Transferred
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.transfer.retry import Retrier, begun_anew, check_unchanged, open_store
-from cloudckpt.transfer.stats import Transferred, TransferStats
+from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["CloudStorageReader", "OurReader"]
@@ -343,7 +343,7 @@ class CloudStorageReader(OurReader):
                 finally:
                     load.close()
                     self.transferred = stats.snapshot()
-                    span.bytes = self.transferred.bytes
+                    span.nbytes = self.transferred.nbytes
         finally:
             stats.tell_verified()
 

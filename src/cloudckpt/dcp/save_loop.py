@@ -19,6 +19,7 @@ What this rules out:
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
@@ -44,7 +45,13 @@ from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.dcp import incremental, plan_cache
 from cloudckpt.dcp.committed_metadata import committed_metadata
 from cloudckpt.dcp.failures import portably
-from cloudckpt.dcp.global_plan import Part, plan_of, plan_together, record_of
+from cloudckpt.dcp.global_plan import (
+    Part,
+    plan_of,
+    plan_together,
+    record_of,
+    refuse_contradictions,
+)
 from cloudckpt.dcp.incremental import Contents
 from cloudckpt.dcp.leaving import Leaving
 from cloudckpt.dcp.meeting import PLAN_ANEW
@@ -58,6 +65,8 @@ from cloudckpt.errors import IncompleteSaveError
 from cloudckpt.gc_pause import paused_gc
 
 __all__ = ["SaveLoop"]
+
+_AS_TORCH = (DefaultSavePlanner.create_global_plan, CloudSavePlanner.create_global_plan)
 
 Told = tuple[bytes, Written]
 """What a rank says when it has written: the digest of its plan, and what it has written."""
@@ -310,7 +319,29 @@ class SaveLoop:
         return _Planned(plan, number, structure, is_known, found[0] if found else None)
 
     def _planned_together(self, told: list[Any]) -> tuple[Planned, Sequence[Part | SavePlan]]:
-        """What all ranks write, and the part of each."""
+        """What all ranks write, and the part of each.
+
+        Raises:
+            IncompleteSaveError: If the parts of a tensor that the ranks have do not fill it.
+            KeyCollisionError: If ranks have different things under one name.
+        """
+        try:
+            return self._joined(told)
+        except ValueError as exc:
+            if "Failed to validate global plan" not in str(exc):
+                raise
+            found = re.search(r"key:(\S+)", str(exc))
+            raise IncompleteSaveError(
+                "the parts of a tensor that the ranks have overlap, or do not fill it. Give the "
+                "same keys on all ranks, for example those of torch.distributed.checkpoint."
+                "state_dict.get_model_state_dict(model), and nothing is saved behind an "
+                "`if rank == ...:`",
+                uri=str(self._writer.uri),
+                item=None if found is None else found[1],
+                cause=exc,
+            ) from exc
+
+    def _joined(self, told: list[Any]) -> tuple[Planned, Sequence[Part | SavePlan]]:
         uri, checksum = str(self._writer.uri), self._writer.checksum
         by_rank = [self._heard(one) for one in told]
         records = [one for one in by_rank if isinstance(one, Record)]
@@ -321,6 +352,8 @@ class SaveLoop:
             except NotInColumnsError:
                 pass
         plans = [plan_of(one) if isinstance(one, Record) else one for one in by_rank]
+        if type(self._planner).create_global_plan in _AS_TORCH:
+            refuse_contradictions(plans, uri)
         plans, metadata = self._planner.create_global_plan(plans)
         plans = self._writer.prepare_global_plan(plans)
         planned = Planned.of(metadata, [[i.index for i in p.items] for p in plans], checksum)

@@ -43,7 +43,7 @@ def tell_torchs_logger(event: Event) -> None:
         "time": int(event.began * 1e9) + spent,
         "times_spent": spent,
         "local_rank": str(event.rank),
-        "bytes": event.bytes,
+        "bytes": event.nbytes,
     }
     if dist.is_available() and dist.is_initialized():
         message["global_rank"] = str(dist.get_rank())

@@ -41,7 +41,7 @@ from cloudckpt.errors import (
     IncompleteSaveError,
     UnsupportedTensorError,
 )
-from cloudckpt.events import Event, Span, emit
+from cloudckpt.events import Event, Span, Transferred, emit
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import ObjectStore, random_suffix
 from cloudckpt.stores.listings import forget_listings
@@ -49,7 +49,7 @@ from cloudckpt.stores.registry import checkpoint_location
 from cloudckpt.transfer.deleting import delete_quietly
 from cloudckpt.transfer.regions import check_regions
 from cloudckpt.transfer.retry import Retrier, open_store
-from cloudckpt.transfer.stats import Transferred, TransferStats
+from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["CloudStorageWriter", "CommitHook", "OurWriter", "check_together", "run_after"]
@@ -334,13 +334,13 @@ class CloudStorageWriter(OurWriter):
                 written = self._send(plan.items, planner, stats, expected, quick, leave, contents)
             finally:
                 self.transferred = stats.snapshot()
-            span.bytes = self.transferred.bytes
+            span.nbytes = self.transferred.nbytes
         timing = RankTiming(
             rank=self._rank,
             began=self._began,
             sending=sending,
             sent=time.time(),
-            nbytes=self.transferred.bytes,
+            nbytes=self.transferred.nbytes,
         )
         return dataclasses.replace(written, timing=timing)
 

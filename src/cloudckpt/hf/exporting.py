@@ -63,22 +63,22 @@ class Exported:
 
     Attributes:
         files: The names of the files.
-        bytes: Of the files.
+        nbytes: Of the files.
         moved: Bytes that this process has sent; the rest was copied within the store.
         left_out: Names in the checkpoint that are no tensors, or that ``key_mapping`` left out.
     """
 
     files: Sequence[str]
-    bytes: int
+    nbytes: int
     moved: int
     left_out: Sequence[str]
 
 
 def export_checkpoint(
-    checkpoint: URILike,
+    source: URILike,
     target: URILike,
     *,
-    max_shard: int | str = "5GB",
+    max_shard_size: int | str = "5GB",
     dtype: torch.dtype | None = None,
     fqn_to_file: Mapping[str, str | int] | None = None,
     key_mapping: KeyMapping | None = None,
@@ -88,13 +88,13 @@ def export_checkpoint(
 
     Where the store can copy ranges, and reach both places with the same credentials, it copies
     nearly all bytes itself. Else, and if types are converted, or tensors were saved in columns, the
-    files are made one after the other, in about ``max_shard`` of memory. Call it on one rank: it
-    takes no part in collectives.
+    files are made one after the other, in about ``max_shard_size`` of memory. Call it on one rank:
+    it takes no part in collectives.
 
     Args:
-        checkpoint: A committed checkpoint, of cloudckpt or of torch.
+        source: A committed checkpoint, of cloudckpt or of torch.
         target: The folder of the model.
-        max_shard: Most bytes of tensors in a file.
+        max_shard_size: Most bytes of tensors in a file.
         dtype: What floating-point tensors are converted to; as they are by default.
         fqn_to_file: The file of each tensor instead, by its name there or by its number from 1.
         key_mapping: What a tensor of the checkpoint is called in the model, or None to leave it
@@ -110,11 +110,11 @@ def export_checkpoint(
         CloudCheckpointError: As :func:`save`.
     """
     config = config if config is not None else Config()
-    source, uri = CheckpointURI.parse(checkpoint), CheckpointURI.parse(target)
-    if source == uri:
+    stored, uri = CheckpointURI.parse(source), CheckpointURI.parse(target)
+    if stored == uri:
         raise InvalidURIError(f"{uri} is both the checkpoint and the model to be written")
-    found = _Source(source, config, key_mapping, dtype)
-    files = plan_files(found.tensors, bytes_of_size(max_shard), fqn_to_file)
+    found = _Source(stored, config, key_mapping, dtype)
+    files = plan_files(found.tensors, bytes_of_size(max_shard_size), fqn_to_file)
     stats = TransferStats(str(uri), 0, sum(file.size for file in files))
     target_store = open_store(uri, config)
     copies = found.store if uri.is_cloud and target_store.copies_from(found.store) else None
@@ -139,7 +139,7 @@ def export_checkpoint(
 def _outcome(files: Sequence[FilePlan], stats: TransferStats, found: _Source) -> Exported:
     size = sum(file.size for file in files)
     names = [file.name for file in files]
-    return Exported(names, size, stats.snapshot().bytes, found.left_out)
+    return Exported(names, size, stats.snapshot().nbytes, found.left_out)
 
 
 class _Source:

@@ -167,14 +167,14 @@ class RankWork:
 
 def plan_files(
     tensors: Sequence[TensorPlan],
-    max_shard: int,
+    max_shard_size: int,
     fqn_to_file: Mapping[str, str | int] | None,
 ) -> list[FilePlan]:
     """Which file a tensor goes into, and where.
 
     Args:
         tensors: All of them, in the order in which they fill the files.
-        max_shard: Most bytes of tensors in a file; one that has more is alone in its file.
+        max_shard_size: Most bytes of tensors in a file; one that has more is alone in its file.
         fqn_to_file: The file of each tensor instead: its name, or its number from 1.
 
     Raises:
@@ -184,7 +184,7 @@ def plan_files(
     if fqn_to_file is None:
         groups, filled = [[]], 0  # type: list[list[TensorPlan]], int
         for tensor in tensors:
-            if groups[-1] and filled + tensor.nbytes > max_shard:
+            if groups[-1] and filled + tensor.nbytes > max_shard_size:
                 groups.append([])
                 filled = 0
             groups[-1].append(tensor)

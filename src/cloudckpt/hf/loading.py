@@ -9,6 +9,7 @@ import torch.distributed as dist
 from cloudckpt.api import ToLoad, load_prepared
 from cloudckpt.checkpoint.model_folder import KeyMapping
 from cloudckpt.config import Config
+from cloudckpt.dcp.arrivals import collective
 from cloudckpt.dcp.planners import CloudLoadPlanner, PartialPlanner
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.uri import URILike
@@ -16,6 +17,7 @@ from cloudckpt.uri import URILike
 __all__ = ["load"]
 
 
+@collective("cloudckpt.hf.load")
 def load(
     state_dict: dict[str, Any],
     uri: URILike,

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from cloudckpt.api import ToSave, save_prepared
 from cloudckpt.config import Config
+from cloudckpt.dcp.arrivals import collective
 from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.hf.writer import SafetensorsWriter
 from cloudckpt.uri import URILike
@@ -17,11 +18,12 @@ from cloudckpt.uri import URILike
 __all__ = ["save"]
 
 
+@collective("cloudckpt.hf.save")
 def save(
     state_dict: dict[str, Any],
     uri: URILike,
     *,
-    max_shard: int | str = "5GB",
+    max_shard_size: int | str = "5GB",
     dtype: torch.dtype | None = None,
     fqn_to_file: Mapping[str, str | int] | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -43,8 +45,8 @@ def save(
         state_dict: Tensors by name, in dicts if you like: then their names are joined by dots.
             What is replicated is written once.
         uri: The folder: ``s3://bucket/model`` or another location.
-        max_shard: Most bytes of tensors in a file, as a number, ``"5GB"`` or ``"4GiB"``; a tensor
-            that has more is alone in its file.
+        max_shard_size: Most bytes of tensors in a file, as a number, ``"5GB"`` or ``"4GiB"``; a
+            tensor that has more is alone in its file.
         dtype: What floating-point tensors are converted to; as they are by default.
         fqn_to_file: The file of each tensor instead, by its name or by its number from 1.
         process_group: The ranks that save, if these are not all.
@@ -66,7 +68,7 @@ def save(
     def prepare() -> ToSave:
         writer = SafetensorsWriter(
             uri,
-            max_shard=max_shard,
+            max_shard_size=max_shard_size,
             dtype=dtype,
             fqn_to_file=fqn_to_file,
             config=config,

@@ -75,7 +75,9 @@ def _become_writer(self: Any, uri: str, given: dict[str, Any]) -> None:
     self.__class__ = SafetensorsWriter
     mapping = given.get("fqn_to_index_mapping")
     config = chosen_config()
-    SafetensorsWriter.__init__(self, uri, max_shard=sys.maxsize, fqn_to_file=mapping, config=config)
+    SafetensorsWriter.__init__(
+        self, uri, max_shard_size=sys.maxsize, fqn_to_file=mapping, config=config
+    )
 
 
 def _become_reader(self: Any, uri: str, given: dict[str, Any]) -> None:
@@ -102,7 +104,7 @@ def _consolidating(original: Callable[..., None]) -> Any:
             lambda: export_checkpoint(
                 str(source),
                 str(target),
-                max_shard=sys.maxsize,
+                max_shard_size=sys.maxsize,
                 fqn_to_file=given.get("fqn_to_index_mapping"),
                 config=chosen_config(),
             )

@@ -31,7 +31,7 @@ from cloudckpt.errors import (
     TransferCancelledError,
     UnsupportedTensorError,
 )
-from cloudckpt.events import Span
+from cloudckpt.events import Span, Transferred
 from cloudckpt.hf.commit import FilesUnderConstruction
 from cloudckpt.hf.layout import (
     Chunk,
@@ -45,7 +45,7 @@ from cloudckpt.hf.sending import send_work
 from cloudckpt.stores.base import Part, Upload
 from cloudckpt.transfer.memory import is_plain, settled
 from cloudckpt.transfer.retry import open_store
-from cloudckpt.transfer.stats import Transferred, TransferStats
+from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["SafetensorsWriter", "bytes_of_size"]
@@ -64,13 +64,13 @@ def bytes_of_size(size: int | str) -> int:
     if isinstance(size, str):
         match = _SIZE.fullmatch(size)
         if match is None:
-            raise ConfigError(f"max_shard={size!r}: write a number of bytes, or 5GB, or 4GiB")
+            raise ConfigError(f"max_shard_size={size!r}: write a number of bytes, or 5GB, or 4GiB")
         number, unit, binary = match.groups()
         power = " KMGT".index(unit.upper() or " ")
         size = int(float(number) * (1024 if binary else 1000) ** power)
     found = whole_number(size)
     if found is None or found < 1:
-        raise ConfigError(f"max_shard={size!r}: at least 1 byte is needed")
+        raise ConfigError(f"max_shard_size={size!r}: at least 1 byte is needed")
     return found
 
 
@@ -107,7 +107,7 @@ class SafetensorsWriter(OurWriter):
         self,
         checkpoint_id: URILike,
         *,
-        max_shard: int | str = "5GB",
+        max_shard_size: int | str = "5GB",
         dtype: torch.dtype | None = None,
         fqn_to_file: Mapping[str, str | int] | None = None,
         config: Config | None = None,
@@ -117,7 +117,7 @@ class SafetensorsWriter(OurWriter):
         """
         Args:
             checkpoint_id: The folder of the model.
-            max_shard: Most bytes of tensors in a file, as a number, ``"5GB"`` or ``"4GiB"``.
+            max_shard_size: Most bytes of tensors in a file, as a number, ``"5GB"`` or ``"4GiB"``.
             dtype: What floating-point tensors are converted to; as they are by default.
             fqn_to_file: The file of each tensor instead, by its name or by its number from 1.
             config: Options; read from the environment where they are not given.
@@ -131,7 +131,7 @@ class SafetensorsWriter(OurWriter):
         """
         super().__init__()
         self.config = config if config is not None else Config()
-        self.max_shard = bytes_of_size(max_shard)
+        self.max_shard_size = bytes_of_size(max_shard_size)
         self.dtype = dtype
         if dtype is not None:
             type_name(dtype, "dtype")
@@ -200,7 +200,7 @@ class SafetensorsWriter(OurWriter):
         Raises:
             CheckpointExistsError: If there is a model and ``overwrite`` is off.
         """
-        files = plan_files(_tensors(plans, self.dtype), self.max_shard, self.fqn_to_file)
+        files = plan_files(_tensors(plans, self.dtype), self.max_shard_size, self.fqn_to_file)
         building = FilesUnderConstruction(self.uri, self.config, files)
         self._under_construction = building
         limits = open_store(self.uri, self.config).capabilities
@@ -242,7 +242,7 @@ class SafetensorsWriter(OurWriter):
                 except Exception as error:  # noqa: BLE001 - told to all ranks
                     failure = error
                 self.transferred = stats.snapshot()
-                span.bytes = self.transferred.bytes
+                span.nbytes = self.transferred.nbytes
                 is_own = not isinstance(failure, TransferCancelledError)
                 verdict = meeting.hold(Stance(failure=failure if is_own else None), has_begun=True)
                 verdict.raise_alike("while they sent their parts")

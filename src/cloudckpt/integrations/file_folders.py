@@ -461,7 +461,7 @@ class FileFolders:
                 cause=error,
             ) from error
         keys = [info.key for info in records]
-        delete_quietly(store, keys, self._config.retry, threads=self._config.connections)
+        delete_quietly(store, keys, self._config.retry, threads=self._config.requests_at_once)
 
     def _check_written(self, target: str, files: dict[str, StoredFile]) -> None:
         """Whether each object is there, of its size: other ranks may write to another store."""
@@ -629,12 +629,12 @@ class FileFolders:
         )
 
     def _delete(self, keys: list[str]) -> None:
-        threads = self._config.connections
+        threads = self._config.requests_at_once
         delete_all(self._store, keys, self._config.retry, threads=threads, what="files that are")
 
     def _each(self, keys: list[str], action: Callable[[str], None]) -> None:
         group = TaskGroup(
-            self._config.connections, name="cloudckpt-commit", interrupt=self._store.interrupt
+            self._config.requests_at_once, name="cloudckpt-commit", interrupt=self._store.interrupt
         )
 
         def submit() -> None:

@@ -23,7 +23,7 @@ _CALLBACK = (
     "give a local folder, and callbacks=[CloudCheckpointCallback(uri)] of "
     "cloudckpt.integrations.transformers to the Trainer"
 )
-_FILES = "write to a local folder, and send its files with cloudckpt.save_file"
+_FILES = "write to a local folder, and send its files with cloudckpt.files.save_file"
 _LOGS = "give ProjectConfiguration a local logging_dir besides the URI"
 _SHARDED = "take ModelParallelStrategy, of which every rank saves its shards to a URI"
 

@@ -64,7 +64,7 @@ class Saves:
         if self._checkpointer is None:
             make = make_async_checkpointer if self._asynchronous else make_sync_checkpointer
             self._checkpointer = make(self._options)
-        self._checkpointer.save(state, uri)
+        self._checkpointer.save(uri, state)
 
     def then(self, act: Callable[[], object]) -> None:
         """Calls ``act`` when all that was saved is committed: now, or as soon as that is known.

@@ -95,7 +95,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
 
         Raises:
             ConfigError: If an option makes no sense.
-            InvalidURIError: If ``run`` is no location.
+            InvalidURIError: If ``run`` is not a valid location.
         """
         if on_failure not in ("raise", "log"):
             raise ConfigError(f"on_failure={on_failure!r}: write 'raise' or 'log'")
@@ -191,7 +191,9 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             except (CheckpointCorruptError, CheckpointNotFoundError) as error:
                 if isinstance(error, CheckpointCorruptError):
                     damage = damage or error
-                logger.error("step %d can't be restored, an older one is: %s", found, error)
+                logger.error(
+                    "step %d can't be restored, so an older one is tried: %s", found, error
+                )
         if damage is not None:
             raise damage
         return None

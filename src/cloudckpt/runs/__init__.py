@@ -1,1 +1,54 @@
-"""The life of the checkpoints of a run: which there are, which are kept, copied, deleted."""
+"""The life of the checkpoints of a run: which there are, which are kept, copied, deleted.
+
+Here are the results of the functions of :mod:`cloudckpt`, and what a ``CheckpointManager`` takes
+and returns. What needs torch is imported when it is first asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cloudckpt._lazy import imported_later
+
+if TYPE_CHECKING:  # for who reads the code; imported later
+    from cloudckpt.runs.adopting import adopt
+    from cloudckpt.runs.catalog import CheckpointSummary
+    from cloudckpt.runs.comparing import ComparedItem, Comparison
+    from cloudckpt.runs.contents import CheckpointContents, StoredItem
+    from cloudckpt.runs.copying import Copied, detach
+    from cloudckpt.runs.failures import RunStatus
+    from cloudckpt.runs.preemption import Preemption
+    from cloudckpt.runs.sweeping import Leftovers, find_leftovers
+    from cloudckpt.runs.verifying import Verified
+
+__all__ = [
+    "CheckpointContents",
+    "CheckpointSummary",
+    "ComparedItem",
+    "Comparison",
+    "Copied",
+    "Leftovers",
+    "Preemption",
+    "RunStatus",
+    "StoredItem",
+    "Verified",
+    "adopt",
+    "detach",
+    "find_leftovers",
+]
+
+if not TYPE_CHECKING:  # which would take any name for one of ours
+    __getattr__, __dir__ = imported_later(
+        __name__,
+        {
+            "adopting": "adopt",
+            "catalog": "CheckpointSummary",
+            "comparing": "ComparedItem Comparison",
+            "contents": "CheckpointContents StoredItem",
+            "copying": "Copied detach",
+            "failures": "RunStatus",
+            "preemption": "Preemption",
+            "sweeping": "Leftovers find_leftovers",
+            "verifying": "Verified",
+        },
+    )

@@ -76,22 +76,24 @@ _BETWEEN_LOOKS = 0.5  # seconds
 _LONGEST_SILENCE = 10.0  # seconds without a word that is new, after which nothing more is expected
 
 
-def adopt(checkpoint: URILike, *, wait: float = 60.0, config: Config | None = None) -> None:
+def adopt(uri: URILike, *, wait: float = 60.0, config: Config | None = None) -> None:
     """Commits a checkpoint whose trainers have ended before they could, if all of it was sent.
 
     Args:
-        checkpoint: Where it is.
+        uri: Where it is.
         wait: Seconds in which it is waited for processes that are still sending.
         config: Options.
 
     Raises:
         IncompleteSaveError: If it can't be committed: not all ranks have left what it takes, or
             another job has claimed the run since.
-        InvalidURIError: If it is no location.
+        InvalidURIError: If it is not a valid location.
         StoreError: If the store refuses or stays unreachable.
     """
-    uri = CheckpointURI.parse(checkpoint)
-    adopt_pending(uri, config if config is not None else Config(), until=time.monotonic() + wait)
+    location = CheckpointURI.parse(uri)
+    adopt_pending(
+        location, config if config is not None else Config(), until=time.monotonic() + wait
+    )
 
 
 def adopt_pending(
@@ -272,13 +274,13 @@ class _Adoption:
         try:
             commit(store, baseline, body, conditional=conditional, retrier=self._retrier)
         except CheckpointConflictError:
-            logger.info("%s: another job has committed it just now", uri)
+            logger.info("%s: another job has just committed it", uri)
             return
         finally:
             forget_listings()
         logger.warning(
-            "%s was committed: its trainers had ended before they could, and their saving "
-            "processes have sent the rest",
+            "%s is committed now: its trainers ended before they could commit it, and their "
+            "saving processes sent the rest",
             uri,
         )
         run_after(self._hook, uri, draft.metadata)

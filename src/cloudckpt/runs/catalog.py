@@ -74,7 +74,7 @@ def list_checkpoints(
         config: Options.
 
     Raises:
-        InvalidURIError: If it is no location.
+        InvalidURIError: If it is not a valid location.
         ConfigError: If ``step_name`` is no pattern.
         StoreError: If the store refuses or stays unreachable.
     """

@@ -278,8 +278,8 @@ class CheckpointCopy:
         begun = [begin(store, uri.key(name), overwrite=True, retrier=retrier) for name in names]
         if not self._overwrite and any(baseline.version for baseline in begun):
             raise CheckpointExistsError(
-                "there is a checkpoint already: choose another location, or allow to replace it "
-                "(overwrite=True, --overwrite)",
+                "a checkpoint already exists here: choose another location, or allow it to be "
+                "replaced (overwrite=True, --overwrite)",
                 uri=str(uri),
             )
         return begun

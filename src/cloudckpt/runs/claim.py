@@ -88,8 +88,8 @@ class Claim:
                 if held is None:
                     raise
                 logger.warning(
-                    "%s can't be replaced, as under a retention policy: another job that saves "
-                    "into this run is not noticed: %s",
+                    "%s can't be replaced (is there a retention policy?), so another job that "
+                    "saves into this run would go unnoticed: %s",
                     CLAIM,
                     error,
                 )
@@ -125,8 +125,8 @@ class Claim:
         except ObjectNotFoundError:
             other = f"somebody has deleted {CLAIM} from this run, and may delete more"
         raise CheckpointConflictError(
-            f"{other}. Two trainings in one run would delete and replace each other's checkpoints: "
-            "give one of them a folder of its own, or end it",
+            f"{other}. Two training jobs in one run would delete and replace each other's "
+            "checkpoints: give one of them its own folder, or stop it",
             uri=str(self.run),
         )
 

@@ -70,11 +70,11 @@ class CheckpointContents:
         return sum(item.nbytes for item in self.items)
 
 
-def inspect(checkpoint_id: URILike, *, config: Config | None = None) -> CheckpointContents:
+def inspect(uri: URILike, *, config: Config | None = None) -> CheckpointContents:
     """What is in a committed checkpoint: names, shapes, types, sizes, notes; no tensor is read.
 
     Args:
-        checkpoint_id: ``s3://bucket/path`` or another location.
+        uri: ``s3://bucket/path`` or another location.
         config: Options.
 
     Raises:
@@ -82,21 +82,23 @@ def inspect(checkpoint_id: URILike, *, config: Config | None = None) -> Checkpoi
         CheckpointCorruptError: If its metadata is damaged.
         StoreError: If the store refuses or stays unreachable.
     """
-    uri = CheckpointURI.parse(checkpoint_id)
+    location = CheckpointURI.parse(uri)
     config = config if config is not None else Config()
     items: dict[str, StoredItem] = {}
     has_checksums = True
     notes = Notes()
     shared: dict[str, int] = {}
-    for part in parts(uri, config):
+    for part in parts(location, config):
         has_checksums = has_checksums and part.has_checksums
-        if part.commit.key == uri.key(METADATA):  # models have none
-            notes = Notes.from_json(part.said.notes, open_store(uri, config).uri(part.commit.key))
+        if part.commit.key == location.key(METADATA):  # models have none
+            notes = Notes.from_json(
+                part.said.notes, open_store(location, config).uri(part.commit.key)
+            )
         items |= {found.name: found for found in part.items()}
         for folder, nbytes in part.shared().items():
-            shared[str(uri.beside(folder))] = nbytes
+            shared[str(location.beside(folder))] = nbytes
     return CheckpointContents(
-        uri=str(uri),
+        uri=str(location),
         items=tuple(items[name] for name in sorted(items)),
         notes=notes,
         has_checksums=has_checksums,

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from cloudckpt.checkpoint.objects import is_committed
 from cloudckpt.config import Config
+from cloudckpt.dcp.arrivals import collective
 from cloudckpt.dcp.meeting import Meeting, Stance
 from cloudckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, ConfigError
 from cloudckpt.runs.catalog import list_checkpoints
@@ -33,6 +34,7 @@ from cloudckpt.uri import CheckpointURI, URILike
 __all__ = ["Copied", "copy", "detach"]
 
 
+@collective("cloudckpt.copy")
 def copy(
     source: URILike,
     target: URILike,
@@ -181,7 +183,8 @@ def _pairs(origin: Place, goal: Place, step_name: str | None) -> list[_Pair] | N
     if not found:
         what = "" if step_name is None else f" called {step_name!r}"
         raise CheckpointNotFoundError(
-            f"there is no committed checkpoint to copy: neither here, nor in a folder{what} of it",
+            f"there is no committed checkpoint to copy, neither here nor in a folder{what} "
+            "beneath it",
             uri=str(origin.uri),
         )
     return found

@@ -28,7 +28,7 @@ from cloudckpt.uri import CheckpointURI, URILike
 __all__ = ["delete", "unneeded"]
 
 
-def delete(checkpoint_id: URILike, *, config: Config | None = None) -> None:
+def delete(uri: URILike, *, config: Config | None = None) -> None:
     """Deletes a committed checkpoint.
 
     Its commit object goes first, on the condition that no other save has replaced it meanwhile: so
@@ -42,35 +42,35 @@ def delete(checkpoint_id: URILike, *, config: Config | None = None) -> None:
     too.
 
     Args:
-        checkpoint_id: ``s3://bucket/path`` or another location.
+        uri: ``s3://bucket/path`` or another location.
         config: Options.
 
     Raises:
-        InvalidURIError: If it is no location.
+        InvalidURIError: If it is not a valid location.
         CheckpointNotFoundError: If there is no committed checkpoint.
         CheckpointReplacedError: If another save has replaced it meanwhile; it stays as it is.
         StoreError: If the store refuses or stays unreachable.
     """
-    uri = CheckpointURI.parse(checkpoint_id)
+    location = CheckpointURI.parse(uri)
     config = config if config is not None else Config()
-    store, retrier = open_store(uri, config), Retrier(config.retry)
-    commit = uri.key(METADATA)
+    store, retrier = open_store(location, config), Retrier(config.retry)
+    commit = location.key(METADATA)
     try:
         found = retrier.call(partial(fetch, store, commit))
     except ObjectNotFoundError as error:
         raise CheckpointNotFoundError(
-            "there is no committed checkpoint to delete", uri=str(uri)
+            "there is no committed checkpoint to delete", uri=str(location)
         ) from error
     gone = trusted(found, store.uri(commit))
     try:
         retrier.call(partial(store.delete, commit, if_version=found.info.version))
     except PreconditionFailedError as error:
         raise CheckpointReplacedError(
-            "another save has replaced it, or it was deleted, since its deletion began; what is "
-            "there now was left as it is",
-            uri=str(uri),
+            "another save replaced it, or it was deleted, after this deletion began; what is "
+            "there now was left alone",
+            uri=str(location),
         ) from error
-    keys = no_longer_needed(store, uri, gone, config)
+    keys = no_longer_needed(store, location, gone, config)
     delete_all(
         store,
         keys,
@@ -82,8 +82,8 @@ def delete(checkpoint_id: URILike, *, config: Config | None = None) -> None:
         again = retrier.call(partial(fetch, store, commit))
         if gone is not None and _is_of_the_same_save(gone, trusted(again, store.uri(commit))):
             retrier.call(partial(store.delete, commit, if_version=again.info.version))
-    if uri.scheme == "file":
-        for folder in {uri.prefix, *map(os.path.dirname, keys)}:
+    if location.scheme == "file":
+        for folder in {location.prefix, *map(os.path.dirname, keys)}:
             with contextlib.suppress(OSError):  # other files are in it
                 os.rmdir(folder)
 
@@ -115,7 +115,7 @@ def unneeded(
     Raises:
         CheckpointCorruptError: If those of the newest are not.
         ConfigError: If an option makes no sense.
-        InvalidURIError: If it is no location.
+        InvalidURIError: If it is not a valid location.
         StoreError: If the store refuses or stays unreachable.
     """
     kept = Retention(max_to_keep=max_to_keep, keep_period=keep_period, best_mode=best_mode)

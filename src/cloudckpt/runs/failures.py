@@ -71,10 +71,10 @@ class FailureBudget:
             ConfigError: If one of them makes no sense.
         """
         if on_failure not in get_args(OnFailure):
-            raise ConfigError(f"on_failure={on_failure!r}: it is one of {get_args(OnFailure)}")
+            raise ConfigError(f"on_failure={on_failure!r}: choose one of {get_args(OnFailure)}")
         self.max_failures = whole_number(max_failures) or 0
         if self.max_failures < 1:
-            raise ConfigError(f"max_failures={max_failures!r}: give a whole number from 1 on")
+            raise ConfigError(f"max_failures={max_failures!r}: give a whole number of at least 1")
         self._on_failure = on_failure
         self._failed: set[int] = set()
         self.in_row = 0

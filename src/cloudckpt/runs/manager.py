@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import logging
 import math
+import numbers
 import os
 import time
 from collections.abc import Collection, Mapping
@@ -27,6 +28,7 @@ from cloudckpt.checkpointer import (
     make_sync_checkpointer,
 )
 from cloudckpt.config import Config, whole_number
+from cloudckpt.dcp.arrivals import collective
 from cloudckpt.dcp.meeting import Meeting, Stance
 from cloudckpt.errors import (
     AccessDeniedError,
@@ -56,8 +58,8 @@ logger = logging.getLogger("cloudckpt")
 class CheckpointManager(ClosedAtExit):
     """Saves, finds, restores and prunes the checkpoints of one run; use it as a context manager.
 
-    All ranks make the same calls, in the same order; only :meth:`uri` may be called by some of
-    them. The names are those of Orbax's manager.
+    All ranks make the same calls, in the same order; only :meth:`uri` and
+    :meth:`status` may be called by some of them. The names are those of Orbax's manager.
 
     >>> with CheckpointManager("s3://bucket/run", max_to_keep=3) as manager:  # doctest: +SKIP
     ...     for step in range((manager.restore(state) or 0) + 1, steps):
@@ -67,6 +69,7 @@ class CheckpointManager(ClosedAtExit):
     ...             break
     """
 
+    @collective("CheckpointManager()")
     def __init__(
         self,
         run: URILike,
@@ -91,29 +94,28 @@ class CheckpointManager(ClosedAtExit):
             run: The folder of the run, for example ``s3://bucket/run``.
             save_interval_steps: :meth:`save` skips steps that this does not divide.
             max_to_keep: How many checkpoints are kept: the newest, or the best; None keeps all.
-            keep_period: Steps that it divides are kept besides.
-            best_metric: The metric that makes checkpoints good; None if the newest are the best.
+            keep_period: Steps that it divides are kept, too.
+            best_metric: The metric that ranks checkpoints; None ranks them by age.
             best_mode: Whether the lowest or the highest values of it are the best.
             step_name: What the folders of checkpoints are called.
             asynchronous: Whether :meth:`save` returns when the state is copied.
             incremental: Whether a step sends only what the newest committed step of the run does
                 not have, and refers to the rest there; as ``Config(incremental=True)``.
-            on_failure: What becomes of a save that fails. ``raise``: that is raised, on all ranks.
+            on_failure: What happens when a save fails. ``raise``: the error is raised on all ranks.
                 ``log``: what may pass (throttling, an outage, no memory for a copy, a saving
-                process that died) is logged, counted, and told as an event ``failure``, and
-                training goes on; what can't get better by itself is raised. ``log_all``: that is
-                logged, too.
-            max_failures: How many failures in a row are raised in any case; the last one is.
-            preemption: What tells that this job is about to be ended; default: SIGTERM.
+                process that died) is logged, counted, and reported as an event ``failure``, and
+                training continues; other errors are raised. ``log_all``: those are logged, too.
+            max_failures: After how many failures in a row the last one is raised in any case.
+            preemption: How the job learns that it is about to be stopped; default: by SIGTERM.
             checkpointer: How checkpoints are saved and loaded, and by which ranks.
-            adopt_wait: Seconds in which :meth:`restore` waits for the saving processes of a job
-                that was killed, which are still sending a step; 0: it does not look for them.
-            config: The options of all of this, if no ``checkpointer`` is given, which has its own.
+            adopt_wait: Seconds that :meth:`restore` waits for saving processes of a killed job
+                that are still sending a step; 0: it ignores them.
+            config: Options; if a ``checkpointer`` is given, set them there.
 
         Raises:
-            ConfigError: If an option makes no sense, or two ranks were given different ones.
+            ConfigError: If an option is invalid, or two ranks were given different ones.
             DifferentCheckpointsError: If two ranks were given different runs.
-            InvalidURIError: If ``run`` is no location.
+            InvalidURIError: If ``run`` is not a valid location.
             CloudCheckpointError: As :func:`make_async_checkpointer`.
         """
         self._hook = ClaimHook(None if checkpointer is None else checkpointer.commit_hook)
@@ -144,9 +146,11 @@ class CheckpointManager(ClosedAtExit):
             self._failures = FailureBudget(on_failure, max_failures)
             if self._interval < 1:
                 raise ConfigError(
-                    f"save_interval_steps={save_interval_steps!r}: give a whole number from 1 on"
+                    f"save_interval_steps={save_interval_steps!r}: give a whole number of at "
+                    "least 1"
                 )
-            if not isinstance(adopt_wait, (int, float)) or not 0 <= adopt_wait < math.inf:
+            given: object = adopt_wait
+            if not isinstance(given, numbers.Real) or not 0 <= float(given) < math.inf:
                 raise ConfigError(f"adopt_wait={adopt_wait!r}: give a number of seconds")
             kept = Retention(max_to_keep=max_to_keep, keep_period=keep_period, best_mode=best_mode)
             if checkpointer is not None and config is not None:
@@ -190,14 +194,17 @@ class CheckpointManager(ClosedAtExit):
         """Where the checkpoint of a step is, or would be."""
         return str(self._run.uri(step))
 
+    @collective("CheckpointManager.all_steps")
     def all_steps(self) -> list[int]:
         """The steps whose checkpoints are committed, oldest first; the store is asked."""
         return self._meeting.told_by_first(self._run.committed)
 
+    @collective("CheckpointManager.latest_step")
     def latest_step(self) -> int | None:
         """The newest step whose checkpoint is committed; None if there is none."""
         return self._meeting.told_by_first(lambda: next(self._run.committed_steps(), None))
 
+    @collective("CheckpointManager.best_step")
     def best_step(self) -> int | None:
         """The committed step with the best metric; None if none has it.
 
@@ -205,11 +212,12 @@ class CheckpointManager(ClosedAtExit):
             ConfigError: If this manager was not told by which metric.
         """
         if self._best_metric is None:
-            raise ConfigError("best_step() needs best_metric=, the metric that is to be compared")
+            raise ConfigError("best_step() needs best_metric=, the metric to compare")
         return self._meeting.told_by_first(
             lambda: self._retention.best(self._known_scores(self._run.committed()))
         )
 
+    @collective("CheckpointManager.metrics")
     def metrics(self, step: int) -> dict[str, float]:
         """The metrics that a checkpoint was saved with.
 
@@ -218,6 +226,7 @@ class CheckpointManager(ClosedAtExit):
         """
         return dict(self._notes(step).metrics)
 
+    @collective("CheckpointManager.notes")
     def notes(self, step: int) -> dict[str, Any]:
         """The other values that a checkpoint was saved with.
 
@@ -240,10 +249,11 @@ class CheckpointManager(ClosedAtExit):
         is_turn = step % self._interval == 0 and (self._newest is None or step > self._newest)
         return self._is_last(step) or is_turn
 
+    @collective("CheckpointManager.reached_preemption")
     def reached_preemption(self, step: int) -> bool:
-        """Whether some rank was told that the job is about to end; the same on all ranks.
+        """Whether some rank has learned that the job is about to end; the same on all ranks.
 
-        All ranks hear of it at the same step, at most one step late, or at once where steps take
+        All ranks learn it at the same step, at most one step late, or at once where steps take
         more than a second. :meth:`save` and :meth:`should_save` ask, too; a step asks once.
 
         Raises:
@@ -257,6 +267,7 @@ class CheckpointManager(ClosedAtExit):
             self._reached = step, self._agreement.step(self._preemption.noticed)
         return self._reached[1]
 
+    @collective("CheckpointManager.save")
     def save(
         self,
         step: int,
@@ -279,7 +290,7 @@ class CheckpointManager(ClosedAtExit):
                 ``best_metric`` is not a number there (NaN), the checkpoint counts as worse than all
                 that have one, which is logged.
             notes: Other values that are kept with it, which JSON can hold.
-            force: Whether to save it whether it is its turn or not.
+            force: Whether to save the step even if it is not its turn.
 
         Returns:
             Whether it is saved: False if it is not its turn, or the save before is still under way
@@ -332,7 +343,7 @@ class CheckpointManager(ClosedAtExit):
             saver = self._direct
         self._in_use.begin(step)
         try:
-            futures = saver.save(state, self.uri(step), notes=noted)
+            futures = saver.save(self.uri(step), state, notes=noted)
         except BaseException:
             self._in_use.end(step)
             raise
@@ -352,8 +363,8 @@ class CheckpointManager(ClosedAtExit):
             kept = noted().metrics
             if self._best_metric is not None and math.isnan(kept.get(self._best_metric, 0.0)):
                 logger.warning(
-                    "step %d: its %s is not a number (NaN): it counts as worse than all steps that "
-                    "have one",
+                    "step %d: its metric %s is not a number (NaN), so the step counts as worse "
+                    "than all that have one",
                     step,
                     self._best_metric,
                 )
@@ -361,13 +372,14 @@ class CheckpointManager(ClosedAtExit):
         self._has_saved_last = self._has_saved_last or is_last
         return True
 
+    @collective("CheckpointManager.restore")
     def restore(
         self, state: dict[str, Any], step: int | None = None, *, verify: bool = False
     ) -> int | None:
-        """Loads a checkpoint into ``state``, in place: the newest that is whole.
+        """Loads a checkpoint into ``state``, in place: by default the newest intact one.
 
-        A committed checkpoint that is damaged is passed over, loudly, for the one before; then all
-        of ``state`` comes from that one. All ranks take the same.
+        A damaged checkpoint is skipped, which is logged as an error, and the one before it is
+        loaded; then all of ``state`` comes from that one. All ranks load the same.
 
         A step that an earlier job had staged when it was killed is committed here, if the saving
         processes of all its ranks have sent it, and no other job has claimed the run since. Those
@@ -375,18 +387,18 @@ class CheckpointManager(ClosedAtExit):
 
         Args:
             state: What to load, as for :func:`cloudckpt.load`; each of its keys must be there.
-            step: The step to load instead of the newest; it is not passed over.
+            step: The step to load instead of the newest; if it is damaged, that is raised.
             verify: Whether to read all of a checkpoint before it is trusted, each rank its share.
                 What is loaded is compared with its checksums in any case; this is for what
                 ``state`` does not ask for, and leaves it as it was if nothing can be restored.
 
         Returns:
             The step that was loaded; None if the run has no committed checkpoint, and ``state`` is
-            as it was.
+            unchanged.
 
         Raises:
             CheckpointNotFoundError: If ``step`` has none.
-            CheckpointCorruptError: If all that there are are damaged.
+            CheckpointCorruptError: If all checkpoints are damaged.
             CloudCheckpointError: As :func:`cloudckpt.load`.
         """
         self._check_open()
@@ -395,8 +407,8 @@ class CheckpointManager(ClosedAtExit):
             self._load(state, step, verify)
             if (newest := self.latest_step()) is not None and newest > step and self._is_first:
                 logger.warning(
-                    "step %d was restored, and step %d is the newest: it is what the next job "
-                    "restores, unless it is deleted, or this job gets further",
+                    "step %d was restored although step %d is newer: the next job will restore "
+                    "the newer one, unless it is deleted or this job gets past it",
                     step,
                     newest,
                 )
@@ -411,15 +423,18 @@ class CheckpointManager(ClosedAtExit):
                 self._load(state, found, verify)
             except (CheckpointCorruptError, CheckpointNotFoundError) as error:
                 damage = damage or error
-                logger.error("step %d can't be restored, an older one is: %s", found, error)
+                logger.error(
+                    "step %d can't be restored, so an older one is tried: %s", found, error
+                )
                 continue
             return found
         if damage is not None:
             raise damage
         return None
 
+    @collective("CheckpointManager.delete")
     def delete(self, step: int) -> None:
-        """Deletes the checkpoint of a step, behind the saves that are under way.
+        """Deletes the checkpoint of a step, after the saves in progress.
 
         Raises:
             CheckpointNotFoundError: If it has none.
@@ -453,7 +468,7 @@ class CheckpointManager(ClosedAtExit):
         )
 
     def close(self) -> None:
-        """Waits for what is under way, and gives back memory and processes.
+        """Waits for what is in progress, and gives back memory and processes.
 
         In a process that was forked from the manager's, nothing is done.
 
@@ -489,7 +504,7 @@ class CheckpointManager(ClosedAtExit):
             try:
                 self._checkpointer.wait()
             except CloudCheckpointError as error:
-                logger.error("an earlier save has failed, the last one goes on: %s", error)
+                logger.error("an earlier save failed; the final save continues: %s", error)
             else:
                 return
 
@@ -502,7 +517,7 @@ class CheckpointManager(ClosedAtExit):
         try:
             adopt_pending(self._run.uri(step), self._run.config, until=until, hook=self._hook)
         except (IncompleteSaveError, AccessDeniedError) as error:
-            logger.warning("step %d stays as its trainers have left it: %s", step, error)
+            logger.warning("step %d is left as its trainers left it: %s", step, error)
             return self._run.is_committed(step)
         return True
 
@@ -543,8 +558,8 @@ class CheckpointManager(ClosedAtExit):
             age = "" if status.newest_age is None else f", {status.newest_age:.0f} s ago"
             newest = "none" if status.newest_step is None else f"step {status.newest_step}{age}"
             logger.error(
-                "step %d was not saved (failure %d in a row; %d end the training), the newest that "
-                "is committed: %s; training goes on: %s",
+                "step %d was not saved (failure %d in a row; %d end the training); newest "
+                "committed checkpoint: %s; training continues: %s",
                 step,
                 status.failures_in_row,
                 self._failures.max_failures,
@@ -590,9 +605,9 @@ class CheckpointManager(ClosedAtExit):
             for one in self._retention.unneeded(known, scores):
                 self._prune(one)
         except CloudCheckpointError as error:
-            logger.error("%s: what is not to be kept stays: %s", self._run.root, error)
+            logger.error("%s: old checkpoints could not be deleted: %s", self._run.root, error)
         except Exception:
-            logger.exception("%s: what is not to be kept stays", self._run.root)
+            logger.exception("%s: old checkpoints could not be deleted", self._run.root)
 
     def _prune(self, step: int) -> None:
         with self._in_use.deleted(step) as is_free:
@@ -604,7 +619,7 @@ class CheckpointManager(ClosedAtExit):
                 pass  # somebody else has deleted it
             except CloudCheckpointError as error:
                 logger.error(
-                    "step %d is not to be kept, but stays until the next save: %s", step, error
+                    "step %d could not be deleted and stays until the next save: %s", step, error
                 )
 
     def _delete(self, step: int) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from cloudckpt.background.groups import give_back, open_group
+from cloudckpt.dcp.arrivals import all_expected
 from cloudckpt.errors import ConfigError, ProcessGroupError
 
 __all__ = ["Agreement", "Preemption"]
@@ -73,7 +74,9 @@ class Preemption:
             told = bool(self._is_due())
         except Exception:
             if not self._has_failed:  # it may fail at each of a million steps
-                logger.exception("is_due= of Preemption failed; it is asked again at each step")
+                logger.exception(
+                    "the is_due= of Preemption raised an error; it is called again at each step"
+                )
             self._has_failed = True
             return False
         self._has_failed = False
@@ -87,7 +90,7 @@ class Preemption:
         """
         if self._signals and threading.current_thread() is not threading.main_thread():
             raise ConfigError(
-                "signals can only be heeded by the main thread: make the manager there, or give "
+                "only the main thread can handle signals: make the manager there, or give "
                 "preemption=Preemption(signals=())"
             )
         self._watchers += 1
@@ -172,8 +175,8 @@ class Agreement:
                 told, _ = self._answer()
         except RuntimeError as exc:
             raise ProcessGroupError(
-                "the ranks did not tell each other whether the job is about to end: look which one "
-                "ended first and why",
+                "the ranks lost contact while they agreed whether the job is about to end: "
+                "find out which one ended first and why",
                 cause=exc,
             ) from exc
         return told
@@ -182,7 +185,8 @@ class Agreement:
         """Whether a rank was told, and whether the last step of one was short."""
         flags, work = self._asked
         if work is not None:
-            work.wait()
+            with all_expected(None if work.is_completed() else self._group):
+                work.wait()
             self._asked = flags, None
         told, is_short = flags.tolist()
         return bool(told), bool(is_short)

@@ -55,7 +55,9 @@ class Unfinished:
             self._give_up(error)
             return {}
         except (ValueError, TypeError, KeyError) as error:
-            logger.warning("%s can't be read, all begins anew: %s", self.path, error)
+            logger.warning(
+                "%s can't be read, so the work starts from the beginning: %s", self.path, error
+            )
             return {}
         self._began = began
         return state
@@ -81,7 +83,7 @@ class Unfinished:
 
     def _give_up(self, why: object) -> None:
         self._has_place = False
-        logger.info("how far the work has come is not noted, so it can't be resumed: %s", why)
+        logger.info("progress could not be recorded, so the work can't be resumed: %s", why)
 
     def forget(self) -> None:
         """Says that the work is done."""

@@ -58,7 +58,7 @@ class StepNames:
         except (ValueError, KeyError, IndexError, AttributeError, TypeError) as exc:
             raise ConfigError(f"step_name={pattern!r} can't be filled in: {example}") from exc
         if fields != ["step"] or "/" in made or "\\" in made:
-            raise ConfigError(f"step_name={pattern!r} is the name of no folder: {example}")
+            raise ConfigError(f"step_name={pattern!r} is not the name of a folder: {example}")
         before, after = (re.escape(text) for text in self._around())
         self._pattern = re.compile(f"{before}([0-9]+){after}")
         if any(self.step(self._with(step)) != step for step in (0, 7, _HIGHEST - 1)):
@@ -114,8 +114,8 @@ class Retention:
             found = whole_number(value)
             if found is None or found < 1:
                 raise ConfigError(
-                    f"{name}={value!r}: give a whole number from 1 on, or None; no option deletes "
-                    "all checkpoints of a run"
+                    f"{name}={value!r}: give a whole number of at least 1, or None; no option "
+                    "deletes all checkpoints of a run"
                 )
             object.__setattr__(self, name, found)
         if self.best_mode not in ("min", "max"):

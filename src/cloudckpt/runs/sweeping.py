@@ -84,7 +84,7 @@ def find_leftovers(
         config: Options.
 
     Raises:
-        InvalidURIError: If it is no location.
+        InvalidURIError: If it is not a valid location.
         StoreError: If the store refuses or stays unreachable.
     """
     return Sweep(run, older_than=older_than, config=config).found()
@@ -329,8 +329,8 @@ def clock_of(store: ObjectStore, folder: CheckpointURI, config: Config) -> float
         delete_quietly(store, [key], config.retry, threads=1)
     if not listed or listed[0].modified is None:
         raise StoreError(
-            "the store does not say when objects were written, so leftovers can't be told from "
-            "what is being saved",
+            "the store does not say when objects were written, so leftovers can't be "
+            "distinguished from a save in progress",
             uri=str(folder),
         )
     return listed[0].modified

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from cloudckpt.checkpoint.agreement import contradictions
 from cloudckpt.checkpoint.committed import CommitObject
 from cloudckpt.config import MIB, Config
+from cloudckpt.dcp.arrivals import collective
 from cloudckpt.dcp.meeting import Meeting, Stance
 from cloudckpt.errors import CheckpointCorruptError, Damage
 from cloudckpt.runs.contents import parts
@@ -52,8 +53,9 @@ class Verified:
     resumed: int = 0
 
 
+@collective("cloudckpt.verify")
 def verify(
-    checkpoint_id: URILike,
+    uri: URILike,
     *,
     config: Config | None = None,
     resume: bool = False,
@@ -73,7 +75,7 @@ def verify(
     Any two that contradict each other are damage, too, whatever their checksums.
 
     Args:
-        checkpoint_id: ``s3://bucket/path`` or another location.
+        uri: ``s3://bucket/path`` or another location.
         config: Options.
         resume: Whether to go on where the same verification was interrupted within the last day,
             also by an error or a kill. How far it is stands in a small file in the user's cache
@@ -94,10 +96,10 @@ def verify(
 
     def prepare() -> tuple[CheckpointURI, Config]:
         options = config if config is not None else Config()
-        return CheckpointURI.parse(checkpoint_id), dataclasses.replace(options, verify=True)
+        return CheckpointURI.parse(uri), dataclasses.replace(options, verify=True)
 
-    uri, options = meeting.begin(prepare, lambda made: Stance(location=str(made[0])))
-    return begun_anew(partial(_verify, uri, options, resume, meeting, progress))
+    location, options = meeting.begin(prepare, lambda made: Stance(location=str(made[0])))
+    return begun_anew(partial(_verify, location, options, resume, meeting, progress))
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,9 @@ from cloudckpt.config import Config
 from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.dcp.reader import OurReader
 from cloudckpt.errors import ConfigError, InvalidURIError
-from cloudckpt.events import Span
+from cloudckpt.events import Span, Transferred
 from cloudckpt.torch_files.batches import FileTensor, Targets, batches
 from cloudckpt.torch_files.contents import FileContents
-from cloudckpt.transfer.stats import Transferred
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["BroadcastingTorchSaveReader"]
@@ -212,7 +211,7 @@ class BroadcastingTorchSaveReader(OurReader):
             finally:
                 if self._contents is not None:
                     self.transferred = self._contents.file.transferred
-                    span.bytes = self.transferred.bytes
+                    span.nbytes = self.transferred.nbytes
                 self._forget()
         future: Future[None] = Future()
         future.set_result(None)

@@ -12,13 +12,14 @@ import torch
 from cloudckpt.checksum import Blocks
 from cloudckpt.config import MIB, Config
 from cloudckpt.errors import CheckpointCorruptError, PreconditionFailedError
+from cloudckpt.events import Transferred
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, Progress, RangeReader, Regions
 from cloudckpt.transfer.boxes import aligned
 from cloudckpt.transfer.download import download
 from cloudckpt.transfer.landing import FlatSink, StoredBytes, Wanted
 from cloudckpt.transfer.memory import bytes_of
 from cloudckpt.transfer.retry import Retrier, check_unchanged
-from cloudckpt.transfer.stats import Transferred, TransferStats
+from cloudckpt.transfer.stats import TransferStats
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

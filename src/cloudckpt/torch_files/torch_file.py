@@ -21,6 +21,7 @@ from cloudckpt.errors import (
     InvalidURIError,
     ObjectNotFoundError,
 )
+from cloudckpt.events import Transferred
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.torch_files.object_file import ObjectFile, PinnedObject
 from cloudckpt.torch_files.zip_directory import storage_sizes
@@ -29,7 +30,7 @@ from cloudckpt.transfer.landing import BoxSink, FlatSink, Wanted, copy_into
 from cloudckpt.transfer.memory import extent
 from cloudckpt.transfer.parts import even_share
 from cloudckpt.transfer.retry import open_store
-from cloudckpt.transfer.stats import Transferred, TransferStats
+from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI
 
 __all__ = ["TorchFile", "object_at", "tensors_in"]

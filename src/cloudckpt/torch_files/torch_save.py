@@ -21,7 +21,7 @@ from cloudckpt.errors import (
     InvalidURIError,
     ObjectNotFoundError,
 )
-from cloudckpt.events import Span
+from cloudckpt.events import Span, Transferred
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.stores.listings import forget_listings
 from cloudckpt.torch_files.torch_file import object_at
@@ -30,7 +30,7 @@ from cloudckpt.transfer.packing import Slab
 from cloudckpt.transfer.parts import Checks, Piece, choose_part_size
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.staging import StagingPool
-from cloudckpt.transfer.stats import Transferred, TransferStats
+from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.upload import ObjectUpload, creates_only
 from cloudckpt.uri import CheckpointURI
 
@@ -130,7 +130,7 @@ def write_torch_file(
         try:
             upload_stream(store, key, dump, config, stats, expected=expected)
         finally:
-            span.bytes = stats.snapshot().bytes
+            span.nbytes = stats.snapshot().nbytes
             forget_listings()
     return stats.snapshot()
 

@@ -4,32 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
 from typing import Any
 
 from cloudckpt.errors import StoreError, ThrottledError
-from cloudckpt.events import Event, Phase, emit, has_listeners
+from cloudckpt.events import Event, Phase, Transferred, emit, has_listeners
 
-__all__ = ["Transferred", "TransferStats"]
+__all__ = ["TransferStats"]
 
 _BETWEEN_EVENTS = 0.2  # seconds
-
-
-@dataclass(frozen=True)
-class Transferred:
-    """The sum of one save or load of one rank.
-
-    Attributes:
-        bytes: Payload bytes sent or received, those of repeated tries included.
-        requests: Data requests that succeeded.
-        retries: Requests that had to be tried again.
-        seconds: From the first to the last byte.
-    """
-
-    bytes: int
-    requests: int
-    retries: int
-    seconds: float
 
 
 class TransferStats:
@@ -62,7 +44,7 @@ class TransferStats:
                 return
             self._told = now
             moved = self._bytes
-        self._emit("progress", seconds=now - self._began, bytes=moved, total=self._total)
+        self._emit("progress", seconds=now - self._began, nbytes=moved, total=self._total)
 
     def add_verified(self, count: int, seconds: float) -> None:
         """Counts bytes whose checksum was compared, and the time of the thread that did it."""
@@ -73,7 +55,7 @@ class TransferStats:
     def tell_verified(self) -> None:
         """Emits the event of all verification up to now."""
         if self._verified:
-            self._emit("verify", seconds=self._verifying, bytes=self._verified)
+            self._emit("verify", seconds=self._verifying, nbytes=self._verified)
 
     def add_requests(self, count: int) -> None:
         with self._lock:
@@ -92,7 +74,7 @@ class TransferStats:
     def include(self, others: Transferred) -> None:
         """Adds what another process has sent and told of."""
         with self._lock:
-            self._bytes += others.bytes
+            self._bytes += others.nbytes
             self._requests += others.requests
             self._retries += others.retries
 

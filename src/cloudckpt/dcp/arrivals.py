@@ -1,0 +1,224 @@
+"""Says which ranks have not come to a call that all ranks of a group make.
+
+``if rank == 0: cloudckpt.save(...)`` would wait for the other ranks until the time limit of the
+process group, half an hour by default, and then fail with an error of the network. So the ranks
+that wait say after 15 s which ones they wait for.
+
+Who waits is known by the store through which the ranks of a group have found each other. Only a
+rank that has waited for a while puts its mark there, from a thread beside the one that waits, and
+takes it away when the wait is over: a call to which all ranks come in time asks the store nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import ParamSpec, TypeVar
+
+import torch.distributed as dist
+
+from cloudckpt.checkpoint.torch_private import Store, store_of_group
+from cloudckpt.fork import ModuleLock
+
+__all__ = ["all_expected", "collective"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+logger = logging.getLogger("cloudckpt")
+
+FIRST_LINE = 15.0
+"""Seconds of waiting after which the first line is written; each further pause is twice as long."""
+_TICK = 0.5  # seconds between two looks of the thread; a rank that has waited for one is marked
+_LAST_CALL = 10.0  # seconds that a call of the store may take when the interpreter ends
+_MOST_LOOKS = 64  # ranks of one group that look for the others: a look costs a request a rank
+
+_call: ContextVar[str | None] = ContextVar("cloudckpt_call", default=None)
+_groups: ContextVar[tuple[dist.ProcessGroup, ...]] = ContextVar("cloudckpt_groups", default=())
+
+
+def collective(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Makes a function be called ``name`` in messages about ranks that have not called it.
+
+    Of functions that call each other, the outermost one gives the name.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            if _call.get() is not None:
+                return function(*args, **kwargs)
+            token = _call.set(name)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                _call.reset(token)
+
+        return call
+
+    return decorate
+
+
+@contextlib.contextmanager
+def all_expected(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """A block that all ranks of a group enter, and that this one can't leave before they have.
+
+    Inside of another such block of the same group it is a part of that one. Outside of a
+    :func:`collective` function nothing is said: the caller has no name for what is waited for.
+    """
+    groups, call = _groups.get(), _call.get()
+    if group is None or call is None or group in groups:
+        yield
+        return
+    token = _groups.set((*groups, group))
+    wait = _Wait(group, call)
+    _watcher.begin(wait)
+    try:
+        yield
+    finally:
+        _watcher.end(wait)
+        _groups.reset(token)
+
+
+class _Wait:
+    """One rank in one such block."""
+
+    def __init__(self, group: dist.ProcessGroup, call: str) -> None:
+        self.is_marked = False
+        self._group = group
+        self._call = call
+        self._began = time.monotonic()
+        self._due = FIRST_LINE
+
+    def look(self) -> None:
+        """Marks this rank as waiting, and says for which ones if that lasts; on the watcher."""
+        waited = time.monotonic() - self._began
+        if waited < _TICK or (store := store_of_group(self._group)) is None:
+            return
+        rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        if not self.is_marked:
+            store.set(self._key(rank), "waits")
+            self.is_marked = True
+        if waited < self._due:
+            return
+        self._due *= 2
+        if size > _MOST_LOOKS and store.add(self._key("looks"), 1) > _MOST_LOOKS:
+            return  # enough others say it
+        if missing := _missing(store, [self._key(rank) for rank in range(size)], 0):
+            logger.warning("%s", self._message(waited, missing))
+
+    def forget(self) -> None:
+        """Takes the mark away."""
+        if (store := store_of_group(self._group)) is not None:
+            store.delete_key(self._key(dist.get_rank(self._group)))
+            if dist.get_world_size(self._group) > _MOST_LOOKS:
+                store.delete_key(self._key("looks"))
+
+    def _key(self, rank: int | str) -> str:
+        return f"cloudckpt/{self._call}/{rank}"
+
+    def _message(self, waited: float, missing: Sequence[int]) -> str:
+        own = dist.get_global_rank(self._group, dist.get_rank(self._group))
+        others = sorted(dist.get_global_rank(self._group, rank) for rank in missing)
+        have = "has" if len(others) == 1 else "have"
+        return (
+            f"{self._call} has waited on rank {own} for {waited:.0f} s: {_listed(others)} {have} "
+            "not called it. All ranks of the process group must call it; does it stand behind an "
+            "`if rank == 0:`? It goes on when they come, and fails at the time limit of the group"
+        )
+
+
+def _missing(store: Store, keys: Sequence[str], first: int) -> list[int]:
+    """The numbers of the keys that are not there, of keys that are numbered from ``first`` on."""
+    if store.check(list(keys)):
+        return []
+    if len(keys) == 1:
+        return [first]
+    half = len(keys) // 2
+    return _missing(store, keys[:half], first) + _missing(store, keys[half:], first + half)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """``rank 3``, or ``ranks 1-7, 9``."""
+    spans: list[tuple[int, int]] = []
+    for rank in ranks:
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1] = spans[-1][0], rank
+        else:
+            spans.append((rank, rank))
+    texts = [str(start) if start == end else f"{start}-{end}" for start, end in spans]
+    more = f" and others, {len(ranks)} in all" if len(texts) > 8 else ""
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(texts[:8]) + more
+
+
+class _Watcher:
+    """A thread that looks at the waits of this process; it ends when there are none.
+
+    It must not be in a call of the store when the interpreter ends: the thread would be ended
+    there, amid frames of C++, which ends the process by ``std::terminate``. So the interpreter ends
+    it before.
+    """
+
+    def __init__(self) -> None:
+        self._lock = ModuleLock()
+        self._waits: list[_Wait] = []
+        self._over: list[_Wait] = []  # whose marks are to be taken away
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+        self._closing = threading.Event()
+
+    def begin(self, wait: _Wait) -> None:
+        with self._lock:
+            if self._pid != os.getpid():  # those are of the process that forked
+                self._waits, self._over, self._thread = [], [], None
+                self._closing = threading.Event()
+                self._pid = os.getpid()
+            self._waits.append(wait)
+            if self._thread is None and not self._closing.is_set():
+                self._thread = threading.Thread(
+                    target=self._run, name="cloudckpt-arrivals", daemon=True
+                )
+                try:
+                    self._thread.start()
+                except RuntimeError:  # the interpreter ends
+                    self._thread = None
+
+    def end(self, wait: _Wait) -> None:
+        with self._lock:
+            if wait in self._waits:
+                self._waits.remove(wait)
+                self._over.append(wait)
+
+    def close(self) -> None:
+        """Ends the thread for good."""
+        with self._lock:
+            self._closing.set()
+            thread = self._thread if self._pid == os.getpid() else None
+        if thread is not None:
+            thread.join(_LAST_CALL)
+        with self._lock:  # a group that is kept aborts the process when that ends
+            self._waits, self._over = [], []
+
+    def _run(self) -> None:
+        while not self._closing.wait(_TICK):
+            with self._lock:
+                waits = list(self._waits)
+                over, self._over = [wait for wait in self._over if wait.is_marked], []
+                if not waits and not over:
+                    self._thread = None
+                    return
+            for act in [*(wait.forget for wait in over), *(wait.look for wait in waits)]:
+                # the store is gone when the job ends; what fails in the job is said by the job
+                with contextlib.suppress(RuntimeError, ValueError, KeyError):
+                    act()
+
+
+_watcher = _Watcher()
+atexit.register(_watcher.close)

@@ -1,0 +1,213 @@
+"""Ranks that call what others do not call: whoever waits says for whom, and how to mend it."""
+
+import contextlib
+import logging
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import cloudckpt
+from cloudckpt.checkpoint.torch_private import store_of_group
+from cloudckpt.dcp import arrivals
+
+LATE = 3.0
+
+
+@contextlib.contextmanager
+def lines(first_line=1.5):
+    """What is logged about ranks that have not come; the first line comes sooner than usual."""
+    found = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())
+    logger = logging.getLogger("cloudckpt")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arrivals, "FIRST_LINE", first_line)
+        patch.setattr(arrivals, "_TICK", 0.1)
+        logger.addHandler(handler)
+        try:
+            yield found
+        finally:
+            logger.removeHandler(handler)
+
+
+def state():
+    return {"weights": torch.ones(100), "step": 3}
+
+
+def _save(folder, group):
+    cloudckpt.save(state(), checkpoint_id=f"{folder}/saved", process_group=group)
+
+
+def _load(folder, group):
+    cloudckpt.load(state(), checkpoint_id=f"{folder}/there", process_group=group)
+
+
+def _async_save(folder, group):
+    cloudckpt.async_save(state(), checkpoint_id=f"{folder}/saved", process_group=group).result()
+    cloudckpt.checkpointer.close_async_savers()
+
+
+CALLS = {"cloudckpt.save": _save, "cloudckpt.load": _load, "cloudckpt.async_save": _async_save}
+
+
+def _call(name, folder, late, members=None):
+    """Calls a function on ranks of which some come late; what the rank has logged."""
+    group = dist.new_group(members) if members else None
+    if members and dist.get_rank() not in members:
+        return []
+    with lines() as found:
+        if dist.get_rank() in late:
+            time.sleep(LATE)
+        CALLS[name](folder, group)
+    return found
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_rank_that_waits_says_which_ranks_have_not_come(ranks, tmp_path, name):
+    cloudckpt.save(state(), checkpoint_id=f"{tmp_path}/there", no_dist=True)
+    first, *others = ranks(3, _call, name, tmp_path, (1, 2))
+    assert others == [[], []]
+    assert first
+    assert first[0].startswith(f"{name} has waited on rank 0 for ")
+    assert "ranks 1-2 have not called it" in first[0]
+    assert "`if rank == 0:`" in first[0]
+
+
+def test_all_ranks_that_wait_name_the_one_that_does_not_come(ranks, tmp_path):
+    first, late, third = ranks(3, _call, "cloudckpt.save", tmp_path, (1,))
+    assert late == []
+    assert "rank 1 has not called it" in first[0]
+    assert third[0].startswith("cloudckpt.save has waited on rank 2 ")
+
+
+def test_ranks_of_a_group_are_named_as_in_the_job(ranks, tmp_path):
+    outside, first, late = ranks(3, _call, "cloudckpt.save", tmp_path, (2,), (1, 2))
+    assert outside == late == []
+    assert "on rank 1 for" in first[0]
+    assert "rank 2 has not called it" in first[0]
+
+
+def _slow_at_first(folder):
+    class Slow:
+        def state_dict(self):
+            if dist.get_rank() == 0:
+                time.sleep(LATE)
+            return state()
+
+        def load_state_dict(self, found):
+            assert found["step"] == 3
+
+    with lines() as found:
+        cloudckpt.save({"slow": Slow()}, checkpoint_id=f"{folder}/saved")
+        cloudckpt.load({"slow": Slow()}, checkpoint_id=f"{folder}/saved")
+    return found
+
+
+def test_nothing_is_said_of_ranks_that_have_come_and_are_slow(ranks, tmp_path):
+    assert ranks(2, _slow_at_first, tmp_path) == [[], []]
+
+
+def _manage(folder):
+    options = {"save_interval_steps": 2, "asynchronous": False}
+    with lines() as found, cloudckpt.CheckpointManager(folder, **options) as manager:
+        for step in range(1, 5):
+            if dist.get_rank() == 1 and step == 2:
+                time.sleep(LATE)
+            manager.save(step, state())
+        assert manager.restore(state()) == 4
+    return found
+
+
+def test_a_manager_says_it_of_its_own_calls(ranks, tmp_path):
+    first, late = ranks(2, _manage, tmp_path)
+    assert late == []
+    assert first[0].startswith("CheckpointManager.save has waited on rank 0")
+
+
+def _marks_after_a_wait(folder):
+    with lines():
+        if dist.get_rank() == 1:
+            time.sleep(LATE)
+        _save(folder, None)
+        until = time.monotonic() + 60
+        while arrivals._watcher._thread is not None:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+    dist.barrier()
+    store = store_of_group(dist.group.WORLD)
+    return [store.check([f"cloudckpt/cloudckpt.save/{rank}"]) for rank in range(2)]
+
+
+def test_a_wait_that_is_over_leaves_no_mark_and_no_thread(ranks, tmp_path):
+    assert ranks(2, _marks_after_a_wait, tmp_path) == [[False, False]] * 2
+
+
+_ENDS = """
+import datetime, sys, time
+import torch.distributed as dist
+from cloudckpt.dcp import arrivals
+
+arrivals._TICK = 0.01
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+def look(wait):
+    store = arrivals.store_of_group(dist.group.WORLD)
+    store.wait(["what nobody writes"], datetime.timedelta(seconds=2))
+
+arrivals._Wait.look = look
+
+@arrivals.collective("call")
+def call():
+    with arrivals.all_expected(dist.group.WORLD):
+        time.sleep(0.5)
+
+call()
+"""
+
+
+def test_an_interpreter_may_end_while_the_store_is_asked():
+    ended = subprocess.run([sys.executable, "-c", _ENDS], capture_output=True, timeout=250)
+    assert (ended.returncode, b"terminate called" in ended.stderr) == (0, False), ended.stderr
+
+
+def _stores_asked(folder):
+    """Requests to the group's store by a save to which all come."""
+    asked = []
+
+    def noted(group):
+        asked.append(group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arrivals, "store_of_group", noted)
+        _save(folder, None)
+    return len(asked)
+
+
+def test_a_call_to_which_all_come_asks_the_store_nothing(ranks, tmp_path):
+    assert ranks(2, _stores_asked, tmp_path) == [0, 0]
+
+
+@pytest.mark.parametrize("missing", [(), (0,), (7,), (1, 2, 3), (0, 5, 7), tuple(range(8))])
+def test_the_ranks_that_have_no_mark_are_found(missing):
+    store = dist.HashStore()
+    for rank in set(range(8)) - set(missing):
+        store.set(f"key {rank}", "waits")
+    found = arrivals._missing(store, [f"key {rank}" for rank in range(8)], 0)
+    assert found == list(missing)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ([3], "rank 3"),
+        ([1, 2, 3, 4], "ranks 1-4"),
+        ([0, 2, 3, 9], "ranks 0, 2-3, 9"),
+        (list(range(0, 40, 2)), "ranks 0, 2, 4, 6, 8, 10, 12, 14 and others, 20 in all"),
+    ],
+)
+def test_ranks_are_listed_shortly(given, text):
+    assert arrivals._listed(given) == text

@@ -1,0 +1,110 @@
+"""What people do first, and what they are told to write instead."""
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import cloudckpt
+from cloudckpt.errors import (
+    ConfigError,
+    IncompleteSaveError,
+    KeyCollisionError,
+    UnsupportedTensorError,
+)
+
+
+@pytest.mark.parametrize("act", [cloudckpt.save, cloudckpt.load])
+def test_a_model_in_place_of_a_state_dict_is_named(tmp_path, act):
+    with pytest.raises(ConfigError, match=r"not a Linear: write \{'model': \.\.\.\} around it"):
+        act(torch.nn.Linear(2, 2), checkpoint_id=tmp_path)
+
+
+def test_a_model_in_place_of_a_state_dict_is_named_in_the_background(tmp_path):
+    with pytest.raises(ConfigError, match="not a Linear"):
+        cloudckpt.async_save(torch.nn.Linear(2, 2), checkpoint_id=tmp_path).result(150)
+    cloudckpt.checkpointer.close_async_savers()
+
+
+def test_a_model_on_meta_is_not_saved(tmp_path):
+    model = torch.nn.Linear(2, 2, device="meta")
+    with pytest.raises(UnsupportedTensorError, match=r"model.weight is a meta .*to_empty\(device"):
+        cloudckpt.save({"model": model}, checkpoint_id=tmp_path)
+
+
+def test_a_model_on_meta_is_told_how_to_get_memory_before_it_loads(tmp_path):
+    cloudckpt.save({"model": torch.nn.Linear(2, 2)}, checkpoint_id=tmp_path)
+    model = torch.nn.Linear(2, 2, device="meta")
+    with pytest.raises(UnsupportedTensorError, match=r"model.weight is a meta .*to_empty\(device"):
+        cloudckpt.load({"model": model}, checkpoint_id=tmp_path)
+    model.to_empty(device="cpu")
+    cloudckpt.load({"model": model}, checkpoint_id=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted"),
+    [(torch.float32, torch.int64), (torch.complex64, torch.float32), (torch.int32, torch.bool)],
+)
+def test_a_type_that_cannot_hold_what_was_saved_is_refused(tmp_path, saved, wanted):
+    cloudckpt.save({"w": torch.ones(3, dtype=saved)}, checkpoint_id=tmp_path)
+    target = torch.zeros(3, dtype=wanted)
+    with pytest.raises(UnsupportedTensorError, match=f"w is {saved} in .* and {wanted} in"):
+        cloudckpt.load({"w": target}, checkpoint_id=tmp_path)
+    assert not target.any()
+
+
+def _lines(caplog):
+    return [r.getMessage() for r in caplog.records if "converted" in r.getMessage()]
+
+
+def test_a_conversion_is_said_once_with_what_to_write_instead(tmp_path, caplog):
+    model = torch.nn.Linear(2, 2)
+    cloudckpt.save({"model": model}, checkpoint_id=tmp_path)
+    with caplog.at_level(logging.WARNING, "cloudckpt"):
+        cloudckpt.load({"model": torch.nn.Linear(2, 2)}, checkpoint_id=tmp_path)
+        assert _lines(caplog) == []
+        half = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
+        cloudckpt.load({"model": half}, checkpoint_id=tmp_path)
+    assert torch.equal(half.weight, model.weight.bfloat16())
+    [line] = _lines(caplog)
+    assert "2 tensors are converted" in line
+    assert "model.weight from torch.float32 to torch.bfloat16" in line or "model.bias" in line
+    assert "model.to(torch.float32)" in line
+
+
+KINDS = {
+    "shapes": lambda rank: torch.zeros(3 + rank),
+    "types": lambda rank: torch.zeros(3, dtype=[torch.float32, torch.bfloat16][rank]),
+    "kinds": lambda rank: torch.zeros(3) if rank else 5,
+}
+
+
+def _save_unequal(folder, kind):
+    cloudckpt.save({"w": KINDS[kind](dist.get_rank())}, checkpoint_id=folder)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_that_have_different_things_under_one_name_are_told(ranks, tmp_path, kind):
+    for error in ranks.errors(2, _save_unequal, tmp_path, kind):
+        assert type(error) is KeyCollisionError
+        assert "on rank 0 and a" in str(error)
+        assert "{f'w.{rank}': ...}" in str(error)
+    assert not cloudckpt.exists(tmp_path)
+
+
+def _save_a_part(folder):
+    mesh = init_device_mesh("cpu", (2,))
+    whole = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
+    state = {"w": whole} if dist.get_rank() == 0 else {}
+    cloudckpt.save(state, checkpoint_id=folder)
+
+
+def test_a_sharded_tensor_that_a_rank_lacks_is_named(ranks, tmp_path):
+    for error in ranks.errors(2, _save_a_part, tmp_path):
+        assert type(error) is IncompleteSaveError
+        assert error.item == "w"
+        assert "same keys on all ranks" in str(error)
+    assert not cloudckpt.exists(tmp_path)
