@@ -78,7 +78,7 @@ def _run(code: str, endpoint: str, place: str, folder: str) -> None:
             cloudckpt.save(state, checkpoint_id=f"{place}/run/step-{step}")
     if "model.pt" in code:
         torch.save(state, "model.pt")
-        cloudckpt.save_file(f"{place}/model.pt", Path("model.pt"))
+        cloudckpt.files.save_file(f"{place}/model.pt", Path("model.pt"))
         dcp.save(state, checkpoint_id=f"{folder}/checkpoint", no_dist=True)
     exec(
         compile(code, "example", "exec"),

@@ -118,6 +118,7 @@ PUBLIC = {
         "StoredItem",
         "Verified",
         "adopt",
+        "detach",
         "find_leftovers",
     },
     "cloudckpt.hf": {"Exported", "SafetensorsWriter", "export_checkpoint", "load", "save"},

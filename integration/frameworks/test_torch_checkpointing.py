@@ -32,7 +32,7 @@ def test_what_was_saved_is_loaded_by_any_number_of_ranks(
 ) -> None:
     job("torch_checkpointing_job.py", f"{run}/step-7", f"--save={how}", ranks=before)
     assert storage.ls(Path(run)) == ["step-7"]  # nothing is left of the folder that was renamed
-    assert cloudckpt.load_file(f"{run}/step-7/.cloudckpt-files")
+    assert cloudckpt.files.load_file(f"{run}/step-7/.cloudckpt-files")
     assert not cloudckpt.sweep(run, older_than=0).objects
     loaded = job("torch_checkpointing_job.py", f"{run}/step-7", ranks=after)
     assert loaded == [{"weight": WEIGHT}] * after
@@ -75,7 +75,7 @@ def test_files_of_a_model_that_are_put_together_are_those_that_others_read(
     numbered = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
     assert storage.ls(Path(path)) == [*numbered, "model.safetensors.index.json", "sharded"]
     for name in numbered:
-        assert cloudckpt.load_file(f"{path}/{name}") == storage.read(Path(path) / name)
+        assert cloudckpt.files.load_file(f"{path}/{name}") == storage.read(Path(path) / name)
     model = {"a.weight": torch.zeros(8, 4), "b.weight": torch.zeros(3)}
     cloudckpt.hf.load(model, path)
     assert torch.equal(model["a.weight"], torch.arange(32.0).reshape(8, 4))
@@ -132,7 +132,7 @@ def test_a_folder_that_was_renamed_is_there_for_all(storage: CloudStorage, run: 
         assert looking.isdir(target)
         assert not looking.exists(source)
     assert not cloudckpt.list_checkpoints(run)
-    with pytest.raises(cloudckpt.CheckpointNotFoundError):
+    with pytest.raises(cloudckpt.errors.CheckpointNotFoundError):
         cloudckpt.delete(f"{run}/a")
     assert not cloudckpt.sweep(run, older_than=0).objects
     storage.rmdir(target)
@@ -166,7 +166,7 @@ def test_what_is_written_in_place_is_there_when_it_is_published(
     config.publish(told(path), "a logger")
     config.publish(told(path), "a logger")
     assert other.read(Path(f"{run}/a/x")) == b"x"
-    with pytest.raises(cloudckpt.ConfigError, match="published=True"):
+    with pytest.raises(cloudckpt.errors.ConfigError, match="published=True"):
         CloudStorageConfig().publish(told(path))
     with pytest.raises(TypeError, match="finalize_callback"):
         config.publish(7)

@@ -32,7 +32,7 @@ from torchtitan.components.checkpointer.torch_checkpointing import TorchCheckpoi
 assert TorchCheckpointingManager.Config(folder="run").folder == "run"
 try:
     TorchCheckpointingManager.Config(folder="s3://bucket/run")
-except cloudckpt.InstallError as error:
+except cloudckpt.errors.InstallError as error:
     print(error)
 """
 

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from cloudckpt import CheckpointURI, Config, RetryPolicy
+from cloudckpt import Config, RetryPolicy
 from cloudckpt.checkpoint import commit as commits
 from cloudckpt.checkpoint.file_folder import MANIFEST, is_content_name
 from cloudckpt.errors import (
@@ -23,6 +23,7 @@ from cloudckpt.integrations.fsspec import _makes_visible
 from cloudckpt.integrations.recorded_file import tensors_last
 from cloudckpt.runs.sweeping import find_leftovers, sweep
 from cloudckpt.stores.memory import MemoryStore
+from cloudckpt.uri import CheckpointURI
 from faulty_store import FaultyStore
 
 JOB, OTHER = "a" * 16, "b" * 16

@@ -82,7 +82,7 @@ def test_a_save_and_a_load_are_refused_before_any_data_are_moved(place):
     state = {"weight": torch.arange(100_000.0)}
     with pytest.raises(ConfigError, match=r"eu-west-3.*us-east-1.*cross_region='allow'"):
         cloudckpt.save(state, checkpoint_id=place, config=refuses)
-    store = registry.open_store(cloudckpt.CheckpointURI.parse(place), refuses)
+    store = registry.open_store(cloudckpt.uri.CheckpointURI.parse(place), refuses)
     assert [*store.list("")] == []
 
     cloudckpt.save(state, checkpoint_id=place)
