@@ -79,6 +79,14 @@ class Limits:
     """Time on a link by ``connections="auto"``, over the best number among 4 to 64."""
     LANES_CPU = 1.05
     """CPU of the same."""
+    INCREMENTAL_BYTES = 0.015
+    """Bytes of a later save of which nearly nothing has changed, over those of the first."""
+    INCREMENTAL_COST = 0.2
+    """Wall time and CPU of the same."""
+    INCREMENTAL_TENTH = 0.12
+    """Bytes of a later save of which a tenth has changed, over those of the first."""
+    INCREMENTAL_DENSE = 1.1
+    """CPU of an incremental save of which everything has changed, over one that is not."""
     BYTES_READ = 1.05
     """Bytes read over bytes needed, sharded by rows."""
     REQUESTS = 1.2
