@@ -134,7 +134,7 @@ def _marks_after_a_wait(folder):
             time.sleep(LATE)
         _save(folder, None)
         until = time.monotonic() + 60
-        while arrivals._watcher._thread is not None:
+        while arrivals._watcher._ended is not None:
             assert time.monotonic() < until
             time.sleep(0.05)
     dist.barrier()

@@ -11,6 +11,7 @@ takes it away when the wait is over: a call to which all ranks come in time asks
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import contextlib
 import functools
@@ -161,6 +162,9 @@ def _listed(ranks: Sequence[int]) -> str:
 class _Watcher:
     """A thread that looks at the waits of this process; it ends when there are none.
 
+    It is begun without waiting until it runs, as ``Thread.start`` does: who begins it is a training
+    loop, and may wait long for the GIL.
+
     It must not be in a call of the store when the interpreter ends: the thread would be ended
     there, amid frames of C++, which ends the process by ``std::terminate``. So the interpreter ends
     it before.
@@ -170,25 +174,23 @@ class _Watcher:
         self._lock = ModuleLock()
         self._waits: list[_Wait] = []
         self._over: list[_Wait] = []  # whose marks are to be taken away
-        self._thread: threading.Thread | None = None
+        self._ended: threading.Event | None = None  # of the thread; None if there is none
         self._pid = os.getpid()
         self._closing = threading.Event()
 
     def begin(self, wait: _Wait) -> None:
         with self._lock:
             if self._pid != os.getpid():  # those are of the process that forked
-                self._waits, self._over, self._thread = [], [], None
+                self._waits, self._over, self._ended = [], [], None
                 self._closing = threading.Event()
                 self._pid = os.getpid()
             self._waits.append(wait)
-            if self._thread is None and not self._closing.is_set():
-                self._thread = threading.Thread(
-                    target=self._run, name="cloudckpt-arrivals", daemon=True
-                )
+            if self._ended is None and not self._closing.is_set():
+                self._ended = threading.Event()
                 try:
-                    self._thread.start()
+                    _thread.start_new_thread(self._run, (self._ended,))
                 except RuntimeError:  # the interpreter ends
-                    self._thread = None
+                    self._ended = None
 
     def end(self, wait: _Wait) -> None:
         with self._lock:
@@ -200,19 +202,25 @@ class _Watcher:
         """Ends the thread for good."""
         with self._lock:
             self._closing.set()
-            thread = self._thread if self._pid == os.getpid() else None
-        if thread is not None:
-            thread.join(_LAST_CALL)
+            ended = self._ended if self._pid == os.getpid() else None
+        if ended is not None:
+            ended.wait(_LAST_CALL)
         with self._lock:  # a group that is kept aborts the process when that ends
             self._waits, self._over = [], []
 
-    def _run(self) -> None:
+    def _run(self, ended: threading.Event) -> None:
+        try:
+            self._look()
+        finally:
+            ended.set()
+
+    def _look(self) -> None:
         while not self._closing.wait(_TICK):
             with self._lock:
                 waits = list(self._waits)
                 over, self._over = [wait for wait in self._over if wait.is_marked], []
                 if not waits and not over:
-                    self._thread = None
+                    self._ended = None
                     return
             for act in [*(wait.forget for wait in over), *(wait.look for wait in waits)]:
                 # the store is gone when the job ends; what fails in the job is said by the job
