@@ -338,6 +338,7 @@ def test_a_failure_that_is_kept_does_not_keep_the_staged_copy(local, stager):
         error = kept.exception(PATIENCE)
         begin(one, 2, local).result(PATIENCE)
     stager.close()
+    gc.collect()  # torch 2.9 and 2.15 leave cycles
     assert staged_copies() == before
     lines = "".join(traceback.format_exception(error))
     assert 'raise ArithmeticError("the dog ate it")' in lines

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 from cloudckpt.background.arena import Arena, Memory
 from cloudckpt.background.layout import Layout
-from cloudckpt.checkpoint.torch_private import leaves_cycles
 from cloudckpt.errors import ClosedError, SaveInProgressError, StagingMemoryError
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.transfer.group import TaskGroup
@@ -241,19 +240,26 @@ class Stager(AsyncStager):
         return free[0]
 
     def _next_free(self, patience: float) -> _Buffer:
-        if not leaves_cycles():
-            return self._free.get(timeout=patience) if patience > 0 else self._free.get_nowait()
-        end = time.monotonic() + patience
+        """A free buffer; one that only a cycle holds is freed by the garbage collector.
+
+        Planners of torch 2.9, and what torch 2.15 keeps of a save, leave such cycles. It is called
+        after 0, 1, 3, 7, … seconds of waiting.
+        """
+        end, pause = time.monotonic() + patience, 1.0
         while True:
-            with contextlib.suppress(queue.Empty):
+            try:
                 return self._free.get_nowait()
-            gc.collect()  # a planner of torch may keep a copy that nobody reads any more
+            except queue.Empty:
+                if patience <= 0:
+                    raise
+            gc.collect()
             left = end - time.monotonic()
             try:
-                return self._free.get(timeout=max(0.001, min(left, 1.0)))
+                return self._free.get(timeout=max(0.001, min(left, pause)))
             except queue.Empty:
-                if left <= 1.0:
+                if left <= pause:
                     raise
+            pause *= 2
 
     def _idle(self) -> list[_Buffer]:
         """All other free buffers."""

@@ -9,7 +9,6 @@ import importlib
 import io
 import logging
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import IO, Any, TypeVar, cast
@@ -34,8 +33,6 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.distributed_c10d import _get_object_coll_device as device_for_collectives
 
-from cloudckpt.gc_pause import paused_gc
-
 try:
     from torch.distributed import set_timeout as set_group_timeout  # type: ignore[attr-defined, unused-ignore]
 except ImportError:  # before torch 2.14
@@ -57,7 +54,6 @@ __all__ = [
     "flatten_sharded_tensors",
     "flatten_state_dict",
     "forget_plans",
-    "leaves_cycles",
     "load_with",
     "meta_reads_no_data",
     "set_group_timeout",
@@ -97,20 +93,6 @@ def validate_global_plan(plans: list[SavePlan], metadata: Metadata) -> list[str]
         for name, entry in metadata.state_dict_metadata.items()
         if not judge(plans, Metadata({name: entry}))
     ]
-
-
-@functools.cache
-def leaves_cycles() -> bool:
-    """Whether torch's planners leave a state in a cycle, as those of torch 2.9 do.
-
-    Nothing of it is free then before the garbage collector comes by.
-    """
-    tensor = torch.empty(0, device="cpu")
-    alive = weakref.ref(tensor)
-    with paused_gc():
-        flatten_state_dict({"tensor": tensor})
-        del tensor
-        return alive() is not None
 
 
 @functools.cache
