@@ -50,5 +50,6 @@ def public_names(module: str) -> list[str]:
         if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
             listed = [item for item in statement.value.elts if isinstance(item, ast.Constant)]
             names = [item.value for item in listed if not item.value.startswith("__")]
-            return [name for name in names if not (path / name).exists()]
+            modules = {file.stem for file in path.iterdir()} if path.is_dir() else set()
+            return [name for name in names if name not in modules]
     raise ValueError(f"{module} has no __all__")

@@ -72,7 +72,7 @@ def saved(place: Place, step: int, **options: Any) -> int:
     writer = CloudStorageWriter(place.at(f"step-{step}").uri, config=config, **options)
     cloudckpt.save(state_at(step), storage_writer=writer)
     assert writer.transferred is not None
-    return writer.transferred.bytes
+    return writer.transferred.nbytes
 
 
 def marks(place: Place) -> list[str]:
@@ -314,7 +314,7 @@ def _save_on_ranks(place: Place, steps: list[int], how: str) -> list[int]:
                 _sharded(step), storage_writer=writer, async_checkpointer_type=kind
             ).result()
         assert writer.transferred is not None
-        sent.append(writer.transferred.bytes)
+        sent.append(writer.transferred.nbytes)
     cloudckpt.checkpointer.close_async_savers()
     return sent
 

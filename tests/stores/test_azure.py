@@ -728,7 +728,8 @@ def test_a_location_that_is_refused_is_refused_at_once(server, use):
     if use != "exists":
         function = functools.partial(function, {"a": torch.zeros(3)}, no_dist=True)
     with pytest.raises(InvalidURIError):
-        function(checkpoint_id=location, config=config)
+        place = "uri" if use == "exists" else "checkpoint_id"
+        function(**{place: location}, config=config)
     assert server.requests == []
 
 

@@ -195,9 +195,12 @@ class Sweep:
             left = [info for info in others if info.key not in own.keys]
             if left and not own.unread:
                 parent = folder.rpartition("/")[0]
-                if parent not in around:
+                if parent not in around and self._marks_in(folder):
                     around[parent] = self._named_beside(folder)
-                self._objects += self._unneeded(folder, left, around[parent], limit)
+                named = around.get(parent)  # nobody refers to what is in a folder without marks
+                self._objects += (
+                    left if named is None else self._unneeded(folder, left, named, limit)
+                )
 
     def _unneeded(
         self, folder: str, left: list[ObjectInfo], named: _Named, limit: float
@@ -208,11 +211,14 @@ class Sweep:
         marks = [info for info in left if is_keep_name(info.key.rpartition("/")[2])]
         data = [info for info in left if info not in marks and info.key not in named.keys]
         if data:
-            start = keeps_in(self._uri(folder))
-            found = self._run.retrier.call(lambda: list(self._run.store.list(start)))
+            found = self._marks_in(folder)
             if any(info.modified is None or info.modified > limit for info in found):
                 data = []
         return data + [info for info in marks if info.key not in named.marks]
+
+    def _marks_in(self, folder: str) -> list[ObjectInfo]:
+        start = keeps_in(self._uri(folder))
+        return self._run.retrier.call(lambda: list(self._run.store.list(start)))
 
     def _named_beside(self, folder: str) -> _Named:
         """What all checkpoints name that stand in the same folder as one."""
