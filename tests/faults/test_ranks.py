@@ -245,7 +245,8 @@ class TestKilledRanks:
     @pytest.mark.parametrize("victim", [0, 1])
     def test_the_survivor_fails_by_name(self, survive, victim):
         outcome, uri = survive(victim, "UploadPart")
-        assert issubclass(getattr(cloudckpt.errors, outcome["error"], Exception), CloudCheckpointError)
+        kind = getattr(cloudckpt.errors, outcome["error"], Exception)
+        assert issubclass(kind, CloudCheckpointError)
         assert uri in outcome["text"]
 
     def test_a_surviving_coordinator_says_that_nothing_is_committed(self, survive):

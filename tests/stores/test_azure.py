@@ -727,8 +727,8 @@ def test_a_location_that_is_refused_is_refused_at_once(server, use):
     function = getattr(cloudckpt, use)
     if use != "exists":
         function = functools.partial(function, {"a": torch.zeros(3)}, no_dist=True)
+    place = "uri" if use == "exists" else "checkpoint_id"
     with pytest.raises(InvalidURIError):
-        place = "uri" if use == "exists" else "checkpoint_id"
         function(**{place: location}, config=config)
     assert server.requests == []
 
