@@ -86,7 +86,7 @@ def test_what_would_make_a_local_folder_of_a_uri_is_refused(
             with pytest.raises(cloudckpt.errors.CloudCheckpointError, match="s3://bucket/run"):
                 kind.save_pretrained(object.__new__(kind), place)
     for configuration in (SHAPE, model.generation_config):
-        with pytest.raises(cloudckpt.errors.InstallError, match=r"cloudckpt\.save_file"):
+        with pytest.raises(cloudckpt.errors.InstallError, match=r"cloudckpt\.files\.save_file"):
             configuration.save_pretrained("s3://bucket/run")
     for saving in (trainer.save_model, model.save_pretrained):
         with pytest.raises(cloudckpt.errors.InstallError, match=r"cloudckpt\.hf\.save"):
