@@ -1,11 +1,14 @@
 """Saves that fail: which end the training, which are only told, and what a run knows of itself."""
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from cloudckpt import CheckpointManager, events
+from cloudckpt.background import saver
 from cloudckpt.checkpointer import CheckpointerConfig, CommitHook
 from cloudckpt.errors import AccessDeniedError, CloudCheckpointError, ConfigError, ThrottledError
 from cloudckpt.runs.failures import FailureBudget
@@ -156,6 +159,38 @@ def test_failures_are_counted_in_the_order_of_the_saves() -> None:
     assert budget.in_row == 1
     assert budget.goes_on(5, error)
     assert not budget.goes_on(6, error)
+
+
+class Holding(CommitHook):
+    """Refuses each commit, when it is told to."""
+
+    def __init__(self) -> None:
+        self.reached, self.go_on = threading.Semaphore(0), threading.Semaphore(0)
+
+    def before_commit(self, uri, metadata) -> None:
+        self.reached.release()
+        assert self.go_on.acquire(timeout=60)
+        raise ThrottledError("come back later", uri=uri)
+
+
+def test_a_save_that_was_replaced_does_not_end_a_row_of_failures(tmp_path, monkeypatch) -> None:
+    """Of a store that is gone for good nobody would ever hear, as most saves are replaced then."""
+    monkeypatch.setattr(saver, "is_stuck", lambda: True)
+    hook = Holding()
+    manager = managed(tmp_path, hook, on_failure="log", max_failures=2)
+    manager.save(1, state(1))
+    for steps in ((2, 3), (4, 5)):  # the second takes the place of the first
+        assert hook.reached.acquire(timeout=60)
+        for step in steps:
+            manager.save(step, state(step))
+        hook.go_on.release()
+    assert hook.reached.acquire(timeout=60)
+    with pytest.raises(ThrottledError):
+        manager.save(6, state(6))
+    assert manager.status().failures_in_row == 2
+    hook.go_on.release()
+    with pytest.raises(ThrottledError):  # that of step 5
+        manager.close()
 
 
 def _on_ranks(run: str, kind: AsyncCheckpointerType, max_failures: int) -> tuple:

@@ -352,11 +352,12 @@ class CheckpointManager(ClosedAtExit):
             self._in_use.end(step)
             self._note_commit(number, step)
         else:
-            self._under_way.append(step)
-            written.add_done_callback(functools.partial(self._note_end, number, step))
             if written.skipped:
+                self._in_use.end(step)
                 self._saves -= 1
                 return False
+            self._under_way.append(step)
+            written.add_done_callback(functools.partial(self._note_end, number, step))
             self._asked[written.number] = number, step
         self._newest = step
         if self._is_first:
@@ -535,7 +536,9 @@ class CheckpointManager(ClosedAtExit):
         self._in_use.end(step)
         with contextlib.suppress(ValueError):
             self._under_way.remove(step)
-        if not written.skipped and written.exception() is None:
+        if written.skipped:
+            self._failures.dropped(number)
+        elif written.exception() is None:
             self._note_commit(number, step)
 
     def _note_commit(self, number: int, step: int) -> None:
