@@ -126,44 +126,32 @@ def _over_first(
     case: str, done: list[dict[str, list[float]]], what: str, limit: float | None
 ) -> Row:
     first, *later = _of_all(done, what)
+    return _row(case, what, later, first, "the first save", limit)
+
+
+def _over_changed(done: list[dict[str, list[float]]], changed: int) -> Row:
+    _, *later = _of_all(done, "bytes")
+    return _row("adapter", "bytes", later, changed, "what has changed", Limits.INCREMENTAL_BYTES)
+
+
+def _over_all(done: list[dict[str, list[float]]], without: list[dict[str, list[float]]]) -> Row:
+    later, usual = _of_all(done, "CPU")[1:], median(_of_all(without, "CPU")[1:])
+    baseline = "saves that are not incremental"
+    return _row("all changes", "CPU", later, usual, baseline, Limits.INCREMENTAL_DENSE)
+
+
+def _row(
+    case: str, what: str, later: list[float], over: float, baseline: str, limit: float | None
+) -> Row:
+    unit, one = ("MiB", MIB) if what == "bytes" else ("s", 1)
     return Row(
         scenario="incremental",
         case=case,
         contender=OURS,
         metric=what,
-        unit="MiB" if what == "bytes" else "s",
-        samples=tuple(one / MIB if what == "bytes" else one for one in later),
-        ratio=median(later) / first,
-        baseline="the first save",
+        unit=unit,
+        samples=tuple(each / one for each in later),
+        ratio=median(later) / over,
+        baseline=baseline,
         limit=limit,
-    )
-
-
-def _over_changed(done: list[dict[str, list[float]]], changed: int) -> Row:
-    later = [one / MIB for one in _of_all(done, "bytes")[1:]]
-    return Row(
-        scenario="incremental",
-        case="adapter",
-        contender=OURS,
-        metric="bytes",
-        unit="MiB",
-        samples=tuple(later),
-        ratio=median(later) * MIB / changed,
-        baseline="what has changed",
-        limit=Limits.INCREMENTAL_BYTES,
-    )
-
-
-def _over_all(done: list[dict[str, list[float]]], without: list[dict[str, list[float]]]) -> Row:
-    later, usual = _of_all(done, "CPU")[1:], _of_all(without, "CPU")[1:]
-    return Row(
-        scenario="incremental",
-        case="all changes",
-        contender=OURS,
-        metric="CPU",
-        unit="s",
-        samples=tuple(later),
-        ratio=median(later) / median(usual),
-        baseline="saves that are not incremental",
-        limit=Limits.INCREMENTAL_DENSE,
     )

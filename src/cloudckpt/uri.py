@@ -293,10 +293,8 @@ class CheckpointURI:
 
         Names that begin with ``../`` and a folder are of objects in another location beside it.
         """
-        if name.startswith("../"):
-            folder, _, name = name[3:].partition("/")
-            return self.beside(folder).key(name)
-        return f"{self.prefix}/{name}" if self.prefix else name
+        at, name = self._of(name)
+        return f"{at.prefix}/{name}" if at.prefix else name
 
     def join(self, *names: str) -> CheckpointURI:
         """The location beneath this one, for example ``run.join("step-1000")``."""
@@ -312,10 +310,15 @@ class CheckpointURI:
 
     def object(self, name: str) -> str:
         """The object ``name`` as messages name it; see :meth:`key`."""
-        if name.startswith("../"):
-            folder, _, name = name[3:].partition("/")
-            return self.beside(folder).object(name)
-        return f"{self}/{name}"
+        at, name = self._of(name)
+        return f"{at}/{name}"
+
+    def _of(self, name: str) -> tuple[CheckpointURI, str]:
+        """The location that an object is beneath, and its name there."""
+        if not name.startswith("../"):
+            return self, name
+        folder, _, name = name[3:].partition("/")
+        return self.beside(folder), name
 
     def beside(self, folder: str) -> CheckpointURI:
         """The location that is called ``folder`` in the folder around this one."""

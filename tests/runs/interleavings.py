@@ -270,7 +270,7 @@ class World:
             table = None
             if hold is not None:
                 inventory = hold.said.inventory
-                table = Base.of_inventory("", hold.base.folder, inventory)
+                table = Base.of("", hold.base.folder, inventory.objects, inventory.extents)
             written = []
             for rank in range(RANKS):
                 digest = rank, contents[rank]

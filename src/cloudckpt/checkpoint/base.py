@@ -17,17 +17,17 @@ from __future__ import annotations
 import bisect
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import xxhash
 
-from cloudckpt.checkpoint.inventory import Inventory
 from cloudckpt.checkpoint.objects import WrittenObject, pack_objects, unpack_objects
+from cloudckpt.checkpoint.shard import Place
 from cloudckpt.checkpoint.written import Extents
 from cloudckpt.transfer.memory import bytes_of
 
-__all__ = ["Base", "Digest", "Digester", "Known"]
+__all__ = ["Base", "Digest", "Digester"]
 
 Digest = tuple[int, int]
 """Both halves, as numbers of int64."""
@@ -66,21 +66,6 @@ class Digester:
         return cls("")
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
-    """Where the bytes of an item are already.
-
-    Attributes:
-        object: The number of their object among those of the base.
-        offset: Their first byte in it, envelope included.
-        length: Their bytes, envelope included.
-    """
-
-    object: int
-    offset: int
-    length: int
-
-
 class Base:
     """Items of a checkpoint, by digest: 40 bytes each.
 
@@ -114,19 +99,14 @@ class Base:
         placed = [one if one.folder else replace(one, folder=folder) for one in objects]
         return cls(attempt, placed, extents)
 
-    @classmethod
-    def of_inventory(cls, attempt: str, folder: str, inventory: Inventory) -> Base:
-        """That of all that a checkpoint holds which is called ``folder``."""
-        return cls.of(attempt, folder, inventory.objects, inventory.extents)
-
-    def find(self, digest: Digest) -> Known | None:
-        """Where bytes of a digest are; None if they are not there."""
+    def find(self, digest: Digest) -> Place | None:
+        """Where bytes of a digest are, by the number of the object in ``objects``; or None."""
         objects, offsets, lengths, highs, lows = self._columns
         high, low = digest
         row = bisect.bisect_left(highs, high)
         while row < len(highs) and highs[row] == high:
             if lows[row] == low:
-                return Known(objects[row], offsets[row], lengths[row])
+                return Place(objects[row], offsets[row], lengths[row])
             row += 1
         return None
 

@@ -150,6 +150,11 @@ class CommitObject:
         return None if self.record is None else self.record.inventory
 
     @property
+    def has_digests(self) -> bool:
+        """Whether it says what its items hold, so that others may refer to them."""
+        return self.inventory is not None and self.inventory.extents.has_digests
+
+    @property
     def objects(self) -> Sequence[WrittenObject]:
         """Its data objects, if it is ours."""
         return () if self.record is None else self.record.objects

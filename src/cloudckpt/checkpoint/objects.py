@@ -123,9 +123,7 @@ def probe_name(of: Literal["doctor", "sweep"], drawn: str) -> str:
 
 _OF_DATA = re.compile(r"__\d+_\d+\.[0-9a-f]{16}\.distcp")
 _DRAWN = re.compile(
-    r"(__\d+_\d+\.<>\.distcp|\.conditions\.<>|\.cloudckpt-(doctor|sweep)\.<>(\.[0-9a-z]+)?)".replace(
-        "<>", "[0-9a-f]{16}"
-    )
+    r"(\.conditions\.<>|\.cloudckpt-(doctor|sweep)\.<>(\.[0-9a-z]+)?)".replace("<>", "[0-9a-f]{16}")
 )
 
 
@@ -134,7 +132,9 @@ def is_drawn_name(name: str) -> bool:
 
     Nobody but cloudckpt has written what is called so, for one purpose, and under no name twice.
     """
-    return _DRAWN.fullmatch(name) is not None or is_pending_name(name) or is_keep_name(name)
+    if _OF_DATA.fullmatch(name) or _DRAWN.fullmatch(name):
+        return True
+    return is_pending_name(name) or is_keep_name(name)
 
 
 def checked(name: object, uri: str) -> str:

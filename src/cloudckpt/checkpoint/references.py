@@ -44,19 +44,15 @@ from dataclasses import dataclass
 from cloudckpt.checkpoint.committed import CommitObject, fetch
 from cloudckpt.checkpoint.objects import METADATA, keep_name, keeps_in
 from cloudckpt.config import Config
-from cloudckpt.errors import (
-    CheckpointReplacedError,
-    ConfigError,
-    ObjectNotFoundError,
-)
+from cloudckpt.errors import ConfigError, ObjectNotFoundError
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.transfer.deleting import delete_quietly
 from cloudckpt.transfer.group import TaskGroup
-from cloudckpt.transfer.retry import Retrier
+from cloudckpt.transfer.retry import Retrier, begun_anew
 from cloudckpt.transfer.upload import creates_only, put_whole
 from cloudckpt.uri import CheckpointURI
 
-__all__ = ["Hold", "check_beside", "data_keys", "protected", "release"]
+__all__ = ["Hold", "check_beside", "commit_at", "data_keys", "protected", "release"]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -112,7 +108,7 @@ class Hold:
         key = base.key(METADATA)
         fetched = retrier.call(functools.partial(fetch, store, key))
         said = CommitObject.parse(fetched, store.uri(key))
-        if said.inventory is None or not said.inventory.extents.has_digests:
+        if not said.has_digests:
             return None
         folders = frozenset({base.folder, *(one.folder or base.folder for one in said.objects)})
         made = cls(base, said, folders, store, uri, config, attempt)
@@ -204,16 +200,16 @@ def release(
     Raises:
         StoreError: If the store refuses or stays unreachable; nothing is known then.
     """
+    assert said.record is not None  # it is of a save of ours
     by_folder = data_keys(uri, said)
     others = [folder for folder in by_folder if folder != uri.folder]
-    has_digests = said.inventory is not None and said.inventory.extents.has_digests
-    if said.record is not None and others:
+    if others:
         marks = [_mark_in(uri, folder, said.record.attempt) for folder in others]
         delete_quietly(store, marks, config.retry, threads=config.requests_at_once)
     unneeded: list[str] = []
     for folder, keys in by_folder.items():
         left = keys - set(needed)
-        if left and (folder != uri.folder or has_digests):
+        if left and (folder != uri.folder or said.has_digests):
             left -= protected(store, uri, folder, left, config)
         unneeded += sorted(left)
     return unneeded
@@ -237,7 +233,7 @@ def protected(
             referring = _who(store, key, retrier)
             if referring is None:
                 break  # of a save that is gone, perhaps; who was to follow it has a mark by now
-            said = _read(store, uri.beside(referring), retrier) if referring else None
+            said = commit_at(store, uri.beside(referring), retrier) if referring else None
             if said is None or said.record is None or said.record.attempt != _attempt_of(key):
                 logger.info("%s is kept, as a save may refer to it", inside)
                 return keys
@@ -254,28 +250,22 @@ def _attempt_of(key: str) -> str:
 
 def _named(store: ObjectStore, inside: CheckpointURI, retrier: Retrier) -> set[str]:
     """The keys that the checkpoint in a folder names itself, if there is one."""
-    said = _read(store, inside, retrier)
+    said = commit_at(store, inside, retrier)
     return set() if said is None else set().union(*data_keys(inside, said).values())
 
 
-def _read(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> CommitObject | None:
-    """The commit object of a checkpoint; None if there is none.
+def commit_at(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> CommitObject | None:
+    """The commit object of a checkpoint, as it is now; None if there is none.
 
     Raises:
         CloudCheckpointError: If it can't be read, so that nobody knows what it needs.
     """
     key = uri.key(METADATA)
-    for last in (False, False, True):
-        try:
-            fetched = retrier.call(functools.partial(fetch, store, key))
-        except ObjectNotFoundError:
-            return None
-        except CheckpointReplacedError:
-            if last:
-                raise
-        else:
-            return CommitObject.parse(fetched, store.uri(key))
-    raise AssertionError("the last try returns or raises")
+    look = functools.partial(retrier.call, functools.partial(fetch, store, key))
+    try:
+        return CommitObject.parse(begun_anew(look), store.uri(key))
+    except ObjectNotFoundError:
+        return None
 
 
 def _who(store: ObjectStore, key: str, retrier: Retrier) -> str | None:

@@ -55,7 +55,7 @@ class Contents:
         if found is None:
             return None
         number = self._numbers.setdefault(found.object, len(self._numbers))
-        return Place(-1 - number, found.offset, found.length)
+        return found._replace(object=-1 - number)
 
     @property
     def references(self) -> tuple[WrittenObject, ...]:

@@ -260,7 +260,8 @@ class SaveLoop:
             attempt = record.attempt
             if all(one == attempt for one in told):
                 return attempt, None
-            return attempt, Base.of_inventory(attempt, hold.base.folder, record.inventory)
+            found = record.inventory
+            return attempt, Base.of(attempt, hold.base.folder, found.objects, found.extents)
 
         attempt, base = self._ranks.all_reduce("base", own, held)
         if base is None and attempt:

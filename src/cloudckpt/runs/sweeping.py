@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from cloudckpt.checkpoint.commit import LONGEST_SAVE
-from cloudckpt.checkpoint.committed import CommitObject, fetch
 from cloudckpt.checkpoint.file_folder import (
     MANIFEST,
     folders_above,
@@ -35,6 +34,7 @@ from cloudckpt.checkpoint.objects import (
     keeps_in,
     probe_name,
 )
+from cloudckpt.checkpoint.references import commit_at
 from cloudckpt.config import Config
 from cloudckpt.errors import (
     CheckpointCorruptError,
@@ -45,7 +45,7 @@ from cloudckpt.errors import (
 from cloudckpt.runs.catalog import Run
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, Upload, random_suffix
 from cloudckpt.transfer.deleting import delete_all, delete_quietly
-from cloudckpt.transfer.retry import Retrier, begun_anew
+from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.upload import creates_only, put_whole
 from cloudckpt.uri import CheckpointURI, URILike
 
@@ -236,11 +236,10 @@ class Sweep:
         store, uri = self._run.store, self._uri(folder)
         key = uri.key(METADATA)
         try:
-            look = partial(self._run.retrier.call, partial(fetch, store, key))
-            said = CommitObject.parse(begun_anew(look), store.uri(key))
+            said = commit_at(store, uri, self._run.retrier)
+            if said is None:
+                return _Named()
             keys = {uri.key(name) for name in said.names(store.uri(key))}
-        except ObjectNotFoundError:
-            return _Named()
         except (StoreError, MemoryError):
             raise
         except CloudCheckpointError:
