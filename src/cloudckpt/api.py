@@ -20,15 +20,15 @@ from torch.distributed.tensor import DTensor
 from cloudckpt.checkpoint.objects import is_committed
 from cloudckpt.config import Config
 from cloudckpt.dcp.arrivals import collective
+from cloudckpt.dcp.failures import is_of_group
 from cloudckpt.dcp.load_loop import load_together
 from cloudckpt.dcp.meeting import PLAN_EACH_TIME, Meeting, Stance, break_off, one_error
 from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.dcp.reader import CloudStorageReader, OurReader
 from cloudckpt.dcp.save_loop import SaveLoop
-from cloudckpt.dcp.save_steps import save_by_steps
+from cloudckpt.dcp.save_steps import clean_up_after, save_by_steps
 from cloudckpt.dcp.writer import CloudStorageWriter, OurWriter, check_together
 from cloudckpt.errors import (
-    CommitUnknownError,
     ConfigError,
     InvalidURIError,
     KeyCollisionError,
@@ -218,7 +218,7 @@ def save_prepared(
             return loops[0].run(plan)
         return save_by_steps(state, writer, planner, process_group, no_dist)
     except (CheckpointException, RuntimeError) as exc:
-        if _is_of_group(exc):
+        if is_of_group(exc):
             break_off(meeting.group)
         raise _settle(exc, writer, _rank(process_group, no_dist)) from exc
     finally:
@@ -393,24 +393,9 @@ def _foreign(storage: object, verb: str, noun: str) -> ConfigError:
 
 
 def _settle(exc: CheckpointException | RuntimeError, writer: OurWriter, rank: int) -> BaseException:
-    """Cleans up after a failed save and returns its cause.
-
-    What this rank has written is deleted only if there was certainly no commit: every rank's
-    failure says so, or this is the rank that commits and it has not done so. After an interrupt or
-    an uncertain commit the checkpoint may be visible, or become so.
-    """
-    committed = None
-    if isinstance(writer, CloudStorageWriter):
-        committed = writer.look_whether_committed() if _is_of_group(exc) else None
-        certain = writer.committed is False
-        if isinstance(exc, CheckpointException):
-            certain = certain or all(
-                isinstance(error, Exception) and not isinstance(error, CommitUnknownError)
-                for error, _ in exc.failures.values()
-            )
-        if certain:
-            writer.discard()
-    if _is_of_group(exc):
+    """Cleans up after a failed save and returns its cause."""
+    committed = clean_up_after(exc, writer)
+    if is_of_group(exc):
         message = f"{_LOST}; {_WHAT_IS_COMMITTED[committed]}"
         return ProcessGroupError(message, committed=committed, uri=writer.checkpoint_id, cause=exc)
     return _cause(exc, rank, writer.checkpoint_id)
@@ -432,25 +417,11 @@ def _stance_of_save(writer: OurWriter, planner: SavePlanner) -> Stance:
 def _cause(exc: CheckpointException | RuntimeError, rank: int, uri: str) -> BaseException:
     """The error that a user can act on; ``rank`` is that of this process."""
     if isinstance(exc, RuntimeError):
-        if not _is_of_group(exc):
+        if not is_of_group(exc):
             return exc
         return ProcessGroupError(_LOST, uri=uri, cause=exc)
     failures = {rank: error for rank, (error, _) in exc.failures.items()}
     return one_error(failures, rank, f"in step {exc.args[0]!r}", uri)
-
-
-def _is_of_group(exc: BaseException) -> bool:
-    """Whether a collective raised it; gloo raises plain RuntimeErrors."""
-    if isinstance(exc, dist.DistError):
-        return True
-    if not isinstance(exc, RuntimeError):
-        return False
-    traceback = exc.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    if traceback is None:
-        return False
-    return traceback.tb_frame.f_globals.get("__name__") == "torch.distributed.distributed_c10d"
 
 
 def _rank(process_group: dist.ProcessGroup | None, no_dist: bool) -> int:

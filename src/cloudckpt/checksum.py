@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 from awscrt import checksums
 
+from cloudckpt.errors import TensorChangedError
+
 __all__ = [
     "ALGORITHMS",
     "CRC32C",
@@ -100,27 +102,48 @@ class BlockChecksums:
 
     Pieces may end anywhere; one writer thread handles one piece, several threads may add to the
     same item. A piece's own checksum is a by-product, so that nothing is read twice.
+
+    Args:
+        algorithm: Of the checksums.
+        block_size: Bytes of a block.
+        expected: Those of the same blocks when they were looked at before, if they were.
+        reuse: Whether to take these for what is in one piece, without another look at the bytes.
+        item: The item, for messages.
     """
 
-    __slots__ = ("_algorithm", "_found", "block_size")
+    __slots__ = ("_algorithm", "_expected", "_found", "_item", "_reuse", "block_size")
 
-    def __init__(self, algorithm: ChecksumAlgorithm, block_size: int) -> None:
+    def __init__(
+        self,
+        algorithm: ChecksumAlgorithm,
+        block_size: int,
+        expected: Sequence[int] = (),
+        *,
+        reuse: bool = False,
+        item: str | None = None,
+    ) -> None:
         self.block_size = block_size
         self._algorithm = algorithm
+        self._expected = expected
+        self._item = item
+        self._reuse = reuse and bool(expected)
         self._found: list[tuple[int, int, int]] = []  # append is atomic
 
     def add(self, start: int, view: memoryview) -> int:
         """Takes the bytes of the item that begin at ``start``; returns the checksum of ``view``."""
         of, joined = self._algorithm.of, self._algorithm.joined
         size, block = view.nbytes, self.block_size
-        if start // block == (start + size - 1) // block:
+        if start // block == (start + size - 1) // block and not self._reuse:
             checksum = of(view)
             self._found.append((start, size, checksum))
             return checksum
         total, position = 0, 0
         while position < size:
             length = min(block - (start + position) % block, size - position)
-            checksum = of(view[position : position + length])
+            if self._reuse and length == block:
+                checksum = self._expected[(start + position) // block]
+            else:
+                checksum = of(view[position : position + length])
             self._found.append((start + position, length, checksum))
             total = joined(total, checksum, length)
             position += length
@@ -131,6 +154,7 @@ class BlockChecksums:
 
         Raises:
             ValueError: If the pieces do not cover the item exactly once.
+            TensorChangedError: If they are not what was expected.
         """
         blocks: list[int] = []
         expected = 0
@@ -144,6 +168,8 @@ class BlockChecksums:
             expected = start + length
         if expected != nbytes:
             raise ValueError(f"{expected} of {nbytes} bytes of the item were sent")
+        if self._expected and blocks != list(self._expected):
+            raise TensorChangedError.of(self._item)
         return tuple(blocks)
 
 

@@ -401,6 +401,18 @@ class UnsupportedTensorError(CheckpointError, TypeError):
 class TensorChangedError(CheckpointError):
     """A tensor was written to while it was saved; what was sent does not match its checksum."""
 
+    @classmethod
+    def of(cls, item: str | None, **context: Any) -> TensorChangedError:
+        """Says what to do about it; ``context`` is that of :class:`CloudCheckpointError`."""
+        return cls(
+            f"{item or 'a tensor'} changed while it was saved, so that its checksum does not fit "
+            "what was sent: let nobody write to it before the save has returned (also no "
+            "optimizer step, and no kernel that still runs), pass a copy of it, or use "
+            "async_save, which makes one first",
+            item=item,
+            **context,
+        )
+
 
 class ProcessGroupError(CheckpointError):
     """The ranks can't reach each other any more: one died, or its connection did.

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -17,7 +18,15 @@ from cloudckpt import CloudStorageWriter
 from cloudckpt.checkpoint.base import Base, Digester
 from cloudckpt.checkpoint.objects import is_keep_name
 from cloudckpt.checkpoint.written import Extents
-from cloudckpt.errors import AccessDeniedError, CheckpointCorruptError, ConfigError
+from cloudckpt.checksum import CRC32C, CRC64NVME
+from cloudckpt.dcp.incremental import Contents
+from cloudckpt.dcp.planners import CloudSavePlanner
+from cloudckpt.errors import (
+    AccessDeniedError,
+    CheckpointCorruptError,
+    ConfigError,
+    TensorChangedError,
+)
 from cloudckpt.runs.copying import detach
 
 from .places import Place, on_disk
@@ -270,6 +279,167 @@ def test_another_process_finds_the_newest_by_its_number(place, monkeypatch) -> N
     assert saved(place, 11) < first / 10
     refers = cloudckpt.inspect(place.at("step-11").uri, config=place.config).shared
     assert place.at("step-10").uri in refers or place.at("step-9").uri in refers
+
+
+def test_when_the_last_one_is_gone_the_newest_that_is_left_is_the_base(place) -> None:
+    first = saved(place, 1)
+    saved(place, 2)
+    cloudckpt.delete(place.at("step-2").uri, config=place.config)
+    assert saved(place, 3) < first / 10
+    assert is_at(loaded(place.at("step-3")), 3)
+
+
+def twins(length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes that differ, with the same CRC32C and the same CRC64.
+
+    Both checksums are linear over GF(2): of the effects of 97 single bits on 96 bits of checksums,
+    some add up to nothing.
+    """
+
+    def both(data: bytes) -> int:
+        return CRC32C.of(data) << 64 | CRC64NVME.of(data)
+
+    zero, rows = both(bytes(length)), {}
+    for bit in range(97):
+        flipped = 1 << bit
+        effect = both(flipped.to_bytes(length, "little")) ^ zero
+        while effect:
+            top = effect.bit_length()
+            if top not in rows:
+                rows[top] = effect, flipped
+                break
+            effect, flipped = effect ^ rows[top][0], flipped ^ rows[top][1]
+        if not effect:
+            other = flipped.to_bytes(length, "little")
+            assert both(other) == zero
+            return torch.zeros(length, dtype=torch.uint8), torch.tensor(
+                list(other), dtype=torch.uint8
+            )
+    raise AssertionError("96 equations have no more than 96 independent solutions")
+
+
+@pytest.mark.parametrize("length", [64, 100_000])
+def test_equal_checksums_are_no_identity(place, length) -> None:
+    config = place.having(incremental=True).config
+    for step, value in enumerate(twins(length)):
+        cloudckpt.save({"w": value}, checkpoint_id=place.at(f"step-{step}").uri, config=config)
+    for step, value in enumerate(twins(length)):
+        found = {"w": torch.ones(length, dtype=torch.uint8)}
+        cloudckpt.load(found, checkpoint_id=place.at(f"step-{step}").uri, config=config)
+        assert torch.equal(found["w"], value)
+
+
+@pytest.fixture
+def changing(monkeypatch):
+    """Tensors to which somebody adds 1 as soon as their digests have been made."""
+    tensors: list[torch.Tensor] = []
+    known = Contents.known
+
+    def change(self, item, digest):
+        for tensor in tensors:
+            tensor.add_(1)
+        return known(self, item, digest)
+
+    monkeypatch.setattr(Contents, "known", change)
+    return tensors
+
+
+@pytest.mark.parametrize("kind", ["plain", "strided"])
+def test_what_changes_after_its_digest_was_made_is_refused(place, changing, kind) -> None:
+    """Its row would name bytes that another save, of what it was, would take for its own."""
+    tensor = torch.zeros(500, 400)
+    changing.append(tensor)
+    state = {"w": tensor if kind == "plain" else tensor.t()}
+    config = place.having(incremental=True).config
+    with pytest.raises(TensorChangedError, match="w changed while it was saved"):
+        cloudckpt.save(state, checkpoint_id=place.at("step-1").uri, config=config)
+    assert not place.names()
+
+
+def test_the_digest_of_a_small_item_is_that_of_the_copy_that_is_sent(place, changing) -> None:
+    config = place.having(incremental=True).config
+    tensor = torch.zeros(100)
+    saves = {1: 1, 2: 1, 3: 5, 4: 5}  # the first and the third send 2 and 6
+    for step, value in saves.items():
+        changing[:] = [tensor] if step % 2 else []
+        tensor.fill_(value)
+        cloudckpt.save({"w": tensor}, checkpoint_id=place.at(f"step-{step}").uri, config=config)
+    for step, value in saves.items():
+        found = {"w": torch.zeros(100)}
+        cloudckpt.load(found, checkpoint_id=place.at(f"step-{step}").uri, config=config)
+        assert set(found["w"].tolist()) == {float(value + step % 2)}
+
+
+class _Own(CloudSavePlanner):
+    """A planner of a user's own, by which each save is planned."""
+
+
+def _save_by_a_planner_of_ones_own(place: Place, steps: list[int]) -> list[int]:
+    sent = []
+    for step in steps:
+        config = place.having(incremental=True).config
+        writer = CloudStorageWriter(place.at(f"step-{step}").uri, config=config)
+        cloudckpt.save(_sharded(step), storage_writer=writer, planner=_Own())
+        assert writer.transferred is not None
+        sent.append(writer.transferred.nbytes)
+    return sent
+
+
+def _save_by_torch(place: Place, steps: list[int]) -> list[int]:
+    sent = []
+    for step in steps:
+        config = place.having(incremental=True).config
+        writer = CloudStorageWriter(place.at(f"step-{step}").uri, config=config)
+        cloudckpt.install()
+        try:
+            dcp.save(_sharded(step), storage_writer=writer)
+        finally:
+            cloudckpt.uninstall()
+        assert writer.transferred is not None
+        sent.append(writer.transferred.nbytes)
+    return sent
+
+
+@on_disk
+@pytest.mark.parametrize("how", [_save_by_a_planner_of_ones_own, _save_by_torch])
+def test_by_a_planner_of_ones_own_and_by_torch_with_install(place, ranks, how) -> None:
+    for sent in ranks(2, how, place, [1, 2, 3]):
+        assert sent[1] < sent[0] / 10
+        assert sent[2] < sent[0] / 10
+    for step in (1, 2, 3):
+        assert all(ranks(2, _load_on_ranks, place.at(f"step-{step}"), step))
+
+
+@on_disk
+def test_without_install_torch_sends_everything_and_the_log_says_so(place, caplog) -> None:
+    saved(place, 1)
+    config = place.having(incremental=True).config
+    writer = CloudStorageWriter(place.at("step-2").uri, config=config)
+    dcp.save(state_at(2), storage_writer=writer, no_dist=True)
+    assert writer.transferred is not None
+    assert writer.transferred.nbytes > 4 * FROZEN
+    assert "torch's own saver was called" in caplog.text
+    assert not marks(place)
+
+
+@on_disk
+def test_a_save_by_torch_that_fails_leaves_no_mark(place, monkeypatch) -> None:
+    saved(place, 1)
+
+    def fail(*arguments, **options):
+        raise AccessDeniedError("no", certain=True)
+
+    monkeypatch.setattr("cloudckpt.checkpoint.commit.commit", fail)
+    config = place.having(incremental=True).config
+    writer = CloudStorageWriter(place.at("step-2").uri, config=config)
+    cloudckpt.install()
+    try:
+        with pytest.raises(CheckpointException):
+            dcp.save(state_at(2), storage_writer=writer, no_dist=True)
+    finally:
+        cloudckpt.uninstall()
+    assert not marks(place)
+    assert not place.at("step-2").names()
 
 
 def test_values_of_equal_bytes_and_another_type_or_shape_are_others() -> None:

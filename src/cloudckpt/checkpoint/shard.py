@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -150,8 +151,23 @@ class ShardWriter:
         self._lanes: dict[bool, OpenObject] = {}
         self._packer: Packing | None = None
 
-    def add_tensor(self, tensor: torch.Tensor, fqn: str) -> Place:
-        """Writes a strided tensor of any device and strides; ``fqn`` is for messages."""
+    def add_tensor(
+        self,
+        tensor: torch.Tensor,
+        fqn: str,
+        *,
+        expected: Sequence[int] = (),
+        copied: Callable[[memoryview], None] | None = None,
+    ) -> Place:
+        """Writes a strided tensor of any device and strides.
+
+        Args:
+            tensor: The tensor.
+            fqn: Its name, for messages.
+            expected: The checksums of its blocks, if somebody has looked at them before. If they
+                do not fit what is sent, the save ends with a TensorChangedError.
+            copied: Is shown the copy of a tensor that is so small that it is packed.
+        """
         shape, nbytes = tuple(tensor.shape), tensor.numel() * tensor.itemsize
         plain = is_plain(tensor)
         around = envelope(tensor.dtype, shape)
@@ -168,10 +184,15 @@ class ShardWriter:
                 around = envelope.__wrapped__(tensor.dtype, shape, zlib.crc32(raw))
             target, offset, packed = self._pack((around.head, raw, around.tail), length)
             # of the copy: the tensor may have changed since it was made
-            only = self._checksum.of(packed[head : head + nbytes])
+            copy = packed[head : head + nbytes]
+            if copied is not None:
+                copied(copy)
+            only = self._checksum.of(copy)
             target.add(head, len(around.tail), dtype, nbytes, only)
             return Place(target.ordinal, offset, length)
-        checksums = BlockChecksums(self._checksum, block_size_for(nbytes))
+        checksums = BlockChecksums(
+            self._checksum, block_size_for(nbytes), expected, reuse=plain, item=fqn
+        )
         target, offset = self._room_for(length, staged=not plain)
         upload = target.upload
         upload.write(Piece(memoryview(around.head)))
@@ -189,8 +210,19 @@ class ShardWriter:
         target.add(head, len(around.tail), dtype, nbytes, checksums)
         return Place(target.ordinal, offset, length)
 
-    def add_small(self, forms: Sequence[SmallForm], tensors: Sequence[torch.Tensor]) -> list[Place]:
-        """Writes tensors in host memory as :meth:`add_tensor` would, at a fraction of the cost."""
+    def add_small(
+        self,
+        forms: Sequence[SmallForm],
+        tensors: Sequence[torch.Tensor],
+        copied: Callable[[int, memoryview], None] | None = None,
+    ) -> list[Place]:
+        """Writes tensors in host memory as :meth:`add_tensor` would, at a fraction of the cost.
+
+        Args:
+            forms: What each looks like.
+            tensors: The tensors.
+            copied: Is shown the copy of each, with its number, where copies are made here.
+        """
         length = sum([form.length for form in forms]) + ALIGNMENT * len(forms)
         lane = self._lanes.get(True)
         if lane is None or self._packer is None:
@@ -199,9 +231,14 @@ class ShardWriter:
         assert packer is not None
         growth = sum([form.growth for form in forms])
         if not lane.has_room(packer.position, length, growth):
-            return [self.add_tensor(tensor, "a small tensor") for tensor in tensors]
+            return [
+                self.add_tensor(
+                    tensor, "a small tensor", copied=copied and functools.partial(copied, number)
+                )
+                for number, tensor in enumerate(tensors)
+            ]
         addresses = [tensor.data_ptr() for tensor in tensors]
-        offsets, checksums = packer.append_all(forms, addresses, self._checksum.of)
+        offsets, checksums = packer.append_all(forms, addresses, self._checksum_of(copied))
         lane.add_all(
             [len(form.head) for form in forms],
             [form.length - len(form.head) - form.size for form in forms],
@@ -214,6 +251,20 @@ class ShardWriter:
             Place(lane.ordinal, offset, form.length)
             for form, offset in zip(forms, offsets, strict=True)
         ]
+
+    def _checksum_of(
+        self, copied: Callable[[int, memoryview], None] | None
+    ) -> Callable[[memoryview], int]:
+        """What makes the checksums of copies, and shows each to ``copied`` before."""
+        if copied is None:
+            return self._checksum.of
+        numbers = itertools.count()
+
+        def checksum(copy: memoryview) -> int:
+            copied(next(numbers), copy)
+            return self._checksum.of(copy)
+
+        return checksum
 
     def add_bytes(self, data: bytes) -> Place:
         """Writes bytes as they are."""

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 from types import FrameType, FunctionType, TracebackType
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from cloudckpt.errors import CheckpointError
 
-__all__ = ["portable", "portable_errors", "portably", "release_frames"]
+__all__ = ["is_of_group", "portable", "portable_errors", "portably", "release_frames"]
 
 E = TypeVar("E", bound="BaseException | None")
 
@@ -70,6 +71,20 @@ def _survives_pickling(error: BaseException) -> bool:
     except Exception:  # noqa: BLE001 - anything may be raised by somebody's __reduce__
         return False
     return True
+
+
+def is_of_group(exc: BaseException) -> bool:
+    """Whether a collective raised it; gloo raises plain RuntimeErrors."""
+    if isinstance(exc, dist.DistError):
+        return True
+    if not isinstance(exc, RuntimeError):
+        return False
+    traceback = exc.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    if traceback is None:
+        return False
+    return traceback.tb_frame.f_globals.get("__name__") == "torch.distributed.distributed_c10d"
 
 
 def release_frames(error: BaseException, *, apart_from: BaseException | None = None) -> None:

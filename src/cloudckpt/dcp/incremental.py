@@ -10,24 +10,30 @@ from __future__ import annotations
 
 import functools
 from array import array
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 
 from cloudckpt.checkpoint.base import Base, Digest, Digester
 from cloudckpt.checkpoint.objects import METADATA, WrittenObject, natural_order
+from cloudckpt.checkpoint.references import Hold
 from cloudckpt.checkpoint.shard import Place
-from cloudckpt.checkpoint.written import Extents
+from cloudckpt.checkpoint.torch_private import Collectives
+from cloudckpt.checkpoint.written import Extents, Written
+from cloudckpt.checksum import BlockChecksums, ChecksumAlgorithm, block_size_for
 from cloudckpt.config import Config
 from cloudckpt.errors import ObjectNotFoundError
 from cloudckpt.fork import ModuleLock
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.transfer.memory import bytes_of, is_plain
+from cloudckpt.transfer.parts import Piece
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.staging import StagingPool
 from cloudckpt.uri import CheckpointURI
 
-__all__ = ["Contents", "digest_of", "newest_beside", "remember", "remembered"]
+__all__ = ["Contents", "agree_on_base", "digest_of", "newest_beside", "remember"]
 
 _MOST = 4  # runs and groups of which this process remembers its last save
 
@@ -50,12 +56,16 @@ class Contents:
 
         The number of the object is -1 for the first of :attr:`references`, and so on.
         """
-        self._high[item], self._low[item] = digest
+        self.note(item, digest)
         found = None if self._base is None else self._base.find(digest)
         if found is None:
             return None
         number = self._numbers.setdefault(found.object, len(self._numbers))
         return found._replace(object=-1 - number)
+
+    def note(self, item: int, digest: Digest) -> None:
+        """Takes the digest of what is sent of an item."""
+        self._high[item], self._low[item] = digest
 
     @property
     def references(self) -> tuple[WrittenObject, ...]:
@@ -74,47 +84,130 @@ class Contents:
         return Extents(objects, places.offsets, places.lengths, *halves)
 
 
-def digest_of(tensor: torch.Tensor, pool: StagingPool) -> Digest:
-    """That of a strided tensor of any device, which nobody may write to meanwhile.
+def digest_of(
+    tensor: torch.Tensor, pool: StagingPool, algorithm: ChecksumAlgorithm | None = None
+) -> tuple[Digest, tuple[int, ...]]:
+    """Looks at a strided tensor of any device, once.
 
     Args:
         tensor: The tensor.
         pool: Memory for what does not lie in row-major order in host memory.
+        algorithm: Of the checksums to make beside the digest, if any.
+
+    Returns:
+        The digest, and the checksums of the blocks. Somebody may write to the tensor before it is
+        sent: what fits these checksums is what the digest is of.
     """
-    digester = Digester.of_tensor(tensor.dtype, tensor.shape)
-    if not tensor.numel():
-        return digester.result()
-    if is_plain(tensor):
-        return digester.add(bytes_of(tensor)).result()
-    for piece in pool.pieces(tensor):
+    digester, nbytes = Digester.of_tensor(tensor.dtype, tensor.shape), tensor.nbytes
+    block = block_size_for(nbytes)
+    checksums = None if algorithm is None else BlockChecksums(algorithm, block)
+    for piece in _pieces_of(tensor, pool):
         if piece.ready is not None:
             piece.ready()
-        digester.add(piece.view)
+        if checksums is None:
+            digester.add(piece.view)
+        else:
+            for first in range(
+                0, piece.view.nbytes, block
+            ):  # which is in the cache the second time
+                view = piece.view[first : first + block]
+                digester.add(view)
+                checksums.add(piece.start + first, view)
         if piece.lease is not None:
             piece.lease.release()
-    return digester.result()
+    return digester.result(), () if checksums is None else checksums.finish(nbytes)
+
+
+def _pieces_of(tensor: torch.Tensor, pool: StagingPool) -> Iterable[Piece]:
+    if not tensor.numel():
+        return ()
+    return (Piece(bytes_of(tensor)),) if is_plain(tensor) else pool.pieces(tensor)
+
+
+class Writer(Protocol):
+    """Whose save needs a base, as :class:`~cloudckpt.dcp.writer.CloudStorageWriter` does."""
+
+    uri: CheckpointURI
+
+    def hold_base(self, last: CheckpointURI | None) -> Hold | None: ...
+
+
+def agree_on_base(
+    ranks: Collectives,
+    members: dist.ProcessGroup | None,
+    writer: Writer,
+    logged: Callable[[Callable[..., Any]], Any],
+    *,
+    is_planned: bool,
+) -> Base | None:
+    """What an earlier checkpoint has of the items of this rank; None if there is none.
+
+    A rank that has taken part in the save that made it knows that by itself. If one has not, or
+    the plan is another one, by which items may be another rank's, all are told what all have.
+
+    Args:
+        ranks: Those that save; all of them call this.
+        members: Their group.
+        writer: The writer of this rank.
+        logged: Makes a step of what is called on a rank.
+        is_planned: Whether the plan is a new one.
+    """
+    known = _remembered(members, writer.uri)
+
+    @logged
+    def own() -> str:
+        return known[1].attempt if known is not None and not is_planned else ""
+
+    @logged
+    def held(told: list[str]) -> tuple[str, Base | None]:
+        hold = writer.hold_base(None if known is None else known[0])
+        if hold is None or (record := hold.said.record) is None or record.inventory is None:
+            return "", None
+        attempt = record.attempt
+        if all(one == attempt for one in told):
+            return attempt, None
+        found = record.inventory
+        return attempt, Base.of(attempt, hold.base.folder, found.objects, found.extents)
+
+    attempt, base = ranks.all_reduce("base", own, held)
+    if base is None and attempt:
+        assert known is not None
+        return known[1]
+    return cast("Base | None", base)
 
 
 _bases: dict[tuple[dist.ProcessGroup | None, CheckpointURI], tuple[CheckpointURI, Base]] = {}
 _lock = ModuleLock()
 
 
-def remember(group: dist.ProcessGroup | None, uri: CheckpointURI, base: Base) -> None:
-    """Keeps where this rank's items of a committed checkpoint are, for the next save beside it."""
+def remember(
+    members: dist.ProcessGroup | None, uri: CheckpointURI, attempt: str, written: Written
+) -> None:
+    """Keeps where this rank's items of a committed checkpoint are, for the next save beside it.
+
+    Args:
+        members: The group that has saved it.
+        uri: The checkpoint.
+        attempt: The random name of the save.
+        written: What this rank has written; nothing is kept if it has no digests.
+    """
+    if not written.extents.has_digests:
+        return
+    base = Base.of(attempt, uri.folder, written.objects, written.extents)
     with _lock:
-        key = group, uri.parent
+        key = members, uri.parent
         _bases.pop(key, None)
         _bases[key] = uri, base
         while len(_bases) > _MOST:
             del _bases[next(iter(_bases))]
 
 
-def remembered(
-    group: dist.ProcessGroup | None, uri: CheckpointURI
+def _remembered(
+    members: dist.ProcessGroup | None, uri: CheckpointURI
 ) -> tuple[CheckpointURI, Base] | None:
     """The last checkpoint beside ``uri`` that these ranks have saved incrementally."""
     with _lock:
-        return _bases.get((group, uri.parent))
+        return _bases.get((members, uri.parent))
 
 
 def newest_beside(store: ObjectStore, uri: CheckpointURI, config: Config) -> CheckpointURI | None:

@@ -34,12 +34,13 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from cloudckpt.config import Config
 from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.dcp.reader import CloudStorageReader
-from cloudckpt.dcp.save_steps import save_by_steps
+from cloudckpt.dcp.save_steps import clean_up_after, save_by_steps
 from cloudckpt.dcp.writer import CloudStorageWriter, OurWriter
 from cloudckpt.errors import ConfigError, InstallError, InvalidURIError
 from cloudckpt.fork import ModuleLock
@@ -338,7 +339,11 @@ def _telling_all(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
         planner = told["planner"] or CloudSavePlanner()
         group, no_dist = told["process_group"], told["no_dist"]
-        return save_by_steps(told["state_dict"], writer, planner, group, no_dist)
+        try:
+            return save_by_steps(told["state_dict"], writer, planner, group, no_dist)
+        except (CheckpointException, RuntimeError) as exc:
+            clean_up_after(exc, writer)
+            raise
 
     return _save_state_dict
 

@@ -228,10 +228,7 @@ class SaveLoop:
         committed: Committed = self._ranks.all_reduce("write", write_data, finish_checkpoint)
         if self._outline is not None and committed.can_be_filled:
             plan_cache.remember(mine[0])
-        if sent[0].extents.has_digests:
-            uri, (one,) = self._writer.uri, sent
-            made = Base.of(committed.attempt, uri.folder, one.objects, one.extents)
-            incremental.remember(self._members, uri, made)
+        incremental.remember(self._members, self._writer.uri, committed.attempt, sent[0])
         if drafts:
             return drafts[0].metadata
         return committed_metadata(self._writer.uri, self._writer.config, committed.attempt)
@@ -241,33 +238,9 @@ class SaveLoop:
         return Contents(len(plan.items), base) if self._writer.is_incremental else None
 
     def _base(self, *, is_planned: bool) -> Base | None:
-        """What an earlier checkpoint has of this rank's items; None if there is none.
-
-        A rank that has taken part in the save that made it knows that by itself. If one has not, or
-        the plan is another one, by which items may be another rank's, all are told what all have.
-        """
-        known = incremental.remembered(self._members, self._writer.uri)
-
-        @self._logged
-        def own() -> str:
-            return known[1].attempt if known is not None and not is_planned else ""
-
-        @self._logged
-        def held(told: list[str]) -> tuple[str, Base | None]:
-            hold = self._writer.hold_base(None if known is None else known[0])
-            if hold is None or (record := hold.said.record) is None or record.inventory is None:
-                return "", None
-            attempt = record.attempt
-            if all(one == attempt for one in told):
-                return attempt, None
-            found = record.inventory
-            return attempt, Base.of(attempt, hold.base.folder, found.objects, found.extents)
-
-        attempt, base = self._ranks.all_reduce("base", own, held)
-        if base is None and attempt:
-            assert known is not None
-            return known[1]
-        return cast("Base | None", base)
+        return incremental.agree_on_base(
+            self._ranks, self._members, self._writer, self._logged, is_planned=is_planned
+        )
 
     def _logged(self, step: Callable[..., Any]) -> Any:
         """A step, of which torch's logger is told as of those of torch's saver."""

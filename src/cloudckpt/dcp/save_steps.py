@@ -11,21 +11,26 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
+from cloudckpt.checkpoint.base import Base
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.torch_private import Collectives, forget_plans, traverse_state_dict
+from cloudckpt.checkpoint.written import Written
 from cloudckpt.dcp.committed_metadata import committed_metadata
-from cloudckpt.dcp.failures import portably
+from cloudckpt.dcp.failures import is_of_group, portably
+from cloudckpt.dcp.incremental import Contents, agree_on_base, remember
 from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.dcp.torch_log import logged_by_torch
 from cloudckpt.dcp.writer import CloudStorageWriter, OurWriter
+from cloudckpt.errors import CommitUnknownError
 from cloudckpt.gc_pause import paused_gc
 
-__all__ = ["save_by_steps"]
+__all__ = ["clean_up_after", "save_by_steps"]
 
 
 def save_by_steps(
@@ -49,6 +54,7 @@ def save_by_steps(
     """
     alone = no_dist or not (dist.is_available() and dist.is_initialized())
     ranks = Collectives(group, not alone, 0)
+    members = None if alone else group if group is not None else dist.group.WORLD
     where = writer.checkpoint_id
     made: list[Metadata] = []
 
@@ -56,7 +62,7 @@ def save_by_steps(
         return logged_by_torch(checkpoint_id=where, group=group)(portably(step, where))
 
     @logged
-    def local_step() -> SavePlan:
+    def local_step() -> tuple[bool, SavePlan]:
         told: dict[str, Any] = {"state_dict": state_dict, "is_coordinator": ranks.is_coordinator}
         if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
             told["storage_meta"] = writer.storage_meta()
@@ -64,19 +70,26 @@ def save_by_steps(
         writer.set_up_storage_writer(ranks.is_coordinator, rank=ranks.rank)
         if isinstance(writer, CloudStorageWriter):
             writer.note_structure(_structure_of(state_dict, planner, where))
-        return writer.prepare_local_plan(planner.create_local_plan())
+        is_incremental = isinstance(writer, CloudStorageWriter) and writer.is_incremental
+        return is_incremental, writer.prepare_local_plan(planner.create_local_plan())
 
     @logged
-    def global_step(plans: list[SavePlan]) -> list[SavePlan]:
-        plans, metadata = planner.create_global_plan(plans)
+    def global_step(told: list[tuple[bool, SavePlan]]) -> list[tuple[bool, SavePlan]]:
+        plans, metadata = planner.create_global_plan([plan for _, plan in told])
         made.append(metadata)
-        return writer.prepare_global_plan(plans)
+        are_incremental = all(one for one, _ in told)
+        return [(are_incremental, plan) for plan in writer.prepare_global_plan(plans)]
 
     @logged
     def write_data() -> list[WriteResult]:
-        written = writer.write_data(planner.finish_plan(mine[0]), planner)
-        written.wait()
-        return written.value()
+        plan = planner.finish_plan(mine[0])
+        if is_incremental and isinstance(writer, CloudStorageWriter):
+            writer.note_contents(Contents(len(plan.items), base))
+        future = writer.write_data(plan, planner)
+        future.wait()
+        results: list[WriteResult] = future.value()
+        written.extend(one.storage_data for one in results)
+        return results
 
     @logged
     def finish_checkpoint(results: list[list[WriteResult]]) -> str | Metadata:
@@ -84,18 +97,56 @@ def save_by_steps(
         return writer.attempt if isinstance(writer, CloudStorageWriter) else made[0]
 
     mine: list[SavePlan] = []
+    written: list[Any] = []
     try:
-        mine.append(ranks.reduce_scatter("plan", local_step, global_step))
+        is_incremental, plan = ranks.reduce_scatter("plan", local_step, global_step)
+        mine.append(plan)
+        base: Base | None = None
+        if is_incremental and isinstance(writer, CloudStorageWriter):
+            base = agree_on_base(ranks, members, writer, logged, is_planned=True)
         committed: str | Metadata = ranks.all_reduce("write", write_data, finish_checkpoint)
     except BaseException:
         forget_plans(planner)
         raise
+    if isinstance(writer, CloudStorageWriter) and isinstance(committed, str):
+        for one in written:
+            if isinstance(one, Written):
+                remember(members, writer.uri, committed, one)
     if made:
         return made[0]
     if isinstance(committed, Metadata):
         return committed
     assert isinstance(writer, CloudStorageWriter)
     return committed_metadata(writer.uri, writer.config, committed)
+
+
+def clean_up_after(exc: BaseException, writer: OurWriter) -> bool | None:
+    """Deletes what this rank has written in a save that has failed, if there was no commit.
+
+    That is certain if every rank's failure says so, or if this is the rank that commits, and it has
+    not done so. After an interrupt or an uncertain commit the checkpoint may be visible, or become
+    so.
+
+    Args:
+        exc: What the save has raised.
+        writer: Its writer.
+
+    Returns:
+        Whether the save is committed nevertheless, if the ranks have lost each other; None if
+        nobody can say, or they have not.
+    """
+    if not isinstance(writer, CloudStorageWriter):
+        return None
+    committed = writer.look_whether_committed() if is_of_group(exc) else None
+    certain = writer.committed is False
+    if isinstance(exc, CheckpointException):
+        certain = certain or all(
+            isinstance(error, Exception) and not isinstance(error, CommitUnknownError)
+            for error, _ in exc.failures.values()
+        )
+    if certain:
+        writer.discard()
+    return committed
 
 
 def _structure_of(state_dict: dict[str, Any], planner: SavePlanner, uri: str) -> Structure:

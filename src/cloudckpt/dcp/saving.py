@@ -6,6 +6,7 @@ import io
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -24,6 +25,7 @@ from cloudckpt.checkpoint.shard import (
 )
 from cloudckpt.checkpoint.values import forewarn
 from cloudckpt.checkpoint.written import Extents
+from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.dcp.incremental import Contents, digest_of
 from cloudckpt.errors import ShapeMismatchError, UnsupportedTensorError
 from cloudckpt.stores.base import ObjectStore
@@ -132,7 +134,9 @@ def send(
         )
         try:
             objects, offsets, lengths = places
-            writing = _Writing(planner, shard, pool, str(destination.uri), contents)
+            # another process makes them of memory that nobody writes to
+            checksum = store.capabilities.checksum if sender is send_here else None
+            writing = _Writing(planner, shard, pool, str(destination.uri), contents, checksum)
             for number, place in writing.all_of(items, quick):
                 objects[number], offsets[number], lengths[number] = place
             shard.close()
@@ -165,9 +169,12 @@ class _Writing:
         pool: StagingPool,
         uri: str,
         contents: Contents | None,
+        checksum: ChecksumAlgorithm | None,
     ) -> None:
+        """``checksum``: what is made beside the digests of items that are not packed, if any."""
         self._planner, self._shard, self._pool, self._uri = planner, shard, pool, uri
         self._contents = contents
+        self._checksum = checksum
 
     def all_of(
         self, items: Sequence[WriteItem], quick: Quick | None
@@ -181,17 +188,24 @@ class _Writing:
 
         def written_run() -> Iterator[tuple[int, Place]]:
             small = [form for _, form, _ in run], [tensor for _, _, tensor in run]
-            written = self._shard.add_small(*small)
+            copied = None if self._contents is None else noted
+            written = self._shard.add_small(*small, copied)
             yield from zip([number for number, _, _ in run], written, strict=True)
             run.clear()
+
+        def noted(place: int, copy: memoryview) -> None:
+            number, _, tensor = run[place]
+            self._note(number, tensor, copy)
 
         # what is pickled comes last: how long it is can't be foreseen, and nothing else shifts
         for number in sorted(range(len(items)), key=lambda n: items[n].type == _PICKLED):
             form, tensor = forms[number], tensors[number]
             if form is not None and tensor is not None and _has_its_memory(form, tensor):
-                if (known := self._known_tensor(number, tensor)) is not None:
-                    yield number, known
-                    continue
+                if self._contents is not None:
+                    digest, _ = digest_of(tensor, self._pool)
+                    if (known := self._contents.known(number, digest)) is not None:
+                        yield number, known
+                        continue
                 run.append((number, form, tensor))
                 if len(run) == _RUN:
                     yield from written_run()
@@ -233,8 +247,14 @@ class _Writing:
             return self._write_bytes(number, buffer.getvalue())
         if type(tensor) is not torch.Tensor:
             tensor = tensor.as_subclass(torch.Tensor)
-        known = self._known_tensor(number, tensor)
-        return known if known is not None else self._shard.add_tensor(tensor, fqn)
+        if self._contents is None:
+            return self._shard.add_tensor(tensor, fqn)
+        digest, checksums = digest_of(tensor, self._pool, self._checksum)
+        if (known := self._contents.known(number, digest)) is not None:
+            return known
+        return self._shard.add_tensor(
+            tensor, fqn, expected=checksums, copied=partial(self._note, number, tensor)
+        )
 
     def _write_bytes(self, number: int, content: bytes) -> Place:
         if self._contents is not None:
@@ -243,11 +263,11 @@ class _Writing:
                 return known
         return self._shard.add_bytes(content)
 
-    def _known_tensor(self, number: int, tensor: torch.Tensor) -> Place | None:
-        """Where a tensor is already, if that was asked for, and it is somewhere."""
-        if self._contents is None:
-            return None
-        return self._contents.known(number, digest_of(tensor, self._pool))
+    def _note(self, number: int, tensor: torch.Tensor, copy: memoryview) -> None:
+        """Notes the digest of the copy that is sent: the tensor may have changed meanwhile."""
+        assert self._contents is not None
+        digester = Digester.of_tensor(tensor.dtype, tensor.shape)
+        self._contents.note(number, digester.add(copy).result())
 
 
 def _kind(planner: DefaultSavePlanner, item: WriteItem) -> type:

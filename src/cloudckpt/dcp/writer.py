@@ -166,6 +166,7 @@ class CloudStorageWriter(OurWriter):
         self._written: list[str] = []
         self._structure = Structure()
         self._hold: Hold | None = None
+        self._contents: Contents | None = None
         self.commits = False
         self.committed: bool | None = None
 
@@ -274,25 +275,39 @@ class CloudStorageWriter(OurWriter):
         """
         if self.base is not None:
             check_beside(self.uri, self.base)
+        if self.base or last:
+            self._hold = self._held(self.base or last)
+        if self._hold is None and self.base is None:
+            self._hold = self._held(None)
+        return self._hold
+
+    def _held(self, base: CheckpointURI | None) -> Hold | None:
+        """Holds a base; without one, the newest checkpoint beside this one."""
         try:
             store = self._store()
-            base = self.base or last or newest_beside(store, self.uri, self.config)
-            if base is not None and self.uri.folder:
-                self._hold = Hold.of(store, self.uri, base, self.config, self._attempt)
-                if self._hold is None:
-                    logger.warning(
-                        "%s: all of it is sent, as %s has no digests, or is being replaced: save "
-                        "it with Config(incremental=True)",
-                        self.uri,
-                        base,
-                    )
+            base = base or newest_beside(store, self.uri, self.config)
+            if base is None or not self.uri.folder:
+                return None
+            hold = Hold.of(store, self.uri, base, self.config, self._attempt)
         except CloudCheckpointError as error:
-            logger.warning("%s: all of it is sent, without a base: %s", self.uri, error)
-        return self._hold
+            logger.warning("%s: %s is no base for it: %s", self.uri, base or "nothing", error)
+            return None
+        if hold is None:
+            logger.warning(
+                "%s: %s is no base for it, as it has no digests, or is being replaced: save it "
+                "with Config(incremental=True)",
+                self.uri,
+                base,
+            )
+        return hold
 
     def note_structure(self, structure: Structure) -> None:
         """Is told what flattening has lost of the state dict, which no writer is shown."""
         self._structure = structure
+
+    def note_contents(self, contents: Contents) -> None:
+        """Is told what takes the digests of what is written next, and what need not be sent."""
+        self._contents = contents
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         # plans may be cached by the planner and come back in a later save: nothing of this attempt
@@ -303,7 +318,13 @@ class CloudStorageWriter(OurWriter):
         """Sends this rank's items; returns when the store has all of them."""
         if isinstance(planner, CloudSavePlanner):
             self.note_structure(planner.structure)
-        written = self.send(plan, planner)
+        if self.is_incremental and self._contents is None:
+            logger.warning(
+                "%s: all of it is sent, as torch's own saver was called: call cloudckpt.save, or "
+                "cloudckpt.install() before",
+                self.uri,
+            )
+        written = self.send(plan, planner, contents=self._contents)
         told = dataclasses.replace(written, indices=tuple(item.index for item in plan.items))
         future: Future[list[WriteResult]] = Future()
         future.set_result([WriteResult(MetadataIndex(""), 0, told)])

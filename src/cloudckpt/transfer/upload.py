@@ -204,14 +204,8 @@ class ObjectUpload:
     def _refuse_changes(self, part: PartPlan, error: TransientStoreError | None) -> None:
         piece = part.changed(self.algorithm)
         if piece is not None:
-            raise TensorChangedError(
-                f"{piece.item or 'a tensor'} changed while it was saved, so that its checksum does "
-                "not fit what was sent: let nobody write to it before the save has returned (also "
-                "no optimizer step, and no kernel that still runs), pass a copy of it, or use "
-                "async_save, which makes one first",
-                uri=self._store.uri(self.key),
-                item=piece.item,
-                cause=error,
+            raise TensorChangedError.of(
+                piece.item, uri=self._store.uri(self.key), cause=error
             ) from error
 
     def _checksum(self, part: PartPlan) -> int:
