@@ -5,8 +5,11 @@ import os
 import uuid
 
 import pytest
+import torch
 
+import cloudckpt
 from cli.printed import rows
+from cloudckpt import Config
 from cloudckpt.cli import runs
 from cloudckpt.stores import registry
 from cloudckpt.stores.base import ObjectInfo
@@ -29,6 +32,28 @@ def test_ls_prints_json(cli, capsys, run):
     found = json.loads(capsys.readouterr().out)
     assert [one["step"] for one in found] == [1, 2, 3, 4, 5]
     assert all(one["nbytes"] > 6000 for one in found)
+
+
+def test_ls_shows_what_steps_share_and_what_is_kept_for_them(cli, capsys, tmp_path):
+    frozen = torch.arange(100_000)
+    for step in (1, 2, 3):
+        state = {"frozen": frozen, "step": step}
+        cloudckpt.save(
+            state, checkpoint_id=str(tmp_path / f"step-{step}"), config=Config(incremental=True)
+        )
+    cloudckpt.delete(str(tmp_path / "step-1"))
+    assert cli("ls", str(tmp_path)) == 0
+    found = rows(capsys)
+    assert [(row[0], row[1]) for row in found] == [
+        ("1", "kept"),
+        ("2", "committed"),
+        ("3", "committed"),
+    ]
+    assert [row[3] for row in found] == ["0 bytes", "801.3 kB", "801.3 kB"]
+    assert cli("ls", str(tmp_path), "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [one["shared"] > 800_000 for one in told] == [False, True, True]
+    assert [one["is_referred_to"] for one in told] == [True, False, False]
 
 
 def test_latest_prints_the_newest_committed_one(cli, capsys, run, tmp_path):

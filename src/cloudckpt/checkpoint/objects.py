@@ -90,7 +90,8 @@ def rank_of(name: str) -> int:
     return int(re.match(r"__(\d+)_", name)[1])  # type: ignore[index]
 
 
-_KEEP = ".cloudckpt-keep."
+KEPT_FOR = ".cloudckpt-keep."
+"""What the names of all marks of saves that may refer to a checkpoint begin with."""
 
 
 def keep_name(attempt: str) -> str:
@@ -98,17 +99,17 @@ def keep_name(attempt: str) -> str:
 
     As long as it is there, they are not deleted; see :mod:`cloudckpt.checkpoint.references`.
     """
-    return f"{_KEEP}{attempt}"
+    return f"{KEPT_FOR}{attempt}"
 
 
 def keeps_in(folder: CheckpointURI) -> str:
     """What the keys of all objects of :func:`keep_name` in a checkpoint begin with."""
-    return folder.key(_KEEP)
+    return folder.key(KEPT_FOR)
 
 
 def is_keep_name(name: str) -> bool:
     """Whether a name is one of :func:`keep_name`."""
-    return re.fullmatch(re.escape(_KEEP) + "[0-9a-f]{16}", name) is not None
+    return re.fullmatch(re.escape(KEPT_FOR) + "[0-9a-f]{16}", name) is not None
 
 
 def trial_name(attempt: str) -> str:

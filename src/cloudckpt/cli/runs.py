@@ -48,25 +48,47 @@ def ls(run: Run, step_name: StepName = DEFAULT_PATTERN, as_json: Json = False) -
     """List the checkpoints of a run: step, age, size, and whether each is committed.
 
     Others are torn, or pending: their trainers were killed, and their saving processes send the
-    rest, which the next job commits, or `cloudckpt adopt`.
+    rest, which the next job commits, or `cloudckpt adopt`. What is kept was deleted, but for data
+    that later steps share; of a run that has such steps, the metadata of each are read.
     """
     found = cloudckpt.list_checkpoints(run, step_name=step_name)
+    shared: dict[str, int] = {}
+    if any(one.is_referred_to for one in found):
+        shared = {one.uri: _shared(one) for one in found if one.is_committed}
     if as_json:
-        print_json([dataclasses.asdict(one) for one in found])
+        print_json([{**dataclasses.asdict(one), "shared": shared.get(one.uri, 0)} for one in found])
         return
     now = datetime.now(timezone.utc).timestamp()
     rows = [
         [
             "-" if one.step is None else str(one.step),
-            "committed" if one.is_committed else "pending" if one.is_pending else "torn",
+            _state(one),
             as_size(one.nbytes),
+            *([as_size(shared.get(one.uri, 0))] if shared else []),
             "" if one.modified is None else _age(now - one.modified),
             one.uri,
         ]
         for one in found
     ]
-    columns = ["step", "state", "size", "age", "checkpoint"]
-    print_rows(columns, rows, right={0, 2, 3}, styles={"torn": "yellow", "pending": "yellow"})
+    columns = ["step", "state", "size", *(["shared"] if shared else []), "age", "checkpoint"]
+    right = {0, *range(2, len(columns) - 1)}
+    print_rows(columns, rows, right=right, styles={"torn": "yellow", "pending": "yellow"})
+
+
+def _state(one: cloudckpt.runs.CheckpointSummary) -> str:
+    if one.is_committed:
+        return "committed"
+    if one.is_pending:
+        return "pending"
+    return "kept" if one.is_referred_to else "torn"
+
+
+def _shared(one: cloudckpt.runs.CheckpointSummary) -> int:
+    """The bytes that a checkpoint has in the folders of others."""
+    try:
+        return sum(cloudckpt.inspect(one.uri).shared.values())
+    except CheckpointNotFoundError:  # deleted meanwhile
+        return 0
 
 
 @app.command(rich_help_panel="Runs")

@@ -12,10 +12,12 @@ from typing import TypeVar
 
 from cloudckpt.checkpoint.notes import Notes, read_notes
 from cloudckpt.checkpoint.objects import (
+    KEPT_FOR,
     METADATA,
     OF_RANKS,
     find_commit,
     is_committed,
+    is_keep_name,
     is_pending_name,
 )
 from cloudckpt.config import Config
@@ -45,6 +47,8 @@ class CheckpointSummary:
             or is being written.
         is_pending: Whether it can't, and saving processes that have outlived their trainers are
             finishing it, or have: the next job's ``restore()`` commits it, or ``cloudckpt adopt``.
+        is_referred_to: Whether others of the run refer to its objects, or saves that are under way
+            may do so: those stay for them when it is deleted.
         nbytes: Bytes of its objects, leftovers of killed saves included.
         modified: When the newest of them was written, in seconds since 1970 by the store's clock;
             None if the store does not tell.
@@ -54,6 +58,7 @@ class CheckpointSummary:
     step: int | None
     is_committed: bool
     is_pending: bool = False
+    is_referred_to: bool = False
     nbytes: int
     modified: float | None
 
@@ -141,14 +146,15 @@ async def summary(view: View, run: Run, folder: str) -> CheckpointSummary | None
     uri = run.root.join(folder)
     below = uri.key("")
     objects = await _objects_of_ours(view, below)
-    if not objects:
-        return None
+    if all(is_keep_name(info.key.removeprefix(below)) for info in objects):
+        return None  # of a save that was killed: what it has marked is gone
     names = {info.key.removeprefix(below) for info in objects}
     return CheckpointSummary(
         uri=str(uri),
         step=run.names.step(folder),
         is_committed=METADATA in names,
         is_pending=METADATA not in names and any(map(is_pending_name, names)),
+        is_referred_to=any(map(is_keep_name, names)),
         nbytes=sum(info.size for info in objects),
         modified=_newest(objects),
     )
@@ -162,14 +168,16 @@ async def _objects_of_ours(view: View, below: str) -> list[ObjectInfo]:
     level = await view.level(below)
     found: Iterable[ObjectInfo | str] = level
     if len(level) >= AT_FIRST:  # a checkpoint of many ranks, or a folder of strangers
-        found = [
+        marks = [info for info in level if _name(info, below).startswith(KEPT_FOR)]  # come first
+        found = marks + [
             info for start in (METADATA, OF_RANKS) for info in await view.objects(below + start)
         ]
-    return [
-        info
-        for info in found
-        if isinstance(info, ObjectInfo) and is_ours(info.key.removeprefix(below))
-    ]
+    return [info for info in found if isinstance(info, ObjectInfo) and is_ours(_name(info, below))]
+
+
+def _name(info: ObjectInfo | str, below: str) -> str:
+    """What something is called that is directly beneath a folder."""
+    return info.key.removeprefix(below) if isinstance(info, ObjectInfo) else info
 
 
 class Run:
@@ -243,7 +251,7 @@ class Run:
 
 def is_ours(name: str) -> bool:
     """Whether an object of this name beneath a checkpoint is one of cloudckpt's or torch's."""
-    return name == METADATA or _OURS.fullmatch(name) is not None
+    return name == METADATA or _OURS.fullmatch(name) is not None or is_keep_name(name)
 
 
 def _newest(objects: list[ObjectInfo]) -> float | None:

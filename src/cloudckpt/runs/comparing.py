@@ -2,7 +2,8 @@
 
 Checksums of blocks can be joined to that of a whole tensor, as long as its chunks are rows of it.
 So a tensor that was saved by another number of ranks can still be told to be the same or not
-without reading it.
+without reading it. Where incremental saves have noted digests, those are compared, and not even the
+checksums are read.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from cloudckpt.checkpoint.base import Digest
+from cloudckpt.checkpoint.columns import counted
 from cloudckpt.checkpoint.values import load_item
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.config import Config
@@ -38,6 +41,9 @@ from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["ComparedItem", "Comparison", "diff"]
+
+_Place = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a chunk in its tensor."""
 
 Verdict = Literal["same", "changed", "reshaped", "removed", "added", "unknown"]
 
@@ -54,7 +60,8 @@ class ComparedItem:
         first: The entry in the first checkpoint, if it is there.
         second: The entry in the second one.
         differing: Of what has changed: the bytes that differ, or if it was not read those of the
-            blocks whose checksums differ; None if it is not known how many.
+            chunks whose digests differ, or of the blocks whose checksums do; None if it is not
+            known how many.
     """
 
     name: str
@@ -121,18 +128,25 @@ def diff(
     config = config if config is not None else Config()
     here, there = CheckpointURI.parse(first), CheckpointURI.parse(second)
     ours, theirs = _entries(here, pattern, config), _entries(there, pattern, config)
-    items: dict[str, ComparedItem] = {}
-    unknown: list[tuple[str, _Entry, _Entry]] = []
-    for name in sorted(ours.keys() | theirs.keys()):
-        one, other = ours.get(name), theirs.get(name)
-        items[name] = _compared(name, one, other)
-        if items[name].verdict == "unknown":
-            unknown.append((name, cast(_Entry, one), cast(_Entry, other)))
+    items = {
+        name: _compared(name, ours.get(name), theirs.get(name))
+        for name in sorted(ours.keys() | theirs.keys())
+    }
+
+    def unknown_ones() -> list[tuple[str, _Entry, _Entry]]:
+        return [(n, ours[n], theirs[n]) for n, item in items.items() if item.verdict == "unknown"]
+
+    if unknown := unknown_ones():
+        _read_indexes([one for _, one, _ in unknown], here, config)
+        _read_indexes([other for _, _, other in unknown], there, config)
+    for name, one, other in unknown:
+        verdict, differing = _by_checksums(one, other)
+        items[name] = dataclasses.replace(items[name], verdict=verdict, differing=differing)
+    unknown = unknown_ones()
     if read and unknown:
-        for name, differing in _read(unknown, here, there, config, progress).items():
-            verdict: Verdict = "changed" if differing else "same"
+        for name, count in _read(unknown, here, there, config, progress).items():
             items[name] = dataclasses.replace(
-                items[name], verdict=verdict, differing=differing or None
+                items[name], verdict="changed" if count else "same", differing=count or None
             )
     return Comparison(first=str(here), second=str(there), items=tuple(items.values()))
 
@@ -153,8 +167,8 @@ class _Entry:
         entry = self.part.metadata.state_dict_metadata[self.name]
         return entry if isinstance(entry, TensorStorageMetadata) else None
 
-    def chunks(self) -> dict[tuple[tuple[int, ...], tuple[int, ...]], StoredBytes]:
-        """Its bytes, by the offsets and sizes of the chunks."""
+    def chunks(self) -> dict[_Place, StoredBytes]:
+        """Its bytes, by where the chunks are in the tensor."""
         tensor = self.tensor
         if tensor is None:
             (value,) = self.part.places.wholes([MetadataIndex(self.name)])
@@ -163,22 +177,49 @@ class _Entry:
             MetadataIndex(self.name, chunk.offsets, number)
             for number, chunk in enumerate(tensor.chunks)
         ]
-        boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks]
-        return dict(zip(boxes, self.part.places.wholes(indices), strict=True))
+        return dict(zip(_boxes_of(tensor), self.part.places.wholes(indices), strict=True))
+
+    def digests(self) -> dict[_Place, tuple[Digest, int]] | None:
+        """The digests of the chunks and their bytes, by the same; None if they were not noted."""
+        inventory = self.part.said.inventory
+        if inventory is None or not inventory.extents.has_digests:
+            return None
+        known = inventory.entries[self.name]
+        rows = counted(known.first, known.first + known.count)
+        _, _, lengths, highs, lows = (
+            one.tolist() for one in inventory.extents.at(rows).all_columns
+        )
+        digests = list(zip(highs, lows, strict=True))
+        tensor = self.tensor
+        if tensor is None:
+            return {((), ()): (digests[0], lengths[0])}
+        return {
+            place: (digest, math.prod(place[1]) * tensor.properties.dtype.itemsize)
+            for place, digest in zip(_boxes_of(tensor), digests, strict=True)
+        }
+
+
+def _boxes_of(tensor: TensorStorageMetadata) -> list[_Place]:
+    return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks]
 
 
 def _entries(uri: CheckpointURI, pattern: str, config: Config) -> dict[str, _Entry]:
     found: dict[str, _Entry] = {}
     for part in parts(uri, config):
-        part.places.read_indexes(open_store(uri, config), config)
         for name in part.metadata.state_dict_metadata:
             if fnmatchcase(name, pattern):
                 found[name] = _Entry(part, name)
     return found
 
 
+def _read_indexes(entries: Sequence[_Entry], uri: CheckpointURI, config: Config) -> None:
+    """Reads the checksums of all objects of which some are needed."""
+    for part in {id(entry.part): entry.part for entry in entries}.values():
+        part.places.read_indexes(open_store(uri, config), config)
+
+
 def _compared(name: str, one: _Entry | None, other: _Entry | None) -> ComparedItem:
-    """What can be told without reading."""
+    """What the metadata alone tell."""
     first = None if one is None else one.stored
     second = None if other is None else other.stored
     verdict: Verdict
@@ -188,8 +229,20 @@ def _compared(name: str, one: _Entry | None, other: _Entry | None) -> ComparedIt
     elif (first.shape, first.dtype) != (second.shape, second.dtype):
         verdict = "reshaped"
     else:
-        verdict, differing = _by_checksums(one, other)
+        verdict, differing = _by_digests(one, other)
     return ComparedItem(name=name, verdict=verdict, first=first, second=second, differing=differing)
+
+
+def _by_digests(one: _Entry, other: _Entry) -> tuple[Verdict, int | None]:
+    ours, theirs = one.digests(), other.digests()
+    if ours is None or theirs is None or ours.keys() != theirs.keys():
+        return "unknown", None
+    differing = [
+        max(ours[place][1], theirs[place][1])
+        for place in ours
+        if ours[place][0] != theirs[place][0]
+    ]
+    return ("changed", sum(differing)) if differing else ("same", None)
 
 
 def _by_checksums(one: _Entry, other: _Entry) -> tuple[Verdict, int | None]:
@@ -236,7 +289,7 @@ def _checksum(source: StoredBytes) -> int:
 
 
 def _joined(
-    entry: _Entry, chunks: dict[tuple[tuple[int, ...], tuple[int, ...]], StoredBytes]
+    entry: _Entry, chunks: dict[_Place, StoredBytes]
 ) -> tuple[ChecksumAlgorithm, int] | None:
     """The checksum of a whole tensor, if its chunks are rows of it that follow one another."""
     tensor = entry.tensor
