@@ -67,7 +67,7 @@ class Digester:
 
 
 class Base:
-    """Items of a checkpoint, by digest: 40 bytes each.
+    """Items of a checkpoint, by digest: 8 bytes each, besides the columns that it is given.
 
     Attributes:
         attempt: The random name of the save that has made the checkpoint.
@@ -84,12 +84,9 @@ class Base:
         if extents.high is None or extents.low is None:
             raise ValueError("a base without digests")
         self.attempt, self.objects = attempt, objects
-        order = torch.argsort(extents.high)
-        self._extents = extents.at(order)
-        self._columns = [
-            memoryview(bytes_of(column)).cast("q") if column.numel() else memoryview(b"")
-            for column in self._extents.all_columns
-        ]
+        self._extents = extents
+        self._sorted = torch.argsort(extents.high)
+        self._order, *self._columns = map(_numbers, (self._sorted, *extents.all_columns))
 
     @classmethod
     def of(
@@ -103,15 +100,21 @@ class Base:
         """Where bytes of a digest are, by the number of the object in ``objects``; or None."""
         objects, offsets, lengths, highs, lows = self._columns
         high, low = digest
-        row = bisect.bisect_left(highs, high)
-        while row < len(highs) and highs[row] == high:
+        first = bisect.bisect_left(self._order, high, key=highs.__getitem__)
+        for row in self._order[first:]:
+            if highs[row] != high:
+                break
             if lows[row] == low:
                 return Place(objects[row], offsets[row], lengths[row])
-            row += 1
         return None
 
     def __reduce__(self) -> tuple[object, ...]:
         return _unpacked, (self.attempt, *pack_objects(self.objects), self._extents)
+
+
+def _numbers(column: torch.Tensor) -> memoryview:
+    """The numbers of a column of int64 that somebody keeps, each without a tensor of its own."""
+    return memoryview(bytes_of(column)).cast("q") if column.numel() else memoryview(b"").cast("q")
 
 
 def _unpacked(attempt: str, packed: bytes, folders: tuple[str, ...], extents: Extents) -> Base:
