@@ -15,8 +15,9 @@ checkpoint of his own wrong. A checksum is no identity: those of 32 or 64 bits a
 from __future__ import annotations
 
 import bisect
+import functools
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -27,47 +28,53 @@ from cloudckpt.checkpoint.shard import Place
 from cloudckpt.checkpoint.written import Extents
 from cloudckpt.transfer.memory import bytes_of
 
-__all__ = ["Base", "Digest", "Digester"]
+__all__ = ["VALUE", "Base", "Digest", "Digester", "digest_of_bytes", "kind_of"]
 
 Digest = tuple[int, int]
 """Both halves, as numbers of int64."""
+
+_HALVES = struct.Struct(">qq")
+
+
+@functools.lru_cache(maxsize=8192)
+def kind_of(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
+    """What the bytes of a tensor mean, its elements being in row-major order."""
+    return f"{dtype}{list(shape)}\0".encode()
+
+
+VALUE = b"\0"
+"""What those of a pickled value do."""
 
 
 class Digester:
     """The digest of one item; feeding it lets go of the GIL while it reads more than a little.
 
     Args:
-        kind: What the bytes mean: element type and shape of a tensor.
+        kind: What the bytes mean: :func:`kind_of` a tensor, or ``VALUE``.
     """
 
-    __slots__ = ("_hash",)
+    __slots__ = ("_hash", "add")
 
-    def __init__(self, kind: str) -> None:
-        self._hash = xxhash.xxh3_128(f"{kind}\0".encode())
-
-    def add(self, view: bytes | memoryview) -> Digester:
+    def __init__(self, kind: bytes) -> None:
+        self._hash = xxhash.xxh3_128(kind)
+        self.add: Callable[[bytes | memoryview], None] = self._hash.update
         """Takes the next bytes."""
-        self._hash.update(view)
-        return self
 
     def result(self) -> Digest:
         """That of all bytes so far."""
-        high, low = struct.unpack(">qq", self._hash.digest())
+        high, low = _HALVES.unpack(self._hash.digest())
         return high, low
 
-    @classmethod
-    def of_tensor(cls, dtype: torch.dtype, shape: Sequence[int]) -> Digester:
-        """For the elements of a tensor, in row-major order."""
-        return cls(f"{dtype}{list(shape)}")
 
-    @classmethod
-    def of_value(cls) -> Digester:
-        """For what is pickled."""
-        return cls("")
+def digest_of_bytes(kind: bytes, view: bytes | memoryview) -> Digest:
+    """That of an item whose bytes are all there; see :class:`Digester`."""
+    digester = Digester(kind)
+    digester.add(view)
+    return digester.result()
 
 
 class Base:
-    """Items of a checkpoint, by digest: 8 bytes each, besides the columns that it is given.
+    """Items of a checkpoint, by digest: 16 bytes each, besides the columns that it is given.
 
     Attributes:
         attempt: The random name of the save that has made the checkpoint.
@@ -85,8 +92,9 @@ class Base:
             raise ValueError("a base without digests")
         self.attempt, self.objects = attempt, objects
         self._extents = extents
-        self._sorted = torch.argsort(extents.high)
-        self._order, *self._columns = map(_numbers, (self._sorted, *extents.all_columns))
+        self._sorted = torch.sort(extents.high)
+        self._highs, self._rows = map(_numbers, self._sorted)
+        self._columns = [_numbers(column) for column in extents.all_columns]
 
     @classmethod
     def of(
@@ -98,12 +106,12 @@ class Base:
 
     def find(self, digest: Digest) -> Place | None:
         """Where bytes of a digest are, by the number of the object in ``objects``; or None."""
-        objects, offsets, lengths, highs, lows = self._columns
+        objects, offsets, lengths, _, lows = self._columns
         high, low = digest
-        first = bisect.bisect_left(self._order, high, key=highs.__getitem__)
-        for row in self._order[first:]:
-            if highs[row] != high:
+        for place in range(bisect.bisect_left(self._highs, high), len(self._highs)):
+            if self._highs[place] != high:
                 break
+            row = self._rows[place]
             if lows[row] == low:
                 return Place(objects[row], offsets[row], lengths[row])
         return None

@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 
-from cloudckpt.checkpoint.base import Base, Digest, Digester
+from cloudckpt.checkpoint.base import Base, Digest, Digester, kind_of
 from cloudckpt.checkpoint.objects import METADATA, WrittenObject, natural_order
 from cloudckpt.checkpoint.references import Hold
 from cloudckpt.checkpoint.shard import Place
@@ -98,7 +98,7 @@ def digest_of(
         The digest, and the checksums of the blocks. Somebody may write to the tensor before it is
         sent: what fits these checksums is what the digest is of.
     """
-    digester, nbytes = Digester.of_tensor(tensor.dtype, tensor.shape), tensor.nbytes
+    digester, nbytes = Digester(kind_of(tensor.dtype, tensor.shape)), tensor.nbytes
     block = block_size_for(nbytes)
     checksums = None if algorithm is None else BlockChecksums(algorithm, block)
     for piece in _pieces_of(tensor, pool):

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
-from cloudckpt.checkpoint.base import Digester
+from cloudckpt.checkpoint.base import VALUE, digest_of_bytes, kind_of
 from cloudckpt.checkpoint.objects import WrittenObject
 from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checkpoint.sending import Destination, OpenObject, Sender, send_here
@@ -30,7 +30,7 @@ from cloudckpt.dcp.incremental import Contents, digest_of
 from cloudckpt.errors import ShapeMismatchError, UnsupportedTensorError
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.transfer.group import Cancellation
-from cloudckpt.transfer.memory import settled
+from cloudckpt.transfer.memory import bytes_of, settled
 from cloudckpt.transfer.staging import StagingPool
 from cloudckpt.transfer.stats import TransferStats
 
@@ -202,7 +202,8 @@ class _Writing:
             form, tensor = forms[number], tensors[number]
             if form is not None and tensor is not None and _has_its_memory(form, tensor):
                 if self._contents is not None:
-                    digest, _ = digest_of(tensor, self._pool)
+                    kind = kind_of(tensor.dtype, tensor.shape)
+                    digest = digest_of_bytes(kind, bytes_of(tensor))
                     if (known := self._contents.known(number, digest)) is not None:
                         yield number, known
                         continue
@@ -258,7 +259,7 @@ class _Writing:
 
     def _write_bytes(self, number: int, content: bytes) -> Place:
         if self._contents is not None:
-            digest = Digester.of_value().add(content).result()
+            digest = digest_of_bytes(VALUE, content)
             if (known := self._contents.known(number, digest)) is not None:
                 return known
         return self._shard.add_bytes(content)
@@ -266,8 +267,8 @@ class _Writing:
     def _note(self, number: int, tensor: torch.Tensor, copy: memoryview) -> None:
         """Notes the digest of the copy that is sent: the tensor may have changed meanwhile."""
         assert self._contents is not None
-        digester = Digester.of_tensor(tensor.dtype, tensor.shape)
-        self._contents.note(number, digester.add(copy).result())
+        digest = digest_of_bytes(kind_of(tensor.dtype, tensor.shape), copy)
+        self._contents.note(number, digest)
 
 
 def _kind(planner: DefaultSavePlanner, item: WriteItem) -> type:
