@@ -300,7 +300,7 @@ def test_a_folder_that_was_written_too_long_ago_is_not_committed(store, monkeypa
     write(writer, "run/tmp_step-7", 7)
     later = time.time() + commits.LONGEST_SAVE + 60
     monkeypatch.setattr(time, "time", lambda: later)
-    with pytest.raises(IncompleteSaveError, match="save again"):
+    with pytest.raises(IncompleteSaveError, match="more than 12 hours"):
         writer.rename_folder("run/tmp_step-7", "run/step-7")
 
 
