@@ -169,7 +169,8 @@ class FileFolders(VisibleFiles):
         Raises:
             FileExistsError: If it is a file of a committed folder.
         """
-        if isinstance(self.find(key), CommittedFile):
+        is_temporary = self._temporary_folder(key) is not None  # then only this job sees the file
+        if not is_temporary and isinstance(self.find(key), CommittedFile):
             raise FileExistsError(
                 f"{self._store.uri(key)} is part of a committed folder: remove that, or write "
                 "elsewhere"
