@@ -29,8 +29,11 @@ __all__ = [
     "MOST_BLOCKS",
     "FileManifest",
     "StoredFile",
+    "beneath",
     "content_name",
+    "folder_of",
     "folders_above",
+    "inside",
     "is_content_name",
     "is_pending_record",
     "is_record_name",
@@ -91,6 +94,21 @@ def name_of_record(name: str) -> tuple[str, str]:
     found = _RECORD.fullmatch(name)
     assert found is not None
     return found[1], found[2]
+
+
+def inside(folder: str) -> str:
+    """What the keys of all that is in a folder begin with; the bucket itself is the empty one."""
+    return f"{folder}/" if folder else ""
+
+
+def folder_of(key: str) -> str:
+    """The folder that a key is in."""
+    return key.rpartition("/")[0]
+
+
+def beneath(folder: str, key: str) -> str:
+    """The name of a key beneath a folder that it is in."""
+    return key.removeprefix(inside(folder)) if key != folder else ""
 
 
 def folders_above(key: str) -> list[str]:
@@ -176,9 +194,8 @@ def manifest_bytes(folder: str, manifest: FileManifest) -> bytes:
         folder: The folder's key, without a slash at its end.
         manifest: What it says.
     """
-    below = f"{folder}/" if folder else ""
     described = {
-        name: file.described(file.key.removeprefix(below))
+        name: file.described(beneath(folder, file.key))
         for name, file in sorted(manifest.files.items())
     }
     content = {"format": "cloudckpt files", "version": 1, "job": manifest.job, "files": described}
@@ -196,7 +213,7 @@ def read_manifest(data: bytes | bytearray, folder: str, uri: str) -> FileManifes
     Raises:
         CheckpointCorruptError: If these are not the bytes that were written.
     """
-    below = f"{folder}/" if folder else ""
+    below = inside(folder)
     content = _opened(data, "cloudckpt files", uri)
     files, job = content.get("files"), content.get("job")
     if not isinstance(files, dict) or not isinstance(job, str):

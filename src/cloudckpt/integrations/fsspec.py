@@ -17,7 +17,6 @@ import datetime
 import importlib.util
 import io
 from collections.abc import Iterator, Sequence
-from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -33,9 +32,8 @@ from cloudckpt.files import load_file, save_file
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.torch_files.object_file import ObjectFile, PinnedObject
 from cloudckpt.torch_files.written_file import WrittenFile
-from cloudckpt.transfer.copying import copies_within
 from cloudckpt.transfer.deleting import delete_all
-from cloudckpt.transfer.relay import Passage, relay
+from cloudckpt.transfer.relay import copy_objects
 from cloudckpt.transfer.retry import Retrier, open_store
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI
@@ -259,33 +257,10 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         """
         if not pairs:
             return
-        source, _, retrier = self._place(pairs[0][0])
+        source, _, _ = self._place(pairs[0][0])
         target, _, _ = self._place(pairs[0][1])
-        passages = []
-        for path, copy in pairs:
-            key = self._uri(path).prefix
-            found = retrier.call(partial(source.head, key))
-            is_within = copies_within(source, target, found.size)
-            passages.append(
-                Passage(
-                    key,
-                    self._uri(copy).prefix,
-                    found.size,
-                    found.checksum,
-                    source.capabilities.checksum,
-                    found if is_within else None,
-                )
-            )
-        stats = TransferStats(str(self._uri(pairs[0][1])))
-        relay(
-            source,
-            target,
-            passages,
-            self._config,
-            stats,
-            moved=lambda count: None,
-            arrived=lambda passage: None,
-        )
+        keys = [(self._uri(path).prefix, self._uri(copy).prefix) for path, copy in pairs]
+        copy_objects(source, target, keys, self._config)
 
     def mkdir(self, path: str, create_parents: bool = True, **_: Any) -> None:
         """Does nothing, as `makedirs` and `rmdir`: folders are what keys have in common."""

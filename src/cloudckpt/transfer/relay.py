@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,7 +12,7 @@ from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.config import MIB, Config
 from cloudckpt.errors import CheckpointCorruptError, Damage
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
-from cloudckpt.transfer.copying import ObjectCopy, copy_part_size
+from cloudckpt.transfer.copying import ObjectCopy, copies_within, copy_part_size
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.memory import bytes_of
 from cloudckpt.transfer.parts import Piece, choose_part_size
@@ -22,7 +22,7 @@ from cloudckpt.transfer.staging import ScratchPool
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.upload import ObjectUpload, creates_only
 
-__all__ = ["MismatchError", "Passage", "relay"]
+__all__ = ["MismatchError", "Passage", "copy_objects", "relay"]
 
 _PART = 8 * MIB  # bytes of a part: eight are under way in 64 MiB
 
@@ -85,6 +85,33 @@ def relay(
         StoreError: If a store refuses or stays unreachable.
     """
     _Relay(source, target, config, stats, moved, arrived).run(passages)
+
+
+def copy_objects(
+    source: ObjectStore, target: ObjectStore, pairs: Iterable[tuple[str, str]], config: Config
+) -> None:
+    """Copies objects given their keys, by the store itself where it can; see :func:`relay`.
+
+    Args:
+        source: Where they are.
+        target: Where they are copied to; nobody else writes to these keys.
+        pairs: From where, and to where.
+        config: Options.
+
+    Raises:
+        CheckpointCorruptError: If an object is gone, or was replaced.
+        StoreError: If a store refuses or stays unreachable.
+    """
+    retrier, passages = Retrier(config.retry), []
+    for key, copy in pairs:
+        found = retrier.call(partial(source.head, key))
+        within = found if copies_within(source, target, found.size) else None
+        kind = source.capabilities.checksum
+        passages.append(Passage(key, copy, found.size, found.checksum, kind, within))
+    if passages:
+        stats = TransferStats(target.uri(passages[0].target))
+        nothing: Callable[[object], None] = lambda _: None  # noqa: E731
+        relay(source, target, passages, config, stats, moved=nothing, arrived=nothing)
 
 
 class _Relay:

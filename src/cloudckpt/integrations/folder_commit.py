@@ -1,0 +1,178 @@
+"""The commit of a folder of files: its manifest is written, on the condition that there is none.
+
+What it names is compared with a listing before, and nothing is copied but what was not written
+beneath the folder that it is to be in.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from dataclasses import replace
+
+from cloudckpt.checkpoint.commit import Baseline, commit, conditions_work, now
+from cloudckpt.checkpoint.file_folder import (
+    MANIFEST,
+    FileManifest,
+    StoredFile,
+    beneath,
+    content_name,
+    folder_of,
+    inside,
+    is_record_name,
+    manifest_bytes,
+    name_of_record,
+)
+from cloudckpt.checkpoint.objects import trial_name
+from cloudckpt.config import Config
+from cloudckpt.errors import (
+    CheckpointConflictError,
+    CheckpointCorruptError,
+    CheckpointExistsError,
+)
+from cloudckpt.integrations.visible_files import VisibleFiles
+from cloudckpt.stores.base import ObjectInfo, ObjectStore, random_suffix
+from cloudckpt.transfer.deleting import delete_quietly
+from cloudckpt.transfer.group import TaskGroup
+from cloudckpt.transfer.relay import copy_objects
+from cloudckpt.transfer.retry import Retrier
+
+__all__ = ["FolderCommit"]
+
+logger = logging.getLogger("cloudckpt")
+
+
+class FolderCommit:
+    """What one job has written into a folder, about to be committed as this folder, or another."""
+
+    def __init__(
+        self, store: ObjectStore, config: Config, seen: VisibleFiles, job: str, folder: str
+    ) -> None:
+        """
+        Args:
+            store: The bucket.
+            config: Options.
+            seen: What the job sees.
+            job: Whose records are committed.
+            folder: Where they are.
+
+        Raises:
+            FileNotFoundError: If this job has written nothing there.
+            FileExistsError: If files of others are there, too, which have no records.
+        """
+        self._store = store
+        self._config = config
+        self._seen = seen
+        self._job = job
+        self._folder = folder
+        self._retrier = Retrier(config.retry)
+        self._records = self._own_records()
+
+    def carry_out(self, target: str) -> None:
+        """Makes the files those of a folder, and removes their records.
+
+        Raises:
+            FileExistsError: If another job has committed there before.
+            CheckpointCorruptError: If what was written is not there any more.
+            IncompleteSaveError: If the first file was written too long ago.
+            CommitUnknownError: If the store does not say whether the commit took place.
+            StoreError: If it did not, and will not.
+        """
+        store, key = self._store, inside(target) + MANIFEST
+        times = [info.modified for info in self._records if info.modified is not None]
+        age = max(0.0, time.time() - min(times)) if times else 0.0
+        baseline = Baseline(key, None, began=now() - age)
+        baseline.check_age(store.uri(target))
+        files = self._read_records()
+        self._check_written(target, files)
+        files |= self._brought(target, files)
+        trial = inside(target) + trial_name(random_suffix())
+        conditional = conditions_work(store, self._config.conditional_writes, trial, self._retrier)
+        manifest = FileManifest(job=self._job, files=files)
+        body = [memoryview(manifest_bytes(target, manifest))]
+        try:
+            commit(store, baseline, body, conditional=conditional, retrier=self._retrier)
+        except CheckpointConflictError as error:
+            raise CheckpointExistsError(
+                "another writer has committed this meanwhile: theirs is kept",
+                uri=store.uri(target),
+                cause=error,
+            ) from error
+        keys = [info.key for info in self._records]
+        delete_quietly(store, keys, self._config.retry, threads=self._config.requests_at_once)
+
+    def _own_records(self) -> list[ObjectInfo]:
+        store, folder, records = self._store, self._folder, []
+        for info in self._retrier.call(lambda: list(self._seen.beneath_folder(folder))):
+            if not is_record_name(info.key):
+                if info.key != inside(folder) + MANIFEST:
+                    raise FileExistsError(
+                        f"{store.uri(info.key)} was not written by this storage, and can't be "
+                        "committed with the folder that it is in: remove it, or write elsewhere"
+                    )
+            elif name_of_record(info.key)[1] == self._job:
+                records.append(info)
+        if not records:
+            raise FileNotFoundError(f"{store.uri(folder)}: this job has written nothing there")
+        return records
+
+    def _read_records(self) -> dict[str, StoredFile]:
+        """The files, by their names in the folder."""
+        files: dict[str, StoredFile] = {}
+
+        def read(key: str) -> None:
+            files[beneath(self._folder, name_of_record(key)[0])] = self._seen.record(key)
+
+        group = TaskGroup(
+            self._config.requests_at_once, name="cloudckpt-commit", interrupt=self._store.interrupt
+        )
+
+        def submit() -> None:
+            for info in self._records:
+                group.submit(functools.partial(read, info.key))
+
+        group.run(submit)
+        return files
+
+    def _check_written(self, target: str, files: dict[str, StoredFile]) -> None:
+        """Whether each object is there, of its size: other ranks may write to another store."""
+        elsewhere = {folder_of(file.key) for file in _elsewhere(target, files).values()}
+        there = {
+            (info.key, info.size)
+            for folder in (target, *elsewhere)
+            for info in self._retrier.call(functools.partial(self._listed, folder))
+        }
+        for name, file in files.items():
+            if (file.key, file.size) not in there:
+                raise CheckpointCorruptError(
+                    f"{name} was written, but is not there with its {file.size} bytes; nothing was "
+                    "committed. Compare on all ranks what leads to the store",
+                    uri=self._store.uri(file.key),
+                )
+
+    def _listed(self, folder: str) -> list[ObjectInfo]:
+        return list(self._store.list(inside(folder)))
+
+    def _brought(self, target: str, files: dict[str, StoredFile]) -> dict[str, StoredFile]:
+        """Copies beneath a folder of those that are elsewhere."""
+        elsewhere = _elsewhere(target, files)
+        if not elsewhere:
+            return {}
+        logger.warning(
+            "%s: %d files are copied, for they were written elsewhere: set temporary to what the "
+            "names of temporary folders begin with",
+            self._store.uri(target),
+            len(elsewhere),
+        )
+        copies = {
+            name: replace(file, key=inside(target) + content_name(name, random_suffix()))
+            for name, file in elsewhere.items()
+        }
+        pairs = [(file.key, copies[name].key) for name, file in elsewhere.items()]
+        copy_objects(self._store, self._store, pairs, self._config)
+        return copies
+
+
+def _elsewhere(target: str, files: dict[str, StoredFile]) -> dict[str, StoredFile]:
+    return {name: file for name, file in files.items() if not file.key.startswith(inside(target))}

@@ -1,0 +1,208 @@
+"""What a job sees in a bucket: plain objects, files of its own, and those of committed folders.
+
+A file may be three things (:data:`Found`): what a manifest names, which nobody changes any more;
+what a record says, which the job's own temporary folders have, too; or a plain object, which other
+programs read and write. Of several at one path the first of these is seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cloudckpt.checkpoint.file_folder import (
+    MANIFEST,
+    FileManifest,
+    StoredFile,
+    beneath,
+    folders_above,
+    inside,
+    is_content_name,
+    is_pending_record,
+    is_record_name,
+    name_of_record,
+    read_manifest,
+    read_record,
+    record_name,
+)
+from cloudckpt.checkpoint.objects import is_drawn_name
+from cloudckpt.errors import ObjectNotFoundError
+from cloudckpt.stores.base import ObjectInfo, ObjectStore
+from cloudckpt.transfer.retry import Retrier
+
+__all__ = ["CommittedFile", "Found", "PlainFile", "RecordedAs", "VisibleFiles"]
+
+
+@dataclass(frozen=True)
+class PlainFile:
+    """A file that other programs see, too: an object at its own key."""
+
+    info: ObjectInfo
+
+
+@dataclass(frozen=True)
+class RecordedAs:
+    """A file that no manifest names, and the key of the record that does."""
+
+    file: StoredFile
+    record: str
+
+
+@dataclass(frozen=True)
+class CommittedFile:
+    """A file of a committed folder, and the version of the manifest."""
+
+    file: StoredFile
+    folder: str
+    version: str
+
+
+Found = PlainFile | RecordedAs | CommittedFile
+
+
+class VisibleFiles:
+    """What one job sees of the files and folders of a bucket. Safe to use from many threads."""
+
+    def __init__(self, store: ObjectStore, job: str, retrier: Retrier) -> None:
+        """
+        Args:
+            store: The bucket.
+            job: Whose pending files are seen.
+            retrier: For each request.
+        """
+        self._store = store
+        self._job = job
+        self._retrier = retrier
+        self._manifests: dict[str, tuple[str, FileManifest]] = {}
+
+    def exists(self, key: str) -> bool:
+        """Whether there is a file, or a folder with any."""
+        return self.manifest(key) is not None or self.find(key) is not None or self.is_folder(key)
+
+    def is_folder(self, key: str) -> bool:
+        """Whether there is a folder with any files."""
+        if self.manifest(key) is not None or any(self.beneath_folder(key)):
+            return True
+        return any(
+            name.startswith(f"{beneath(folder, key)}/")
+            for folder in folders_above(key)
+            if (manifest := self.manifest(folder)) is not None
+            for name in manifest[1].files
+        )
+
+    def names(self, key: str) -> list[str]:
+        """The names of the files and folders in a folder.
+
+        Raises:
+            FileNotFoundError: If there are none.
+        """
+        found: set[str] = set()
+        for folder in (key, *folders_above(key)):
+            if (manifest := self.manifest(folder)) is not None:
+                begin = inside(beneath(folder, key))
+                found |= {
+                    name.removeprefix(begin).partition("/")[0]
+                    for name in manifest[1].files
+                    if name.startswith(begin)
+                }
+        for entry in self._retrier.call(lambda: list(self._store.list_level(inside(key)))):
+            if not isinstance(entry, str):
+                name = entry.key.rpartition("/")[2]
+                if self.sees(entry.key) and name != MANIFEST:
+                    found.add(name_of_record(name)[0] if is_record_name(name) else name)
+            elif any(self.beneath_folder(inside(key) + entry)):
+                found.add(entry)
+        if not found:
+            raise FileNotFoundError(self._store.uri(key))
+        return sorted(found)
+
+    def beneath_folder(self, folder: str) -> Iterator[ObjectInfo]:
+        """What this job sees beneath a folder, in any folder of it; asked for as it is wanted."""
+        return (info for info in self._store.list(inside(folder)) if self.sees(info.key))
+
+    def sees(self, key: str) -> bool:
+        """Whether an object is a file, a manifest, or the record of a file that this job sees."""
+        name = key.rpartition("/")[2]
+        if is_record_name(name):
+            return not is_pending_record(name) or name_of_record(name)[1] == self._job
+        return bool(name) and not is_content_name(name) and not is_drawn_name(name)
+
+    def find(self, key: str) -> Found | None:
+        """What a file is, if there is one: what is committed comes first."""
+        for folder in folders_above(key):
+            if (manifest := self.manifest(folder)) is not None:
+                version, said = manifest
+                if (file := said.files.get(beneath(folder, key))) is not None:
+                    return CommittedFile(file, folder, version)
+        if (recorded := self._recorded(key)) is not None:
+            return recorded
+        try:
+            return PlainFile(self._retrier.call(lambda: self._store.head(key)))
+        except ObjectNotFoundError:
+            return None
+
+    def existing(self, key: str) -> Found:
+        """The same.
+
+        Raises:
+            FileNotFoundError: If there is none.
+        """
+        found = self.find(key)
+        if found is None:
+            raise FileNotFoundError(self._store.uri(key))
+        return found
+
+    def _recorded(self, key: str) -> RecordedAs | None:
+        """What this job has written there, or else what another one has written last."""
+        records = [info for info in self.records(f"{key}.") if name_of_record(info.key)[0] == key]
+        if not records:
+            return None
+        own = {record_name(key, self._job, is_pending=pending) for pending in (False, True)}
+        newest = max(records, key=lambda info: (info.key in own, info.modified or 0.0))
+        try:
+            return RecordedAs(self.record(newest.key), newest.key)
+        except ObjectNotFoundError:
+            return None
+
+    def records(self, prefix: str) -> list[ObjectInfo]:
+        """Those that this job sees whose keys begin so."""
+        listed = self._retrier.call(lambda: list(self._store.list(prefix)))
+        return [info for info in listed if is_record_name(info.key) and self.sees(info.key)]
+
+    def record(self, key: str) -> StoredFile:
+        """What a record says.
+
+        Raises:
+            ObjectNotFoundError: If there is no such record.
+            CheckpointCorruptError: If it is damaged.
+        """
+        data, _ = self._retrier.call(lambda: self._store.get_latest(key))
+        return read_record(data, self._store.uri(key))
+
+    def manifest(self, folder: str) -> tuple[str, FileManifest] | None:
+        """The version of a folder's manifest, and what it says, if there is one.
+
+        Raises:
+            CheckpointCorruptError: If it is damaged.
+        """
+        key = inside(folder) + MANIFEST
+        try:
+            version = self._retrier.call(lambda: self._store.head(key)).version
+            known = self._manifests.get(folder)
+            if known is not None and known[0] == version:
+                return known
+            data, info = self._retrier.call(lambda: self._store.get_latest(key))
+        except ObjectNotFoundError:
+            return None
+        read = (info.version, read_manifest(data, folder, self._store.uri(key)))
+        self._manifests = {folder: read}  # of the checkpoint that is read just now
+        return read
+
+    def size(self, key: str) -> int:
+        """Bytes of a file.
+
+        Raises:
+            FileNotFoundError: If there is none.
+        """
+        found = self.existing(key)
+        return found.info.size if isinstance(found, PlainFile) else found.file.size
