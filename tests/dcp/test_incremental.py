@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -300,14 +301,29 @@ def _sharded(step: int) -> dict[str, Any]:
     }
 
 
+class _Planner(DefaultSavePlanner):
+    """One of a user's own."""
+
+
 def _save_on_ranks(place: Place, steps: list[int], how: str) -> list[int]:
     sent = []
     for step in steps:
+        # of stock saves the coordinator decides
+        is_incremental = dist.get_rank() == 0 or not how.startswith("stock")
         writer = CloudStorageWriter(
-            place.at(f"step-{step}").uri, config=place.having(incremental=True).config
+            place.at(f"step-{step}").uri, config=place.having(incremental=is_incremental).config
         )
         if how == "save":
             cloudckpt.save(_sharded(step), storage_writer=writer)
+        elif how.startswith("stock"):
+            cloudckpt.install()
+            try:
+                if how == "stock":
+                    dcp.save(_sharded(step), storage_writer=writer, planner=_Planner())
+                else:
+                    dcp.async_save(_sharded(step), storage_writer=writer).result()
+            finally:
+                cloudckpt.uninstall()
         else:
             kind = AsyncCheckpointerType[how]
             cloudckpt.async_save(
@@ -335,7 +351,7 @@ def _load_on_ranks(place: Place, step: int) -> bool:
 
 
 @on_disk
-@pytest.mark.parametrize("how", ["save", "THREAD", "PROCESS"])
+@pytest.mark.parametrize("how", ["save", "THREAD", "PROCESS", "stock", "stock, async"])
 def test_ranks_refer_each_to_what_it_has_written(place, ranks, how) -> None:
     for sent in ranks(2, _save_on_ranks, place, [1, 2, 3], how):
         assert sent[1] < sent[0] / 10

@@ -41,6 +41,7 @@ import logging
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from cloudckpt.checkpoint.base import Base
 from cloudckpt.checkpoint.committed import CommitObject, fetch
 from cloudckpt.checkpoint.objects import METADATA, keep_name, keeps_in
 from cloudckpt.config import Config
@@ -123,6 +124,15 @@ class Hold:
             raise
         made.let_go()
         return None
+
+    @property
+    def contents(self) -> Base | None:
+        """What the base holds, of all ranks; None if that can't be told."""
+        record = self.said.record
+        if record is None or record.inventory is None:
+            return None
+        found = record.inventory
+        return Base.of(record.attempt, self.base.folder, found.objects, found.extents)
 
     def let_go(self, needed: Collection[str] = ()) -> None:
         """Takes back the marks in all folders but those that are needed."""

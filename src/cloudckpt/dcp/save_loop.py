@@ -257,11 +257,8 @@ class SaveLoop:
             hold = self._writer.hold_base(None if known is None else known[0])
             if hold is None or (record := hold.said.record) is None or record.inventory is None:
                 return "", None
-            attempt = record.attempt
-            if all(one == attempt for one in told):
-                return attempt, None
-            found = record.inventory
-            return attempt, Base.of(attempt, hold.base.folder, found.objects, found.extents)
+            known_to_all = all(one == record.attempt for one in told)
+            return record.attempt, None if known_to_all else hold.contents
 
         attempt, base = self._ranks.all_reduce("base", own, held)
         if base is None and attempt:

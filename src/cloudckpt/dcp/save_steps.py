@@ -2,6 +2,9 @@
 
 Nobody knows whether a planner of a user's own plans the same for the same state dict, so it plans
 each time. A writer that is derived from ours is asked for all that torch would ask it for.
+
+A save that is incremental takes one more step: what the coordinator holds of the base goes to all
+ranks. Whether it does is said by the coordinator, so that ranks with other options wait for nobody.
 """
 
 from __future__ import annotations
@@ -16,10 +19,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
+from cloudckpt.checkpoint.base import Base
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.torch_private import Collectives, forget_plans, traverse_state_dict
 from cloudckpt.dcp.committed_metadata import committed_metadata
 from cloudckpt.dcp.failures import portably
+from cloudckpt.dcp.incremental import Contents
 from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.dcp.torch_log import logged_by_torch
 from cloudckpt.dcp.writer import CloudStorageWriter, OurWriter
@@ -67,14 +72,27 @@ def save_by_steps(
         return writer.prepare_local_plan(planner.create_local_plan())
 
     @logged
-    def global_step(plans: list[SavePlan]) -> list[SavePlan]:
+    def global_step(plans: list[SavePlan]) -> list[tuple[SavePlan, bool]]:
         plans, metadata = planner.create_global_plan(plans)
         made.append(metadata)
-        return writer.prepare_global_plan(plans)
+        is_incremental = type(writer) is CloudStorageWriter and writer.is_incremental
+        return [(plan, is_incremental) for plan in writer.prepare_global_plan(plans)]
+
+    def nothing() -> None: ...
+
+    @logged
+    def held(_: list[None]) -> Base | None:
+        assert isinstance(writer, CloudStorageWriter)
+        hold = writer.hold_base(None)
+        return None if hold is None else hold.contents
 
     @logged
     def write_data() -> list[WriteResult]:
-        written = writer.write_data(planner.finish_plan(mine[0]), planner)
+        plan = planner.finish_plan(mine[0])
+        if is_incremental and isinstance(writer, CloudStorageWriter):
+            written = writer.write_data(plan, planner, Contents(len(plan.items), base))
+        else:
+            written = writer.write_data(plan, planner)
         written.wait()
         return written.value()
 
@@ -85,7 +103,9 @@ def save_by_steps(
 
     mine: list[SavePlan] = []
     try:
-        mine.append(ranks.reduce_scatter("plan", local_step, global_step))
+        plan, is_incremental = ranks.reduce_scatter("plan", local_step, global_step)
+        mine.append(plan)
+        base: Base | None = ranks.all_reduce("base", nothing, held) if is_incremental else None
         committed: str | Metadata = ranks.all_reduce("write", write_data, finish_checkpoint)
     except BaseException:
         forget_plans(planner)

@@ -141,7 +141,7 @@ class CloudStorageWriter(OurWriter):
             notes: What is noted with the checkpoint; those of the coordinator count.
             base: An earlier checkpoint in the same folder, whose bytes are not sent again where
                 they are the same; by default, with ``Config(incremental=True)``, the newest one.
-                torch's own ``save`` and planners of a user's own send all the same.
+                torch's own ``save`` sends all the same, unless :func:`cloudckpt.install` was called.
 
         Raises:
             ConfigError: If the notes can't be kept.
@@ -299,11 +299,16 @@ class CloudStorageWriter(OurWriter):
         # may travel in them
         return plans
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Sends this rank's items; returns when the store has all of them."""
+    def write_data(
+        self, plan: SavePlan, planner: SavePlanner, contents: Contents | None = None
+    ) -> Future[list[WriteResult]]:
+        """Sends this rank's items, but for what ``contents`` knows to be there.
+
+        Returns when the store has all of them.
+        """
         if isinstance(planner, CloudSavePlanner):
             self.note_structure(planner.structure)
-        written = self.send(plan, planner)
+        written = self.send(plan, planner, contents=contents)
         told = dataclasses.replace(written, indices=tuple(item.index for item in plan.items))
         future: Future[list[WriteResult]] = Future()
         future.set_result([WriteResult(MetadataIndex(""), 0, told)])
