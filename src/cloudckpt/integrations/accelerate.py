@@ -134,7 +134,7 @@ def _save(accelerator: Any, uri: str, naming: Run | None, write: Callable[[str],
         folder = _own_folder(meeting, stack)
 
         def collect() -> dict[str, Any]:
-            state = _parts(accelerator, uri).state_dicts()
+            state = _parts(accelerator, uri).state_dicts(config)
             hooks = accelerator._save_model_state_pre_hook.values()
             weights = {} if _is_fsdp(accelerator) else _models_in(state)
             left = list(weights.values())  # hooks take out what they save themselves

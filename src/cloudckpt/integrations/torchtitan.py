@@ -1,11 +1,12 @@
 """torchtitan on URIs: ``install()``, and ``--checkpoint.folder s3://…``.
 
 torchtitan (0.3 and later) saves and loads by torch's functions, which ``install`` leads here, and
-lists and removes by fsspec, which :mod:`cloudckpt.integrations.fsspec` serves; it removes by that
-where s3fs or another one serves the scheme, too, since those know nothing of what checkpoints share.
-What is left are models in Hugging Face's format, the last save and what training begins with, which it refuses on
-what is not local, since torch's writer and reader of that format know files only. :func:`changes`
-takes the refusals back, and has :func:`cloudckpt.hf.save` write; torch's reader has become ours.
+lists and removes by fsspec, which :mod:`cloudckpt.integrations.fsspec` serves. It is led to remove
+by that where s3fs serves the scheme, too, which knows nothing of what checkpoints share. What is
+left are models in Hugging Face's format, the last save and what training begins with, which it
+refuses on what is not local, since torch's writer and reader of that format know files only.
+:func:`changes` takes the refusals back, and has :func:`cloudckpt.hf.save` write; torch's reader has
+become ours.
 """
 
 from __future__ import annotations

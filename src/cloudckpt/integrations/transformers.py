@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 from cloudckpt.checkpointer import CheckpointerConfig, make_sync_checkpointer
 from cloudckpt.config import Config
+from cloudckpt.dcp.install import chosen_config
 from cloudckpt.dcp.meeting import Meeting
 from cloudckpt.errors import (
     CheckpointCorruptError,
@@ -91,7 +92,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             on_failure: Whether a failure to save ends the training, or is logged: then training
                 goes on, and the files stay on the local disk. Ranks that lost each other raise.
             step_name: What the folders of checkpoints are called.
-            config: The options of saving and loading.
+            config: The options of saving and loading; None for those of ``install``.
 
         Raises:
             ConfigError: If an option makes no sense.
@@ -99,7 +100,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         """
         if on_failure not in ("raise", "log"):
             raise ConfigError(f"on_failure={on_failure!r}: write 'raise' or 'log'")
-        self._run = Run(run, step_name=step_name, config=config)
+        self._run = Run(run, step_name=step_name, config=config or chosen_config())
         self._retention = Retention(max_to_keep=max_to_keep, keep_period=keep_period)
         self._asynchronous = asynchronous
         self._keep_local = keep_local
