@@ -161,8 +161,8 @@ class Config(Options):
     )
     peft_base: bool = option(
         False,
-        "save the frozen weights of PEFT models, too, from Lightning and Accelerate: LoRA and other "
-        "adapters are saved without the base, which is loaded from where it came from",
+        "have Lightning and Accelerate save the frozen weights of PEFT models, too, and not only "
+        "their adapters (LoRA and others) and what else is trained",
     )
     conditional_writes: Switch = option(
         "auto",

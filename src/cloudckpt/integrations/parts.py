@@ -166,18 +166,24 @@ def remove(uri: str, config: Config) -> None:
         delete(uri, config=config)
 
 
-def keep_newest(run: Run, retention: Retention, kept: Collection[int | None] = ()) -> None:
+def keep_newest(
+    run: Run, retention: Retention, saved: int, kept: Collection[int | None] = ()
+) -> None:
     """Deletes the checkpoints of a run that are not to be kept; what fails is left for the next.
+
+    Later ones than this job's are of a training that was given up, as it went back behind them:
+    they do not count, and stay.
 
     Args:
         run: Where they are.
         retention: Which are kept.
-        kept: Steps that are kept besides.
+        saved: The step that the job has just saved.
+        kept: Steps that are kept besides: the one that the job has resumed from, for example.
     """
     if retention.max_to_keep is None:
         return
     try:
-        for step in retention.unneeded(run.committed()):
+        for step in retention.unneeded([step for step in run.committed() if step <= saved]):
             if step not in kept:
                 remove(str(run.uri(step)), run.config)
     except CloudCheckpointError as error:
