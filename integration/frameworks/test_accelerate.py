@@ -158,28 +158,6 @@ def test_a_name_that_is_older_than_what_is_there_is_refused(
     )
 
 
-def test_a_run_deletes_nothing_of_another_one(
-    environment: dict[str, str], run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def made(folder: str) -> Accelerator:
-        project = ProjectConfiguration(
-            f"{run}/{folder}", automatic_checkpoint_naming=True, total_limit=1
-        )
-        return Accelerator(cpu=True, project_config=project)
-
-    monkeypatch.chdir(tmp_path)
-    made("first").save_state()
-    first = f"{run}/first/checkpoints/checkpoint_0"
-    second = made("second")
-    second.load_state(first)
-    second.save_state()
-    second.save_state()
-    kept = [one.uri for one in cloudckpt.list_checkpoints(f"{run}/second/checkpoints")]
-    assert kept == [f"{run}/second/checkpoints/checkpoint_1"]
-    assert cloudckpt.exists(first)
-    assert not [*tmp_path.iterdir()]
-
-
 def test_logs_that_would_be_written_to_a_local_folder_of_a_uri_are_refused(
     run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

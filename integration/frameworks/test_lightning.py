@@ -215,38 +215,6 @@ def test_lightnings_own_trainer_and_callback_take_uris(
     assert not [*installed.iterdir()]
 
 
-@pytest.mark.parametrize("place", ["on a URI", "on a disk"])
-@pytest.mark.parametrize("callback", ["ours", "lightning's", "pytorch_lightning's"])
-def test_a_run_deletes_nothing_of_another_one_and_not_what_it_has_resumed(
-    installed: Path, run: str, place: str, callback: str
-) -> None:
-    package = PACKAGES[callback == "pytorch_lightning's"]
-    kind = ours.CloudModelCheckpoint if callback == "ours" else package.callbacks.ModelCheckpoint
-    root = run if place == "on a URI" else str(installed / "runs")
-
-    def train(folder: str, steps: int, resume: str | None) -> str:
-        """Trains on, and returns the newest checkpoint."""
-        saving = kind(f"{root}/{folder}", every_n_train_steps=1, save_top_k=1)
-        trainer = _trainer(package, max_steps=steps, callbacks=[saving], limit_val_batches=0)
-        trainer.fit(_model(package), ckpt_path=resume)
-        assert trainer.global_step == steps
-        return str(saving.best_model_path)
-
-    def there() -> set[str]:
-        if place == "on a disk":
-            return {str(path) for path in (installed / "runs").glob("*/*")}
-        every = [cloudckpt.list_checkpoints(f"{run}/{name}") for name in ("first", "second")]
-        return {one.uri for found in every for one in found}
-
-    first = train("first", 2, None)
-    second = train("second", 4, first)
-    assert there() == {first, second}
-    third = train("second", 6, second)
-    assert there() == {first, second, third}
-    if place == "on a URI":
-        assert not [*installed.iterdir()]
-
-
 def test_single_files_that_lightning_has_saved_are_loaded(installed: Path, run: str) -> None:
     trainer = _trainer(max_steps=1, enable_checkpointing=False)
     model = BoringModel()

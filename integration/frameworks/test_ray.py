@@ -3,11 +3,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pyarrow.fs
 import pytest
+import torch
 
 import cloudckpt
+from cloudckpt.integrations.ray import _Stored, _when_written
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.timeout(600)
@@ -26,6 +30,21 @@ def test_runs_go_on_keep_what_they_are_told_to_and_are_not_copied(
     there = f"{run}/pyarrow/run"  # begun with step-8 of the other run, which stays
     assert seen["in background"] == {"loss": 44.0, "uri": f"{there}/step-11", "sum": 44.0}
     assert _steps(there) == [10, 11]
+
+
+@pytest.mark.parametrize("is_incremental", [False, True])
+def test_what_pyarrow_would_delete_though_others_refer_to_it_is_not_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_incremental: bool
+) -> None:
+    monkeypatch.setattr("ray.train.get_context", lambda: SimpleNamespace(get_world_rank=lambda: 0))
+    config = cloudckpt.Config(incremental=is_incremental)
+    cloudckpt.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "step-1", config=config)
+    stored = _Stored(str(tmp_path / "step-1"), pyarrow.fs.LocalFileSystem(), None)
+    if not is_incremental:
+        assert _when_written(stored, "step-1") is stored
+        return
+    with pytest.raises(cloudckpt.errors.ConfigError, match=r"RunConfig\(\*\*storage\(uri\)\)"):
+        _when_written(stored, "step-1")
 
 
 def _job(environment: dict[str, str], run: str, tmp_path: Path) -> dict[str, Any]:

@@ -85,13 +85,18 @@ def test_training_that_was_killed_goes_on_from_the_newest_checkpoint(
         (f"{run}/step-7", []),
     ):
         path = ["--checkpoint.initial_load_path", begun, *options]
-        arguments = _arguments(f"{run}/tuned{len(first)}", tmp_path, *path, steps=5)
+        arguments = _arguments(f"{run}/tuned{len(first)}", tmp_path, *path, steps=1)
         first.append(job("torchtitan_job.py", *arguments, ranks=2)[0]["losses"]["1"])
     assert first[0] == pytest.approx(first[1], rel=1e-5)
     assert first[0] < 0.99 * straight["1"]
 
-    # whose old checkpoints have gone, and none of those that they were begun with
-    assert cloudckpt.files.load_file(f"{run}/straight/step-7/model.safetensors")
-    assert cloudckpt.latest(f"{run}/straight") == f"{run}/straight/step-6"
-    assert cloudckpt.latest(run) == f"{run}/step-7"
-    assert not cloudckpt.exists(f"{run}/tuned1/step-1")
+
+def test_logs_that_would_be_written_to_a_local_folder_of_a_uri_are_refused(
+    assets: None, job: Job, run: str, tmp_path: Path
+) -> None:
+    arguments = _arguments(run, tmp_path, "--dump-folder", f"{run}/dump", steps=1)
+    with pytest.raises(
+        AssertionError, match=r"(?s)InstallError.*give --checkpoint\.folder the URI"
+    ):
+        job("torchtitan_job.py", *arguments)
+    assert not [*(tmp_path / "cwd").iterdir()]

@@ -385,14 +385,14 @@ def _save_by_a_planner_of_ones_own(place: Place, steps: list[int]) -> list[int]:
     return sent
 
 
-def _save_by_torch(place: Place, steps: list[int]) -> list[int]:
+def _save_by_torch(place: Place, steps: list[int], save: Any = dcp.save) -> list[int]:
     sent = []
     for step in steps:
         config = place.having(incremental=True).config
         writer = CloudStorageWriter(place.at(f"step-{step}").uri, config=config)
         cloudckpt.install()
         try:
-            dcp.save(_sharded(step), storage_writer=writer)
+            save(_sharded(step), storage_writer=writer)
         finally:
             cloudckpt.uninstall()
         assert writer.transferred is not None
@@ -400,14 +400,42 @@ def _save_by_torch(place: Place, steps: list[int]) -> list[int]:
     return sent
 
 
+def _save_by_torch_in_a_thread(place: Place, steps: list[int]) -> list[int]:
+    return _save_by_torch(
+        place, steps, lambda *given, **options: dcp.async_save(*given, **options).result()
+    )
+
+
+def _where_only_the_first_rank_asks_for_it(place: Place, steps: list[int]) -> int:
+    for step in steps:
+        config = place.having(incremental=dist.get_rank() == 0).config
+        cloudckpt.install()
+        try:
+            dcp.save(
+                _sharded(step),
+                storage_writer=CloudStorageWriter(place.at(f"step-{step}").uri, config=config),
+            )
+        finally:
+            cloudckpt.uninstall()
+    return len(steps)
+
+
 @on_disk
-@pytest.mark.parametrize("how", [_save_by_a_planner_of_ones_own, _save_by_torch])
+@pytest.mark.parametrize(
+    "how", [_save_by_a_planner_of_ones_own, _save_by_torch, _save_by_torch_in_a_thread]
+)
 def test_by_a_planner_of_ones_own_and_by_torch_with_install(place, ranks, how) -> None:
     for sent in ranks(2, how, place, [1, 2, 3]):
         assert sent[1] < sent[0] / 10
         assert sent[2] < sent[0] / 10
     for step in (1, 2, 3):
         assert all(ranks(2, _load_on_ranks, place.at(f"step-{step}"), step))
+
+
+@on_disk
+def test_ranks_with_other_options_wait_for_nobody(place, ranks) -> None:
+    assert ranks(2, _where_only_the_first_rank_asks_for_it, place, [1, 2]) == [2, 2]
+    assert all(ranks(2, _load_on_ranks, place.at("step-2"), 2))
 
 
 @on_disk

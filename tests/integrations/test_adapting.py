@@ -191,7 +191,8 @@ def test_texts_that_look_like_uris_are_no_places(imported):
 def test_no_import_of_a_framework_fails(imported):
     imported(dict.fromkeys(adapting._ADAPTERS, "Strategy = ModelCheckpoint = pl_load = 5\n"))
     assert {*adapting._unknown} == {
-        *("accelerate", "lightning", "pytorch_lightning", "torchtitan", "transformers")
+        *("accelerate", "lightning", "peft", "pytorch_lightning", "ray"),
+        *("torch_checkpointing", "torchtitan", "transformers"),
     }
 
 
@@ -235,6 +236,7 @@ class TorchCheckpointIO(Files): ...
 STRATEGY = """
 class Strategy:
     def save_checkpoint(self, checkpoint, filepath, storage_options=None): ...
+    def load_checkpoint(self, checkpoint_path, weights_only=None): ...
 """
 
 

@@ -6,6 +6,7 @@ import os
 
 import fsspec
 import pytest
+import torch
 from fsspec.registry import _registry, known_implementations, registry
 
 import cloudckpt
@@ -136,6 +137,30 @@ def test_a_folder_is_removed_and_its_commit_first(files, run, s3, monkeypatch):
     assert cloudckpt.exists(f"{run}/step-2", config=s3.config)
     with pytest.raises(FileNotFoundError):
         files.rm(f"{run}/step-1", recursive=True)
+
+
+def test_a_folder_that_others_refer_to_keeps_what_they_need_until_the_last_goes(files, s3):
+    config = dataclasses.replace(s3.config, incremental=True)
+    for step in (1, 2, 3):
+        state = {"frozen": numbered(), "step": torch.tensor([step])}
+        cloudckpt.save(state, checkpoint_id=f"{s3.uri}/step-{step}", config=config)
+    files.rm(f"{s3.uri}/step-1", recursive=True)
+    files.rm(f"{s3.uri}/step-1", recursive=True)  # what is left is no checkpoint, and stays
+    assert not cloudckpt.exists(f"{s3.uri}/step-1", config=s3.config)
+    files.rm(f"{s3.uri}/step-2", recursive=True)
+    assert not s3.at("step-2").names()
+    cloudckpt.verify(f"{s3.uri}/step-3", config=s3.config)
+
+    files.rm(f"{s3.uri}/step-3", recursive=True)
+    assert not s3.names()
+
+
+def test_a_whole_run_is_removed_with_what_its_steps_share(files, s3):
+    config = dataclasses.replace(s3.config, incremental=True)
+    for step in (1, 2):
+        cloudckpt.save({"w": numbered()}, checkpoint_id=f"{s3.uri}/step-{step}", config=config)
+    files.rm(s3.uri, recursive=True)
+    assert not s3.names()
 
 
 def test_one_file_is_removed(files, run):

@@ -1,15 +1,18 @@
 """torchtitan is adapted when it is imported; what it is like is seen by integration/frameworks."""
 
+import dataclasses
 import importlib
 import sys
 
 import pytest
+import torch
 
 import cloudckpt
 
 _MODULE = "torchtitan.components.checkpointer.dcp"
 _LIKE_TORCHTITAN = """
 from dataclasses import dataclass
+from torchtitan.tools import filesystem
 
 class BaseCheckpointManager:
     @dataclass
@@ -41,6 +44,10 @@ def torchtitan(tmp_path, monkeypatch):
     folder = tmp_path / "torchtitan" / "components" / "checkpointer"
     folder.mkdir(parents=True)
     (folder / "dcp.py").write_text(_LIKE_TORCHTITAN)
+    (tmp_path / "torchtitan" / "tools").mkdir()
+    (tmp_path / "torchtitan" / "tools" / "filesystem.py").write_text(
+        "def rmtree(path): path.clear()"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     yield folder / "dcp.py"
     cloudckpt.uninstall()
@@ -87,3 +94,20 @@ def test_one_that_is_unlike_refuses_uris_by_name(torchtitan):
     with pytest.raises(cloudckpt.errors.InstallError, match="dcp_save has no parameter 'to_hf'"):
         module.CheckpointManager().dcp_save({}, "s3://bucket/run/step-1", None)
     assert module.BaseCheckpointManager.Config("run").folder == "run"
+
+
+def test_it_removes_by_ours_whoever_serves_the_scheme(torchtitan, s3, monkeypatch):
+    monkeypatch.setattr("fsspec.core.url_to_fs", None)
+    config = dataclasses.replace(s3.config, incremental=True)
+    cloudckpt.install(config=config)
+    module = importlib.import_module(_MODULE)
+    for step in (1, 2):
+        cloudckpt.save({"w": torch.ones(9)}, checkpoint_id=f"{s3.uri}/step-{step}", config=config)
+    module.filesystem.rmtree(f"{s3.uri}/step-1")
+    module.filesystem.rmtree(f"{s3.uri}/step-0")  # nothing
+    assert not cloudckpt.exists(f"{s3.uri}/step-1", config=config)
+    cloudckpt.verify(f"{s3.uri}/step-2", config=config)
+
+    local = ["a path, here"]
+    module.filesystem.rmtree(local)
+    assert not local

@@ -41,6 +41,7 @@ import logging
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from cloudckpt.checkpoint.base import Base
 from cloudckpt.checkpoint.committed import CommitObject, fetch
 from cloudckpt.checkpoint.objects import METADATA, keep_name, keeps_in
 from cloudckpt.config import Config
@@ -123,6 +124,19 @@ class Hold:
             raise
         made.let_go()
         return None
+
+    @property
+    def attempt(self) -> str:
+        """The random name of the save that has made the base."""
+        assert self.said.record is not None  # as it has digests
+        return self.said.record.attempt
+
+    @property
+    def contents(self) -> Base:
+        """What the base holds, of all ranks."""
+        found = self.said.inventory
+        assert found is not None
+        return Base.of(self.attempt, self.base.folder, found.objects, found.extents)
 
     def let_go(self, needed: Collection[str] = ()) -> None:
         """Takes back the marks in all folders but those that are needed."""

@@ -159,6 +159,11 @@ class Config(Options):
         "send only what the newest checkpoint in the same folder does not have: items whose bytes "
         "are the same are referred to there, and kept there as long as anybody refers to them",
     )
+    peft_base: bool = option(
+        False,
+        "have Lightning and Accelerate save the frozen weights of PEFT models, too, and not only "
+        "their adapters (LoRA and others) and what else is trained",
+    )
     conditional_writes: Switch = option(
         "auto",
         "commit by conditional PUT; 'auto' tests stores that are not known to honour it, "

@@ -161,13 +161,10 @@ def agree_on_base(
     @logged
     def held(told: list[str]) -> tuple[str, Base | None]:
         hold = writer.hold_base(None if known is None else known[0])
-        if hold is None or (record := hold.said.record) is None or record.inventory is None:
+        if hold is None:
             return "", None
-        attempt = record.attempt
-        if all(one == attempt for one in told):
-            return attempt, None
-        found = record.inventory
-        return attempt, Base.of(attempt, hold.base.folder, found.objects, found.extents)
+        attempt = hold.attempt
+        return attempt, None if all(one == attempt for one in told) else hold.contents
 
     attempt, base = ranks.all_reduce("base", own, held)
     if base is None and attempt:

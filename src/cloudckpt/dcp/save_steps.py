@@ -2,6 +2,9 @@
 
 Nobody knows whether a planner of a user's own plans the same for the same state dict, so it plans
 each time. A writer that is derived from ours is asked for all that torch would ask it for.
+
+A save that is incremental on all ranks, as they say with their plans, takes one more step: what the
+coordinator holds of the base goes to all of them.
 """
 
 from __future__ import annotations
@@ -70,7 +73,7 @@ def save_by_steps(
         writer.set_up_storage_writer(ranks.is_coordinator, rank=ranks.rank)
         if isinstance(writer, CloudStorageWriter):
             writer.note_structure(_structure_of(state_dict, planner, where))
-        is_incremental = isinstance(writer, CloudStorageWriter) and writer.is_incremental
+        is_incremental = type(writer) is CloudStorageWriter and writer.is_incremental
         return is_incremental, writer.prepare_local_plan(planner.create_local_plan())
 
     @logged
@@ -84,8 +87,9 @@ def save_by_steps(
     def write_data() -> list[WriteResult]:
         plan = planner.finish_plan(mine[0])
         if is_incremental and isinstance(writer, CloudStorageWriter):
-            writer.note_contents(Contents(len(plan.items), base))
-        future = writer.write_data(plan, planner)
+            future = writer.write_data(plan, planner, Contents(len(plan.items), base))
+        else:
+            future = writer.write_data(plan, planner)
         future.wait()
         results: list[WriteResult] = future.value()
         written.extend(one.storage_data for one in results)

@@ -141,7 +141,7 @@ class CloudStorageWriter(OurWriter):
             notes: What is noted with the checkpoint; those of the coordinator count.
             base: An earlier checkpoint in the same folder, whose bytes are not sent again where
                 they are the same; by default, with ``Config(incremental=True)``, the newest one.
-                torch's own ``save`` and planners of a user's own send all the same.
+                torch's own ``save`` sends all the same, unless :func:`cloudckpt.install` was called.
 
         Raises:
             ConfigError: If the notes can't be kept.
@@ -166,7 +166,6 @@ class CloudStorageWriter(OurWriter):
         self._written: list[str] = []
         self._structure = Structure()
         self._hold: Hold | None = None
-        self._contents: Contents | None = None
         self.commits = False
         self.committed: bool | None = None
 
@@ -305,26 +304,27 @@ class CloudStorageWriter(OurWriter):
         """Is told what flattening has lost of the state dict, which no writer is shown."""
         self._structure = structure
 
-    def note_contents(self, contents: Contents) -> None:
-        """Is told what takes the digests of what is written next, and what need not be sent."""
-        self._contents = contents
-
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         # plans may be cached by the planner and come back in a later save: nothing of this attempt
         # may travel in them
         return plans
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Sends this rank's items; returns when the store has all of them."""
+    def write_data(
+        self, plan: SavePlan, planner: SavePlanner, contents: Contents | None = None
+    ) -> Future[list[WriteResult]]:
+        """Sends this rank's items, but for what ``contents`` knows to be there.
+
+        Returns when the store has all of them.
+        """
         if isinstance(planner, CloudSavePlanner):
             self.note_structure(planner.structure)
-        if self.is_incremental and self._contents is None:
+        if self.is_incremental and contents is None:
             logger.warning(
                 "%s: all of it is sent, as torch's own saver was called: call cloudckpt.save, or "
                 "cloudckpt.install() before",
                 self.uri,
             )
-        written = self.send(plan, planner, contents=self._contents)
+        written = self.send(plan, planner, contents=contents)
         told = dataclasses.replace(written, indices=tuple(item.index for item in plan.items))
         future: Future[list[WriteResult]] = Future()
         future.set_result([WriteResult(MetadataIndex(""), 0, told)])

@@ -22,6 +22,7 @@ import importlib.util
 import inspect
 import re
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -57,6 +58,8 @@ __all__ = ["changes"]
 
 _FILES = "files"
 _OF_A_RANK = re.compile(r"random_states_(\d+)\.pkl")
+_began_with: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""By accelerator: the step of its own project that it has loaded, which it does not delete."""
 _OWN_FORMATS = ("DEEPSPEED", "MEGATRON_LM")
 
 
@@ -111,7 +114,9 @@ def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
         _load(self, place, functools.partial(_instead, original, given, "input_dir"))
         run, _, name = place.rpartition("/")
         if naming is not None and run == str(naming.root):
-            self.project_configuration.iteration = (naming.names.step(name) or 0) + 1
+            step = naming.names.step(name) or 0
+            _began_with[self] = step
+            self.project_configuration.iteration = step + 1
 
     return load_state
 
@@ -134,7 +139,7 @@ def _save(accelerator: Any, uri: str, naming: Run | None, write: Callable[[str],
         folder = _own_folder(meeting, stack)
 
         def collect() -> dict[str, Any]:
-            state = _parts(accelerator, uri).state_dicts()
+            state = _parts(accelerator, uri).state_dicts(config)
             hooks = accelerator._save_model_state_pre_hook.values()
             weights = {} if _is_fsdp(accelerator) else _models_in(state)
             left = list(weights.values())  # hooks take out what they save themselves
@@ -150,7 +155,9 @@ def _save(accelerator: Any, uri: str, naming: Run | None, write: Callable[[str],
         state[_FILES] = files_of(folder, meeting)
         api.save(state, checkpoint_id=uri, config=config)
     if naming is not None and meeting.rank == 0:
-        keep_newest(naming, Retention(max_to_keep=accelerator.project_configuration.total_limit))
+        retention = Retention(max_to_keep=accelerator.project_configuration.total_limit)
+        saved = naming.names.step(uri.rpartition("/")[2]) or 0
+        keep_newest(naming, retention, saved, {_began_with.get(accelerator)})
 
 
 def _load(accelerator: Any, uri: str, read: Callable[[str], object]) -> None:

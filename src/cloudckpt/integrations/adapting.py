@@ -40,12 +40,21 @@ _LIGHTNING = (
     "pytorch.strategies.strategy",
 )
 _LIGHTNING_LOCAL_ONLY = (
+    "fabric.loggers.csv_logs",
+    "fabric.loggers.tensorboard",
     "fabric.strategies.deepspeed",
     "fabric.strategies.xla_fsdp",
+    "pytorch.profilers.profiler",
     "pytorch.strategies.deepspeed",
 )
 _LOCAL_ONLY = (
     "accelerate.tracking",
+    "accelerate.utils.dataclasses",
+    "peft.config",
+    "peft.peft_model",
+    "ray.train._checkpoint",
+    "torch_checkpointing.storage.filesystem",
+    "torchtitan.trainer",
     "transformers.configuration_utils",
     "transformers.feature_extraction_utils",
     "transformers.generation.configuration_utils",

@@ -13,6 +13,7 @@ when a folder is removed, what makes a checkpoint visible goes first.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.util
 import io
@@ -25,10 +26,16 @@ from fsspec.registry import _registry, known_implementations, registry
 from fsspec.spec import AbstractFileSystem
 
 from cloudckpt.checkpoint.file_folder import MANIFEST
-from cloudckpt.checkpoint.objects import METADATA
+from cloudckpt.checkpoint.objects import METADATA, keeps_in
+from cloudckpt.checkpoint.references import protected
 from cloudckpt.config import Config
-from cloudckpt.errors import ObjectNotFoundError, PreconditionFailedError
+from cloudckpt.errors import (
+    CheckpointNotFoundError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+)
 from cloudckpt.files import load_file, save_file
+from cloudckpt.runs.deleting import delete
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.torch_files.object_file import ObjectFile, PinnedObject
 from cloudckpt.torch_files.written_file import WrittenFile
@@ -283,6 +290,9 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
     ) -> None:
         """Removes files, and what is beneath folders: what makes a checkpoint visible goes first.
 
+        A folder that is a checkpoint goes as by :func:`cloudckpt.delete`: objects that checkpoints
+        beside it refer to stay, and go with the last of these.
+
         Raises:
             FileNotFoundError: If there is nothing at a path.
             StoreError: If something could not be removed; all else was tried.
@@ -293,10 +303,26 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
                 continue
             keys = [found.key for found in self._listed(one)]
             if keys:
-                self._delete(one, [key for key in keys if _makes_visible(key)])
-                self._delete(one, [key for key in keys if not _makes_visible(key)])
+                left = self._without_checkpoint(self._uri(one), keys)
+                self._delete(one, [key for key in left if _makes_visible(key)])
+                self._delete(one, [key for key in left if not _makes_visible(key)])
             if not keys or self.isfile(one):
                 self.rm_file(one)
+
+    def _without_checkpoint(self, uri: CheckpointURI, keys: list[str]) -> list[str]:
+        """Deletes the checkpoint that a folder is; what else is to go of what is beneath it."""
+        if not uri.folder:
+            return keys
+        if uri.key(METADATA) in keys:
+            with contextlib.suppress(CheckpointNotFoundError):
+                delete(uri, config=self._config)
+            keys = [found.key for found in self._listed(str(uri))]
+        marks = {key for key in keys if key.startswith(keeps_in(uri))}
+        if not marks:
+            return keys
+        store, _, _ = self._place(str(uri))
+        kept = protected(store, uri, uri.folder, {*keys} - marks, self._config)
+        return [key for key in keys if key not in kept and not (kept and key in marks)]
 
     def _delete(self, path: str, keys: list[str]) -> None:
         store, _, _ = self._place(path)

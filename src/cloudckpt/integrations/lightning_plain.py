@@ -18,9 +18,10 @@ from typing import Any
 from cloudckpt.dcp.install import Change, chosen_config
 from cloudckpt.dcp.meeting import Meeting
 from cloudckpt.errors import CheckpointNotFoundError
+from cloudckpt.integrations.adapters import base_weights, without_base
 from cloudckpt.integrations.lightning_folder import may_be_removed, newest_in
 from cloudckpt.integrations.lightning_sharded import FabricOnStores, TrainerOnStores
-from cloudckpt.integrations.lightning_whole import WholeOnStores
+from cloudckpt.integrations.lightning_whole import WholeOnStores, config_of
 from cloudckpt.integrations.parts import uri_of
 from cloudckpt.integrations.shapes import function
 from cloudckpt.uri import CheckpointURI
@@ -44,7 +45,14 @@ def changes(module: ModuleType) -> Iterator[Change]:
     saved_to, loaded_from = _PATHS["fabric" if is_fabric else "trainer"]
     if file == "strategy":
         save = function(module, "Strategy.save_checkpoint", saved_to)
-        yield module.Strategy, "save_checkpoint", _told_to_all(save, saved_to)
+        if is_fabric:
+            yield module.Strategy, "save_checkpoint", _told_to_all(save, saved_to)
+            return
+        load = function(module, "Strategy.load_checkpoint", loaded_from)
+        function(module, "Strategy.save_checkpoint", "checkpoint")
+        without = _without_base(save, saved_to)
+        yield module.Strategy, "save_checkpoint", _told_to_all(without, saved_to)
+        yield module.Strategy, "load_checkpoint", _with_base(load, loaded_from)
     elif file in _STRATEGIES:
         name, ours = _STRATEGIES[file], FabricOnStores if is_fabric else TrainerOnStores
         save = function(module, f"{name}.save_checkpoint", saved_to)
@@ -137,6 +145,40 @@ def _told_to_all(original: Callable[..., None], path: str) -> Callable[..., None
             Meeting.of(None, False).begin(lambda: original(*args, **kwargs))
 
     return save_checkpoint
+
+
+def _without_base(original: Callable[..., None], path: str) -> Callable[..., None]:
+    """Saves a PEFT model as a strategy that shards does."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind(self, *args, **kwargs)
+        checkpoint = given.arguments.get("checkpoint")
+        if _gives_uri(given, path) and isinstance(checkpoint, dict) and "state_dict" in checkpoint:
+            plugin = self.checkpoint_io
+            config = config_of(getattr(plugin, "checkpoint_io", plugin))
+            state = without_base(self.lightning_module, checkpoint["state_dict"], config)
+            given.arguments["checkpoint"] = {**checkpoint, "state_dict": state}
+        original(*given.args, **given.kwargs)
+
+    return save_checkpoint
+
+
+def _with_base(original: Callable[..., Any], path: str) -> Callable[..., Any]:
+    """Has what was saved without the base of a PEFT model look whole: the model has it already."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
+        checkpoint = original(self, *args, **kwargs)
+        if _gives_uri(signature.bind(self, *args, **kwargs), path) and "state_dict" in checkpoint:
+            state, mine = checkpoint["state_dict"], self.lightning_module.state_dict()
+            for name in base_weights(self.lightning_module) & mine.keys():
+                state.setdefault(name, mine[name])
+        return checkpoint
+
+    return load_checkpoint
 
 
 def _setting_up(original: Callable[..., None], resolve: Callable[..., Any]) -> Callable[..., None]:

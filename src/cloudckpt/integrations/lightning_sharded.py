@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from cloudckpt import api
 from cloudckpt.config import Config
 from cloudckpt.errors import ConfigError, MissingKeyError
+from cloudckpt.integrations.adapters import without_base
 from cloudckpt.integrations.lightning_whole import config_of, refuse_storage_options
 from cloudckpt.integrations.parts import VALUES, Parts, packed, remove, uri_of
 from cloudckpt.integrations.saves import Saves, close, then
@@ -63,7 +64,7 @@ class FabricOnStores:
         _check_sharded(self, uri)
         if filter is not None:
             raise ConfigError("filter= is not for sharded checkpoints: leave it out", uri=uri)
-        parts = _parts(state, uri).state_dicts()
+        parts = _parts(state, uri).state_dicts(config_of(self))
         values = {key: _asked(value) for key, value in state.items() if key not in parts}
         if self.is_global_zero:  # type: ignore[attr-defined]
             parts[VALUES] = packed(values)
@@ -164,7 +165,9 @@ class TrainerOnStores:
         refuse_storage_options(storage_options, uri)
         _check_sharded(self, uri)
         values = dict(checkpoint)
-        parts = {"state_dict": values.pop("state_dict")}
+        module = self.lightning_module  # type: ignore[attr-defined]
+        model = without_base(module, values.pop("state_dict"), config_of(self))
+        parts: dict[str, Any] = {"state_dict": model}
         for index, state in enumerate(values.pop("optimizer_states", [])):
             parts[f"optimizer_{index}"] = state
         if self.is_global_zero:  # type: ignore[attr-defined]

@@ -25,14 +25,35 @@ _CALLBACK = (
 )
 _FILES = "write to a local folder, and send its files with cloudckpt.files.save_file"
 _LOGS = "give ProjectConfiguration a local logging_dir besides the URI"
+_LOGGER = "give it a local folder; it appends to its files, which no store can"
+_STORAGE = (
+    "give CheckpointManager.Config(storage_config=CloudStorageConfig()) of "
+    "cloudckpt.integrations.torch_checkpointing"
+)
 _SHARDED = "take ModelParallelStrategy, of which every rank saves its shards to a URI"
 
 _WRITING = {
     "accelerate.accelerator": ("Accelerator.save_model", "save_directory", _MODEL),
     "accelerate.tracking": ("TensorBoardTracker.__init__", "logging_dir", _LOGS),
+    "accelerate.utils.dataclasses": ("ProfileKwargs.__init__", "output_trace_dir", _FILES),
+    "fabric.loggers.csv_logs": ("CSVLogger.__init__", "root_dir", _LOGGER),
+    "fabric.loggers.tensorboard": ("TensorBoardLogger.__init__", "root_dir", ""),
     "fabric.strategies.deepspeed": ("DeepSpeedStrategy.save_checkpoint", "path", _SHARDED),
     "fabric.strategies.xla_fsdp": ("XLAFSDPStrategy.save_checkpoint", "path", _SHARDED),
+    "peft.config": ("PeftConfigMixin.save_pretrained", "save_directory", _FILES),
+    "peft.peft_model": ("PeftModel.save_pretrained", "save_directory", _FILES),
+    "pytorch.profilers.profiler": ("Profiler.__init__", "dirpath", _LOGGER),
     "pytorch.strategies.deepspeed": ("DeepSpeedStrategy.save_checkpoint", "filepath", _SHARDED),
+    "ray.train._checkpoint": (
+        "Checkpoint.to_directory",
+        "path",
+        "load it from where it is, cloudckpt.load(state, checkpoint_id=uri_of(checkpoint))",
+    ),
+    "torchtitan.trainer": (
+        "Trainer.Config.__post_init__",
+        "dump_folder",
+        "logs and traces are local; give --checkpoint.folder the URI",
+    ),
     "transformers.modeling_utils": ("PreTrainedModel.save_pretrained", "save_directory", _MODEL),
     "transformers.trainer": ("Trainer.save_model", "output_dir", _MODEL),
     "transformers.training_args": ("TrainingArguments.__post_init__", "output_dir", _CALLBACK),
@@ -51,7 +72,10 @@ _WRITING = {
         )
     },
 }
-"""By module: the function, its parameter or an attribute of its object, and what to write."""
+"""By module: the function, its parameter or an attribute of its object, and what to write; nothing
+where it knows URIs, so that those are refused only that have lost a slash."""
+
+_LOCAL_STORAGE = "torch_checkpointing.storage.filesystem"
 
 
 def changes(module: ModuleType) -> Iterator[Change]:
@@ -60,14 +84,22 @@ def changes(module: ModuleType) -> Iterator[Change]:
     Raises:
         UnknownShapeError: If it does not look as expected.
     """
+    if module.__name__ == _LOCAL_STORAGE:
+        for method in ("mkdir", "stream_write", "write"):
+            name = f"LocalFileSystemStorage.{method}"
+            original = function(module, name, "path")
+            refusing = _refusing(original, name, "path", _STORAGE)
+            yield module.LocalFileSystemStorage, method, refusing
+        return
     name, parameter, instead = _WRITING[_without_lightning(module.__name__)]
-    kind, _, method = name.partition(".")
+    kind, _, method = name.rpartition(".")
     is_of_options = method == "__post_init__"
     original = function(module, name, *(() if is_of_options else (parameter,)))
     if is_of_options:
         function(module, f"{kind}.__init__", parameter)
     what = name.removesuffix(".__post_init__").removesuffix(".__init__")
-    yield getattr(module, kind), method, _refusing(original, what, parameter, instead)
+    owner = functools.reduce(getattr, kind.split("."), module)
+    yield owner, method, _refusing(original, what, parameter, instead)
 
 
 def _without_lightning(module: str) -> str:
@@ -89,7 +121,7 @@ def _refusing(
         given = signature.bind(self, *args, **kwargs).arguments
         path = given.get(parameter, getattr(self, parameter, None))
         uri = None if path is None else uri_of(path)
-        if uri is not None:
+        if uri is not None and instead:
             raise InstallError(f"{what} would make a local folder of it: {instead}", uri=uri)
         return original(self, *args, **kwargs)
 

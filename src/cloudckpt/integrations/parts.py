@@ -22,8 +22,11 @@ from torch.optim import Optimizer
 
 from cloudckpt.checkpointer import CheckpointerConfig, make_sync_checkpointer
 from cloudckpt.config import Config
+from cloudckpt.dcp.meeting import Meeting
 from cloudckpt.errors import CheckpointNotFoundError, CloudCheckpointError
+from cloudckpt.integrations.adapters import base_weights, without_base
 from cloudckpt.runs.catalog import Run
+from cloudckpt.runs.contents import inspect
 from cloudckpt.runs.deleting import delete
 from cloudckpt.runs.steps import Retention
 from cloudckpt.uri import CheckpointURI, text_of, unfolded
@@ -53,8 +56,14 @@ class Parts:
         self._models = models
         self._optimizers = optimizers
 
-    def state_dicts(self) -> dict[str, Any]:
-        """Of all, by their names; a collective call."""
+    def state_dicts(self, config: Config) -> dict[str, Any]:
+        """What is to be saved of all, by their names; a collective call."""
+        found = self._state_dicts()
+        for name, model in self._models.items():
+            found[name] = without_base(model, found[name], config)
+        return found
+
+    def _state_dicts(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for name, model in self._models.items():
             found[name] = get_model_state_dict(model)
@@ -87,16 +96,39 @@ class Parts:
             CloudCheckpointError: As :func:`cloudckpt.load`.
         """
         buffer = io.BytesIO()
-        wanted = {**self.state_dicts(), **({VALUES: buffer} if beside is None else beside)}
+        wanted = {**self._state_dicts(), **({VALUES: buffer} if beside is None else beside)}
+        lacking = self._lacking(uri, config)
+        for name, left_out in lacking.items():
+            for weight in left_out:
+                wanted[name].pop(weight, None)
         options = CheckpointerConfig(config=config, trust_pickle=weights_only is False)
         with make_sync_checkpointer(options) as checkpointer:
             loaded = checkpointer.load(uri, wanted, strict=strict)
         for name, model in self._models.items():
-            set_model_state_dict(model, loaded[name], options=StateDictOptions(strict=strict))
+            is_whole = strict and name not in lacking
+            set_model_state_dict(model, loaded[name], options=StateDictOptions(strict=is_whole))
         for name, (model, optimizer) in self._optimizers.items():
             set_optimizer_state_dict(model, optimizer, loaded[name])
         found = loaded.get(VALUES)
         return unpacked(None if found is buffer else found, weights_only)
+
+    def _lacking(self, uri: str, config: Config) -> dict[str, set[str]]:
+        """By the models of which it is so: the frozen weights that a checkpoint was saved without.
+
+        Raises:
+            CloudCheckpointError: As :func:`cloudckpt.inspect`, on all ranks.
+        """
+        bases = {name: base_weights(model) for name, model in self._models.items()}
+        if not any(bases.values()):
+            return {}
+        there = Meeting.of(None, False).told_by_first(
+            lambda: {item.name for item in inspect(uri, config=config).items}
+        )
+        lacking = {
+            name: {weight for weight in base if f"{name}.{weight}" not in there}
+            for name, base in bases.items()
+        }
+        return {name: left_out for name, left_out in lacking.items() if left_out}
 
 
 def packed(values: Mapping[str, Any]) -> io.BytesIO:
@@ -134,18 +166,24 @@ def remove(uri: str, config: Config) -> None:
         delete(uri, config=config)
 
 
-def keep_newest(run: Run, retention: Retention, kept: Collection[int | None] = ()) -> None:
+def keep_newest(
+    run: Run, retention: Retention, saved: int, kept: Collection[int | None] = ()
+) -> None:
     """Deletes the checkpoints of a run that are not to be kept; what fails is left for the next.
+
+    Later ones than this job's are of a training that was given up, as it went back behind them:
+    they do not count, and stay.
 
     Args:
         run: Where they are.
         retention: Which are kept.
-        kept: Steps that are kept besides.
+        saved: The step that the job has just saved.
+        kept: Steps that are kept besides: the one that the job has resumed from, for example.
     """
     if retention.max_to_keep is None:
         return
     try:
-        for step in retention.unneeded(run.committed()):
+        for step in retention.unneeded([step for step in run.committed() if step <= saved]):
             if step not in kept:
                 remove(str(run.uri(step)), run.config)
     except CloudCheckpointError as error:

@@ -17,9 +17,12 @@ import inspect
 from concurrent.futures import Future
 from typing import Any
 
+from cloudckpt.checkpoint.references import commit_at
 from cloudckpt.config import Config
+from cloudckpt.dcp.install import chosen_config
 from cloudckpt.errors import ConfigError, InvalidURIError, MissingDependencyError
 from cloudckpt.integrations.fsspec import file_system
+from cloudckpt.transfer.retry import Retrier, open_store
 from cloudckpt.uri import CheckpointURI, URILike
 
 try:
@@ -76,7 +79,8 @@ def checkpoint(uri: URILike, written: Future[Any] | None = None) -> Any:
         uri: Where it is.
         written: What a save in the background has returned. The report waits for it, in a thread of
             Ray's with ``checkpoint_upload_mode=CheckpointUploadMode.ASYNC``, and fails if the save
-            does.
+            does. It also fails for what was saved with ``incremental=True``, where Ray was not
+            given :func:`storage`, since it would delete what later ones refer to.
 
     Raises:
         ConfigError: If it is elsewhere: Ray would neither take nor remove it.
@@ -105,9 +109,24 @@ class _Stored(ray.train.Checkpoint):  # type: ignore[misc]
 
 
 def _when_written(stored: _Stored, name: str) -> _Stored:
-    """In the place of an upload: returns what is there, as soon as it is."""
+    """In the place of an upload: returns what is there, as soon as it is.
+
+    Raises:
+        ConfigError: If Ray would delete it by pyarrow, whole, though a later one may refer to it.
+    """
     if stored.written is not None:
         stored.written.result()
+    is_by_pyarrow = not str(stored.filesystem.type_name).startswith(_OURS)
+    if is_by_pyarrow and ray.train.get_context().get_world_rank() == 0:
+        uri, config = CheckpointURI.parse(uri_of(stored)), chosen_config() or Config()
+        said = commit_at(open_store(uri, config), uri, Retrier(config.retry))
+        if said is not None and said.has_digests:
+            raise ConfigError(
+                "it was saved with incremental=True, and Ray deletes checkpoints by pyarrow, with "
+                "what later ones refer to: give RunConfig(**storage(uri)) instead of storage_path, "
+                "or save without it",
+                uri=str(uri),
+            )
     return stored
 
 

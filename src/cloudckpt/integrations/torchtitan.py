@@ -1,14 +1,17 @@
 """torchtitan on URIs: ``install()``, and ``--checkpoint.folder s3://…``.
 
 torchtitan (0.3 and later) saves and loads by torch's functions, which ``install`` leads here, and
-lists and removes by fsspec, which :mod:`cloudckpt.integrations.fsspec` serves. What is left are
-models in Hugging Face's format, the last save and what training begins with, which it refuses on
-what is not local, since torch's writer and reader of that format know files only. :func:`changes`
-takes the refusals back, and has :func:`cloudckpt.hf.save` write; torch's reader has become ours.
+lists and removes by fsspec, which :mod:`cloudckpt.integrations.fsspec` serves. It is led to remove
+by that where s3fs serves the scheme, too, which knows nothing of what checkpoints share. What is
+left are models in Hugging Face's format, the last save and what training begins with, which it
+refuses on what is not local, since torch's writer and reader of that format know files only.
+:func:`changes` takes the refusals back, and has :func:`cloudckpt.hf.save` write; torch's reader has
+become ours.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -16,6 +19,7 @@ from typing import Any
 
 from cloudckpt.dcp.install import Change, chosen_config
 from cloudckpt.hf import save as save_model
+from cloudckpt.integrations.fsspec import file_system
 from cloudckpt.integrations.shapes import function
 from cloudckpt.uri import CheckpointURI
 
@@ -42,12 +46,27 @@ def changes(module: ModuleType) -> Iterator[Change]:
     check = function(module, "BaseCheckpointManager.Config.__post_init__")
     function(module, "BaseCheckpointManager.Config.__init__", *_OPTIONS)
     save = function(module, "CheckpointManager.dcp_save", "state_dict", "checkpoint_id", "to_hf")
+    remove = function(module.filesystem, "rmtree", "path")
+    yield module.filesystem, "rmtree", _removing(remove)
     yield module.BaseCheckpointManager.Config, "__post_init__", _accepting(check)
     yield module.CheckpointManager, "dcp_save", _saving_models(save)
 
 
 def _is_ours(folder: str) -> bool:
     return CheckpointURI.accepts(folder) and CheckpointURI.parse(folder).is_cloud
+
+
+def _removing(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(original)
+    def rmtree(path: Any) -> None:
+        if not _is_ours(str(path)):
+            original(path)
+            return
+        scheme = CheckpointURI.parse(str(path)).scheme
+        with contextlib.suppress(FileNotFoundError):
+            file_system(scheme, chosen_config()).rm(str(path), recursive=True)
+
+    return rmtree
 
 
 def _accepting(original: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 from cloudckpt.checkpointer import CheckpointerConfig, make_sync_checkpointer
 from cloudckpt.config import Config
+from cloudckpt.dcp.install import chosen_config
 from cloudckpt.dcp.meeting import Meeting
 from cloudckpt.errors import (
     CheckpointCorruptError,
@@ -82,7 +83,8 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         Args:
             run: The folder of the run, for example ``s3://bucket/run``.
             max_to_keep: How many checkpoints are kept in the run, the newest; None keeps all. The
-                one that the Trainer takes for the best is kept besides.
+                one that the Trainer takes for the best is kept besides, and the one that this job
+                has restored. Later ones than this job's, behind which it went back, stay.
             keep_period: Steps that it divides are kept besides.
             asynchronous: Whether a checkpoint's files are sent while training goes on. What fails
                 then is raised when the next one is saved, or training ends.
@@ -91,7 +93,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             on_failure: Whether a failure to save ends the training, or is logged: then training
                 goes on, and the files stay on the local disk. Ranks that lost each other raise.
             step_name: What the folders of checkpoints are called.
-            config: The options of saving and loading.
+            config: The options of saving and loading; None for those of ``install``.
 
         Raises:
             ConfigError: If an option makes no sense.
@@ -99,13 +101,14 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         """
         if on_failure not in ("raise", "log"):
             raise ConfigError(f"on_failure={on_failure!r}: write 'raise' or 'log'")
-        self._run = Run(run, step_name=step_name, config=config)
+        self._run = Run(run, step_name=step_name, config=config or chosen_config())
         self._retention = Retention(max_to_keep=max_to_keep, keep_period=keep_period)
         self._asynchronous = asynchronous
         self._keep_local = keep_local
         self._on_failure = on_failure
         self._saves: Saves | None = None
         self._newest: int | None = None  # the step that was saved last
+        self._began_with: int | None = None  # the step that was restored
         self._told_to_end: int | None = None  # the step that was the last one then
         self._args: Any = None
         self._restored: str | None = None
@@ -207,13 +210,13 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             self._saves = Saves(self._run.config, asynchronous=self._asynchronous, stager=_AsItIs())
         self._saves.save(files, str(self._run.uri(step)))
         self._newest = step
-        kept = {step, getattr(state, "best_global_step", None)}
+        kept = {self._began_with, getattr(state, "best_global_step", None)}
 
         def clean() -> None:
             if not self._keep_local and _place()[0] == 0:
                 shutil.rmtree(folder, ignore_errors=True)
             if meeting.rank == 0:
-                keep_newest(self._run, self._retention, kept)
+                keep_newest(self._run, self._retention, step, kept)
 
         self._saves.then(clean)
 
@@ -252,6 +255,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         root = str(meeting.gathered(self._restored)[meeting.rank - local_rank])
         folder = _folder(root, step)
         self._fetch(meeting, step, folder)
+        self._began_with = step
         if self._args is not None and self._args.load_best_model_at_end:
             self._bring_best(meeting, folder, root)
         return folder

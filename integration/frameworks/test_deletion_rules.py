@@ -1,0 +1,211 @@
+"""What frameworks delete in a run: nothing of another one, and nothing that others refer to.
+
+A table of frameworks. Each trains in one folder, goes on in another one, keeps one checkpoint, and
+saves incrementally: what is kept refers to what was deleted.
+"""
+
+import asyncio
+import dataclasses
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch
+import pytest
+import pytorch_lightning
+import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+
+import cloudckpt
+from cloudckpt.integrations import lightning as our_lightning
+from cloudckpt.integrations.transformers import CloudCheckpointCallback
+from results import Job
+from test_torchtitan import _arguments, assets  # noqa: F401 - a fixture
+from test_trainer import _trainer
+
+INCREMENTAL = cloudckpt.Config(incremental=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Where:
+    """Where runs are, and where what stays local goes."""
+
+    root: str
+    scratch: Path
+
+
+Train = Callable[[Where, str, int, str | None], str]
+"""Trains in a folder, up to a step, from a checkpoint if one is given, with a save at each step;
+returns the last one. One is kept."""
+
+
+def with_lightning(kind: Any, package: Any) -> Train:
+    def train(where: Where, folder: str, steps: int, resume: str | None) -> str:
+        saving = kind(
+            f"{where.root}/{folder}", every_n_train_steps=1, save_top_k=1, save_last=False
+        )
+        trainer = package.Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_steps=steps,
+            callbacks=[saving],
+            limit_val_batches=0,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        demos = importlib.import_module(f"{package.__name__}.demos.boring_classes")
+        trainer.fit(demos.BoringModel(), ckpt_path=resume)
+        assert trainer.global_step == steps
+        return str(saving.best_model_path)
+
+    return train
+
+
+def with_accelerate(where: Where, folder: str, steps: int, resume: str | None) -> str:
+    project = ProjectConfiguration(
+        f"{where.root}/{folder}", automatic_checkpoint_naming=True, total_limit=1
+    )
+    accelerator = Accelerator(cpu=True, project_config=project)
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    if resume is not None:
+        accelerator.load_state(resume)
+    last = ""
+    for _ in range(2):
+        last = accelerator.save_state()
+    return last
+
+
+def with_trainer(where: Where, folder: str, steps: int, resume: str | None) -> str:
+    saved = CloudCheckpointCallback(f"{where.root}/{folder}", max_to_keep=1)
+    trainer = _trainer(where.scratch / folder, saved, steps)
+    restored = None
+    if resume is not None:
+        run, _, step = resume.rpartition("/step-")
+        is_own = run == f"{where.root}/{folder}"
+        restored = (saved if is_own else CloudCheckpointCallback(run)).restore(int(step))
+    trainer.train(resume_from_checkpoint=restored)
+    return f"{where.root}/{folder}/step-{steps}"
+
+
+def with_ray(where: Where, folder: str, steps: int, resume: str | None) -> str:
+    """Ray's own bookkeeping of a run, without its processes; test_ray.py has those."""
+    import ray.train
+    from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
+    from ray.train.v2._internal.execution.storage import StorageContext
+
+    from cloudckpt.integrations.ray import storage, uri_of
+
+    place = StorageContext(**storage(where.root), experiment_dir_name=folder)
+    manager = CheckpointManager(ray.train.CheckpointConfig(num_to_keep=1), place)
+    state = {"frozen": torch.ones(100), "step": 0}
+    if resume is not None:
+        cloudckpt.load(state, checkpoint_id=resume)
+    for step in range(state["step"] + 1, steps + 1):
+        uri = f"{where.root}/{folder}/step-{step}"
+        cloudckpt.save({**state, "step": step}, checkpoint_id=uri, config=INCREMENTAL)
+        reported = ray.train.Checkpoint(uri.partition("://")[2], place.storage_filesystem)
+        assert uri_of(reported) == uri
+        report = SimpleNamespace(checkpoint=reported, metrics={}, validation=False)
+
+        async def register(report: Any = report) -> None:  # it wakes those that wait in its loop
+            manager.register_checkpoint(report)
+
+        asyncio.run(register())
+    return f"{where.root}/{folder}/step-{steps}"
+
+
+ROTATIONS: dict[str, Train] = {
+    "CloudModelCheckpoint": with_lightning(our_lightning.CloudModelCheckpoint, lightning.pytorch),
+    "lightning": with_lightning(lightning.pytorch.callbacks.ModelCheckpoint, lightning.pytorch),
+    "pytorch_lightning": with_lightning(
+        pytorch_lightning.callbacks.ModelCheckpoint, pytorch_lightning
+    ),
+    "accelerate": with_accelerate,
+    "trainer": with_trainer,
+    "ray": with_ray,
+}
+
+
+@pytest.fixture
+def where(
+    environment: dict[str, str], run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Where]:
+    here = tmp_path / "cwd"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    cloudckpt.install(config=INCREMENTAL)
+    yield Where(run, tmp_path / "scratch")
+    cloudckpt.uninstall()
+    assert not [*here.iterdir()]
+
+
+def _there(root: str) -> set[str]:
+    """All checkpoints of both runs, each of which is whole."""
+    folders = [
+        f"{root}/{name}{more}" for name in ("first", "second") for more in ("", "/checkpoints")
+    ]
+    found = [one for folder in folders for one in cloudckpt.list_checkpoints(folder)]
+    committed = {one.uri for one in found if one.is_committed}
+    for uri in committed:
+        cloudckpt.verify(uri)
+    return committed
+
+
+@pytest.mark.parametrize("framework", ROTATIONS)
+def test_a_run_deletes_nothing_of_another_one_and_not_what_it_has_resumed(
+    where: Where, framework: str
+) -> None:
+    train = ROTATIONS[framework]
+    first = train(where, "first", 2, None)
+    assert _there(where.root) == {first}
+    second = train(where, "second", 4, first)
+    assert _there(where.root) == {first, second}
+
+    third = train(where, "second", 6, second)
+    # Ray goes on with one run, whose bookkeeping is beside it: what it resumed is its own, too
+    assert _there(where.root) == {first, third, *([] if framework == "ray" else [second])}
+    assert any(cloudckpt.inspect(uri).shared for uri in (first, second, third))
+
+
+@pytest.mark.parametrize("framework", ["CloudModelCheckpoint", "lightning", "pytorch_lightning"])
+def test_lightning_has_the_same_rules_on_a_disk(where: Where, framework: str) -> None:
+    local = dataclasses.replace(where, root=str(where.scratch))
+    train = ROTATIONS[framework]
+    first = train(local, "first", 2, None)
+    second = train(local, "second", 4, first)
+    third = train(local, "second", 6, second)
+    assert {str(path) for path in where.scratch.glob("*/*")} == {first, second, third}
+
+
+def test_steps_behind_which_the_trainer_went_back_stay_and_do_not_count(where: Where) -> None:
+    run = f"{where.root}/first"
+    _trainer(where.scratch / "before", CloudCheckpointCallback(run), 4).train()
+    saved = CloudCheckpointCallback(run, max_to_keep=1)
+    trainer = _trainer(where.scratch / "after", saved, 3)
+    trainer.train(resume_from_checkpoint=saved.restore(2))
+    kept = _there(where.root)
+    assert kept == {f"{run}/step-{step}" for step in (2, 3, 4)}  # resumed, saved, given up
+
+
+@pytest.mark.timeout(600)
+def test_torchtitan_deletes_nothing_of_the_run_that_it_was_begun_with(
+    assets: None,  # noqa: F811
+    job: Job,
+    run: str,
+    tmp_path: Path,
+    environment: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(environment, "CLOUDCKPT_INCREMENTAL", "1")
+    first, second = f"{run}/first", f"{run}/second"
+    job("torchtitan_job.py", *_arguments(first, tmp_path, steps=2), ranks=2)
+    begun = ["--checkpoint.initial_load_path", f"{first}/step-2"]
+    job("torchtitan_job.py", *_arguments(second, tmp_path, *begun, steps=5), ranks=2)
+    kept = _there(run)
+    assert {f"{first}/step-1", f"{first}/step-2", f"{second}/step-5"} <= kept
+    assert f"{second}/step-1" not in kept
+    assert cloudckpt.inspect(f"{second}/step-5").shared
