@@ -29,7 +29,7 @@ from cloudckpt.stores.refusals import (
 )
 from cloudckpt.stores.xml_api import error_fields
 
-__all__ = ["from_answer", "token_refused"]
+__all__ = ["TOKEN_REFUSED", "from_answer"]
 
 _ROLE = (
     "access denied; the identity needs the role 'Storage Blob Data Contributor' on the container "
@@ -217,16 +217,14 @@ _BY_STATUS: dict[int, Meaning] = {
 }
 
 
-def token_refused(tenant: str) -> Meaning:
-    """What it means that a token was refused, where the account is of a tenant; empty: unknown."""
-    named = f", {tenant}" if tenant else ""
-    return (
-        CredentialsError,
-        "Azure does not accept the access token of this identity: it was revoked, or it is not of "
-        f"the tenant that the account trusts{named} (sign in to that, with AZURE_TENANT_ID or 'az "
-        "login --tenant'; a managed identity is of the tenant of its subscription), or of another "
-        "cloud (AZURE_AUTHORITY_HOST); the identity needs the role 'Storage Blob Data Contributor'",
-    )
+TOKEN_REFUSED: Meaning = (
+    CredentialsError,
+    "Azure does not accept the access token of this identity: it was revoked, or it is not of "
+    "the tenant that the account trusts (sign in to that, with AZURE_TENANT_ID or 'az login "
+    "--tenant'; a managed identity is of the tenant of its subscription), or of another cloud "
+    "(AZURE_AUTHORITY_HOST); the identity needs the role 'Storage Blob Data Contributor'",
+)
+"""What it means that a token was refused."""
 
 
 def from_answer(
