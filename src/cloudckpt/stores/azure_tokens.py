@@ -57,12 +57,13 @@ class Tokens:
         """
         self._uri = uri
         self._note = note
-        self._credential = DefaultAzureCredential(
-            process_timeout=_CLI_TIMEOUT,
-            connection_timeout=config.connect_timeout,
-            read_timeout=config.read_timeout,
-            user_agent=f"cloudckpt/{__version__}",
-        )
+        self._settings = {
+            "process_timeout": _CLI_TIMEOUT,
+            "connection_timeout": config.connect_timeout,
+            "read_timeout": config.read_timeout,
+            "user_agent": f"cloudckpt/{__version__}",
+        }
+        self._credential: DefaultAzureCredential | None = None
         self._held = _Held()
         self._lock = threading.Lock()
 
@@ -101,6 +102,8 @@ class Tokens:
         check_credential(os.environ.get(name, ""), name, self._uri, header=False)
         had = bool(self._held.token)
         with fetching("Azure", self._uri, held=had, is_passing=_is_passing):
+            if self._credential is None:
+                self._credential = DefaultAzureCredential(**self._settings)
             try:
                 found = self._credential.get_token_info(_SCOPE)
             except ClientAuthenticationError as exc:

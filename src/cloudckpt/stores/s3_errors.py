@@ -128,6 +128,7 @@ _BY_CODE = {
                 "ConditionalRequestConflict": (
                     "not written: another write of the same object is under way"
                 ),
+                "IDPCommunicationError": "STS can't reach who vouches for the identity",
                 "KMS.KeyUnavailableException": "the KMS key is unavailable for the moment",
                 "KMS.DependencyTimeoutException": "KMS did not answer the store in time",
                 "KMS.KMSInternalException": "KMS failed inside",
