@@ -37,6 +37,7 @@ _BY_REASON = by_code(
     {
         AccessDeniedError: {
             "objectUnderActiveHold": f"a hold {_KEEP} until it is released",
+            "orgPolicyConstraintFailed": "",
             "retentionPolicyNotMet": f"the retention policy {_KEEP} until it is over",
             "userProjectAccessDenied": (
                 "the project to bill may not be used: it takes serviceusage.services.use"

@@ -45,8 +45,10 @@ _BY_CODE = by_code(
         },
         CredentialsError: {
             "ExpiredToken ExpiredTokenException": "the credentials have expired; renew them",
-            "TokenRefreshRequired InvalidToken InvalidSecurity InvalidAccessKeyId "
-            "InvalidClientTokenId UnrecognizedClientException": "",
+            "TokenRefreshRequired InvalidToken InvalidSecurity": "",
+            "InvalidAccessKeyId InvalidClientTokenId UnrecognizedClientException": (
+                "the store does not know this access key"
+            ),
             "SignatureDoesNotMatch": (
                 "the secret key does not fit the access key (or a proxy changed the request)"
             ),
