@@ -155,7 +155,7 @@ def test_a_first_token_that_is_refused_is_final_and_a_refresh_is_tried_again(ope
     credentials = store._credentials.current._credentials
     credentials.expires_in(-1)
     credentials.script = [REFUSED]
-    with pytest.raises(ConnectionLostError, match=r"can't be fetched for now.*invalid_grant"):
+    with pytest.raises(ConnectionLostError, match=r"can't be refreshed for now.*invalid_grant"):
         store.head("run/object")
     call(store, secure, "head")
 
@@ -763,3 +763,18 @@ def test_a_store_tells_where_its_token_comes_from_and_when_it_ends(
     assert "google.auth.identity_pool" in origin.source
     assert "GOOGLE_APPLICATION_CREDENTIALS" in origin.source
     assert "anonymous" in open_gcs(anonymous=True).origin().source
+
+
+def test_a_key_file_that_was_replaced_is_read_when_a_refresh_with_the_old_key_fails(
+    open_gcs, secure, account_file, workload_file, token_server, monkeypatch
+):
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(account_file))
+    store = open_gcs()
+    call(store, secure, "head")
+    store._credentials.current._credentials.expiry = datetime.datetime(2020, 1, 1)
+    token_server.answer(status=400, body=b'{"error": "invalid_grant"}')
+    with pytest.raises(ConnectionLostError, match="invalid_grant"):
+        store.head("run/object")
+    account_file.write_text(workload_file.read_text())
+    call(store, secure, "head")
+    assert token_server.requests[-1].target == "/sts"

@@ -100,15 +100,12 @@ class Tokens:
     def _fetch(self) -> _Held:
         name = "AZURE_CLIENT_SECRET"
         check_credential(os.environ.get(name, ""), name, self._uri, header=False)
-        had = bool(self._held.token)
-        with fetching("Azure", self._uri, held=had, is_passing=_is_passing):
+        with fetching("Azure", self._uri, is_passing=_is_passing):
             if self._credential is None:
                 self._credential = DefaultAzureCredential(**self._settings)
             try:
                 found = self._credential.get_token_info(_SCOPE)
             except ClientAuthenticationError as exc:
-                if had:
-                    raise
                 raise_alone(self._none(exc))
         check_credential(found.token, "the access token of Microsoft Entra ID", self._uri)
         ends = float(found.expires_on)

@@ -76,7 +76,7 @@ class Credentials(Generic[S]):
         self._look = look
         self._lock = threading.Lock()
         self._looked_at = 0.0
-        self._failed = False
+        self._failed = self._held = False
         self.current = look()
 
     def source(self) -> S:
@@ -96,9 +96,23 @@ class Credentials(Generic[S]):
                     self._failed = False
         return self.current
 
-    def fail(self) -> None:
-        """Says that they can't be used at all: the next request looks for others."""
+    def used(self) -> tuple[str, ...]:
+        """What a request was authorized with just now."""
+        secrets = self.current.secrets()
+        self._held = True
+        return secrets
+
+    def failed(self, error: CredentialsError) -> StoreError:
+        """What it means that there are none for a request; the next one looks for others.
+
+        What was held once can be had again: from then on, it is transient, and the retries of the
+        request look until their deadline. Before that it is final: the job is set up wrongly.
+        """
         self._failed = True
+        if not self._held:
+            return error
+        text = "the credentials can't be refreshed for now"
+        return ConnectionLostError(text, uri=error.uri, cause=error, certain=True)
 
     def renew(self, refused: S, secrets: Iterable[str]) -> bool:
         """Whether there are others now than those of ``refused``, which were ``secrets``.
@@ -260,25 +274,21 @@ def fetching(
     whose: str,
     uri: str | None,
     *,
-    held: bool,
     is_passing: Callable[[Exception], bool],
     said: Callable[[Exception], str] = reason,
 ) -> Iterator[None]:
-    """Around an SDK's look for credentials, or its refresh: one rule for all clouds.
-
-    What was held once can be had again: a refresh that fails is transient, and tried again until
-    the deadline of the request. If nothing was held yet, only a silent or overloaded service is
-    transient; all else is final.
+    """Around an SDK's look for credentials, or its refresh: raises what it says as our errors.
 
     Args:
         whose: Credentials, for messages.
         uri: What they are for.
-        held: Whether there were any before.
         is_passing: Whether an exception says that a service is silent or overloaded.
         said: What an exception says, without credentials.
 
     Raises:
-        StoreError: For whatever the SDK raises; certain, as nothing was sent to the store.
+        TLSError: If the service can't be trusted.
+        ConnectionLostError: If it is silent or overloaded.
+        CredentialsError: For whatever else the SDK raises.
     """
     try:
         yield
@@ -288,7 +298,7 @@ def fetching(
         error: StoreError | None = lasting_failure(exc, "the service that gives credentials")
         if error is not None:
             error.uri, error.cause = uri, said(exc)
-        elif held or is_passing(exc):
+        elif is_passing(exc):
             text = f"the {whose} credentials can't be fetched for now"
             error = ConnectionLostError(text, uri=uri, cause=said(exc), certain=True)
         else:

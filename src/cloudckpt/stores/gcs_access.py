@@ -165,7 +165,6 @@ class _Token:
         self._options, self._uri = options, uri
         self._request = google.auth.transport.requests.Request()
         self._lock = threading.Lock()
-        self._held = False
         with self._fetching():
             self._credentials = _find(options, self._request, uri)
             self._credentials.with_non_blocking_refresh()
@@ -192,7 +191,6 @@ class _Token:
                         self._credentials.refresh(self._request)
         token = self._credentials.token or ""
         check_credential(token, "the access token of Google", self._uri)
-        self._held = True
         return (token,)
 
     def origin(self) -> Origin:
@@ -206,7 +204,7 @@ class _Token:
         )
 
     def _fetching(self) -> Any:
-        return fetching("Google", self._uri, held=self._held, is_passing=_is_passing, said=_said)
+        return fetching("Google", self._uri, is_passing=_is_passing, said=_said)
 
 
 def _find(options: GCSOptions, request: Any, uri: str) -> google.auth.credentials.Credentials:

@@ -84,7 +84,7 @@ class Keys:
         )
 
     def _fetching(self) -> Any:
-        return fetching("AWS", self._uri, held=bool(self._latest), is_passing=_is_passing)
+        return fetching("AWS", self._uri, is_passing=_is_passing)
 
 
 _SILENT = (
