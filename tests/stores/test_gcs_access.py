@@ -248,6 +248,13 @@ def test_credentials_are_read_from_a_file(
     assert [one.method for one in token_server.requests] == ["POST"]
 
 
+def test_a_token_endpoint_that_is_silent_is_given_up(open_gcs, account_file, token_server):
+    token_server.respond(lambda request: token_server.Answer(silent=True))
+    store = open_gcs(credentials_file=str(account_file), read_timeout=0.3)
+    with pytest.raises(ConnectionLostError, match="for now"):
+        store.head("run/object")
+
+
 def test_a_token_endpoint_that_refuses_is_believed(open_gcs, account_file, token_server):
     body = {"error": "invalid_grant", "error_description": "Invalid JWT Signature."}
     token_server.respond(lambda request: token_server.Answer(400, body=json.dumps(body).encode()))

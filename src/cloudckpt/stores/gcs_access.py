@@ -83,7 +83,7 @@ class BucketAccess:
         def look() -> _Token | _NoToken:
             if not is_wanted:
                 return _NoToken()
-            found = _Token(config.gcs, uri)
+            found = _Token(config, uri)
             _check_universe(found.universe, self.endpoint, host, uri)
             return found
 
@@ -153,20 +153,30 @@ def _check_universe(universe: str, endpoint: str, host: str, uri: str) -> None:
     )
 
 
+class _Request(google.auth.transport.requests.Request):
+    """How google-auth asks token services: with the store's limits in place of two minutes."""
+
+    timeout = (10.0, 60.0)  # seconds to connect, and to wait for an answer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **{"timeout": self.timeout, **kwargs})
+
+
 class _Token:
     """An access token, which google-auth refreshes: in the background ahead of its end."""
 
-    def __init__(self, options: GCSOptions, uri: str) -> None:
+    def __init__(self, config: Config, uri: str) -> None:
         """
         Raises:
             CredentialsError: If there are no credentials, or none that can be used.
             ConnectionLostError: If a service that tells of them is silent or overloaded.
         """
-        self._options, self._uri = options, uri
-        self._request = google.auth.transport.requests.Request()
+        self._options, self._uri = config.gcs, uri
+        self._request = _Request()
+        self._request.timeout = config.connect_timeout, config.read_timeout
         self._lock = threading.Lock()
         with self._fetching():
-            self._credentials = _find(options, self._request, uri)
+            self._credentials = _find(config.gcs, self._request, uri)
             self._credentials.with_non_blocking_refresh()
             self.universe = self._credentials.universe_domain  # may ask the metadata server
 
