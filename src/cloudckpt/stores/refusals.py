@@ -48,7 +48,7 @@ _TEXTS: Mapping[type[StoreError], str] = {
     RangeNotSatisfiableError: "the object ends before the range does",
     ServerError: "the store failed inside",
     StorageFullError: "the store's disks or a quota are full",
-    ThrottledError: "the store asks to slow down",
+    ThrottledError: "the store is overloaded or unavailable for the moment",
     WrongRegionError: "the bucket is in another region",
 }
 _BY_STATUS: Mapping[int, type[StoreError]] = {

@@ -14,6 +14,7 @@ from cloudckpt.errors import (
     CredentialsError,
     InvalidRequestError,
     ObjectNotFoundError,
+    PreconditionFailedError,
     ServerError,
     StorageFullError,
     StoreError,
@@ -27,11 +28,19 @@ __all__ = ["from_answer", "from_code"]
 
 _KMS = "KMS refuses, or can't use, the key of the encryption"
 
+_DENIED = "access denied; check the IAM, bucket and key policies for these credentials"
+
+# what copies and completions answer in the body of a success needs its class here, too
 _BY_CODE = by_code(
     {
         BucketNotFoundError: {"NoSuchBucket": ""},
-        ObjectNotFoundError: {"NoSuchUpload": "there is no such multipart upload any more"},
+        ObjectNotFoundError: {
+            "NoSuchKey": "",
+            "NoSuchUpload": "there is no such multipart upload any more",
+        },
+        PreconditionFailedError: {"PreconditionFailed": ""},
         AccessDeniedError: {
+            "AccessDenied": _DENIED,
             "KMS.AccessDeniedException": (
                 "the KMS key may not be used; check its policy and the IAM policies"
             ),
@@ -84,10 +93,7 @@ _ELSEWHERE = _BY_CODE["IllegalLocationConstraintException"]
 _BY_STATUS: dict[int, Meaning] = {
     301: _ELSEWHERE,
     307: _ELSEWHERE,
-    403: (
-        AccessDeniedError,
-        "access denied; check the IAM, bucket and key policies for these credentials",
-    ),
+    403: (AccessDeniedError, _DENIED),
 }
 
 _NOT_DONE = {"ConditionalRequestConflict", "OperationAborted"}
@@ -113,7 +119,7 @@ def from_code(
     region = given.get("x-amz-bucket-region") or region
     known = _BY_CODE.get(code)
     if known is None and code.startswith("KMS."):
-        known = by_status(status)[0], _KMS
+        known = by_status(400 if status == 200 else status)[0], _KMS
     elif status == 400 and not code and region:  # the answer to HEAD has no body to tell more
         known = _ELSEWHERE
     error = refusal(
