@@ -29,6 +29,7 @@ from azure.core.credentials import AccessTokenInfo
 from azure.core.exceptions import ClientAuthenticationError, ServiceRequestError
 from azure.core.pipeline import PipelineContext, PipelineRequest
 from azure.core.pipeline.transport import HttpRequest
+from azure.identity import DefaultAzureCredential
 from azure.storage.blob._shared.authentication import SharedKeyCredentialPolicy
 
 import cloudckpt
@@ -352,8 +353,8 @@ class Identity:
     def __init__(self, **settings):
         self.asked = []
 
-    def get_token_info(self, *scopes, options):
-        self.asked.append((scopes, options))
+    def get_token_info(self, *scopes):
+        self.asked.append(scopes)
         if self.error is not None:
             raise self.error
         now = int(time.time())
@@ -389,7 +390,7 @@ def test_a_token_is_sent_with_every_request(token_store, tls_server, identity):
         request = call(token_store, tls_server, verb)
         assert request.headers["Authorization"] == "Bearer SECRETTOKEN1"
         assert "sig=" not in request.target
-    assert identity.asked == [(("https://storage.azure.com/.default",), {})]
+    assert identity.asked == [("https://storage.azure.com/.default",)]
 
 
 def test_a_valid_token_is_used_on_when_it_can_not_be_renewed(
@@ -404,8 +405,10 @@ def test_a_valid_token_is_used_on_when_it_can_not_be_renewed(
         assert request.headers["Authorization"] == "Bearer SECRETTOKEN1"
     assert len(identity.asked) == 2  # not again at once
     monkeypatch.setattr(azure_tokens.time, "time", lambda: now + 3600)
-    with pytest.raises(CredentialsError, match="not now"):
+    with pytest.raises(ConnectionLostError, match="not now"):
         call(token_store, tls_server, "put")
+    identity.error = None
+    call(token_store, tls_server, "put")
 
 
 @pytest.mark.parametrize(
@@ -438,17 +441,15 @@ def test_no_credentials_at_all_are_named_and_where_they_are_looked_for(token_sto
 
 
 def test_an_identity_that_can_not_be_configured_is_named(token_store, monkeypatch):
-    def fail(**settings):
-        raise ValueError("Invalid value for AZURE_TOKEN_CREDENTIALS")
-
-    monkeypatch.setattr(azure_tokens, "DefaultAzureCredential", fail)
+    monkeypatch.setattr(azure_tokens, "DefaultAzureCredential", DefaultAzureCredential)
+    monkeypatch.setenv("AZURE_TOKEN_CREDENTIALS", "nothing that it knows")
     with pytest.raises(CredentialsError, match="AZURE_TOKEN_CREDENTIALS"):
         token_store.head("run/object")
 
 
 def test_an_identity_service_that_does_not_answer_is_tried_again(token_store, identity):
     identity.error = ServiceRequestError("no route")
-    with pytest.raises(ConnectionLostError, match="Entra"):
+    with pytest.raises(ConnectionLostError, match="no route"):
         token_store.head("run/object")
 
 
@@ -1217,17 +1218,12 @@ def test_every_request_that_is_refused_is_told_by_its_error(store, server, verb)
         (403, "AuthorizationPermissionMismatch", "Storage Blob Data Contributor"),
         (409, "BlobOperationNotSupported", "Data Lake API; delete it first"),
         (403, "UnauthorizedBlobOverwrite", "may create blobs, but not replace"),
-        (403, "KeyVaultEncryptionKeyNotFound", "the key .* is gone, disabled or expired"),
-        (403, "KeyVaultVaultNotFound", "the key vault .* is gone"),
         (403, "KeyVaultAccessTokenCannotBeAcquired", "managed identity"),
         (403, "KeyVaultSomethingNew", "key vault"),
         (409, "BlobAccessTierNotSupportedForAccountType", "access_tier"),
         (400, "InvalidBlobTier", "access_tier"),
         (409, "FeatureNotYetSupportedForHierarchicalNamespaceAccounts", "leave tags empty"),
-        (409, "PathConflict", "directory"),
-        (400, "PathIsTooDeep", "60 segments"),
         (403, "RequestForbiddenByContainerEncryptionPolicy", "encryption_scope"),
-        (400, "AccountRequiresHttps", "https"),
         (413, "RequestBodyTooLarge", "part_size"),
         (400, "UnsupportedRestVersion", "2021-12-02"),
     ],

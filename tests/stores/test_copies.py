@@ -13,8 +13,11 @@ import pytest
 from cloudckpt import AzureOptions, Config, GCSOptions, S3Options
 from cloudckpt.checksum import CRC32C, CRC64NVME, to_base64
 from cloudckpt.errors import (
+    AccessDeniedError,
     BucketNotFoundError,
     ConnectionLostError,
+    InvalidRequestError,
+    ObjectNotFoundError,
     PreconditionFailedError,
     ServerError,
     ThrottledError,
@@ -132,6 +135,9 @@ def test_a_copy_of_a_whole_as_a_part_has_no_range_which_s3_refuses_for_small_obj
         ("SlowDown", ThrottledError, False),
         ("InternalError", ServerError, False),
         ("PreconditionFailed", PreconditionFailedError, True),
+        ("AccessDenied", AccessDeniedError, True),
+        ("NoSuchKey", ObjectNotFoundError, True),
+        ("KMS.DisabledException", InvalidRequestError, True),
     ],
 )
 @pytest.mark.parametrize("verb", ["copy", "copy_part"])

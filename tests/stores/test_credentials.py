@@ -829,7 +829,8 @@ def test_a_signature_that_was_replaced_is_read_again(server, monkeypatch):
     store.close()
 
 
-def test_a_look_that_fails_leaves_what_the_store_said():
+@pytest.mark.parametrize("failure", [CredentialsError("none"), ConnectionLostError("no answer")])
+def test_what_the_store_said_counts_unless_others_can_not_be_fetched_for_now(failure):
     class Key:
         def secrets(self):
             return ("one",)
@@ -837,10 +838,13 @@ def test_a_look_that_fails_leaves_what_the_store_said():
     found = iter([Key()])
 
     def look():
-        try:
-            return next(found)
-        except StopIteration:
-            raise ConnectionLostError("no answer") from None
+        for key in found:
+            return key
+        raise failure
 
     credentials = Credentials(look)
-    assert not credentials.renew(credentials.current, ["one"])
+    if isinstance(failure, CredentialsError):
+        assert not credentials.renew(credentials.current, ["one"])
+    else:
+        with pytest.raises(ConnectionLostError):
+            credentials.renew(credentials.current, ["one"])

@@ -337,8 +337,7 @@ class AzureStore(RestStore):
     def failure(
         self, status: int, headers: Mapping[str, str], body: bytes, action: str, uri: str
     ) -> StoreError:
-        refused = self._access.refused(headers)
-        return from_answer(status, headers, body, action, uri, refused=refused)
+        return from_answer(status, headers, body, action, uri, refused=self._access.refused)
 
     def _authorized(
         self, method: str, url: str, headers: Mapping[str, str]

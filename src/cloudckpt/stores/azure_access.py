@@ -22,8 +22,8 @@ from cloudckpt.errors import (
     CredentialsError,
     MissingDependencyError,
 )
-from cloudckpt.stores.azure_errors import token_refused
-from cloudckpt.stores.azure_tokens import Tokens, tenant_asked_for
+from cloudckpt.stores.azure_errors import TOKEN_REFUSED
+from cloudckpt.stores.azure_tokens import Tokens
 from cloudckpt.stores.credentials import Credentials, check_credential, masked, raise_alone
 from cloudckpt.stores.http import HttpOptions
 from cloudckpt.stores.origins import Origin, first_set, named_by
@@ -88,7 +88,6 @@ class ContainerAccess:
 
     def __init__(self, container: str, host: str, config: Config, uri: str) -> None:
         self._place = place = _locate(host, config, _from_environment(container, uri), uri)
-        self._tenant = ""  # of the account, once a refusal has named it
         self._uri = uri
         self.container, self.endpoint = container, place.endpoint
         self.url = f"{place.endpoint}/{quote(container)}"
@@ -128,7 +127,7 @@ class ContainerAccess:
                     uri=uri,
                 )
             note = "" if fits else f" (AZURE_STORAGE_* is of another account, {given.account!r})"
-            tokens = Tokens(config, uri, tenant=self._tenant, note=note)
+            tokens = Tokens(config, uri, note=note)
             return _Source(token=tokens.get, found=tokens.origin)
 
         self.credentials = Credentials(look)
@@ -191,15 +190,10 @@ class ContainerAccess:
             )
         return f"{url}?{sas}" if sas else url, None
 
-    def refused(self, headers: Mapping[str, str]) -> Meaning | None:
-        """What it means if the answer with these headers refuses the token; None if there is none.
-
-        If it asks for a token of another tenant, the next look for credentials gets one of it.
-        """
-        if self.credentials.current.token is None:
-            return None
-        self._tenant = tenant_asked_for(headers) or self._tenant
-        return token_refused(self._tenant)
+    @property
+    def refused(self) -> Meaning | None:
+        """What it means that the store refuses the token; None if there is none."""
+        return TOKEN_REFUSED if self.credentials.current.token is not None else None
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -15,26 +15,21 @@ from cloudckpt.errors import (
     InvalidRequestError,
     ObjectNotFoundError,
     PreconditionFailedError,
-    RangeNotSatisfiableError,
     ServerError,
     StoreError,
+    ThrottledError,
     TLSError,
 )
-from cloudckpt.stores.refusals import (
-    DAMAGED,
-    SLOW_DOWN,
-    Meaning,
-    by_code,
-    refusal,
-)
+from cloudckpt.stores.refusals import Meaning, by_code, refusal
 from cloudckpt.stores.xml_api import error_fields
 
-__all__ = ["from_answer", "token_refused"]
+__all__ = ["TOKEN_REFUSED", "from_answer"]
 
 _ROLE = (
     "access denied; the identity needs the role 'Storage Blob Data Contributor' on the container "
     "or the account ('Storage Blob Data Reader' to load only), a shared access signature the "
-    "permissions rwdl, and t if tags are set"
+    "permissions rwdl, and t if tags are set; or the firewall of the account does not let this "
+    "network in; in accounts with a hierarchical namespace the access control lists count too"
 )
 _REFUSED: Meaning = (
     CredentialsError,
@@ -50,30 +45,19 @@ _BY_CODE = by_code(
             ),
         },
         ObjectNotFoundError: {
-            "ResourceNotFound": "there is no such container or blob",
             "InvalidBlockList": (
                 "the blocks of this upload are not there any more: it was completed or aborted, "
                 "another write of the same blob discarded them, or a week has passed"
             ),
         },
-        PreconditionFailedError: {
-            "BlobAlreadyExists ResourceAlreadyExists PathAlreadyExists": "the blob exists already",
-        },
+        PreconditionFailedError: {"BlobAlreadyExists ResourceAlreadyExists PathAlreadyExists": ""},
         CredentialsError: {
-            "NoAuthenticationInformation": "the request arrived without credentials",
             "KeyBasedAuthenticationNotPermitted": (
                 "the account forbids keys and what is signed with them; unset AZURE_STORAGE_* and "
                 "use Microsoft Entra ID (a managed identity, AZURE_CLIENT_ID or 'az login')"
             ),
         },
         AccessDeniedError: {
-            "AuthorizationFailure": (
-                f"{_ROLE}; or the firewall of the account does not let this network in"
-            ),
-            "AuthorizationPermissionMismatch": (
-                f"{_ROLE}; in accounts with a hierarchical namespace the access control lists of "
-                "the folders count too"
-            ),
             "UnauthorizedBlobOverwrite": (
                 "the credentials may create blobs, but not replace the one that is there; give "
                 "the shared access signature the permission w, or save to another location"
@@ -82,52 +66,11 @@ _BY_CODE = by_code(
                 "the container allows its own encryption scope only; leave out "
                 "AzureOptions(encryption_scope=...), or name that one"
             ),
-            "AuthorizationProtocolMismatch": (
-                "the shared access signature does not allow this protocol; use https"
-            ),
-            "AuthorizationSourceIPMismatch": (
-                "the shared access signature does not allow the address of this machine"
-            ),
-            "AuthorizationServiceMismatch": (
-                "the shared access signature is not for the blob service"
-            ),
-            "AuthorizationResourceTypeMismatch": (
-                "the shared access signature lacks the resource types container (c) and object (o)"
-            ),
-            "InsufficientAccountPermissions": "the account does not allow this",
-            "PublicAccessNotPermitted": "the account does not allow public access",
-            "AccountIsDisabled": "the storage account is disabled",
-            "ContainerDisabled": "an administrator has disabled the container",
-            "KeyVaultEncryptionKeyNotFound": (
-                "the key that encrypts the account is gone, disabled or expired in its key vault, "
-                "or the account may not use it any more: wrap and unwrap"
-            ),
-            "KeyVaultVaultNotFound": (
-                "the key vault with the key that encrypts the account is gone, or its firewall "
-                "does not let the account in"
-            ),
-            "KeyVaultAccessTokenCannotBeAcquired": (
-                "the account gets no token for the key vault with the key that encrypts it: its "
-                "managed identity was deleted, or has moved to another tenant"
-            ),
+            "PublicAccessNotPermitted": "",
         },
         InvalidRequestError: {
             "BlobArchived BlobBeingRehydrated": (
                 "the blob is in the archive tier; rehydrate it to an online tier first"
-            ),
-            (
-                "InvalidBlobType ResourceTypeMismatch PathConflict DirectoryNotEmpty "
-                "DirectoryIsNotEmpty"
-            ): (
-                "under this name there is no block blob, but a directory or a blob of another "
-                "type; or a part of its path is no directory"
-            ),
-            (
-                "InvalidResourceName InvalidUri OutOfRangeInput PathIsTooDeep "
-                "RequestUrlFailedToParse"
-            ): (
-                "Azure does not take the name of the container or of the blob; in accounts with a "
-                "hierarchical namespace it has some 60 segments at most"
             ),
             "RequestBodyTooLarge": (
                 "the store does not take so much in one request; set a smaller "
@@ -136,19 +79,9 @@ _BY_CODE = by_code(
             "UnsupportedRestVersion": (
                 "the store is older than version 2021-12-02 of the REST API, which cloudckpt speaks"
             ),
-            "AccountRequiresHttps": (
-                "the account is reached by https only; write https:// in the endpoint"
-            ),
-            "BlockCountExceedsLimit": (
-                "the blob has more blocks than Azure keeps, of unfinished uploads perhaps, which "
-                "go a week after the last; save to another location"
-            ),
-            "InvalidBlobOrBlock": (
-                "the blob holds unfinished blocks of another writer; save to another location"
-            ),
-            "BlobUsesCustomerSpecifiedEncryption": (
-                "the blob was written with a customer-provided key, which cloudckpt does not "
-                "support"
+            "BlockCountExceedsLimit InvalidBlobOrBlock": (
+                "the blob holds unfinished blocks, of another writer perhaps, which go a week "
+                "after the last; save to another location"
             ),
             "BlobOperationNotSupported": (
                 "the Blob API can't do this to a file that was made through the Data Lake API; "
@@ -161,20 +94,13 @@ _BY_CODE = by_code(
                 "the account demands a newer version of TLS than this machine has"
             ),
         },
+        ThrottledError: {"ServerBusy": ""},
         ServerError: {
-            "OperationTimedOut": "the store could not finish the operation in time",
-            "ContainerBeingDeleted FilesystemBeingDeleted": "the container is being deleted",
-            "AccountBeingCreated": "the storage account is still being created",
+            "ContainerBeingDeleted FilesystemBeingDeleted AccountBeingCreated": "",
+            "Md5Mismatch Crc64Mismatch": "the bytes arrived damaged",
         },
     }
-) | {
-    "AuthenticationFailed": _REFUSED,
-    "InvalidAuthenticationInfo": _REFUSED,
-    "ServerBusy": SLOW_DOWN,
-    "TooManyRequests": SLOW_DOWN,
-    "Md5Mismatch": DAMAGED,
-    "Crc64Mismatch": DAMAGED,
-}
+) | {"AuthenticationFailed": _REFUSED, "InvalidAuthenticationInfo": _REFUSED}
 
 # codes that Azure has, or may yet get, more of than it documents
 _BY_WORD: dict[str, Meaning] = {
@@ -182,6 +108,11 @@ _BY_WORD: dict[str, Meaning] = {
         AccessDeniedError,
         "the account can't use the key vault with the key that encrypts it: look at the vault and "
         "its firewall, the key, and what the managed identity of the account may do there",
+    ),
+    "^Authorization(Protocol|SourceIP|Service|ResourceType)Mismatch$": (
+        AccessDeniedError,
+        "the shared access signature does not allow this protocol, address, service or type of "
+        "resource: it takes https, b, and c and o",
     ),
     "ForHierarchicalNamespaceAccounts$": (
         InvalidRequestError,
@@ -210,23 +141,17 @@ _BY_WORD: dict[str, Meaning] = {
 _BY_STATUS: dict[int, Meaning] = {
     401: _REFUSED,
     403: (AccessDeniedError, _ROLE),
-    404: (ObjectNotFoundError, "there is no such blob"),
     409: (InvalidRequestError, "the state of the blob or container forbids this"),
-    412: (PreconditionFailedError, "the blob is not in the expected state"),
-    416: (RangeNotSatisfiableError, "the blob ends before the range does"),
 }
 
-
-def token_refused(tenant: str) -> Meaning:
-    """What it means that a token was refused, where the account is of a tenant; empty: unknown."""
-    named = f", {tenant}" if tenant else ""
-    return (
-        CredentialsError,
-        "Azure does not accept the access token of this identity: it was revoked, or it is not of "
-        f"the tenant that the account trusts{named} (sign in to that, with AZURE_TENANT_ID or 'az "
-        "login --tenant'; a managed identity is of the tenant of its subscription), or of another "
-        "cloud (AZURE_AUTHORITY_HOST); the identity needs the role 'Storage Blob Data Contributor'",
-    )
+TOKEN_REFUSED: Meaning = (
+    CredentialsError,
+    "Azure does not accept the access token of this identity: it was revoked, or it is not of "
+    "the tenant that the account trusts (sign in to that, with AZURE_TENANT_ID or 'az login "
+    "--tenant'; a managed identity is of the tenant of its subscription), or of another cloud "
+    "(AZURE_AUTHORITY_HOST); the identity needs the role 'Storage Blob Data Contributor'",
+)
+"""What it means that a token was refused."""
 
 
 def from_answer(

@@ -7,9 +7,7 @@ proxy with its password. Every rank raises and logs that text, so it passes thro
 
 from __future__ import annotations
 
-import copy
-import enum
-import logging
+import contextlib
 import os
 import re
 import threading
@@ -23,16 +21,18 @@ from cloudckpt.errors import (
     ConnectionLostError,
     CredentialsError,
     StoreError,
+    TransientStoreError,
 )
 from cloudckpt.stores.origins import Origin
+from cloudckpt.stores.tls import lasting_failure
 
 __all__ = [
     "Credentials",
-    "Renewal",
     "Source",
-    "Validity",
+    "alone",
     "check_credential",
     "conceal",
+    "fetching",
     "masked",
     "raise_alone",
     "reason",
@@ -40,10 +40,7 @@ __all__ = [
     "variables",
 ]
 
-logger = logging.getLogger("cloudckpt")
-
-_LONGEST_WAIT = 120.0  # seconds for a token that another thread is fetching
-_PAUSE = 30.0  # seconds between tries to renew what is still valid
+_LONGEST_WAIT = 120.0  # seconds for credentials that another thread is fetching
 
 
 class Source(Protocol):
@@ -72,7 +69,6 @@ class Credentials(Generic[S]):
 
     Attributes:
         current: What requests are authorized with.
-        trouble: Why the last look behind a refusal has found nothing, if it has failed.
     """
 
     def __init__(self, look: Callable[[], S]) -> None:
@@ -80,9 +76,8 @@ class Credentials(Generic[S]):
         self._look = look
         self._lock = threading.Lock()
         self._looked_at = 0.0
-        self._failed = False
+        self._failed = self._held = False
         self.current = look()
-        self.trouble: CloudCheckpointError | None = None
 
     def source(self) -> S:
         """What to authorize the next request with.
@@ -101,15 +96,31 @@ class Credentials(Generic[S]):
                     self._failed = False
         return self.current
 
-    def fail(self) -> None:
-        """Says that they can't be used at all: the next request looks for others."""
-        self.trouble = None
+    def used(self) -> tuple[str, ...]:
+        """What a request was authorized with just now."""
+        secrets = self.current.secrets()
+        self._held = True
+        return secrets
+
+    def failed(self, error: CredentialsError) -> StoreError:
+        """What it means that there are none for a request; the next one looks for others.
+
+        What was held once can be had again: from then on, it is transient, and the retries of the
+        request look until their deadline. Before that it is final: the job is set up wrongly.
+        """
         self._failed = True
+        if not self._held:
+            return error
+        text = "the credentials can't be refreshed for now"
+        return ConnectionLostError(text, uri=error.uri, cause=error, certain=True)
 
     def renew(self, refused: S, secrets: Iterable[str]) -> bool:
         """Whether there are others now than those of ``refused``, which were ``secrets``.
 
         Of many threads that are refused at the same time one looks; the others share what it found.
+
+        Raises:
+            TransientStoreError: If others can't be fetched for the moment.
         """
         asked = time.monotonic()
         with self._lock:
@@ -117,97 +128,18 @@ class Credentials(Generic[S]):
                 return True
             if self._looked_at > asked:
                 return False
-            self.trouble = None
             try:
                 found = self._look()
                 if found.secrets() == tuple(secrets):
                     return False
-            except CloudCheckpointError as error:
-                self.trouble = error
+            except TransientStoreError:
+                raise
+            except CloudCheckpointError:
                 return False  # what the store said tells more
             finally:
                 self._looked_at = time.monotonic()
             self.current = found
             return True
-
-
-class Validity(enum.Enum):
-    """Of a token or keys: good; to be renewed, and good until they are; of no use."""
-
-    GOOD = enum.auto()
-    DUE = enum.auto()
-    ENDED = enum.auto()
-
-
-class Renewal:
-    """Keeps a token, or keys, valid: renewed ahead of their end, once for all threads.
-
-    While one thread renews it, the others go on with the old one; they wait only if that has ended.
-    Threads that have waited for a renewal in vain are told why, and do not ask again, each. A token
-    that can't be renewed is used as long as it is valid, which is logged once; the next try comes
-    after a pause, since the request that tries it waits for the service.
-    """
-
-    def __init__(
-        self,
-        validity: Callable[[], Validity],
-        renew: Callable[[], None],
-        pause: Callable[[int], float] = lambda failures: _PAUSE,
-    ) -> None:
-        """
-        Args:
-            validity: Of the token that is held.
-            renew: Fetches another one, or raises a StoreError.
-            pause: Seconds until the next try while the token is valid, behind so many failures.
-        """
-        self._validity = validity
-        self._renew = renew
-        self._pause = pause
-        self._lock = threading.Lock()
-        self._failures = 0
-        self._failure: StoreError | None = None
-        self._failed_at = self._not_before = 0.0
-
-    def ensure(self) -> None:
-        """Sees to it that the token can be used.
-
-        Raises:
-            StoreError: If it has ended, and there is no other one.
-        """
-        state, asked = self._state(), time.monotonic()
-        if state is Validity.GOOD:
-            return
-        if self._lock.acquire(timeout=_LONGEST_WAIT if state is Validity.ENDED else 0.0):
-            try:
-                self._ensure_alone(asked)
-            finally:
-                self._lock.release()
-        elif self._validity() is Validity.ENDED:
-            raise ConnectionLostError("the credentials were not fetched in time", certain=True)
-
-    def _state(self) -> Validity:
-        state = self._validity()
-        is_early = state is Validity.DUE and time.monotonic() < self._not_before
-        return Validity.GOOD if is_early else state
-
-    def _ensure_alone(self, asked: float) -> None:
-        state = self._state()
-        if state is Validity.GOOD:
-            return
-        if state is Validity.ENDED and self._failure is not None and self._failed_at > asked:
-            raise copy.copy(self._failure)  # whoever gets one adds to its message
-        try:
-            self._renew()
-            self._failures, self._failure = 0, None
-        except StoreError as error:
-            self._failures += 1
-            self._failed_at = time.monotonic()
-            self._not_before = self._failed_at + self._pause(self._failures)
-            self._failure = copy.copy(error)
-            if self._validity() is Validity.ENDED:
-                raise
-            if self._failures == 1:
-                logger.warning("the credentials, still valid, could not be renewed: %s", error)
 
 
 def check_credential(value: str, name: str, uri: str | None = None, *, header: bool = True) -> None:
@@ -335,6 +267,61 @@ def raise_alone(error: BaseException) -> NoReturn:
         raise error
     finally:
         error.__context__ = None
+
+
+@contextlib.contextmanager
+def fetching(
+    whose: str,
+    uri: str | None,
+    *,
+    is_passing: Callable[[Exception], bool],
+    said: Callable[[Exception], str] = reason,
+) -> Iterator[None]:
+    """Around an SDK's look for credentials, or its refresh: raises what it says as our errors.
+
+    Args:
+        whose: Credentials, for messages.
+        uri: What they are for.
+        is_passing: Whether an exception says that a service is silent or overloaded.
+        said: What an exception says, without credentials.
+
+    Raises:
+        TLSError: If the service can't be trusted.
+        ConnectionLostError: If it is silent or overloaded.
+        CredentialsError: For whatever else the SDK raises.
+    """
+    try:
+        yield
+    except CloudCheckpointError:
+        raise
+    except Exception as exc:  # noqa: BLE001 - SDKs raise whatever their sources do
+        error: StoreError | None = lasting_failure(exc, "the service that gives credentials")
+        if error is not None:
+            error.uri, error.cause = uri, said(exc)
+        elif is_passing(exc):
+            text = f"the {whose} credentials can't be fetched for now"
+            error = ConnectionLostError(text, uri=uri, cause=said(exc), certain=True)
+        else:
+            text = f"the {whose} credentials can't be used; renew them, or sign in again"
+            error = CredentialsError(text, uri=uri, cause=said(exc), certain=True)
+        raise_alone(error)
+
+
+@contextlib.contextmanager
+def alone(lock: threading.Lock, uri: str, *, wait: bool = True) -> Iterator[bool]:
+    """Around a refresh that one thread does for all; whether it is this one.
+
+    Raises:
+        ConnectionLostError: If another thread has not ended in time.
+    """
+    is_mine = lock.acquire(timeout=_LONGEST_WAIT if wait else 0.0)
+    if wait and not is_mine:
+        raise ConnectionLostError("the credentials were not fetched in time", uri=uri, certain=True)
+    try:
+        yield is_mine
+    finally:
+        if is_mine:
+            lock.release()
 
 
 _PREFIXES = ("AWS_", "AZURE_", "GOOGLE_")

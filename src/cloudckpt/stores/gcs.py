@@ -9,7 +9,6 @@ that of an object made of parts is compared with theirs.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from urllib.parse import quote
@@ -19,7 +18,6 @@ from cloudckpt.config import Config
 from cloudckpt.errors import (
     BucketNotFoundError,
     ConnectionLostError,
-    CredentialsError,
     InvalidRequestError,
     ObjectNotFoundError,
     PreconditionFailedError,
@@ -254,19 +252,10 @@ class GCSStore(RestStore):
                 asked = replace(request, url=url, headers={**request.headers, **more})
                 return stack.enter_context(base(asked))
 
-            try:
-                if self._downloads.is_content(request.url):
-                    reply = self._downloads.ask(request.url, send, self.uri(request.key))
-                else:
-                    reply = send(request.url, {})
-            except CredentialsError:
-                # what the store said of the old token counts only if another one could be had
-                trouble = self._credentials.trouble
-                if not isinstance(trouble, ConnectionLostError):
-                    raise
-                passing = copy.copy(trouble)  # each thread adds to its message
-                passing.uri = self.uri(request.key)
-                raise passing from None
+            if self._downloads.is_content(request.url):
+                reply = self._downloads.ask(request.url, send, self.uri(request.key))
+            else:
+                reply = send(request.url, {})
             yield reply
 
     def failure(

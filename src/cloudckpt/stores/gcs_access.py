@@ -1,50 +1,44 @@
 """How a bucket is reached: the endpoint, where credentials are found, and the tokens they give.
 
-google-auth finds them and fetches tokens; what it says of a failure is put in our words.
+google-auth finds credentials and refreshes their tokens.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import socket
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timezone
 from typing import Any
 
-from cloudckpt._version import __version__
 from cloudckpt.config import Config, GCSOptions
 from cloudckpt.config.options import check_endpoint
 from cloudckpt.errors import (
     ConfigError,
-    ConnectionLostError,
     CredentialsError,
     MissingDependencyError,
-    StoreError,
+    TransientStoreError,
 )
 from cloudckpt.stores.credentials import (
     Credentials,
-    Renewal,
-    Validity,
+    alone,
     check_credential,
+    fetching,
     masked,
     raise_alone,
-    reason,
 )
 from cloudckpt.stores.http import HttpOptions
 from cloudckpt.stores.origins import Origin, first_set, named_by
+from cloudckpt.stores.refusals import by_status
+from cloudckpt.stores.tls import causes
 
 try:
     import google.auth
-    import google.auth.compute_engine
     import google.auth.credentials
     import google.auth.exceptions
     import google.auth.impersonated_credentials
     import google.auth.transport.requests
-    import requests
 except ImportError as exc:
     raise MissingDependencyError(
         "gs:// needs google-auth; install it with: pip install 'cloudckpt[gcs]'", cause=exc
@@ -53,23 +47,8 @@ except ImportError as exc:
 __all__ = ["BucketAccess"]
 
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
-_METADATA_TIMEOUT = 3  # seconds, google-auth's own
-_LONGEST_PAUSE = 30.0  # seconds between renewals that fail while the old token holds
+_FILE = "GOOGLE_APPLICATION_CREDENTIALS"
 _LONGEST_REASON = 300  # characters; it may be a proxy's page
-
-_KINDS = {  # of credentials, by the module that has their class
-    "google.oauth2.service_account": "the key of a service account",
-    "google.oauth2.credentials": "a user's sign-in",
-    "google.auth.compute_engine.credentials": "the service account of the machine or pod",
-    "google.auth.impersonated_credentials": "impersonation of a service account",
-    "google.auth.external_account": "workload identity federation",
-    "google.auth.external_account_authorized_user": "workforce identity federation",
-}
-_VALIDITY = {
-    google.auth.credentials.TokenState.FRESH: Validity.GOOD,
-    google.auth.credentials.TokenState.STALE: Validity.DUE,
-    google.auth.credentials.TokenState.INVALID: Validity.ENDED,
-}
 
 
 class BucketAccess:
@@ -104,12 +83,9 @@ class BucketAccess:
         def look() -> _Token | _NoToken:
             if not is_wanted:
                 return _NoToken()
-            transport = _Transport((config.connect_timeout, config.read_timeout))
-            found = _credentials(config.gcs, transport, uri)
-            with _in_our_words(transport, uri):
-                universe = found.universe_domain  # the metadata server's, on Google's machines
-            _check_universe(universe, self.endpoint, host, uri)
-            return _Token(found, transport, _place(config.gcs))
+            found = _Token(config, uri)
+            _check_universe(found.universe, self.endpoint, host, uri)
+            return found
 
         self.credentials = Credentials(look)
 
@@ -177,311 +153,124 @@ def _check_universe(universe: str, endpoint: str, host: str, uri: str) -> None:
     )
 
 
-def _credentials(
-    options: GCSOptions, transport: _Transport, uri: str
-) -> google.auth.credentials.Credentials:
-    """The credentials that the options name, or else the application default ones."""
-    found: google.auth.credentials.Credentials
-    with _in_our_words(transport, uri):
-        if options.credentials_file is not None:
-            found = _from_file(options.credentials_file, transport)
-        else:
-            found = _default(transport, uri)
-        # only now: google-auth asks for the project of external accounts that have a scope
-        found = google.auth.credentials.with_scopes_if_required(found, [_SCOPE])
-        if options.impersonate is None:
-            return found
-        return google.auth.impersonated_credentials.Credentials(
-            source_credentials=found,
-            target_principal=options.impersonate,
-            target_scopes=[_SCOPE],
-        )
+class _Request(google.auth.transport.requests.Request):
+    """How google-auth asks token services: with the store's limits in place of two minutes."""
 
-
-def _default(transport: _Transport, uri: str) -> google.auth.credentials.Credentials:
-    """The application default credentials.
-
-    Raises:
-        CredentialsError: If there are none.
-        ConnectionLostError: If that is not certain, since the metadata server does not answer yet.
-    """
-    name = "GOOGLE_APPLICATION_CREDENTIALS"
-    check_credential(os.environ.get(name, ""), name, uri, header=False)
-    try:
-        found, _ = google.auth.default()
-        return found
-    except google.auth.exceptions.DefaultCredentialsError as exc:
-        cause = _told(exc)
-    if file := _default_file(name):
-        raise CredentialsError(
-            f"the Google credentials in {file} can't be used; write the file anew, or name another "
-            "one",
-            uri=uri,
-            cause=cause,
-            certain=True,
-        )
-    if (machine := _of_the_machine(transport, uri)) is not None:
-        return machine
-    raise CredentialsError(
-        "no Google credentials were found: neither in the file that "
-        "GOOGLE_APPLICATION_CREDENTIALS names, nor in gcloud's "
-        "application_default_credentials.json, nor at the metadata server of Google's "
-        "machines; run `gcloud auth application-default login`, or name a file",
-        uri=uri,
-        cause=cause,
-        certain=True,
-    )
-
-
-def _default_file(variable: str) -> str | None:
-    """The file that google-auth reads before it asks the metadata server, if there is one.
-
-    https://cloud.google.com/docs/authentication/application-default-credentials
-    """
-    if os.environ.get(variable):
-        return f"the file that {variable} names"
-    folder = os.environ.get("CLOUDSDK_CONFIG") or os.path.expanduser("~/.config/gcloud")
-    path = os.path.join(folder, "application_default_credentials.json")
-    return f"gcloud's {path}" if os.path.isfile(path) else None
-
-
-def _place(options: GCSOptions) -> str:
-    """What has named the credentials that were found."""
-    name = "GOOGLE_APPLICATION_CREDENTIALS"
-    file = named_by(options, "credentials_file") or _default_file(name)
-    return file or "the metadata server of this machine or pod"
-
-
-def _of_the_machine(transport: _Transport, uri: str) -> google.auth.credentials.Credentials | None:
-    """The account of this machine, if it is one of Google's, by one more look.
-
-    google-auth takes a metadata server that is late, overloaded or just starting (in the first
-    seconds of a pod of GKE) for none.
-
-    Raises:
-        ConnectionLostError: If there should be a metadata server, but it does not answer.
-    """
-    if os.environ.get("NO_GCE_CHECK") == "true":  # as google-auth has it
-        return None
-    server = os.environ.get("GCE_METADATA_IP") or "169.254.169.254"
-    flavor = {"Metadata-Flavor": "Google"}  # of the request and, documented too, of every answer
-    try:
-        answer = transport(f"http://{server}", headers=flavor, timeout=_METADATA_TIMEOUT)
-        is_metadata_server = answer.headers.get("Metadata-Flavor") == "Google"
-        if is_metadata_server and answer.status == 200:
-            found: google.auth.credentials.Credentials = (
-                google.auth.compute_engine.Credentials().with_quota_project_from_environment()
-            )
-            return found
-        problem = f"HTTP {answer.status}"
-        if not (is_metadata_server or (transport.was_put_off() and _is_one_of_googles())):
-            return None
-    except google.auth.exceptions.TransportError as exc:
-        if not _is_one_of_googles():
-            return None
-        problem = _told(exc)
-    raise ConnectionLostError(
-        "the metadata server, which has the credentials of Google's machines, does not answer for "
-        "the moment, and no file with credentials was found",
-        uri=uri,
-        cause=problem,
-        certain=True,
-    )
-
-
-def _is_one_of_googles() -> bool:
-    """Whether there should be a metadata server; also if that can't be looked up at the moment.
-
-    Its name is known on Google's machines only.
-    """
-    if os.environ.get("GCE_METADATA_IP") or os.environ.get("GCE_METADATA_HOST"):
-        return True
-    try:
-        socket.getaddrinfo("metadata.google.internal", 80)
-    except socket.gaierror as exc:
-        return exc.errno == socket.EAI_AGAIN
-    return True
-
-
-def _from_file(path: str, transport: _Transport) -> google.auth.credentials.Credentials:
-    found: google.auth.credentials.Credentials
-    with warnings.catch_warnings():
-        # google-auth warns of files of unknown origin; this one is named by who runs the job
-        warnings.simplefilter("ignore", DeprecationWarning)
-        found, _ = google.auth.load_credentials_from_file(path, request=transport)
-    return found
-
-
-class _Transport(google.auth.transport.requests.Request):
-    """How google-auth asks token endpoints and metadata servers: with our limits and our name.
-
-    It remembers how they answered. For several kinds of credentials google-auth says no more than
-    that a token was refused, also where the service was only overloaded.
-    """
-
-    def __init__(self, timeout: tuple[float, float]) -> None:
-        """``timeout``: seconds to connect, and to wait for an answer."""
-        session = requests.Session()
-        session.headers["User-Agent"] = f"cloudckpt/{__version__} {session.headers['User-Agent']}"
-        super().__init__(session)
-        self._timeout = timeout
-        self._heard = threading.local()
+    timeout = (10.0, 60.0)  # seconds to connect, and to wait for an answer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("timeout") is None:  # for ever
-            kwargs["timeout"] = self._timeout
-        self._heard.status = None
-        response = super().__call__(*args, **kwargs)
-        self._heard.status = response.status
-        return response
-
-    def __deepcopy__(self, memo: object) -> _Transport:
-        """Another one, as google-auth makes it for what it does in the background."""
-        return _Transport(self._timeout)
-
-    def forget(self) -> None:
-        """Begins anew to remember what this thread is answered."""
-        self._heard.status = None
-
-    def was_put_off(self) -> bool:
-        """Whether the last answer that this thread got asks to come again later."""
-        status = getattr(self._heard, "status", None)
-        return isinstance(status, int) and _is_later(status)
+        return super().__call__(*args, **{"timeout": self.timeout, **kwargs})
 
 
 class _Token:
-    """An access token that is always valid: see :class:`~cloudckpt.stores.credentials.Renewal`.
+    """An access token, which google-auth refreshes: in the background ahead of its end."""
 
-    google-auth calls a token stale some minutes before it ends.
-    """
-
-    def __init__(
-        self,
-        credentials: google.auth.credentials.Credentials,
-        transport: _Transport,
-        place: str,
-    ) -> None:
-        """``place`` is where google-auth has found the credentials."""
-        self._place = place
-        self._credentials = credentials
-        self._transport = transport
-        self._renewal = Renewal(self._validity, self._renew, _pause)
+    def __init__(self, config: Config, uri: str) -> None:
+        """
+        Raises:
+            CredentialsError: If there are no credentials, or none that can be used.
+            ConnectionLostError: If a service that tells of them is silent or overloaded.
+        """
+        self._options, self._uri = config.gcs, uri
+        self._request = _Request()
+        self._request.timeout = config.connect_timeout, config.read_timeout
+        self._lock = threading.Lock()
+        with self._fetching():
+            self._credentials = _find(config.gcs, self._request, uri)
+            self._credentials.with_non_blocking_refresh()
+            self.universe = self._credentials.universe_domain  # may ask the metadata server
 
     def headers(self, method: str, url: str) -> dict[str, str]:
         """What google-auth wants a request to carry: the token, and what else it knows of.
 
         ``before_request`` is its hook for that. It finds out in the background where the account
-        may be used from (regional access boundaries), and says so in a header. A token that is not
-        fresh it would renew at once, on every thread.
+        may be used from (regional access boundaries), and says so in a header.
         """
-        self._renewal.ensure()
-        check_credential(self._credentials.token or "", "the access token of Google")
         headers: dict[str, str] = {}
-        with _in_our_words(self._transport):
-            if self._validity() is Validity.GOOD:
-                self._credentials.before_request(self._transport, method, url, headers)
-            else:
-                self._credentials.apply(headers)
+        self.secrets()
+        with self._fetching():
+            self._credentials.before_request(self._request, method, url, headers)
         return headers
 
     def secrets(self) -> tuple[str, ...]:
-        if self._validity() is Validity.ENDED:
-            self._renewal.ensure()
-        return (str(self._credentials.token),)
+        invalid = google.auth.credentials.TokenState.INVALID
+        with self._fetching():
+            if self._credentials.token_state is invalid:
+                with alone(self._lock, self._uri):
+                    if self._credentials.token_state is invalid:
+                        self._credentials.refresh(self._request)
+        token = self._credentials.token or ""
+        check_credential(token, "the access token of Google", self._uri)
+        return (token,)
 
     def origin(self) -> Origin:
-        held = self._credentials
-        kinds = (name for kind in type(held).__mro__ if (name := _KINDS.get(kind.__module__)))
-        email, ends = getattr(held, "service_account_email", None), held.expiry
+        found = self._credentials
+        email, ends = getattr(found, "service_account_email", None), found.expiry
+        place = named_by(self._options, "credentials_file") or first_set(_FILE)
         return Origin(
-            source=f"{next(kinds, type(held).__name__)}, found by {self._place}",
+            source=type(found).__module__ + (f", found by {place}" if place else ""),
             identity=email if isinstance(email, str) and "@" in email else "",
             ends=ends.replace(tzinfo=timezone.utc).timestamp() if ends else None,
         )
 
-    def _validity(self) -> Validity:
-        return _VALIDITY[self._credentials.token_state]
-
-    def _renew(self) -> None:
-        with _in_our_words(self._transport):
-            self._credentials.refresh(self._transport)
+    def _fetching(self) -> Any:
+        return fetching("Google", self._uri, is_passing=_is_passing, said=_said)
 
 
-def _pause(failures: int) -> float:
-    """The first two failures may be hiccups; from the third on, pauses grow."""
-    return min(2.0 ** (failures - 3), _LONGEST_PAUSE) if failures > 2 else 0.0
-
-
-@contextlib.contextmanager
-def _in_our_words(transport: _Transport, uri: str | None = None) -> Iterator[None]:
-    """Raises google-auth's errors as cloudckpt's, without what they hold of a token's answer.
-
-    They are certain: no request was sent to the store.
-    """
-    transport.forget()
-    try:
-        yield
-    except (google.auth.exceptions.GoogleAuthError, ValueError, OSError) as exc:
-        error: StoreError = CredentialsError(
-            "the Google credentials can't be used: they are expired, revoked, incomplete, or may "
-            "not act as the service account; sign in again, or check its roles",
-            uri=uri,
-            cause=_told(exc),
-            certain=True,
-        )
-        if _is_passing(exc) or transport.was_put_off():
-            error = ConnectionLostError(
-                "the access token could not be fetched for the moment",
-                uri=uri,
-                cause=_told(exc),
-                certain=True,
+def _find(options: GCSOptions, request: Any, uri: str) -> google.auth.credentials.Credentials:
+    """The credentials that the options name, or else the application default ones."""
+    found: google.auth.credentials.Credentials
+    if options.credentials_file is not None:
+        with warnings.catch_warnings():
+            # google-auth warns of files of unknown origin; this one is named by who runs the job
+            warnings.simplefilter("ignore", DeprecationWarning)
+            found, _ = google.auth.load_credentials_from_file(
+                options.credentials_file, request=request
             )
-        raise_alone(error)
+    else:
+        check_credential(os.environ.get(_FILE, ""), _FILE, uri, header=False)
+        try:
+            found, _ = google.auth.default()
+        except google.auth.exceptions.DefaultCredentialsError as exc:
+            raise_alone(_none(exc, uri))
+    # only now: google-auth asks for the project of external accounts that have a scope
+    found = google.auth.credentials.with_scopes_if_required(found, [_SCOPE])
+    if options.impersonate is None:
+        return found
+    return google.auth.impersonated_credentials.Credentials(
+        source_credentials=found,
+        target_principal=options.impersonate,
+        target_scopes=[_SCOPE],
+    )
+
+
+def _none(exc: Exception, uri: str) -> CredentialsError:
+    return CredentialsError(
+        "no Google credentials were found that can be used: neither in the file that "
+        "GOOGLE_APPLICATION_CREDENTIALS names, nor in gcloud's "
+        "application_default_credentials.json, nor at the metadata server of Google's machines; "
+        "run `gcloud auth application-default login`, or name a file",
+        uri=uri,
+        cause=_said(exc),
+        certain=True,
+    )
 
 
 def _is_passing(exc: Exception) -> bool:
-    """Whether trying again may help."""
-    if getattr(exc, "retryable", False):
-        return True
-    first = exc.args[0] if exc.args else None
-    if isinstance(first, ValueError):  # a header or URL that requests does not send
+    """Whether the service behind the credentials was silent, or has asked to come again later."""
+    chain = list(causes(exc))
+    if any(isinstance(inner, ValueError) for inner in chain):  # what requests does not send
         return False
-    inner = first if isinstance(first, google.auth.exceptions.GoogleAuthError) else exc
-    if not isinstance(inner, _NO_ANSWER):
-        return False
-    answer = inner.args[1] if len(inner.args) > 1 else None
-    status = getattr(answer, "status", None)
-    return not isinstance(status, int) or _is_later(status)
+    for inner in chain:
+        if isinstance(inner, google.auth.exceptions.TransportError):
+            status = getattr(inner.args[-1] if inner.args else None, "status", None)
+            return status is None or issubclass(by_status(status)[0], TransientStoreError)
+    return bool(getattr(exc, "retryable", False))
 
 
-_NO_ANSWER = (
-    google.auth.exceptions.TransportError,
-    google.auth.exceptions.TimeoutError,
-    google.auth.exceptions.ResponseError,
-)
-
-
-def _is_later(status: int) -> bool:
-    return status in (408, 429) or status >= 500
-
-
-def _told(exc: Exception) -> str:
-    """What a token endpoint says of its refusal; the rest of its answer may hold secrets."""
-    if not isinstance(exc, google.auth.exceptions.GoogleAuthError):
-        # others may quote what they can't read, such as a private key
-        return reason(exc) if isinstance(exc, OSError) else type(exc).__name__
-    first = masked(str(exc.args[0])) if exc.args else ""  # whole: what is cut is not recognized
-    texts = [first.partition("\n")[0][:_LONGEST_REASON]] if first else []
-    answer = exc.args[1] if len(exc.args) > 1 else None
-    if isinstance(answer, Exception):
-        texts.append(_told(answer))
-    if isinstance(answer, str):
-        with contextlib.suppress(ValueError):
-            answer = json.loads(answer)
-    if isinstance(answer, Mapping):
-        error = answer.get("error")
-        message = (
-            error.get("message") if isinstance(error, Mapping) else answer.get("error_description")
-        )
-        texts += [str(message)] if message else []
-    return masked(f"{type(exc).__name__}: {': '.join(texts)}")
+def _said(exc: Exception) -> str:
+    """What google-auth says; others may quote what they can't read, such as a private key."""
+    if not isinstance(exc, (google.auth.exceptions.GoogleAuthError, OSError)):
+        return type(exc).__name__
+    text = " ".join(masked(str(exc)).split())
+    return f"{type(exc).__name__}: {text[:_LONGEST_REASON]}"

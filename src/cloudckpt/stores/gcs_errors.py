@@ -15,21 +15,14 @@ from collections.abc import Mapping
 from cloudckpt.errors import (
     AccessDeniedError,
     BucketNotFoundError,
+    CredentialsError,
     InvalidRequestError,
+    ServerError,
     StorageFullError,
     StoreError,
     ThrottledError,
 )
-from cloudckpt.stores.refusals import (
-    CUT_SHORT,
-    DAMAGED,
-    EXPIRED,
-    NO_UPLOAD,
-    SLOW_DOWN,
-    Meaning,
-    by_code,
-    refusal,
-)
+from cloudckpt.stores.refusals import Meaning, by_code, refusal
 from cloudckpt.stores.xml_api import error_fields
 
 __all__ = ["from_answer"]
@@ -39,45 +32,36 @@ _LONGEST_TEXT = 500
 _OWN_TEXT = re.compile(r"No such object|bucket does not exist|storage\.\w+\.\w+|requester pays")
 
 _KEEP = "forbids to replace or delete the object; nothing is lost"
-_NO_BUCKET: Meaning = (
-    BucketNotFoundError,
-    "the bucket does not exist; check its name and the endpoint",
-)
-_NO_PROJECT: Meaning = (
-    InvalidRequestError,
-    "the bucket's requesters pay: name the project to bill in GCSOptions(user_project=…)",
-)
-_UNAVAILABLE: Meaning = (ThrottledError, "the store is unavailable for the moment")
 
 _BY_REASON = by_code(
     {
         AccessDeniedError: {
-            "accountDisabled": "the project's account is disabled",
             "objectUnderActiveHold": f"a hold {_KEEP} until it is released",
-            "orgPolicyConstraintFailed": "a policy of the organization forbids it",
+            "orgPolicyConstraintFailed": "",
             "retentionPolicyNotMet": f"the retention policy {_KEEP} until it is over",
             "userProjectAccessDenied": (
                 "the project to bill may not be used: it takes serviceusage.services.use"
             ),
         },
+        BucketNotFoundError: {"noSuchBucket": ""},
+        CredentialsError: {"expiredToken": ""},
+        InvalidRequestError: {
+            "userProjectMissing": (
+                "the bucket's requesters pay: name the project to bill in "
+                "GCSOptions(user_project=…)"
+            ),
+        },
         StorageFullError: {"quotaExceeded": "a quota is used up"},
+        ServerError: {
+            "badDigest crcMismatch invalidDigest": "the bytes arrived damaged",
+            "incompleteBody uploadBrokenConnection": "the body arrived short",
+        },
+        ThrottledError: {
+            "rateLimitExceeded slowDown usageLimits.rateLimitExceeded userRateLimitExceeded "
+            "serviceUnavailable": "",
+        },
     }
-) | {
-    "badDigest": DAMAGED,
-    "crcMismatch": DAMAGED,
-    "invalidDigest": DAMAGED,
-    "incompleteBody": CUT_SHORT,
-    "uploadBrokenConnection": CUT_SHORT,
-    "expiredToken": EXPIRED,
-    "noSuchBucket": _NO_BUCKET,
-    "noSuchUpload": NO_UPLOAD,
-    "rateLimitExceeded": SLOW_DOWN,
-    "slowDown": SLOW_DOWN,
-    "usageLimits.rateLimitExceeded": SLOW_DOWN,
-    "userRateLimitExceeded": SLOW_DOWN,
-    "serviceUnavailable": _UNAVAILABLE,
-    "userProjectMissing": _NO_PROJECT,
-}
+)
 
 _BY_STATUS: dict[int, Meaning] = {
     403: (AccessDeniedError, "access denied; check the IAM roles of these credentials"),
@@ -101,13 +85,13 @@ def _known(status: int, reason: str, message: str) -> Meaning | None:
     """What the API references say of an error."""
     # what has no reason of its own is told by its message, worded so in the API references
     if status == 404 and "bucket does not exist" in message:
-        return _NO_BUCKET
+        return _BY_REASON["noSuchBucket"]
     if status == 400 and "doesn't match calculated" in message:
-        return DAMAGED
+        return _BY_REASON["badDigest"]
     if status == 400 and "requester pays" in message:
-        return _NO_PROJECT
+        return _BY_REASON["userProjectMissing"]
     if status == 503 and reason == "backendError":  # with 500, it is a failure inside
-        return _UNAVAILABLE
+        return _BY_REASON["serviceUnavailable"]
     return _BY_REASON.get(reason[:1].lower() + reason[1:])
 
 

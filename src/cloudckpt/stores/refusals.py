@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from cloudckpt.errors import (
     AccessDeniedError,
+    BucketNotFoundError,
     CredentialsError,
     InvalidRequestError,
     ObjectNotFoundError,
@@ -23,62 +24,62 @@ from cloudckpt.errors import (
     StoreError,
     ThrottledError,
     TransientStoreError,
+    WrongRegionError,
 )
 from cloudckpt.stores.credentials import masked
 
-__all__ = [
-    "CUT_SHORT",
-    "DAMAGED",
-    "EXPIRED",
-    "NOT_AS_EXPECTED",
-    "NO_OBJECT",
-    "NO_UPLOAD",
-    "SLOW_DOWN",
-    "TOO_SHORT",
-    "Meaning",
-    "by_code",
-    "by_status",
-    "refusal",
-    "retry_after",
-]
+__all__ = ["Meaning", "by_code", "by_status", "refusal", "retry_after"]
 
 Meaning = tuple[type[StoreError], str]
 """The error to raise, and what it says."""
-
-CUT_SHORT: Meaning = (ServerError, "the body arrived short")
-DAMAGED: Meaning = (ServerError, "the bytes arrived damaged")
-EXPIRED: Meaning = (CredentialsError, "the credentials have expired; renew them")
-NOT_AS_EXPECTED: Meaning = (PreconditionFailedError, "the object is not in the expected state")
-NO_OBJECT: Meaning = (ObjectNotFoundError, "there is no such object")
-NO_UPLOAD: Meaning = (ObjectNotFoundError, "there is no such multipart upload any more")
-SLOW_DOWN: Meaning = (ThrottledError, "the store asks to slow down")
-TOO_SHORT: Meaning = (RangeNotSatisfiableError, "the object ends before the range does")
 
 _CODE = re.compile(r"[A-Za-z][\w.]*")
 _REQUEST_IDS = ("x-amz-request-id", "x-amz-id-2", "x-guploader-uploadid", "x-ms-request-id")
 """The headers with which the vendors' support finds a request in their logs."""
 _TIMEOUTS = {"requesttimeout", "requesttimeoutexception", "operationtimedout"}  # in lower case
 
-_BY_STATUS: Mapping[int, Meaning] = {
-    401: (CredentialsError, "the store does not accept these credentials"),
-    403: (AccessDeniedError, "access denied; check the policies for these credentials"),
-    404: NO_OBJECT,
-    408: (ServerError, "the store gave up waiting for the request"),
-    409: (ServerError, "another operation on the same object is under way"),
-    412: NOT_AS_EXPECTED,
-    416: TOO_SHORT,
-    429: SLOW_DOWN,
-    501: (InvalidRequestError, "the store does not know this operation"),
-    503: (ThrottledError, "the store is unavailable for the moment"),
-    507: (StorageFullError, "the store's disks are full"),
+_TEXTS: Mapping[type[StoreError], str] = {
+    AccessDeniedError: "access denied; check the policies for these credentials",
+    BucketNotFoundError: "the bucket does not exist; check its name and the endpoint",
+    CredentialsError: "the store does not accept these credentials",
+    InvalidRequestError: "the store rejects the request",
+    ObjectNotFoundError: "there is no such object",
+    PreconditionFailedError: "the object is not in the expected state",
+    RangeNotSatisfiableError: "the object ends before the range does",
+    ServerError: "the store failed inside",
+    StorageFullError: "the store's disks or a quota are full",
+    ThrottledError: "the store is overloaded or unavailable for the moment",
+    WrongRegionError: "the bucket is in another region",
+}
+_BY_STATUS: Mapping[int, type[StoreError]] = {
+    200: ServerError,  # an error in the body of a success
+    401: CredentialsError,
+    403: AccessDeniedError,
+    404: ObjectNotFoundError,
+    408: ServerError,
+    409: ServerError,  # another operation on the same object is under way
+    412: PreconditionFailedError,
+    416: RangeNotSatisfiableError,
+    429: ThrottledError,
+    501: InvalidRequestError,
+    503: ThrottledError,
+    507: StorageFullError,
 }
 
 
-def by_code(texts: Mapping[type[StoreError], Mapping[str, str]]) -> dict[str, Meaning]:
-    """What each code means, given texts for the codes of each class, with spaces between codes."""
+def by_code(table: Mapping[type[StoreError], Mapping[str, str]]) -> dict[str, Meaning]:
+    """What each code means.
+
+    Args:
+        table: Of each class, codes with spaces between them, and a text; if that is empty, the
+            usual one of the class. It needs a code only if its class is not that of the HTTP
+            status (or not of each that it comes with, such as 200), if the text says what the
+            store does not, as its own words are always told, or if a status from 500 on is
+            certain with it (see :func:`_is_certain`).
+    """
     return {
-        code: (kind, text)
-        for kind, of_kind in texts.items()
+        code: (kind, text or _TEXTS[kind])
+        for kind, of_kind in table.items()
         for codes, text in of_kind.items()
         for code in codes.split()
     }
@@ -86,11 +87,8 @@ def by_code(texts: Mapping[type[StoreError], Mapping[str, str]]) -> dict[str, Me
 
 def by_status(status: int) -> Meaning:
     """What an HTTP status says where the store's own code says nothing."""
-    if status in _BY_STATUS:
-        return _BY_STATUS[status]
-    if status >= 500 or status == 200:  # an error in the body of a success
-        return ServerError, "the store failed inside"
-    return InvalidRequestError, "the store rejects the request"
+    kind = _BY_STATUS.get(status, ServerError if status >= 500 else InvalidRequestError)
+    return kind, _TEXTS[kind]
 
 
 def refusal(
@@ -135,7 +133,8 @@ def refusal(
         )
         foreign.status = status
         return foreign
-    meaning = SLOW_DOWN if status == 429 else known or (own or {}).get(status) or by_status(status)
+    by_own = known or (own or {}).get(status)
+    meaning = by_own if by_own and status != 429 else by_status(status)
     if certain is None:
         certain = _is_certain(code, status, known)
     given = {name.lower(): value.strip() for name, value in headers.items()}

@@ -322,22 +322,24 @@ class RestStore(ObjectStore):
         """A request as it may be sent. Credentials may have to be fetched for it.
 
         Raises:
-            StoreError: If there are none; certain, as nothing was sent.
+            CredentialsError: If there have never been any.
+            StoreError: If they can't be refreshed for now. All are certain, as nothing was sent.
         """
         if not {".", ".."}.isdisjoint(request.key.split("/")):
             raise InvalidRequestError("'.' and '..' can't be part of a key", certain=True)
-        source = self._credentials.source()
         method, headers = request.method, request.headers
         if request.body or method in ("PUT", "POST"):
             headers = {"Content-Length": str(nbytes(request.body)), **headers}
         try:
+            source = self._credentials.source()
             url, headers = self._authorized(method, request.url, headers)
-            return Authorized(url, headers, source, self._credentials.current.secrets())
+            return Authorized(url, headers, source, self._credentials.used())
         except StoreError as error:
             error.certain = True  # nothing was sent
-            if isinstance(error, CredentialsError):
-                self._credentials.fail()
-            raise
+            if not isinstance(error, CredentialsError):
+                raise
+            meaning = self._credentials.failed(error)
+        raise meaning
 
     def mends(self, refused: StoreError, used: Authorized | None = None) -> bool:
         """Whether a request that was refused may succeed now, as there are other credentials.

@@ -13,130 +13,88 @@ from cloudckpt.errors import (
     BucketNotFoundError,
     CredentialsError,
     InvalidRequestError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
     ServerError,
     StorageFullError,
     StoreError,
     ThrottledError,
     WrongRegionError,
 )
-from cloudckpt.stores.refusals import (
-    CUT_SHORT,
-    DAMAGED,
-    EXPIRED,
-    NO_OBJECT,
-    NO_UPLOAD,
-    NOT_AS_EXPECTED,
-    SLOW_DOWN,
-    TOO_SHORT,
-    Meaning,
-    by_code,
-    by_status,
-    refusal,
-)
+from cloudckpt.stores.refusals import Meaning, by_code, by_status, refusal
 from cloudckpt.stores.xml_api import error_fields
 
 __all__ = ["from_answer", "from_code"]
 
-_ELSEWHERE: Meaning = (WrongRegionError, "the bucket is in another region")
 _KMS = "KMS refuses, or can't use, the key of the encryption"
 
-_BY_CODE = {
-    "NoSuchKey": NO_OBJECT,
-    "NoSuchUpload": NO_UPLOAD,
-    "InvalidRange": TOO_SHORT,
-    "PreconditionFailed": NOT_AS_EXPECTED,
-    "IncompleteBody": CUT_SHORT,
-    **dict.fromkeys(
-        ("BadDigest", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"), DAMAGED
-    ),
-    **dict.fromkeys(("ExpiredToken", "ExpiredTokenException"), EXPIRED),
-    **by_code(
-        {
-            BucketNotFoundError: {
-                "NoSuchBucket": "the bucket does not exist; check its name and the endpoint",
-            },
-            AccessDeniedError: {
-                "AccessDenied": (
-                    "access denied; check the IAM, bucket and key policies for these credentials"
-                ),
-                "AllAccessDisabled": "all access to the bucket is disabled",
-                "AccountProblem": "there is a problem with the AWS account",
-                "NotSignedUp": "the AWS account is not signed up for S3",
-                "UnauthorizedAccess": "the AWS account may not use this region",
-                "KMS.AccessDeniedException": (
-                    "the KMS key may not be used; check its policy and the IAM policies"
-                ),
-            },
-            InvalidRequestError: {
-                "InvalidObjectState": (
-                    "the object is archived; restore it from its storage class first"
-                ),
-                "NotImplemented": "the store does not know this operation",
-                "KMS.DisabledException": "the KMS key is disabled; enable it",
-                "KMS.NotFoundException KMS.InvalidArnException": (
-                    "there is no such KMS key; check its name, its region and kms_key_id"
-                ),
-                "KMS.InvalidKeyUsageException": (
-                    "the KMS key is not for this; give a symmetric key for encryption"
-                ),
-                "KMS.KMSInvalidStateException KMS.InvalidStateException": (
-                    "the KMS key is not in a state in which it can be used: pending deletion, or "
-                    "without material"
-                ),
-            },
-            CredentialsError: {
-                "TokenRefreshRequired": "the credentials must be refreshed",
-                "InvalidToken": "the session token is malformed",
-                "InvalidSecurity": "the credentials are not valid",
-                "InvalidAccessKeyId": "the store does not know this access key",
-                "InvalidClientTokenId UnrecognizedClientException": (
-                    "AWS does not know this access key"
-                ),
-                "SignatureDoesNotMatch": (
-                    "the secret key does not fit the access key (or a proxy changed the request)"
-                ),
-                "RequestTimeTooSkewed RequestExpired": ("this machine's clock is wrong by minutes"),
-            },
-            WrongRegionError: {
-                "PermanentRedirect TemporaryRedirect IllegalLocationConstraintException": (
-                    _ELSEWHERE[1]
-                ),
-                "AuthorizationHeaderMalformed": "the request was signed for another region",
-            },
-            StorageFullError: {
-                "QuotaExceeded": "the quota is used up",
-                "XMinioStorageFull": "the store's disks are full",
-            },
-            ThrottledError: {
-                "SlowDown SlowDownRead SlowDownWrite Throttling ThrottlingException "
-                "ThrottledException TooManyRequests TooManyRequestsException RequestLimitExceeded "
-                "RequestThrottled RequestThrottledException BandwidthLimitExceeded": SLOW_DOWN[1],
-                "PriorRequestNotComplete": "an earlier request is still under way",
-                "ServiceUnavailable": "the store is unavailable for the moment",
-                "KMS.ThrottlingException": "KMS asks to slow down; consider bucket_key=True",
-            },
-            ServerError: {
-                "InternalError InternalFailure InternalServerError InternalServerException": (
-                    "the store failed inside"
-                ),
-                "RequestTimeout RequestTimeoutException": (
-                    "the store gave up waiting for the request"
-                ),
-                "OperationAborted": (
-                    "not carried out: another operation on the same object is under way"
-                ),
-                "ConditionalRequestConflict": (
-                    "not written: another write of the same object is under way"
-                ),
-                "KMS.KeyUnavailableException": "the KMS key is unavailable for the moment",
-                "KMS.DependencyTimeoutException": "KMS did not answer the store in time",
-                "KMS.KMSInternalException": "KMS failed inside",
-            },
-        }
-    ),
-}
+_DENIED = "access denied; check the IAM, bucket and key policies for these credentials"
 
-_BY_STATUS: dict[int, Meaning] = {301: _ELSEWHERE, 307: _ELSEWHERE}
+# what copies and completions answer in the body of a success needs its class here, too
+_BY_CODE = by_code(
+    {
+        BucketNotFoundError: {"NoSuchBucket": ""},
+        ObjectNotFoundError: {
+            "NoSuchKey": "",
+            "NoSuchUpload": "there is no such multipart upload any more",
+        },
+        PreconditionFailedError: {"PreconditionFailed": ""},
+        AccessDeniedError: {
+            "AccessDenied": _DENIED,
+            "KMS.AccessDeniedException": (
+                "the KMS key may not be used; check its policy and the IAM policies"
+            ),
+        },
+        InvalidRequestError: {
+            "NotImplemented": "",
+            "InvalidObjectState": "the object is archived; restore it from its storage class first",
+            "KMS.NotFoundException": (
+                "there is no such KMS key; check its name, its region and kms_key_id"
+            ),
+        },
+        CredentialsError: {
+            "ExpiredToken ExpiredTokenException": "the credentials have expired; renew them",
+            "TokenRefreshRequired InvalidToken InvalidSecurity": "",
+            "InvalidAccessKeyId InvalidClientTokenId UnrecognizedClientException": (
+                "the store does not know this access key"
+            ),
+            "SignatureDoesNotMatch": (
+                "the secret key does not fit the access key (or a proxy changed the request)"
+            ),
+            "RequestTimeTooSkewed RequestExpired": "this machine's clock is wrong by minutes",
+        },
+        WrongRegionError: {
+            "IllegalLocationConstraintException": "",
+            "AuthorizationHeaderMalformed": "the request was signed for another region",
+        },
+        StorageFullError: {"QuotaExceeded XMinioStorageFull": ""},
+        ThrottledError: {
+            "SlowDown SlowDownRead SlowDownWrite Throttling ThrottlingException "
+            "ThrottledException TooManyRequestsException RequestLimitExceeded RequestThrottled "
+            "RequestThrottledException BandwidthLimitExceeded PriorRequestNotComplete "
+            "ServiceUnavailable": "",
+            "KMS.ThrottlingException": "KMS asks to slow down; consider bucket_key=True",
+        },
+        ServerError: {
+            "BadDigest XAmzContentSHA256Mismatch XAmzContentChecksumMismatch": (
+                "the bytes arrived damaged"
+            ),
+            "IncompleteBody": "the body arrived short",
+            "RequestTimeout RequestTimeoutException IDPCommunicationError "
+            "KMS.DependencyTimeoutException": "",
+            "ConditionalRequestConflict": (
+                "not written: another write of the same object is under way"
+            ),
+        },
+    }
+)
+
+_ELSEWHERE = _BY_CODE["IllegalLocationConstraintException"]
+_BY_STATUS: dict[int, Meaning] = {
+    301: _ELSEWHERE,
+    307: _ELSEWHERE,
+    403: (AccessDeniedError, _DENIED),
+}
 
 _NOT_DONE = {"ConditionalRequestConflict", "OperationAborted"}
 """Documented to leave the object as it is, also behind the status 200 of a long completion."""
@@ -161,7 +119,7 @@ def from_code(
     region = given.get("x-amz-bucket-region") or region
     known = _BY_CODE.get(code)
     if known is None and code.startswith("KMS."):
-        known = by_status(status)[0], _KMS
+        known = by_status(400 if status == 200 else status)[0], _KMS
     elif status == 400 and not code and region:  # the answer to HEAD has no body to tell more
         known = _ELSEWHERE
     error = refusal(
