@@ -16,6 +16,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 # a worker has up to ten processes, most of which wait
 WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((n < 2 ? 2 : n > 4 ? 4 : n)))
+# twice as many for `make test`, whose tests wait for timers, servers and each other half of the time
+TEST_WORKERS ?= $(shell n=$$((2 * $(WORKERS))); echo $$((n > 6 ? 6 : n)))
 
 # --cov: what the tests reach is counted, for a third more CPU
 COV ?=
@@ -51,7 +53,7 @@ COMPOSE := docker compose --file integration/compose.yaml
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo $(if $(URI),--uri $(URI)) $(ARGS)
 
-PARALLEL = -n $(WORKERS) --dist loadfile --max-worker-restart 1
+PARALLEL = -n $(TEST_WORKERS) --dist loadfile --max-worker-restart 1
 
 test: $(VENV)/.test
 	$(WORKER) $(BIN)/python -m pytest -m "not azurite" $(COV) $(PARALLEL)

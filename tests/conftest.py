@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import botocore.loaders
 import botocore.session
 import pytest
+from hypothesis import HealthCheck, settings
 
 from cloudckpt import Config, RetryPolicy, S3Options
 from dcp.places import boto_client
@@ -16,6 +17,15 @@ from emulators import DUMMY_AWS, moto_server
 from ranks import Ranks
 
 collect_ignore = ["soak"]  # unless it is named
+
+# examples are drawn by chance, but no machine is too slow for them; fixtures that they share are
+# meant to be shared
+settings.register_profile(
+    "without a clock",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("without a clock")
 
 
 @pytest.fixture(scope="session", autouse=True)

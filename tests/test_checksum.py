@@ -6,7 +6,7 @@ import itertools
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cloudckpt.checksum import (
@@ -79,7 +79,6 @@ def test_each_algorithm_is_found_by_its_name():
     }
 
 
-@settings(deadline=None)
 @given(
     algorithm=algorithms,
     size=st.integers(0, 5000),
@@ -119,7 +118,6 @@ def test_bytes_that_were_not_sent_exactly_once_are_noticed(pieces, message):
         checksums.finish(100)
 
 
-@settings(deadline=None)
 @given(
     algorithm=algorithms,
     size=st.integers(1, 5000),

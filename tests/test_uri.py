@@ -7,7 +7,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cloudckpt.errors import InvalidURIError
@@ -356,7 +356,6 @@ def test_credentials_are_noticed_when_the_secret_has_a_slash():
         CheckpointURI.parse("s3://AKIAIOSFODNN7EXAMPLE:wJalr/XUtn@bucket/run")
 
 
-@settings(deadline=None)
 @given(
     scheme=st.sampled_from(["s3", "gs", "az", "memory"]),
     bucket=st.from_regex(r"[a-z0-9][a-z0-9.\-]{1,30}", fullmatch=True),
@@ -372,7 +371,6 @@ def test_a_cloud_uri_comes_back_from_its_text(scheme, bucket, segments):
     assert uri.root == f"{scheme}://{bucket}"
 
 
-@settings(deadline=None)
 @given(
     account=st.from_regex(r"[a-z0-9]{3,24}", fullmatch=True),
     container=st.from_regex(r"[a-z0-9][a-z0-9\-]{1,30}", fullmatch=True),
@@ -388,7 +386,6 @@ def test_a_uri_with_an_account_comes_back_from_its_text(account, container, segm
     assert uri.join("step-1").root == uri.root
 
 
-@settings(deadline=None)
 @given(segments=st.lists(SEGMENT, min_size=1, max_size=4))
 def test_a_local_path_comes_back_from_its_uri(segments):
     path = "/" + "/".join(segments)

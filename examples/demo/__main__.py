@@ -10,46 +10,49 @@ import contextlib
 import json
 import logging
 import os
-import select
+import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import torch.distributed as dist
 
 import cloudckpt
 from cloudckpt.stores.registry import open_store
 
-TRAIN = Path(__file__).with_name("train.py")
 SAVES = 6  # checkpoints of the whole run; the third is cut in its middle and written again
-SILENCE = 120.0  # seconds without a word from any rank that are taken for a hang
 SAME_LOSS = 1e-3  # of a batch, summed by other numbers of ranks in another order
 SAME_CURVE = 5e-2  # of steps that two numbers of ranks train from the same checkpoint
 
 
-@dataclass
+TORCHRUN = f"""{sys.executable} -m torch.distributed.run --nproc-per-node=%d --local-addr=127.0.0.1
+    --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 {Path(__file__).with_name("train.py")}"""
+
+
 class Phase:
-    """One start of the training.
+    """One start of the training by torchrun, which has ended."""
 
-    Attributes:
-        codes: How the ranks ended; negative numbers are signals.
-        losses: The loss of each step.
-        resumed: What it began with, if not from scratch.
-        errors: What ranks said when they failed.
-    """
+    def __init__(self, ranks: int, *arguments: str) -> None:
+        print(f"\n{ranks} rank(s) train", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            events, words = Path(folder, "events"), Path(folder, "stderr")
+            surroundings = {"DEMO_EVENTS": str(events), "CUDA_VISIBLE_DEVICES": ""}
+            events.touch()
+            with words.open("wb") as stderr:
+                command = [*(TORCHRUN % ranks).split(), *filter(None, arguments)]
+                code = subprocess.run(command, stderr=stderr, env=os.environ | surroundings)
+            self.ranks, self.words = ranks, words.read_text(errors="replace")
+            self.events = [json.loads(line) for line in events.read_text().splitlines()]
+        self.losses: dict[int, float] = {e["step"]: e["loss"] for e in self.named("stepped")}
+        if not self.losses or (code.returncode and not arguments[-1]):
+            sys.exit(f"torchrun ended with {code.returncode}\n{self.words[-8192:]}")
 
-    codes: list[int] = field(default_factory=list)
-    losses: dict[int, float] = field(default_factory=dict)
-    resumed: dict[str, Any] | None = None
-    errors: dict[int, str] = field(default_factory=dict)
+    def named(self, name: str) -> list[dict[str, Any]]:
+        """What ranks told by this name."""
+        return [event for event in self.events if event["event"] == name]
 
 
 class Demo:
@@ -59,32 +62,51 @@ class Demo:
         self.run, self.steps, self.every = run, steps, steps // SAVES
         self.all_hold = True
 
-    def check(self, claim: str, holds: bool, evidence: object) -> None:
+    def check(self, claim: str, holds: object, evidence: object) -> None:
         """Prints a claim, whether it holds, and what says so."""
-        self.all_hold = self.all_hold and holds
-        print(f"\r{'✓' if holds else '✗'} {claim}\n    {evidence}", flush=True)
+        self.all_hold = self.all_hold and bool(holds)
+        print(f"{'✓' if holds else '✗'} {claim}\n    {evidence}", flush=True)
+
+    def train(self, ranks: int, killed: str = "") -> Phase:
+        """Trains from the newest checkpoint on, until all ranks have ended."""
+        return Phase(ranks, self.run, f"--steps={self.steps}", f"--save-every={self.every}", killed)
 
     def tell(self) -> None:
         """Runs the three phases."""
         torn, staged = 3 * self.every, 5 * self.every
-        first = self.train(2, stall_at=torn)
-        self.check("the rank died by SIGKILL", first.codes[1] == -9, f"exit codes {first.codes}")
-        noticed = first.errors.get(0, "it ended without an error")
-        brief = noticed.rpartition("] ")[2].partition(". ")[0]  # without a line of gloo's source
-        self.check("the other rank noticed and ended", 0 in first.errors, brief)
+        place = f"{self.run}/step-{torn}"
+        first = self.train(2, f"--tear-at={torn}")
+        cut, noticed = first.named("torn"), first.named("failed")
+        self.check(
+            f"rank 1 was killed in the middle of the save of step {torn}",
+            cut and cut[0]["holds"],
+            f"{cut[0]['nbytes'] / 1e6:.0f} MB were there, and unfinished uploads" if cut else "",
+        )
+        codes = dict(re.findall(r"rank +: (\d+) .*\n +exitcode +: (-?\d+)", first.words))
+        self.check("the rank died by SIGKILL", codes.get("1") == "-9", f"exit codes {codes}")
+        self.check(
+            "the other rank noticed and ended",
+            [one["rank"] for one in noticed] == [0],
+            noticed[0]["error"].rpartition("] ")[2].partition(". ")[0] if noticed else "",
+        )
+        try:
+            cloudckpt.inspect(place)
+            is_missing = False
+        except cloudckpt.errors.CheckpointNotFoundError:
+            is_missing = True
+        left = cloudckpt.runs.find_leftovers(place, older_than=0)
         self.check(
             "the torn save is no checkpoint: to look into it is a CheckpointNotFoundError",
-            _is_not_found(self.place(torn)),
-            "left of it: "
-            + _described(cloudckpt.runs.find_leftovers(self.place(torn), older_than=0)),
+            is_missing,
+            f"left of it: {len(left.objects)} objects, {len(left.uploads)} unfinished uploads",
         )
         newest = cloudckpt.latest(self.run)
         self.check(
             "the newest checkpoint is the last one that was committed",
-            newest == str(cloudckpt.uri.CheckpointURI.parse(self.place(2 * self.every))),
+            newest == str(cloudckpt.uri.CheckpointURI.parse(f"{self.run}/step-{2 * self.every}")),
             newest,
         )
-        second = self.train(4, kill_all_after=staged)
+        second = self.train(4, f"--die-after={staged}")
         self.check_resumed(second)
         both = first.losses.keys() & second.losses.keys()
         apart = max((abs(first.losses[n] - second.losses[n]) for n in both), default=float("inf"))
@@ -94,11 +116,10 @@ class Demo:
             f"{len(both)} steps, losses differ by at most {apart:.1e}",
         )
         third = self.train(1)
-        self.check_resumed(third)
-        restored = third.resumed and third.resumed["step"]
+        restored = self.check_resumed(third)
         self.check(
             "all ranks were killed right after a step was staged, and it is not lost",
-            restored == staged,
+            len(second.named("staged")) == 4 and restored == staged,
             f"step {staged} was staged, step {restored} was restored",
         )
         begin, end = first.losses[1], third.losses[self.steps]
@@ -110,124 +131,16 @@ class Demo:
             f"steps {', '.join(map(str, found))}",
         )
 
-    def check_resumed(self, phase: Phase) -> None:
+    def check_resumed(self, phase: Phase) -> int:
         """Compares the loss on the same text before the save and after the load."""
-        now = phase.resumed or {"step": None, "recorded": 0.0, "again": float("inf")}
+        nothing = {"step": 0, "recorded": 0.0, "again": float("inf")}
+        now = (phase.named("resumed") or [nothing])[0]
         self.check(
-            f"resumed on {len(phase.codes)} rank(s), the loss is what it was when it was saved",
+            f"resumed on {phase.ranks} rank(s), the loss is what it was when it was saved",
             abs(now["again"] - now["recorded"]) <= SAME_LOSS,
             f"step {now['step']}: {now['recorded']:.6f}, now {now['again']:.6f}",
         )
-
-    def train(
-        self, ranks: int, *, stall_at: int | None = None, kill_all_after: int | None = None
-    ) -> Phase:
-        """Trains from the newest checkpoint on; if ranks are to be killed, until all have ended."""
-        print(f"\n{ranks} rank(s) train", flush=True)
-        phase, staged = Phase(), set[int]()
-        arguments = [self.run, f"--steps={self.steps}", f"--save-every={self.every}"]
-        if stall_at is not None:
-            arguments.append(f"--stall-at={stall_at}")
-        with contextlib.closing(Ranks(ranks, arguments)) as job:
-            for event in job.events():
-                step, rank = event["step"], event["rank"]
-                if event["event"] == "stepped" and rank == 0:
-                    phase.losses[step] = event["loss"]
-                    if sys.stdout.isatty():
-                        print(f"\rstep {step}, loss {event['loss']:.3f}  ", end="", flush=True)
-                elif event["event"] == "resumed":
-                    phase.resumed = event
-                elif event["event"] == "failed":
-                    phase.errors[rank] = event["error"]
-                elif event["event"] == "staged" and step == stall_at and rank == 1:
-                    self.kill_in_the_middle(job.processes[1], step)
-                elif event["event"] == "staged" and step == kill_all_after:
-                    staged.add(rank)
-                    if len(staged) == ranks:
-                        for process in job.processes:
-                            process.kill()
-            phase.codes = [process.wait(30) for process in job.processes]
-            if any(phase.codes) and stall_at is None and kill_all_after is None:
-                sys.exit(f"ranks failed: {phase.codes}\n{job.last_words()}")
-        if not phase.losses:
-            sys.exit(f"no step was trained\n{job.last_words()}")
-        return phase
-
-    def kill_in_the_middle(self, process: subprocess.Popen[bytes], step: int) -> None:
-        """Kills a rank when the data of one are there and those of the other on their way."""
-        place, deadline = self.place(step), time.monotonic() + 30
-        while True:
-            left = cloudckpt.runs.find_leftovers(place, older_than=0)
-            is_torn = left.nbytes >= 1 << 20 and bool(left.uploads) and _is_not_found(place)
-            if is_torn or time.monotonic() > deadline:
-                break
-            time.sleep(0.05)
-        process.kill()
-        claim = f"rank 1 was killed in the middle of the save of step {step}"
-        self.check(claim, is_torn, _described(left))
-
-    def place(self, step: int) -> str:
-        """The URI of a step."""
-        return f"{self.run}/step-{step}"
-
-
-class Ranks:
-    """Processes that train together, as ``torchrun`` would start them, but left alone by it."""
-
-    def __init__(self, count: int, arguments: list[str]) -> None:
-        # they meet here: a store of ours needs no port that might be taken, and outlives rank 0
-        self._meeting = dist.TCPStore(  # type: ignore[attr-defined]
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False
-        )
-        self._told, end = os.pipe()  # a line is short enough to be written at once
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the others
-        environment = os.environ | {
-            "WORLD_SIZE": str(count),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._meeting.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
-        }
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, str(TRAIN), *arguments, "--with-parent"],
-                stdin=subprocess.PIPE,
-                stdout=end,
-                stderr=self._errors,
-                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                start_new_session=True,  # Ctrl-C is for this process, which then ends them
-            )
-            for rank in range(count)
-        ]
-        os.close(end)
-
-    def events(self) -> Iterator[dict[str, Any]]:
-        """What the ranks tell, until all of them have ended."""
-        rest = b""
-        while True:
-            if not select.select([self._told], [], [], SILENCE)[0]:
-                sys.exit(f"no rank has said anything for {SILENCE:.0f} s\n{self.last_words()}")
-            data = os.read(self._told, 1 << 16)
-            if not data:
-                return
-            *lines, rest = (rest + data).split(b"\n")
-            yield from (json.loads(line) for line in lines if line.startswith(b"{"))
-
-    def last_words(self) -> str:
-        """The end of what the ranks wrote to standard error."""
-        self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - 8192))
-        return self._errors.read().decode(errors="replace")
-
-    def close(self) -> None:
-        """Ends all ranks."""
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.communicate(timeout=30)
-        os.close(self._told)
-        self._errors.close()
+        return int(now["step"])
 
 
 @contextlib.contextmanager
@@ -272,31 +185,17 @@ def bucket_of_user(uri: str, keep: bool) -> Iterator[str]:
         else:
             for step in cloudckpt.list_checkpoints(run):
                 cloudckpt.delete(step.uri)
-            _delete_rest(run)
+            _delete_rest(cloudckpt.uri.CheckpointURI.parse(run))
 
 
-def _delete_rest(run: str) -> None:
+def _delete_rest(place: cloudckpt.uri.CheckpointURI) -> None:
     """What names the job that has claimed the run; cloudckpt itself never deletes that."""
-    place = cloudckpt.uri.CheckpointURI.parse(run)
     if place.scheme == "file":
         shutil.rmtree(place.prefix)
     else:
         store = open_store(place, cloudckpt.Config())
         for info in store.list(place.key("")):
             store.delete(info.key)
-
-
-def _is_not_found(checkpoint: str) -> bool:
-    try:
-        cloudckpt.inspect(checkpoint)
-    except cloudckpt.errors.CheckpointNotFoundError:
-        return True
-    return False
-
-
-def _described(left: cloudckpt.runs.Leftovers) -> str:
-    size = f"{left.nbytes / 1e6:.0f} MB"
-    return f"{len(left.objects)} objects of {size}, {len(left.uploads)} unfinished uploads"
 
 
 def main() -> None:
@@ -308,8 +207,6 @@ def main() -> None:
     given = parser.parse_args()
     if given.steps < SAVES or given.steps % SAVES:
         parser.error(f"--steps: give a multiple of {SAVES}")
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
         with bucket_of_user(given.uri, given.keep) if given.uri else own_server() as run:
             print(f"checkpoints go to {run}")

@@ -46,7 +46,7 @@ def _cycles(place: Place) -> tuple[int, int]:
     """Files and threads that many savers have added to those of the first."""
     config = place.having(background=BackgroundOptions(when_busy="skip")).config  # two groups each
     options = CheckpointerConfig(config=config, kind=AsyncCheckpointerType.THREAD)
-    for cycle in range(31):
+    for cycle in range(13):
         with AsyncCheckpointer(options) as checkpointer:
             checkpointer.save(place.uri, of_rank(cycle))[1].result(PATIENCE)
         gc.collect()
@@ -56,11 +56,11 @@ def _cycles(place: Place) -> tuple[int, int]:
     return open_files() - before[0], _threads() - before[1]
 
 
-def test_thirty_savers_leave_no_more_files_and_threads_than_one(ranks, local):
+def test_twelve_savers_leave_no_more_files_and_threads_than_one(ranks, local):
     for files, threads in ranks(2, _cycles, local):
         assert files <= 1
         assert threads <= 1
-    assert step_at(local, ranks=2) == 30
+    assert step_at(local, ranks=2) == 12
 
 
 def _process_cycles(place: Place) -> tuple[int, int]:

@@ -2,10 +2,11 @@
 
 import io
 import zlib
+from random import Random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cloudckpt.checkpoint import columns
@@ -91,10 +92,9 @@ def test_compressed_data_come_back():
     assert inflated(memoryview(deflated(b"abc" * 99)), 297) == b"abc" * 99
 
 
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 300_000), max_size=5), st.randoms(use_true_random=False))
-def test_compressed_data_are_read_in_parts(sizes, rng):
-    data = rng.randbytes(sum(sizes))  # can't be compressed: it is fed in several pieces
+@given(st.lists(st.integers(0, 300_000), max_size=5), st.integers(0, 9))
+def test_compressed_data_are_read_in_parts(sizes, seed):
+    data = Random(seed).randbytes(sum(sizes))  # can't be compressed: it is fed in several pieces
     stream, at = Inflating(memoryview(deflated(data)), len(data)), 0
     for size in sizes:
         into = bytearray(size)

@@ -127,7 +127,7 @@ def assert_says(data, metadata, places):
         assert of_ours.storage_data[hinted] == of_stock.storage_data[hinted]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(saves())
 def test_columns_and_pickle_say_the_same(save):
     metadata, plans = save
@@ -156,7 +156,6 @@ def spread(draw, plans, attempt):
     return found
 
 
-@settings(deadline=None, max_examples=100)
 @given(saves(), st.data())
 def test_the_next_save_says_what_a_first_one_would(save, data):
     metadata, plans = save
@@ -388,7 +387,7 @@ def remade(data, change):
     return bytearray(data[:size] + made + struct.pack("<QIQIQI20s", *numbers, magic))
 
 
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(st.data())
 def test_a_body_that_somebody_made_up_is_refused_or_consistent(data):
     """Its checksum is right: whoever can write to the bucket can write that, too."""

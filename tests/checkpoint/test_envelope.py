@@ -12,7 +12,7 @@ import zlib
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cloudckpt.checkpoint import envelope as envelope_module
@@ -126,7 +126,6 @@ def test_records_are_those_of_torch_save(dtype, shape):
         }
 
 
-@settings(deadline=None)
 @given(
     dtype=st.sampled_from(DTYPES),
     shape=st.lists(st.integers(0, 70_000) | st.integers(0, 3), max_size=6).filter(

@@ -470,7 +470,7 @@ def test_every_beginning_of_metadata_is_told_as_damage(protocol):
             load_metadata(data[:end], URI)
 
 
-@settings(deadline=None, max_examples=500)
+@settings(max_examples=500)
 @given(st.data())
 def test_flipped_bits_of_metadata_without_a_checksum_are_told_by_name_or_harmless(data):
     damaged = bytearray(pickle.dumps(HONEST, data.draw(st.integers(2, 5))))
@@ -485,7 +485,7 @@ def test_flipped_bits_of_metadata_without_a_checksum_are_told_by_name_or_harmles
     assert picture() == before
 
 
-@settings(deadline=None, max_examples=500)
+@settings(max_examples=500)
 @given(
     st.lists(st.sampled_from([bytes([code]) for code in range(256)]) | st.just(b"N"), max_size=40)
 )

@@ -61,7 +61,7 @@ def record_of(data, size):
     return WrittenObject(0, 0, "0123456789abcdef", size, 0, len(data), CRC32C.of(bytes(data)))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.data())
 def test_each_item_is_found_by_its_place(data):
     algorithm = data.draw(ALGORITHMS)
@@ -106,7 +106,7 @@ def test_missing_and_surplus_bytes_are_noticed(change):
         ObjectIndex(change(data), record, CRC32C, URI)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.data())
 def test_an_index_that_somebody_made_up_is_refused_or_of_bounded_size(data):
     """Its checksum is right: whoever writes to the bucket can also write the commit object."""

@@ -68,7 +68,7 @@ def has_collision(state):
     return False
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(STATES.filter(lambda state: not has_collision(state)))
 def test_a_state_comes_back_as_it_was(state):
     assert shown(through_the_store(state)) == shown(state)

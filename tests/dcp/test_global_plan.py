@@ -137,7 +137,7 @@ def _quiet(caplog):
     caplog.set_level(logging.CRITICAL)  # torch logs each overlap that it finds
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(jobs(), st.booleans())
 def test_columns_plan_as_torch_does(plans, lowest):
     try:

@@ -85,7 +85,7 @@ def described(shape, boxes) -> TensorStorageMetadata:
 
 
 @given(of_tensors=st.lists(layouts(), min_size=1, max_size=3))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_the_plan_is_that_of_torch(of_tensors):
     entries = {f"t{n}": described(shape, stored) for n, (shape, stored, _) in enumerate(of_tensors)}
     metadata = Metadata({**entries, "value": BytesStorageMetadata()})

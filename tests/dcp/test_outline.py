@@ -47,7 +47,7 @@ def _planned(state):
     return planner.create_local_plan(), tuple(planner.state_dict), planner.structure
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(STATES, STATES)
 def test_states_of_one_outline_have_one_plan(one, other):
     outlines = Outline.of(one), Outline.of(other)
@@ -63,7 +63,6 @@ def test_states_of_one_outline_have_one_plan(one, other):
     assert planned[2] == Structure.of(other)
 
 
-@settings(max_examples=100, deadline=None)
 @given(STATES)
 def test_leaves_are_the_values_in_the_order_of_torchs_names(state):
     try:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemReader, format_utils
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -371,9 +371,7 @@ NESTED = st.recursive(
 )
 
 
-@settings(
-    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=40)
 @given(content=st.dictionaries(KEYS, NESTED, max_size=4))
 @pytest.mark.parametrize("save", [by_save, by_stock], ids=lambda save: save.__name__)
 def test_any_state_comes_back_or_is_refused(local, save, content):

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import cloudckpt
@@ -296,7 +296,6 @@ def record(tmp_path_factory) -> Path:
     return _saved_and_left(tmp_path_factory.mktemp("record"))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(data=st.data())
 def test_a_record_that_says_anything_else_is_refused_by_name_or_taken_at_its_word(
     record, data

@@ -538,7 +538,7 @@ STATES = st.dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(STATES, min_size=1, max_size=3), st.booleans(), st.booleans())
 def test_of_good_checkpoints_nothing_is_told(states, zip_crc32, by_pickle) -> None:
     """Neither of the first save at a location nor of the next ones, of whatever structure."""

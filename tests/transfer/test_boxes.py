@@ -58,7 +58,7 @@ def box_of(tensor, box):
     return part(tensor, [start for start, _ in box], [length for _, length in box])
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(**PLANS)
 def test_reading_what_is_planned_makes_the_region(region, itemsize, limit, merge_gap):
     shape, offsets, lengths = region
@@ -79,7 +79,7 @@ def test_reading_what_is_planned_makes_the_region(region, itemsize, limit, merge
     assert (target == part(source, offsets, lengths)).all()
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(**PLANS)
 def test_a_contiguous_read_is_its_box_and_any_other_keeps_the_limit(
     region, itemsize, limit, merge_gap
@@ -92,7 +92,6 @@ def test_a_contiguous_read_is_its_box_and_any_other_keeps_the_limit(
             assert read.stop - read.start <= limit
 
 
-@settings(deadline=None)
 @example(region=([3, 4], [0, 3], [3, 1]), itemsize=1, limit=5, merge_gap=100)
 @given(**PLANS)
 def test_a_read_without_other_bytes_is_contiguous(region, itemsize, limit, merge_gap):
@@ -101,7 +100,7 @@ def test_a_read_without_other_bytes_is_contiguous(region, itemsize, limit, merge
         assert read.contiguous == (read.stop - read.start == nbytes)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(**PLANS)
 def test_no_read_goes_through_more_unneeded_bytes_than_merge_gap(
     region, itemsize, limit, merge_gap
@@ -119,14 +118,14 @@ def test_no_read_goes_through_more_unneeded_bytes_than_merge_gap(
         assert all(run * itemsize <= merge_gap for run in runs)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(**PLANS)
 def test_reads_come_in_the_order_of_bytes_and_do_not_overlap(region, itemsize, limit, merge_gap):
     reads = planned(region, itemsize, limit, merge_gap)
     assert all(one.stop <= next.start for one, next in itertools.pairwise(reads))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(**PLANS)
 def test_neighbouring_rows_are_one_read(region, itemsize, limit, merge_gap):
     """Two contiguous reads are apart: what follows at once is not asked for anew."""
@@ -136,7 +135,7 @@ def test_neighbouring_rows_are_one_read(region, itemsize, limit, merge_gap):
             assert one.stop < following.start
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(**PLANS)
 def test_what_lies_near_enough_is_one_read_if_the_limit_allows(region, itemsize, limit, merge_gap):
     shape, offsets, lengths = region
@@ -184,7 +183,6 @@ def test_half_of_every_row_is_read_alone_if_rows_are_long():
 # slices
 
 
-@settings(deadline=None)
 @given(
     shape=st.lists(st.integers(0, 7), max_size=4),
     itemsize=st.sampled_from([1, 2, 4, 8, 16]),
@@ -261,7 +259,7 @@ PACKINGS = {
 }
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(**PACKINGS)
 def test_the_pieces_of_a_segment_are_the_segment(segments, limit, merge_gap):
     requests = list(pack_requests(segments, limit=limit, merge_gap=merge_gap))
@@ -276,7 +274,7 @@ def test_the_pieces_of_a_segment_are_the_segment(segments, limit, merge_gap):
         assert all(piece.start < piece.stop for piece in found)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(**PACKINGS)
 def test_a_segment_is_cut_at_its_grain_alone(segments, limit, merge_gap):
     by_name = {name(one): one for one in segments}
@@ -287,7 +285,7 @@ def test_a_segment_is_cut_at_its_grain_alone(segments, limit, merge_gap):
             assert (place - origin(one)) % one.grain == 0
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(**PACKINGS)
 def test_the_pieces_of_a_request_follow_each_other_within_merge_gap(segments, limit, merge_gap):
     for request in pack_requests(segments, limit=limit, merge_gap=merge_gap):
@@ -296,7 +294,7 @@ def test_the_pieces_of_a_request_follow_each_other_within_merge_gap(segments, li
             assert 0 <= following.start - one.stop <= merge_gap
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(**PACKINGS)
 def test_a_request_exceeds_the_limit_only_for_one_segment_that_can_not_be_cut(
     segments, limit, merge_gap
@@ -311,7 +309,7 @@ def test_a_request_exceeds_the_limit_only_for_one_segment_that_can_not_be_cut(
             assert origin(piece) + within * piece.grain <= piece.start
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     segments=neighbours(grains=st.integers(1, 60), gaps=st.just(0)),
     limit=st.integers(360, 3000),

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cloudckpt.checksum import CRC32C, Blocks
@@ -81,7 +81,6 @@ def fetch(store, wanted, **changes):
 # delivery
 
 
-@settings(deadline=None, max_examples=100)
 @given(
     items=st.lists(
         st.tuples(st.integers(0, 5000), st.sampled_from([0, BLOCK]), st.booleans()),

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cloudckpt.transfer.lanes import FIRST, LaneSearch, Tick
@@ -55,7 +55,6 @@ class Link:
         return min(MOST * self.each, self.total)
 
 
-@settings(deadline=None)
 @given(
     each=st.floats(2 * MB, 120 * MB),
     total=st.one_of(st.just(float("inf")), st.floats(20 * MB, 5000 * MB)),
@@ -72,7 +71,6 @@ def test_a_long_transfer_moves_nearly_what_the_best_number_would(each, total, st
     assert link.most <= MOST
 
 
-@settings(deadline=None)
 @given(known=st.sampled_from([None, 10 * MB]), lanes=st.integers(1, MOST))
 def test_lanes_are_never_more_than_there_may_be(known, lanes):
     link = Link(10 * MB)

@@ -4,7 +4,7 @@ import random
 import threading
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cloudckpt.checksum import ALGORITHMS, CRC32C, BlockChecksums
@@ -52,7 +52,6 @@ def bytes_of(part):
     return b"".join(piece.view for piece in part.pieces)
 
 
-@settings(deadline=None)
 @given(sizes=st.lists(st.integers(0, 400), max_size=20), part_size=st.integers(1, 300))
 def test_parts_are_the_stream_in_equal_pieces(sizes, part_size):
     data = random.Random(0).randbytes(sum(sizes))
@@ -69,7 +68,6 @@ def test_parts_are_the_stream_in_equal_pieces(sizes, part_size):
     assert len(parts) == -(-len(data) // part_size)
 
 
-@settings(deadline=None)
 @given(
     algorithm=st.sampled_from(list(ALGORITHMS.values())),
     items=st.lists(st.integers(0, 2000), max_size=6),

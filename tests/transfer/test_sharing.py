@@ -257,7 +257,7 @@ def segments_of(numbers) -> list[Segment]:
     wants=st.lists(st.lists(st.integers(0, 12), max_size=12), min_size=1, max_size=5),
     data=st.data(),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_ranks_share_exactly_what_they_want_alike_and_in_the_same_order(wants, data):
     hosts = data.draw(st.lists(st.integers(0, 1), min_size=len(wants), max_size=len(wants)))
     of_ranks = [digests(segments_of(numbers)) for numbers in wants]

@@ -174,7 +174,7 @@ def test_loans_are_given_back_when_their_bytes_are_sent(store):
     assert {piece.lease.holders for piece in pieces} == {0}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     sizes=st.lists(st.integers(0, 2500), max_size=8),
     seed=st.integers(0, 1 << 30),
