@@ -141,7 +141,7 @@ class CloudStorageWriter(OurWriter):
             notes: What is noted with the checkpoint; those of the coordinator count.
             base: An earlier checkpoint in the same folder, whose bytes are not sent again where
                 they are the same; by default, with ``Config(incremental=True)``, the newest one.
-                torch's own ``save`` sends all the same, unless :func:`cloudckpt.install` was called.
+                torch's own ``save`` sends all, unless :func:`cloudckpt.install` was called.
 
         Raises:
             ConfigError: If the notes can't be kept.
