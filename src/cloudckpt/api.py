@@ -22,7 +22,7 @@ from cloudckpt.config import Config
 from cloudckpt.dcp.arrivals import collective
 from cloudckpt.dcp.failures import is_of_group
 from cloudckpt.dcp.load_loop import load_together
-from cloudckpt.dcp.meeting import PLAN_EACH_TIME, Meeting, Stance, break_off, one_error
+from cloudckpt.dcp.meeting import PLAN_EACH_TIME, Meeting, RankStatus, break_off, one_error
 from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.dcp.reader import CloudStorageReader, OurReader
 from cloudckpt.dcp.save_loop import SaveLoop
@@ -202,13 +202,13 @@ def save_prepared(
         loops.extend(SaveLoop.of(state, made.writer, planner, process_group, no_dist))
         return made.writer, planner, state
 
-    def stance(begun: tuple[OurWriter, SavePlanner, dict[str, Any]]) -> Stance:
-        own = _stance_of_save(begun[0], begun[1])
+    def status(begun: tuple[OurWriter, SavePlanner, dict[str, Any]]) -> RankStatus:
+        own = _status_of_save(begun[0], begun[1])
         return replace(own, plan=loops[0].plan) if loops else own
 
     plan = PLAN_EACH_TIME
     try:
-        (writer, planner, state), plan = meeting.begin_planned(begin, stance)
+        (writer, planner, state), plan = meeting.begin_planned(begin, status)
     finally:
         if plan == PLAN_EACH_TIME:
             for loop in loops:
@@ -401,7 +401,7 @@ def _settle(exc: CheckpointException | RuntimeError, writer: OurWriter, rank: in
     return _cause(exc, rank, writer.checkpoint_id)
 
 
-def _stance_of_save(writer: OurWriter, planner: SavePlanner) -> Stance:
+def _status_of_save(writer: OurWriter, planner: SavePlanner) -> RankStatus:
     """What ranks must have in common to save together.
 
     All else may differ: the options of the coordinator decide what is committed and on which
@@ -411,7 +411,7 @@ def _stance_of_save(writer: OurWriter, planner: SavePlanner) -> Stance:
     options = f"enable_plan_caching={keeps_plans}"
     if isinstance(writer, CloudStorageWriter) and writer.is_incremental:
         options += ", incremental=True"
-    return Stance(location=writer.checkpoint_id, options=options)
+    return RankStatus(location=writer.checkpoint_id, options=options)
 
 
 def _cause(exc: CheckpointException | RuntimeError, rank: int, uri: str) -> BaseException:

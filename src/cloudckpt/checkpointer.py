@@ -315,7 +315,7 @@ class AsyncCheckpointer(Checkpointer):
             return
         self._saver.close()
         self._ended = True
-        self._saver.raise_untold()
+        self._saver.raise_pending_failure()
 
 
 def make_sync_checkpointer(config: CheckpointerConfig | None = None) -> SyncCheckpointer:

@@ -30,7 +30,7 @@ from cloudckpt.stores.listings import forget_listings
 from cloudckpt.torch_files.object_file import PinnedObject
 from cloudckpt.torch_files.torch_file import object_at
 from cloudckpt.torch_files.torch_save import UploadStream, upload_stream
-from cloudckpt.transfer.retry import Retrier, begun_anew
+from cloudckpt.transfer.retry import Retrier, retry_if_replaced
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.upload import put_whole
 from cloudckpt.uri import CheckpointURI, URILike
@@ -161,7 +161,7 @@ def load_file(
     """
     location, config = CheckpointURI.parse(uri), config if config is not None else Config()
     store, key = object_at(location, config)
-    return begun_anew(lambda: _load(store, key, if_version, config))
+    return retry_if_replaced(lambda: _load(store, key, if_version, config))
 
 
 def _load(store: ObjectStore, key: str, if_version: str | None, config: Config) -> FileContent:

@@ -29,7 +29,7 @@ from cloudckpt.events import Span, Transferred
 from cloudckpt.torch_files.broadcast import BroadcastingTorchSaveReader
 from cloudckpt.torch_files.torch_file import TorchFile
 from cloudckpt.torch_files.torch_save import check_destination, write_torch_file
-from cloudckpt.transfer.retry import Retrier, begun_anew, open_store
+from cloudckpt.transfer.retry import Retrier, open_store, retry_if_replaced
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = [
@@ -220,7 +220,7 @@ def torch_save_to_dcp(
     if uri == location:
         raise InvalidURIError(f"{uri} is both the file and the checkpoint to be written")
     _refuse_existing(location, config)
-    state = begun_anew(lambda: _load_file(uri, config, trust_pickle))
+    state = retry_if_replaced(lambda: _load_file(uri, config, trust_pickle))
     if not isinstance(state, dict):
         raise CheckpointError(
             f"the file holds a {type(state).__name__}, and only a dict can become a checkpoint: "

@@ -25,7 +25,7 @@ from cloudckpt import BackgroundOptions, CloudStorageWriter
 from cloudckpt.background import arena as arenas
 from cloudckpt.background import process
 from cloudckpt.background.channel import Job
-from cloudckpt.background.process import _Life
+from cloudckpt.background.process import _Worker
 from cloudckpt.background.saver import AsyncSaver
 from cloudckpt.checkpointer import CommitHook
 from cloudckpt.config import MIB
@@ -72,7 +72,7 @@ def kill(pid: int) -> None:
 @contextlib.contextmanager
 def stopped(one: AsyncSaver) -> Iterator[int]:
     """The saving process does nothing meanwhile."""
-    one._process._life.wait_until_ready()
+    one._process._worker.wait_until_ready()
     pid = pid_of(one)
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -486,7 +486,7 @@ def test_a_process_that_dies_before_it_is_ready_is_replaced(local):
 def test_an_outcome_that_nobody_waited_for_is_not_taken_for_that_of_the_next_save(one, local):
     begin(one, 0, local).result(PATIENCE)
     pid = pid_of(one)
-    with mock.patch.object(_Life, "_receive", side_effect=RuntimeError("lost")):
+    with mock.patch.object(_Worker, "_receive", side_effect=RuntimeError("lost")):
         error = begin(one, 1, local.at("1")).exception(PATIENCE)
     assert "lost" in str(error)
     assert not is_running(pid)  # it could send what the next save writes to its memory
@@ -561,7 +561,7 @@ def test_closing_waits_for_the_save_and_ends_the_process(shaky, gate):
     other = saver(options=BackgroundOptions(close_timeout=PATIENCE))
     future = begin(other, 1, shaky)
     gate.wait()
-    life, pid = other._process._life, pid_of(other)
+    life, pid = other._process._worker, pid_of(other)
     with ThreadPoolExecutor(1) as pool:
         closed = pool.submit(other.close)
         gate.open()
@@ -577,7 +577,7 @@ def test_closing_again_ends_a_process_that_an_interrupt_has_left(local):
     begin(other, 1, local).result(PATIENCE)
     pid = pid_of(other)
     with (
-        mock.patch.object(_Life, "end", side_effect=KeyboardInterrupt),
+        mock.patch.object(_Worker, "end", side_effect=KeyboardInterrupt),
         pytest.raises(KeyboardInterrupt),
     ):
         other.close()

@@ -274,7 +274,7 @@ def load_while_ranks_lose_each_other(place):
         raise RuntimeError("Connection closed by peer")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharing, "hand_on", lost)
+        patch.setattr(sharing, "ring_allgather", lost)
         cloudckpt.load(empty(whole()), checkpoint_id=place.uri, config=place.config)
 
 

@@ -17,7 +17,7 @@ from cloudckpt.errors import CheckpointCorruptError, StoreError, TransferCancell
 from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.transfer.download import Download, segments_for
 from cloudckpt.transfer.landing import BytesSink, Segment, StoredBytes, Wanted
-from cloudckpt.transfer.sharing import Ring, digests, hand_on, plan_shares, shared_requests
+from cloudckpt.transfer.sharing import Ring, digests, plan_shares, ring_allgather, shared_requests
 from cloudckpt.transfer.stats import TransferStats
 
 KIB = 1024
@@ -110,7 +110,7 @@ def load(stores, sources, config=Config(connections=4)):  # noqa: B008 - frozen
         requests = shared_requests(segments_for(wanted, config), len(stores), config.merge_gap)
         assert requests is not None
         ring = Threads(mailboxes, rank)
-        download.run(lambda: hand_on(download, ring, requests, budget=config.memory_budget))
+        download.run(lambda: ring_allgather(download, ring, requests, budget=config.memory_budget))
 
     return sinks, run_ranks(work, len(stores))
 
@@ -230,7 +230,9 @@ def test_if_a_rank_dies_all_others_end(steps):
         requests = shared_requests(segments_for(wanted, Config()), 4, 0)
         assert requests is not None
         requests = list(itertools.chain(requests, requests))  # two rounds
-        download.run(lambda: hand_on(download, rings[rank], requests, budget=64 * 1024 * KIB))
+        download.run(
+            lambda: ring_allgather(download, rings[rank], requests, budget=64 * 1024 * KIB)
+        )
 
     raised = run_ranks(work, 4)
     assert type(raised[1]) is SystemExit

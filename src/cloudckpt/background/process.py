@@ -57,7 +57,7 @@ from cloudckpt.transfer.upload import clear_away
 __all__ = ["SaveProcess", "log_levels"]
 
 _LOOK = 1.0  # seconds between two looks whether the process is alive
-_FAREWELL = 5.0  # seconds for it to end by itself, or when it is killed
+_SHUTDOWN_TIMEOUT = 5.0  # seconds for it to end by itself, or when it is killed
 
 _BEGIN = (
     "import sys; sys.path[:] = filter(None, sys.path); "  # not what lies in the current folder
@@ -84,26 +84,26 @@ class SaveProcess:
         self._options = options
         self._closed = False
         self._lock = threading.Lock()
-        self._life: _Life | None = None
-        self._living()
+        self._worker: _Worker | None = None
+        self._running_worker()
 
     @property
     def pid(self) -> int | None:
         """The process, if there is one."""
-        life = self._life
-        return None if life is None else life.pid
+        worker = self._worker
+        return None if worker is None else worker.pid
 
     @property
     def is_busy(self) -> bool:
         """Whether it has a job that it has not answered."""
-        life = self._life
-        return life is not None and life.is_busy
+        worker = self._worker
+        return worker is not None and worker.is_busy
 
     @property
     def is_stuck(self) -> bool:
         """Whether it has a job that gets no further, as its store fails or says nothing."""
-        life = self._life
-        return life is not None and life.is_busy and life.is_stuck
+        worker = self._worker
+        return worker is not None and worker.is_busy and worker.is_stuck
 
     def sender(self, arena: Arena | None, handed_over: Callable[[], None]) -> Sender:
         """What has it send a save.
@@ -146,15 +146,15 @@ class SaveProcess:
             sizes = memory[0][0], memory[1][0]
             pending = leave() if self._options.outlive > 0 else None
             job = Job(destination, recording.scripts(), sizes, variables(), pending)
-            life = self._living()
+            worker = self._running_worker()
             try:
-                life.wait_until_ready()
-                life.begin(job, [fd for size, fd in memory if size])
+                worker.wait_until_ready()
+                worker.begin(job, [fd for size, fd in memory if size])
                 handed_over()
                 meanwhile()
-                outcome = life.outcome()
+                outcome = worker.outcome()
             except BaseException:
-                life.end(0, "the save before failed in it")
+                worker.end(0, "the save before failed in it")
                 keys = [destination.uri.key(name) for name in names]
                 clear_away(store, keys, destination.config.retry)
                 raise
@@ -165,28 +165,28 @@ class SaveProcess:
 
     def settle(self) -> None:
         """Says that the trainer knows what became of the save that was sent last."""
-        life = self._life
-        if life is not None:
-            life.settle()
+        worker = self._worker
+        if worker is not None:
+            worker.settle()
 
     def close(self, timeout: float) -> None:
         """Ends the process, at once if it does not end in time."""
         with self._lock:
             self._closed = True
-            life = self._life
-        if life is not None:
-            life.end(timeout, "the saver was closed")
-            self._life = None  # not before: an interrupt leaves it for the next call
+            worker = self._worker
+        if worker is not None:
+            worker.end(timeout, "the saver was closed")
+            self._worker = None  # not before: an interrupt leaves it for the next call
 
-    def _living(self) -> _Life:
+    def _running_worker(self) -> _Worker:
         """The process; a new one if there is none."""
         with self._lock:
             if self._closed:
                 raise SaveProcessError("the saver was closed")
-            if self._life is None or not self._life.is_alive:
-                self._life = None
-                self._life = _Life(self._options)
-            return self._life
+            if self._worker is None or not self._worker.is_alive:
+                self._worker = None
+                self._worker = _Worker(self._options)
+            return self._worker
 
 
 def log_levels() -> dict[str, int]:
@@ -199,7 +199,7 @@ def log_levels() -> dict[str, int]:
     }
 
 
-class _Life:
+class _Worker:
     """One process, from its start to its end.
 
     Attributes:
@@ -239,7 +239,7 @@ class _Life:
             raise SaveProcessError(
                 f"the saving process can't be started by {sys.executable}", cause=exc
             ) from exc
-        _lives.add(self)
+        _workers.add(self)
         # also if nobody closes the saver; and at the end of the interpreter, behind the last save
         self._at_exit = weakref.finalize(
             self, _leave, self._process, self._channel, self.unsettled, os.getpid()
@@ -331,7 +331,7 @@ class _Life:
                 return content
 
     def _death(self, cause: BaseException | None) -> SaveProcessError:
-        _wait(self._process, _FAREWELL)
+        _wait(self._process, _SHUTDOWN_TIMEOUT)
         code = self._process.returncode
         if self._ended_for:
             return SaveProcessError(
@@ -385,12 +385,12 @@ class _Life:
             self._at_exit.detach()
 
 
-_lives: weakref.WeakSet[_Life] = weakref.WeakSet()
+_workers: weakref.WeakSet[_Worker] = weakref.WeakSet()
 
 
 def _forget_in_fork() -> None:
-    for life in list(_lives):
-        life.forget()
+    for worker in list(_workers):
+        worker.forget()
 
 
 os.register_at_fork(after_in_child=_forget_in_fork)
@@ -428,7 +428,7 @@ def _wait(process: subprocess.Popen[bytes], timeout: float) -> None:
 def _kill(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         process.kill()
-        _wait(process, _FAREWELL)
+        _wait(process, _SHUTDOWN_TIMEOUT)
 
 
 def _leave(
@@ -440,5 +440,5 @@ def _leave(
     if os.getpid() == owner:
         channel.close()
         if not unsettled.is_set():  # else it has something to finish
-            _wait(process, _FAREWELL)
+            _wait(process, _SHUTDOWN_TIMEOUT)
             _kill(process)

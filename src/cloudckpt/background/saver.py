@@ -36,7 +36,7 @@ from cloudckpt.checkpoint.sending import send_here
 from cloudckpt.config import BackgroundOptions
 from cloudckpt.dcp.arrivals import all_expected
 from cloudckpt.dcp.failures import release_frames
-from cloudckpt.dcp.meeting import Meeting, Stance, Verdict
+from cloudckpt.dcp.meeting import Consensus, Meeting, RankStatus
 from cloudckpt.dcp.plan_cache import flags_of
 from cloudckpt.dcp.planners import CloudSavePlanner
 from cloudckpt.dcp.writer import CloudStorageWriter, OurWriter
@@ -287,7 +287,7 @@ class AsyncSaver:
 
         All ranks begin the save, or none does.
         """
-        stance = Stance()
+        status = RankStatus()
         made: tuple[OurWriter, str] | None = None
         try:
             made = writer, where = _led(writer, checkpoint_id)
@@ -295,41 +295,41 @@ class AsyncSaver:
             if self._policy not in ("skip", "replace"):
                 self._take_turn(where, writer)
             is_ours = isinstance(writer, CloudStorageWriter)
-            stance = Stance(location=where if is_ours else "")
+            status = RankStatus(location=where if is_ours else "")
         except BaseException as error:  # noqa: BLE001 - the other ranks must hear of it
-            stance = Stance(failure=error)
-        verdict = self._meet(stance, made)
-        is_skipped = verdict.any_is_busy and self._policy == "skip"
-        if not verdict.stances and not is_skipped:
+            status = RankStatus(failure=error)
+        consensus = self._meet(status, made)
+        is_skipped = consensus.any_is_busy and self._policy == "skip"
+        if not consensus.statuses and not is_skipped:
             self._owed = made
             self._number += 1
-        for number in verdict.earlier:
+        for number in consensus.earlier:
             self._untold.pop(number, None)  # also where it has not ended yet: all have heard of it
         try:
-            verdict.raise_alike()
+            consensus.raise_on_all_ranks()
         except CloudCheckpointError as error:
-            if not verdict.earlier or self._on_failure is None:
+            if not consensus.earlier or self._on_failure is None:
                 raise
-            self._on_failure(verdict.earlier, error)
+            self._on_failure(consensus.earlier, error)
             return self._begin(writer, checkpoint_id)
         return None if is_skipped else made
 
-    def _meet(self, stance: Stance, made: tuple[OurWriter, str] | None) -> Verdict:
+    def _meet(self, status: RankStatus, made: tuple[OurWriter, str] | None) -> Consensus:
         """The meeting of all ranks; several, where they wait for a save that may get stuck."""
         if self._policy == "skip":
-            stance = replace(stance, is_busy=bool(self._under_way))
+            status = replace(status, is_busy=bool(self._under_way))
         if self._policy != "replace":
-            return self._meeting.hold(self._with_failure(stance))
+            return self._meeting.hold(self._with_failure(status))
         deadline = self._deadline()
         while True:
             before = [save for save in self._under_way if not save.written.done()]
-            said = self._with_failure(stance)
+            said = self._with_failure(status)
             if before and said.failure is None and time.monotonic() > deadline:
                 said = replace(said, failure=self._late(before[0]))
             held = before[-1] if before and before[-1].hold() else None
             is_replaced = False
             try:
-                verdict = self._meeting.hold(
+                consensus = self._meeting.hold(
                     replace(
                         said,
                         is_busy=bool(before),
@@ -338,22 +338,22 @@ class AsyncSaver:
                         has_begun=held is None,
                     )
                 )
-                goes_on = verdict.any_is_stuck and not verdict.any_is_full
-                is_replaced = goes_on and not verdict.any_has_begun and not verdict.stances
+                goes_on = consensus.any_is_stuck and not consensus.any_is_full
+                is_replaced = goes_on and not consensus.any_has_begun and not consensus.statuses
             finally:
                 if held is not None:
                     held.let_go(replaced=is_replaced)
-            if verdict.stances or not verdict.any_is_busy or goes_on:
-                return verdict
+            if consensus.statuses or not consensus.any_is_busy or goes_on:
+                return consensus
             concurrent.futures.wait([save.written for save in before], _BETWEEN_MEETINGS)
             if not before:  # other ranks are about to see that, too
                 time.sleep(_BETWEEN_MEETINGS)
 
-    def _with_failure(self, stance: Stance) -> Stance:
+    def _with_failure(self, status: RankStatus) -> RankStatus:
         """What this rank says, with the failure of an earlier save that nobody was told yet."""
-        if stance.failure is None and (found := self._next_failure()) is not None:
-            return replace(stance, earlier=found[0], failure=found[1])
-        return stance
+        if status.failure is None and (found := self._next_failure()) is not None:
+            return replace(status, earlier=found[0], failure=found[1])
+        return status
 
     def _is_stuck(self) -> bool:
         return is_stuck() or (self._process is not None and self._process.is_stuck)
@@ -501,8 +501,10 @@ class AsyncSaver:
         concurrent.futures.wait(futures, self._options.close_timeout)
         idle = all(future.done() for future in futures)
         if self._process is not None:
-            self._process.close(_FAREWELL if idle else 0)
-            concurrent.futures.wait(futures, _FAREWELL)  # those that it has failed hear of it
+            self._process.close(_SHUTDOWN_TIMEOUT if idle else 0)
+            concurrent.futures.wait(
+                futures, _SHUTDOWN_TIMEOUT
+            )  # those that it has failed hear of it
         self._thread.shutdown(wait=idle)
         if self._own_stager is not None:
             self._own_stager.close()
@@ -519,7 +521,7 @@ class AsyncSaver:
                 if group is not None:
                     give_back(group)
 
-    def raise_untold(self) -> None:
+    def raise_pending_failure(self) -> None:
         """Raises the first failure that no call has raised yet, if this saver tells of them.
 
         Raises:
@@ -564,7 +566,7 @@ class AsyncSaver:
 
 _HAND_OVER = 5.0  # seconds
 _BETWEEN_MEETINGS = 0.1  # seconds
-_FAREWELL = 10.0  # seconds for an idle saving process to end
+_SHUTDOWN_TIMEOUT = 10.0  # seconds for an idle saving process to end
 
 
 def _clash(before: list[Save], made: tuple[OurWriter, str] | None) -> bool:
@@ -578,9 +580,9 @@ def _has_ranks() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def alike(kind: AsyncCheckpointerType, options: BackgroundOptions) -> Stance:
+def alike(kind: AsyncCheckpointerType, options: BackgroundOptions) -> RankStatus:
     """What ranks must have in common to have a saver together."""
-    return Stance(options=f"{kind.value} and when_busy={options.when_busy!r}")
+    return RankStatus(options=f"{kind.value} and when_busy={options.when_busy!r}")
 
 
 def _led(

@@ -30,7 +30,7 @@ that was started in its place:
   not, also when nothing is there yet: that is a :class:`CommitUnknownError`, and nothing is deleted
   that the checkpoint would need.
 - *A reader has the old metadata when step 5 deletes their objects.* It finds that the metadata were
-  replaced and begins anew (``transfer.retry.begun_anew``); it never takes this for damage.
+  replaced and begins anew (``transfer.retry.retry_if_replaced``); it never takes this for damage.
 
 """
 

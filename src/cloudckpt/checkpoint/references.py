@@ -49,7 +49,7 @@ from cloudckpt.errors import ConfigError, ObjectNotFoundError
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.transfer.deleting import delete_quietly
 from cloudckpt.transfer.group import TaskGroup
-from cloudckpt.transfer.retry import Retrier, begun_anew
+from cloudckpt.transfer.retry import Retrier, retry_if_replaced
 from cloudckpt.transfer.upload import creates_only, put_whole
 from cloudckpt.uri import CheckpointURI
 
@@ -277,7 +277,7 @@ def commit_at(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> Commi
     key = uri.key(METADATA)
     look = functools.partial(retrier.call, functools.partial(fetch, store, key))
     try:
-        return CommitObject.parse(begun_anew(look), store.uri(key))
+        return CommitObject.parse(retry_if_replaced(look), store.uri(key))
     except ObjectNotFoundError:
         return None
 

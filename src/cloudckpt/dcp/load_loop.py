@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from cloudckpt.checkpoint.model_folder import ModelFolder
 from cloudckpt.dcp.arrivals import all_expected
 from cloudckpt.dcp.load_plan import check_whole
-from cloudckpt.dcp.meeting import Meeting, Stance, one_error
+from cloudckpt.dcp.meeting import Meeting, RankStatus, one_error
 from cloudckpt.dcp.planners import CloudLoadPlanner, EverythingPlanner, PartialPlanner
 from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.dcp.sharing import SharedReads
@@ -40,7 +40,7 @@ from cloudckpt.errors import (
     TransferCancelledError,
 )
 from cloudckpt.transfer.landing import Segment
-from cloudckpt.transfer.retry import begun_anew
+from cloudckpt.transfer.retry import retry_if_replaced
 
 __all__ = ["load_together"]
 
@@ -72,7 +72,7 @@ def load_together(
             if meeting.group is None:
                 raise
             load = _Load(meeting, failure=error)
-    begun_anew(load.run)
+    retry_if_replaced(load.run)
     return load.state_dict
 
 
@@ -153,20 +153,22 @@ class _Load:
         Args:
             until_the_end: Is left when the load has ended.
         """
-        meeting, stance, terms = self._meeting, self._stance(), _Terms()
-        if meeting.rank == 0 and stance.failure is None:
+        meeting, status, terms = self._meeting, self._status(), _Terms()
+        if meeting.rank == 0 and status.failure is None:
             try:
-                terms = self._terms(stance)
+                terms = self._terms(status)
             except BaseException as error:  # noqa: BLE001 - told to all ranks
-                stance = replace(stance, failure=error)
+                status = replace(status, failure=error)
         terms = _Terms._make(meeting.from_first(tuple(terms)))
-        if terms.begins and stance.failure is None:
-            first = Stance(location=terms.location, options=terms.options, version=terms.version)
-            stance = replace(stance, failure=stance.difference(first, meeting.rank))
+        if terms.begins and status.failure is None:
+            first = RankStatus(
+                location=terms.location, options=terms.options, version=terms.version
+            )
+            status = replace(status, failure=status.difference(first, meeting.rank))
 
         def local_plan() -> LoadPlan:
-            if stance.failure is not None:
-                raise stance.failure
+            if status.failure is not None:
+                raise status.failure
             return self._local_plan(terms)
 
         plan: LoadPlan | None = None
@@ -174,27 +176,27 @@ class _Load:
             plan = meeting.handed_out(local_plan, self._global_plan, uri=self._uri)
         fetch: Callable[[SharedReads | None], None] | None = None
         segments: Sequence[Segment] = ()
-        if terms.begins and stance.failure is None:
+        if terms.begins and status.failure is None:
             try:
                 own = local_plan() if plan is None else plan
                 fetch, segments = self._prepared(own, until_the_end)
             except BaseException as error:  # noqa: BLE001 - told to all ranks
-                stance = replace(stance, failure=error)
-        shared = self._agreed(stance, segments, terms)
+                status = replace(status, failure=error)
+        shared = self._agreed(status, segments, terms)
         assert fetch is not None  # else it has raised
         return functools.partial(fetch, shared)
 
-    def _stance(self) -> Stance:
+    def _status(self) -> RankStatus:
         if self._failure is not None:
-            return Stance(failure=self._failure)
+            return RankStatus(failure=self._failure)
         if self._ours is None:
             options = f"storage_reader={type(self._reader).__name__}"
-            return Stance(location=self._uri or "", options=options)
+            return RankStatus(location=self._uri or "", options=options)
         shared_reads = self._ours.config.shared_reads
-        return Stance(location=self._ours.checkpoint_id, options=f"{shared_reads=}")
+        return RankStatus(location=self._ours.checkpoint_id, options=f"{shared_reads=}")
 
-    def _terms(self, stance: Stance) -> _Terms:
-        terms = _Terms(stance.location, stance.options, stance.version, begins=True, gathers=True)
+    def _terms(self, status: RankStatus) -> _Terms:
+        terms = _Terms(status.location, status.options, status.version, begins=True, gathers=True)
         ours = self._ours
         if ours is None:
             return terms
@@ -239,16 +241,16 @@ class _Load:
         return load.run, load.segments() if self._meeting.group is not None else ()
 
     def _agreed(
-        self, stance: Stance, segments: Sequence[Segment], terms: _Terms
+        self, status: RankStatus, segments: Sequence[Segment], terms: _Terms
     ) -> SharedReads | None:
         """Tells all ranks that this one is ready, or why not; raises alike if one is not."""
         meeting = self._meeting
         if terms.shares == "off":
-            verdict = meeting.hold(stance)
+            consensus = meeting.hold(status)
         else:
             offer = SharedReads.offer(segments, terms.shares)
-            verdict, offers = meeting.hold_with(stance, offer)
-        verdict.raise_alike()
+            consensus, offers = meeting.hold_with(status, offer)
+        consensus.raise_on_all_ranks()
         if terms.shares == "off":
             return None
         assert meeting.group is not None
@@ -265,7 +267,7 @@ class _Load:
                 raise
             failure = error
         own = None if isinstance(failure, TransferCancelledError) else failure
-        verdict = self._meeting.hold(Stance(failure=own), has_begun=True)
-        verdict.raise_alike("while it was loaded")
+        consensus = self._meeting.hold(RankStatus(failure=own), has_begun=True)
+        consensus.raise_on_all_ranks("while it was loaded")
         if failure is not None:
             raise failure

@@ -35,8 +35,8 @@ __all__ = [
     "PLAN_ANEW",
     "PLAN_EACH_TIME",
     "Meeting",
-    "Stance",
-    "Verdict",
+    "RankStatus",
+    "Consensus",
     "break_off",
     "one_error",
 ]
@@ -54,7 +54,7 @@ PLAN_ANEW = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stance:
+class RankStatus:
     """What a rank says in a meeting.
 
     Attributes:
@@ -93,7 +93,7 @@ class Stance:
         """Whether it has failed before it could say what it means, or long ago."""
         return self.failure is not None and (not self.location or self.earlier is not None)
 
-    def difference(self, first: Stance, rank: int) -> CloudCheckpointError | None:
+    def difference(self, first: RankStatus, rank: int) -> CloudCheckpointError | None:
         """How what this rank, of a number, means differs from what the first one means."""
         uri = first.location or None
         if self.version != first.version:
@@ -118,7 +118,7 @@ class Stance:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Consensus:
     """What a meeting has found, the same on all ranks.
 
     Attributes:
@@ -129,13 +129,13 @@ class Verdict:
         any_has_begun: Whether some rank has begun the last save, or has none.
         plan: The number of the plan that all ranks have; ``PLAN_ANEW`` if they have none, or not
             the same, and ``PLAN_EACH_TIME`` if one has to plan each save.
-        stances: Those of all ranks, if one objects or two mean different locations; else none.
+        statuses: Those of all ranks, if one objects or two mean different locations; else none.
     """
 
     rank: int
     any_is_busy: bool
     plan: int
-    stances: Sequence[Stance] = ()
+    statuses: Sequence[RankStatus] = ()
     any_is_stuck: bool = False
     any_is_full: bool = False
     any_has_begun: bool = True
@@ -143,9 +143,9 @@ class Verdict:
     @property
     def earlier(self) -> set[int]:
         """The numbers of earlier saves whose failure some rank has told in this meeting."""
-        return {one.earlier for one in self.stances if one.earlier is not None}
+        return {one.earlier for one in self.statuses if one.earlier is not None}
 
-    def raise_alike(self, when: str = "before it began") -> None:
+    def raise_on_all_ranks(self, when: str = "before it began") -> None:
         """Raises why this can't begin, the same on all ranks; returns if it can.
 
         Args:
@@ -158,27 +158,27 @@ class Verdict:
             RanksFailedError: If they did not, or outside of cloudckpt.
         """
         failures = {
-            rank: one.failure for rank, one in enumerate(self.stances) if one.failure is not None
+            rank: one.failure for rank, one in enumerate(self.statuses) if one.failure is not None
         }
         # one that could not even say what it means explains what others have met since
-        early = {rank: error for rank, error in failures.items() if self.stances[rank].is_early}
+        early = {rank: error for rank, error in failures.items() if self.statuses[rank].is_early}
         if not early:
-            for rank, one in enumerate(self.stances):
-                if (error := one.difference(self.stances[0], rank)) is not None:
+            for rank, one in enumerate(self.statuses):
+                if (error := one.difference(self.statuses[0], rank)) is not None:
                     raise error
         if failures := early or failures:
-            if len(self.stances) == 1:
+            if len(self.statuses) == 1:
                 raise failures[0]  # nobody else is to understand it
             when = "in an earlier save" if self.earlier else when
             raise one_error(failures, self.rank, when, self._location)
 
     @property
     def _location(self) -> str | None:
-        return self.stances[0].location or None if self.stances else None
+        return self.statuses[0].location or None if self.statuses else None
 
 
-def _no_objection(made: object) -> Stance:
-    return Stance()
+def _no_objection(made: object) -> RankStatus:
+    return RankStatus()
 
 
 class Meeting:
@@ -211,27 +211,27 @@ class Meeting:
         """How many ranks there are."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
-    def hold(self, stance: Stance, *, has_begun: bool = False) -> Verdict:
+    def hold(self, status: RankStatus, *, has_begun: bool = False) -> Consensus:
         """Exchanges what the ranks have to say; a collective call.
 
         Args:
-            stance: What this rank says.
+            status: What this rank says.
             has_begun: Whether it is about how they fared, and not about beginning.
 
         Raises:
             ProcessGroupError: If the ranks lost each other.
         """
         if self.group is None:
-            objections = [stance] if stance.failure is not None else []
-            said = (stance.is_busy, stance.plan, objections)
-            return Verdict(0, *said, stance.is_stuck, stance.is_full, stance.has_begun)
+            objections = [status] if status.failure is not None else []
+            said = (status.is_busy, status.plan, objections)
+            return Consensus(0, *said, status.is_stuck, status.is_full, status.has_begun)
         rank = dist.get_rank(self.group)
-        digest = stance.digest
+        digest = status.digest
         # of the digests and plans the highest and the lowest, in one reduction
-        flags = [stance.failure is not None, stance.is_busy, stance.is_stuck]
-        flags += [stance.is_full, stance.has_begun]
-        asked = [*map(int, flags), digest, -digest, stance.plan, -stance.plan]
-        with self._exchange(stance.failure, has_begun):
+        flags = [status.failure is not None, status.is_busy, status.is_stuck]
+        flags += [status.is_full, status.has_begun]
+        asked = [*map(int, flags), digest, -digest, status.plan, -status.plan]
+        with self._exchange(status.failure, has_begun):
             device = device_for_collectives(self.group)
             seen = torch.tensor(asked, dtype=torch.int64, device=device)
             dist.all_reduce(seen, dist.ReduceOp.MAX, group=self.group)
@@ -239,65 +239,67 @@ class Meeting:
             objected, busy, *others = map(bool, flags)
             plan = _common(plan, -other)
             if not objected and highest == -lowest:
-                return Verdict(rank, busy, plan, (), *others)
-            found: list[Stance] = [stance] * dist.get_world_size(self.group)
-            told = replace(stance, failure=portable(stance.failure, stance.location or None))
+                return Consensus(rank, busy, plan, (), *others)
+            found: list[RankStatus] = [status] * dist.get_world_size(self.group)
+            told = replace(status, failure=portable(status.failure, status.location or None))
             dist.all_gather_object(found, told, group=self.group)
         found[rank] = told  # with its own traceback
-        return Verdict(rank, busy, plan, found, *others)
+        return Consensus(rank, busy, plan, found, *others)
 
-    def hold_with(self, stance: Stance, value: T) -> tuple[Verdict, list[T]]:
+    def hold_with(self, status: RankStatus, value: T) -> tuple[Consensus, list[T]]:
         """As :meth:`hold`, with what all ranks give, in their order; one collective call for both.
 
         Raises:
             ProcessGroupError: If the ranks lost each other.
         """
         if self.group is None:
-            return self.hold(stance), [value]
-        told = replace(stance, failure=portable(stance.failure, stance.location or None))
+            return self.hold(status), [value]
+        told = replace(status, failure=portable(status.failure, status.location or None))
         found: list[Any] = [None] * self.size
-        with self._exchange(stance.failure, has_begun=False):
+        with self._exchange(status.failure, has_begun=False):
             dist.all_gather_object(found, (told, value), group=self.group)
-        stances = [one for one, _ in found]
-        stances[self.rank] = told  # with its own traceback
-        plans = [one.plan for one in stances]
-        verdict = Verdict(
+        statuses = [one for one, _ in found]
+        statuses[self.rank] = told  # with its own traceback
+        plans = [one.plan for one in statuses]
+        consensus = Consensus(
             self.rank,
-            any(one.is_busy for one in stances),
+            any(one.is_busy for one in statuses),
             _common(max(plans), min(plans)),
-            stances,
+            statuses,
         )
-        return verdict, [value for _, value in found]
+        return consensus, [value for _, value in found]
 
-    def begin(self, prepare: Callable[[], T], stance: Callable[[T], Stance] = _no_objection) -> T:
+    def begin(
+        self, prepare: Callable[[], T], status: Callable[[T], RankStatus] = _no_objection
+    ) -> T:
         """What ``prepare`` returns, if it does so on all ranks; a collective call.
 
         Args:
             prepare: Called here. What it raises is told to all ranks.
-            stance: What this rank says when it has returned.
+            status: What this rank says when it has returned.
 
         Raises:
             BaseException: What ``prepare`` has raised, if this process is alone.
-            CloudCheckpointError: See :meth:`Verdict.raise_alike` and :meth:`hold`.
+            CloudCheckpointError: See :meth:`Consensus.raise_on_all_ranks` and :meth:`hold`.
         """
-        return self.begin_planned(prepare, stance)[0]
+        return self.begin_planned(prepare, status)[0]
 
     def begin_planned(
-        self, prepare: Callable[[], T], stance: Callable[[T], Stance]
+        self, prepare: Callable[[], T], status: Callable[[T], RankStatus]
     ) -> tuple[T, int]:
-        """The same, and the plan of all ranks, see :class:`Verdict`."""
+        """The same, and the plan of all ranks, see :class:`Consensus`."""
         with all_expected(self.group):
             try:
                 made = prepare()
-                own = stance(made)
+                own = status(made)
             except BaseException as error:
-                self.hold(Stance(failure=error)).raise_alike()
+                self.hold(RankStatus(failure=error)).raise_on_all_ranks()
                 raise
-            verdict = self.hold(own)
-        verdict.raise_alike()
-        return made, verdict.plan
+            consensus = self.hold(own)
+        consensus.raise_on_all_ranks()
+        return made, consensus.plan
 
-    def told_by_first(self, compute: Callable[[], T]) -> T:
+    def broadcast_from_first(self, compute: Callable[[], T]) -> T:
         """What ``compute`` returns on the first rank, on all ranks; a collective call.
 
         Args:

@@ -36,7 +36,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.events import Span, Transferred
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
-from cloudckpt.transfer.retry import Retrier, begun_anew, check_unchanged, open_store
+from cloudckpt.transfer.retry import Retrier, check_unchanged, open_store, retry_if_replaced
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI, URILike
 
@@ -160,7 +160,7 @@ class CloudStorageReader(OurReader):
             return _UnreadableMetadata(self._failure)
         self._failure = None
         try:
-            return begun_anew(self._read_metadata)
+            return retry_if_replaced(self._read_metadata)
         except Exception as error:
             self._failure = _named(error, str(self.uri))
             if self._failure is error:

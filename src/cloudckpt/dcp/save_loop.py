@@ -58,7 +58,7 @@ from cloudckpt.dcp.meeting import PLAN_ANEW
 from cloudckpt.dcp.outline import PLAIN, Outline
 from cloudckpt.dcp.plan_cache import KnownPlan, OfAllRanks
 from cloudckpt.dcp.planners import CloudSavePlanner
-from cloudckpt.dcp.saving import Quick, expected_size
+from cloudckpt.dcp.saving import CachedLayout, expected_size
 from cloudckpt.dcp.torch_log import logged_by_torch
 from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.errors import IncompleteSaveError
@@ -188,12 +188,12 @@ class SaveLoop:
                 written = self._writer.send(plan, self._planner, leave=leave, contents=contents)
                 entry = self._entry(planned, plan)
             else:
-                entry = self._taken_up()
+                entry = self._restore_plan()
                 leave = self._leaving(
                     entry.number, entry.plan, entry.structure, entry.saves, entry.record
                 )
-                quick, contents = self._quick(entry), self._contents(entry.plan, base)
-                written = self._writer.send(entry.plan, self._planner, quick, leave, contents)
+                cached, contents = self._cached_layout(entry), self._contents(entry.plan, base)
+                written = self._writer.send(entry.plan, self._planner, cached, leave, contents)
             saves, record = entry.saves + 1, leave.record
             sent.append(written)
             mine.append(replace(entry, extents=written.extents, saves=saves, record=record))
@@ -393,7 +393,7 @@ class SaveLoop:
             ],
         )
 
-    def _taken_up(self) -> KnownPlan:
+    def _restore_plan(self) -> KnownPlan:
         """The plan of before, with the planner set up as it was when it had made it."""
         known, outline, planner = self._known, self._outline, self._planner
         assert known is not None
@@ -406,7 +406,7 @@ class SaveLoop:
             planner.structure = known.structure
         return known
 
-    def _quick(self, entry: KnownPlan) -> Quick:
+    def _cached_layout(self, entry: KnownPlan) -> CachedLayout:
         assert self._outline is not None
         assert self._outline.leaves is not None
         values = self._outline.leaves
@@ -414,7 +414,7 @@ class SaveLoop:
             None if form is None else _local(values[leaf])
             for leaf, form in zip(entry.leaves, entry.forms, strict=True)
         ]
-        return Quick(entry.expected, entry.forms, tensors)
+        return CachedLayout(entry.expected, entry.forms, tensors)
 
     def _of_all(
         self, told: list[Told], planned: _Planned | None, known: KnownPlan | None

@@ -34,7 +34,7 @@ from cloudckpt.transfer.memory import bytes_of, settled
 from cloudckpt.transfer.staging import StagingPool
 from cloudckpt.transfer.stats import TransferStats
 
-__all__ = ["Leave", "Quick", "expected_size", "send"]
+__all__ = ["Leave", "CachedLayout", "expected_size", "send"]
 
 Leave = Callable[[Extents, tuple[WrittenObject, ...]], Pending | None]
 
@@ -44,7 +44,7 @@ _RUN = 256
 
 
 @dataclass(frozen=True)
-class Quick:
+class CachedLayout:
     """What is known of items that were written in a save before, with the tensors of this one.
 
     Attributes:
@@ -88,7 +88,7 @@ def send(
     *,
     began: Callable[[str], None],
     sender: Sender,
-    quick: Quick | None = None,
+    cached: CachedLayout | None = None,
     leave: Leave = lambda extents, references: None,
     meanwhile: Callable[[], None] = lambda: None,
     contents: Contents | None = None,
@@ -103,7 +103,7 @@ def send(
         stats: Counts what is sent.
         began: Told the name of each object before it is begun.
         sender: Sends what is laid out here.
-        quick: What is known of the items, of a save before.
+        cached: What is known of the items, of a save before.
         leave: Says what the store is to be told of the items if this trainer ends, given where
             they are, and the objects of other checkpoints that have some.
         meanwhile: See :class:`~cloudckpt.checkpoint.sending.Sender`.
@@ -137,7 +137,7 @@ def send(
             # another process makes them of memory that nobody writes to
             checksum = store.capabilities.checksum if sender is send_here else None
             writing = _Writing(planner, shard, pool, str(destination.uri), contents, checksum)
-            for number, place in writing.all_of(items, quick):
+            for number, place in writing.all_of(items, cached):
                 objects[number], offsets[number], lengths[number] = place
             shard.close()
         finally:
@@ -177,13 +177,13 @@ class _Writing:
         self._checksum = checksum
 
     def all_of(
-        self, items: Sequence[WriteItem], quick: Quick | None
+        self, items: Sequence[WriteItem], cached: CachedLayout | None
     ) -> Iterator[tuple[int, Place]]:
         """Writes items; their numbers, and where each was written, or is already."""
         forms: Sequence[SmallForm | None] = [None] * len(items)
         tensors: Sequence[torch.Tensor | None] = [None] * len(items)
-        if quick is not None and not self._shard.zip_crc32:
-            forms, tensors = quick.forms, quick.tensors
+        if cached is not None and not self._shard.zip_crc32:
+            forms, tensors = cached.forms, cached.tensors
         run: list[tuple[int, SmallForm, torch.Tensor]] = []
 
         def written_run() -> Iterator[tuple[int, Place]]:

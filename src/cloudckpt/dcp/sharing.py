@@ -13,7 +13,7 @@ from cloudckpt.config import Config
 from cloudckpt.errors import CloudCheckpointError, ProcessGroupError, TransferCancelledError
 from cloudckpt.transfer.download import Download
 from cloudckpt.transfer.landing import Segment
-from cloudckpt.transfer.sharing import Ring, digests, hand_on, plan_shares, shared_requests
+from cloudckpt.transfer.sharing import Ring, digests, plan_shares, ring_allgather, shared_requests
 
 __all__ = ["SharedReads"]
 
@@ -84,7 +84,7 @@ class SharedReads:
             alone.difference_update(share.segments)
             ring = _GroupRing(self._group, share.ranks, rank)
             try:
-                hand_on(download, ring, requests, budget=self._config.memory_budget)
+                ring_allgather(download, ring, requests, budget=self._config.memory_budget)
             except (RuntimeError, TransferCancelledError) as error:
                 failure = failure or _named(error)
                 download.cancellation.cancel()  # the ranks of further shares must hear of it

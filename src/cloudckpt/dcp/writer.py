@@ -33,7 +33,7 @@ from cloudckpt.config import Config
 from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.dcp.incremental import Contents, newest_beside
 from cloudckpt.dcp.planners import CloudSavePlanner
-from cloudckpt.dcp.saving import Leave, Quick, expected_size, send
+from cloudckpt.dcp.saving import CachedLayout, Leave, expected_size, send
 from cloudckpt.errors import (
     CloudCheckpointError,
     CommitUnknownError,
@@ -334,7 +334,7 @@ class CloudStorageWriter(OurWriter):
         self,
         plan: SavePlan,
         planner: SavePlanner,
-        quick: Quick | None = None,
+        cached: CachedLayout | None = None,
         leave: Leave = lambda extents, references: None,
         contents: Contents | None = None,
     ) -> Written:
@@ -343,16 +343,16 @@ class CloudStorageWriter(OurWriter):
         Args:
             plan: What to send.
             planner: Has the data.
-            quick: What is known of the items, of a save before.
+            cached: What is known of the items, of a save before.
             leave: What the store is to be told if this trainer ends before the commit.
             contents: Knows what need not be sent.
         """
         sending = self._tell_plan()
-        expected = quick.expected if quick is not None else expected_size(plan.items)
+        expected = cached.expected if cached is not None else expected_size(plan.items)
         stats = TransferStats(str(self.uri), self._rank, expected)
         with portable_errors(str(self.uri)), Span("upload", str(self.uri), self._rank) as span:
             try:
-                written = self._send(plan.items, planner, stats, expected, quick, leave, contents)
+                written = self._send(plan.items, planner, stats, expected, cached, leave, contents)
             finally:
                 self.transferred = stats.snapshot()
             span.nbytes = self.transferred.nbytes
@@ -510,7 +510,7 @@ class CloudStorageWriter(OurWriter):
         planner: SavePlanner,
         stats: TransferStats,
         expected: int,
-        quick: Quick | None,
+        cached: CachedLayout | None,
         leave: Leave,
         contents: Contents | None,
     ) -> Written:
@@ -529,7 +529,7 @@ class CloudStorageWriter(OurWriter):
                 stats,
                 began=self._written.append,
                 sender=self.sender,
-                quick=quick,
+                cached=cached,
                 leave=leave,
                 meanwhile=meanwhile,
                 contents=contents,

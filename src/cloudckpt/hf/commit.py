@@ -30,7 +30,7 @@ that was started in its place:
   its own.
 - *A reader has the old index, and the files are replaced while it reads them.* It reads each file
   on the condition that it is what it was, and an old file is deleted before any new one appears:
-  so it fails, and begins anew (``transfer.retry.begun_anew``).
+  so it fails, and begins anew (``transfer.retry.retry_if_replaced``).
 - *The answer to the last step is lost.* As in ``checkpoint.commit``: the store is asked what is
   there; if it does not say, that is a :class:`CommitUnknownError`, and nothing is deleted.
 """

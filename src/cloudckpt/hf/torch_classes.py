@@ -100,7 +100,7 @@ def _consolidating(original: Callable[..., None]) -> Any:
             raise InvalidURIError("shards are put together in another folder: give output_dir")
         together = original.__name__ == _CONSOLIDATIONS[1]
         group: dist.ProcessGroup | None = given.get("process_group")
-        Meeting.of(group, no_dist=not together).told_by_first(
+        Meeting.of(group, no_dist=not together).broadcast_from_first(
             lambda: export_checkpoint(
                 str(source),
                 str(target),

@@ -22,7 +22,7 @@ from cloudckpt.checkpoint.safetensors import SUFFIX, type_name
 from cloudckpt.checkpoint.shard import check_supported
 from cloudckpt.config import Config, whole_number
 from cloudckpt.dcp.failures import portable_errors
-from cloudckpt.dcp.meeting import Meeting, Stance
+from cloudckpt.dcp.meeting import Meeting, RankStatus
 from cloudckpt.dcp.writer import OurWriter, check_together
 from cloudckpt.errors import (
     ConfigError,
@@ -223,7 +223,7 @@ class SafetensorsWriter(OurWriter):
             store = meeting.begin(
                 lambda: open_store(self.uri, self.config),
                 # parts are put together in memory of this size, as the coordinator has planned
-                lambda _: Stance(
+                lambda _: RankStatus(
                     location=str(self.uri), options=f"memory_budget={self.config.memory_budget}"
                 ),
             )
@@ -244,8 +244,10 @@ class SafetensorsWriter(OurWriter):
                 self.transferred = stats.snapshot()
                 span.nbytes = self.transferred.nbytes
                 is_own = not isinstance(failure, TransferCancelledError)
-                verdict = meeting.hold(Stance(failure=failure if is_own else None), has_begun=True)
-                verdict.raise_alike("while they sent their parts")
+                verdict = meeting.hold(
+                    RankStatus(failure=failure if is_own else None), has_begun=True
+                )
+                verdict.raise_on_all_ranks("while they sent their parts")
                 if failure is not None:
                     raise failure
         except BaseException:

@@ -133,7 +133,9 @@ def _save(accelerator: Any, uri: str, naming: Run | None, write: Callable[[str],
     """Saves on all ranks, with the files that ``write`` writes to the folder that it is given."""
     meeting, config = Meeting.of(None, False), _config()
     if naming is not None:
-        meeting.told_by_first(functools.partial(_check_newest, naming, accelerator.save_iteration))
+        meeting.broadcast_from_first(
+            functools.partial(_check_newest, naming, accelerator.save_iteration)
+        )
         config = dataclasses.replace(config, overwrite=False)  # as Accelerate does
     with contextlib.ExitStack() as stack:
         folder = _own_folder(meeting, stack)
@@ -163,7 +165,7 @@ def _save(accelerator: Any, uri: str, naming: Run | None, write: Callable[[str],
 def _load(accelerator: Any, uri: str, read: Callable[[str], object]) -> None:
     """Loads on all ranks, with the files, which ``read`` reads from the folder it is given."""
     meeting, config = Meeting.of(None, False), _config()
-    items = meeting.told_by_first(
+    items = meeting.broadcast_from_first(
         lambda: [(one.name, one.nbytes) for one in inspect_checkpoint(uri, config=config).items]
     )
     hooks = list(accelerator._load_model_state_pre_hook.values())
@@ -204,7 +206,7 @@ def _load(accelerator: Any, uri: str, read: Callable[[str], object]) -> None:
 
         meeting.begin(load_files)
     # which a rank that there was not when it was saved has in no file of its own
-    accelerator.step = meeting.told_by_first(lambda: accelerator.step)
+    accelerator.step = meeting.broadcast_from_first(lambda: accelerator.step)
 
 
 def _parts(accelerator: Any, uri: str, there: set[str] | None = None) -> Parts:
@@ -289,7 +291,9 @@ def _naming(accelerator: Any) -> Run | None:
 
 
 def _newest(naming: Run) -> str:
-    first = Meeting.of(None, False).told_by_first(lambda: next(naming.committed_steps(), None))
+    first = Meeting.of(None, False).broadcast_from_first(
+        lambda: next(naming.committed_steps(), None)
+    )
     if first is None:
         raise CheckpointNotFoundError("no checkpoint was saved yet", uri=str(naming.root))
     return str(naming.uri(first))

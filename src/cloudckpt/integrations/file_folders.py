@@ -61,7 +61,7 @@ from cloudckpt.torch_files.object_file import ObjectFile, PinnedObject
 from cloudckpt.torch_files.written_file import WrittenFile
 from cloudckpt.transfer.copying import copies_within
 from cloudckpt.transfer.deleting import delete_all
-from cloudckpt.transfer.retry import Retrier, begun_anew
+from cloudckpt.transfer.retry import Retrier, retry_if_replaced
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.upload import put_whole
 
@@ -114,7 +114,7 @@ class FileFolders(VisibleFiles):
             CheckpointCorruptError: If the manifest or the record is damaged, or its object gone or
                 of another size. What is read of it may raise that, too.
         """
-        return begun_anew(lambda: self._opened(key))
+        return retry_if_replaced(lambda: self._opened(key))
 
     def _opened(self, key: str) -> io.RawIOBase:
         found = self.existing(key)

@@ -121,7 +121,7 @@ class Parts:
         bases = {name: base_weights(model) for name, model in self._models.items()}
         if not any(bases.values()):
             return {}
-        there = Meeting.of(None, False).told_by_first(
+        there = Meeting.of(None, False).broadcast_from_first(
             lambda: {item.name for item in inspect(uri, config=config).items}
         )
         lacking = {

@@ -188,7 +188,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         if step is not None:
             return self._bring(meeting, step)
         damage: CheckpointCorruptError | None = None
-        for found in meeting.told_by_first(lambda: list(self._run.committed_steps())):
+        for found in meeting.broadcast_from_first(lambda: list(self._run.committed_steps())):
             try:
                 return self._bring(meeting, found)
             except (CheckpointCorruptError, CheckpointNotFoundError) as error:
@@ -269,7 +269,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
                 best = json.load(opened).get("best_global_step")
             return best if best is not None and self._run.is_committed(best) else None
 
-        best = meeting.told_by_first(look)
+        best = meeting.broadcast_from_first(look)
         if best is None:
             return
         place = os.path.abspath(_folder(self._args.output_dir, best))

@@ -42,7 +42,7 @@ from cloudckpt.transfer.copying import copies_within
 from cloudckpt.transfer.deleting import delete_quietly
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.landing import Sink, Wanted
-from cloudckpt.transfer.relay import MismatchError, Passage, relay
+from cloudckpt.transfer.relay import CopyTask, MismatchError, relay
 from cloudckpt.transfer.retry import Retrier, check_unchanged, open_store
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI
@@ -166,7 +166,7 @@ class _Plan:
         is_there: Whether the target has the same checkpoint already.
     """
 
-    shares: Sequence[Sequence[Passage]] = ()
+    shares: Sequence[Sequence[CopyTask]] = ()
     commits: Sequence[ObjectInfo] = ()
     is_there: bool = False
 
@@ -207,12 +207,12 @@ class CheckpointCopy:
         Raises:
             CheckpointReplacedError: If the source was replaced meanwhile; this can be called again.
         """
-        plan = self._meeting.told_by_first(self._plan)
+        plan = self._meeting.broadcast_from_first(self._plan)
         if plan.is_there:
             return Copied(already_there=1)
         share = plan.shares[self._rank]
         if not self._is_of_a_run:
-            self._progress.total = sum(passage.size for passage in share)
+            self._progress.total = sum(task.size for task in share)
         try:
             by_store = self._meeting.begin(lambda: self._send(share, plan.commits))
             by_store = sum(self._meeting.gathered(by_store))
@@ -223,10 +223,10 @@ class CheckpointCopy:
         except BaseException:
             self._discard(share)
             raise
-        self._meeting.told_by_first(lambda: self._commit(share))
-        passages = [passage for share in plan.shares for passage in share]
-        nbytes = sum(passage.size for passage in passages)
-        return Copied(checkpoints=1, objects=len(passages), nbytes=nbytes, by_store=by_store)
+        self._meeting.broadcast_from_first(lambda: self._commit(share))
+        tasks = [task for share in plan.shares for task in share]
+        nbytes = sum(task.size for task in tasks)
+        return Copied(checkpoints=1, objects=len(tasks), nbytes=nbytes, by_store=by_store)
 
     def _plan(self) -> _Plan:
         """Reads the source, and looks what is at the target."""
@@ -245,9 +245,9 @@ class CheckpointCopy:
             for rank, share in enumerate(divided(list(objects.values()), self._world))
         ]
         places = {
-            passage.source: (rank, ordinal)
+            task.source: (rank, ordinal)
             for rank, share in enumerate(shares)
-            for ordinal, passage in enumerate(share)
+            for ordinal, task in enumerate(share)
         }
         self._commits = []
         for part, baseline in zip(found, baselines, strict=True):
@@ -256,10 +256,10 @@ class CheckpointCopy:
             if self._is_detached:
                 renamed = {name: one for name, one in known.items() if not one.folder}
             names = {source.uri.key(name): name for name in known}
-            for passage in self._objects(part):
-                name = names.get(passage.source, passage.source.removeprefix(source.uri.key("")))
-                rank, ordinal = places[passage.source]
-                record = known.get(name) or WrittenObject(0, 0, "", passage.size, 0, 0, 0)
+            for task in self._objects(part):
+                name = names.get(task.source, task.source.removeprefix(source.uri.key("")))
+                rank, ordinal = places[task.source]
+                record = known.get(name) or WrittenObject(0, 0, "", task.size, 0, 0, 0)
                 own = replace(record, rank=rank, ordinal=ordinal, attempt=attempt, folder="")
                 renamed[name] = own
             draft = Draft.of_copy(part.said, renamed, attempt)
@@ -284,12 +284,12 @@ class CheckpointCopy:
             )
         return begun
 
-    def _objects(self, part: CheckpointPart) -> list[Passage]:
+    def _objects(self, part: CheckpointPart) -> list[CopyTask]:
         """The data objects of the source, without names at the target."""
         uri, kind = self._source.uri, part.said.checksum
         if kind is not None:
             return [
-                Passage(uri.key(one.name), "", one.size, one.checksum, kind)
+                CopyTask(uri.key(one.name), "", one.size, one.checksum, kind)
                 for one in part.said.objects
                 if one.folder or not self._is_detached
             ]
@@ -297,9 +297,9 @@ class CheckpointCopy:
         names = dict.fromkeys(checked(entry.relative_path, str(uri)) for entry in entries)
         kind = self._source.store.capabilities.checksum
         infos = self._source.heads([uri.key(name) for name in names])
-        return [Passage(info.key, "", info.size, info.checksum, kind) for info in infos]
+        return [CopyTask(info.key, "", info.size, info.checksum, kind) for info in infos]
 
-    def _send(self, share: Sequence[Passage], commits: Sequence[ObjectInfo]) -> int:
+    def _send(self, share: Sequence[CopyTask], commits: Sequence[ObjectInfo]) -> int:
         """Copies objects.
 
         Returns:
@@ -317,15 +317,15 @@ class CheckpointCopy:
                 check_unchanged(source.store, commit, str(source.uri), source.config.retry, error)
             raise
 
-    def _sent(self, share: Sequence[Passage]) -> int:
+    def _sent(self, share: Sequence[CopyTask]) -> int:
         """Copies objects; once more those that were damaged on the way."""
-        left = {passage.target: passage for passage in self._by_store(share)}
+        left = {task.target: task for task in self._by_store(share)}
         by_store = 0
 
-        def arrived(passage: Passage) -> None:
+        def arrived(task: CopyTask) -> None:
             nonlocal by_store
-            del left[passage.target]
-            by_store += passage.size if passage.found is not None else 0
+            del left[task.target]
+            by_store += task.size if task.found is not None else 0
 
         stats = TransferStats(str(self._target.uri), self._rank)
         tries = 0
@@ -342,31 +342,30 @@ class CheckpointCopy:
                 )
                 return by_store
             except _NOT_COPIED as error:
-                if all(passage.found is None for passage in left.values()):
+                if all(task.found is None for task in left.values()):
                     raise
                 logger.warning("the store does not copy by itself, so bytes pass here: %s", error)
-                left = {key: replace(passage, found=None) for key, passage in left.items()}
+                left = {key: replace(task, found=None) for key, task in left.items()}
             except MismatchError as error:
                 self._look_for_damages(error)
                 tries += 1
                 if tries == 2:
                     raise
 
-    def _by_store(self, share: Sequence[Passage]) -> list[Passage]:
+    def _by_store(self, share: Sequence[CopyTask]) -> list[CopyTask]:
         """The objects, with what the source has of those that the target can copy by itself.
 
         Of local files nobody could tell whether they were copied as they were: they are streamed.
         """
         source, target = self._source, self._target
         within = [
-            passage
-            for passage in share
-            if source.uri.scheme != "file"
-            and copies_within(source.store, target.store, passage.size)
+            task
+            for task in share
+            if source.uri.scheme != "file" and copies_within(source.store, target.store, task.size)
         ]
-        infos = source.heads([passage.source for passage in within])
+        infos = source.heads([task.source for task in within])
         found = {info.key: info for info in infos}
-        return [replace(passage, found=found.get(passage.source)) for passage in share]
+        return [replace(task, found=found.get(task.source)) for task in share]
 
     def _look_for_damages(self, error: MismatchError) -> None:
         """Finds out which blocks of an object are damaged, if they are."""
@@ -381,10 +380,10 @@ class CheckpointCopy:
         if found := find_damages(source.store, source.uri, wanted, source.config):
             raise one_error(found) from error
 
-    def _commit(self, share: Sequence[Passage]) -> None:
+    def _commit(self, share: Sequence[CopyTask]) -> None:
         """Makes the copy visible."""
         target = self._target
-        own = {passage.target.removeprefix(target.uri.key("")) for passage in share}
+        own = {task.target.removeprefix(target.uri.key("")) for task in share}
         written: list[_Commit] = []
         try:
             for commit in reversed(self._commits):
@@ -417,8 +416,8 @@ class CheckpointCopy:
         finally:
             forget_listings()
 
-    def _discard(self, share: Sequence[Passage]) -> None:
-        keys, config = [passage.target for passage in share], self._target.config
+    def _discard(self, share: Sequence[CopyTask]) -> None:
+        keys, config = [task.target for task in share], self._target.config
         delete_quietly(self._target.store, keys, config.retry, threads=config.requests_at_once)
 
 
@@ -449,14 +448,14 @@ class _Commit:
         return [ObjectRecord(one.name, one.size, one.checksum) for one in self.draft.objects]
 
 
-def divided(passages: Sequence[Passage], ranks: int) -> list[list[Passage]]:
+def divided(tasks: Sequence[CopyTask], ranks: int) -> list[list[CopyTask]]:
     """A share of the objects for each rank, of about the same bytes; the same on every call."""
-    shares: list[list[Passage]] = [[] for _ in range(ranks)]
+    shares: list[list[CopyTask]] = [[] for _ in range(ranks)]
     loads = [(0, rank) for rank in range(ranks)]
-    for passage in sorted(passages, key=lambda one: (-one.size, one.source)):
+    for task in sorted(tasks, key=lambda one: (-one.size, one.source)):
         nbytes, rank = heapq.heappop(loads)
-        shares[rank].append(passage)
-        heapq.heappush(loads, (nbytes + passage.size, rank))
+        shares[rank].append(task)
+        heapq.heappush(loads, (nbytes + task.size, rank))
     return shares
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from cloudckpt.checkpoint.objects import is_committed
 from cloudckpt.config import Config
 from cloudckpt.dcp.arrivals import collective
-from cloudckpt.dcp.meeting import Meeting, Stance
+from cloudckpt.dcp.meeting import Meeting, RankStatus
 from cloudckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, ConfigError
 from cloudckpt.runs.catalog import list_checkpoints
 from cloudckpt.runs.checkpoint_copy import CheckpointCopy, Copied, Place, Progress
@@ -28,7 +28,7 @@ from cloudckpt.runs.contents import inspect
 from cloudckpt.runs.steps import DEFAULT_PATTERN
 from cloudckpt.runs.verifying import one_error
 from cloudckpt.stores.registry import checkpoint_location
-from cloudckpt.transfer.retry import begun_anew
+from cloudckpt.transfer.retry import retry_if_replaced
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["Copied", "copy", "detach"]
@@ -95,15 +95,15 @@ def copy(
     meeting = Meeting(process_group)
     origin, goal = meeting.begin(
         prepare,
-        lambda ends: Stance(
+        lambda ends: RankStatus(
             location=f"the copy of {ends[0].uri} to {ends[1].uri}", options=f"{overwrite=}"
         ),
     )
     done = Progress(progress)
-    pairs = meeting.told_by_first(lambda: _pairs(origin, goal, step_name))
+    pairs = meeting.broadcast_from_first(lambda: _pairs(origin, goal, step_name))
     if pairs is None:
         one = CheckpointCopy(origin, goal, meeting, overwrite, done)
-        return begun_anew(one.run)
+        return retry_if_replaced(one.run)
     done.total = sum(pair.nbytes for pair in pairs) // meeting.size
     copied, damaged = Copied(), []
     for pair in pairs:
@@ -116,7 +116,7 @@ def copy(
             is_of_a_run=True,
         )
         try:
-            copied += begun_anew(one.run)
+            copied += retry_if_replaced(one.run)
         except CheckpointCorruptError as error:
             damaged.append(error)
     if damaged:
@@ -154,10 +154,10 @@ def detach(
         return Place(CheckpointURI.parse(checkpoint_id), options)
 
     meeting = Meeting(process_group)
-    place = meeting.begin(prepare, lambda one: Stance(location=f"the detachment of {one.uri}"))
-    if not meeting.told_by_first(lambda: inspect(place.uri, config=place.config).shared):
+    place = meeting.begin(prepare, lambda one: RankStatus(location=f"the detachment of {one.uri}"))
+    if not meeting.broadcast_from_first(lambda: inspect(place.uri, config=place.config).shared):
         return Copied(already_there=1)
-    return begun_anew(CheckpointCopy(place, place, meeting, True, Progress(progress)).run)
+    return retry_if_replaced(CheckpointCopy(place, place, meeting, True, Progress(progress)).run)
 
 
 @dataclass(frozen=True)

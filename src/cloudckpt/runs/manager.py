@@ -29,7 +29,7 @@ from cloudckpt.checkpointer import (
 )
 from cloudckpt.config import Config, whole_number
 from cloudckpt.dcp.arrivals import collective
-from cloudckpt.dcp.meeting import Meeting, Stance
+from cloudckpt.dcp.meeting import Meeting, RankStatus
 from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointCorruptError,
@@ -169,12 +169,12 @@ class CheckpointManager(ClosedAtExit):
             undo.callback(self._preemption.ignore)
             return found, kept, options
 
-        def alike(made: tuple[Run, Retention, CheckpointerConfig]) -> Stance:
+        def alike(made: tuple[Run, Retention, CheckpointerConfig]) -> RankStatus:
             told = (
                 f"save_interval_steps={self._interval}, {step_name=}, {asynchronous=}, "
                 f"{incremental=}, {on_failure=}, {max_failures=}"
             )
-            return Stance(location=str(made[0].root), options=told)
+            return RankStatus(location=str(made[0].root), options=told)
 
         with contextlib.ExitStack() as undo:  # what is begun here, if another rank fails
             self._run, self._retention, options = self._meeting.begin(prepare, alike)
@@ -197,12 +197,12 @@ class CheckpointManager(ClosedAtExit):
     @collective("CheckpointManager.all_steps")
     def all_steps(self) -> list[int]:
         """The steps whose checkpoints are committed, oldest first; the store is asked."""
-        return self._meeting.told_by_first(self._run.committed)
+        return self._meeting.broadcast_from_first(self._run.committed)
 
     @collective("CheckpointManager.latest_step")
     def latest_step(self) -> int | None:
         """The newest step whose checkpoint is committed; None if there is none."""
-        return self._meeting.told_by_first(lambda: next(self._run.committed_steps(), None))
+        return self._meeting.broadcast_from_first(lambda: next(self._run.committed_steps(), None))
 
     @collective("CheckpointManager.best_step")
     def best_step(self) -> int | None:
@@ -213,7 +213,7 @@ class CheckpointManager(ClosedAtExit):
         """
         if self._best_metric is None:
             raise ConfigError("best_step() needs best_metric=, the metric to compare")
-        return self._meeting.told_by_first(
+        return self._meeting.broadcast_from_first(
             lambda: self._retention.best(self._known_scores(self._run.committed()))
         )
 
@@ -327,7 +327,7 @@ class CheckpointManager(ClosedAtExit):
     ) -> bool:
         if self._hook.claim is None:
             run, config = self._run.root, self._run.config
-            self._hook.claim = self._meeting.told_by_first(lambda: Claim.make(run, config))
+            self._hook.claim = self._meeting.broadcast_from_first(lambda: Claim.make(run, config))
         is_last = self._is_last(step)
 
         @functools.cache
@@ -416,9 +416,9 @@ class CheckpointManager(ClosedAtExit):
             return step
         damage: CloudCheckpointError | None = None
         until = time.monotonic() + self._adopt_wait
-        for found in self._meeting.told_by_first(lambda: self._run.steps()[::-1]):
+        for found in self._meeting.broadcast_from_first(lambda: self._run.steps()[::-1]):
             is_there = functools.partial(self._is_committed, found, until)
-            if not self._meeting.told_by_first(is_there):
+            if not self._meeting.broadcast_from_first(is_there):
                 continue
             try:
                 self._load(state, found, verify)
@@ -445,7 +445,9 @@ class CheckpointManager(ClosedAtExit):
         """
         step = check_step(step)
         self._check_open()
-        self._meeting.told_by_first(lambda: self._cleaner.submit(self._delete, step).result())
+        self._meeting.broadcast_from_first(
+            lambda: self._cleaner.submit(self._delete, step).result()
+        )
 
     def wait_until_finished(self) -> None:
         """Waits until what was saved is committed, and what is not kept is deleted.
@@ -492,7 +494,7 @@ class CheckpointManager(ClosedAtExit):
             self._agreement.close()
 
     def _notes(self, step: int) -> Notes:
-        return self._meeting.told_by_first(lambda: self._run.notes(step))
+        return self._meeting.broadcast_from_first(lambda: self._run.notes(step))
 
     def _is_last(self, step: int) -> bool:
         """Whether the job is about to be ended, and this step is to be saved because of that."""

@@ -17,14 +17,14 @@ from cloudckpt.checkpoint.agreement import contradictions
 from cloudckpt.checkpoint.committed import CommitObject
 from cloudckpt.config import MIB, Config
 from cloudckpt.dcp.arrivals import collective
-from cloudckpt.dcp.meeting import Meeting, Stance
+from cloudckpt.dcp.meeting import Meeting, RankStatus
 from cloudckpt.errors import CheckpointCorruptError, Damage
 from cloudckpt.runs.contents import parts
 from cloudckpt.runs.resuming import Unfinished
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, RangeReader
 from cloudckpt.transfer.download import download
 from cloudckpt.transfer.landing import Sink, StoredBytes, Wanted
-from cloudckpt.transfer.retry import Retrier, begun_anew, check_unchanged, open_store
+from cloudckpt.transfer.retry import Retrier, check_unchanged, open_store, retry_if_replaced
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI, URILike
 
@@ -98,8 +98,8 @@ def verify(
         options = config if config is not None else Config()
         return CheckpointURI.parse(uri), dataclasses.replace(options, verify=True)
 
-    location, options = meeting.begin(prepare, lambda made: Stance(location=str(made[0])))
-    return begun_anew(partial(_verify, location, options, resume, meeting, progress))
+    location, options = meeting.begin(prepare, lambda made: RankStatus(location=str(made[0])))
+    return retry_if_replaced(partial(_verify, location, options, resume, meeting, progress))
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def _verify(
     meeting: Meeting,
     progress: Callable[[int, int], None],
 ) -> Verified:
-    content = meeting.told_by_first(lambda: _Content.of(uri, config))
+    content = meeting.broadcast_from_first(lambda: _Content.of(uri, config))
     rank, ranks = meeting.rank, meeting.size
     sources = content.sources
     nbytes = sum(source.nbytes for source in sources)
@@ -189,7 +189,7 @@ def _verify(
     resumed = sum(meeting.gathered(meeting.begin(read)))
     damaged = [*content.damaged, *(error for each in meeting.gathered(found) for error in each)]
     if damaged:
-        meeting.told_by_first(lambda: _refuse_replaced(uri, config, content, damaged[0]))
+        meeting.broadcast_from_first(lambda: _refuse_replaced(uri, config, content, damaged[0]))
         raise one_error(damaged) from damaged[0].__cause__
     return Verified(
         items=len(content.items),

@@ -15,7 +15,7 @@ from cloudckpt.gc_pause import paused_gc
 from cloudckpt.stores.base import RangeReader
 from cloudckpt.transfer.boxes import aligned
 from cloudckpt.transfer.connections import transfer_group
-from cloudckpt.transfer.landing import Bad, Landing, Segment, Wanted
+from cloudckpt.transfer.landing import Bad, ScatterPlan, Segment, Wanted
 from cloudckpt.transfer.parts import even_share
 from cloudckpt.transfer.receiving import Receiver
 from cloudckpt.transfer.regions import check_regions
@@ -162,7 +162,7 @@ class Download:
         self, request: Sequence[Segment], receive: Callable[[Sequence[memoryview]], None]
     ) -> None:
         with paused_gc():
-            landing = Landing(request)
+            landing = ScatterPlan(request)
         with self._scratch.borrowed(landing.scratch_bytes, pinned=landing.pinned) as scratch:
             views = landing.place(scratch)
             try:
@@ -174,7 +174,7 @@ class Download:
                 landing.deliver()
 
     def _make_right(
-        self, request: Sequence[Segment], landing: Landing, views: Sequence[memoryview]
+        self, request: Sequence[Segment], landing: ScatterPlan, views: Sequence[memoryview]
     ) -> None:
         """Receives a request once more if a checksum is wrong.
 
@@ -211,7 +211,7 @@ class Download:
         )
         self._stats.add_requests(1)
 
-    def _bad(self, landing: Landing) -> list[Bad]:
+    def _bad(self, landing: ScatterPlan) -> list[Bad]:
         if not self._config.verify:
             return []
         began = time.perf_counter()

@@ -18,7 +18,7 @@ __all__ = [
     "BoxSink",
     "BytesSink",
     "FlatSink",
-    "Landing",
+    "ScatterPlan",
     "Sink",
     "Segment",
     "StoredBytes",
@@ -261,7 +261,7 @@ class _Landed:
             self.segment.want.sink.deliver(self.first, self.data)
 
 
-class Landing:
+class ScatterPlan:
     """The memory that one request is received into.
 
     Large plain targets receive their bytes themselves. All else (small targets, targets that need

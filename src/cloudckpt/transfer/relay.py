@@ -22,13 +22,13 @@ from cloudckpt.transfer.staging import ScratchPool
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.upload import ObjectUpload, creates_only
 
-__all__ = ["MismatchError", "Passage", "copy_objects", "relay"]
+__all__ = ["MismatchError", "CopyTask", "copy_objects", "relay"]
 
 _PART = 8 * MIB  # bytes of a part: eight are under way in 64 MiB
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
+class CopyTask:
     """An object that is to be copied.
 
     Attributes:
@@ -55,12 +55,12 @@ class MismatchError(CheckpointCorruptError):
 def relay(
     source: ObjectStore,
     target: ObjectStore,
-    passages: Sequence[Passage],
+    tasks: Sequence[CopyTask],
     config: Config,
     stats: TransferStats,
     *,
     moved: Callable[[int], None],
-    arrived: Callable[[Passage], None],
+    arrived: Callable[[CopyTask], None],
 ) -> None:
     """Copies objects; at its return all of them are there, and as they were.
 
@@ -73,7 +73,7 @@ def relay(
     Args:
         source: Where they are.
         target: Where they are copied to.
-        passages: The objects.
+        tasks: The objects.
         config: Options.
         stats: Counts.
         moved: Called with the bytes that were copied since the last call, by any thread.
@@ -84,7 +84,7 @@ def relay(
         MismatchError: If what was received of it does not match its checksum.
         StoreError: If a store refuses or stays unreachable.
     """
-    _Relay(source, target, config, stats, moved, arrived).run(passages)
+    _Relay(source, target, config, stats, moved, arrived).run(tasks)
 
 
 def copy_objects(
@@ -102,16 +102,16 @@ def copy_objects(
         CheckpointCorruptError: If an object is gone, or was replaced.
         StoreError: If a store refuses or stays unreachable.
     """
-    retrier, passages = Retrier(config.retry), []
+    retrier, tasks = Retrier(config.retry), []
     for key, copy in pairs:
         found = retrier.call(partial(source.head, key))
         within = found if copies_within(source, target, found.size) else None
         kind = source.capabilities.checksum
-        passages.append(Passage(key, copy, found.size, found.checksum, kind, within))
-    if passages:
-        stats = TransferStats(target.uri(passages[0].target))
+        tasks.append(CopyTask(key, copy, found.size, found.checksum, kind, within))
+    if tasks:
+        stats = TransferStats(target.uri(tasks[0].target))
         nothing: Callable[[object], None] = lambda _: None  # noqa: E731
-        relay(source, target, passages, config, stats, moved=nothing, arrived=nothing)
+        relay(source, target, tasks, config, stats, moved=nothing, arrived=nothing)
 
 
 class _Relay:
@@ -122,7 +122,7 @@ class _Relay:
         config: Config,
         stats: TransferStats,
         moved: Callable[[int], None],
-        arrived: Callable[[Passage], None],
+        arrived: Callable[[CopyTask], None],
     ) -> None:
         self._source = source
         self._target = target
@@ -142,46 +142,46 @@ class _Relay:
         self._source.interrupt(threads)
         self._target.interrupt(threads)
 
-    def run(self, passages: Sequence[Passage]) -> None:
-        sizes = {one: self._part_size(one.size) for one in passages if one.found is None}
+    def run(self, tasks: Sequence[CopyTask]) -> None:
+        sizes = {one: self._part_size(one.size) for one in tasks if one.found is None}
         most = max((min(size, one.size) for one, size in sizes.items()), default=0)
         # two parts at least: the first of an upload waits for the second
         budget = max(self._config.memory_budget, 2 * most)
         self._pool = ScratchPool(budget, self._group.cancellation)
-        under_way: dict[Passage, ObjectUpload] = {}
+        under_way: dict[CopyTask, ObjectUpload] = {}
 
         def produce() -> None:
-            for passage in passages:
-                if passage.found is not None:
-                    made = under_way[passage] = self._copy(passage)
-                    made.start(self._source, passage.found)
+            for task in tasks:
+                if task.found is not None:
+                    made = under_way[task] = self._copy(task)
+                    made.start(self._source, task.found)
                 else:
-                    upload = under_way[passage] = self._upload(passage, sizes[passage])
-                    self._stream(passage, upload, sizes[passage])
+                    upload = under_way[task] = self._upload(task, sizes[task])
+                    self._stream(task, upload, sizes[task])
 
-        there: set[Passage] = set()
+        there: set[CopyTask] = set()
         try:
             self._group.run(produce)
         finally:
-            for passage, upload in under_way.items():
-                if self._is_right(passage, upload):
-                    there.add(passage)
-                    self._arrived(passage)
+            for task, upload in under_way.items():
+                if self._is_right(task, upload):
+                    there.add(task)
+                    self._arrived(task)
                 else:
                     upload.abandon()
-        for passage in passages:
-            if passage not in there:
-                raise _mismatch(self._source.uri(passage.source))
+        for task in tasks:
+            if task not in there:
+                raise _mismatch(self._source.uri(task.source))
 
     def _part_size(self, size: int) -> int:
         wanted = self._config.part_size or max(_PART, size // 9_000)
         limits = self._target.capabilities
         return choose_part_size(size, wanted, limits, connections=self._config.requests_at_once)
 
-    def _upload(self, passage: Passage, part_size: int) -> ObjectUpload:
+    def _upload(self, task: CopyTask, part_size: int) -> ObjectUpload:
         return ObjectUpload(
             self._target,
-            passage.target,
+            task.target,
             part_size,
             self._group,
             self._retrier,
@@ -189,40 +189,40 @@ class _Relay:
             create_only=self._create_only,
         )
 
-    def _copy(self, passage: Passage) -> ObjectCopy:
+    def _copy(self, task: CopyTask) -> ObjectCopy:
         return ObjectCopy(
             self._target,
-            passage.target,
-            copy_part_size(passage.size, self._target.capabilities),
+            task.target,
+            copy_part_size(task.size, self._target.capabilities),
             self._group,
             self._retrier,
             _Counted(self._moved),
             create_only=self._create_only,
         )
 
-    def _stream(self, passage: Passage, upload: ObjectUpload, part_size: int) -> None:
-        uri = self._source.uri(passage.source)
-        comparison = _Comparison(uri, passage, upload.algorithm)
-        for start in range(0, passage.size, part_size):
-            loan = _Loan(self._pool, min(part_size, passage.size - start))
-            receive = partial(self._receive, passage, start, loan.view, uri)
+    def _stream(self, task: CopyTask, upload: ObjectUpload, part_size: int) -> None:
+        uri = self._source.uri(task.source)
+        comparison = _Comparison(uri, task, upload.algorithm)
+        for start in range(0, task.size, part_size):
+            loan = _Loan(self._pool, min(part_size, task.size - start))
+            receive = partial(self._receive, task, start, loan.view, uri)
             upload.write(Piece(loan.view, comparison, start, loan, ready=receive, item=uri))
         upload.close()
 
-    def _receive(self, passage: Passage, start: int, view: memoryview, uri: str) -> None:
-        self._receiver.receive(passage.source, start, [view], size=passage.size, item=uri)
+    def _receive(self, task: CopyTask, start: int, view: memoryview, uri: str) -> None:
+        self._receiver.receive(task.source, start, [view], size=task.size, item=uri)
         self._moved(view.nbytes)
 
-    def _is_right(self, passage: Passage, upload: ObjectUpload) -> bool:
+    def _is_right(self, task: CopyTask, upload: ObjectUpload) -> bool:
         """Whether it is there, and if the store has copied it, as far as that tells, as it was."""
-        found, made = passage.found, upload.info
+        found, made = task.found, upload.info
         if found is None or made is None:
             return made is not None  # streams were compared on the way
         expected = found.checksum
-        if passage.algorithm == upload.algorithm and passage.checksum is not None:
-            expected = passage.checksum
+        if task.algorithm == upload.algorithm and task.checksum is not None:
+            expected = task.checksum
         is_known = expected is not None and made.checksum is not None
-        return made.size == passage.size and (expected == made.checksum or not is_known)
+        return made.size == task.size and (expected == made.checksum or not is_known)
 
 
 class _Counted(TransferStats):
@@ -254,13 +254,13 @@ class _Loan:
 class _Comparison:
     """Compares an object's bytes with its checksum, part by part, while they are in memory."""
 
-    def __init__(self, uri: str, passage: Passage, algorithm: ChecksumAlgorithm) -> None:
-        self._passage = passage
+    def __init__(self, uri: str, task: CopyTask, algorithm: ChecksumAlgorithm) -> None:
+        self._passage = task
         self._uri = uri
         self._sent = algorithm
         self._lock = threading.Lock()
         self._parts: dict[int, tuple[int, int]] = {}
-        self._left = passage.size
+        self._left = task.size
 
     def add(self, start: int, view: memoryview) -> int:
         """Takes the object's bytes from ``start``; returns the checksum that is sent with them.

@@ -24,7 +24,7 @@ from cloudckpt.transfer.group import Cancellation
 from cloudckpt.uri import CheckpointURI
 from cloudckpt.waiting import Waiting
 
-__all__ = ["Pauses", "Retrier", "begun_anew", "check_unchanged", "open_store"]
+__all__ = ["Pauses", "Retrier", "retry_if_replaced", "check_unchanged", "open_store"]
 
 T = TypeVar("T")
 logger = logging.getLogger("cloudckpt")
@@ -228,7 +228,7 @@ def check_unchanged(
         ) from error
 
 
-def begun_anew(load: Callable[[], T]) -> T:
+def retry_if_replaced(load: Callable[[], T]) -> T:
     """What ``load`` returns, which is called again when what it loads was replaced meanwhile.
 
     Raises:

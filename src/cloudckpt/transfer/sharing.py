@@ -28,7 +28,7 @@ from cloudckpt.transfer.group import Cancellation
 from cloudckpt.transfer.landing import Segment
 from cloudckpt.transfer.memory import bytes_of
 
-__all__ = ["Ring", "Share", "digests", "hand_on", "plan_shares", "shared_requests"]
+__all__ = ["Ring", "Share", "digests", "ring_allgather", "plan_shares", "shared_requests"]
 
 _LARGEST = 8 * 1024**2
 _SMALLEST = 256 * 1024
@@ -172,7 +172,7 @@ class _Message:
         self.all[self.nbytes :] = int(is_good)
 
 
-def hand_on(
+def ring_allgather(
     download: Download, ring: Ring, requests: Sequence[Sequence[Segment]], *, budget: int
 ) -> None:
     """Fetches this rank's requests, and hands all of them around; those of all ranks are delivered.
