@@ -221,7 +221,7 @@ def test_closing_in_a_fork_is_left_to_the_process_that_has_made_the_checkpointer
 def test_closing_tells_of_the_save_whose_process_it_ended(local):
     one = checkpointer(local, PROCESS, close_timeout=0.05)
     process = one._saver._process
-    process._life.wait_until_ready()
+    process._worker.wait_until_ready()
     os.kill(process.pid, signal.SIGSTOP)
     one.save(local.uri, filled(1, SMALL))
     assert eventually(lambda: process.is_busy, PATIENCE)

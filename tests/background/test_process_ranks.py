@@ -48,7 +48,7 @@ def _kill(saver: AsyncSaver) -> None:
 def _dies_in_a_save(saver: AsyncSaver, rank: int) -> Iterator[None]:
     """The process of a rank is killed when it has been given the save that begins meanwhile."""
     if dist.get_rank() == rank:
-        saver._process._life.wait_until_ready()
+        saver._process._worker.wait_until_ready()
         os.kill(_pid(saver), signal.SIGSTOP)
     yield
     if dist.get_rank() == rank:

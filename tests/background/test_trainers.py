@@ -214,7 +214,7 @@ one.save({uri!r}, filled(1, SMALL))[1].result(150)
 worker = os.fork()
 if worker == 0:
     signal.pause()
-life = one._saver._process._life
+life = one._saver._process._worker
 one.close()
 print("ended by itself:", life._process.returncode == 0)
 os.kill(worker, 9)
