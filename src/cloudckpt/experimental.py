@@ -216,8 +216,7 @@ class _FilePart:
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def merged(self, target: Any, source: Any, path: _Path = ()) -> Any:
-        """``target`` with what the file has for it; plain tensors are noted, to be read
-        together."""
+        """``target`` with what the file has for it; plain tensors are noted and read later."""
         if target is not None and not _is_like(target, source):
             theirs = f"the file has a {type(source).__name__} there"
             raise self._misfit(path, f"is a {type(target).__name__}, and {theirs}")
