@@ -1,4 +1,4 @@
-"""``save`` and ``load``: torch's own, on a URI."""
+"""``save`` and ``load``: torch's own functions, on a URI."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ def save(
     config: Config | None = None,
     base: URILike | None = None,
 ) -> Metadata:
-    """Saves a distributed state dict; as ``torch.distributed.checkpoint.save``, to a URI.
+    """Saves a distributed state dict to a URI, as ``torch.distributed.checkpoint.save`` does.
 
-    When it returns, the checkpoint is committed and whole. If it raises, it does so on every rank,
-    nothing new is visible, what was there is untouched, and what the attempt had sent is deleted.
+    When this returns, the checkpoint is committed and complete. If it raises, it raises on every
+    rank: nothing new is visible, what was there is untouched, and what the attempt sent is deleted.
 
     Args:
-        state_dict: The state dict; ``Stateful`` values are asked for theirs.
+        state_dict: The state dict; the ``state_dict()`` of ``Stateful`` values is saved.
         checkpoint_id: ``s3://bucket/path`` or another location.
         storage_writer: A writer of this package instead of one for ``checkpoint_id``.
         planner: As in torch.
@@ -91,13 +91,13 @@ def save(
         no_dist: As in torch.
         use_collectives: Must be on: all ranks commit together.
         config: Options, if no writer is given.
-        base: An earlier checkpoint in the same folder, if no writer is given: what has not changed
-            since is not sent, but referred to there. Both are saved with
-            ``Config(incremental=True)``, by which the newest one is taken where none is given.
+        base: An earlier checkpoint in the same folder, if no writer is given: unchanged data is not
+            sent but referenced there. Both saves need ``Config(incremental=True)``, which uses the
+            newest checkpoint as the base if none is given.
 
     Returns:
-        The committed metadata. Ranks other than the one that committed read it when it is
-        accessed; to print or to compare it (two are equal if of the same save) reads nothing.
+        The committed metadata. On ranks other than the one that committed, it is read on first
+        access; printing or comparing it (two are equal if they are of the same save) reads nothing.
 
     Raises:
         CheckpointExistsError: If there is a checkpoint and ``overwrite`` is off.
@@ -105,10 +105,10 @@ def save(
         CheckpointConflictError: If another writer committed first.
         CommitUnknownError: If the store itself did not say whether it carried out the commit;
             nothing is deleted then.
-        CloudCheckpointError: The cause, if the ranks that failed did so for the same reason.
-        RanksFailedError: If they failed for different reasons, or outside of cloudckpt.
-        ProcessGroupError: If a rank died or the ranks lost each other; its ``committed`` says what
-            is known of the commit, and nothing is deleted that may be needed.
+        CloudCheckpointError: The cause, if all ranks that failed did so for the same reason.
+        RanksFailedError: If ranks failed for different reasons, or outside of cloudckpt.
+        ProcessGroupError: If a rank died or the ranks lost each other; ``committed`` says what is
+            known of the commit, and nothing that may be needed is deleted.
     """
 
     def prepare() -> ToSave:
@@ -129,22 +129,22 @@ def load(
     config: Config | None = None,
     trust_pickle: bool = False,
 ) -> None:
-    """Loads a checkpoint into a state dict, in place; as ``torch.distributed.checkpoint.load``.
+    """Loads a checkpoint into a state dict in place, as ``torch.distributed.checkpoint.load`` does.
 
-    When it returns, every byte was verified. If it raises, it does so on every rank, and the
-    tensors of ``state_dict`` may hold a part of the new values. If a writer replaces the checkpoint
-    meanwhile, all ranks start again with the newer one, a few times: all that was loaded is of one
+    When this returns, every byte has been verified. If it raises, it raises on every rank, and the
+    tensors of ``state_dict`` may hold part of the new values. If a writer replaces the checkpoint
+    meanwhile, all ranks start again with the newer one, a few times: everything loaded is from one
     save.
 
     Args:
-        state_dict: What to load: its keys say what, its tensors say where to and how sharded.
+        state_dict: What to load: its keys say what, its tensors say where and how sharded.
         checkpoint_id: ``s3://bucket/path`` or another location.
         storage_reader: A reader of this package instead of one for ``checkpoint_id``.
         planner: As in torch.
         process_group: As in torch.
         no_dist: As in torch.
         config: Options, if no reader is given.
-        trust_pickle: Whether pickles in the checkpoint may run any code.
+        trust_pickle: Whether pickles in the checkpoint may run arbitrary code.
 
     Raises:
         CheckpointNotFoundError: If there is no committed checkpoint.
@@ -166,7 +166,7 @@ def load(
 
 @dataclass(frozen=True)
 class ToSave:
-    """Where a rank saves to, and as planned by what."""
+    """Where a rank saves to, and with which planner."""
 
     writer: OurWriter
     planner: SavePlanner | None = None
@@ -174,7 +174,7 @@ class ToSave:
 
 @dataclass(frozen=True)
 class ToLoad:
-    """Where a rank loads from, and as planned by what."""
+    """Where a rank loads from, and with which planner."""
 
     reader: OurReader
     planner: LoadPlanner | None = None
@@ -188,7 +188,7 @@ def save_prepared(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
 ) -> Metadata:
-    """Saves to what ``prepare`` returns; if it raises on one rank, none begins.
+    """Saves to what ``prepare`` returns; if it raises on one rank, no rank begins.
 
     Arguments, result and errors are those of :func:`save`.
     """
@@ -233,14 +233,14 @@ def load_prepared(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
 ) -> None:
-    """Loads from what ``prepare`` returns; if it raises on one rank, none begins.
+    """Loads from what ``prepare`` returns; if it raises on one rank, no rank begins.
 
     Arguments and errors are those of :func:`load`.
     """
 
     def content() -> dict[str, Any]:
         _check_dict(state_dict)
-        # torch sorts the keys, which it could not do if there were integers beside strings
+        # torch sorts the keys, which fails on a mix of integers and strings
         named = {str(key): value for key, value in state_dict.items()}
         if len(named) < len(state_dict):
             raise KeyCollisionError(
@@ -262,10 +262,10 @@ def load_prepared(
 
 
 def _both(prepare: Callable[[], T], content: Callable[[], S]) -> tuple[T, S]:
-    """What both return; the second is called even if the first raises.
+    """The results of both; the second is called even if the first raises.
 
     ``state_dict()`` of a sharded model may be a collective call, in which the other ranks would
-    wait for one that has gone to tell them of its bad location.
+    wait for a rank that has already left to report its bad location.
     """
     try:
         made = prepare()
@@ -277,12 +277,12 @@ def _both(prepare: Callable[[], T], content: Callable[[], S]) -> tuple[T, S]:
 
 
 def exists(uri: URILike, *, config: Config | None = None) -> bool:
-    """Whether there is a committed checkpoint at a location, by one small request.
+    """Whether there is a committed checkpoint at a location, with one small request.
 
-    It is for scripts that resume if they can. It returns False only if the store itself says that
-    there is none: a script that mistook an outage for that would start again over a good
-    checkpoint. While somebody saves, ranks that ask on their own may get different answers; ask on
-    one rank and broadcast the answer. A model in safetensors files can be loaded, too, but is not a
+    For scripts that resume if they can. It returns False only if the store itself says that there
+    is none: a script that mistook an outage for that would start over and overwrite a good
+    checkpoint. During a save, ranks that ask separately may get different answers; ask on one rank
+    and broadcast the answer. A model in safetensors files can be loaded too, but is not a
     checkpoint and does not count.
 
     Args:
@@ -300,14 +300,14 @@ def exists(uri: URILike, *, config: Config | None = None) -> bool:
 
 
 def content_of(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The state dict with what its ``Stateful`` values return, which are asked one by one.
+    """The state dict, with each ``Stateful`` value replaced by its ``state_dict()``, one by one.
 
     Raises:
-        ConfigError: If it is no dict.
+        ConfigError: If it is not a dict.
     """
     _check_dict(state_dict)
     return {
-        # tensors first: whether a class has the methods of a protocol is slow to tell
+        # tensors first: checking whether a class matches a protocol is slow
         key: value
         if type(value) in _TENSORS or not isinstance(value, Stateful)
         else value.state_dict()
@@ -330,12 +330,12 @@ def writer_for(
     config: Config | None,
     base: URILike | None = None,
 ) -> OurWriter:
-    """The caller's writer, set to a location; or a new one.
+    """The caller's writer, set to a location, or a new one.
 
     Raises:
         InvalidURIError: If there is neither a location nor a writer.
-        ConfigError: If the writer is another package's, or options are given for one that has its
-            own.
+        ConfigError: If the writer is another package's, or options are given for a writer that has
+            its own.
     """
     if writer is None:
         if checkpoint_id is None:
@@ -352,10 +352,10 @@ def writer_for(
 
 
 def our_writer(writer: StorageWriter) -> OurWriter:
-    """The writer.
+    """The writer, if it is one of this package.
 
     Raises:
-        ConfigError: If it is another package's, of which nothing that is promised here would hold.
+        ConfigError: If it is another package's, for which none of the guarantees here would hold.
     """
     if not isinstance(writer, OurWriter):
         raise _foreign(writer, "save", "writer")
@@ -404,8 +404,8 @@ def _settle(exc: CheckpointException | RuntimeError, writer: OurWriter, rank: in
 def _status_of_save(writer: OurWriter, planner: SavePlanner) -> RankStatus:
     """What ranks must have in common to save together.
 
-    All else may differ: the options of the coordinator decide what is committed and on which
-    condition, those of each rank how it sends its own objects.
+    Everything else may differ: the coordinator's options decide what is committed and on which
+    condition, each rank's options how it sends its own objects.
     """
     keeps_plans = isinstance(planner, DefaultSavePlanner) and bool(planner._enable_plan_caching)
     options = f"enable_plan_caching={keeps_plans}"
@@ -415,7 +415,7 @@ def _status_of_save(writer: OurWriter, planner: SavePlanner) -> RankStatus:
 
 
 def _cause(exc: CheckpointException | RuntimeError, rank: int, uri: str) -> BaseException:
-    """The error that a user can act on; ``rank`` is that of this process."""
+    """The error that a user can act on; ``rank`` is the rank of this process."""
     if isinstance(exc, RuntimeError):
         if not is_of_group(exc):
             return exc
@@ -425,7 +425,7 @@ def _cause(exc: CheckpointException | RuntimeError, rank: int, uri: str) -> Base
 
 
 def _rank(process_group: dist.ProcessGroup | None, no_dist: bool) -> int:
-    """The rank of this process as torch's saver and loader count it."""
+    """The rank of this process, as torch's saver and loader count it."""
     if no_dist or not (dist.is_available() and dist.is_initialized()):
         return 0
     return dist.get_rank(process_group)

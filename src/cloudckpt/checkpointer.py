@@ -1,4 +1,4 @@
-"""One object for a job: saves and loads its checkpoints, now or in the background."""
+"""One object for a job: it saves and loads checkpoints, at once or in the background."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ class CheckpointerConfig:
     """How a checkpointer saves and loads.
 
     Attributes:
-        config: The options of saving and loading.
+        config: Options for saving and loading.
         process_group: The ranks that save and load together; None for all.
         no_dist: Whether this process saves and loads alone.
-        kind: Whether what an asynchronous checkpointer saves is sent by a process beside the
-            trainer, or by a thread of it.
+        kind: Whether an asynchronous checkpointer sends its saves from a process beside the
+            trainer, or from a thread of the trainer.
         stager: Copies the state for an asynchronous save; None for cloudckpt's own.
         planner: Makes the planner, once for all saves.
         commit_hook: Called on the coordinator around each commit.
-        trust_pickle: Whether pickles in checkpoints may run any code.
+        trust_pickle: Whether pickles in checkpoints may run arbitrary code.
     """
 
     config: Config = field(default_factory=Config)
@@ -79,11 +79,11 @@ class CheckpointerConfig:
 
 
 class ClosedAtExit(ABC):
-    """A context manager that is closed at its end; a failure of that hides no other error."""
+    """A context manager that is closed on exit; a failure to close hides no other error."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends it."""
+        """Closes it."""
 
     def __enter__(self) -> Self:
         return self
@@ -105,7 +105,7 @@ class ClosedAtExit(ABC):
 class Checkpointer(ClosedAtExit):
     """Saves and loads the checkpoints of a job; use it as a context manager.
 
-    Saving and loading are collective calls: all ranks of the process group make them, in the same
+    Saving and loading are collective calls: all ranks of the process group make them in the same
     order.
     """
 
@@ -127,19 +127,19 @@ class Checkpointer(ClosedAtExit):
         """Saves a state dict to a URI.
 
         Args:
-            uri: Where to: ``s3://bucket/run/step-1000`` or another location.
-            state_dict: What to save; ``Stateful`` values are asked for theirs.
-            **kwargs: ``planner``, to use another than that of the configuration; ``notes``, or what
-                returns them, to be kept with the checkpoint.
+            uri: Where to save: ``s3://bucket/run/step-1000`` or another location.
+            state_dict: What to save; the ``state_dict()`` of ``Stateful`` values is saved.
+            **kwargs: ``planner``, to use instead of the configured one; ``notes``, or a function
+                that returns them, to keep with the checkpoint.
 
         Returns:
-            None if the checkpoint is committed; else a future that is done when the trainer may
-            change its tensors, and one of the save.
+            None if the checkpoint is committed; otherwise two futures: one is done when the trainer
+            may change its tensors, the other when the save is.
 
         Raises:
             ClosedError: If the checkpointer was closed.
-            CloudCheckpointError: As :func:`cloudckpt.save`; of an asynchronous checkpointer also
-                the failure of the save before.
+            CloudCheckpointError: As :func:`cloudckpt.save`; an asynchronous checkpointer also
+                raises the failure of the previous save.
         """
 
     @collective("Checkpointer.load")
@@ -151,21 +151,22 @@ class Checkpointer(ClosedAtExit):
         default_map_location: str | torch.device | None = None,
         strict: bool = False,
     ) -> dict[str, Any]:
-        """Loads a checkpoint; on all ranks, and with resharding where tensors are sharded.
+        """Loads a checkpoint, on all ranks; sharded tensors are resharded.
 
         Args:
-            uri: Where from.
-            state_dict: What to load, in place: only the bytes that its tensors need are read.
-                None for everything that is there, whole tensors on every rank.
-            default_map_location: The device of tensors that are made here, without ``state_dict``.
-            strict: Whether each key of ``state_dict`` must be in the checkpoint; else those that
-                are not keep their values.
+            uri: Where to load from.
+            state_dict: What to load, in place: only the bytes that its tensors need are read. None
+                loads everything in the checkpoint, as whole tensors on every rank.
+            default_map_location: The device of tensors that are created here, without
+                ``state_dict``.
+            strict: Whether each key of ``state_dict`` must be in the checkpoint; if not, missing
+                keys keep their values.
 
         Returns:
             The state dict.
 
         Raises:
-            MissingKeyError: If ``strict`` and keys are missing, which it names.
+            MissingKeyError: If ``strict`` and keys are missing; the message names them.
             CheckpointNotFoundError: If there is no committed checkpoint.
             CloudCheckpointError: As :func:`cloudckpt.load`.
         """
@@ -202,12 +203,12 @@ class Checkpointer(ClosedAtExit):
         """Waits until all saves are committed, or have failed.
 
         Raises:
-            CloudCheckpointError: The first failure that no call has raised yet.
+            CloudCheckpointError: The first failure that no earlier call has raised.
         """
         self._check_open()
 
     def close(self) -> None:
-        """Waits for what is under way, and gives back memory and processes."""
+        """Waits for work in progress, and releases memory and processes."""
         self._closed = True
 
     def _check_open(self) -> None:
@@ -230,7 +231,7 @@ class Checkpointer(ClosedAtExit):
 
 
 class SyncCheckpointer(Checkpointer):
-    """Saves at once: when :meth:`save` returns, the checkpoint is committed."""
+    """Saves synchronously: when :meth:`save` returns, the checkpoint is committed."""
 
     @collective("SyncCheckpointer.save")
     def save(self, uri: URILike, state_dict: dict[str, Any], **kwargs: Any) -> None:
@@ -247,10 +248,10 @@ class SyncCheckpointer(Checkpointer):
 
 
 class AsyncCheckpointer(Checkpointer):
-    """Saves in the background: in a process beside the trainer, or in a thread of it.
+    """Saves in the background: in a process beside the trainer, or in a thread of the trainer.
 
-    The memory of the copy and the process are kept from one save to the next; the process starts
-    with the checkpointer, during the first steps of the training.
+    The copy's memory and the process are kept from one save to the next; the process starts with
+    the checkpointer, during the first training steps.
     """
 
     @collective("AsyncCheckpointer()")
@@ -300,15 +301,15 @@ class AsyncCheckpointer(Checkpointer):
         self._saver.wait()
 
     def close(self) -> None:
-        """Waits for the saves under way, and raises the first failure that no call has raised yet.
+        """Waits for the saves in progress, and raises the first failure that no call has raised
+        yet.
 
-        Closing again does nothing, or the rest if it was interrupted. In a process that was forked
+        A second call does nothing, or finishes a close that was interrupted. In a process forked
         from the checkpointer's, nothing is done.
-
         Raises:
-            CloudCheckpointError: If a save failed and no call has raised that.
-            SaveInProgressError: If one has not ended within ``close_timeout``; its future says
-                how it ends.
+            CloudCheckpointError: If a save failed and no call has raised its error.
+            SaveInProgressError: If a save has not ended within ``close_timeout``; its future
+                reports how it ends.
         """
         super().close()
         if self._ended or not self._saver.belongs_here:
@@ -319,10 +320,10 @@ class AsyncCheckpointer(Checkpointer):
 
 
 def make_sync_checkpointer(config: CheckpointerConfig | None = None) -> SyncCheckpointer:
-    """A checkpointer that saves at once."""
+    """A checkpointer that saves synchronously."""
     return SyncCheckpointer(config if config is not None else CheckpointerConfig())
 
 
 def make_async_checkpointer(config: CheckpointerConfig | None = None) -> AsyncCheckpointer:
-    """A checkpointer that saves in the background; making it is a collective call."""
+    """A checkpointer that saves in the background; creating it is a collective call."""
     return AsyncCheckpointer(config if config is not None else CheckpointerConfig())

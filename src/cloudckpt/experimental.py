@@ -52,12 +52,12 @@ logger = logging.getLogger("cloudckpt")
 
 
 class CloudCheckpointWriter(CheckpointWriter):
-    """Writes the state of one rank to a URI, whole or not at all.
+    """Writes the state of one rank to a URI, completely or not at all.
 
     It can be given to torch's checkpointers as it is: as ``writer=`` of ``SyncCheckpointer``, and
     as ``checkpoint_writer_init_fn=`` of ``make_async_checkpointer`` or ``CheckpointProcess``. As in
-    torch's writer, nothing ties the objects of the ranks together but the barrier: a rank that
-    fails leaves those of the others in place, and they wait for it as long as the barrier does.
+    torch's writer, only the barrier ties the ranks' objects together: a rank that fails leaves the
+    objects of the others in place, and they wait for it as long as the barrier does.
 
     Attributes:
         transferred: What was sent by the last ``write``.
@@ -114,7 +114,7 @@ class CloudCheckpointWriter(CheckpointWriter):
 
 
 class CloudCheckpointReader(CheckpointReader):
-    """Reads the state of one rank from a URI; of a part of it, only the bytes of that part.
+    """Reads the state of one rank from a URI; for a part of it, only the bytes of that part.
 
     Attributes:
         transferred: What was received by the last ``read``.
@@ -146,19 +146,19 @@ class CloudCheckpointReader(CheckpointReader):
         map_location: Any = None,
         **kwargs: Any,
     ) -> tuple[dict[str, Any], list[str]]:
-        """Reads all, or the keys of ``state_dict``, into the tensors that it has for them.
+        """Reads everything, or the keys of ``state_dict``, into its tensors where it has them.
 
-        All takes one copy of the state and ``memory_budget`` (64 MiB by default), a part the
-        tensors made for it and ``memory_budget``; of files that hold other than plain tensors, or
-        were saved by torch before 2.7, the whole is read.
+        Reading everything takes one copy of the state and ``memory_budget`` (64 MiB by default);
+        reading a part takes the tensors made for it and ``memory_budget``. Files that hold other
+        than plain tensors, or were saved by torch before 2.7, are read whole.
 
         Args:
             path: The location.
             state_dict: What to read: tensors are filled in place; None stands for whatever the file
                 has.
-            map_location: As in ``torch.load``. With "cpu" the whole is read over parallel
-                connections at once, otherwise front to back. Tensors that are made for a part are
-                on the CPU, unless this names another device.
+            map_location: As in ``torch.load``. With "cpu" the whole file is read over parallel
+                connections at once, otherwise front to back. Tensors that are created for a part
+                are on the CPU, unless this names another device.
             **kwargs: Not used, as in torch.
 
         Returns:
@@ -171,7 +171,7 @@ class CloudCheckpointReader(CheckpointReader):
             UntrustedPickleError: If its pickle would run code that is not on torch's allow-list.
             ShapeMismatchError: If a tensor of ``state_dict`` has another shape or type.
             UnsupportedTensorError: If it has another layout, such as sparse.
-            CheckpointError: If something else is in the place of a value of ``state_dict``.
+            CheckpointError: If the file has another kind of value than ``state_dict`` at some key.
         """
         uri = _object_of(path, self._rank_info)
         rank = self._rank_info.global_rank
@@ -201,7 +201,7 @@ class _FilePart:
 
     Args:
         file: The file.
-        map_location: A device for tensors that are made here; anything else stands for the host.
+        map_location: A device for tensors that are created here; anything else means the host.
         uri: The file, for messages.
 
     Attributes:
@@ -216,7 +216,7 @@ class _FilePart:
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def merged(self, target: Any, source: Any, path: _Path = ()) -> Any:
-        """``target`` with what the file has for it; plain tensors are noted, to be read at once."""
+        """``target`` with what the file has for it; plain tensors are noted and read later."""
         if target is not None and not _is_like(target, source):
             theirs = f"the file has a {type(source).__name__} there"
             raise self._misfit(path, f"is a {type(target).__name__}, and {theirs}")
@@ -281,7 +281,7 @@ class _FilePart:
 
     @functools.cached_property
     def _all(self) -> Any:
-        """What was saved, for what only ``torch.load`` can build."""
+        """All that was saved, for entries that only ``torch.load`` can build."""
         return self._file.load()
 
     def _whole(self, path: _Path) -> Any:
@@ -292,7 +292,7 @@ class _FilePart:
 
 
 def _text(path: _Path) -> str:
-    """A path as torch's reader writes it."""
+    """A path, as torch's reader writes it."""
     text = ""
     for key in path:
         text += f"[{key}]" if type(key) is int else f".{key}" if text else str(key)

@@ -1,4 +1,4 @@
-"""``save_file`` and ``load_file``: one object of any kind on a URI."""
+"""``save_file`` and ``load_file``: a single object of any kind at a URI."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ logger = logging.getLogger("cloudckpt")
 
 FileData = bytes | bytearray | memoryview | os.PathLike[str] | BinaryIO
 """What a file is written from: bytes; the path of a local file, as a ``pathlib.Path``; or a file
-that is open for reading in binary mode. A string is none of these: it may be text, or a path."""
+open for reading in binary mode. A string is not accepted: it may be text or a path."""
 
 _PIECE = 4 * MIB
 
@@ -50,7 +50,7 @@ class FileContent(bytes):
     """The bytes of a file.
 
     Attributes:
-        version: Of which version of the file they are; for ``if_version``.
+        version: The version of the file that was read; for ``if_version``.
     """
 
     version: str
@@ -66,13 +66,13 @@ def save_file(
 ) -> str:
     """Writes one object of any kind: a tokenizer, a configuration, a file.
 
-    The object appears, or replaces the one that is there, when all of it is in the store, which
-    verifies its checksum where it can. If this raises, nothing has changed; only after a
-    :class:`StoreError` that is not ``certain`` may the new object exist, complete. Large files are
-    sent in parallel parts, in at most ``memory_budget`` of memory.
+    The object appears, or replaces the existing one, once all of it is in the store, which verifies
+    its checksum where it can. If this raises, nothing has changed; only after a :class:`StoreError`
+    that is not ``certain`` may the new object exist, complete. Large files are sent in parallel
+    parts, using at most ``memory_budget`` of memory.
 
-    The store itself decides a condition, so that one of several writers wins. Such an object is
-    sent in one request, from memory::
+    The store itself evaluates a condition, so that one of several writers wins. A conditional write
+    is one request, sent from memory::
 
         content = cloudckpt.files.load_file("s3://bucket/run/config.json")
         cloudckpt.files.save_file(
@@ -81,11 +81,11 @@ def save_file(
 
     Args:
         uri: ``s3://bucket/path`` or another location, of the object itself.
-        data: Bytes, the path of a local file (a ``pathlib.Path``), or a file that is open for
-            reading in binary mode. Of text, write ``text.encode()``.
-        if_absent: Only if there is no object here.
-        if_version: Only if the object here is still this version, as ``save_file`` returned it or
-            ``load_file(uri).version`` says it.
+        data: Bytes, the path of a local file (a ``pathlib.Path``), or a file open for reading in
+            binary mode. For text, write ``text.encode()``.
+        if_absent: Write only if there is no object here.
+        if_version: Write only if the object here is still this version, as ``save_file`` returned
+            it or ``load_file(uri).version`` says.
         config: Options. With ``overwrite=False`` existing objects are never replaced.
 
     Returns:
@@ -96,7 +96,7 @@ def save_file(
         PreconditionFailedError: If the condition does not hold.
         CheckpointExistsError: If there is an object and ``overwrite`` is off.
         ConfigError: If a condition is given, and the store is known or configured not to honour it.
-        TypeError: If ``data`` is a string, or anything else that is not listed above.
+        TypeError: If ``data`` is a string, or anything else not listed above.
         StoreError: If the store refuses or stays unreachable.
     """
     location, config = CheckpointURI.parse(uri), config if config is not None else Config()
@@ -136,27 +136,27 @@ def save_file(
 def load_file(
     uri: URILike, *, if_version: str | None = None, config: Config | None = None
 ) -> FileContent:
-    """Reads one object of any kind, all of it from one version, and verifies it.
+    """Reads one object of any kind, all from one version, and verifies it.
 
-    It is compared with the checksum that the store keeps. A store that keeps none for it (Azure,
-    disks, many servers other than the clouds' own) is read twice, and must give the same bytes.
-    ``Config(verify=False)`` does without that. Large files are fetched over parallel connections;
-    the memory in use is twice the object's size.
+    The object is compared with the checksum that the store keeps. If the store keeps none for it
+    (Azure, disks, many servers other than the clouds' own), it is read twice and must give the same
+    bytes. ``Config(verify=False)`` skips this. Large files are fetched over parallel connections;
+    peak memory is twice the object's size.
 
     Args:
         uri: ``s3://bucket/path`` or another location, of the object itself.
-        if_version: Fail if the object is another version.
+        if_version: Fail unless the object is this version.
         config: Options.
 
     Returns:
-        The bytes; their attribute ``version`` says of which version of the object they are.
+        The bytes; their attribute ``version`` is the version of the object that was read.
 
     Raises:
         InvalidURIError: If ``uri`` does not name a file.
-        ObjectNotFoundError: If there is no such object; it is a FileNotFoundError, too.
-        PreconditionFailedError: If it is another version than ``if_version``.
-        CheckpointCorruptError: If the bytes do not match the checksum of the store, twice.
-        CheckpointReplacedError: If it was replaced while it was read, again and again.
+        ObjectNotFoundError: If there is no such object; also a FileNotFoundError.
+        PreconditionFailedError: If the object is not the version ``if_version``.
+        CheckpointCorruptError: If the bytes do not match the store's checksum, twice.
+        CheckpointReplacedError: If the object was replaced during each of several tries.
         StoreError: If the store refuses or stays unreachable.
     """
     location, config = CheckpointURI.parse(uri), config if config is not None else Config()
@@ -189,7 +189,7 @@ def _load(store: ObjectStore, key: str, if_version: str | None, config: Config) 
 
 
 def _is_as_stored(store: ObjectStore, info: ObjectInfo, data: bytearray, config: Config) -> bool:
-    """Whether these are the bytes of this version of the object, by the store's own word."""
+    """Whether the store confirms that these are the bytes of this version of the object."""
     checksum, retrier = store.capabilities.checksum.of(memoryview(data)), Retrier(config.retry)
     found = retrier.call(lambda: store.holds(info.key, size=info.size, checksum=checksum))
     current = found if found is not None else retrier.call(lambda: store.head(info.key))
@@ -200,7 +200,7 @@ def _is_as_stored(store: ObjectStore, info: ObjectInfo, data: bytearray, config:
 
 @contextlib.contextmanager
 def _opened(data: FileData) -> Iterator[tuple[BinaryIO, int]]:
-    """What the file is written of, to be read from its beginning, and about how many bytes."""
+    """A stream of the file's data, to be read from the start, and its approximate size in bytes."""
     given: object = data
     if isinstance(data, (bytes, bytearray, memoryview)):
         yield io.BytesIO(data), memoryview(data).nbytes
@@ -228,7 +228,7 @@ def _put_on_condition(
     if_version: str | None,
     config: Config,
 ) -> ObjectInfo:
-    """Writes in one request: some stores ignore conditions where multipart uploads end."""
+    """Writes in one request: some stores ignore conditions when a multipart upload completes."""
     if len(content) > store.capabilities.max_put_size:
         raise InvalidRequestError(
             f"{len(content)} bytes are too many for one request, and only one request can have a "
@@ -244,7 +244,7 @@ def _put_on_condition(
 
 
 def _check_conditions(store: ObjectStore, key: str, config: Config, retrier: Retrier) -> None:
-    """Whether conditions can be relied on; tried out on an object beside, once for a store.
+    """Checks that conditions can be relied on, by a trial on an object beside it, once per store.
 
     Raises:
         ConfigError: If they can't.

@@ -1,7 +1,7 @@
-"""torch's format utilities on URIs: between DCP checkpoints and files of ``torch.save``.
+"""torch's format utilities on URIs: convert between DCP checkpoints and ``torch.save`` files.
 
-As ``torch.distributed.checkpoint.format_utils``; locations may be ``s3://``, ``gs://``, ``az://``,
-``file://`` or plain paths, for sources and destinations alike.
+As ``torch.distributed.checkpoint.format_utils``; sources and destinations may be ``s3://``,
+``gs://``, ``az://``, ``file://`` or plain paths.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ __all__ = [
 ]
 
 Kind = Literal["dcp", "torch"]
-"""A DCP checkpoint, or a file of ``torch.save``."""
+"""A DCP checkpoint, or a ``torch.save`` file."""
 
 
 def kind_of(uri: URILike, *, config: Config | None = None) -> Kind:
-    """What is at a location: it is looked at, whatever its name is.
+    """What is at a location, judged by its content and not its name.
 
-    Any file that is no checkpoint counts as one of ``torch.save``; whether it really is one, its
-    reader finds out.
+    Any file that is not a checkpoint counts as a ``torch.save`` file; whether it really is one
+    shows when it is read.
 
     Raises:
         CheckpointNotFoundError: If there is neither a committed checkpoint nor a file.
@@ -123,12 +123,12 @@ def dcp_to_dcp(
     config: Config | None = None,
     trust_pickle: bool = False,
 ) -> Metadata:
-    """Saves a DCP checkpoint anew, as cloudckpt saves it from one rank.
+    """Saves a DCP checkpoint again, as cloudckpt saves it from one rank.
 
-    A checkpoint of torch's own writers so gets checksums, and one of many ranks few objects. Its
-    notes are kept. The new one is committed when it is complete; it takes one copy of the state in
-    host memory and ``memory_budget`` (64 MiB by default). Call it on one rank: it takes no part in
-    collectives.
+    This gives a checkpoint of torch's own writers checksums, and packs a checkpoint of many ranks
+    into few objects. Notes are kept. The new checkpoint is committed when it is complete; this
+    takes one copy of the state in host memory and ``memory_budget`` (64 MiB by default). Call it on
+    one rank: it takes no part in collectives.
 
     Args:
         source: The checkpoint, of cloudckpt or of torch.
@@ -167,7 +167,7 @@ def _content_of(reader: CloudStorageReader) -> dict[Any, Any]:
 def _load_with_notes(
     uri: CheckpointURI, config: Config, trust_pickle: bool
 ) -> tuple[dict[Any, Any], Notes]:
-    """What is in a checkpoint, and its notes, of one save."""
+    """A checkpoint's content and its notes, of one save."""
     reader = CloudStorageReader(uri, config=config, trust_pickle=trust_pickle)
     state = _content_of(reader)
     assert reader.commit is not None  # it was read
@@ -175,7 +175,7 @@ def _load_with_notes(
 
 
 def _refuse_existing(target: CheckpointURI, config: Config) -> None:
-    """Says so before all of the source is read; the commit looks again."""
+    """Raises before all of the source is read; the commit checks again."""
     if not config.overwrite and exists(target, config=config):
         raise CheckpointExistsError(
             "a checkpoint exists here and overwrite is off: delete it, or write another one",

@@ -1,5 +1,5 @@
-"""Adapters for training frameworks, each by the seams that the framework documents.
+"""Adapters for training frameworks, each using the extension points that the framework documents.
 
-A module imports its framework when it is imported itself, and says what to install if that is not
-there. None of them is a dependency of cloudckpt.
+Importing a module here imports its framework, or says what to install if that is missing. No
+framework is a dependency of cloudckpt.
 """

@@ -4,13 +4,13 @@
 >>> accelerator.save_state("s3://bucket/run/step-10")  # doctest: +SKIP
 >>> accelerator.load_state(cloudckpt.latest("s3://bucket/run"))  # doctest: +SKIP
 
-They do so as soon as this module is imported, or ``cloudckpt.install()`` was called, whose options
-are used; whether Accelerate is imported before or after it. All ranks save their shards, in one
-commit, and load them on any number of ranks. Paths that are no URIs go Accelerate's way.
+They do so once this module is imported or ``cloudckpt.install()`` is called (its options are used),
+whether Accelerate is imported before or after. All ranks save their shards in one commit, and a
+checkpoint loads on any number of ranks. Paths that are not URIs are handled by Accelerate.
 
-A checkpoint has the models as ``model_0`` and so on, the optimizers as ``optimizer_0``, tensor by
-tensor, and as ``files`` those that Accelerate and registered hooks write (random states,
-schedulers, samplers, the scaler, registered objects). Tested with accelerate 1.15.
+A checkpoint holds the models as ``model_0`` and so on and the optimizers as ``optimizer_0`` and so
+on, tensor by tensor, and under ``files`` the files that Accelerate and registered hooks write
+(random states, schedulers, samplers, the scaler, registered objects). Tested with accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ __all__ = ["changes"]
 _FILES = "files"
 _OF_A_RANK = re.compile(r"random_states_(\d+)\.pkl")
 _began_with: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""By accelerator: the step of its own project that it has loaded, which it does not delete."""
+"""By accelerator: the step of its own project that it loaded, and so does not delete."""
 _OWN_FORMATS = ("DEEPSPEED", "MEGATRON_LM")
 
 
 def changes(module: ModuleType) -> Iterator[Change]:
-    """What is changed in ``accelerate.accelerator``.
+    """The changes to ``accelerate.accelerator``.
 
     Raises:
-        UnknownShapeError: If it does not look as expected.
+        UnknownShapeError: If the module does not look as expected.
     """
     save = function(module, "Accelerator.save_state", "output_dir")
     load = function(module, "Accelerator.load_state", "input_dir")
@@ -130,7 +130,7 @@ def _instead(
 
 
 def _save(accelerator: Any, uri: str, naming: Run | None, write: Callable[[str], object]) -> None:
-    """Saves on all ranks, with the files that ``write`` writes to the folder that it is given."""
+    """Saves on all ranks, including the files that ``write`` writes to the folder passed to it."""
     meeting, config = Meeting.of(None, False), _config()
     if naming is not None:
         meeting.broadcast_from_first(
@@ -163,7 +163,7 @@ def _save(accelerator: Any, uri: str, naming: Run | None, write: Callable[[str],
 
 
 def _load(accelerator: Any, uri: str, read: Callable[[str], object]) -> None:
-    """Loads on all ranks, with the files, which ``read`` reads from the folder it is given."""
+    """Loads on all ranks, including the files that ``read`` reads from the folder passed to it."""
     meeting, config = Meeting.of(None, False), _config()
     items = meeting.broadcast_from_first(
         lambda: [(one.name, one.nbytes) for one in inspect_checkpoint(uri, config=config).items]
@@ -184,7 +184,7 @@ def _load(accelerator: Any, uri: str, read: Callable[[str], object]) -> None:
                 for name, nbytes in files.items()
                 if _is_for(name, meeting.rank)
             }
-            # what the checkpoint lacks is left to the hooks that have saved it
+            # what the checkpoint lacks is left to the hooks that saved it
             return _parts(accelerator, uri, there if hooks else None), rooms
 
         parts, rooms = meeting.begin(prepare)
@@ -205,12 +205,12 @@ def _load(accelerator: Any, uri: str, read: Callable[[str], object]) -> None:
                 read(folder)
 
         meeting.begin(load_files)
-    # which a rank that there was not when it was saved has in no file of its own
+    # a rank that did not exist at the save has no file with the step
     accelerator.step = meeting.broadcast_from_first(lambda: accelerator.step)
 
 
 def _parts(accelerator: Any, uri: str, there: set[str] | None = None) -> Parts:
-    """The models and optimizers; of the models those of ``there`` only, if it is given."""
+    """The models and optimizers; only the models in ``there``, if it is given."""
     if accelerator.distributed_type.value in _OWN_FORMATS:
         raise ConfigError(
             f"{accelerator.distributed_type} writes files of its own: save to a folder", uri=uri
@@ -234,7 +234,7 @@ def _parts(accelerator: Any, uri: str, there: set[str] | None = None) -> Parts:
 
 
 def _own_folder(meeting: Meeting, stack: contextlib.ExitStack) -> str:
-    """A folder of this rank, for files, until the stack ends; a collective call."""
+    """A folder for this rank's files, which lasts until the stack ends; a collective call."""
     return meeting.begin(
         lambda: stack.enter_context(tempfile.TemporaryDirectory(prefix="cloudckpt-"))
     )
@@ -250,13 +250,13 @@ def _is_for(name: str, rank: int) -> bool:
 
 
 def _is_fsdp(accelerator: Any) -> bool:
-    """Whether Accelerate gives hooks no weights, and no models to load, as it does for FSDP."""
+    """Whether Accelerate passes hooks no weights and no models to load, as it does for FSDP."""
     return bool(accelerator.distributed_type.value == "FSDP")
 
 
 @contextlib.contextmanager
 def _of_small_files(accelerator: Any) -> Iterator[None]:
-    """Within it, Accelerate sees neither models nor optimizers nor hooks, and names no folders."""
+    """Hides models, optimizers and hooks from Accelerate, and keeps it from naming folders."""
     project = accelerator.project_configuration
     hidden: Sequence[tuple[Any, str, Any]] = (
         (accelerator, "_models", []),
@@ -280,7 +280,7 @@ def _config() -> Config:
 
 
 def _naming(accelerator: Any) -> Run | None:
-    """Where checkpoints with automatic names are, if that is a URI."""
+    """The run that holds checkpoints with automatic names, if it is on a URI."""
     project = accelerator.project_configuration
     if not project.automatic_checkpoint_naming or accelerator.project_dir is None:
         return None
@@ -300,10 +300,10 @@ def _newest(naming: Run) -> str:
 
 
 def _check_newest(naming: Run, iteration: int) -> None:
-    """Refuses a checkpoint that would be taken for an old one, and be deleted before others.
+    """Refuses a checkpoint that would be mistaken for an old one and deleted before others.
 
     Raises:
-        CheckpointExistsError: If there is a later one.
+        CheckpointExistsError: If there is a later checkpoint.
     """
     newest = next(naming.committed_steps(), None)
     if newest is not None and newest >= iteration:

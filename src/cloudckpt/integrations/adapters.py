@@ -1,11 +1,11 @@
-"""What of a PEFT model is saved: its adapters and what else is trained, and not its frozen base.
+"""Saves of PEFT models: the adapters and whatever else is trained, without the frozen base.
 
-The code that makes the model loads the base from where it was trained, and in each save of it
-nothing would be new. ``Config(peft_base=True)`` saves it all the same, for one that is made by
-chance, or was changed. A checkpoint that has it is loaded with it, whatever the options are.
+The code that makes the model loads the base from its original location, and the base is the same in
+every save. ``Config(peft_base=True)`` saves it all the same, for a base that is randomly
+initialized or was changed. A checkpoint that has the base is loaded with it, whatever the options.
 
-Nothing here imports PEFT: its models, and those of transformers that have adapters, say so by
-``peft_config``.
+Nothing here imports PEFT: its models, and transformers models with adapters, are recognized by
+their ``peft_config``.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from cloudckpt.config import Config
 __all__ = ["base_weights", "without_base"]
 
 _WRAPPERS = {"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"}
-"""What torch puts into the names of parameters, and not into those of a state dict."""
+"""What torch adds to the names of parameters, but not to the keys of a state dict."""
 
 
 def base_weights(model: Module) -> frozenset[str]:
-    """The frozen parameters of a PEFT model, or of those in a model, that are of no adapter.
+    """The frozen parameters of the PEFT models in a model that belong to no adapter.
 
-    Those of an adapter have its name in theirs: one that is frozen, as that of a reference model,
-    comes from no base.
+    An adapter's parameters contain its name: a frozen adapter, such as that of a reference model,
+    does not come from the base.
 
     Returns:
-        Their names in the state dict of the model; none if there is no PEFT model in it.
+        Their names in the state dict of the model; empty if it contains no PEFT model.
     """
     if isinstance(model, DistributedDataParallel):
         model = model.module
@@ -48,6 +48,6 @@ def base_weights(model: Module) -> frozenset[str]:
 
 
 def without_base(model: Module, state: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """What is to be saved of the state dict of a model."""
+    """The part of a model's state dict to save."""
     left_out: Collection[str] = () if config.peft_base else base_weights(model)
     return {name: value for name, value in state.items() if name not in left_out}

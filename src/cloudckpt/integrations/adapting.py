@@ -1,12 +1,12 @@
-"""What frameworks have changed in them, so that they take URIs: when they are imported.
+"""Patches frameworks so that they take URIs, now or as soon as they are imported.
 
-``install`` must not import a framework, and a framework may have been imported before it. So each
-module of a framework that is to be changed stands in a table here with the module of this package
-that knows how (its function ``changes``); it is changed at once, or as soon as it is imported.
+``install`` must not import a framework, and a framework may have been imported before it. So a
+table here maps each framework module to the module of this package that knows how to change it (its
+function ``changes``); the change is made at once, or as soon as the framework module is imported.
 
-A framework is changed in all of its modules or in none: where one of them looks otherwise than is
-known, what was changed before is reverted, and all of them refuse URIs (:mod:`.shapes`). An import
-of a framework does not fail for that.
+A framework is changed in all of its modules or in none: if one of them has an unknown shape, the
+earlier changes are reverted and all of its modules refuse URIs (:mod:`.shapes`). This never makes
+the import of a framework fail.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _LOCAL_ONLY = (
     "transformers.video_processing_utils",
 )
 _ALONE = {"fabric": "lightning_fabric", "pytorch": "pytorch_lightning"}
-"""Parts of ``lightning``, and the packages that have the same code."""
+"""Parts of ``lightning``, and the standalone packages with the same code."""
 
 
 def _in_both_packages(modules: Iterable[str]) -> Iterator[str]:
@@ -90,26 +90,26 @@ _ADAPTERS = {
         "cloudckpt.integrations.torchtitan_manager"
     ),
 }
-"""Modules of frameworks, and what knows how to change each."""
+"""Framework modules, and the module here that knows how to change each."""
 
 _PART_OF = {_ALONE["fabric"]: _ALONE["pytorch"]}
 """Packages that are changed together with another one."""
 
 _ABSENT = object()
-"""Stands for what a class had not itself, but from a base."""
+"""Marks an attribute that a class inherited rather than defined."""
 
 _watched: set[str] = set()
 _replaced: dict[str, list[Change]] = {}
-"""By framework: what was there before."""
+"""By framework: the originals."""
 _unknown: dict[str, str] = {}
-"""Frameworks that look otherwise than is known, and in what."""
+"""Frameworks with an unknown shape, and what is unknown about each."""
 
 
 def watch(framework: str = "") -> None:
-    """Changes modules of frameworks, now or when they are imported; does nothing the second time.
+    """Changes framework modules, now or when they are imported; does nothing the second time.
 
     Args:
-        framework: The package that is changed; all of them by default.
+        framework: The package to change; all of them by default.
     """
     for name in _ADAPTERS:
         if name in _watched or framework not in ("", name.partition(".")[0]):
@@ -122,7 +122,7 @@ def watch(framework: str = "") -> None:
 
 
 def unwatch() -> None:
-    """Reverts :func:`watch`: each module has again what it had."""
+    """Reverts :func:`watch`: restores the original contents of each module."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Watch)]
     _watched.clear()
     _unknown.clear()
@@ -131,7 +131,7 @@ def unwatch() -> None:
 
 
 class _Watch(MetaPathFinder):
-    """Sees modules being imported; those that are watched are changed when they have been run."""
+    """Observes imports; changes each watched module once it has been executed."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -145,7 +145,7 @@ class _Watch(MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                if module.__name__ == name:  # one loader may load all that is in an archive
+                if module.__name__ == name:  # one loader may load a whole archive
                     _adapt(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
@@ -153,7 +153,7 @@ class _Watch(MetaPathFinder):
 
 
 def _adapt(module: ModuleType) -> None:
-    """Changes a module, or has its framework refuse URIs; raises nothing."""
+    """Changes a module, or makes its framework refuse URIs; never raises."""
     framework = _framework_of(module.__name__)
     if framework in _unknown:
         _refuse(module, framework)

@@ -1,26 +1,26 @@
 """Folders of files in a store that appear whole or not at all, for libraries that rename folders.
 
-Such a library has all ranks write files into a temporary folder, and one of them rename it. Here
-each file goes to an object of its own, whose key is drawn at random, beneath the folder that the
-temporary one will be renamed to; and a record in the temporary folder says which object is which
-file (:mod:`cloudckpt.checkpoint.file_folder`). To rename is to write the manifest, in one request,
-on the condition that there is none; no byte is copied. Then the records go.
+In such a library all ranks write files into a temporary folder, and one rank renames it. Here each
+file goes to its own object, with a random key, beneath the folder that the temporary one will be
+renamed to; a record in the temporary folder says which object holds which file
+(:mod:`cloudckpt.checkpoint.file_folder`). Renaming writes the manifest, in one request, on the
+condition that none exists; no bytes are copied. Then the records are deleted.
 
-So these can't happen, where A and B are two jobs, or a process that was thought dead and the one
-that was started in its place:
+This handles the following cases, where A and B are two jobs, or a process that was thought dead and
+its replacement:
 
-- *A dies.* Before the manifest there is no folder, whatever objects lie there; behind it the folder
-  is whole, and records may be left in the temporary one. What A has left is swept like any other
-  leftover, by its age.
+- *A dies.* Before the manifest is written there is no folder, whatever objects exist; afterwards
+  the folder is complete, and records may be left in the temporary one. A's leftovers are swept by
+  age, like any others.
 - *A and B write to the same temporary folder.* A record is named after its job, and a job renames
-  what it has written itself: no manifest has files of both. Of the two manifests the condition
-  lets one be written, and the other job gets a FileExistsError.
-- *A file is missing, or another one than was written.* Before the manifest is written, a listing
-  must show each object with its size; every read compares what arrives with the checksums of its
-  blocks, which stand in the manifest, and that has one of its own.
+  only what it has written: no manifest has files of both. The condition lets only one of the two
+  manifests be written, and the other job gets a FileExistsError.
+- *A file is missing, or differs from what was written.* Before the manifest is written, a listing
+  must show each object with its size; every read is checked against the block checksums in the
+  manifest, which has a checksum of its own.
 - *The answer to the manifest's request is lost.* As in ``checkpoint.commit``.
-- *A folder is removed while somebody reads it.* The manifest goes first. Objects that it does not
-  name stay: they may be of a save that is under way.
+- *A folder is removed while it is being read.* The manifest goes first. Objects that it does not
+  name stay: they may belong to a save under way.
 """
 
 from __future__ import annotations
@@ -67,15 +67,15 @@ from cloudckpt.transfer.upload import put_whole
 
 __all__ = ["FileFolders"]
 
-_PIECE = 4 * 1024 * 1024  # bytes that are read at a time
+_PIECE = 4 * 1024 * 1024  # bytes read at a time
 _DEPTH = 2  # how far above a file its temporary folder may be: others above it are not ours
 
 
 class FileFolders(VisibleFiles):
-    """Files and folders of a bucket, by their keys. Safe to use from many threads.
+    """Files and folders of a bucket, by key. Safe to use from many threads.
 
-    Errors of the store are those of :mod:`cloudckpt.errors`; what any file system may say is an
-    ``OSError`` besides.
+    Store errors are those of :mod:`cloudckpt.errors`; errors that any file system may have are
+    also ``OSError``.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class FileFolders(VisibleFiles):
         Args:
             store: The bucket.
             config: Options.
-            job: Sixteen hexadecimal digits that all ranks of the job have, and no other job.
-            temporary: What the names of temporary folders begin with; the rest is the name of the
-                folder that they are renamed to. Objects are written beneath that one.
-            is_published: Whether only this job sees what it writes into other folders, too, until
-                it publishes them.
+            job: Sixteen hexadecimal digits shared by all ranks of the job, and by no other job.
+            temporary: The prefix of temporary folders' names; the rest is the name of the folder
+                that they are renamed to. Objects are written beneath that folder.
+            is_published: Whether files written into other folders, too, are visible to this job
+                only until it publishes them.
         """
         super().__init__(store, job, Retrier(config.retry))
         self._config = config
@@ -105,14 +105,14 @@ class FileFolders(VisibleFiles):
     # ---- files
 
     def opened(self, key: str) -> io.RawIOBase:
-        """A file for reading: what arrives is compared with the checksums of its blocks.
+        """Opens a file for reading; what arrives is compared with the checksums of its blocks.
 
-        A plain object, which another program may have written, has none here.
+        A plain object, which another program may have written, has no such checksums.
 
         Raises:
-            FileNotFoundError: If there is none.
-            CheckpointCorruptError: If the manifest or the record is damaged, or its object gone or
-                of another size. What is read of it may raise that, too.
+            FileNotFoundError: If there is no such file.
+            CheckpointCorruptError: If the manifest or the record is damaged, or the object is gone
+                or has another size. Reading from the file may raise this, too.
         """
         return retry_if_replaced(lambda: self._opened(key))
 
@@ -143,7 +143,7 @@ class FileFolders(VisibleFiles):
         return ObjectFile(pinned, config)
 
     def read(self, key: str) -> bytes:
-        """All of a file; as of :meth:`opened`."""
+        """Reads a whole file; errors as for :meth:`opened`."""
         file = self.opened(key)
         room = bytearray(file.seek(0, io.SEEK_END))
         file.seek(0)
@@ -158,18 +158,18 @@ class FileFolders(VisibleFiles):
         expected: int = 0,
         lasts: Callable[[memoryview], bool] = lambda view: False,
     ) -> WrittenFile:
-        """A file for writing, which is there when it is closed, and not at all behind an error.
+        """Opens a file for writing; it appears when it is closed, and never after an error.
 
         Args:
-            key: Where.
-            expected: Bytes, about.
-            lasts: Of which memory that is written it is known that it stays as it is until the file
-                is closed.
+            key: The key.
+            expected: Approximate size in bytes.
+            lasts: Says whether memory being written is known to stay unchanged until the file is
+                closed.
 
         Raises:
             FileExistsError: If it is a file of a committed folder.
         """
-        is_temporary = self._temporary_folder(key) is not None  # then only this job sees the file
+        is_temporary = self._temporary_folder(key) is not None  # only this job sees such a file
         if not is_temporary and isinstance(self.find(key), CommittedFile):
             raise FileExistsError(
                 f"{self._store.uri(key)} is part of a committed folder: remove that, or write "
@@ -182,7 +182,7 @@ class FileFolders(VisibleFiles):
         """Removes a file.
 
         Raises:
-            FileNotFoundError: If there is none.
+            FileNotFoundError: If there is no such file.
             FileExistsError: If it is part of a committed folder, which can only be removed whole.
         """
         found = self.existing(key)
@@ -195,23 +195,23 @@ class FileFolders(VisibleFiles):
             return
         self._delete([found.record])
         if folder_of(found.file.key) == folder_of(found.record):
-            self._delete([found.file.key])  # else a manifest may name it since
+            self._delete([found.file.key])  # otherwise a manifest may name it by now
 
     # ---- commits
 
     def rename_folder(self, source: str, target: str) -> None:
-        """Commits what this job has written into a folder, as another one.
+        """Commits what this job has written into one folder as another folder.
 
-        Nothing is copied if the name of the source is that of the target behind the prefix of
-        temporary folders; else the store copies what lies elsewhere, by itself where it can.
+        Nothing is copied if the source's name is the temporary prefix followed by the target's
+        name; otherwise what lies elsewhere is copied, within the store where it can.
 
         Raises:
             FileNotFoundError: If this job has written nothing there.
             FileExistsError: If something is at the target: both stay as they are.
-            CheckpointCorruptError: If what was written is not there any more.
+            CheckpointCorruptError: If what was written is gone.
             IncompleteSaveError: If the first file was written too long ago.
             CommitUnknownError: If the store does not say whether the commit took place.
-            StoreError: If it did not, and will not.
+            StoreError: If the commit did not and will not take place.
         """
         commit = FolderCommit(self._store, self._config, self, self._job, source)
         if self.exists(target):
@@ -224,11 +224,11 @@ class FileFolders(VisibleFiles):
         forget_listings()
 
     def publish(self, folder: str) -> None:
-        """Commits what this job has written into a folder where it is; more ranks may say so.
+        """Commits in place what this job has written into a folder; several ranks may call it.
 
         Raises:
-            FileExistsError: If another job has committed there before.
-            CheckpointCorruptError: As of :meth:`rename_folder`, and so are the others.
+            FileExistsError: If another job has already committed there.
+            CheckpointCorruptError: As for :meth:`rename_folder`, as are its other errors.
         """
         there = self.manifest(folder)
         if there is None:
@@ -247,14 +247,14 @@ class FileFolders(VisibleFiles):
         forget_listings()
 
     def move_file(self, source: str, target: str) -> None:
-        """Gives a file another path; what was a file there is replaced.
+        """Moves a file to another path; a file there is replaced.
 
-        In a temporary folder that is a new record. Elsewhere the file becomes a plain object, which
-        other programs read, too: the store copies it, by itself where it can.
+        In a temporary folder this writes a new record. Elsewhere the file becomes a plain object,
+        which other programs can read: it is copied, within the store where it can.
 
         Raises:
             FileNotFoundError: If there is no such file.
-            FileExistsError: If a folder is at the target, or a committed folder has it.
+            FileExistsError: If the target is a folder, or part of a committed folder.
         """
         found = self.existing(source)
         there = self.find(target)
@@ -272,13 +272,13 @@ class FileFolders(VisibleFiles):
             self._delete([found.record])
             return
         self._make_plain(source if isinstance(found, PlainFile) else found.file.key, source, target)
-        if isinstance(there, RecordedAs):  # it would come before what is there now
+        if isinstance(there, RecordedAs):  # it would take precedence over the new object
             self._delete([info.key for info in self.records(f"{target}.")])
         self.delete(source)
         forget_listings()
 
     def _make_plain(self, key: str, source: str, target: str) -> None:
-        """Replaces what is at a key by the object of a file."""
+        """Replaces the object at a key by a copy of a file's object."""
         found = self._retrier.call(lambda: self._store.head(key))
         if copies_within(self._store, self._store, found.size) and (
             found.size <= self._store.capabilities.max_copy_size
@@ -289,14 +289,14 @@ class FileFolders(VisibleFiles):
             shutil.copyfileobj(read, file, _PIECE)
 
     def remove_folder(self, key: str) -> None:
-        """Removes a folder: its manifest first, on the condition that it is still that one.
+        """Removes a folder: its manifest first, on the condition that it is unchanged.
 
         Objects that may belong to a save under way stay, and are swept when they are old.
 
         Raises:
-            FileNotFoundError: If there is none.
-            FileExistsError: If another writer has committed there meanwhile; that stays.
-            StoreError: If something could not be removed; all else was tried.
+            FileNotFoundError: If there is no such folder.
+            FileExistsError: If another writer has committed there meanwhile; that commit stays.
+            StoreError: If something could not be removed; everything else was tried.
         """
         listed = self._retrier.call(lambda: list(self._store.list(inside(key))))
         visible = [info for info in listed if self.sees(info.key)]
@@ -314,7 +314,7 @@ class FileFolders(VisibleFiles):
             folder = folder_of(info.key)
             try:
                 manifest = self.manifest(folder)
-            except CheckpointCorruptError:  # then all that is beneath it is its own
+            except CheckpointCorruptError:  # treat everything beneath it as its own
                 manifest = (info.version, FileManifest(job="", files={}))
                 named |= {one for one in there if one.startswith(inside(folder))}
             if manifest is None:
@@ -325,7 +325,7 @@ class FileFolders(VisibleFiles):
         forget_listings()
 
     def _named_by_record(self, key: str) -> set[str]:
-        """The object of a record in its own folder: of another, a manifest may name it since."""
+        """The object of a record in its own folder; a manifest may name one elsewhere by now."""
         try:
             file = self.record(key)
         except (ObjectNotFoundError, CheckpointCorruptError):
@@ -340,10 +340,10 @@ class FileFolders(VisibleFiles):
                 f"{self._store.uri(key)} was written anew meanwhile: what is there now was left"
             ) from error
 
-    # ---- all of these
+    # ---- shared
 
     def _place(self, key: str) -> str:
-        """The key of the object for a file: beneath the folder that a temporary one becomes."""
+        """The key of a file's object: beneath the folder that the temporary one becomes."""
         *folders, name = key.split("/")
         if (at := self._temporary_folder(key)) is not None:
             folders[at] = folders[at].removeprefix(self._temporary)
@@ -354,7 +354,7 @@ class FileFolders(VisibleFiles):
         return record_name(key, self._job, is_pending=is_pending)
 
     def _temporary_folder(self, key: str) -> int | None:
-        """Which of the folders of a file is a temporary one: that which it is in, or the next."""
+        """Which folder of a file is temporary: its own, or the one above."""
         folders, prefix = key.split("/")[:-1], self._temporary
         for at in range(len(folders) - 1, max(-1, len(folders) - 1 - _DEPTH), -1):
             if prefix and folders[at].startswith(prefix) and folders[at] != prefix:

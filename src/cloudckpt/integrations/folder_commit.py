@@ -1,7 +1,7 @@
-"""The commit of a folder of files: its manifest is written, on the condition that there is none.
+"""Commits a folder of files: writes its manifest, on the condition that none exists.
 
-What it names is compared with a listing before, and nothing is copied but what was not written
-beneath the folder that it is to be in.
+The files that it names are first compared with a listing. Only files that were not written beneath
+the target folder are copied.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ logger = logging.getLogger("cloudckpt")
 
 
 class FolderCommit:
-    """What one job has written into a folder, about to be committed as this folder, or another."""
+    """What one job has written into a folder, to be committed as this folder or another."""
 
     def __init__(
         self, store: ObjectStore, config: Config, seen: VisibleFiles, job: str, folder: str
@@ -54,12 +54,12 @@ class FolderCommit:
             store: The bucket.
             config: Options.
             seen: What the job sees.
-            job: Whose records are committed.
-            folder: Where they are.
+            job: The job whose records are committed.
+            folder: The folder that holds them.
 
         Raises:
             FileNotFoundError: If this job has written nothing there.
-            FileExistsError: If files of others are there, too, which have no records.
+            FileExistsError: If the folder also holds other programs' files, without records.
         """
         self._store = store
         self._config = config
@@ -70,14 +70,14 @@ class FolderCommit:
         self._records = self._own_records()
 
     def carry_out(self, target: str) -> None:
-        """Makes the files those of a folder, and removes their records.
+        """Commits the files as a folder, and removes their records.
 
         Raises:
-            FileExistsError: If another job has committed there before.
-            CheckpointCorruptError: If what was written is not there any more.
+            FileExistsError: If another job has already committed there.
+            CheckpointCorruptError: If what was written is gone.
             IncompleteSaveError: If the first file was written too long ago.
             CommitUnknownError: If the store does not say whether the commit took place.
-            StoreError: If it did not, and will not.
+            StoreError: If the commit did not and will not take place.
         """
         store, key = self._store, inside(target) + MANIFEST
         times = [info.modified for info in self._records if info.modified is not None]
@@ -118,7 +118,7 @@ class FolderCommit:
         return records
 
     def _read_records(self) -> dict[str, StoredFile]:
-        """The files, by their names in the folder."""
+        """The files, by name in the folder."""
         files: dict[str, StoredFile] = {}
 
         def read(key: str) -> None:
@@ -136,7 +136,7 @@ class FolderCommit:
         return files
 
     def _check_written(self, target: str, files: dict[str, StoredFile]) -> None:
-        """Whether each object is there, of its size: other ranks may write to another store."""
+        """Checks that each object exists with its size: other ranks may use another store."""
         elsewhere = {folder_of(file.key) for file in _elsewhere(target, files).values()}
         there = {
             (info.key, info.size)
@@ -155,7 +155,7 @@ class FolderCommit:
         return list(self._store.list(inside(folder)))
 
     def _brought(self, target: str, files: dict[str, StoredFile]) -> dict[str, StoredFile]:
-        """Copies beneath a folder of those that are elsewhere."""
+        """Copies files that lie elsewhere to beneath the target folder."""
         elsewhere = _elsewhere(target, files)
         if not elsewhere:
             return {}

@@ -1,7 +1,6 @@
-"""Files that a framework has written to a folder of the local disk, as items of a checkpoint.
+"""Files that a framework has written to a local folder, as items of a checkpoint.
 
-Each is a tensor of its bytes, which is mapped, and read when it is sent; and written to when it is
-loaded.
+Each item is a memory-mapped tensor of the file's bytes: read when sent, written when loaded.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ __all__ = ["files_of", "room_for"]
 
 
 def files_of(folder: str, meeting: Meeting) -> dict[str, torch.Tensor]:
-    """What this rank has to save of the files beneath a folder; a collective call.
+    """This rank's share of the files beneath a folder; a collective call.
 
-    Ranks of one machine see the same files, and others their own: of those of one name one is
-    saved, and the ranks that see it share the work.
+    Ranks on one machine see the same files, other machines have their own: of files with the same
+    name one is saved, and the ranks that see it share the work.
 
     Args:
-        folder: On the disk of each rank.
-        meeting: Of the ranks that save.
+        folder: The folder on each rank's disk.
+        meeting: The meeting of the ranks that save.
 
     Raises:
         ConfigError: If no rank has a file there.
@@ -44,12 +43,12 @@ def files_of(folder: str, meeting: Meeting) -> dict[str, torch.Tensor]:
 
 
 def room_for(folder: str, name: str, nbytes: int, uri: str) -> torch.Tensor:
-    """A new file, to load an item into.
+    """Makes a new file to load an item into.
 
     Args:
-        folder: What it is to be beneath.
-        name: Its path there, as somebody has saved it.
-        nbytes: Its size.
+        folder: The folder to put it beneath.
+        name: Its path there, as it was saved.
+        nbytes: Its size in bytes.
         uri: The checkpoint, for the error.
 
     Raises:
@@ -66,7 +65,7 @@ def room_for(folder: str, name: str, nbytes: int, uri: str) -> torch.Tensor:
 
 
 def _sizes(folder: str) -> dict[str, int]:
-    """The files beneath a folder, by their paths in it."""
+    """The sizes of the files beneath a folder, by path in it."""
     return {
         os.path.relpath(path, folder): os.path.getsize(path)
         for where, _, names in os.walk(folder)
@@ -75,7 +74,7 @@ def _sizes(folder: str) -> dict[str, int]:
 
 
 def _owners(sizes: list[dict[str, int]]) -> dict[str, int]:
-    """Which rank saves each file: in turn, those that see it as the first of them sees it."""
+    """Which rank saves each file: in turn, the ranks that see the same file as the first one."""
     seen_by: dict[str, list[int]] = {}
     for rank, files in enumerate(sizes):
         for name, size in files.items():

@@ -1,14 +1,14 @@
-"""fsspec file systems over our stores, for frameworks that list, look and delete by fsspec.
+"""fsspec file systems over our stores, for frameworks that list and delete through fsspec.
 
-A framework that is given ``s3://bucket/run`` saves by torch's functions, but looks for its
-checkpoints and removes old ones by fsspec, which wants s3fs, gcsfs or adlfs for it.
-:func:`register` puts these in their place where they are not installed, so that the same
-credentials, endpoints and retries serve both.
+Given ``s3://bucket/run``, a framework saves with torch's functions, but finds its checkpoints and
+removes old ones through fsspec, which needs s3fs, gcsfs or adlfs. :func:`register` substitutes the
+file systems here where those are not installed, so that the same credentials, endpoints and retries
+serve both.
 
-They differ from those packages where it matters for checkpoints: no listing is cached; a store that
-can't be reached is an error, and not "there is no such file", on which a trainer would begin anew;
-a file that is being written appears whole when it is closed, and not at all behind an error; and
-when a folder is removed, what makes a checkpoint visible goes first.
+They differ from those packages where it matters for checkpoints: no listing is cached; an
+unreachable store is an error, not "no such file", on which a trainer would start over; a file being
+written appears whole when it is closed, and never after an error; and when a folder is removed,
+what makes a checkpoint visible goes first.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 _COMMITS = {METADATA, MANIFEST, "model.safetensors.index.json"}
-"""Names of objects without which nobody takes what lies beside them for a checkpoint."""
+"""Names of objects that make what lies beside them a checkpoint."""
 
 
 class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
@@ -69,7 +69,7 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         """
         Args:
             args: As fsspec's.
-            config: Options; those given to ``cloudckpt.install`` where they are not given.
+            config: Options; those given to ``cloudckpt.install`` by default.
             options: As fsspec's.
         """
         super().__init__(*args, **options)
@@ -89,11 +89,11 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
     # ---- looking
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
-        """What is at a path: a file, or a folder if there are files beneath it.
+        """Describes what is at a path: a file, or a folder if there are files beneath it.
 
         Raises:
             FileNotFoundError: If there is nothing.
-            StoreError: If that can't be found out.
+            StoreError: If the store does not answer that.
         """
         path = self._strip_protocol(path)
         store, key, retrier = self._place(path)
@@ -117,7 +117,7 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return self._type(path) == "file"
 
     def _type(self, path: str) -> str | None:
-        """As of `info`; fsspec's own take any error for an answer."""
+        """The type from `info`; fsspec's own version takes any error for an answer."""
         try:
             return str(self.info(path)["type"])
         except FileNotFoundError as error:
@@ -125,7 +125,7 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
             return None
 
     def modified(self, path: str) -> datetime.datetime:
-        """When a file was written, or the newest one in a folder, by the store's clock.
+        """When a file, or the newest file in a folder, was written, by the store's clock.
 
         Raises:
             FileNotFoundError: If there is nothing.
@@ -139,7 +139,7 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return datetime.datetime.fromtimestamp(max(times), datetime.timezone.utc)
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
-        """What is directly beneath a path, or the file there; asked anew each time."""
+        """Lists what is directly beneath a path, or the file there; never cached."""
         path = self._strip_protocol(path)
         store, key, retrier = self._place(path)
         level = retrier.call(lambda: list(store.list_level(f"{key}/" if key else "")))
@@ -165,7 +165,7 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         on_error: Any = None,
         **kwargs: Any,
     ) -> Iterator[Any]:
-        """As fsspec's; but by default what is denied, or in no bucket, is not omitted."""
+        """As fsspec's, but by default a denied path or missing bucket raises instead."""
         on_error = on_error or _omit_what_is_gone
         return super().walk(path, maxdepth, topdown, on_error, **kwargs)  # type: ignore[no-any-return]
 
@@ -177,7 +177,7 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         detail: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """All files beneath a path, and with ``withdirs`` it and its folders, by one listing."""
+        """All files beneath a path, and with ``withdirs`` it and its folders, from one listing."""
         if maxdepth is not None:
             return super().find(path, maxdepth=maxdepth, withdirs=withdirs, detail=detail, **kwargs)
         path = self._strip_protocol(path)
@@ -233,7 +233,7 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def cat_file(
         self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any
     ) -> bytes:
-        """The bytes of a file, or of a slice, whose ends may count from the end of the file."""
+        """The bytes of a file or of a slice of it; the slice may count from the file's end."""
         if start is None and end is None:
             return load_file(self._uri(path), config=self._config)
         with self._open(path) as file:
@@ -257,10 +257,11 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
                 save_file(self._uri(path2), source, config=self._config)  # type: ignore[arg-type]
 
     def copy_files(self, pairs: Sequence[tuple[str, str]]) -> None:
-        """Copies files: by the store itself where it can.
+        """Copies files, within the store where it can.
 
         Args:
-            pairs: From where, and to where nobody else writes; all from one bucket, and to one.
+            pairs: Sources and targets. All sources share a bucket, as do all targets, and nobody
+                else writes to the targets.
         """
         if not pairs:
             return
@@ -270,7 +271,7 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         copy_objects(source, target, keys, self._config)
 
     def mkdir(self, path: str, create_parents: bool = True, **_: Any) -> None:
-        """Does nothing, as `makedirs` and `rmdir`: folders are what keys have in common."""
+        """Does nothing, like `makedirs` and `rmdir`: folders are only common prefixes of keys."""
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         pass
@@ -288,14 +289,14 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def rm(
         self, path: str | list[str], recursive: bool = False, maxdepth: int | None = None
     ) -> None:
-        """Removes files, and what is beneath folders: what makes a checkpoint visible goes first.
+        """Removes files and the contents of folders; what makes a checkpoint visible goes first.
 
-        A folder that is a checkpoint goes as by :func:`cloudckpt.delete`: objects that checkpoints
-        beside it refer to stay, and go with the last of these.
+        A checkpoint folder is removed as by :func:`cloudckpt.delete`: objects that neighbouring
+        checkpoints refer to stay until the last of these is removed.
 
         Raises:
             FileNotFoundError: If there is nothing at a path.
-            StoreError: If something could not be removed; all else was tried.
+            StoreError: If something could not be removed; everything else was tried.
         """
         for one in [path] if isinstance(path, str) else path:
             if not recursive or maxdepth is not None:
@@ -310,7 +311,7 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
                 self.rm_file(one)
 
     def _without_checkpoint(self, uri: CheckpointURI, keys: list[str]) -> list[str]:
-        """Deletes the checkpoint that a folder is; what else is to go of what is beneath it."""
+        """Deletes a folder's checkpoint; returns the other keys beneath it that are to go."""
         if not uri.folder:
             return keys
         if uri.key(METADATA) in keys:
@@ -354,7 +355,7 @@ def _omit_what_is_gone(error: OSError) -> None:
 
 
 def _ends_of_folders(name: str, start: int) -> Iterator[int]:
-    """Where the names of the folders end that a file is in, from one position on."""
+    """The positions, from ``start`` on, at which the names of a file's folders end."""
     while start >= 0:
         yield start
         start = name.find("/", start + 1)
@@ -365,7 +366,7 @@ def _makes_visible(key: str) -> bool:
 
 
 def file_system(scheme: str, config: Config | None = None) -> _StoreFileSystem:
-    """The file system of ours for a scheme, whoever serves it to fsspec."""
+    """Our file system for a scheme, whether or not fsspec uses it."""
     return _OURS[scheme](config=config)
 
 
@@ -378,16 +379,16 @@ _installed: Config | None = None
 
 
 def register(config: Config | None = None) -> list[str]:
-    """Serves ``s3``, ``gs`` and ``az`` to fsspec where nobody else does.
+    """Serves ``s3``, ``gs`` and ``az`` to fsspec where no other package does.
 
-    Somebody else does if the package that fsspec names for it (s3fs, gcsfs, adlfs) is installed, or
-    a class was registered. Nothing is imported to find out.
+    A scheme is taken if the package that fsspec names for it (s3fs, gcsfs, adlfs) is installed, or
+    a class is registered. Nothing is imported to find out.
 
     Args:
-        config: Options of the file systems that are made without any.
+        config: Options of file systems that are made without any.
 
     Returns:
-        The schemes that are ours now.
+        The schemes that cloudckpt now serves.
     """
     global _installed
     _installed = config
@@ -399,7 +400,7 @@ def register(config: Config | None = None) -> list[str]:
 
 
 def unregister() -> None:
-    """Reverts :func:`register`; file systems that were made stay what they are."""
+    """Reverts :func:`register`; existing file systems stay as they are."""
     global _installed
     _installed = None
     while _replaced:

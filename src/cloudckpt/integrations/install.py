@@ -12,30 +12,30 @@ __all__ = ["install", "uninstall"]
 def install(config: Config | None = None, trust_pickle: bool = False) -> None:
     """Makes ``dcp.save``, ``async_save`` and ``load`` use cloudckpt for ``s3://``, ``gs://`` and ``az://``.
 
-    For frameworks that only pass a path on, or that make torch's ``FileSystemWriter`` and
-    ``Reader`` or ``FsspecWriter`` and ``Reader`` themselves: these become ours where they are given
-    a location in a store, and keep their names for all others. From now on nothing in torch's
-    checkpoint code, and neither ``torch.save`` nor ``torch.load``, uses a local folder named
-    ``s3:``, ``gs:`` or ``az:``: what can't become ours raises :class:`InvalidURIError` for a
-    location that has lost a slash, as in ``Path("s3://bucket/run")``, and :class:`InstallError` for
-    what only knows files. ``HuggingFaceStorageWriter`` and ``Reader``, and the consolidation of
-    safetensors, take locations in stores, too. Other locations, and writers and readers of other
-    libraries, are left alone. fsspec, by which frameworks list and delete checkpoints, gets file
-    systems of ours for the schemes that no installed package serves (s3fs, gcsfs, adlfs).
-    torchtitan, Accelerate and Lightning are changed, when they are imported, where they make local
-    folders of URIs; what in these and transformers can only write to local disks refuses them, and
-    so does all of a framework that looks otherwise than the versions that are known.
+    It is for frameworks that only pass a path on, or that make torch's ``FileSystemWriter`` and
+    ``Reader`` or ``FsspecWriter`` and ``Reader`` themselves: given a location in a store, these
+    become ours, and they keep their names otherwise. From now on nothing in torch's checkpoint
+    code, and neither ``torch.save`` nor ``torch.load``, uses a local folder named ``s3:``, ``gs:``
+    or ``az:``: a location that has lost a slash, as in ``Path("s3://bucket/run")``, raises
+    :class:`InvalidURIError`, and code that only knows files raises :class:`InstallError`.
+    ``HuggingFaceStorageWriter`` and ``Reader``, and the consolidation of safetensors, also take
+    locations in stores. Other locations, and writers and readers of other libraries, are left
+    alone. fsspec, through which frameworks list and delete checkpoints, gets our file systems for
+    the schemes that no installed package serves (s3fs, gcsfs, adlfs). torchtitan, Accelerate and
+    Lightning are changed, when they are imported, where they would turn URIs into local folders;
+    their code and that of transformers that can only write to local disks refuses URIs, as does
+    all of a framework whose shape differs from the known versions.
 
     Calling it again replaces the options, also for what was installed before; :func:`uninstall`
-    reverts it. It holds for this process: call it in each that uses torch's functions.
+    reverts it. It affects only this process: call it in each that uses torch's functions.
 
     Args:
         config: Options of the writers, readers and file systems that are made; read from the
-            environment where they are not given.
+            environment by default.
         trust_pickle: Whether pickles in the checkpoints that they load may run any code.
 
     Raises:
-        InstallError: If the running torch does not look as expected; nothing is changed then.
+        InstallError: If the running torch does not look as expected; nothing is changed.
     """
     with late_imports:
         from cloudckpt.hf.torch_classes import changes
@@ -48,7 +48,7 @@ def install(config: Config | None = None, trust_pickle: bool = False) -> None:
 def uninstall() -> None:
     """Reverts :func:`install`; does nothing if it was not called.
 
-    Writers, readers and file systems that have become ours stay so.
+    Existing writers, readers and file systems of ours stay as they are.
     """
     torch_side.uninstall()
     with late_imports:

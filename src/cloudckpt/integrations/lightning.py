@@ -1,4 +1,4 @@
-"""Lightning's checkpoints on URIs: strategies of its ``Trainer``, its plugin, and its callback.
+"""Lightning's checkpoints on URIs: ``Trainer`` strategies, the plugin and the callback.
 
 >>> trainer = Trainer(  # doctest: +SKIP
 ...     strategy=CloudModelParallelStrategy(),
@@ -6,9 +6,9 @@
 ... )
 >>> trainer.fit(model, ckpt_path=cloudckpt.latest("s3://bucket/run"))  # doctest: +SKIP
 
-A checkpoint has the model as ``state_dict`` and the optimizers as ``optimizer_0`` and so on, tensor
-by tensor, and what else the trainer keeps (loops, callbacks, hyperparameters) as one value. Paths
-that are no URIs go Lightning's way. Tested with lightning 2.5.6 and 2.6.
+A checkpoint holds the model as ``state_dict`` and the optimizers as ``optimizer_0`` and so on,
+tensor by tensor, and whatever else the trainer keeps (loops, callbacks, hyperparameters) as one
+value. Paths that are not URIs are handled by Lightning. Tested with lightning 2.5.6 and 2.6.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ __all__ = [
 
 
 class CloudModelParallelStrategy(TrainerOnStores, ModelParallelStrategy):  # type: ignore[misc]
-    """Lightning's ``ModelParallelStrategy`` (FSDP2, tensor parallelism) that saves to URIs, too."""
+    """Lightning's ``ModelParallelStrategy`` (FSDP2, tensor parallelism) that also saves to URIs."""
 
 
 class CloudFSDPMixin(TrainerOnStores):
-    """For a class of yours that derives from Lightning's ``FSDPStrategy``; stands before that.
+    """Mixin for your own subclass of Lightning's ``FSDPStrategy``; goes before it in the bases.
 
     >>> class Strategy(CloudFSDPMixin, MyFSDPStrategy):  # doctest: +SKIP
     ...     config = cloudckpt.Config(connections=32)
 
     Attributes:
-        config: The options of saving and loading; None for those of ``install``.
+        config: Options for saving and loading; None for those of ``install``.
     """
 
 
 class CloudFSDPStrategy(CloudFSDPMixin, FSDPStrategy):  # type: ignore[misc]
-    """Lightning's ``FSDPStrategy`` (FSDP1) that saves shards, and to URIs, too."""
+    """Lightning's ``FSDPStrategy`` (FSDP1) that saves shards, also to URIs."""
 
     def __init__(self, *args: Any, state_dict_type: str = "sharded", **kwargs: Any) -> None:
         """As Lightning's, and as :class:`CloudFSDPMixin`."""
@@ -65,11 +65,12 @@ class CloudFSDPStrategy(CloudFSDPMixin, FSDPStrategy):  # type: ignore[misc]
 
 
 class CloudModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
-    """Lightning's ``ModelCheckpoint``, with names of which ``cloudckpt.latest`` finds the newest.
+    """Lightning's ``ModelCheckpoint``, naming checkpoints so that ``cloudckpt.latest`` works.
 
-    Checkpoints are ``<dirpath>/step-<step>``, without ``.ckpt``, as they are no files. One that a
-    job saves again is replaced when the new one is committed. ``save_top_k``, ``save_last`` and
-    ``ckpt_path="last"`` are Lightning's; the trainer needs a strategy or plugin of ours.
+    Checkpoints are ``<dirpath>/step-<step>``, without ``.ckpt``, as they are not files. A
+    checkpoint that a job saves again is replaced when the new one is committed. ``save_top_k``,
+    ``save_last`` and ``ckpt_path="last"`` are Lightning's; the trainer needs one of our strategies
+    or plugins.
     """
 
     FILE_EXTENSION = ""
@@ -90,11 +91,11 @@ class CloudModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
             filename: Lightning's.
             auto_insert_metric_name: Lightning's.
             enable_version_counter: Lightning's.
-            config: The options of looking for checkpoints.
+            config: Options for finding checkpoints.
             **kwargs: Lightning's.
 
         Raises:
-            InvalidURIError: If ``dirpath`` can't be a location.
+            InvalidURIError: If ``dirpath`` is not a valid location.
         """
         self._root = uri_of(dirpath)
         self._config = config
@@ -109,20 +110,20 @@ class CloudModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         )
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
-        """For ``ckpt_path="last"``: the newest that is committed; Lightning loses the scheme."""
+        """The newest committed one, for ``ckpt_path="last"``; Lightning loses the scheme."""
         if self._root is None:
             return set(super()._find_last_checkpoints(trainer))
         return newest_in(self._root, self._config, self.CHECKPOINT_NAME_LAST)
 
     def _should_remove_checkpoint(self, trainer: Any, previous: str, current: str) -> bool:
-        """Never what another run has saved, or what this one has resumed from."""
+        """Never removes what another run saved, or what this run resumed from."""
         if self._root is None:
             return bool(super()._should_remove_checkpoint(trainer, previous, current))
         return previous != current and may_be_removed(previous, self._root, trainer.ckpt_path)
 
 
 def _serve(scheme: str, config: Config | None) -> None:
-    """Lightning asks fsspec about folders, which may know nobody who serves the scheme."""
+    """Registers the scheme: Lightning asks fsspec about folders, which may not know it."""
     try:
         fsspec.get_filesystem_class(scheme)
     except (ImportError, ValueError):

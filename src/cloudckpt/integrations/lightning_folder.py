@@ -1,6 +1,6 @@
-"""The folder of Lightning's checkpoint callback on a URI: what is newest in it, and what may go.
+"""The folder of Lightning's checkpoint callback on a URI: what is newest and what may be deleted.
 
-Nothing here imports Lightning, since it is the same for its two packages.
+Nothing here imports Lightning, since the code serves both of its packages.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ __all__ = ["may_be_removed", "newest_in"]
 
 
 def newest_in(folder: str, config: Config | None, name_of_last: str) -> set[str]:
-    """The committed checkpoint of a folder that was written last, whatever it is called, if any.
+    """The most recently written committed checkpoint of a folder, whatever its name, if any.
 
     Args:
         folder: The folder.
-        config: The options of looking for checkpoints.
-        name_of_last: What the names of checkpoints begin with that are copies of the newest.
+        config: Options for finding checkpoints.
+        name_of_last: The prefix of the names of copies of the newest checkpoint.
     """
 
     def age(one: CheckpointSummary) -> tuple[float, bool, int]:
-        """Of those of the same second (stores tell no more) Lightning has written the copy last."""
+        """Ranks by age; within one second (stores' resolution) Lightning wrote the copy last."""
         is_last = one.uri.rpartition("/")[2].startswith(name_of_last)
         return one.modified or 0.0, is_last, one.step or -1
 
@@ -34,14 +34,14 @@ def newest_in(folder: str, config: Config | None, name_of_last: str) -> set[str]
 def may_be_removed(previous: str, folder: URILike | None, resumed_from: URILike | None) -> bool:
     """Whether a job may delete a checkpoint that newer ones replace.
 
-    It may where it writes itself, and never what it has resumed from. Lightning keeps these rules
-    on local disks only: its callback resumes with the best checkpoint of the run before, and the
+    It may delete from its own folder, but never what it resumed from. Lightning keeps these rules
+    on local disks only: its callback resumes with the best checkpoint of the previous run, and the
     first save of the new run would delete that.
 
     Args:
         previous: The checkpoint, on a URI.
-        folder: Of the job's callback.
-        resumed_from: What the job was given as ``ckpt_path``.
+        folder: The folder of the job's callback.
+        resumed_from: The job's ``ckpt_path``.
     """
     if folder is None or not CheckpointURI.accepts(folder):
         return False

@@ -1,10 +1,10 @@
-"""Lightning's own classes on URIs, after ``install``: what ours of the same name do.
+"""Makes Lightning's own classes do on URIs, after ``install``, what ours of the same name do.
 
 Plain strategies, the plugin that saves whole checkpoints, the checkpoint callback, and
-``load_from_checkpoint`` take URIs; paths go Lightning's way. It is the same for the packages
-``lightning`` and ``pytorch_lightning``, which have the same code under two names; nothing of either
-is imported. A whole checkpoint is saved by the first rank: that this failed is told to the others,
-which would wait for it at a barrier.
+``load_from_checkpoint`` take URIs; paths are handled by Lightning. This serves both ``lightning``
+and ``pytorch_lightning``, which have the same code under two names; neither is imported. The first
+rank saves a whole checkpoint and reports a failure to the others, which would otherwise wait for it
+at a barrier.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ __all__ = ["changes"]
 
 _STRATEGIES = {"model_parallel": "ModelParallelStrategy", "fsdp": "FSDPStrategy"}
 _PATHS = {"fabric": ("path", "path"), "trainer": ("filepath", "checkpoint_path")}
-"""What strategies call the path that they save to, and that they load from."""
+"""The names of strategies' parameters for the path to save to and the path to load from."""
 
 
 def changes(module: ModuleType) -> Iterator[Change]:
-    """What is changed in a module of Lightning's.
+    """The changes to one of Lightning's modules.
 
     Raises:
-        UnknownShapeError: If it does not look as expected.
+        UnknownShapeError: If the module does not look as expected.
     """
     kind: Any
     file = module.__name__.rpartition(".")[2]
@@ -98,14 +98,14 @@ def _led(
     ours: Callable[..., Any],
     may_be_a_file: bool = False,
 ) -> Callable[..., Any]:
-    """Leads calls with a URI to ours.
+    """Redirects calls with a URI to our function.
 
     Args:
-        original: Lightning's.
-        path: Its parameter that is a path.
-        ours: What it is led to.
-        may_be_a_file: Whether it knows single files on URIs, too, which Lightning itself has saved:
-            where there is no checkpoint, it is asked.
+        original: Lightning's function.
+        path: Its path parameter.
+        ours: The function to call instead.
+        may_be_a_file: Whether the original also knows single files on URIs, saved by Lightning
+            itself: it is called where there is no checkpoint.
     """
     signature = inspect.signature(original)
 
@@ -127,7 +127,7 @@ def _led(
 
 
 def _gives_uri(given: inspect.BoundArguments, path: str) -> bool:
-    """Whether a method of Lightning's is given a URI for a path; a web page's is Lightning's."""
+    """Whether Lightning's method gets a URI as its path; web addresses are left to Lightning."""
     place = given.arguments.get(path)
     if place is None or (str(place).startswith("http") and not CheckpointURI.accepts(place)):
         return False
@@ -148,7 +148,7 @@ def _told_to_all(original: Callable[..., None], path: str) -> Callable[..., None
 
 
 def _without_base(original: Callable[..., None], path: str) -> Callable[..., None]:
-    """Saves a PEFT model as a strategy that shards does."""
+    """Saves a PEFT model without its base, as sharded strategies do."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -166,7 +166,7 @@ def _without_base(original: Callable[..., None], path: str) -> Callable[..., Non
 
 
 def _with_base(original: Callable[..., Any], path: str) -> Callable[..., Any]:
-    """Has what was saved without the base of a PEFT model look whole: the model has it already."""
+    """Fills in the base that a PEFT model was saved without: the model already has it."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -182,8 +182,8 @@ def _with_base(original: Callable[..., Any], path: str) -> Callable[..., Any]:
 
 
 def _setting_up(original: Callable[..., None], resolve: Callable[..., Any]) -> Callable[..., None]:
-    """Refuses a folder that was a URI once before the first step, and not at the first save; that
-    the first rank can't list it is told to all.
+    """Refuses a mangled URI as the folder before the first step, not at the first save; if the
+    first rank can't list the folder, all ranks raise.
     """
 
     @functools.wraps(original)
@@ -197,7 +197,7 @@ def _setting_up(original: Callable[..., None], resolve: Callable[..., Any]) -> C
 
 
 def _finding(original: Callable[..., Any], resolve: Callable[..., Any]) -> Callable[..., Any]:
-    """What is behind ``ckpt_path="last"``, which loses the bucket of a URI."""
+    """Resolves ``ckpt_path="last"``, where Lightning loses the bucket of a URI."""
 
     @functools.wraps(original)
     def _find_last_checkpoints(self: Any, trainer: Any) -> set[str]:
@@ -210,7 +210,7 @@ def _finding(original: Callable[..., Any], resolve: Callable[..., Any]) -> Calla
 
 
 def _removing_own(original: Callable[..., bool]) -> Callable[..., bool]:
-    """Keeps what another run has saved, which Lightning deletes where it is not on a local disk."""
+    """Keeps what another run saved, which Lightning would delete unless it is on a local disk."""
 
     @functools.wraps(original)
     def _should_remove_checkpoint(self: Any, trainer: Any, previous: str, current: str) -> bool:

@@ -1,8 +1,8 @@
 """Sharded checkpoints of Lightning on URIs: all ranks save their shards, in one commit.
 
-Nothing here imports Lightning, since it is the same for its two packages, ``lightning`` and
-``pytorch_lightning``. A class of these stands before a strategy of theirs, to which paths go; or a
-method of it is called with such a strategy, and a URI.
+Nothing here imports Lightning, since the code serves both of its packages, ``lightning`` and
+``pytorch_lightning``. The classes here go before a Lightning strategy in the bases and pass paths
+on to it; or their methods are called with such a strategy and a URI.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ __all__ = ["FabricOnStores", "TrainerOnStores"]
 
 
 class FabricOnStores:
-    """What Fabric's strategies that shard do otherwise on a URI: all ranks save their shards to it,
-    in one commit.
-    """
+    """Makes Fabric's sharded strategies save to a URI: each rank its shards, in one commit."""
 
     config: Config | None = None
 
@@ -37,7 +35,7 @@ class FabricOnStores:
         """
         Args:
             *args: Lightning's.
-            config: The options of saving and loading.
+            config: Options for saving and loading.
             **kwargs: Lightning's.
         """
         super().__init__(*args, **kwargs)
@@ -80,10 +78,10 @@ class FabricOnStores:
         """Loads into the models, optimizers and other values of ``state``, on any number of ranks.
 
         Returns:
-            The values that were saved, and are not in ``state``.
+            The saved values that are not in ``state``.
 
         Raises:
-            MissingKeyError: If ``strict``, and the checkpoint lacks what ``state`` has.
+            MissingKeyError: If ``strict``, and the checkpoint lacks something in ``state``.
             CloudCheckpointError: As :func:`cloudckpt.load`.
         """
         uri = uri_of(self.broadcast(path))  # type: ignore[attr-defined]
@@ -118,9 +116,7 @@ class FabricOnStores:
 
 
 class TrainerOnStores:
-    """What the Trainer's strategies that shard do otherwise on a URI: all ranks save their shards
-    to it, in one commit.
-    """
+    """Makes the Trainer's sharded strategies save to a URI: each rank its shards, in one commit."""
 
     config: Config | None = None
     saves: Saves | None = None  # in the background
@@ -135,9 +131,9 @@ class TrainerOnStores:
         """
         Args:
             *args: Lightning's.
-            config: The options of saving and loading.
-            asynchronous: Whether a save copies the state and goes on in the background. What fails
-                then is raised by the next save, or at the end, on all ranks.
+            config: Options for saving and loading.
+            asynchronous: Whether a save copies the state and continues in the background. A failure
+                is then raised by the next save, or at the end, on all ranks.
             **kwargs: Lightning's.
         """
         super().__init__(*args, **kwargs)
@@ -155,7 +151,7 @@ class TrainerOnStores:
         """Saves on all ranks; to a URI, or where Lightning would.
 
         Raises:
-            ConfigError: If the strategy was told to gather the state on one rank.
+            ConfigError: If the strategy is set to gather the state on one rank.
             CloudCheckpointError: As :func:`cloudckpt.save`.
         """
         uri = uri_of(self.broadcast(filepath))  # type: ignore[attr-defined]
@@ -181,10 +177,10 @@ class TrainerOnStores:
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Loads the model, and the optimizers of a trainer that fits, on any number of ranks.
+        """Loads the model, and when fitting the optimizers, on any number of ranks.
 
         Returns:
-            What else the trainer had kept.
+            Everything else that the trainer had saved.
 
         Raises:
             CloudCheckpointError: As :func:`cloudckpt.load`.
@@ -207,7 +203,7 @@ class TrainerOnStores:
         return parts.load(uri, config_of(self), strict=strict, weights_only=weights_only)
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
-        """Deletes a checkpoint, if it is there; the first rank does it."""
+        """Deletes a checkpoint if it exists; only the first rank does so."""
         uri = uri_of(filepath)
         if uri is None:
             super().remove_checkpoint(filepath)  # type: ignore[misc]
@@ -215,20 +211,20 @@ class TrainerOnStores:
             then(self.saves, functools.partial(remove, uri, config_of(self)))
 
     def teardown(self) -> None:
-        """Waits for what is saved in the background.
+        """Waits for background saves.
 
         Raises:
-            CloudCheckpointError: If that fails, and nothing else has.
+            CloudCheckpointError: If a save fails and no other error is being raised.
         """
         close(self.saves)
         super().teardown()  # type: ignore[misc]
 
 
 def _check_sharded(strategy: Any, uri: str) -> None:
-    """Refuses to save what a strategy gathers on one rank.
+    """Refuses to save state that a strategy gathers on one rank.
 
     Raises:
-        ConfigError: If it was told to do so, or does it by default.
+        ConfigError: If the strategy is set to do so, or does so by default.
     """
     if not getattr(strategy, "_save_distributed_checkpoint", True):
         raise ConfigError(
@@ -244,7 +240,8 @@ def _parts(state: Mapping[str, Any], uri: str) -> Parts:
     """The models and optimizers in ``state``.
 
     Raises:
-        ConfigError: If there are optimizers and not just one model, whose names those take.
+        ConfigError: If there are optimizers but not exactly one model, whose parameter names they
+            use.
     """
     models = {key: value for key, value in state.items() if isinstance(value, Module)}
     optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}

@@ -1,6 +1,6 @@
 """Whole checkpoints of Lightning on URIs, for strategies that do not shard.
 
-Nothing here imports Lightning, since it is the same for its two packages, ``lightning`` and
+Nothing here imports Lightning, since the code serves both of its packages, ``lightning`` and
 ``pytorch_lightning``.
 """
 
@@ -24,18 +24,18 @@ __all__ = ["WholeOnStores", "config_of", "refuse_storage_options"]
 
 
 class WholeOnStores:
-    """What Lightning's plugin does otherwise on a URI: one process saves, tensor by tensor.
+    """Makes Lightning's plugin save to a URI: one process saves, tensor by tensor.
 
-    It stands before a plugin of Lightning's, to which paths go; without one it knows URIs only.
+    It goes before a Lightning plugin in the bases, which handles paths; alone it takes URIs only.
     """
 
     def __init__(self, config: Config | None = None, *, asynchronous: bool = False) -> None:
         """
         Args:
-            config: The options of saving and loading.
-            asynchronous: Whether a save copies the state and goes on in the background, for the
-                Trainer, which waits for it at its end. What fails then is raised by the next save,
-                on all ranks, or by the first rank at the end.
+            config: Options for saving and loading.
+            asynchronous: Whether a save copies the state and continues in the background; only for
+                the Trainer, which waits for it at the end. A failure is then raised by the next
+                save, on all ranks, or by the first rank at the end.
         """
         super().__init__()
         self.config = config
@@ -70,11 +70,11 @@ class WholeOnStores:
         map_location: Any = "cpu",
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """What was saved, as it was.
+        """Returns what was saved, unchanged.
 
         Args:
-            path: Where.
-            map_location: Lightning's; tensors of a URI come to the host.
+            path: The checkpoint.
+            map_location: Lightning's; tensors from a URI are loaded to the host.
             weights_only: With False, pickles in the checkpoint may run any code.
 
         Raises:
@@ -97,7 +97,7 @@ class WholeOnStores:
         return {**trees, **values}
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Deletes a checkpoint, if it is there."""
+        """Deletes a checkpoint if it exists."""
         uri = uri_of(path)
         if uri is None:
             super().remove_checkpoint(path)  # type: ignore[misc]
@@ -105,10 +105,10 @@ class WholeOnStores:
             then(self._saves, functools.partial(remove, uri, config_of(self)))
 
     def teardown(self) -> None:
-        """Waits for what is saved in the background.
+        """Waits for background saves.
 
         Raises:
-            CloudCheckpointError: If that fails, and nothing else has.
+            CloudCheckpointError: If a save fails and no other error is being raised.
         """
         close(self._saves)
 
@@ -119,7 +119,7 @@ def config_of(owner: Any) -> Config:
 
 
 def refuse_storage_options(options: object, uri: str) -> None:
-    """Refuses what would be ignored.
+    """Refuses storage options, which would be ignored.
 
     Raises:
         ConfigError: If there are any.
@@ -129,7 +129,7 @@ def refuse_storage_options(options: object, uri: str) -> None:
 
 
 def _is_of_tensors(value: object) -> bool:
-    """Whether it consists of tensors, numbers and strings in dicts and lists, with tensors."""
+    """Whether it holds only tensors, numbers and strings in dicts and lists, and some tensor."""
     kinds = {type(leaf) for leaf in torch.utils._pytree.tree_leaves(value)}
     simple = {int, float, bool, str, type(None), torch.nn.Parameter, torch.Tensor}
     return kinds <= simple and not kinds.isdisjoint({torch.Tensor, torch.nn.Parameter})

@@ -1,6 +1,6 @@
-"""What of frameworks writes to local disks only: after ``install`` it refuses URIs.
+"""Makes framework code that writes only to local disks refuse URIs after ``install``.
 
-It would make a folder named ``s3:`` of one, report success, and be lost with the machine.
+It would make a local folder named ``s3:``, report success, and lose the data with the machine.
 """
 
 from __future__ import annotations
@@ -73,16 +73,16 @@ _WRITING = {
     },
 }
 """By module: the function, its parameter or an attribute of its object, and what to write; nothing
-where it knows URIs, so that those are refused only that have lost a slash."""
+if it knows URIs, so that only URIs that have lost a slash are refused."""
 
 _LOCAL_STORAGE = "torch_checkpointing.storage.filesystem"
 
 
 def changes(module: ModuleType) -> Iterator[Change]:
-    """What is changed in a module of the table.
+    """The changes to a module of the table.
 
     Raises:
-        UnknownShapeError: If it does not look as expected.
+        UnknownShapeError: If the module does not look as expected.
     """
     if module.__name__ == _LOCAL_STORAGE:
         for method in ("mkdir", "stream_write", "write"):
@@ -103,7 +103,7 @@ def changes(module: ModuleType) -> Iterator[Change]:
 
 
 def _without_lightning(module: str) -> str:
-    """The name of a module that two packages of Lightning have."""
+    """The part of a module's name that both Lightning packages share."""
     return (
         module.replace("pytorch_lightning.", "pytorch.")
         .replace("lightning_fabric.", "fabric.")

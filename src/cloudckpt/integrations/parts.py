@@ -36,13 +36,13 @@ __all__ = ["VALUES", "Parts", "keep_newest", "packed", "remove", "unpacked", "ur
 logger = logging.getLogger("cloudckpt")
 
 VALUES = "other_values"
-"""The item with all that is neither a model nor an optimizer, as the bytes of ``torch.save``."""
+"""The item with everything but models and optimizers, as the bytes of ``torch.save``."""
 
 
 class Parts:
-    """What of a training is saved tensor by tensor, each rank its shards.
+    """The part of a training state that is saved tensor by tensor, each rank its shards.
 
-    The names in it are those of parameters, which no resharding changes.
+    Its names are those of parameters, which resharding does not change.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class Parts:
     ) -> None:
         """
         Args:
-            models: By the names that they have in a checkpoint.
-            optimizers: Likewise; each with the model whose parameters it has.
+            models: By their names in a checkpoint.
+            optimizers: Likewise; each with the model whose parameters it optimizes.
         """
         self._models = models
         self._optimizers = optimizers
 
     def state_dicts(self, config: Config) -> dict[str, Any]:
-        """What is to be saved of all, by their names; a collective call."""
+        """What to save of each, by name; a collective call."""
         found = self._state_dicts()
         for name, model in self._models.items():
             found[name] = without_base(model, found[name], config)
@@ -83,14 +83,14 @@ class Parts:
         """Loads them in place, on any number of ranks; a collective call.
 
         Args:
-            uri: Where from.
+            uri: The checkpoint.
             config: Options.
-            beside: What to load besides, instead of the values.
+            beside: What else to load, instead of the values.
             strict: Whether all of them must be in the checkpoint.
             weights_only: With False, pickles in the checkpoint may run any code.
 
         Returns:
-            The values beside them, if they were to be loaded.
+            The values saved beside them, if these were loaded.
 
         Raises:
             CloudCheckpointError: As :func:`cloudckpt.load`.
@@ -113,7 +113,7 @@ class Parts:
         return unpacked(None if found is buffer else found, weights_only)
 
     def _lacking(self, uri: str, config: Config) -> dict[str, set[str]]:
-        """By the models of which it is so: the frozen weights that a checkpoint was saved without.
+        """By model, where there are any: the frozen weights that a checkpoint was saved without.
 
         Raises:
             CloudCheckpointError: As :func:`cloudckpt.inspect`, on all ranks.
@@ -132,7 +132,7 @@ class Parts:
 
 
 def packed(values: Mapping[str, Any]) -> io.BytesIO:
-    """Values as the bytes of ``torch.save``, which load as a framework's own small files do."""
+    """Values as the bytes of ``torch.save``, which load like a framework's own small files."""
     buffer = io.BytesIO()
     torch.save(dict(values), buffer)
     buffer.seek(0)
@@ -140,7 +140,7 @@ def packed(values: Mapping[str, Any]) -> io.BytesIO:
 
 
 def unpacked(buffer: io.BytesIO | None, weights_only: bool | None = None) -> dict[str, Any]:
-    """What :func:`packed` was given; nothing, if somebody else has saved the checkpoint."""
+    """The values that :func:`packed` packed; empty if other software saved the checkpoint."""
     if buffer is None:
         return {}
     buffer.seek(0)
@@ -148,11 +148,11 @@ def unpacked(buffer: io.BytesIO | None, weights_only: bool | None = None) -> dic
 
 
 def uri_of(path: str | os.PathLike[str]) -> str | None:
-    """The URI, if it is one; None for a path.
+    """The URI, or None for a path.
 
     Raises:
-        InvalidURIError: If it can't be a location, or ``pathlib`` has folded it: what is saved
-            there is lost with the machine.
+        InvalidURIError: If it is not a valid location, or ``pathlib`` has collapsed its slashes:
+            what is saved there would be lost with the machine.
     """
     text = text_of(path) or ""
     if "://" in text or unfolded(text) is not None:
@@ -161,7 +161,7 @@ def uri_of(path: str | os.PathLike[str]) -> str | None:
 
 
 def remove(uri: str, config: Config) -> None:
-    """Deletes a checkpoint, if it is there."""
+    """Deletes a checkpoint if it exists."""
     with contextlib.suppress(CheckpointNotFoundError):
         delete(uri, config=config)
 
@@ -169,16 +169,16 @@ def remove(uri: str, config: Config) -> None:
 def keep_newest(
     run: Run, retention: Retention, saved: int, kept: Collection[int | None] = ()
 ) -> None:
-    """Deletes the checkpoints of a run that are not to be kept; what fails is left for the next.
+    """Deletes the checkpoints of a run that need not be kept; failures are left to the next call.
 
-    Later ones than this job's are of a training that was given up, as it went back behind them:
-    they do not count, and stay.
+    Checkpoints later than this job's belong to a training that was abandoned when the job went back
+    to an earlier step: they do not count, and stay.
 
     Args:
-        run: Where they are.
-        retention: Which are kept.
+        run: The run.
+        retention: Which checkpoints are kept.
         saved: The step that the job has just saved.
-        kept: Steps that are kept besides: the one that the job has resumed from, for example.
+        kept: Other steps to keep, for example the one that the job resumed from.
     """
     if retention.max_to_keep is None:
         return

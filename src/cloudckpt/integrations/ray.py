@@ -1,11 +1,11 @@
-"""Ray Train V2: checkpoints that are in the run's storage already are reported, and not copied.
+"""Ray Train V2: reports checkpoints that are already in the run's storage, without copying them.
 
-Each worker saves with :func:`cloudckpt.save` beneath :func:`run_uri`, and reports where to. Ray
-removes what ``num_to_keep`` does not keep, and gives the newest back after a crash.
+Each worker saves with :func:`cloudckpt.save` beneath :func:`run_uri`, and reports the location. Ray
+removes what ``num_to_keep`` does not keep, and returns the newest checkpoint after a crash.
 
 ``ray.train.report`` copies what it is given, and in the background removes the original afterwards.
-For what :func:`checkpoint` makes, and for nothing else, it is led to do neither: Ray takes a
-function that uploads, and the one that it gets here has nothing to do.
+For the results of :func:`checkpoint`, and nothing else, it does neither: Ray accepts an upload
+function, and the one passed here does nothing.
 
 Tested with ray 2.60.
 """
@@ -38,21 +38,21 @@ except ModuleNotFoundError as error:
 __all__ = ["checkpoint", "run_uri", "storage", "uri_of"]
 
 _SCHEMES = {"s3": "s3", "gcs": "gs", "abfs": "az", "local": "file"}
-"""What pyarrow calls file systems, and their schemes here."""
+"""pyarrow's names for file systems, and their schemes here."""
 
 _OURS = "py::fsspec+"
-"""What pyarrow calls ours begins so, and ends in the scheme."""
+"""The prefix of pyarrow's names for our file systems; the scheme follows."""
 
 
 def storage(uri: URILike, config: Config | None = None) -> dict[str, Any]:
-    """Where Ray is to keep runs, for ``RunConfig(**storage("s3://bucket/runs"))``.
+    """Where Ray keeps runs, for ``RunConfig(**storage("s3://bucket/runs"))``.
 
-    Ray works with ``storage_path="s3://bucket/runs"``, too, by pyarrow. This way it looks, writes
-    and deletes as cloudckpt does: with the same credentials, endpoints and retries, and of a
-    checkpoint that is not kept the commit goes first, so that nobody finds one that is half gone.
+    Ray also works with ``storage_path="s3://bucket/runs"``, through pyarrow. With this function it
+    reads, writes and deletes as cloudckpt does: with the same credentials, endpoints and retries,
+    and deleting a checkpoint starts with its commit, so that nobody sees it half deleted.
 
     Raises:
-        InvalidURIError: If it is in no cloud: give Ray the path then.
+        InvalidURIError: If it is not in a cloud: give Ray the path instead.
     """
     place = CheckpointURI.parse(uri)
     if not place.is_cloud:
@@ -63,7 +63,7 @@ def storage(uri: URILike, config: Config | None = None) -> dict[str, Any]:
 
 
 def run_uri() -> str:
-    """Where Ray keeps this run, and removes checkpoints; for workers.
+    """Where Ray keeps this run and removes its checkpoints; for workers.
 
     Raises:
         ConfigError: If the run's ``storage_path`` is neither in a cloud nor on a mounted disk.
@@ -73,14 +73,14 @@ def run_uri() -> str:
 
 
 def checkpoint(uri: URILike, written: Future[Any] | None = None) -> Any:
-    """What ``ray.train.report`` takes for a checkpoint that is beneath :func:`run_uri`.
+    """Wraps a checkpoint beneath :func:`run_uri` for ``ray.train.report``.
 
     Args:
-        uri: Where it is.
-        written: What a save in the background has returned. The report waits for it, in a thread of
-            Ray's with ``checkpoint_upload_mode=CheckpointUploadMode.ASYNC``, and fails if the save
-            does. It also fails for what was saved with ``incremental=True``, where Ray was not
-            given :func:`storage`, since it would delete what later ones refer to.
+        uri: The checkpoint.
+        written: The future of a background save. The report waits for it, in one of Ray's threads
+            with ``checkpoint_upload_mode=CheckpointUploadMode.ASYNC``, and fails if the save does.
+            It also fails for a checkpoint saved with ``incremental=True`` if Ray does not use
+            :func:`storage`, since Ray would delete what later checkpoints refer to.
 
     Raises:
         ConfigError: If it is elsewhere: Ray would neither take nor remove it.
@@ -93,12 +93,12 @@ def checkpoint(uri: URILike, written: Future[Any] | None = None) -> Any:
 
 
 def uri_of(found: Any) -> str:
-    """The URI of a checkpoint that Ray has given, such as by ``ray.train.get_checkpoint()``."""
+    """The URI of a checkpoint from Ray, for example from ``ray.train.get_checkpoint()``."""
     return _uri(found.filesystem, found.path)
 
 
 class _Stored(ray.train.Checkpoint):  # type: ignore[misc]
-    """A checkpoint that is where Ray would copy it to; a plain one in other processes."""
+    """A checkpoint already in Ray's storage; in other processes a plain Ray checkpoint."""
 
     def __init__(self, path: str, filesystem: Any, written: Future[Any] | None) -> None:
         super().__init__(path, filesystem)
@@ -109,10 +109,11 @@ class _Stored(ray.train.Checkpoint):  # type: ignore[misc]
 
 
 def _when_written(stored: _Stored, name: str) -> _Stored:
-    """In the place of an upload: returns what is there, as soon as it is.
+    """Replaces the upload: returns the checkpoint as soon as it is written.
 
     Raises:
-        ConfigError: If Ray would delete it by pyarrow, whole, though a later one may refer to it.
+        ConfigError: If Ray would delete all of it through pyarrow, though a later checkpoint may
+            refer to it.
     """
     if stored.written is not None:
         stored.written.result()
@@ -132,7 +133,7 @@ def _when_written(stored: _Stored, name: str) -> _Stored:
 
 @functools.cache
 def _lead_reports() -> None:
-    """From now on, what is stored already is reported in this process as it is."""
+    """Makes ``report`` in this process take checkpoints that are already stored as they are."""
     original = TrainContext.report
     signature = inspect.signature(original)
     needed = {"checkpoint_upload_fn", "delete_local_checkpoint_after_upload"}

@@ -1,7 +1,7 @@
-"""A file that goes to an object of its own, and is there when its record is written.
+"""A file in its own object, which exists once its record is written.
 
-What a library serializes out of tensors in host memory is sent from there, without a copy:
-:func:`tensors_last` tells that memory from what is made for the moment.
+Tensors in host memory that a library serializes are sent from there, without a copy:
+:func:`tensors_last` distinguishes that memory from temporary buffers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BLOCK = 1024 * 1024  # bytes that share a checksum, in files of up to 1 GiB
 
 
 class RecordedFile(WrittenFile):
-    """A file whose record is written when all of it is in the store."""
+    """A file whose record is written once all of the file is in the store."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class RecordedFile(WrittenFile):
         super().__init__(store, key, config, expected=expected, checks=self._checksums, lasts=lasts)
 
     def __enter__(self) -> RecordedFile:
-        """In the block ``torch.save`` goes by ``Config.zip_crc32``, in this thread."""
+        """Makes ``torch.save`` follow ``Config.zip_crc32`` in the block, in this thread."""
         self._before = torch.serialization.get_crc32_options()
         torch.serialization.set_crc32_options(self._before and self._zip_crc32)
         return self
@@ -58,7 +58,7 @@ class RecordedFile(WrittenFile):
         super().__exit__(kind, error, trace)
 
     def close(self) -> None:
-        """Completes the file: after this others see it.
+        """Completes the file and makes it visible to others.
 
         Raises:
             StoreError: If the store refuses or stays unreachable.
@@ -73,7 +73,7 @@ class RecordedFile(WrittenFile):
 
 
 def tensors_last(value: object) -> Callable[[memoryview], bool]:
-    """Says of memory whether it is that of a tensor in host memory somewhere in ``value``."""
+    """A test of whether memory belongs to a tensor in host memory anywhere in ``value``."""
     ranges: set[tuple[int, int]] = set()
     waiting, seen = [value], set[int]()
     while waiting:
@@ -92,7 +92,7 @@ def tensors_last(value: object) -> Callable[[memoryview], bool]:
             waiting.extend(one.values())
         elif isinstance(one, (list, tuple)):
             waiting.extend(one)
-    starts = dict(sorted(ranges))  # of those that begin alike, the longest
+    starts = dict(sorted(ranges))  # the longest range for each start
 
     def lasts(view: memoryview, _kept: object = value) -> bool:
         start = _address(view)

@@ -1,4 +1,4 @@
-"""The saves of a framework's job, at once or in the background, and what is done behind each."""
+"""A framework job's saves, immediate or in the background, and the actions that follow each."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ logger = logging.getLogger("cloudckpt")
 class Saves:
     """Saves one checkpoint after another; all ranks that save together make the same calls.
 
-    In the background there is one save at a time, in a thread: scripts of frameworks can seldom be
-    imported by a process. What is to be deleted when a save is committed waits for that, so that
-    there is always a checkpoint.
+    In the background there is one save at a time, in a thread: another process can seldom import a
+    framework's script. Deletions wait until the save is committed, so that there is always a
+    checkpoint.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class Saves:
     ) -> None:
         """
         Args:
-            config: The options of saving.
-            asynchronous: Whether saves go on in the background.
+            config: Options for saving.
+            asynchronous: Whether saves run in the background.
             no_dist: Whether this process saves alone.
             stager: Copies the state for a save in the background; None for cloudckpt's own.
         """
@@ -55,10 +55,10 @@ class Saves:
         self._left: list[Callable[[], object]] = []
 
     def save(self, state: dict[str, Any], uri: str) -> None:
-        """Saves, or begins to, when the save before is committed.
+        """Saves, or begins to save, once the previous save is committed.
 
         Raises:
-            CloudCheckpointError: As :func:`cloudckpt.save`, of this save or of the one before.
+            CloudCheckpointError: As :func:`cloudckpt.save`, for this save or the previous one.
         """
         self.finish()
         if self._checkpointer is None:
@@ -67,9 +67,9 @@ class Saves:
         self._checkpointer.save(uri, state)
 
     def then(self, act: Callable[[], object]) -> None:
-        """Calls ``act`` when all that was saved is committed: now, or as soon as that is known.
+        """Calls ``act`` once everything saved is committed: now, or in a later call of this object.
 
-        That is the next call of this object; never, if the save fails.
+        It is never called if the save fails.
         """
         if self._asynchronous and self._checkpointer is not None:
             self._left.append(act)
@@ -77,10 +77,10 @@ class Saves:
             act()
 
     def finish(self) -> None:
-        """Waits until what was saved is committed.
+        """Waits until the last save is committed.
 
         Raises:
-            CloudCheckpointError: If it was not; on all ranks.
+            CloudCheckpointError: If it failed; on all ranks.
         """
         left, self._left = self._left, []
         if self._checkpointer is not None:
@@ -89,7 +89,7 @@ class Saves:
             act()
 
     def close(self) -> None:
-        """Finishes, and gives back what was taken; later saves are made at once.
+        """Finishes and releases resources; later saves are made at once.
 
         Raises:
             CloudCheckpointError: As :meth:`finish`.
@@ -105,7 +105,7 @@ class Saves:
 
 
 def then(saves: Saves | None, act: Callable[[], object]) -> None:
-    """Does something behind the saves that are under way."""
+    """Calls ``act`` after the saves under way."""
     if saves is None:
         act()
     else:
@@ -113,7 +113,7 @@ def then(saves: Saves | None, act: Callable[[], object]) -> None:
 
 
 def close(saves: Saves | None) -> None:
-    """Ends saves in the background; where another error is on its way, a failure is logged."""
+    """Ends background saves; a failure is only logged if another error is being raised."""
     is_failing = sys.exc_info()[1] is not None
     try:
         if saves is not None:

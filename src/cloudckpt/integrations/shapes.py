@@ -1,8 +1,8 @@
-"""What is expected of a framework, and what stands in it where it looks otherwise: refusals.
+"""Checks a framework against the known versions; unknown versions are made to refuse URIs.
 
-An unknown framework would make a local folder named ``s3:`` of a URI, report success, and be lost
-with the machine. What of it is still known can't be trusted to be all. So whatever in its modules
-may take a path refuses URIs by name then; paths go the framework's way.
+An unknown version would make a local folder named ``s3:`` of a URI, report success, and lose the
+data with the machine. The parts still recognized may not be all of it. So every function in its
+modules that may take a path then refuses URIs; paths are handled by the framework.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ _OF_PATHS = re.compile(
     "|export",
     re.IGNORECASE,
 )
-"""In names of functions and parameters that may have to do with paths; texts and tensors are given
-to others."""
+"""Matches names of functions and parameters that may concern paths; others take texts and
+tensors."""
 
 
 class UnknownShapeError(Exception):
-    """What was not found in a framework; its users hear of it when they give a URI."""
+    """Something expected is missing from a framework; users see it when they pass a URI."""
 
 
 def function(owner: Any, path: str, *parameters: str) -> Callable[..., Any]:
-    """A function of a module, or a method of a class, be it inherited.
+    """A function of a module, or a method of a class, inherited or not.
 
     Args:
         owner: A module or a class.
-        path: The name, behind the name of its class if ``owner`` is a module that has that.
-        *parameters: What it has to take by name.
+        path: The name, with its class before it if ``owner`` is the class's module.
+        *parameters: Parameters that it must accept by name.
 
     Raises:
-        UnknownShapeError: If there is none, or it takes no such parameters.
+        UnknownShapeError: If it does not exist, or does not accept these parameters.
     """
     *outer, name = path.split(".")
     found = owner
@@ -63,10 +63,10 @@ def function(owner: Any, path: str, *parameters: str) -> Callable[..., Any]:
 
 
 def refusals(module: ModuleType, why: str) -> Iterator[Change]:
-    """What stands in a module of an unknown framework, so that its functions refuse URIs.
+    """The changes that make the functions of an unknown framework's module refuse URIs.
 
     Args:
-        module: The framework's.
+        module: The framework's module.
         why: What is unknown.
     """
     seen: set[type] = set()
@@ -81,8 +81,8 @@ def refusals(module: ModuleType, why: str) -> Iterator[Change]:
 
 
 def _of_class(kind: type, package: str, why: str, seen: set[type]) -> Iterator[Change]:
-    """Its public methods and its constructor, those included that a base in the package has; and
-    likewise of the classes within it.
+    """Its constructor and public methods, including those inherited from a base in the package, and
+    likewise for its nested classes.
     """
     if kind in seen or issubclass(kind, enum.Enum):
         return
@@ -130,7 +130,7 @@ def _uri_in(given: object) -> str | None:
 
 
 def _named(original: Callable[..., Any]) -> str:
-    """The function, with the framework and its version: known when that is all there."""
+    """The function's name, with the framework's name and version."""
     package = original.__module__.partition(".")[0]
     version = getattr(sys.modules.get(package), "__version__", None)
     if version is None:

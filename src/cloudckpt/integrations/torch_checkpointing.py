@@ -1,16 +1,15 @@
-"""torch_checkpointing on URIs: its ``StorageConfig`` with our stores.
+"""torch_checkpointing on URIs: a ``StorageConfig`` for our stores.
 
 >>> from torch_checkpointing.checkpoint_manager import CheckpointManager  # doctest: +SKIP
 >>> config = CheckpointManager.Config(storage_config=CloudStorageConfig())  # doctest: +SKIP
 >>> config.build().save("s3://bucket/run/step-1000", {"model": state})  # doctest: +SKIP
 
-It commits a checkpoint by renaming the folder that all ranks have written to, which is one
-conditional write here: :mod:`cloudckpt.integrations.file_folders` says how. Where its writer is
-told to write in place (``write_to_temp_dir=False``), :meth:`CloudStorageConfig.publish` is the
-callback that commits.
+torch_checkpointing commits a checkpoint by renaming the folder that all ranks have written to; here
+that is one conditional write, see :mod:`cloudckpt.integrations.file_folders`. If its writer writes
+in place (``write_to_temp_dir=False``), the callback :meth:`CloudStorageConfig.publish` commits.
 
-Its writers hand over paths that ``pathlib`` has made of URIs (``s3:/bucket/run``). That form is
-refused elsewhere in cloudckpt, for it means a local folder; here nothing else can be meant.
+Its writers pass paths that ``pathlib`` has made from URIs (``s3:/bucket/run``). Elsewhere cloudckpt
+refuses that form, since it means a local folder; here it can only mean the URI.
 
 Tested with torch_checkpointing 0.1.1.
 """
@@ -49,22 +48,22 @@ __all__ = ["CloudStorage", "CloudStorageConfig"]
 _KEY = "cloudckpt/torch_checkpointing"
 
 _jobs: dict[int, str] = {}
-"""By process: what :func:`_job` has said, as a forked child is a writer of its own."""
+"""By process: the result of :func:`_job`; a forked child is a separate writer."""
 
 
 @dataclass
 class CloudStorageConfig(StorageConfig):  # type: ignore[misc]
-    """Checkpoints are in stores; paths are URIs.
+    """A storage config whose checkpoints are in stores and whose paths are URIs.
 
     Attributes:
-        config: Options; read from the environment where they are not given.
-        temp_dir_prefix: That of ``CheckpointWriterConfig``. Files in a folder of such a name, or in
-            one within it, wait for their commit; if this is another prefix than the writer's, a
-            commit has the store copy what was written. Empty for a writer in place.
-        published: Whether files that are written in place wait for their commit, too, which is
-            :meth:`publish` then: only the job that writes them sees them before.
-        job: What all ranks of the job have, and no other job: sixteen hexadecimal digits, on which
-            they agree by the store of torch's process group when this is first used.
+        config: Options; read from the environment by default.
+        temp_dir_prefix: That of ``CheckpointWriterConfig``. Files in a folder with this prefix, or
+            in a folder within it, wait for their commit; if it differs from the writer's prefix, a
+            commit copies what was written. Empty for a writer that writes in place.
+        published: Whether files written in place also wait for their commit, by :meth:`publish`:
+            until then only the job that writes them sees them.
+        job: Sixteen hexadecimal digits shared by all ranks of the job, and by no other job; agreed
+            on through the store of torch's process group when this is first used.
     """
 
     config: Config | None = None
@@ -77,7 +76,7 @@ class CloudStorageConfig(StorageConfig):  # type: ignore[misc]
         return CloudStorage(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Goes to the saving process, which has no process group to ask."""
+        """Includes the job, for the saving process, which has no process group to ask."""
         self._agree()
         return dict(self.__dict__)
 
@@ -95,16 +94,16 @@ class CloudStorageConfig(StorageConfig):  # type: ignore[misc]
         ...     save=save, storage_config=storage, finalize_callback=storage.publish
         ... )  # doctest: +SKIP
 
-        All ranks call it behind their barrier; the first one commits. Until then no other job sees
+        All ranks call it after their barrier; the first one commits. Until then no other job sees
         what was written.
 
         Args:
-            told: What the writer hands over: an object with the ``path``, or the path itself.
+            told: What the writer passes: an object with the ``path``, or the path itself.
 
         Raises:
-            ConfigError: If what is written in place does not wait for it.
-            FileExistsError: If another job has committed there before.
-            CommitUnknownError: If the store did not say whether it has carried out the commit.
+            ConfigError: If ``published`` is off.
+            FileExistsError: If another job has already committed there.
+            CommitUnknownError: If the store did not say whether it carried out the commit.
         """
         if not self.published:
             raise ConfigError("publish needs CloudStorageConfig(published=True)")
@@ -117,7 +116,7 @@ class CloudStorageConfig(StorageConfig):  # type: ignore[misc]
 
 
 class CloudStorage(Storage):  # type: ignore[misc]
-    """What torch_checkpointing reads and writes, in stores of ours."""
+    """torch_checkpointing's reads and writes, on our stores."""
 
     def __init__(self, config: CloudStorageConfig) -> None:
         self._config = config
@@ -127,7 +126,7 @@ class CloudStorage(Storage):  # type: ignore[misc]
         """The bucket of a path, and its key there.
 
         Raises:
-            InvalidURIError: If it is none of a store.
+            InvalidURIError: If it is not a path in a store.
         """
         uri, config = _uri(path), self._config.config or Config()
         bucket = (os.getpid(), uri.scheme, uri.bucket, uri.account)
@@ -144,7 +143,7 @@ class CloudStorage(Storage):  # type: ignore[misc]
     # ---- files
 
     def stream_read(self, path: Path, read_args: ReadArgs | None = None) -> io.RawIOBase:
-        """A file for reading, from which no byte comes that its checksum does not cover."""
+        """A file for reading, every byte of which has passed its checksum."""
         folders, key = self._at(path)
         return folders.opened(key)
 
@@ -157,9 +156,9 @@ class CloudStorage(Storage):  # type: ignore[misc]
         return folders.written(key)
 
     def get_write_stream(self, path: Path, data: object) -> io.IOBase:
-        """A file for ``data``, whose tensors in host memory are sent from there.
+        """A file for ``data``, whose tensors in host memory are sent without a copy.
 
-        They must stay as they are until it is closed.
+        They must not change until the file is closed.
         """
         folders, key = self._at(path)
         return folders.written(key, expected=size_of(data), lasts=tensors_last(data))
@@ -181,14 +180,14 @@ class CloudStorage(Storage):  # type: ignore[misc]
     # ---- folders
 
     def mkdir(self, path: Path, recursive: bool = True) -> None:
-        """Does nothing: folders are what keys have in common."""
+        """Does nothing: folders are only common prefixes of keys."""
 
     def rmdir(self, path: Path) -> None:
         folders, key = self._at(path)
         folders.remove_folder(key)
 
     def ls(self, path: Path) -> list[str]:
-        """Names in a folder, without those of folders of which nothing is committed."""
+        """Names in a folder, without folders that have nothing committed."""
         folders, key = self._at(path)
         return folders.names(key)
 
@@ -199,7 +198,7 @@ class CloudStorage(Storage):  # type: ignore[misc]
         return [f"{folder}/{name}" for name in fnmatch.filter(self.ls(Path(folder)), names)]
 
     def exists(self, path: Path) -> bool:
-        """Whether there is a file, or a folder that is committed or written to."""
+        """Whether there is a file, or a folder that is committed or being written."""
         folders, key = self._at(path)
         return folders.exists(key)
 
@@ -218,12 +217,12 @@ class CloudStorage(Storage):  # type: ignore[misc]
         background_cleanup: bool = False,
         **_: Any,
     ) -> None:
-        """Commits a folder by one conditional write, or gives a file another path.
+        """Commits a folder by one conditional write, or moves a file to another path.
 
         Raises:
             FileExistsError: If something is in the way; it is left as it is.
             FileNotFoundError: If there is nothing to rename.
-            CommitUnknownError: If the store did not say whether it has carried out the commit.
+            CommitUnknownError: If the store did not say whether it carried out the commit.
         """
         source, target = _uri(src_path), _uri(dst_path)
         if (source.scheme, source.bucket, source.account) != (
@@ -250,10 +249,10 @@ def _uri(path: str | os.PathLike[str]) -> CheckpointURI:
 
 
 def _job() -> str:
-    """What all ranks of this job say, and no other job.
+    """An identifier shared by all ranks of this job, and by no other job.
 
-    Ranks that have no process group yet can't agree: they tell one job from another by what
-    torchrun has told them, if there are several.
+    Ranks without a process group can't agree on one: if there are several ranks, they derive it
+    from torchrun's environment.
     """
     if dist.is_available() and dist.is_initialized():
         agreed: bytes = default_store().compare_set(_KEY, "", random_suffix())

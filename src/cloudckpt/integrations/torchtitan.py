@@ -1,12 +1,12 @@
 """torchtitan on URIs: ``install()``, and ``--checkpoint.folder s3://…``.
 
-torchtitan (0.3 and later) saves and loads by torch's functions, which ``install`` leads here, and
-lists and removes by fsspec, which :mod:`cloudckpt.integrations.fsspec` serves. It is led to remove
-by that where s3fs serves the scheme, too, which knows nothing of what checkpoints share. What is
-left are models in Hugging Face's format, the last save and what training begins with, which it
-refuses on what is not local, since torch's writer and reader of that format know files only.
-:func:`changes` takes the refusals back, and has :func:`cloudckpt.hf.save` write; torch's reader has
-become ours.
+torchtitan (0.3 and later) saves and loads with torch's functions, which ``install`` redirects, and
+lists and removes through fsspec, which :mod:`cloudckpt.integrations.fsspec` serves. It removes
+through that even where s3fs serves the scheme, since s3fs does not know what checkpoints share.
+That leaves models in Hugging Face's format, as the last save and the initial load, which torchtitan
+refuses unless they are local, since torch's writer and reader of that format know only files.
+:func:`changes` lifts the refusals and writes with :func:`cloudckpt.hf.save`; torch's reader is
+already replaced.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _OPTIONS = (
     "last_save_in_hf",
     "last_save_model_only",
 )
-"""Of its checkpoints, which are looked at here."""
+"""The options of its checkpoints that are used here."""
 
 
 def changes(module: ModuleType) -> Iterator[Change]:
-    """Has the managers of ``torchtitan.components.checkpointer.dcp`` take URIs for models.
+    """Makes the managers of ``torchtitan.components.checkpointer.dcp`` take URIs for models.
 
     Raises:
         UnknownShapeError: If they do not look as those of 0.3.
@@ -72,7 +72,7 @@ def _removing(original: Callable[[Any], None]) -> Callable[[Any], None]:
 def _accepting(original: Callable[[Any], None]) -> Callable[[Any], None]:
     """The check of the options, without its refusals of this format on URIs.
 
-    A model that is quantized stays refused: its reader is another one of torch's, for files only.
+    A quantized model is still refused: torch reads it with a different reader, for files only.
     """
 
     @functools.wraps(original)

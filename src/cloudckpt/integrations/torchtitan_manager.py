@@ -1,8 +1,8 @@
 """torchtitan's manager on torch_checkpointing: ``install()``, and ``--checkpoint.folder s3://…``.
 
-It takes a storage, and refuses URIs all the same. ``install`` has its options build a class derived
-from it, which gives it our storage where it is given a URI, and tells it the URI afterwards.
-That of torchtitan 0.3 saves nothing yet, and takes no storage: it is made to refuse URIs by name.
+The manager takes a storage, yet refuses URIs. ``install`` makes its options build a subclass, which
+passes it our storage when given a URI, and sets the URI afterwards. The manager of torchtitan 0.3
+does not save yet and takes no storage: it is made to refuse URIs.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["changes"]
 
 
 def changes(module: ModuleType) -> Iterator[Change]:
-    """Has the manager of ``torchtitan.components.checkpointer.torch_checkpointing`` take URIs.
+    """Makes the manager of ``torchtitan.components.checkpointer.torch_checkpointing`` take URIs.
 
     Raises:
-        UnknownShapeError: If it takes a storage, and looks otherwise than is known besides.
+        UnknownShapeError: If it takes a storage, but does not otherwise look as expected.
     """
     build = function(module, "TorchCheckpointingManager.__init__", "config", "base_folder")
     if "storage_config" not in inspect.signature(build).parameters:
@@ -43,7 +43,7 @@ def _is_ours(folder: str | None) -> bool:
 
 
 def _on_uris(module: ModuleType) -> type:
-    """A class derived from the manager, whose options stay those of the manager."""
+    """A subclass of the manager, with the manager's options."""
     base: Any = module.TorchCheckpointingManager
 
     class TorchCheckpointingManager(base):  # type: ignore[misc]

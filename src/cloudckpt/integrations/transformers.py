@@ -1,12 +1,12 @@
-"""Hugging Face Trainer: a callback that takes each of its checkpoints to a run, and back.
+"""Hugging Face Trainer: a callback that saves each of its checkpoints to a run and restores them.
 
 >>> from cloudckpt.integrations.transformers import CloudCheckpointCallback  # doctest: +SKIP
 >>> saved = CloudCheckpointCallback("s3://bucket/run", max_to_keep=3)  # doctest: +SKIP
 >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[saved])  # doctest: +SKIP
 >>> trainer.train(resume_from_checkpoint=saved.restore())  # doctest: +SKIP
 
-The Trainer writes its checkpoints into ``output_dir``, which may be a scratch disk of each node;
-all ranks save the files of one as ``<run>/step-<step>``, in one commit, each file as an item.
+The Trainer writes its checkpoints into ``output_dir``, which may be a scratch disk on each node;
+all ranks save a checkpoint's files as ``<run>/step-<step>``, in one commit, each file as an item.
 Tested with transformers 5.23.
 """
 
@@ -62,9 +62,9 @@ logger = logging.getLogger("cloudckpt")
 class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
     """Saves each checkpoint of a Trainer to a run, and restores the newest on a fresh node.
 
-    It saves when the Trainer has saved: all of its files, whatever wrote them, FSDP's shards, the
-    optimizer, random states and ``trainer_state.json`` among them. A failure is raised on every
-    rank, unless you have it logged. ``save_total_limit=1`` is enough for the local disk.
+    It saves after the Trainer has saved: all files, whatever wrote them, including FSDP's shards,
+    the optimizer, random states and ``trainer_state.json``. A failure is raised on every rank,
+    unless ``on_failure`` says to log it. ``save_total_limit=1`` is enough for the local disk.
     """
 
     def __init__(
@@ -82,18 +82,19 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         """
         Args:
             run: The folder of the run, for example ``s3://bucket/run``.
-            max_to_keep: How many checkpoints are kept in the run, the newest; None keeps all. The
-                one that the Trainer takes for the best is kept besides, and the one that this job
-                has restored. Later ones than this job's, behind which it went back, stay.
-            keep_period: Steps that it divides are kept besides.
-            asynchronous: Whether a checkpoint's files are sent while training goes on. What fails
-                then is raised when the next one is saved, or training ends.
-            keep_local: Whether the Trainer's own folder stays when its files are saved; it is
-                needed for ``load_best_model_at_end``.
-            on_failure: Whether a failure to save ends the training, or is logged: then training
-                goes on, and the files stay on the local disk. Ranks that lost each other raise.
-            step_name: What the folders of checkpoints are called.
-            config: The options of saving and loading; None for those of ``install``.
+            max_to_keep: How many of the newest checkpoints are kept in the run; None keeps all. The
+                Trainer's best checkpoint and the one that this job restored are also kept.
+                Checkpoints of later steps, from before this job went back, stay.
+            keep_period: Steps that are multiples of it are also kept.
+            asynchronous: Whether a checkpoint's files are sent while training continues. A failure
+                is then raised when the next checkpoint is saved, or training ends.
+            keep_local: Whether the Trainer's own folder stays once its files are saved; needed for
+                ``load_best_model_at_end``.
+            on_failure: Whether a failure to save ends the training or is logged; if it is logged,
+                training continues, and the files stay on the local disk. Ranks that lost each other
+                always raise.
+            step_name: How the folders of checkpoints are named.
+            config: Options for saving and loading; None for those of ``install``.
 
         Raises:
             ConfigError: If an option makes no sense.
@@ -114,10 +115,10 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         self._restored: str | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Learns where the Trainer writes.
+        """Records where the Trainer writes.
 
         Raises:
-            ConfigError: If it would read what is not kept.
+            ConfigError: If the Trainer would read something that is not kept.
         """
         self._args = args
         if args.load_best_model_at_end and not self._keep_local:
@@ -127,25 +128,25 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         """Saves what the Trainer has just written; it calls this on all ranks.
 
         Raises:
-            CloudCheckpointError: As :func:`cloudckpt.save`, of this save or of the one before.
+            CloudCheckpointError: As :func:`cloudckpt.save`, for this save or the previous one.
         """
         self._unless_logged(self._finish)
         self._unless_logged(lambda: self._save(args, state, state.global_step))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Sees whether the Trainer was told to end, and has just written a checkpoint for that."""
+        """Notes whether the Trainer was asked to end, and just wrote a checkpoint for that."""
         if control.should_training_stop and self._told_to_end is None:
             self._told_to_end = state.global_step
 
     on_pre_optimizer_step = on_step_begin
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Deletes what was restored, which all ranks have read by then."""
+        """Deletes the restored copy, which all ranks have read by now."""
         self._forget_restored()
         self.on_step_begin(args, state, control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Waits until what was saved is committed.
+        """Waits until the last save is committed.
 
         Raises:
             CloudCheckpointError: As :meth:`on_save`.
@@ -162,13 +163,13 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             self._unless_logged(saves.close)
 
     def restore(self, step: int | None = None) -> str | None:
-        """Brings a checkpoint to the local disk of each node: the newest that is whole.
+        """Copies the newest intact checkpoint to the local disk of each node.
 
-        All ranks call it, after the ``TrainingArguments`` were made, which connect them. The ranks
-        of a node share the work. The copy is in ``output_dir`` if the Trainer was given this
-        callback before, else a temporary folder; it is deleted when the Trainer has taken its first
-        step, or the process ends. With ``load_best_model_at_end``, the best checkpoint is brought
-        to its place in ``output_dir``, too, if the run still has it.
+        All ranks call it, after making the ``TrainingArguments``, which connect them. The ranks of
+        a node share the work. The copy is in ``output_dir`` if the Trainer already has this
+        callback, else in a temporary folder; it is deleted once the Trainer has taken its first
+        step, or when the process ends. With ``load_best_model_at_end``, the best checkpoint is also
+        copied to its place in ``output_dir``, if the run still has it.
 
         Args:
             step: The step to restore instead of the newest.
@@ -178,8 +179,8 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
 
         Raises:
             CheckpointNotFoundError: If ``step`` has no checkpoint.
-            CheckpointCorruptError: If all that there are are damaged.
-            ConfigError: If it was saved by something else, or the ranks are not connected.
+            CheckpointCorruptError: If all checkpoints are damaged.
+            ConfigError: If other software saved it, or the ranks are not connected.
             CloudCheckpointError: As :func:`cloudckpt.load`.
         """
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
@@ -221,7 +222,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         self._saves.then(clean)
 
     def _finish(self) -> None:
-        """Ends the save that is under way."""
+        """Ends the save under way."""
         if self._saves is not None:
             self._saves.finish()
 
@@ -244,7 +245,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
                 return None
             if output_dir is None:
                 made = tempfile.mkdtemp(prefix="cloudckpt-")
-            else:  # what a killed job has left there goes; pushing to a hub leaves out names with _
+            else:  # a killed job's leftovers there go; pushing to a hub omits names with _
                 made = os.path.join(output_dir, f"_restored-{meeting.rank}")
                 shutil.rmtree(made, ignore_errors=True)
                 os.makedirs(made)
@@ -261,7 +262,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         return folder
 
     def _bring_best(self, meeting: Meeting, folder: str, root: str) -> None:
-        """Brings the best checkpoint to where the Trainer looks for it, and has it look there."""
+        """Copies the best checkpoint to where the Trainer looks for it, and makes it look there."""
         file = os.path.join(folder, TRAINER_STATE_NAME)
 
         def look() -> int | None:
@@ -295,7 +296,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         meeting.begin(put)
 
     def _fetch(self, meeting: Meeting, step: int, folder: str) -> None:
-        """Brings a checkpoint to a folder of each node; the ranks of a node share the work."""
+        """Copies a checkpoint to a folder on each node; the ranks of a node share the work."""
         local_rank, local_size = _place()
 
         def fetch() -> None:
@@ -315,8 +316,8 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
 
 
 class _AsItIs(AsyncStager):
-    """A stager that copies nothing: nobody changes the files of a checkpoint, and what is mapped
-    stays there when they are deleted.
+    """A stager that copies nothing: a checkpoint's files never change, and mapped files stay
+    readable after they are deleted.
     """
 
     _synchronize_after_execute = False
@@ -334,7 +335,7 @@ def _folder(output_dir: str, step: int) -> str:
 
 
 def _place() -> tuple[int, int]:
-    """Which rank of its node this is, and how many the node has, as the launcher says."""
+    """This rank's index on its node, and the node's number of ranks, from the launcher."""
     if not dist.is_initialized():
         return 0, 1
     return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

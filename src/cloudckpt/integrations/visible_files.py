@@ -1,8 +1,8 @@
-"""What a job sees in a bucket: plain objects, files of its own, and those of committed folders.
+"""What a job sees in a bucket: plain objects, its own files, and files of committed folders.
 
-A file may be three things (:data:`Found`): what a manifest names, which nobody changes any more;
-what a record says, which the job's own temporary folders have, too; or a plain object, which other
-programs read and write. Of several at one path the first of these is seen.
+A file is one of three things (:data:`Found`): named by a manifest, and immutable; named by a
+record, as in the job's own temporary folders; or a plain object, which other programs read and
+write. If several exist at one path, the first of these is seen.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ __all__ = ["CommittedFile", "Found", "PlainFile", "RecordedAs", "VisibleFiles"]
 
 @dataclass(frozen=True)
 class PlainFile:
-    """A file that other programs see, too: an object at its own key."""
+    """A file that other programs also see: an object at its own key."""
 
     info: ObjectInfo
 
 
 @dataclass(frozen=True)
 class RecordedAs:
-    """A file that no manifest names, and the key of the record that does."""
+    """A file that a record names, but no manifest does, and the record's key."""
 
     file: StoredFile
     record: str
@@ -67,8 +67,8 @@ class VisibleFiles:
         """
         Args:
             store: The bucket.
-            job: Whose pending files are seen.
-            retrier: For each request.
+            job: The job whose pending files are seen.
+            retrier: Retries each request.
         """
         self._store = store
         self._job = job
@@ -117,7 +117,7 @@ class VisibleFiles:
         return sorted(found)
 
     def beneath_folder(self, folder: str) -> Iterator[ObjectInfo]:
-        """What this job sees beneath a folder, in any folder of it; asked for as it is wanted."""
+        """What this job sees beneath a folder, at any depth; listed lazily."""
         return (info for info in self._store.list(inside(folder)) if self.sees(info.key))
 
     def sees(self, key: str) -> bool:
@@ -128,7 +128,7 @@ class VisibleFiles:
         return bool(name) and not is_content_name(name) and not is_drawn_name(name)
 
     def find(self, key: str) -> Found | None:
-        """What a file is, if there is one: what is committed comes first."""
+        """What a file is, if it exists: committed files take precedence."""
         for folder in folders_above(key):
             if (manifest := self.manifest(folder)) is not None:
                 version, said = manifest
@@ -142,10 +142,10 @@ class VisibleFiles:
             return None
 
     def existing(self, key: str) -> Found:
-        """The same.
+        """Like :meth:`find`, for a file that must exist.
 
         Raises:
-            FileNotFoundError: If there is none.
+            FileNotFoundError: If there is no such file.
         """
         found = self.find(key)
         if found is None:
@@ -153,7 +153,7 @@ class VisibleFiles:
         return found
 
     def _recorded(self, key: str) -> RecordedAs | None:
-        """What this job has written there, or else what another one has written last."""
+        """What this job has written there, or else the last thing another job has written."""
         records = [info for info in self.records(f"{key}.") if name_of_record(info.key)[0] == key]
         if not records:
             return None
@@ -165,12 +165,12 @@ class VisibleFiles:
             return None
 
     def records(self, prefix: str) -> list[ObjectInfo]:
-        """Those that this job sees whose keys begin so."""
+        """The records with this key prefix that this job sees."""
         listed = self._retrier.call(lambda: list(self._store.list(prefix)))
         return [info for info in listed if is_record_name(info.key) and self.sees(info.key)]
 
     def record(self, key: str) -> StoredFile:
-        """What a record says.
+        """Reads a record.
 
         Raises:
             ObjectNotFoundError: If there is no such record.
@@ -195,14 +195,14 @@ class VisibleFiles:
         except ObjectNotFoundError:
             return None
         read = (info.version, read_manifest(data, folder, self._store.uri(key)))
-        self._manifests = {folder: read}  # of the checkpoint that is read just now
+        self._manifests = {folder: read}  # of the checkpoint being read
         return read
 
     def size(self, key: str) -> int:
-        """Bytes of a file.
+        """The size of a file in bytes.
 
         Raises:
-            FileNotFoundError: If there is none.
+            FileNotFoundError: If there is no such file.
         """
         found = self.existing(key)
         return found.info.size if isinstance(found, PlainFile) else found.file.size

@@ -1,4 +1,4 @@
-"""Which checkpoints there are in a run: a folder whose own folders are checkpoints."""
+"""The checkpoints in a run: a folder whose direct subfolders are checkpoints."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ _OURS = re.compile(r"__\d+_\d+(\.[0-9a-f]+)?\.distcp|__\d+\.metadata|__\d+\.[0-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSummary:
-    """What a listing tells of a checkpoint.
+    """What a listing says about a checkpoint.
 
     Attributes:
         uri: Where it is.
         step: Its step; None if its name is not that of a step.
-        is_committed: Whether it can be loaded. One that can't was left by a save that was killed,
-            or is being written.
-        is_pending: Whether it can't, and saving processes that have outlived their trainers are
+        is_committed: Whether it can be loaded. If not, it was left by a killed save, or is being
+            written.
+        is_pending: Whether it is uncommitted, but saving processes that outlived their trainers are
             finishing it, or have: the next job's ``restore()`` commits it, or ``cloudckpt adopt``.
-        is_referred_to: Whether others of the run refer to its objects, or saves that are under way
-            may do so: those stay for them when it is deleted.
-        nbytes: Bytes of its objects, leftovers of killed saves included.
+        is_referred_to: Whether other checkpoints of the run refer to its objects, or saves in
+            progress may: those objects stay when it is deleted.
+        nbytes: Bytes of its objects, including leftovers of killed saves.
         modified: When the newest of them was written, in seconds since 1970 by the store's clock;
-            None if the store does not tell.
+            None if the store does not say.
     """
 
     uri: str
@@ -66,12 +66,12 @@ class CheckpointSummary:
 def list_checkpoints(
     run: URILike, *, step_name: str = DEFAULT_PATTERN, config: Config | None = None
 ) -> list[CheckpointSummary]:
-    """The checkpoints in the folders of a run, torn ones too; oldest step first, others by name.
+    """The checkpoints in a run's folders, uncommitted too; by step, then others by name.
 
-    Folders in which neither cloudckpt nor torch has written are not listed. It takes a request for
-    each thousand folders, and one for each of them: two more, and more for each thousand objects of
-    a checkpoint, where there are more than a thousand names in it. What is in folders of folders is
-    not looked at.
+    Folders in which neither cloudckpt nor torch has written are not listed. This takes one request
+    per thousand folders, and one per folder; a checkpoint with more than a thousand names directly
+    in it takes two more, plus one per further thousand of its objects. Subfolders of checkpoints
+    are not searched.
 
     Args:
         run: The folder, for example ``s3://bucket/run``.
@@ -80,7 +80,7 @@ def list_checkpoints(
 
     Raises:
         InvalidURIError: If it is not a valid location.
-        ConfigError: If ``step_name`` is no pattern.
+        ConfigError: If ``step_name`` is not a valid pattern.
         StoreError: If the store refuses or stays unreachable.
     """
     found = Run(run, step_name=step_name, config=config)
@@ -92,9 +92,9 @@ def latest(
 ) -> str | None:
     """The URI of the newest committed checkpoint of a run; None if there is none.
 
-    It takes a request for each thousand folders, and one for the newest step, if that is committed.
-    Ranks that ask by themselves may be told different things beside a writer: let one ask, and
-    tell the rest, as :class:`CheckpointManager` does.
+    It takes one request per thousand folders, and one for the newest step, if that is committed.
+    While a job saves, ranks that ask separately may get different answers: ask on one rank and
+    broadcast the answer, as :class:`CheckpointManager` does.
 
     Args and errors are those of :func:`list_checkpoints`.
     """
@@ -106,7 +106,7 @@ def latest(
 async def steps_of(view: View, run: Run) -> list[int]:
     """The steps that have a folder, whether they are committed or not; oldest first.
 
-    If all folders are called otherwise, that is logged.
+    If folders exist but none has a step's name, that is logged.
     """
     names = await view.folders(run.root.key(""))
     found = run.steps_among(names)
@@ -139,7 +139,7 @@ async def summaries(view: View, run: Run) -> list[CheckpointSummary]:
 async def summary(view: View, run: Run, folder: str) -> CheckpointSummary | None:
     """The checkpoint in a folder of a run; None if neither cloudckpt nor torch has written it.
 
-    Strangers may have folders whose names no location has, such as ``..`` or ``what?``.
+    Folders of other programs may have names that no location can have, such as ``..`` or ``what?``.
     """
     if not CheckpointURI.accepts(f"{run.root}/{folder}"):
         return None
@@ -147,7 +147,7 @@ async def summary(view: View, run: Run, folder: str) -> CheckpointSummary | None
     below = uri.key("")
     objects = await _objects_of_ours(view, below)
     if all(is_keep_name(info.key.removeprefix(below)) for info in objects):
-        return None  # of a save that was killed: what it has marked is gone
+        return None  # only marks remain, from a killed save whose data is gone
     names = {info.key.removeprefix(below) for info in objects}
     return CheckpointSummary(
         uri=str(uri),
@@ -161,13 +161,13 @@ async def summary(view: View, run: Run, folder: str) -> CheckpointSummary | None
 
 
 async def _objects_of_ours(view: View, below: str) -> list[ObjectInfo]:
-    """What cloudckpt or torch has written directly beneath a folder.
+    """The objects that cloudckpt or torch has written directly beneath a folder.
 
-    Of a folder of strangers this lists the first page, and not all that they have there.
+    For a folder of another program, this lists only the first page.
     """
     level = await view.level(below)
     found: Iterable[ObjectInfo | str] = level
-    if len(level) >= AT_FIRST:  # a checkpoint of many ranks, or a folder of strangers
+    if len(level) >= AT_FIRST:  # a checkpoint of many ranks, or another program's folder
         marks = [info for info in level if _name(info, below).startswith(KEPT_FOR)]  # come first
         found = marks + [
             info for start in (METADATA, OF_RANKS) for info in await view.objects(below + start)
@@ -176,12 +176,12 @@ async def _objects_of_ours(view: View, below: str) -> list[ObjectInfo]:
 
 
 def _name(info: ObjectInfo | str, below: str) -> str:
-    """What something is called that is directly beneath a folder."""
+    """The name of an object or folder directly beneath a folder."""
     return info.key.removeprefix(below) if isinstance(info, ObjectInfo) else info
 
 
 class Run:
-    """The folder of a run, as its store shows it; it is opened when it is first asked."""
+    """The folder of a run; its store is opened on first use."""
 
     def __init__(
         self, run: URILike, *, step_name: str = DEFAULT_PATTERN, config: Config | None = None
@@ -193,16 +193,16 @@ class Run:
 
     @property
     def store(self) -> ObjectStore:
-        """Of the run."""
+        """The store of the run."""
         return open_store(self.root, self.config)
 
     @property
     def view(self) -> BlockingView:
-        """How the store is asked about the run."""
+        """The view through which the store is asked about the run."""
         return BlockingView(self.store, self.retrier, connections=self.config.requests_at_once)
 
     def uri(self, step: int) -> CheckpointURI:
-        """Where the checkpoint of a step is, or would be."""
+        """The location of a step's checkpoint, whether or not it exists."""
         return self.root.join(self.names.name(step))
 
     def steps_among(self, folders: Iterable[str]) -> list[int]:
@@ -218,28 +218,28 @@ class Run:
         return is_committed(self.store, self.uri(step), self.retrier)
 
     def is_pending(self, step: int) -> bool:
-        """Whether the checkpoint of a step is one of those; see :class:`CheckpointSummary`."""
+        """Whether the checkpoint of a step is pending; see :class:`CheckpointSummary`."""
         found = answered(summary(self.view, self, self.names.name(step)))
         return found is not None and found.is_pending
 
     def notes(self, step: int) -> Notes:
-        """What is noted with the checkpoint of a step."""
+        """The notes saved with the checkpoint of a step."""
         return read_notes(self.store, self.uri(step), self.retrier)
 
     def committed(self) -> list[int]:
-        """The steps whose checkpoints can be loaded, oldest first; all are looked at."""
+        """The steps whose checkpoints can be loaded, oldest first; checks all of them."""
         found = self.steps()
         are_there = self._each(self.is_committed, found)
         return [step for step, is_there in zip(found, are_there, strict=True) if is_there]
 
     def scores(self, steps: list[int], metric: str) -> dict[int, float]:
-        """A metric of some steps, as they were saved with it; not a number where they were not."""
+        """A metric of some steps, as saved with them; NaN for a step saved without it."""
         notes = self._each(self.notes, steps)
         pairs = zip(steps, notes, strict=True)
         return {step: found.metrics.get(metric, math.nan) for step, found in pairs}
 
     def committed_steps(self) -> Iterator[int]:
-        """The steps whose checkpoints can be loaded, newest first; each is looked at in turn."""
+        """The steps whose checkpoints can be loaded, newest first; each is checked in turn."""
         return (step for step in reversed(self.steps()) if self.is_committed(step))
 
     def _each(self, look: Callable[[int], T], steps: list[int]) -> list[T]:

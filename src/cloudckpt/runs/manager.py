@@ -93,23 +93,23 @@ class CheckpointManager(ClosedAtExit):
         Args:
             run: The folder of the run, for example ``s3://bucket/run``.
             save_interval_steps: :meth:`save` skips steps that this does not divide.
-            max_to_keep: How many checkpoints are kept: the newest, or the best; None keeps all.
-            keep_period: Steps that it divides are kept, too.
+            max_to_keep: How many checkpoints to keep: the newest, or the best; None keeps all.
+            keep_period: Steps that this divides are kept, too.
             best_metric: The metric that ranks checkpoints; None ranks them by age.
-            best_mode: Whether the lowest or the highest values of it are the best.
+            best_mode: Whether its lowest or its highest values are the best.
             step_name: What the folders of checkpoints are called.
             asynchronous: Whether :meth:`save` returns when the state is copied.
             incremental: Whether a step sends only what the newest committed step of the run does
-                not have, and refers to the rest there; as ``Config(incremental=True)``.
+                not have, and refers to that step for the rest; as ``Config(incremental=True)``.
             on_failure: What happens when a save fails. ``raise``: the error is raised on all ranks.
-                ``log``: what may pass (throttling, an outage, no memory for a copy, a saving
-                process that died) is logged, counted, and reported as an event ``failure``, and
-                training continues; other errors are raised. ``log_all``: those are logged, too.
-            max_failures: After how many failures in a row the last one is raised in any case.
+                ``log``: failures that may pass (throttling, an outage, no memory for a copy, a
+                saving process that died) are logged, counted, and reported as an event ``failure``,
+                and training continues; other errors are raised. ``log_all``: those are logged, too.
+            max_failures: After this many failures in a row, the last one is raised in any case.
             preemption: How the job learns that it is about to be stopped; default: by SIGTERM.
             checkpointer: How checkpoints are saved and loaded, and by which ranks.
-            adopt_wait: Seconds that :meth:`restore` waits for saving processes of a killed job
-                that are still sending a step; 0: it ignores them.
+            adopt_wait: Seconds that :meth:`restore` waits for saving processes of a killed job that
+                are still sending a step; 0 ignores them.
             config: Options; if a ``checkpointer`` is given, set them there.
 
         Raises:
@@ -131,15 +131,15 @@ class CheckpointManager(ClosedAtExit):
         self._pid = os.getpid()
         self._closed = False
         self._reached: tuple[int, bool] | None = None
-        self._has_saved_last = False  # the step at which the job was told that it is about to end
+        self._has_saved_last = False  # whether the final save, before the job is ended, was made
         self._newest: int | None = None  # the newest step that was saved or restored here
         self._in_use = StepsInUse()
-        self._saves = 0  # that were asked for, alike on all ranks
-        self._asked: dict[int, tuple[int, int]] = {}  # by its checkpointer's number: ours, the step
+        self._saves = 0  # requested so far, the same on all ranks
+        self._asked: dict[int, tuple[int, int]] = {}  # checkpointer's number: our number, the step
         self._under_way: list[int] = []
         self._committed: tuple[int, float | None] | None = None  # the newest step, and when
         self._scores: dict[int, float] = {}
-        # of the thread that deletes: the committed steps, once it has asked
+        # of the deleting thread: the committed steps, once it has listed them
         self._steps: set[int] | None = None
 
         def prepare() -> tuple[Run, Retention, CheckpointerConfig]:
@@ -176,7 +176,7 @@ class CheckpointManager(ClosedAtExit):
             )
             return RankStatus(location=str(made[0].root), options=told)
 
-        with contextlib.ExitStack() as undo:  # what is begun here, if another rank fails
+        with contextlib.ExitStack() as undo:  # undoes what was begun here if another rank fails
             self._run, self._retention, options = self._meeting.begin(prepare, alike)
             self._direct = make_sync_checkpointer(options)
             self._checkpointer: Checkpointer = self._direct
@@ -191,12 +191,12 @@ class CheckpointManager(ClosedAtExit):
             undo.pop_all()
 
     def uri(self, step: int) -> str:
-        """Where the checkpoint of a step is, or would be."""
+        """The location of a step's checkpoint, whether or not it exists."""
         return str(self._run.uri(step))
 
     @collective("CheckpointManager.all_steps")
     def all_steps(self) -> list[int]:
-        """The steps whose checkpoints are committed, oldest first; the store is asked."""
+        """The steps whose checkpoints are committed, oldest first, as listed in the store now."""
         return self._meeting.broadcast_from_first(self._run.committed)
 
     @collective("CheckpointManager.latest_step")
@@ -206,10 +206,10 @@ class CheckpointManager(ClosedAtExit):
 
     @collective("CheckpointManager.best_step")
     def best_step(self) -> int | None:
-        """The committed step with the best metric; None if none has it.
+        """The committed step with the best metric; None if no step has the metric.
 
         Raises:
-            ConfigError: If this manager was not told by which metric.
+            ConfigError: If this manager was given no ``best_metric``.
         """
         if self._best_metric is None:
             raise ConfigError("best_step() needs best_metric=, the metric to compare")
@@ -219,7 +219,7 @@ class CheckpointManager(ClosedAtExit):
 
     @collective("CheckpointManager.metrics")
     def metrics(self, step: int) -> dict[str, float]:
-        """The metrics that a checkpoint was saved with.
+        """The metrics saved with a checkpoint.
 
         Raises:
             CheckpointNotFoundError: If the step has no committed checkpoint.
@@ -228,7 +228,7 @@ class CheckpointManager(ClosedAtExit):
 
     @collective("CheckpointManager.notes")
     def notes(self, step: int) -> dict[str, Any]:
-        """The other values that a checkpoint was saved with.
+        """The notes saved with a checkpoint.
 
         Raises:
             CheckpointNotFoundError: If the step has no committed checkpoint.
@@ -238,11 +238,11 @@ class CheckpointManager(ClosedAtExit):
     def should_save(self, step: int) -> bool:
         """Whether :meth:`save` would save this step without being forced.
 
-        That is: its turn, and newer than what was saved or restored here; or the job is about to be
-        ended, and was not saved since that was told.
+        That is: it is the step's turn, and the step is newer than what was saved or restored here;
+        or the job is about to be ended, and has not been saved since it learned so.
 
         Raises:
-            ConfigError: If it is no step.
+            ConfigError: If it is not a valid step.
             CloudCheckpointError: As :meth:`reached_preemption`.
         """
         step = check_step(step)
@@ -253,12 +253,13 @@ class CheckpointManager(ClosedAtExit):
     def reached_preemption(self, step: int) -> bool:
         """Whether some rank has learned that the job is about to end; the same on all ranks.
 
-        All ranks learn it at the same step, at most one step late, or at once where steps take
-        more than a second. :meth:`save` and :meth:`should_save` ask, too; a step asks once.
+        All ranks learn it at the same step: at most one step late, or at once if steps take more
+        than a second. :meth:`save` and :meth:`should_save` check as well; each step asks the ranks
+        once.
 
         Raises:
             ClosedError: If the manager was closed.
-            ConfigError: If it is no step.
+            ConfigError: If it is not a valid step.
             ProcessGroupError: If the ranks lost each other.
         """
         step = check_step(step)
@@ -277,32 +278,33 @@ class CheckpointManager(ClosedAtExit):
         notes: Mapping[str, Any] | None = None,
         force: bool = False,
     ) -> bool:
-        """Saves a step if it is its turn, and deletes what is not to be kept when it is committed.
+        """Saves a step if it is its turn; once committed, deletes the steps no longer kept.
 
-        What goes wrong in the background is raised by the next call, on all ranks. The first step
-        at which the job is about to be ended is saved in any case, and is committed when this
-        returns; a failure of an earlier save is only logged then.
+        A failure in the background is raised by the next call, on all ranks. The first step at
+        which the job is about to be ended is saved in any case, and is committed when this returns;
+        a failure of an earlier save is then only logged.
 
         Args:
             step: The step.
             state: What to save, as for :func:`cloudckpt.save`.
-            metrics: Numbers that are kept with the checkpoint; those of the first rank count. If
+            metrics: Numbers to keep with the checkpoint; those of the first rank count. If
                 ``best_metric`` is not a number there (NaN), the checkpoint counts as worse than all
                 that have one, which is logged.
-            notes: Other values that are kept with it, which JSON can hold.
+            notes: Other values to keep with it, of types that JSON can hold.
             force: Whether to save the step even if it is not its turn.
 
         Returns:
-            Whether it is saved: False if it is not its turn, or the save before is still under way
-            and ``when_busy`` is ``"skip"``, or it has failed and ``on_failure`` lets that pass.
+            Whether it is saved: False if it is not its turn, if the previous save is still in
+            progress and ``when_busy`` is ``"skip"``, or if it failed and ``on_failure`` tolerates
+            that.
 
         Raises:
-            CheckpointExistsError: If the step has a checkpoint and ``overwrite`` is off; else that
-                one is replaced.
+            CheckpointExistsError: If the step has a checkpoint and ``overwrite`` is off; with it
+                on, that checkpoint is replaced.
             CheckpointConflictError: If another job has begun to save into this run.
-            ConfigError: If the metrics or notes can't be kept.
+            ConfigError: If the metrics or notes can't be stored.
             ClosedError: If the manager was closed.
-            CloudCheckpointError: As :func:`cloudckpt.save`, of this save or of the one before.
+            CloudCheckpointError: As :func:`cloudckpt.save`, for this save or the previous one.
         """
         step = check_step(step)
         if not (self.should_save(step) or force):
@@ -312,7 +314,7 @@ class CheckpointManager(ClosedAtExit):
         try:
             return self._save(step, number, state, metrics, notes)
         except CloudCheckpointError as error:
-            # that of an earlier save was counted when it was told
+            # the failure of an earlier save was counted when it was reported
             if error is self._failures.last or not self._goes_on(number, step, error):
                 raise
             return False
@@ -331,14 +333,14 @@ class CheckpointManager(ClosedAtExit):
         is_last = self._is_last(step)
 
         @functools.cache
-        def noted() -> Notes:  # what is wrong with them on one rank is told to all
+        def noted() -> Notes:  # if a value is invalid on one rank, all ranks get the error
             for name, given in (("metrics", metrics), ("notes", notes)):
                 if not isinstance(given, (Mapping, type(None))):
                     raise ConfigError(f"{name}={given!r}: give a dict")
             return Notes(step=step, metrics=metrics_of(metrics), user=dict(notes or {}))
 
         saver = self._checkpointer
-        if is_last:  # nothing is to go on behind it
+        if is_last:  # no other save may outlast this one
             self._end_earlier_saves()
             saver = self._direct
         self._in_use.begin(step)
@@ -380,25 +382,26 @@ class CheckpointManager(ClosedAtExit):
         """Loads a checkpoint into ``state``, in place: by default the newest intact one.
 
         A damaged checkpoint is skipped, which is logged as an error, and the one before it is
-        loaded; then all of ``state`` comes from that one. All ranks load the same.
+        loaded; all of ``state`` then comes from that one. All ranks load the same checkpoint.
 
         A step that an earlier job had staged when it was killed is committed here, if the saving
-        processes of all its ranks have sent it, and no other job has claimed the run since. Those
-        that are still sending are waited for, up to ``adopt_wait`` seconds.
+        processes of all its ranks have sent it, and no other job has claimed the run since. If some
+        are still sending, this waits for them, up to ``adopt_wait`` seconds.
 
         Args:
             state: What to load, as for :func:`cloudckpt.load`; each of its keys must be there.
-            step: The step to load instead of the newest; if it is damaged, that is raised.
-            verify: Whether to read all of a checkpoint before it is trusted, each rank its share.
-                What is loaded is compared with its checksums in any case; this is for what
-                ``state`` does not ask for, and leaves it as it was if nothing can be restored.
+            step: The step to load instead of the newest; if it is damaged, an error is raised.
+            verify: Whether to read all of a checkpoint before trusting it, each rank its share.
+                What is loaded is compared with its checksums in any case; this also covers what
+                ``state`` does not ask for, and leaves ``state`` as it was if nothing can be
+                restored.
 
         Returns:
-            The step that was loaded; None if the run has no committed checkpoint, and ``state`` is
-            unchanged.
+            The step that was loaded; None if the run has no committed checkpoint, in which case
+            ``state`` is unchanged.
 
         Raises:
-            CheckpointNotFoundError: If ``step`` has none.
+            CheckpointNotFoundError: If ``step`` has no committed checkpoint.
             CheckpointCorruptError: If all checkpoints are damaged.
             CloudCheckpointError: As :func:`cloudckpt.load`.
         """
@@ -438,9 +441,9 @@ class CheckpointManager(ClosedAtExit):
         """Deletes the checkpoint of a step, after the saves in progress.
 
         Raises:
-            CheckpointNotFoundError: If it has none.
+            CheckpointNotFoundError: If it has no committed checkpoint.
             ClosedError: If the manager was closed.
-            ConfigError: If it is no step.
+            ConfigError: If it is not a valid step.
             StoreError: If the store refuses or stays unreachable.
         """
         step = check_step(step)
@@ -450,17 +453,17 @@ class CheckpointManager(ClosedAtExit):
         )
 
     def wait_until_finished(self) -> None:
-        """Waits until what was saved is committed, and what is not kept is deleted.
+        """Waits until saves are committed and steps no longer kept are deleted.
 
         Raises:
-            CloudCheckpointError: If a save failed and no call has raised that.
+            CloudCheckpointError: If a save failed and no call has raised its error.
         """
         self._check_open()
         self._checkpointer.wait()
         self._cleaner.submit(lambda: None).result()
 
     def status(self) -> RunStatus:
-        """What this rank knows of the run's saves; it asks neither the store nor other ranks."""
+        """What this rank knows of the run's saves, without asking the store or other ranks."""
         newest, when = self._committed or (None, None)
         return RunStatus(
             newest_step=newest,
@@ -471,12 +474,12 @@ class CheckpointManager(ClosedAtExit):
         )
 
     def close(self) -> None:
-        """Waits for what is in progress, and gives back memory and processes.
+        """Waits for work in progress, and releases memory and processes.
 
-        In a process that was forked from the manager's, nothing is done.
+        In a process forked from the manager's, nothing is done.
 
         Raises:
-            CloudCheckpointError: If a save failed and no call has raised that.
+            CloudCheckpointError: If a save failed and no call has raised its error.
             SaveInProgressError: If a save has not ended within ``close_timeout``.
         """
         if self._closed or not self._belongs_here:
@@ -497,12 +500,12 @@ class CheckpointManager(ClosedAtExit):
         return self._meeting.broadcast_from_first(lambda: self._run.notes(step))
 
     def _is_last(self, step: int) -> bool:
-        """Whether the job is about to be ended, and this step is to be saved because of that."""
+        """Whether the job is about to be ended, and this step is to be its final save."""
         reached = self.reached_preemption(step)
         return reached and not self._has_saved_last and step != self._newest
 
     def _end_earlier_saves(self) -> None:
-        """Waits for saves before the last one; what became of them must not keep it from that."""
+        """Waits for the saves before the final one; their failures must not prevent it."""
         while True:
             try:
                 self._checkpointer.wait()
@@ -512,7 +515,7 @@ class CheckpointManager(ClosedAtExit):
                 return
 
     def _is_committed(self, step: int, until: float) -> bool:
-        """Whether a step is committed now; one whose trainers were killed may be adopted first."""
+        """Whether a step is committed now; if its trainers were killed, it may be adopted first."""
         if self._run.is_committed(step):
             return True
         if not self._adopt_wait or not self._run.is_pending(step):
@@ -534,7 +537,7 @@ class CheckpointManager(ClosedAtExit):
         self._committed = step, None
 
     def _note_end(self, number: int, step: int, written: SaveFuture) -> None:
-        """Of a save in the background; on the thread that has saved."""
+        """Records the end of a background save; runs on the thread that saved."""
         self._in_use.end(step)
         with contextlib.suppress(ValueError):
             self._under_way.remove(step)
@@ -548,7 +551,7 @@ class CheckpointManager(ClosedAtExit):
         self._failures.succeeded(number)
 
     def _failed_earlier(self, saves: Collection[int], error: CloudCheckpointError) -> None:
-        """Takes note of the failure of earlier saves, by their checkpointer's numbers."""
+        """Records failures of earlier saves, given by the checkpointer's numbers."""
         goes_on = True
         for save in sorted(saves):
             if (known := self._asked.pop(save, None)) is not None:
@@ -557,7 +560,7 @@ class CheckpointManager(ClosedAtExit):
             raise error
 
     def _goes_on(self, number: int, step: int, error: CloudCheckpointError) -> bool:
-        """Whether training goes on though a save has failed, which is told then."""
+        """Whether training continues after a failed save; if so, reports the failure."""
         goes_on, status = self._failures.goes_on(number, error), self.status()
         if goes_on:
             age = "" if status.newest_age is None else f", {status.newest_age:.0f} s ago"
@@ -587,11 +590,11 @@ class CheckpointManager(ClosedAtExit):
         return goes_on
 
     def _on_end(self, step: int, metrics: Mapping[str, float], written: SaveFuture | None) -> None:
-        """Deletes what is not to be kept beside a step, if its save ends well.
+        """Deletes the steps no longer kept, if the save of this step succeeds.
 
-        It runs on a thread of its own, and so in the order of the saves. Later steps are those of a
-        training that was given up, as this one was resumed behind them: they will be saved anew,
-        and nothing is said about them until then.
+        It runs on one dedicated thread, so deletions follow the order of the saves. Later steps
+        belong to a training that was given up when this one resumed from an earlier step: they will
+        be saved again, and until then are left alone.
         """
         if written is not None:
             concurrent.futures.wait([written])
@@ -621,7 +624,7 @@ class CheckpointManager(ClosedAtExit):
             try:
                 self._delete(step)
             except CheckpointNotFoundError:
-                pass  # somebody else has deleted it
+                pass  # another process has deleted it
             except CloudCheckpointError as error:
                 logger.error(
                     "step %d could not be deleted and stays until the next save: %s", step, error
@@ -641,7 +644,7 @@ class CheckpointManager(ClosedAtExit):
         self._scores.pop(step, None)
 
     def _known_scores(self, steps: list[int]) -> dict[int, float]:
-        known = dict(self._scores)  # of this moment: the thread that deletes forgets some
+        known = dict(self._scores)  # a snapshot: the deleting thread removes entries
         found = self._run.scores([s for s in steps if s not in known], str(self._best_metric))
         self._scores.update(found)
         known.update(found)

@@ -1,4 +1,4 @@
-"""What the checkpoints of a run are called, and which of them are kept."""
+"""The names of a run's checkpoints, and which of them are kept."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from cloudckpt.errors import ConfigError
 __all__ = ["DEFAULT_PATTERN", "Retention", "StepNames", "StepsInUse", "check_step"]
 
 DEFAULT_PATTERN = "step-{step}"
-"""torchtitan's names, too."""
+"""The same names as torchtitan's."""
 
 _HIGHEST = 10**18  # steps are whole numbers of up to eighteen digits
 
 
 def check_step(step: int) -> int:
-    """The step, which may be a number of numpy or torch, as one of Python's.
+    """The step as a Python int; it may be a number of numpy or torch.
 
     Raises:
         ConfigError: If it is not a whole number from 0 on.
@@ -36,10 +36,10 @@ def check_step(step: int) -> int:
 
 
 class StepNames:
-    """The names of the folders in which the steps of a run are saved, and the steps of names.
+    """The folder names of a run's steps, and the steps that folder names stand for.
 
-    A name is that of a step only if the step gives just this name: ``step-007`` is a folder of
-    somebody else beside ``step-7``.
+    A name stands for a step only if formatting the step gives exactly this name: beside ``step-7``,
+    ``step-007`` is another program's folder.
     """
 
     def __init__(self, pattern: str = DEFAULT_PATTERN) -> None:
@@ -48,7 +48,7 @@ class StepNames:
             pattern: The name with ``{step}`` in it, or ``{step:08d}`` for leading zeros.
 
         Raises:
-            ConfigError: If it is no such pattern.
+            ConfigError: If it is not such a pattern.
         """
         self.pattern = pattern
         example = "write a name with {step} in it once, such as 'step-{step}' or '{step:08d}'"
@@ -68,7 +68,7 @@ class StepNames:
         return self.pattern.format(step=step)
 
     def _around(self) -> tuple[str, str]:
-        """What stands before and behind the number."""
+        """The text before and after the number."""
         pieces = list(Formatter().parse(self.pattern))
         index = next(i for i, (_, field, _, _) in enumerate(pieces) if field is not None)
         before = "".join(text for text, _, _, _ in pieces[: index + 1])
@@ -78,7 +78,7 @@ class StepNames:
         """The name of a step's folder.
 
         Raises:
-            ConfigError: If it is no step: a whole number from 0 on.
+            ConfigError: If the step is not a whole number from 0 on.
         """
         return self._with(check_step(step))
 
@@ -98,8 +98,8 @@ class Retention:
     The newest is always kept, whatever its score.
 
     Attributes:
-        max_to_keep: How many: the newest, or the best if steps have scores. None keeps all.
-        keep_period: Steps that it divides are kept besides.
+        max_to_keep: How many to keep: the newest, or the best if steps have scores. None keeps all.
+        keep_period: Steps that this divides are kept in addition.
         best_mode: Whether the lowest or the highest scores are the best.
     """
 
@@ -128,8 +128,8 @@ class Retention:
 
         Args:
             committed: The steps whose checkpoints are committed.
-            scores: Of those that have one; None if steps have none. A step without a score, or
-                with one that is not a number, is worse than all that have one.
+            scores: The scores of the steps that have one; None if steps are not scored. A step
+                without a score, or with NaN, is worse than all that have one.
         """
         if self.max_to_keep is None or not committed:
             return []
@@ -143,7 +143,7 @@ class Retention:
         return sorted(set(committed) - kept)
 
     def best(self, scores: Mapping[int, float]) -> int | None:
-        """The step with the best score, of equal ones the newest; None if none has a score."""
+        """The step with the best score, the newest of equal ones; None if no step has a score."""
         usable = [step for step, score in scores.items() if not math.isnan(score)]
         if not usable:
             return None
@@ -156,10 +156,10 @@ class Retention:
 
 
 class StepsInUse:
-    """The steps that a job is saving or loading, none of which is deleted meanwhile.
+    """The steps that a job is saving or loading, which are not deleted meanwhile.
 
-    A deletion beside a save of the same step would make that save fail, which finds the checkpoint
-    gone that it was to replace; beside a load it would take away what is read.
+    A deletion during a save of the same step would make that save fail, because the checkpoint that
+    it replaces would be gone; during a load it would remove what is being read.
     """
 
     def __init__(self) -> None:
@@ -168,19 +168,19 @@ class StepsInUse:
         self._deleted: set[int] = set()
 
     def begin(self, step: int) -> None:
-        """A save or load of a step begins, once a deletion of it has ended."""
+        """Marks a step as saved or loaded from now on, once any deletion of it has ended."""
         with self._changed:
             self._changed.wait_for(lambda: step not in self._deleted)
             self._used[step] += 1
 
     def end(self, step: int) -> None:
-        """It has ended."""
+        """Ends that."""
         with self._changed:
             self._used[step] -= 1
 
     @contextlib.contextmanager
     def kept(self, step: int) -> Iterator[None]:
-        """Both, around a ``with`` block."""
+        """Calls both, around a ``with`` block."""
         self.begin(step)
         try:
             yield
@@ -189,7 +189,7 @@ class StepsInUse:
 
     @contextlib.contextmanager
     def deleted(self, step: int) -> Iterator[bool]:
-        """Whether nobody uses a step, and then nobody begins to until the block ends."""
+        """Whether a step is unused; if so, no use of it begins until the block ends."""
         with self._changed:
             is_free = not self._used[step]
             if is_free:
