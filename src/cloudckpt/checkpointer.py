@@ -306,6 +306,7 @@ class AsyncCheckpointer(Checkpointer):
 
         A second call does nothing, or finishes a close that was interrupted. In a process forked
         from the checkpointer's, nothing is done.
+
         Raises:
             CloudCheckpointError: If a save failed and no call has raised its error.
             SaveInProgressError: If a save has not ended within ``close_timeout``; its future
