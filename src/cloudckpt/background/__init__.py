@@ -1,1 +1,1 @@
-"""Saving while training goes on: staged copies, and the threads and processes that save them."""
+"""Saving while training continues: staged copies, and the threads and processes that save them."""

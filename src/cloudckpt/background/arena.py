@@ -1,8 +1,8 @@
-"""Memory for staged copies, which another process can map, and how much of it is left.
+"""Memory for staged copies that another process can map, and how much memory is available.
 
 Staged copies count against the machine and against the cgroups of this process: shared memory of a
-memfd is charged to the cgroup of the process that touches it first, and a cgroup beyond its limit
-has a process killed instead of told.
+memfd is charged to the cgroup of the process that touches it first, and exceeding a cgroup's limit
+kills a process instead of returning an error.
 """
 
 from __future__ import annotations
@@ -31,15 +31,14 @@ _ADDITION = "what a save adds to its staged copy"
 class Arena:
     """Anonymous shared memory of a fixed size.
 
-    It has no name, so that nothing is left behind however its processes end, and no limit but the
-    machine's memory: containers often have a tiny ``/dev/shm``. All of it is allocated at once,
-    where the system can do that: a lack of memory shows here, as an error, and not later as a
-    signal.
+    It has no name, so nothing is left however its processes end, and no limit but the machine's
+    memory: containers often have a tiny ``/dev/shm``. All of it is allocated at once where the
+    system supports that: a lack of memory is an error here, not a signal later.
 
     Attributes:
         size: Bytes.
         fd: The file descriptor that another process may map.
-        pinned: Whether an accelerator can copy to it without a detour.
+        pinned: Whether an accelerator can copy to it directly.
     """
 
     fd = -1
@@ -51,7 +50,7 @@ class Arena:
             pin: Whether to lock the pages for an accelerator.
 
         Raises:
-            StagingMemoryError: If there is not so much memory.
+            StagingMemoryError: If there is not enough memory.
         """
         _check_available(size)
         try:
@@ -67,7 +66,7 @@ class Arena:
                 "allocated; free memory, or save fewer bytes per rank",
                 cause=exc,
             ) from exc
-        # when the last tensor in it is gone, which may outlive this object
+        # runs when the last tensor in it is gone, which may outlive this object
         weakref.finalize(self._map, _give_back, fd, os.getpid()).atexit = False
         self.size = size
         self.fd = fd
@@ -97,7 +96,7 @@ class Arena:
         return Memory(owner)
 
     def close(self) -> None:
-        """Gives the memory back as soon as no tensor uses it any more."""
+        """Frees the memory once no tensor uses it."""
         if self.fd < 0:
             return
         if self.pinned:
@@ -110,7 +109,7 @@ class Arena:
 
 
 class Memory:
-    """The memory of an arena in use; what is made of it keeps it in use."""
+    """The memory of an arena in use; storages made from it keep it in use."""
 
     def __init__(self, owner: ctypes.Array[ctypes.c_char]) -> None:
         self._owner = owner
@@ -127,20 +126,20 @@ class Memory:
 
 
 class Annex:
-    """Anonymous shared memory for bytes that lie in no arena: it grows as they are appended.
+    """Anonymous shared memory for bytes outside an arena; it grows as bytes are appended.
 
-    Another process may map it when all is there, and no more when it was closed.
+    Another process may map it once everything is written, until it is closed.
 
     Attributes:
-        size: Bytes that were appended.
-        fd: The file descriptor; it has all of them after :meth:`flush`.
+        size: Bytes appended.
+        fd: The file descriptor; it holds all of them after :meth:`flush`.
     """
 
     def __init__(self) -> None:
-        """Makes one without bytes.
+        """Makes an empty annex.
 
         Raises:
-            StagingMemoryError: If it can't be had.
+            StagingMemoryError: If it can't be allocated.
         """
         self.size = 0
         try:
@@ -148,8 +147,8 @@ class Annex:
         except OSError as exc:
             raise self._failed(exc) from exc
         self._owner = os.getpid()
-        self._unchecked = 0  # bytes that are written before it is looked again what is left
-        self._small = bytearray()  # the last bytes: to write a few at a time would be slow
+        self._unchecked = 0  # bytes that may be written before checking free memory again
+        self._small = bytearray()  # the last bytes: writing a few at a time would be slow
 
     def append(self, view: memoryview) -> int:
         """Copies bytes; returns where they begin.
@@ -169,7 +168,7 @@ class Annex:
         return start
 
     def flush(self) -> None:
-        """Writes what was held back; errors are those of :meth:`append`."""
+        """Writes buffered bytes; raises the same errors as :meth:`append`."""
         small, self._small = self._small, bytearray()
         self._write(memoryview(small))
 
@@ -177,7 +176,7 @@ class Annex:
         if not view.nbytes:
             return
         self._unchecked -= view.nbytes
-        if self._unchecked < 0:  # not each time, as it reads some files
+        if self._unchecked < 0:  # not each time, since the check reads files
             _check_available(view.nbytes, _ADDITION)
             self._unchecked = _WORTH_A_CHECK
         try:
@@ -194,7 +193,7 @@ class Annex:
         )
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Frees the memory."""
         if self.fd >= 0:
             fd, self.fd = self.fd, -1
             _give_back(fd, self._owner)
@@ -203,10 +202,10 @@ class Annex:
 def _give_back(fd: int, owner: int) -> None:
     """Closes the file; in the process that made it (``owner``), frees its pages first.
 
-    Children that were forked meanwhile, such as the workers of a DataLoader, have a mapping and
-    descriptors of their own, by which they would keep the pages as long as they live. They have no
-    use for them, and by now the saving process has none either. In such a child nothing is freed:
-    the memory is in use in the process that made it.
+    Children forked in the meantime, such as DataLoader workers, have their own mapping and
+    descriptors, which would keep the pages as long as they live. They do not use them, and by now
+    neither does the saving process. In such a child nothing is freed: the memory is in use in the
+    process that made it.
     """
     if os.getpid() == owner:
         os.ftruncate(fd, 0)
@@ -220,12 +219,12 @@ def _anonymous_file() -> int:
         return os.dup(file.fileno())
 
 
-# of systems, and file systems, that allocate a page only when it is written to
+# systems and file systems that allocate a page only when it is written to
 _NOT_ALLOCATED = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
 def _allocate(fd: int, size: int) -> None:
-    """Gives a file its size, and its memory now where that can be had."""
+    """Sets a file's size, and allocates its memory now where possible."""
     if hasattr(os, "posix_fallocate"):  # not on macOS
         try:
             os.posix_fallocate(fd, 0, size)
@@ -237,7 +236,7 @@ def _allocate(fd: int, size: int) -> None:
 
 
 def _check_available(size: int, what: str = "the staged copy") -> None:
-    """Whether the kernel would let us have so much memory; it might kill us otherwise."""
+    """Checks that the kernel would grant this much memory; it might kill us otherwise."""
     available = available_memory()
     if available is not None and size > available:
         raise StagingMemoryError(
@@ -271,12 +270,12 @@ _V2 = ("memory.max", "memory.current", "inactive_file")
 
 
 def available_memory(root: str = "/") -> int | None:
-    """Bytes that can be had without swapping, or None if nothing is known.
+    """Bytes available without swapping, or None if unknown.
 
-    A file that can't be read, or says something unexpected, limits nothing.
+    A file that is unreadable or has unexpected contents limits nothing.
 
     Args:
-        root: Where ``proc`` and ``sys`` are.
+        root: The folder of ``proc`` and ``sys``.
     """
     known = [_of_machine(_read(root, "proc/meminfo"))]
     for folder, names in _cgroups(_read(root, "proc/self/cgroup")):
@@ -286,10 +285,10 @@ def available_memory(root: str = "/") -> int | None:
 
 
 def _cgroups(memberships: str) -> Iterator[tuple[str, tuple[str, str, str]]]:
-    """The folders of the cgroups that this process is in, and how their files are called.
+    """The folders of this process's cgroups, and the names of their files.
 
-    In a container, a cgroup's folder may be mounted as the root, so that its path leads nowhere;
-    its ancestors' paths end at that root.
+    In a container, a cgroup's folder may be mounted as the root, so that its own path does not
+    exist; its ancestors' paths end at that root.
     """
     for line in memberships.splitlines():
         _, _, rest = line.partition(":")
@@ -308,7 +307,7 @@ def _of_machine(meminfo: str) -> int | None:
 
 
 def _of_cgroup(limit: str, used: str, stat: str, reclaimable: str) -> int | None:
-    """What is left of a limit; pages of files that nobody has used lately make room."""
+    """Bytes left of a limit; file pages not used recently count as free."""
     files = _numbers(stat).get(reclaimable)
     if files is None or not (limit.strip().isdigit() and used.strip().isdigit()):
         return None  # "max" is no limit
@@ -316,13 +315,13 @@ def _of_cgroup(limit: str, used: str, stat: str, reclaimable: str) -> int | None
 
 
 def _numbers(text: str) -> dict[str, int]:
-    """The second word of each line, where it is a number, by the first."""
+    """Maps the first word of each line to the second, where that is a number."""
     words = (line.split() for line in text.splitlines())
     return {pair[0]: int(pair[1]) for pair in words if len(pair) > 1 and pair[1].isdigit()}
 
 
 def _read(*parts: str) -> str:
-    """A file's text, or nothing if it can't be read."""
+    """A file's text, or an empty string if it can't be read."""
     try:
         with open(os.path.join(*parts), encoding="ascii", errors="replace") as file:
             return file.read()

@@ -1,4 +1,4 @@
-"""``async_save``: torch's own, on a URI, with a stager and a saving process that are kept."""
+"""``async_save``: torch's function on URIs, which reuses its stager and saving process."""
 
 from __future__ import annotations
 
@@ -43,36 +43,36 @@ def async_save(
     config: Config | None = None,
     base: URILike | None = None,
 ) -> SaveFuture | AsyncSaveResponse:
-    """Copies the state dict and saves the copy in the background; as torch's ``async_save``.
+    """Copies the state dict and saves the copy in the background, like torch's ``async_save``.
 
-    The memory of the copy, and the saving process if that is asked for, are kept for the next call
-    with the same group, kind and options: until :func:`close_async_savers` or the end of the
+    The memory of the copy, and the saving process if there is one, are kept for the next call with
+    the same group, kind and options, until :func:`close_async_savers` or the end of the
     interpreter, which waits for saves under way. The first call for a group is collective.
 
-    What goes wrong in the background is told by the future, on every rank. A save whose staged
-    copy is still being read is never overwritten by the next: see
-    :class:`~cloudckpt.config.BackgroundOptions` for what that one does meanwhile.
+    The future reports background failures, on every rank. A staged copy that is still being read is
+    never overwritten by the next save: see :class:`~cloudckpt.config.BackgroundOptions` for what
+    the next save does instead.
 
     Args:
         state_dict: The state dict; ``Stateful`` values are asked for theirs.
         checkpoint_id: ``s3://bucket/path`` or another location.
         storage_writer: A writer of this package instead of one for ``checkpoint_id``.
         planner: As in torch.
-        process_group: The ranks that save together; any backend will do.
-        async_checkpointer_type: Whether a thread sends, or a process beside the trainer.
-        async_stager: A stager of the caller's.
+        process_group: The ranks that save together; any backend works.
+        async_checkpointer_type: Whether a thread or a separate process sends.
+        async_stager: A custom stager.
         no_dist: As in torch.
         use_collectives: Must be on: all ranks commit together.
         config: Options, if no writer is given.
-        base: As of :func:`cloudckpt.save`.
+        base: As in :func:`cloudckpt.save`.
 
     Returns:
         A future of the metadata, with the guarantees and errors of :func:`cloudckpt.save`; or
         torch's ``AsyncSaveResponse`` if the stager itself is asynchronous.
 
     Raises:
-        SaveInProgressError: If the save before does not end within ``patience`` on some rank.
-        ConfigError: If the arguments do not fit together, or the ranks were given different ones.
+        SaveInProgressError: If the previous save does not end within ``patience`` on some rank.
+        ConfigError: If the arguments do not fit together, or differ between ranks.
         CloudCheckpointError: If a rank can't begin for another reason; on all ranks.
         SaveProcessError: If the saving process can't be started.
     """
@@ -81,7 +81,7 @@ def async_save(
         check_together(use_collectives)
         if storage_writer is None or config is not None or base is not None:
             writer = writer_for(checkpoint_id, storage_writer, config, base)
-        else:  # a save under way may use it: it is led elsewhere when that has ended
+        else:  # a save under way may use it: it is redirected when that has ended
             writer = our_writer(storage_writer)
         return writer, _options_of(writer)
 
@@ -108,9 +108,9 @@ def _options_of(writer: OurWriter) -> BackgroundOptions:
 
 
 def close_async_savers() -> None:
-    """Waits for the saves of :func:`async_save`, and gives back its memory and processes.
+    """Waits for the saves of :func:`async_save`, and releases its memory and processes.
 
-    Another call does what is left to do if one was interrupted.
+    If a call is interrupted, another call finishes the work.
     """
     with _lock:
         own = [key for key in _savers if key[0] == os.getpid()]  # not a forking parent's
@@ -131,7 +131,7 @@ def _saver_for(
 ) -> AsyncSaver:
     alone = no_dist or not (dist.is_available() and dist.is_initialized())
     together = None if alone else group if group is not None else dist.group.WORLD
-    # by the objects themselves, which are kept alive: an address might be another object's later
+    # keyed by the objects themselves, to keep them alive: addresses may be reused
     key = (os.getpid(), together, kind, options)
     with _lock:
         if (known := _savers.get(key)) is not None:

@@ -1,10 +1,10 @@
-"""What passes between a trainer and its saving process.
+"""The messages between a trainer and its saving process.
 
-The trainer sends ``Settings`` once and a ``Job`` for each save, behind which the descriptors of the
-memory follow that its bytes lie in. ``SETTLED`` says that it knows what became of that save, and
-that it closes the channel is the end. The process answers with pairs of a kind and its content:
-``ready``, an ``outcome`` for each job, and between them ``alive``, ``stuck`` (whether it is),
-``log`` and ``event``.
+The trainer sends ``Settings`` once and a ``Job`` for each save, followed by the descriptors of the
+memory that holds its bytes. ``SETTLED`` says that the trainer knows the outcome of that save;
+closing the channel ends the process. The process answers with pairs of a kind and its content:
+``ready``, an ``outcome`` for each job, and between them ``alive``, ``stuck`` (a bool), ``log`` and
+``event``.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ SETTLED = "settled"
 
 @dataclass(frozen=True)
 class Settings:
-    """What a saving process is told when it starts.
+    """The settings that a saving process receives when it starts.
 
     Attributes:
-        trainer: The number of the process that has started it.
-        nice: By how much it yields the CPU.
-        heartbeat_timeout: Seconds in which it must give a sign of life while it sends.
-        outlive: Seconds in which it finishes a save whose trainer has ended.
-        log_levels: From which on records of a logger are sent to the trainer.
+        trainer: The process ID of the trainer that started it.
+        nice: The niceness to add.
+        heartbeat_timeout: Seconds within which it must give a sign of life while it sends.
+        outlive: Seconds it has to finish a save whose trainer has ended.
+        log_levels: By logger, the level from which records are sent to the trainer.
     """
 
     trainer: int
@@ -62,11 +62,11 @@ class Job:
     """What a rank sends in one save.
 
     Attributes:
-        destination: Where to.
-        objects: What is to be written to each object.
-        sizes: Bytes of the arena and of the annex; a descriptor follows of each that has any.
-        variables: Where the trainer's environment has credentials now.
-        pending: What the store is to be told of it if the trainer ends; None if nothing.
+        destination: Where to write.
+        objects: What to write to each object.
+        sizes: Bytes of the arena and of the annex; a descriptor follows for each nonempty one.
+        variables: The credential variables of the trainer's environment now.
+        pending: What to record in the store if the trainer ends; None for nothing.
     """
 
     destination: Destination
@@ -78,11 +78,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How that ended.
+    """The outcome of a job.
 
     Attributes:
-        objects: What the store has, if all went well.
-        error: Why it did not.
+        objects: The objects written, if it succeeded.
+        error: Why it failed.
         transferred: What was sent.
     """
 
@@ -93,10 +93,10 @@ class Outcome:
 
 @contextlib.contextmanager
 def as_socket(channel: Connection) -> Iterator[socket.socket]:
-    """The same channel, for what a ``Connection`` can't do.
+    """The channel as a socket, for what a ``Connection`` can't do.
 
-    If the program has called ``socket.setdefaulttimeout()``, a new socket object lets the channel
-    itself not wait, for a moment: nobody else may use it then.
+    If the program has called ``socket.setdefaulttimeout()``, a new socket object briefly makes the
+    channel itself nonblocking: no other thread may use it meanwhile.
     """
     with socket.socket(fileno=os.dup(channel.fileno())) as end:
         end.setblocking(True)
@@ -104,7 +104,7 @@ def as_socket(channel: Connection) -> Iterator[socket.socket]:
 
 
 def set_timeout(channel: Connection, seconds: float) -> None:
-    """Lets reads and writes fail that take longer: the other side may stop amid a message."""
+    """Makes slower reads and writes fail: the other side may stop in the middle of a message."""
     whole = int(seconds)
     value = struct.pack("ll", whole, int((seconds - whole) * 1e6))
     with as_socket(channel) as end:
@@ -113,13 +113,13 @@ def set_timeout(channel: Connection, seconds: float) -> None:
 
 
 def send_descriptor(channel: Connection, fd: int) -> None:
-    """Sends a file descriptor behind what was sent before."""
+    """Sends a file descriptor after what was already sent."""
     with as_socket(channel) as end:
         socket.send_fds(end, [b"\0"], [fd])
 
 
 def receive_descriptor(end: socket.socket) -> int:
-    """A file descriptor, which is the caller's then.
+    """Receives a file descriptor, which the caller then owns.
 
     Raises:
         EOFError: If the other side is gone.

@@ -1,8 +1,8 @@
 """The process groups of ranks that save together.
 
-Those of savers are made when they are needed, and used again by later savers.
+Savers' groups are made on demand and reused by later savers.
 
-A closed saver's group is kept, not destroyed. torch names a new group after how many there are:
+A closed saver's group is kept, not destroyed. torch names a new group by the number of groups:
 once one is destroyed, the next may get its name, find the addresses that it left in the store, and
 wait for connections that nobody accepts (torch 2.13). The groups end with the default group.
 """
@@ -24,16 +24,16 @@ __all__ = ["exists", "give_back", "open_group"]
 
 
 _CONNECT, _CONNECT_EACH = 30.0, 0.1
-"""Seconds, and those for each rank, in which ranks that are all here connect to each other."""
+"""Seconds, and extra seconds per rank, for ranks that have all arrived to connect."""
 
 
 @dataclass
 class _Kept:
-    """What is remembered while a default group exists.
+    """State kept while a default group exists.
 
     Attributes:
         free: Groups that no saver uses.
-        opened: How many were opened by the same ranks.
+        opened: How many groups the same ranks have opened.
     """
 
     free: list[dist.ProcessGroup] = field(default_factory=list)
@@ -51,16 +51,16 @@ def open_group(
     collective_timeout: float,
     have_met: bool = False,
 ) -> dist.ProcessGroup:
-    """A gloo group of the same ranks, which nobody else uses; a collective call.
+    """Opens a gloo group of the same ranks that nothing else uses; a collective call.
 
-    The ranks find each other by a store, which does not know that one of them has died. So they are
-    given long only to come here; once all are here, they connect within seconds, or never.
+    The ranks find each other through a store, which does not notice that one has died. So the long
+    timeout covers only their arrival; once all have arrived, they connect within seconds or never.
 
     Args:
         parent: The ranks; None for all.
         start_timeout: Seconds to wait for the other ranks to call this, too.
         collective_timeout: Seconds that collectives of the group may take.
-        have_met: Whether the ranks come straight from a meeting, so that all are here already.
+        have_met: Whether the ranks come straight from a meeting, so that all have arrived.
 
     Raises:
         ConfigError: If this rank is not one of them.
@@ -99,7 +99,7 @@ def open_group(
 
 
 def give_back(group: dist.ProcessGroup) -> None:
-    """Lets a later saver have a group, all of whose collectives have ended on this rank."""
+    """Returns a group for reuse; all its collectives must have ended on this rank."""
     world = dist.group.WORLD
     with _lock:
         if world is not None and world in _kept and exists(group):
@@ -107,7 +107,7 @@ def give_back(group: dist.ProcessGroup) -> None:
 
 
 def exists(group: dist.ProcessGroup) -> bool:
-    """Whether nobody has destroyed a group, or the default group before it."""
+    """Whether neither the group nor its default group has been destroyed."""
     return bool(_ranks(group))
 
 
@@ -126,7 +126,7 @@ def _new(ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
 
 
 def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
-    """Its ranks; none if it does not exist any more."""
+    """The ranks of a group; empty if it no longer exists."""
     try:
         return tuple(sorted(dist.get_process_group_ranks(group)))
     except KeyError:
@@ -134,7 +134,7 @@ def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 
 def _agree(group: dist.ProcessGroup, number: int, free: list[str], timeout: timedelta) -> str:
-    """The name of a group that all ranks have free; empty if there is none.
+    """The name of a group that is free on all ranks; empty if there is none.
 
     A saver may be closed on one rank while another still uses it, or believes it broken.
     """

@@ -1,4 +1,4 @@
-"""Where the bytes of a state dict go in an arena, and the state dict made anew on top of them."""
+"""Where a state dict's bytes go in an arena, and the state dict rebuilt on top of them."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _ATOMIC = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch
 
 @dataclass(slots=True)
 class Region:
-    """The bytes of one storage that some tensor shows.
+    """The bytes of one storage that some tensor uses.
 
     Attributes:
         storage: The storage, kept alive.
-        first: The first byte of it that is needed.
-        end: The first behind them.
+        first: The first byte needed.
+        end: The first byte after them.
         grain: Bytes of the largest element; ``first`` is a multiple of it.
-        place: Where they begin in the arena.
+        place: Where the bytes begin in the arena.
         copy: The storage of the copy.
     """
 
@@ -57,9 +57,9 @@ class Region:
         return self.end - self.first
 
     def pieces(self, most: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs of what to write and what to read, each of at most ``most`` bytes.
+        """Pairs of target and source tensors, each of at most ``most`` bytes.
 
-        They are of a wide type, which torch copies faster than bytes, but for odd ends.
+        They have a wide element type, which torch copies faster than bytes, except for odd ends.
         """
         assert self.copy is not None
         wide_type = next(dtype for dtype in _WIDE if self.first % dtype.itemsize == 0)
@@ -84,11 +84,11 @@ def _flat(storage: torch.UntypedStorage, dtype: torch.dtype, start: int, end: in
 
 @dataclass
 class _Wrapped:
-    """What a wrapper such as DTensor consists of.
+    """The contents of a wrapper such as DTensor.
 
     Attributes:
         parts: By name: tensors and other things, such as a DTensor's mesh.
-        context: What else it takes to make the wrapper anew.
+        context: What else is needed to rebuild the wrapper.
     """
 
     parts: dict[str, Any]
@@ -99,18 +99,18 @@ class _Wrapped:
 class Layout:
     """The plan of a staged copy.
 
-    Tensors that share a storage go on sharing it. Of a storage, only what some tensor shows is
-    copied: a view of a few rows does not drag along the whole.
+    Tensors that share a storage still share it in the copy. Only the parts of a storage that some
+    tensor uses are copied: a view of a few rows does not copy the whole storage.
 
     Attributes:
-        regions: What is to be copied.
-        size: Bytes of the arena that this takes.
+        regions: What to copy.
+        size: Bytes of the arena that the copy takes.
     """
 
     regions: list[Region] = field(default_factory=list)
     size: int = 0
     _by_storage: dict[int, Region] = field(default_factory=dict)
-    # by the identifier of a value, which is kept: else a later one might have the same identifier
+    # by the id of a value, which is kept alive: otherwise a later value might get the same id
     _seen: dict[int, Any] = field(default_factory=dict)
     _planned: dict[int, torch.Tensor] = field(default_factory=dict)
     _wrapped: dict[int, _Wrapped] = field(default_factory=dict)
@@ -129,7 +129,7 @@ class Layout:
         return layout
 
     def _walk(self, value: Any) -> None:
-        """Finds the tensors that are bytes in memory."""
+        """Finds the tensors that have bytes in memory."""
         if isinstance(value, _ATOMIC) or id(value) in self._seen:
             return
         self._seen[id(value)] = value
@@ -156,7 +156,7 @@ class Layout:
                 self._walk(part)
 
     def _add(self, tensor: torch.Tensor) -> bool:
-        """Plans the copy of a tensor; says whether it has memory to copy."""
+        """Plans the copy of a tensor; returns whether it has memory to copy."""
         if tensor.numel() == 0:  # its storage may be freed, and its offset lie anywhere
             self._planned[id(tensor)] = tensor
             return True
@@ -184,29 +184,29 @@ class Layout:
 
     @property
     def is_read_when_rebuilt(self) -> bool:
-        """Whether a wrapper that is not torch's own may look at its parts when it is made."""
+        """Whether a wrapper other than torch's own may read its parts when it is rebuilt."""
         kinds: set[type] = {type(self._seen[key]) for key in self._wrapped}
         return not kinds <= {DTensor, AsyncCollectiveTensor}
 
     def rebuild(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The state dict as a structure of its own, its tensors in the places of the regions.
+        """Rebuilds the state dict as an independent structure, with tensors on the copied regions.
 
         Raises:
             StagingError: If a value can't be copied.
         """
-        # where the copier does not look inside, deepcopy finds them
+        # for objects that the copier does not enter: deepcopy finds these tensors
         memo: dict[int, Any] = {key: self._staged(shown) for key, shown in self._planned.items()}
         return _Copier(self._wrapped).mapping(state_dict, memo)
 
     def _staged(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The copy of a tensor that was planned."""
+        """The copy of a planned tensor."""
         if tensor.numel() == 0:
             return torch.empty_strided(
                 tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu"
             )
         region = self._by_storage[tensor.untyped_storage()._cdata]
-        # each region has a storage of its own: torch can't pickle a DTensor whose local tensor
-        # begins behind the beginning of its storage
+        # each region has its own storage: torch can't pickle a DTensor whose local tensor
+        # begins after the start of its storage
         offset = tensor.storage_offset() - region.first // tensor.itemsize
         made = torch.empty(0, dtype=tensor.dtype, device="cpu")
         assert region.copy is not None
@@ -217,7 +217,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def _is_bytes(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is bytes in memory; others are copied on their own, or refused later."""
+    """Whether a tensor has bytes in memory; others are copied separately, or refused later."""
     return (
         type(tensor) in _PLAIN
         and tensor.layout == torch.strided
@@ -227,7 +227,7 @@ def _is_bytes(tensor: torch.Tensor) -> bool:
 
 
 def _lost_its_memory(tensor: torch.Tensor) -> bool:
-    """Whether its storage was freed or shrunk; a copy would show what is in memory by chance."""
+    """Whether its storage was freed or shrunk; a copy would contain arbitrary memory."""
     try:
         return tensor.layout == torch.strided and not tensor.is_meta and not has_memory(tensor)
     except RuntimeError:  # of a subclass without a storage
@@ -292,7 +292,7 @@ class _Copier:
             made: torch.Tensor = _deep_copy(tensor.detach(), memo)
             return made
         inner = {
-            # DTensor's mesh is no tensor, and stays what it is
+            # DTensor's mesh is not a tensor, and is kept as it is
             name: self.value(part, memo) if isinstance(part, torch.Tensor) else part
             for name, part in wrapped.parts.items()
         }

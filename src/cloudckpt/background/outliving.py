@@ -1,9 +1,9 @@
 """What a saving process does when its trainer has ended before the commit.
 
-It sends on what it was given, which lies in memory that it holds itself, and leaves word in the
-store: at once that it is at it, again every two seconds, and at last what a commit needs
-(:mod:`cloudckpt.checkpoint.pending`). It never commits: whether that step is still wanted is for
-the next job to say.
+It keeps sending what it was given, from memory that it holds itself, and records its progress in
+the store: at once that it is sending, again every two seconds, and finally what a commit needs
+(:mod:`cloudckpt.checkpoint.pending`). It never commits: the next job decides whether that step is
+still wanted.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ __all__ = ["Duty", "finish"]
 
 logger = logging.getLogger("cloudckpt")
 
-_BETWEEN = 2.0  # seconds between two words of one that is sending
+_BETWEEN = 2.0  # seconds between two progress records
 
 
 class Duty:
-    """The save in hand: what is owed to the store should the trainer end now.
+    """The current save, and what to record in the store if the trainer ends now.
 
-    One thread sends; another one looks after the trainer, and does what is left to do.
+    One thread sends; another watches the trainer, and does what is left to do.
     """
 
     def __init__(self) -> None:
@@ -44,49 +44,49 @@ class Duty:
         self._is_orphaned = False
 
     def begin(self, job: Job, stats: TransferStats) -> None:
-        """A save begins."""
+        """Notes that a save begins."""
         with self._changed:
             self._job, self._stats, self._objects = job, stats, None
             self._changed.notify_all()
 
     def sent(self, objects: Sequence[WrittenObject]) -> None:
-        """The store has all of it; whether it is committed is for the trainers to say."""
+        """Notes that the store has everything; the trainers decide whether to commit it."""
         with self._changed:
             self._objects = tuple(objects)
             self._changed.notify_all()
 
     def end(self) -> None:
-        """The save is over: it has failed here, or the trainer knows what became of it."""
+        """Notes that the save is over: it failed here, or the trainer knows its outcome."""
         with self._changed:
             self._job = self._stats = self._objects = None
             self._changed.notify_all()
 
     def orphaned(self) -> None:
-        """The trainer is gone."""
+        """Notes that the trainer is gone."""
         with self._changed:
             self._is_orphaned = True
             self._changed.notify_all()
 
     def wait_until_orphaned(self, timeout: float) -> bool:
-        """Whether the trainer is gone; it is waited for that up to ``timeout`` seconds."""
+        """Waits up to ``timeout`` seconds for the trainer to be gone; returns whether it is."""
         with self._changed:
             return self._changed.wait_for(lambda: self._is_orphaned, timeout)
 
     def wait_until_known(self, timeout: float) -> None:
-        """Waits until a save is in hand, or all that the trainer has said was read."""
+        """Waits until there is a current save, or all of the trainer's messages were read."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_orphaned or self._job is not None, timeout)
 
     @property
     def job(self) -> Job | None:
-        """The save in hand."""
+        """The current save."""
         with self._changed:
             return self._job
 
     def pending(self, wait: float) -> Pending | None:
-        """What is to be said of the save, when it has been sent, or after some seconds.
+        """What to record about the save, once it has been sent or ``wait`` seconds have passed.
 
-        None if there is nothing to be said, or no more.
+        None if there is nothing (more) to record.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._job is None or self._objects is not None, wait)
@@ -97,11 +97,11 @@ class Duty:
 
 
 def finish(duty: Duty, limit: float) -> None:
-    """Leaves word of the save in hand until it is sent; returns when nothing is left to do.
+    """Records the progress of the current save until it is sent; returns when nothing is left.
 
     Args:
         duty: The save.
-        limit: Seconds after which this process ends, wherever it is; 0 if at once.
+        limit: Seconds after which this process ends, finished or not; 0 for at once.
     """
     job = duty.job
     if job is None or job.pending is None or limit <= 0:
@@ -140,7 +140,7 @@ def finish(duty: Duty, limit: float) -> None:
 
 
 def _let_go_of_output() -> None:
-    """Whoever reads what the trainer prints waits for the end of that, and not for this."""
+    """Closes the trainer's output, so that its readers do not wait for this process."""
     with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
         for descriptor in (1, 2):
             os.dup2(nowhere.fileno(), descriptor)

@@ -1,17 +1,17 @@
-"""The process beside a trainer that sends what its saves lay out, seen from the trainer.
+"""The trainer's side of the saving process, which sends what the trainer's saves lay out.
 
-It is started by exec, as an interpreter of its own, and knows no torch, no process group and
-nothing of the trainer's script. The thread of the trainer that saves meets the other ranks, plans,
-lays out and commits; only the sending is handed over. So a process that dies, or gives no sign of
-life, is a send of this rank that has failed: the ranks tell each other as of any failure, nothing
-is committed, and the next save of this rank starts another one. What it has left in the store under
-the names of that attempt is deleted from here.
+The process is a separate interpreter, started by exec, without torch, a process group or the
+trainer's script. The trainer's saving thread meets the other ranks, plans, lays out and commits;
+only the sending is handed over. So if the process dies or gives no sign of life, this rank's send
+has failed: the ranks exchange that like any failure, nothing is committed, and this rank's next
+save starts another process. The trainer deletes what the process left in the store under that
+attempt's names.
 
-Whoever sends reads the staged copy, which the next save writes to. So no save gives the copy back
-before its process has answered, or has ended.
+The process reads the staged copy, and the next save overwrites it. So no save releases the copy
+before its process has answered or ended.
 
-A trainer that ends without knowing what became of its save leaves the process behind, which
-finishes that save for the next job (``outliving``).
+If a trainer ends without knowing the outcome of its save, the process keeps running and finishes
+that save for the next job (``outliving``).
 """
 
 from __future__ import annotations
@@ -56,21 +56,21 @@ from cloudckpt.transfer.upload import clear_away
 
 __all__ = ["SaveProcess", "log_levels"]
 
-_LOOK = 1.0  # seconds between two looks whether the process is alive
-_SHUTDOWN_TIMEOUT = 5.0  # seconds for it to end by itself, or when it is killed
+_LOOK = 1.0  # seconds between checks that the process is alive
+_SHUTDOWN_TIMEOUT = 5.0  # seconds for it to end on its own, or after being killed
 
 _BEGIN = (
     "import sys; sys.path[:] = filter(None, sys.path); "  # not what lies in the current folder
     "from multiprocessing.connection import Connection; channel = Connection({}); "
     "sys.path[:] = channel.recv(); from cloudckpt.background.sender import main; main(channel)"
 )
-"""What the interpreter is to run, with the number of its end of the channel."""
+"""What the interpreter runs, given the descriptor of its end of the channel."""
 
 
 class SaveProcess:
-    """A process beside this rank that sends its saves, one after the other.
+    """A process beside this rank that sends its saves, one after another.
 
-    It starts in the background; one that has died is replaced by the next save.
+    It starts in the background; if it has died, the next save replaces it.
     """
 
     def __init__(self, options: BackgroundOptions) -> None:
@@ -89,28 +89,28 @@ class SaveProcess:
 
     @property
     def pid(self) -> int | None:
-        """The process, if there is one."""
+        """The process ID, if there is a process."""
         worker = self._worker
         return None if worker is None else worker.pid
 
     @property
     def is_busy(self) -> bool:
-        """Whether it has a job that it has not answered."""
+        """Whether it has an unanswered job."""
         worker = self._worker
         return worker is not None and worker.is_busy
 
     @property
     def is_stuck(self) -> bool:
-        """Whether it has a job that gets no further, as its store fails or says nothing."""
+        """Whether it has a job that makes no progress, since its store fails or is silent."""
         worker = self._worker
         return worker is not None and worker.is_busy and worker.is_stuck
 
     def sender(self, arena: Arena | None, handed_over: Callable[[], None]) -> Sender:
-        """What has it send a save.
+        """A sender that makes the process send a save.
 
         Args:
-            arena: The memory of the staged copy, if it is in one.
-            handed_over: Called when the process has all that it takes.
+            arena: The memory of the staged copy, if it is in an arena.
+            handed_over: Called when the process has everything that it needs.
         """
         return functools.partial(self._send, arena, handed_over)
 
@@ -130,7 +130,7 @@ class SaveProcess:
 
         Raises:
             SaveProcessError: If the process can't be started, dies, or gives no sign of life.
-            StagingMemoryError: If there is no memory for what lies outside of the arena.
+            StagingMemoryError: If there is no memory for what lies outside the arena.
         """
         names: list[str] = []
 
@@ -164,13 +164,13 @@ class SaveProcess:
         return outcome.objects
 
     def settle(self) -> None:
-        """Says that the trainer knows what became of the save that was sent last."""
+        """Tells the process that the trainer knows the outcome of the last save."""
         worker = self._worker
         if worker is not None:
             worker.settle()
 
     def close(self, timeout: float) -> None:
-        """Ends the process, at once if it does not end in time."""
+        """Ends the process, by force if it does not end in time."""
         with self._lock:
             self._closed = True
             worker = self._worker
@@ -179,7 +179,7 @@ class SaveProcess:
             self._worker = None  # not before: an interrupt leaves it for the next call
 
     def _running_worker(self) -> _Worker:
-        """The process; a new one if there is none."""
+        """The process, started if there is none."""
         with self._lock:
             if self._closed:
                 raise SaveProcessError("the saver was closed")
@@ -190,7 +190,7 @@ class SaveProcess:
 
 
 def log_levels() -> dict[str, int]:
-    """The levels of loggers that somebody has set; that of the root under the empty name."""
+    """The explicitly set levels of loggers, by name; the root logger's name is empty."""
     named = list(logging.Logger.manager.loggerDict.items())
     levels = {name: known.level for name, known in named if isinstance(known, logging.Logger)}
     return {
@@ -204,8 +204,8 @@ class _Worker:
 
     Attributes:
         is_busy: Whether it has a job.
-        is_stuck: Whether it has said last that it gets no further.
-        unsettled: Set as long as nobody knows what has become of the job.
+        is_stuck: Whether it last reported that it makes no progress.
+        unsettled: Set as long as the job's outcome is unknown.
     """
 
     def __init__(self, options: BackgroundOptions) -> None:
@@ -240,7 +240,7 @@ class _Worker:
                 f"the saving process can't be started by {sys.executable}", cause=exc
             ) from exc
         _workers.add(self)
-        # also if nobody closes the saver; and at the end of the interpreter, behind the last save
+        # also if nobody closes the saver; and at the interpreter's end, after the last save
         self._at_exit = weakref.finalize(
             self, _leave, self._process, self._channel, self.unsettled, os.getpid()
         )
@@ -257,18 +257,18 @@ class _Worker:
         """Waits until it can take jobs.
 
         Raises:
-            SaveProcessError: If it ends before, or is not ready in time.
+            SaveProcessError: If it ends first, or is not ready in time.
         """
         if not self._is_ready:
             self._receive("ready", time.monotonic() + self._options.start_timeout)
             self._is_ready = True
 
     def begin(self, job: Job, descriptors: list[int]) -> None:
-        """Sends a job; from then on it is carried out also if this trainer should end.
+        """Sends a job; from then on it is carried out even if this trainer ends.
 
         Args:
             job: What to send.
-            descriptors: Of the memory that its bytes lie in.
+            descriptors: Descriptors of the memory that holds its bytes.
 
         Raises:
             SaveProcessError: If the process has ended.
@@ -285,17 +285,17 @@ class _Worker:
             raise self._death(exc) from exc
 
     def outcome(self) -> Outcome:
-        """Waits for what has become of the job.
+        """Waits for the outcome of the job.
 
         Raises:
-            SaveProcessError: If the process ends before, or gives no sign of life.
+            SaveProcessError: If the process ends first, or gives no sign of life.
         """
         outcome: Outcome = self._receive("outcome")
         self.is_busy = False
         return outcome
 
     def _receive(self, wanted: str, deadline: float | None = None) -> Any:
-        """The next message of a kind; log records and events on the way are handled here."""
+        """The next message of a kind; handles log records and events that come before it."""
         silent = 0.0
         while True:
             try:
@@ -315,7 +315,7 @@ class _Worker:
                         "process"
                     )
                 else:
-                    silent += _LOOK  # not by the clock: that runs on while both are suspended
+                    silent += _LOOK  # not by the clock, which runs on while both are suspended
                     continue
             except (EOFError, OSError, pickle.UnpicklingError) as exc:
                 raise self._death(exc) from exc
@@ -353,27 +353,27 @@ class _Worker:
         )
 
     def settle(self) -> None:
-        """Says that it is known what has become of the job."""
+        """Tells the process that the job's outcome is known."""
         self.unsettled.clear()
         with contextlib.suppress(OSError):  # it has died, or was ended
             self._channel.send(SETTLED)
 
     def forget(self) -> None:
-        """In a child that was forked from the trainer: the process is not the child's.
+        """Drops the process in a child forked from the trainer: it is not the child's.
 
-        The channel's end is to be that of the trainer, and whoever holds it puts it off.
+        The channel must close when the trainer ends; any other holder would keep it open.
         """
         self._channel.close()
-        self._process.returncode = 0  # else it would be missed when this object goes
+        self._process.returncode = 0  # otherwise Popen would complain when this object goes
 
     def end(self, timeout: float, why: str) -> None:
         """Ends the process: by request within ``timeout`` seconds, else by force.
 
-        Both who closes the saver and the thread of a save that fails may do so.
+        Both the thread that closes the saver and that of a failing save may call it.
 
         Args:
             timeout: Seconds.
-            why: For the saves that fail by it.
+            why: The reason, for the saves that fail because of this.
         """
         self._ended_for = self._ended_for or why
         with self._ending:
@@ -407,15 +407,15 @@ def _start(fd: int) -> subprocess.Popen[bytes]:
 
 
 def _paths() -> list[str]:
-    """Where modules are found: by the trainer, and this package for sure.
+    """The trainer's module search path, always including this package.
 
-    The folder in which the trainer found it may be the current one no more.
+    The folder in which the trainer found the package may no longer be the current one.
     """
     own = os.path.abspath(__file__)
     for _ in __name__.split("."):
         own = os.path.dirname(own)
     known = [path for path in sys.path if isinstance(path, str)]
-    # what is no folder or archive may be a word for somebody's import hook
+    # an entry that is neither a folder nor an archive may be meant for an import hook
     found = [os.path.abspath(path) if not path or os.path.exists(path) else path for path in known]
     return [*found, own]
 
@@ -439,6 +439,6 @@ def _leave(
 ) -> None:
     if os.getpid() == owner:
         channel.close()
-        if not unsettled.is_set():  # else it has something to finish
+        if not unsettled.is_set():  # otherwise it has something to finish
             _wait(process, _SHUTDOWN_TIMEOUT)
             _kill(process)

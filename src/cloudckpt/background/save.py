@@ -1,4 +1,4 @@
-"""One save in the background: what it needs, and what is told of it."""
+"""One background save: what it needs, and how it reports its outcome."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class SaveFuture(Future[Metadata | None]):
     """The outcome of an asynchronous save.
 
     ``result()`` is the committed metadata, with the guarantees of :func:`cloudckpt.save`; or None
-    if the save was skipped. A save can't be cancelled once it was asked for, since other ranks take
-    part in it: ``cancel()`` returns False.
+    if the save was skipped. A save can't be cancelled once requested, since other ranks take part
+    in it: ``cancel()`` returns False.
 
     Attributes:
-        skipped: Whether there was no save: the one before was still under way, or a later one took
-            its place while it waited behind one that was stuck.
-        number: Of this save among those that were begun together, the same on all ranks.
+        skipped: Whether there was no save: the previous save was still under way, or a later save
+            replaced this one while it waited for a stuck save.
+        number: This save's number among its saver's, the same on all ranks.
         transferred: What this rank sent, once it is done and has succeeded.
         timeline: The events of this save on this rank.
     """
@@ -67,7 +67,7 @@ class PendingSave:
     """An asynchronous save under way.
 
     Attributes:
-        staged: Done when the trainer may change its tensors; None is its result.
+        staged: Done when the trainer may change its tensors; its result is None.
         written: Done when the save is.
         is_staged_in_background: Whether ``staged`` may not be done yet.
     """
@@ -82,17 +82,17 @@ class Save:
     """A save, from the call to its end.
 
     Attributes:
-        number: Of this save among those of its saver.
-        where: The place, as events and errors name it.
+        number: This save's number in its saver.
+        where: The destination, as events and errors name it.
         writer: Writes to it.
         planner: As in torch.
-        written: Its outcome.
+        written: The save's outcome.
         staged: Done when the copy is.
-        state: The copy, if a stager of the caller's made it.
-        copy: The copy, if ours did.
-        copying: The copy, if a stager of the caller's is still at it.
+        state: The copy, if a custom stager made it.
+        copy: The copy, if our stager made it.
+        copying: The copy, if a custom stager is still making it.
         failure: Why this rank can't take part.
-        handed_over: Set when the save would be finished without this trainer, or has ended.
+        handed_over: Set when the save would finish without this trainer, or has ended.
     """
 
     number: int
@@ -112,7 +112,7 @@ class Save:
     def __post_init__(self) -> None:
         self.written.number = self.number
         self.written.set_running_or_notify_cancel()
-        self.staged.set_running_or_notify_cancel()  # who waits for one that was cancelled waits on
+        self.staged.set_running_or_notify_cancel()  # waits on a cancelled one would not end
 
     @property
     def content(self) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class Save:
         return ToSave(self.writer, self.planner)
 
     def hold(self) -> bool:
-        """Keeps it from being begun, if it has not; for a moment, see :meth:`let_go`."""
+        """Keeps a save that has not begun from beginning, until :meth:`let_go`."""
         with self._turn:
             if self._phase != "waits" or self.copy is None or not self.staged.done():
                 return False
@@ -141,7 +141,7 @@ class Save:
             return True
 
     def let_go(self, *, replaced: bool = False) -> None:
-        """Ends that; ``replaced``: a later save takes its place, and it is not carried out."""
+        """Undoes :meth:`hold`; ``replaced``: a later save takes its place, and it never runs."""
         if replaced:
             logger.warning(
                 "the save to %s is dropped: the save before it is stuck, and a newer one takes "
@@ -157,10 +157,10 @@ class Save:
             self._turn.notify_all()
 
     def run(self, carry_out: Callable[[Save], Any]) -> None:
-        """Has the copy saved when it is there, and tells the future the outcome."""
+        """Saves the copy once it is made, and sets the future's outcome."""
         with self._turn:
             self._turn.wait_for(lambda: self._phase != "is held")
-            if self.written.done():  # it was replaced; or no thread could be started, and then was
+            if self.written.done():  # it was replaced; or the thread started after all, late
                 return
             self._phase = "has begun"
         told = self.failure
@@ -175,13 +175,13 @@ class Save:
         release_frames(error, apart_from=told)
         self.written.set_exception(error)
         if not isinstance(error, SaveInProgressError):  # that is raised by save itself
-            # nobody may ever ask the future, as when the trainer ends
+            # nobody may ever read the future, as when the trainer ends
             logger.error("the save to %s failed in the background: %s", self.where, error)
 
     def _result_of(
         self, carry_out: Callable[[Save], Any]
     ) -> tuple[Any, None] | tuple[None, BaseException]:
-        """The result, or the error; a frame of its own, which the error keeps."""
+        """The result, or the error; in a separate frame, which the error keeps alive."""
         try:
             concurrent.futures.wait([self.staged])
             if self.copying is not None:
@@ -194,7 +194,7 @@ class Save:
             return None, error
 
     def refuse(self, cause: RuntimeError, *, closed: bool) -> AsyncSaveError:
-        """Settles it with an error, which it returns, since there is no thread for it."""
+        """Fails the save because it has no thread; returns the error."""
         made: AsyncSaveError
         if closed:
             made = ClosedError("the saver was closed", uri=self.where)
@@ -212,19 +212,19 @@ class Save:
         return made
 
     def listen(self, event: Event) -> None:
-        """Notes what this save is doing."""
+        """Records an event of this save."""
         if event.uri == self.where:
             self.written.timeline.add(event)
 
     def _end(self) -> None:
-        """Gives the copy's memory back."""
+        """Releases the copy's memory."""
         self.state = self.copying = None
         if self.copy is not None:
             self.copy.release()
 
 
 def as_ours(error: BaseException, where: str) -> CloudCheckpointError:
-    """The error, or one of ours that tells of it."""
+    """The error, or one of ours that wraps it."""
     if isinstance(error, CloudCheckpointError):
         if error.uri is None and where:
             error.uri = where
@@ -246,7 +246,7 @@ def skipped() -> PendingSave:
 
 
 def pass_on(done: Future[Any], staged: Future[None]) -> None:
-    """Tells of the end of a copy that a stager of the caller's has made."""
+    """Passes the outcome of a custom stager's copy on to ``staged``."""
     try:
         done.result()
     except BaseException as error:  # noqa: BLE001 - that of a stager which has cancelled it, too

@@ -1,4 +1,4 @@
-"""``AsyncSaver``: stages a state dict and saves the copy behind the trainer's back."""
+"""``AsyncSaver``: stages a state dict and saves the copy in the background."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ __all__ = ["AsyncSaver", "alike"]
 
 
 class AsyncSaver:
-    """Saves one state dict after another in the background, in the order in which it was asked.
+    """Saves one state dict after another in the background, in the order of the calls.
 
-    The ranks that save together get a process group of their own (gloo): the saver's collectives
-    never mix with the trainer's, whatever backend those use. Constructing a saver is therefore a
+    The ranks that save together get their own process group (gloo): the saver's collectives never
+    mix with the trainer's, whatever backend those use. Constructing a saver is therefore a
     collective call.
     """
 
@@ -81,20 +81,20 @@ class AsyncSaver:
         Args:
             process_group: The ranks that save together; default: all.
             no_dist: Whether this process saves alone.
-            kind: Whether a thread of the trainer saves, or a process beside it.
-            stager: A stager of the caller's, which is not closed here.
+            kind: Whether a thread of the trainer or a separate process saves.
+            stager: A custom stager, which the saver does not close.
             options: See there.
-            tells_failures: Whether the failure of a save is raised by the next call of
-                :meth:`save`, on all ranks, besides being told by its future.
-            on_failure: Called with such a failure, and the numbers of the saves that it is of, in
-                place of raising it; also where this rank alone has no memory for a copy. Alike on
-                all ranks; if it raises, on all.
+            tells_failures: Whether a save's failure is also raised by the next call of
+                :meth:`save`, on all ranks, besides being set on its future.
+            on_failure: Called with such a failure, and the numbers of the saves that it concerns,
+                instead of raising it; also where this rank alone has no memory for a copy. Called
+                alike on all ranks; if it raises, it does so on all.
             when_busy: What ``auto`` means in the options.
             have_met: Whether the ranks come straight from a meeting.
 
         Raises:
-            ConfigError: If this rank is not in the group, or the ranks were given different kinds
-                or policies.
+            ConfigError: If this rank is not in the group, or kinds or policies differ between
+                ranks.
             ProcessGroupError: If the ranks do not meet within ``start_timeout``.
             SaveProcessError: If a saving process can't be started.
         """
@@ -123,14 +123,14 @@ class AsyncSaver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cloudckpt-async")
         self._rank = 0 if self._group is None else dist.get_rank(self._group)
         self._number = 0
-        # what all ranks begin, and this one has not given to its thread
+        # the save that all ranks begin, and that this rank has not given to its thread
         self._owed: tuple[OurWriter, str] | None = None
         self._is_broken = False  # whether a collective of a save may still be under way on a rank
         self._under_way: list[Save] = []
-        self._untold: dict[int, tuple[str, SaveFuture]] = {}  # whose outcome nobody was told yet
+        self._untold: dict[int, tuple[str, SaveFuture]] = {}  # with an unreported outcome
         self._lock = threading.Lock()
         self._closed = False
-        self._ended = threading.Event()  # all that closing does was done
+        self._ended = threading.Event()  # closing is complete
 
     def _make(self, kind: AsyncCheckpointerType) -> None:
         if self._stager is None:
@@ -144,7 +144,7 @@ class AsyncSaver:
             self._process = SaveProcess(self._options)
 
     def _abandon(self) -> None:
-        """Gives back what was made before the ranks found that they can't have a saver."""
+        """Releases what was made before the ranks learned that they can't have a saver."""
         if self._process is not None:
             self._process.close(0)
         if self._own_stager is not None:
@@ -173,25 +173,25 @@ class AsyncSaver:
         """Stages a state dict and begins to save the copy; a collective call.
 
         It returns when the copy is made, or begun if the stager is asynchronous. Before that the
-        ranks meet: if one can't begin, all raise why, and nothing is saved. What goes wrong from
-        then on is told by the futures, on all ranks.
+        ranks meet: if one can't begin, all raise the reason, and nothing is saved. The futures
+        report later failures, on all ranks.
 
         Args:
-            state_dict: What to save; ``Stateful`` values are asked for theirs.
-            writer: Where to; or what makes it, which is called when it is this save's turn.
-            checkpoint_id: Where to lead the writer, once no save before uses it any more.
+            state_dict: What to save; ``Stateful`` values are asked for their state.
+            writer: The writer; or its factory, which is called when it is this save's turn.
+            checkpoint_id: Where to redirect the writer, once no earlier save uses it.
             planner: As in torch.
-            stager: A stager of the caller's for this save alone.
+            stager: A custom stager for this save only.
 
         Raises:
-            AsyncSaveError: If the interpreter ends, or no thread can be started.
+            AsyncSaveError: If the interpreter is ending, or no thread can be started.
             ClosedError: If the saver was closed, or this process was forked from the saver's.
-            ConfigError: If it was made before the process group of which this rank is one.
-            DifferentCheckpointsError: If the ranks mean different locations.
-            SaveInProgressError: If the save before does not end within ``patience``, or one to the
-                same place is under way, on some rank.
-            CloudCheckpointError: The failure of an earlier save, if this saver tells of failures;
-                or of ``writer``, on some rank.
+            ConfigError: If the saver was made before this rank's process group.
+            DifferentCheckpointsError: If the locations differ between ranks.
+            SaveInProgressError: If the previous save does not end within ``patience``, or a save to
+                the same place is under way, on some rank.
+            CloudCheckpointError: The failure of an earlier save, if this saver raises failures; or
+                of ``writer``, on some rank.
         """
         if not self.belongs_here:
             raise ClosedError(
@@ -231,7 +231,7 @@ class AsyncSaver:
         checkpoint_id: URILike | None,
         stager: AsyncStager | None,
     ) -> PendingSave:
-        """Makes the copy, and gives it to the thread; or the reason why there is none."""
+        """Makes the copy and gives it, or the reason why there is none, to the thread."""
         raised: BaseException | None = None
         try:
             if checkpoint_id is not None:
@@ -239,7 +239,7 @@ class AsyncSaver:
             self._copy(state_dict, save, stager)
         except BaseException as error:  # noqa: BLE001 - the other ranks must hear of it
             save.failure = as_ours(error, save.where)
-            if not save.staged.done():  # an interrupt may come just behind
+            if not save.staged.done():  # an interrupt may come just after
                 save.staged.set_exception(save.failure)
             is_raised = isinstance(error, SaveInProgressError) and self._on_failure is None
             if is_raised or not isinstance(error, Exception):
@@ -262,12 +262,12 @@ class AsyncSaver:
         return pending
 
     def _can_outlive(self, save: Save) -> bool:
-        """Whether its process will soon have all of a save that it would finish alone."""
+        """Whether the process will soon have all of a save that it would then finish alone."""
         return (
             self._process is not None
             and self._options.outlive > 0
             and save.copy is not None
-            and flags_of(save.planner) is not None  # what others make may take long
+            and flags_of(save.planner) is not None  # other planners may take long
             and [one for one in self._under_way if not one.written.done()] == [save]
         )
 
@@ -283,9 +283,9 @@ class AsyncSaver:
         writer: OurWriter | Callable[[], OurWriter],
         checkpoint_id: URILike | None,
     ) -> tuple[OurWriter, str] | None:
-        """Takes this save's turn, and meets the other ranks; None if it is to be skipped.
+        """Waits for this save's turn and meets the other ranks; None if the save is skipped.
 
-        All ranks begin the save, or none does.
+        Either all ranks begin the save, or none does.
         """
         status = RankStatus()
         made: tuple[OurWriter, str] | None = None
@@ -304,7 +304,7 @@ class AsyncSaver:
             self._owed = made
             self._number += 1
         for number in consensus.earlier:
-            self._untold.pop(number, None)  # also where it has not ended yet: all have heard of it
+            self._untold.pop(number, None)  # even if it has not ended yet: all ranks know of it
         try:
             consensus.raise_on_all_ranks()
         except CloudCheckpointError as error:
@@ -315,7 +315,7 @@ class AsyncSaver:
         return None if is_skipped else made
 
     def _meet(self, status: RankStatus, made: tuple[OurWriter, str] | None) -> Consensus:
-        """The meeting of all ranks; several, where they wait for a save that may get stuck."""
+        """The meeting of all ranks; several meetings while they wait for a save that may stick."""
         if self._policy == "skip":
             status = replace(status, is_busy=bool(self._under_way))
         if self._policy != "replace":
@@ -346,11 +346,11 @@ class AsyncSaver:
             if consensus.statuses or not consensus.any_is_busy or goes_on:
                 return consensus
             concurrent.futures.wait([save.written for save in before], _BETWEEN_MEETINGS)
-            if not before:  # other ranks are about to see that, too
+            if not before:  # other ranks are about to see the same
                 time.sleep(_BETWEEN_MEETINGS)
 
     def _with_failure(self, status: RankStatus) -> RankStatus:
-        """What this rank says, with the failure of an earlier save that nobody was told yet."""
+        """This rank's status, with the unreported failure of an earlier save."""
         if status.failure is None and (found := self._next_failure()) is not None:
             return replace(status, earlier=found[0], failure=found[1])
         return status
@@ -365,7 +365,7 @@ class AsyncSaver:
         )
 
     def _check(self, writer: OurWriter) -> None:
-        """Refuses a writer whose work the saving process does not know."""
+        """Refuses a writer whose work the saving process can't do."""
         if self._process is not None and not isinstance(writer, CloudStorageWriter):
             raise ConfigError(
                 "a saving process works with CloudStorageWriter only, not with a "
@@ -373,7 +373,7 @@ class AsyncSaver:
             )
 
     def _next_failure(self) -> tuple[int, BaseException] | None:
-        """The number of the first save that has failed and was not told yet, and its failure."""
+        """The number and failure of the first save with an unreported failure."""
         for number, (_, written) in list(self._untold.items()):
             if written.done():
                 if (error := written.exception()) is not None:
@@ -384,7 +384,7 @@ class AsyncSaver:
     def _take_turn(self, where: str, writer: OurWriter) -> None:
         """Waits for the saves under way, if that is the policy, whatever their outcome.
 
-        Those that have failed here are waited for in any case: they only tell the other ranks.
+        Saves that failed on this rank are always waited for: they are only informing other ranks.
         """
         deadline = self._deadline()
         for save in list(self._under_way):
@@ -437,12 +437,12 @@ class AsyncSaver:
             others = [save for save in self._under_way if not save.written.done()]
             if self._policy != "replace" or not others:
                 raise
-        # no memory for a second copy: as if there were to be one only
+        # no memory for a second copy: act as if only one were allowed
         self._wait_for(others, self._deadline())
         return self._own_stager.begin(state, self._options.patience)
 
     def _carry_out(self, save: Save) -> Metadata:
-        """Saves a copy; in the thread."""
+        """Saves a copy; runs in the thread."""
         try:
             return self._saved(save)
         except BaseException as error:
@@ -477,7 +477,7 @@ class AsyncSaver:
             if self._process is not None and is_known:
                 self._process.settle()
             if isinstance(save.planner, DefaultSavePlanner):
-                save.planner.state_dict = {}  # it would keep the copy until it plans the next save
+                save.planner.state_dict = {}  # the planner would keep the copy until its next plan
             if writer is not None:
                 writer.sender = send_here
         if writer is not None:
@@ -487,9 +487,9 @@ class AsyncSaver:
     def close(self) -> None:
         """Waits for the saves under way, up to ``close_timeout`` seconds.
 
-        A saving process is ended then, which fails what it has not saved; a thread goes on.
-        Failures are told by the futures only. Closing again does nothing, or the rest if it was
-        interrupted. In a process that was forked from the saver's, nothing is done.
+        A saving process is then ended, which fails what it has not saved; a thread continues.
+        Failures are reported by the futures only. Closing again does nothing, or finishes an
+        interrupted close. In a process forked from the saver's, it does nothing.
         """
         if not self.belongs_here:
             return
@@ -504,7 +504,7 @@ class AsyncSaver:
             self._process.close(_SHUTDOWN_TIMEOUT if idle else 0)
             concurrent.futures.wait(
                 futures, _SHUTDOWN_TIMEOUT
-            )  # those that it has failed hear of it
+            )  # the saves that this fails learn why
         self._thread.shutdown(wait=idle)
         if self._own_stager is not None:
             self._own_stager.close()
@@ -522,7 +522,7 @@ class AsyncSaver:
                     give_back(group)
 
     def raise_pending_failure(self) -> None:
-        """Raises the first failure that no call has raised yet, if this saver tells of them.
+        """Raises the first failure that no call has raised yet, if this saver raises failures.
 
         Raises:
             CloudCheckpointError: The failure.
@@ -535,7 +535,7 @@ class AsyncSaver:
             )
 
     def wait(self) -> None:
-        """Waits for the saves under way, if this saver tells of failures.
+        """Waits for the saves under way, if this saver raises failures.
 
         Raises:
             CloudCheckpointError: The first failure that no call has raised yet.
@@ -544,7 +544,7 @@ class AsyncSaver:
         self._raise_next()
 
     def _raise_next(self) -> None:
-        """Raises the next failure, or has it dealt with, and those behind it."""
+        """Raises the next failure, or passes it and later ones to ``on_failure``."""
         while (found := self._next_failure()) is not None:
             number, error = found
             del self._untold[number]
@@ -554,7 +554,7 @@ class AsyncSaver:
 
     @property
     def belongs_here(self) -> bool:
-        """Whether this process has made it, and not one from which this one was forked."""
+        """Whether this process made it, rather than a process that this one was forked from."""
         return self._pid == os.getpid()
 
     def __enter__(self) -> AsyncSaver:
@@ -581,14 +581,14 @@ def _has_ranks() -> bool:
 
 
 def alike(kind: AsyncCheckpointerType, options: BackgroundOptions) -> RankStatus:
-    """What ranks must have in common to have a saver together."""
+    """What ranks must agree on to share a saver."""
     return RankStatus(options=f"{kind.value} and when_busy={options.when_busy!r}")
 
 
 def _led(
     writer: OurWriter | Callable[[], OurWriter], checkpoint_id: URILike | None
 ) -> tuple[OurWriter, str]:
-    """The writer, and where it saves to, as events and errors name it."""
+    """The writer, and its destination as events and errors name it."""
     made = writer if isinstance(writer, OurWriter) else writer()
     if not isinstance(made, CloudStorageWriter):
         return made, f"writer {id(made)}"

@@ -1,9 +1,9 @@
-"""What is to be sent, as a script: the trainer records it, and its saving process carries it out.
+"""What to send, as a script: the trainer records it, and its saving process carries it out.
 
-A script says which bytes of shared memory make up each object, in their order, and what the index
-at the object's end needs of its items. The bytes themselves do not travel: they lie in the arena of
-the staged copy, or were written to the annex. Small items are packed by the saving process, from
-the arena. Nothing in it is of torch, or of the user's.
+A script lists the bytes of shared memory that make up each object, in order, and what the index at
+the object's end needs to know about its items. The bytes themselves are not sent: they lie in the
+arena of the staged copy, or were written to the annex. The saving process packs small items from
+the arena. A script contains no torch or user objects.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ class ObjectScript:
 
     Attributes:
         staged: Whether its parts have the size of those that pass through a pool.
-        pieces: Of each piece five numbers: which memory it lies in (0: the arena, 1: the annex,
-            2: it is a small item of the arena's, to be packed), its first byte there, its bytes,
+        pieces: Five numbers per piece: the memory that it lies in (0: the arena, 1: the annex,
+            2: a small item in the arena, to be packed), its first byte there, its size in bytes,
             the number of the item whose data it is (-1 for none), and where it begins in that
-            data; of a small item the number of its form.
-        forms: What stands before small items and behind them.
-        heads: Of each item, bytes of the envelope before the data proper.
-        tails: The same of the envelope behind it.
-        dtypes: The number of its element type.
-        raw_lengths: Bytes of the data proper.
-        sums: The checksum of its only block, if it is known.
+            data; for a small item the number of its form.
+        forms: The bytes before and after small items.
+        heads: Per item, bytes of the envelope before the data.
+        tails: Per item, bytes of the envelope after the data.
+        dtypes: Per item, the number of its element type.
+        raw_lengths: Per item, bytes of the data.
+        sums: Per item, the checksum of its only block, if known.
     """
 
     staged: bool
@@ -64,7 +64,7 @@ class ObjectScript:
 
 
 class _RecordedUpload:
-    """Notes where the pieces of an object lie, and copies what is not in the arena."""
+    """Records where the pieces of an object lie, and copies what is not in the arena."""
 
     def __init__(self, staged: bool, arena: Arena | None, annex: Annex) -> None:
         self.position = 0
@@ -94,14 +94,14 @@ class _RecordedUpload:
             piece.lease.release()
 
     def close(self, end: Piece) -> None:
-        self.position += end.view.nbytes  # whoever carries it out makes the index
+        self.position += end.view.nbytes  # the saving process makes the index
 
     def write_small(
         self, forms: Sequence[Form], addresses: Sequence[int]
     ) -> tuple[list[int], list[object]] | None:
-        """Notes small items; where they begin in the object, and what stands for their checksums.
+        """Records small items; returns their offsets in the object and checksum placeholders.
 
-        None if they lie elsewhere than in the arena.
+        Returns None if they do not lie in the arena.
         """
         if not (self._begin <= min(addresses) and max(addresses) < self._end):
             return None
@@ -119,13 +119,13 @@ class _RecordedUpload:
 
 
 class _MadeLater:
-    """Stands for the checksum of a small item, which the saving process makes."""
+    """A placeholder for a small item's checksum, which the saving process computes."""
 
     __slots__ = ()
 
 
 class _RecordedPacking:
-    """Packs nothing, but has it noted what is to be packed."""
+    """Records what to pack instead of packing it."""
 
     def __init__(self, upload: PieceWriter, _: SlabPool) -> None:
         assert isinstance(upload, _RecordedUpload)
@@ -162,7 +162,7 @@ class _RecordedPacking:
             self._upload.write(Piece(memoryview(_ZEROS)[:gap]))
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Does nothing: nothing is buffered."""
 
 
 class Recording:
@@ -179,10 +179,10 @@ class Recording:
         """
         Args:
             destination: Where they will go.
-            capabilities: Of the store there.
+            capabilities: The capabilities of that store.
             arena: The memory of the staged copy.
             annex: Takes what lies elsewhere.
-            began: Told the name of each object.
+            began: Called with the name of each object.
         """
         self._destination = destination
         self._capabilities = capabilities
@@ -192,7 +192,7 @@ class Recording:
         self._opened: list[tuple[OpenObject, _RecordedUpload]] = []
 
     def open(self, staged: bool) -> OpenObject:
-        """Begins an object, as :data:`~cloudckpt.checkpoint.sending.LayOut` has it."""
+        """Begins an object; see :data:`~cloudckpt.checkpoint.sending.LayOut`."""
         ordinal = len(self._opened)
         self._began(self._destination.name(ordinal))
         upload = _RecordedUpload(staged, self._arena, self._annex)
@@ -205,7 +205,7 @@ class Recording:
         return made
 
     def scripts(self) -> list[ObjectScript]:
-        """Of all objects, when all have ended."""
+        """The scripts of all objects, once all have ended."""
         return [_script(made, upload) for made, upload in self._opened]
 
 
@@ -230,9 +230,9 @@ def replay(scripts: Sequence[ObjectScript], memory: Sequence[memoryview], budget
     """The layout that writes what was recorded.
 
     Args:
-        scripts: Of the objects.
-        memory: The arena, and the annex.
-        budget: Bytes of memory to pack in.
+        scripts: The objects' scripts.
+        memory: The arena and the annex.
+        budget: Bytes of memory for packing.
     """
 
     def lay_out(open_object: Callable[[bool], OpenObject], cancellation: Cancellation) -> None:

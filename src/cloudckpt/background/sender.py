@@ -1,8 +1,8 @@
-"""The saving process, its own side: sends what its trainer has laid out, and says what it wrote.
+"""The saving process's side: sends what its trainer has laid out, and reports what it wrote.
 
-It is an interpreter of its own, which the trainer starts by exec. It imports what stores and
-transfers need: no torch, and nothing of the user's. One thread takes jobs, as many as the options
-say send, and one gives signs of life and looks whether the trainer lives.
+It is a separate interpreter, which the trainer starts by exec. It imports only what stores and
+transfers need: no torch, and no user code. One thread takes jobs, as many as the options say send,
+and one gives signs of life and checks that the trainer is alive.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from cloudckpt.waiting import is_stuck
 
 __all__ = ["Speaker", "forward_logs", "main"]
 
-_LOOK = 0.5  # seconds between two looks whether the trainer is alive
-_LAST_WORDS = 2.0  # seconds in which what a trainer has said last is read
-_BEATS = 5  # signs of life in the time in which one must come
+_LOOK = 0.5  # seconds between checks that the trainer is alive
+_LAST_WORDS = 2.0  # seconds for reading a trainer's last messages
+_BEATS = 5  # signs of life per heartbeat timeout
 
 _OF_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that schedulers send to all processes of a job, for the trainer to heed: it decides what
-is still to be saved, and when it has ended, this process finishes what it was given, and ends."""
+"""Signals that schedulers send to all processes of a job, for the trainer to handle: it decides
+what is still saved, and once it has ended, this process finishes its work and ends."""
 
 
 def main(channel: Connection) -> None:
-    """Serves until the trainer closes the channel, or is gone."""
+    """Serves until the trainer closes the channel or is gone."""
     for number in _OF_THE_TRAINER:
         signal.signal(number, signal.SIG_IGN)
     settings: Settings = channel.recv()
@@ -60,7 +60,7 @@ def main(channel: Connection) -> None:
         os.nice(settings.nice)
     speaker, duty = Speaker(channel), Duty()
     forward_logs(speaker, settings.log_levels)
-    relay(lambda event: speaker.tell("event", event))  # told by the trainer, not here, too
+    relay(lambda event: speaker.tell("event", event))  # reported by the trainer, not here as well
     with as_socket(channel) as end:  # now, while no other thread uses the channel
         watch = threading.Thread(target=_watch, args=(settings, speaker, duty), daemon=True)
         watch.start()
@@ -73,7 +73,7 @@ def main(channel: Connection) -> None:
 
 
 def _next(channel: Connection, duty: Duty) -> Job | None:
-    """What is to be sent next; None if nothing will."""
+    """The next job; None if there will be none."""
     while True:
         try:
             said = channel.recv()
@@ -86,9 +86,9 @@ def _next(channel: Connection, duty: Duty) -> Job | None:
 
 
 def _watch(settings: Settings, speaker: Speaker, duty: Duty) -> NoReturn:
-    """Gives signs of life; when the trainer is gone, finishes what it had begun, and ends all.
+    """Gives signs of life; when the trainer is gone, finishes its save and ends this process.
 
-    The end of the channel does not tell: whoever the trainer has forked may hold it.
+    The channel's end does not show that: children forked from the trainer may hold it open.
     """
     interval = settings.heartbeat_timeout / _BEATS
     told, was_stuck = time.monotonic(), False
@@ -140,7 +140,7 @@ def _carry_out(job: Job, end: socket.socket, speaker: Speaker, duty: Duty) -> No
 
 @contextlib.contextmanager
 def _mapped(end: socket.socket, size: int) -> Iterator[memoryview]:
-    """Memory of the trainer's, whose descriptor comes next; nothing if it has no bytes."""
+    """The trainer's memory whose descriptor comes next; empty if it has no bytes."""
     if not size:
         yield memoryview(b"")
         return
@@ -154,7 +154,7 @@ def _mapped(end: socket.socket, size: int) -> Iterator[memoryview]:
 
 
 def _portable(error: BaseException) -> BaseException:
-    """The error, or one that tells of it if it can't be pickled."""
+    """The error, or one that describes it if it can't be pickled."""
     try:
         pickle.loads(pickle.dumps(error))  # noqa: S301 - made in the line itself
     except Exception:  # noqa: BLE001 - anything may be raised by somebody's __reduce__
@@ -163,10 +163,10 @@ def _portable(error: BaseException) -> BaseException:
 
 
 class Speaker:
-    """Speaks to the trainer, from several threads.
+    """Sends messages to the trainer, from several threads.
 
     Attributes:
-        is_awaited: Whether the trainer waits for an outcome, and reads.
+        is_awaited: Whether the trainer is waiting for an outcome, and so reading.
         is_heard: Whether there is a trainer.
     """
 
@@ -192,7 +192,7 @@ def forward_logs(speaker: Speaker, levels: dict[str, int]) -> None:
 
     Args:
         speaker: Sends them.
-        levels: Of loggers by name; that of the root under the empty one.
+        levels: Levels of loggers by name; the root logger's name is empty.
     """
 
     class Forward(logging.Handler):

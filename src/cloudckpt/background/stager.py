@@ -1,4 +1,4 @@
-"""``Stager``: copies a state dict into memory that is kept from one save to the next."""
+"""``Stager``: copies a state dict into memory that is reused from save to save."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ __all__ = ["StagedState", "Stager"]
 _CHUNK = 16 * 1024 * 1024
 """Bytes that one call copies."""
 _SMALL = 64 * 1024
-"""Bytes below which making tensors of them takes longer than copying them."""
+"""Bytes below which wrapping them in tensors takes longer than copying them."""
 _WORTH_THREADS = 32 * 1024 * 1024
 """Bytes from which the copy is spread over threads."""
 _SHRINK = 2
-"""An arena that is this many times too large is replaced."""
+"""An arena this many times too large is replaced."""
 
 
 @dataclass
 class _Buffer:
-    """One staged copy's place; its arena is made when it is first needed."""
+    """Room for one staged copy; its arena is made when it is first needed."""
 
     arena: Arena | None = None
 
     def fit(self, size: int, *, pin: bool) -> Arena:
-        """An arena of at least ``size`` bytes; one that does not fit is given back first."""
+        """An arena of at least ``size`` bytes; an arena that does not fit is freed first."""
         held = self.arena
         if held is not None and (held.size < size or held.size > max(size * _SHRINK, _CHUNK)):
             self.release()
@@ -64,8 +64,8 @@ class StagedState:
     Attributes:
         state_dict: The copy.
         arena: Where its tensors are.
-        size: Bytes that were copied.
-        seconds: How long that took.
+        size: Bytes copied.
+        seconds: How long copying took.
     """
 
     state_dict: dict[str, Any]
@@ -75,7 +75,7 @@ class StagedState:
     _lease: _Lease = field(repr=False)
 
     def release(self) -> None:
-        """Says that nobody reads the copy any more; its memory may be used for the next."""
+        """Ends the use of the copy; the next copy may reuse its memory."""
         self.state_dict = {}
         self._lease.end()
 
@@ -96,16 +96,16 @@ class _Lease:
 class Stager(AsyncStager):
     """torch's ``AsyncStager`` with memory that is kept, shared, and never written while it is read.
 
-    A staged copy holds its buffer until its last tensor is gone (or, in a save of cloudckpt's own,
-    until that has ended). :meth:`stage` waits for a free buffer: a checkpoint can't mix two steps,
-    which torch's own persistent stager does not prevent.
+    A staged copy holds its buffer until its last tensor is gone (or, in cloudckpt's own saves,
+    until the save has ended). :meth:`stage` waits for a free buffer, so a checkpoint can't mix two
+    steps, which torch's own persistent stager does not prevent.
 
-    Memory: one copy of what is staged for each buffer, and nothing else. A buffer is made anew when
-    the state dict has grown beyond it or shrunk below half of it.
+    Memory: one copy of what is staged for each buffer, and nothing else. A buffer is reallocated
+    when the state dict outgrows it or shrinks below half of it.
 
-    With CUDA, buffers are pinned and filled on a stream of their own; :meth:`stage` then waits for
-    the copies unless ``asynchronous`` is set, which makes it return a future instead: the tensors
-    must not be changed before that is done.
+    With CUDA, buffers are pinned and filled on a separate stream; :meth:`stage` then waits for the
+    copies unless ``asynchronous`` is set, which makes it return a future instead: the tensors must
+    not be changed before the future is done.
     """
 
     _synchronize_after_execute = False
@@ -123,9 +123,9 @@ class Stager(AsyncStager):
         """
         Args:
             buffers: Copies that may exist at a time.
-            kept: Of how many the memory is kept for the next; default: of all.
-            threads: That copy on the CPU; default: as many as torch uses, at most 8.
-            pin_memory: Whether to pin buffers; default: if CUDA is there.
+            kept: How many buffers keep their memory for the next copy; default: all.
+            threads: Threads that copy on the CPU; default: as many as torch uses, at most 8.
+            pin_memory: Whether to pin buffers; default: if CUDA is available.
             asynchronous: Whether :meth:`stage` returns a future.
             patience: Seconds to wait for a free buffer.
         """
@@ -146,7 +146,7 @@ class Stager(AsyncStager):
     def stage(
         self, state_dict: dict[str, Any], **_: Any
     ) -> dict[str, Any] | Future[dict[str, Any]]:
-        """A copy of the state dict that later changes don't reach.
+        """Returns a copy of the state dict that later changes don't affect.
 
         Raises:
             SaveInProgressError: If no buffer became free in time.
@@ -187,7 +187,7 @@ class Stager(AsyncStager):
                 "the stager was made before this process was forked, and its memory is shared "
                 "with the parent; make a new one in this process"
             )
-        # copies that were made in inference mode could not be read outside of it
+        # copies made in inference mode could not be read outside it
         with torch.inference_mode(False), torch.no_grad():
             return self._begin(state_dict, patience)
 
@@ -219,14 +219,14 @@ class Stager(AsyncStager):
                 content = layout.rebuild(state_dict)
         except BaseException:
             for stream in self._streams.values():
-                stream.synchronize()  # what an accelerator still copies goes into the buffer
+                stream.synchronize()  # an accelerator may still be copying into the buffer
             lease.end()
             raise
         seconds = time.perf_counter() - started
         return StagedState(content, arena, layout.size, seconds, lease), copied
 
     def _taken(self, patience: float) -> _Buffer:
-        """A free buffer, with memory if there is one; the memory of others may be given back.
+        """A free buffer, with memory if possible; the memory of others may be freed.
 
         Raises:
             queue.Empty: If none becomes free in time.
@@ -240,10 +240,10 @@ class Stager(AsyncStager):
         return free[0]
 
     def _next_free(self, patience: float) -> _Buffer:
-        """A free buffer; one that only a cycle holds is freed by the garbage collector.
+        """A free buffer; the garbage collector frees buffers held only by reference cycles.
 
-        Planners of torch 2.9, and what torch 2.15 keeps of a save, leave such cycles. It is called
-        after 0, 1, 3, 7, … seconds of waiting.
+        torch 2.9's planners, and what torch 2.15 keeps of a save, leave such cycles. The collector
+        runs after 0, 1, 3, 7, … seconds of waiting.
         """
         end, pause = time.monotonic() + patience, 1.0
         while True:
@@ -270,7 +270,7 @@ class Stager(AsyncStager):
         return found
 
     def _fitting(self, buffer: _Buffer, layout: Layout) -> Arena:
-        """An arena for a copy; others that are kept, and that nobody reads, may have to go."""
+        """An arena for a copy; other kept arenas that are not being read may be freed for it."""
         pin = self._pin and _on_cuda(layout)
         try:
             return buffer.fit(layout.size, pin=pin)
@@ -330,7 +330,7 @@ class Stager(AsyncStager):
 
     @contextlib.contextmanager
     def _beside_compute(self, device: torch.device) -> Iterator[None]:
-        """A stream for copies, behind what the compute stream has been given so far."""
+        """A stream for copies, ordered after the work queued on the compute stream so far."""
         if device not in self._streams:
             self._streams[device] = torch.Stream(device)
         stream = self._streams[device]
@@ -339,10 +339,10 @@ class Stager(AsyncStager):
             yield
 
     def synchronize_staging(self) -> None:
-        """Nothing is left to wait for: see the futures."""
+        """Does nothing: the futures say when copies are done."""
 
     def close(self) -> None:
-        """Gives the memory back; a copy that is still read keeps its own until the end."""
+        """Frees the memory; a copy still being read keeps its memory until it is released."""
         if self._closed or os.getpid() != self._process:
             return
         self._closed = True

@@ -1,20 +1,20 @@
-"""Commits steps whose trainers have ended before they could: their saving processes sent the rest.
+"""Commits steps whose trainers ended before the commit, if their saving processes sent everything.
 
-Each rank's saving process leaves a record beside its data when it has sent all
-(:mod:`cloudckpt.background.outliving`). Whoever has those of all ranks knows what the coordinator
-of that save would have known, and commits as that one would have: by one write of ``.metadata``, on
-the condition that there is none. So
+Each rank's saving process leaves a record beside its data when it has sent all of it
+(:mod:`cloudckpt.background.outliving`). The records of all ranks hold what the coordinator of that
+save would have known, so any process that has them can commit as the coordinator would have: by one
+write of ``.metadata``, on the condition that there is none. If meanwhile
 
-- *two jobs adopt at once*: one commits, and the other one sees the checkpoint;
-- *another job has claimed the run since* (:mod:`cloudckpt.runs.claim`): its line of steps stays as
-  it is. A record says which job had claimed the run when the step was staged, and counts only as
-  long as that one has. Processes that come late leave leftovers, never a commit;
-- *a process is still sending*: it says so every two seconds, and is waited for as long as it gets
-  further, within a limit;
+- *two jobs adopt at once*: one commits, and the other sees the checkpoint;
+- *another job has claimed the run since* (:mod:`cloudckpt.runs.claim`): its sequence of steps stays
+  as it is. A record says which job had claimed the run when the step was staged, and counts only as
+  long as that job still holds the claim. Late processes leave leftovers, never a commit;
+- *a process is still sending*: it says so every two seconds, and is waited for as long as it makes
+  progress, within a limit;
 - *a record is missing, damaged, or of another save, or an object is not as it says*: there is no
-  commit, and what was left is swept a day later;
-- *it is swept meanwhile*: what is older than half the age of leftovers is not adopted any more, and
-  a commit is sent within the other half, or not at all.
+  commit, and the data is swept a day later;
+- *the data is swept*: data older than half the age of leftovers is no longer adopted, and a commit
+  is sent within the other half, or not at all.
 """
 
 from __future__ import annotations
@@ -70,22 +70,22 @@ _SENSELESS = (
     RuntimeError,
     AssertionError,
 )
-"""What is raised by what comes from a store, with the right checksum, and makes no sense."""
+"""What parsing raises on data that has the right checksum but makes no sense."""
 
 _BETWEEN_LOOKS = 0.5  # seconds
-_LONGEST_SILENCE = 10.0  # seconds without a word that is new, after which nothing more is expected
+_LONGEST_SILENCE = 10.0  # seconds without news, after which nothing more is expected
 
 
 def adopt(uri: URILike, *, wait: float = 60.0, config: Config | None = None) -> None:
-    """Commits a checkpoint whose trainers have ended before they could, if all of it was sent.
+    """Commits a checkpoint whose trainers ended before the commit, if all of it was sent.
 
     Args:
         uri: Where it is.
-        wait: Seconds in which it is waited for processes that are still sending.
+        wait: Seconds to wait for processes that are still sending.
         config: Options.
 
     Raises:
-        IncompleteSaveError: If it can't be committed: not all ranks have left what it takes, or
+        IncompleteSaveError: If it can't be committed: not all ranks have left a complete record, or
             another job has claimed the run since.
         InvalidURIError: If it is not a valid location.
         StoreError: If the store refuses or stays unreachable.
@@ -99,17 +99,17 @@ def adopt(uri: URILike, *, wait: float = 60.0, config: Config | None = None) -> 
 def adopt_pending(
     uri: CheckpointURI, config: Config, *, until: float, hook: CommitHook | None = None
 ) -> None:
-    """The same.
+    """As :func:`adopt`, with a deadline and a hook.
 
     Args:
         uri: Where it is; the folder around it is the run.
         config: Options.
-        until: By :func:`time.monotonic`, how long is waited.
+        until: When to stop waiting, by :func:`time.monotonic`.
         hook: Called around the commit.
 
     Raises:
         IncompleteSaveError: See :func:`adopt`.
-        StoreError: The same.
+        StoreError: See :func:`adopt`.
         CommitUnknownError: If the store does not say whether the commit took place.
     """
     _Adoption(uri, config, hook if hook is not None else CommitHook()).carry_out(until)
@@ -120,7 +120,7 @@ class _Adoption:
         self._uri, self._config, self._hook = uri, config, hook
         self._run = uri.parent
         self._retrier = Retrier(config.retry)
-        self._seen: dict[str, Pending] = {}  # what was left, by key
+        self._seen: dict[str, Pending] = {}  # the records read so far, by key
 
     @property
     def _store(self) -> ObjectStore:
@@ -143,7 +143,7 @@ class _Adoption:
         delete_quietly(self._store, keys, self._config.retry, threads=threads)
 
     def _awaited(self, until: float) -> Mapping[int, Pending]:
-        """What all ranks of a save have left, when all have sent all."""
+        """The records of all ranks of a save, once all ranks have sent everything."""
         is_told, heard = False, time.monotonic()
         while True:
             before = self._seen
@@ -173,14 +173,14 @@ class _Adoption:
             time.sleep(_BETWEEN_LOOKS)
 
     def _saves(self) -> list[dict[int, Pending]]:
-        """What was left, by save and by rank."""
+        """The records, by save and by rank."""
         found: dict[tuple[str, int, str], dict[int, Pending]] = {}
         for one in self._seen.values():
             found.setdefault((one.save, one.ranks, one.job), {})[one.rank] = one
         return list(found.values())
 
     def _look(self) -> None:
-        """Reads what is new of what was left."""
+        """Reads records that are new."""
         below = self._uri.key("")
         listed = {
             info.key
@@ -208,10 +208,10 @@ class _Adoption:
         self._seen = known
 
     def _draft(self, by_rank: Mapping[int, Pending]) -> Draft:
-        """What is to be committed.
+        """The manifest to be committed.
 
         Raises:
-            IncompleteSaveError: If what the ranks have left does not fit together.
+            IncompleteSaveError: If the ranks' records do not fit together.
         """
         uri, written, records = str(self._uri), list[Written](), list[Record]()
         try:
@@ -228,7 +228,7 @@ class _Adoption:
             if planned.counts != tuple(len(one.extents) for one in written):
                 raise ValueError("two ranks have written the same")
             checksum = records[0].checksum
-            # by which what it refers to is kept
+            # the attempt names the mark that keeps the objects it refers to
             refers = any(found.folder for one in written for found in one.objects)
             attempt = by_rank[0].attempt if refers else random_suffix()
             return Draft.of(planned, written, checksum, attempt=attempt, uri=uri)
@@ -238,7 +238,7 @@ class _Adoption:
             ) from exc
 
     def _check_objects(self, objects: Iterable[WrittenObject]) -> None:
-        """Whether the store has all of them as they were written, and they are not about to go."""
+        """Checks that the store has all objects as written, and that none is about to be swept."""
         view, below = self._view, self._uri.key(OF_RANKS)
         young = clock_of(self._store, self._uri, self._config) - LONGEST_SAVE
         ages = {info.key: info.modified for info in answered(view.objects(below))}
@@ -250,7 +250,7 @@ class _Adoption:
                 raise self._incomplete(f"{one.name} is not there") from exc
             if info.size != one.size or info.checksum not in (None, one.checksum):
                 raise self._incomplete(f"{one.name} is another than was written")
-            if one.folder:  # it is as old as it may be
+            if one.folder:  # another checkpoint's object may have any age
                 return
             if (written := ages.get(self._uri.key(one.name))) is None or written <= young:
                 raise self._incomplete("it was staged long ago, and may be swept as a leftover")
@@ -290,7 +290,7 @@ class _Adoption:
 
 
 def _what_is_missing(saves: Iterable[Mapping[int, Pending]]) -> str:
-    """Of the save that has come furthest."""
+    """What the most complete save still lacks."""
     best = max(saves, key=lambda by_rank: sum(one.objects is not None for one in by_rank.values()))
     ranks = next(iter(best.values())).ranks
     done = sum(one.objects is not None for one in best.values())

@@ -1,4 +1,4 @@
-"""The copy of one checkpoint: a save whose bytes come from another place."""
+"""The copy of one checkpoint: a save whose bytes come from another location."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ __all__ = ["CheckpointCopy", "Copied", "Place", "Progress", "divided"]
 
 logger = logging.getLogger("cloudckpt")
 
-# of a store that is to copy by itself; what is really gone, or refused, fails a stream as well
+# of a store's own copy: if an object is really gone or refused, streaming it fails as well
 _NOT_COPIED = (
     AccessDeniedError,
     InvalidRequestError,
@@ -65,11 +65,11 @@ class Copied:
     """What has been copied.
 
     Attributes:
-        checkpoints: How many were.
-        objects: Their data objects.
-        nbytes: The bytes of these.
-        by_store: The bytes of those that the store has copied by itself; others passed here.
-        already_there: Checkpoints of a run of which the target had the same already.
+        checkpoints: How many checkpoints.
+        objects: How many data objects.
+        nbytes: Their bytes.
+        by_store: The bytes that the store copied itself; the rest passed through this machine.
+        already_there: Checkpoints of a run that the target already had, identical.
     """
 
     checkpoints: int = 0
@@ -90,14 +90,14 @@ class Copied:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a checkpoint is, or will be, and the options that lead there."""
+    """The location of a checkpoint, existing or to come, and the options to reach it."""
 
     uri: CheckpointURI
     config: Config
 
     @property
     def store(self) -> ObjectStore:
-        """Of the place."""
+        """The store of this location."""
         return open_store(self.uri, self.config)
 
     @property
@@ -106,10 +106,10 @@ class Place:
         return Retrier(self.config.retry)
 
     def heads(self, keys: Sequence[str]) -> list[ObjectInfo]:
-        """What the store has of objects, in their order.
+        """The store's information on each object, in their order.
 
         Raises:
-            CheckpointCorruptError: If one is gone.
+            CheckpointCorruptError: If an object is gone.
         """
         store = self.store
         found: dict[str, ObjectInfo | None] = dict.fromkeys(keys)
@@ -138,7 +138,7 @@ class Progress:
     """Adds up what threads have copied.
 
     Attributes:
-        total: The bytes that there will be.
+        total: The bytes to be copied in all.
     """
 
     def __init__(self, tell: Callable[[int, int], None]) -> None:
@@ -148,7 +148,7 @@ class Progress:
         self._done = 0
 
     def add(self, count: int) -> None:
-        """Counts bytes, and tells how many there are by now."""
+        """Counts bytes, and reports the sum so far."""
         with self._lock:
             self._done += count
             self.total = max(self.total, self._done)
@@ -158,7 +158,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What the first rank tells the others.
+    """What the first rank broadcasts to the others.
 
     Attributes:
         shares: The data objects that each rank copies.
@@ -172,14 +172,14 @@ class _Plan:
 
 
 class _Nothing(Sink):
-    """Takes bytes that are only looked at."""
+    """Discards bytes that are read only to verify them."""
 
     def deliver(self, start: int, data: torch.Tensor) -> None:
         pass
 
 
 class CheckpointCopy:
-    """One checkpoint on its way; all ranks make the same calls."""
+    """The copy of one checkpoint; all ranks make the same calls."""
 
     def __init__(
         self,
@@ -202,7 +202,7 @@ class CheckpointCopy:
         self._commits: list[_Commit] = []  # on the first rank
 
     def run(self) -> Copied:
-        """Copies it, if that was not done before.
+        """Copies it, unless the target already has it.
 
         Raises:
             CheckpointReplacedError: If the source was replaced meanwhile; this can be called again.
@@ -217,7 +217,7 @@ class CheckpointCopy:
             by_store = self._meeting.begin(lambda: self._send(share, plan.commits))
             by_store = sum(self._meeting.gathered(by_store))
         except ProcessGroupError:
-            if self._rank == 0:  # the others can't know whether it will commit
+            if self._rank == 0:  # the other ranks can't know whether it will commit
                 self._discard(share)
             raise
         except BaseException:
@@ -229,7 +229,7 @@ class CheckpointCopy:
         return Copied(checkpoints=1, objects=len(tasks), nbytes=nbytes, by_store=by_store)
 
     def _plan(self) -> _Plan:
-        """Reads the source, and looks what is at the target."""
+        """Reads the source, and checks what is at the target."""
         source, target = self._source, self._target
         found = list(parts(source.uri, source.config))
         if self._is_of_a_run and _has_the_same(target, found, source):
@@ -267,10 +267,10 @@ class CheckpointCopy:
         return _Plan(shares, [part.commit for part in found])
 
     def _baselines(self, found: Sequence[CheckpointPart]) -> list[Baseline]:
-        """What is at the target.
+        """What is at the target now.
 
         Raises:
-            CheckpointExistsError: If there is a checkpoint, and it is not to be replaced.
+            CheckpointExistsError: If there is a checkpoint that must not be replaced.
         """
         uri, store, retrier = self._target.uri, self._target.store, self._target.retrier
         source = self._source.uri
@@ -285,7 +285,7 @@ class CheckpointCopy:
         return begun
 
     def _objects(self, part: CheckpointPart) -> list[CopyTask]:
-        """The data objects of the source, without names at the target."""
+        """The data objects of the source, not yet named at the target."""
         uri, kind = self._source.uri, part.said.checksum
         if kind is not None:
             return [
@@ -303,7 +303,7 @@ class CheckpointCopy:
         """Copies objects.
 
         Returns:
-            The bytes that the store has copied by itself.
+            The bytes that the store copied itself.
 
         Raises:
             CheckpointReplacedError: If the source was replaced meanwhile.
@@ -318,7 +318,7 @@ class CheckpointCopy:
             raise
 
     def _sent(self, share: Sequence[CopyTask]) -> int:
-        """Copies objects; once more those that were damaged on the way."""
+        """Copies objects; those damaged in transit are copied once more."""
         left = {task.target: task for task in self._by_store(share)}
         by_store = 0
 
@@ -353,9 +353,9 @@ class CheckpointCopy:
                     raise
 
     def _by_store(self, share: Sequence[CopyTask]) -> list[CopyTask]:
-        """The objects, with what the source has of those that the target can copy by itself.
+        """The objects, with the source's information on those that the target can copy itself.
 
-        Of local files nobody could tell whether they were copied as they were: they are streamed.
+        Local files are streamed: nothing would show whether they were copied unchanged.
         """
         source, target = self._source, self._target
         within = [
@@ -368,7 +368,7 @@ class CheckpointCopy:
         return [replace(task, found=found.get(task.source)) for task in share]
 
     def _look_for_damages(self, error: MismatchError) -> None:
-        """Finds out which blocks of an object are damaged, if they are."""
+        """Finds out which blocks of an object are damaged, if any."""
         source = self._source
         wanted = [
             Wanted(stored, 0, stored.nbytes, _Nothing(None), True)
@@ -401,7 +401,7 @@ class CheckpointCopy:
                 written.append(commit)
         except CommitUnknownError:
             raise
-        except Exception:  # it has deleted its own
+        except Exception:  # the failed commit has deleted its own object
             keys = [commit.baseline.key for commit in written]
             keys += [
                 target.uri.key(one.name)
@@ -426,10 +426,10 @@ class _Commit:
     """A commit object of the copy, and what it names.
 
     Attributes:
-        baseline: What is in its place.
+        baseline: What is at its location now.
         draft: What it will hold.
         notes: The notes, as they are stored.
-        attempt: The random name of the copy, which what it has written has.
+        attempt: The random name of the copy, part of the names of all that it has written.
     """
 
     baseline: Baseline
@@ -439,7 +439,7 @@ class _Commit:
 
     @property
     def kept(self) -> frozenset[str]:
-        """The names of objects that were there before."""
+        """The names of objects that existed before."""
         return frozenset(one.name for one in self.draft.objects if one.attempt != self.attempt)
 
     @property
@@ -449,7 +449,7 @@ class _Commit:
 
 
 def divided(tasks: Sequence[CopyTask], ranks: int) -> list[list[CopyTask]]:
-    """A share of the objects for each rank, of about the same bytes; the same on every call."""
+    """A share of the objects for each rank, of about equal bytes; the same on every call."""
     shares: list[list[CopyTask]] = [[] for _ in range(ranks)]
     loads = [(0, rank) for rank in range(ranks)]
     for task in sorted(tasks, key=lambda one: (-one.size, one.source)):
@@ -460,9 +460,9 @@ def divided(tasks: Sequence[CopyTask], ranks: int) -> list[list[CopyTask]]:
 
 
 def _has_the_same(target: Place, found: Sequence[CheckpointPart], source: Place) -> bool:
-    """Whether the target has a copy of a checkpoint already: its checksums and notes are equal.
+    """Whether the target already has a copy of a checkpoint, with equal checksums and notes.
 
-    What has no checksums is not known to be the same.
+    Content without checksums is not known to be the same.
     """
     try:
         there = list(parts(target.uri, target.config))
@@ -483,7 +483,7 @@ def _has_the_same(target: Place, found: Sequence[CheckpointPart], source: Place)
 
 
 def _content(part: CheckpointPart) -> object:
-    """What two commit objects have in common if one is of a copy of the other."""
+    """The content that two commit objects share if one is of a copy of the other."""
     objects = {one.name: (one.size, one.checksum) for one in part.said.objects}
     places = {
         (index.fqn, index.offset): (objects.get(place.relative_path), place.offset, place.length)

@@ -1,9 +1,9 @@
-"""In what two checkpoints differ: their entries, and by checksums what is in them.
+"""The differences between two checkpoints: which entries, and by checksums, what content.
 
-Checksums of blocks can be joined to that of a whole tensor, as long as its chunks are rows of it.
-So a tensor that was saved by another number of ranks can still be told to be the same or not
-without reading it. Where incremental saves have noted digests, those are compared, and not even the
-checksums are read.
+Checksums of blocks can be joined into that of a whole tensor, as long as its chunks are rows of it.
+So a tensor that was saved by another number of ranks can still be compared without reading it.
+Where incremental saves have stored digests, those are compared, and not even the checksums are
+read.
 """
 
 from __future__ import annotations
@@ -55,13 +55,14 @@ class ComparedItem:
     Attributes:
         name: Its fully qualified name.
         verdict: ``same``; ``changed``: other content; ``reshaped``: another shape or element type,
-            or a tensor in only one of them; ``removed`` and ``added``: only in the first, or the
-            second; ``unknown``: their checksums can't be compared, so that they have to be read.
+            or a tensor in only one of them; ``removed`` and ``added``: only in the first, or only
+            in the second; ``unknown``: their checksums can't be compared, so the entries have to be
+            read.
         first: The entry in the first checkpoint, if it is there.
-        second: The entry in the second one.
-        differing: Of what has changed: the bytes that differ, or if it was not read those of the
-            chunks whose digests differ, or of the blocks whose checksums do; None if it is not
-            known how many.
+        second: The entry in the second checkpoint, if it is there.
+        differing: For ``changed``: the bytes that differ, or if the entry was not read, the bytes
+            of the chunks whose digests differ, or of the blocks whose checksums do; None if
+            unknown.
     """
 
     name: str
@@ -73,11 +74,11 @@ class ComparedItem:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What two checkpoints have in common, and what not.
+    """What two checkpoints have in common, and where they differ.
 
     Attributes:
-        first: Where the first one is.
-        second: Where the second one is.
+        first: The location of the first.
+        second: The location of the second.
         items: The entries of both, by name.
     """
 
@@ -103,26 +104,26 @@ def diff(
     config: Config | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Comparison:
-    """Compares the entries of two checkpoints, and by checksums what is in them.
+    """Compares the entries of two checkpoints, and their content by checksums.
 
-    No tensor is read unless ``read`` says so. Equal checksums are taken for equal content: of a
-    block that differs, one in 2³² has the checksum of the other by chance. Notes, metrics, and how
-    tensors are divided among ranks do not count.
+    No tensor is read unless ``read`` says so. Equal checksums are taken for equal content: one in
+    2³² blocks that differ has the same checksum by chance. Notes, metrics, and how tensors are
+    divided among ranks do not count.
 
     Args:
         first: ``s3://bucket/path`` or another location.
         second: The other checkpoint; it may be in another cloud.
-        pattern: Which names; ``*`` stands for any text.
-        read: Reads what checksums can't tell: what has none in either, or those of another kind,
-            and tensors whose chunks differ and are no rows. That takes a quarter of
-            ``memory_budget`` for each, besides the transfers' own, and all of a value that is no
-            tensor.
+        pattern: Names to compare; ``*`` stands for any text.
+        read: Whether to read what checksums can't decide: entries without checksums in either, or
+            with those of another kind, and tensors whose chunks differ and are not rows. This takes
+            a quarter of ``memory_budget`` for each checkpoint, besides that of the transfers, and
+            all of a value that is not a tensor.
         config: Options.
-        progress: Called with the bytes that were read of the first, and those to be read.
+        progress: Called with the bytes of the first checkpoint read so far, and in all.
 
     Raises:
-        CheckpointNotFoundError: If either is no committed checkpoint.
-        CheckpointCorruptError: If metadata are damaged, or what is read.
+        CheckpointNotFoundError: If either location has no committed checkpoint.
+        CheckpointCorruptError: If metadata, or what is read, is damaged.
         StoreError: If a store refuses or stays unreachable.
     """
     config = config if config is not None else Config()
@@ -168,7 +169,7 @@ class _Entry:
         return entry if isinstance(entry, TensorStorageMetadata) else None
 
     def chunks(self) -> dict[_Place, StoredBytes]:
-        """Its bytes, by where the chunks are in the tensor."""
+        """Its bytes, by the position of each chunk in the tensor."""
         tensor = self.tensor
         if tensor is None:
             (value,) = self.part.places.wholes([MetadataIndex(self.name)])
@@ -180,7 +181,7 @@ class _Entry:
         return dict(zip(_boxes_of(tensor), self.part.places.wholes(indices), strict=True))
 
     def digests(self) -> dict[_Place, tuple[Digest, int]] | None:
-        """The digests of the chunks and their bytes, by the same; None if they were not noted."""
+        """Digest and bytes of each chunk, by its position; None if digests were not stored."""
         inventory = self.part.said.inventory
         if inventory is None or not inventory.extents.has_digests:
             return None
@@ -213,13 +214,13 @@ def _entries(uri: CheckpointURI, pattern: str, config: Config) -> dict[str, _Ent
 
 
 def _read_indexes(entries: Sequence[_Entry], uri: CheckpointURI, config: Config) -> None:
-    """Reads the checksums of all objects of which some are needed."""
+    """Reads the checksums of all objects for which they are needed."""
     for part in {id(entry.part): entry.part for entry in entries}.values():
         part.places.read_indexes(open_store(uri, config), config)
 
 
 def _compared(name: str, one: _Entry | None, other: _Entry | None) -> ComparedItem:
-    """What the metadata alone tell."""
+    """The result that the metadata alone give."""
     first = None if one is None else one.stored
     second = None if other is None else other.stored
     verdict: Verdict
@@ -279,7 +280,7 @@ def _differing(one: StoredBytes, other: StoredBytes) -> int | None:
 
 
 def _checksum(source: StoredBytes) -> int:
-    """That of all its blocks together."""
+    """The checksum of all its blocks together."""
     blocks = source.blocks
     assert blocks is not None
     lengths = (
@@ -350,7 +351,7 @@ T = TypeVar("T")
 
 
 def _batches(pieces: Iterator[T], limit: int, nbytes_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """Pieces together, as many as stay below the limit, but one at least."""
+    """Batches of pieces that stay below the limit, with at least one piece each."""
     batch: list[T] = []
     size = 0
     for piece in pieces:
@@ -364,7 +365,7 @@ def _batches(pieces: Iterator[T], limit: int, nbytes_of: Callable[[T], int]) -> 
 
 
 class _Pieces:
-    """Regions of tensors and whole values of one checkpoint, and the planner that takes them."""
+    """Regions of tensors and whole values of one checkpoint, and the planner to load them."""
 
     def __init__(self, wanted: Sequence[tuple[_Entry, Box | None]]) -> None:
         self._wanted = wanted
@@ -410,7 +411,7 @@ def _empty(tensor: TensorStorageMetadata, box: Box) -> torch.Tensor:
 
 
 def _read_items(number: int, entry: _Entry, box: Box | None) -> Iterator[ReadItem]:
-    """What is to be read for a piece; each names the piece by its number."""
+    """The requests for a piece; each names the piece by its number."""
     name, tensor = entry.name, entry.tensor
     target = MetadataIndex(name, index=number)
     none = torch.Size([])
@@ -436,7 +437,7 @@ def _different_bytes(
 
 
 def _are_equal(one: bytes, other: bytes, name: str) -> bool:
-    """Whether two values are equal that were pickled differently, as torch's writer and ours do."""
+    """Whether two values are equal, even if pickled differently, as by torch's writer and ours."""
     try:
         ours, theirs = (load_item(data, name, "", map_location="cpu") for data in (one, other))
         return type(ours) is type(theirs) and bool(ours == theirs)

@@ -1,4 +1,4 @@
-"""What is in a checkpoint."""
+"""The content of a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ __all__ = ["CheckpointContents", "CheckpointPart", "StoredItem", "inspect", "par
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredItem:
-    """An entry of a state dict, as it is stored.
+    """An entry of a stored state dict.
 
     Attributes:
         name: Its fully qualified name.
-        shape: Of the whole tensor; None if it is no tensor.
-        dtype: The type of its elements without ``torch.``; None if it is no tensor.
+        shape: Of the whole tensor; None if it is not a tensor.
+        dtype: The type of its elements without ``torch.``; None if it is not a tensor.
         nbytes: Bytes of the whole tensor, or of the pickled value.
-        chunks: In how many pieces it is stored.
+        chunks: The number of pieces in which it is stored.
     """
 
     name: str
@@ -47,14 +47,14 @@ class StoredItem:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointContents:
-    """What is in a checkpoint.
+    """The content of a checkpoint.
 
     Attributes:
         uri: Where it is.
         items: Its entries, by name.
-        notes: What was noted with it.
+        notes: The notes saved with it.
         has_checksums: Whether its blocks can be verified; those of torch's own writers can't.
-        shared: Of the checkpoints beside it that it refers to, how many of its bytes each has,
+        shared: For each checkpoint beside it that it refers to, how many of its bytes are there,
             envelopes included; empty if it stands alone.
     """
 
@@ -71,7 +71,7 @@ class CheckpointContents:
 
 
 def inspect(uri: URILike, *, config: Config | None = None) -> CheckpointContents:
-    """What is in a committed checkpoint: names, shapes, types, sizes, notes; no tensor is read.
+    """The content of a committed checkpoint: names, shapes, types, sizes, notes; reads no tensor.
 
     Args:
         uri: ``s3://bucket/path`` or another location.
@@ -108,11 +108,11 @@ def inspect(uri: URILike, *, config: Config | None = None) -> CheckpointContents
 
 @dataclass(frozen=True)
 class CheckpointPart:
-    """What a commit object says.
+    """The part of a checkpoint that one commit object describes.
 
     Attributes:
         said: What the commit object says.
-        places: Where the items are.
+        places: The locations of the items.
     """
 
     said: CommitObject
@@ -134,7 +134,7 @@ class CheckpointPart:
         return self.said.record is not None
 
     def shared(self) -> dict[str, int]:
-        """By folder the bytes of items that are in checkpoints beside this one."""
+        """The bytes of items in checkpoints beside this one, by folder."""
         found: dict[str, int] = {}
         if (inventory := self.said.inventory) is not None and len(inventory.extents):
             extents, sums = inventory.extents, unfilled(len(inventory.objects)).zero_()
@@ -158,7 +158,7 @@ class CheckpointPart:
                 yield _stored(name, known.shape, dtype, known.count)
 
     def item(self, name: str, entry: object) -> StoredItem:
-        """An entry of the metadata."""
+        """One entry of the metadata."""
         if isinstance(entry, TensorStorageMetadata):
             return _stored(name, tuple(entry.size), entry.properties.dtype, len(entry.chunks))
         nbytes = self.places.length_of(MetadataIndex(name))
@@ -170,17 +170,16 @@ class CheckpointPart:
         config: Config,
         damaged: Callable[[CheckpointCorruptError], None] = raise_it,
     ) -> tuple[list[StoredBytes], list[StoredBytes]]:
-        """The bytes of all that it promises, with their checksums; reads the indexes.
+        """All stored bytes, with their checksums; reads the indexes.
 
         Args:
             store: Where it is.
             config: Options.
-            damaged: Called with each index that is damaged, and with each item of which index and
-                metadata say different things. If it does not raise, what is in that object, or that
-                item, is left out.
+            damaged: Called with each damaged index, and with each item on which index and metadata
+                disagree. If it does not raise, that object's content, or that item, is left out.
 
         Returns:
-            The data proper of all items; and what stands around it, as far as that has checksums.
+            The items' own bytes, and the bytes around them that have checksums.
 
         Raises:
             CheckpointCorruptError: If it contradicts itself, or an index is damaged.
@@ -211,7 +210,7 @@ def _stored(name: str, shape: tuple[int, ...], dtype: torch.dtype, chunks: int) 
 
 
 def parts(uri: CheckpointURI, config: Config) -> Iterator[CheckpointPart]:
-    """What the commit object says.
+    """The checkpoint, as its commit object describes it.
 
     Raises:
         CheckpointNotFoundError: If there is no committed checkpoint.

@@ -1,12 +1,12 @@
-"""Copies checkpoints, and whole runs, to another place: across clouds, to and from local disks.
+"""Copies checkpoints and whole runs elsewhere: across clouds, to and from local disks.
 
-A copy is made as a save is, and by the same commit (:mod:`cloudckpt.checkpoint.commit`): its
-objects get names of their own, drawn at random, and become visible by one conditional write of
-``.metadata``, last. So two copies to one place, or a copy and a save, or a copy and a deletion of
-what is there, can't mix. Would a copy keep the names of its source, a second copy to the same place
-would have to share the objects of the first one, which may be deleting them at that moment.
+A copy is made like a save, with the same commit (:mod:`cloudckpt.checkpoint.commit`): its objects
+get random names of their own, and become visible by one conditional write of ``.metadata``, last.
+So two copies to one location, or a copy and a save, or a copy and a deletion of what is there,
+can't mix. If a copy kept the names of its source, a second copy to the same location would have to
+share the objects of the first, which may be deleting them at that moment.
 
-Where the ranks of a group copy together, each takes a part of the objects; the first one reads the
+If the ranks of a group copy together, each takes part of the objects; the first rank reads the
 metadata of the source, and commits.
 """
 
@@ -48,38 +48,38 @@ def copy(
 ) -> Copied:
     """Copies a committed checkpoint, or all committed checkpoints of a run.
 
-    Within a cloud the store copies the data objects by itself, if it can; what it tells of their
-    checksums is compared. Else the bytes pass through memory of at most ``memory_budget`` (or of
-    two parts of an upload, if these are more: of objects above 300 GB), and are compared with the
-    checksums of the source on the way. The copy is committed last, in one write, as a save is:
-    nobody ever sees a part of it, and what is damaged is never copied. Notes, metrics, structure
-    and the kind of checksums stay; the names of the data objects are new. What fails or is
-    interrupted deletes what it has written.
+    Within a cloud the store copies the data objects itself, if it can, and the checksums that it
+    reports are compared. Otherwise the bytes pass through memory of at most ``memory_budget`` (or
+    two parts of an upload if those are larger: for objects above 300 GB), and are compared with the
+    checksums of the source on the way. The copy is committed last, in one write, like a save:
+    nobody ever sees a part of it, and damaged data is never copied. Notes, metrics, structure and
+    the kind of checksums stay; the data objects get new names. A copy that fails or is interrupted
+    deletes what it has written.
 
-    Of a run, each folder in which there is a committed checkpoint is copied to a folder of the same
-    name; what else is there (torn checkpoints, other files) is not. A damaged one is passed over,
-    and told at the end. One of which the target has the same already is not copied again, so that
-    an interrupted copy of a run goes on where it was.
+    Of a run, each folder with a committed checkpoint is copied to a folder of the same name; other
+    content (uncommitted checkpoints, other files) is not. A damaged checkpoint is skipped, and
+    reported at the end. A checkpoint that the target already has is not copied again, so an
+    interrupted copy of a run continues where it stopped.
 
     Args:
         source: A checkpoint, or the folder of a run.
-        target: Where the checkpoint, or the run, will be.
-        overwrite: Whether a checkpoint that is at the target may be replaced.
-        step_name: Of a run, copy only what is called so, for example ``"step-{step}"``.
+        target: The location of the copy.
+        overwrite: Whether a checkpoint at the target may be replaced.
+        step_name: Of a run, copy only folders with such names, for example ``"step-{step}"``.
         config: Options.
-        target_config: Options of the target, if they are others: its endpoint, for example.
-        process_group: Ranks that divide the objects among each other, if all of them call this.
-        progress: Called with the bytes that this rank has copied, and those that it is to copy, by
+        target_config: Options for the target, if they differ: its endpoint, for example.
+        process_group: Ranks that divide the objects among themselves, if all of them call this.
+        progress: Called with the bytes that this rank has copied so far and will copy in all, from
             any thread.
 
     Raises:
-        InvalidURIError: If one is no location.
-        ConfigError: If both are the same place.
+        InvalidURIError: If ``source`` or ``target`` is not a valid location.
+        ConfigError: If both are the same location.
         CheckpointNotFoundError: If there is no committed checkpoint to copy.
-        CheckpointExistsError: If there is one at the target, and ``overwrite`` is off; also if one
-            that was saved without collectives would be replaced, or would replace.
+        CheckpointExistsError: If there is a checkpoint at the target and ``overwrite`` is off; also
+            if the checkpoint to be replaced, or its replacement, was saved without collectives.
         CheckpointCorruptError: If the source is damaged; nothing of it is visible at the target.
-        CheckpointConflictError: If somebody else has written to the target meanwhile.
+        CheckpointConflictError: If another writer has written to the target meanwhile.
         CommitUnknownError: If the store does not say whether the commit took place.
         CheckpointReplacedError: If the source was replaced meanwhile, again and again.
         StoreError: If a store refuses or stays unreachable.
@@ -131,21 +131,21 @@ def detach(
     process_group: dist.ProcessGroup | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Copied:
-    """Makes a checkpoint stand alone that shares bytes with others beside it.
+    """Makes a checkpoint that shares bytes with others beside it stand alone.
 
-    What it shares is copied into its own folder, as :func:`copy` copies, and its commit object is
-    replaced by one that names the copies. What it referred to goes if nobody else needs it.
+    The shared bytes are copied into its own folder, as :func:`copy` does, and its commit object is
+    replaced by one that names the copies. What it referred to is deleted if nothing else needs it.
 
     Args:
         checkpoint_id: ``s3://bucket/path`` or another location.
         config: Options.
-        process_group: Ranks that divide the objects among each other, if all of them call this.
+        process_group: Ranks that divide the objects among themselves, if all of them call this.
         progress: As of :func:`copy`.
 
     Raises:
         CheckpointNotFoundError: If there is no committed checkpoint.
-        CheckpointCorruptError: If what it shares is damaged; it stays as it is.
-        CheckpointConflictError: If somebody else has replaced it meanwhile.
+        CheckpointCorruptError: If the shared bytes are damaged; it stays as it is.
+        CheckpointConflictError: If another writer has replaced it meanwhile.
         StoreError: If the store refuses or stays unreachable.
     """
 
@@ -162,7 +162,7 @@ def detach(
 
 @dataclass(frozen=True)
 class _Pair:
-    """A folder of a run that is to be copied, and its bytes as they are listed."""
+    """A folder of a run that is to be copied, and its bytes as listed."""
 
     folder: str
     nbytes: int

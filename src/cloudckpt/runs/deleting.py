@@ -1,4 +1,4 @@
-"""Deletes checkpoints: first what makes them visible, then what they are made of."""
+"""Deletes checkpoints: first what makes them visible, then their data."""
 
 from __future__ import annotations
 
@@ -32,14 +32,13 @@ def delete(uri: URILike, *, config: Config | None = None) -> None:
     """Deletes a committed checkpoint.
 
     Its commit object goes first, on the condition that no other save has replaced it meanwhile: so
-    nobody sees a checkpoint without its data, and a save that is under way stays whole. Then go the
-    objects that it names, but for those that other checkpoints refer to; these go with the last
-    that does. Others beneath its location are not touched. If this is cut off in between, what is
-    left is invisible.
+    nobody sees a checkpoint without its data, and a save in progress stays intact. Then go the
+    objects that it names, except those that other checkpoints refer to; these are deleted with the
+    last checkpoint that refers to them. Other objects beneath its location are not touched. If this
+    is interrupted, what is left is invisible.
 
-    A save that has not heard the answer to its commit sends the same once more. If the checkpoint
-    was being deleted just then, it appears again, until its data are deleted; then it is deleted,
-    too.
+    A save that got no answer to its commit sends the same request once more. If the checkpoint was
+    just being deleted, it reappears until its data is deleted; then it is deleted, too.
 
     Args:
         uri: ``s3://bucket/path`` or another location.
@@ -48,7 +47,7 @@ def delete(uri: URILike, *, config: Config | None = None) -> None:
     Raises:
         InvalidURIError: If it is not a valid location.
         CheckpointNotFoundError: If there is no committed checkpoint.
-        CheckpointReplacedError: If another save has replaced it meanwhile; it stays as it is.
+        CheckpointReplacedError: If another save has replaced it meanwhile; that one stays as it is.
         StoreError: If the store refuses or stays unreachable.
     """
     location = CheckpointURI.parse(uri)
@@ -84,12 +83,12 @@ def delete(uri: URILike, *, config: Config | None = None) -> None:
             retrier.call(partial(store.delete, commit, if_version=again.info.version))
     if location.scheme == "file":
         for folder in {location.prefix, *map(os.path.dirname, keys)}:
-            with contextlib.suppress(OSError):  # other files are in it
+            with contextlib.suppress(OSError):  # the folder holds other files
                 os.rmdir(folder)
 
 
 def _is_of_the_same_save(one: CommitObject, other: CommitObject | None) -> bool:
-    """Whether two commit objects name an object in common that only one save has written."""
+    """Whether two commit objects share an object that only one save has written."""
     if other is None:
         return False
     if one.record is not None and other.record is not None:
@@ -107,14 +106,14 @@ def unneeded(
     step_name: str = DEFAULT_PATTERN,
     config: Config | None = None,
 ) -> list[str]:
-    """The committed checkpoints of a run that are not to be kept, oldest first.
+    """The committed checkpoints of a run that need not be kept, oldest first.
 
     The arguments are those of :class:`CheckpointManager`; the newest is always kept. Its metadata
-    must be readable: else good checkpoints would be deleted in favour of a damaged one.
+    must be readable: otherwise good checkpoints would be deleted in favour of a damaged one.
 
     Raises:
-        CheckpointCorruptError: If those of the newest are not.
-        ConfigError: If an option makes no sense.
+        CheckpointCorruptError: If the metadata of the newest is not readable.
+        ConfigError: If an option is invalid.
         InvalidURIError: If it is not a valid location.
         StoreError: If the store refuses or stays unreachable.
     """

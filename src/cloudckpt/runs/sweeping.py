@@ -1,13 +1,14 @@
-"""Sweeps what saves that were killed have left: data that no checkpoint names, and open uploads.
+"""Sweeps the leftovers of killed saves: data that no checkpoint names, and open uploads.
 
-A leftover looks like the objects of a save that is under way. The two are told apart by their age:
-a save does not commit when it has taken longer than :data:`LONGEST_SAVE`, so an object that is
-twice as old is of no save that ever will. The age is by the store's clock on both ends: of the
-object, and of one that is written for the purpose.
+A leftover looks like an object of a save in progress. The two are told apart by age: a save does
+not commit if it has taken longer than :data:`LONGEST_SAVE`, so an object twice as old belongs to no
+save that ever will. The age is by the store's clock on both ends: of the object, and of one that is
+written for the purpose.
 
-What another checkpoint refers to is named, though not by the one whose folder it is in. And a save
-that has begun may refer to what is old and named by nobody any more: its mark says so
-(:mod:`cloudckpt.checkpoint.references`), and is looked for behind all that has been read.
+Objects that another checkpoint refers to are named, though not by the checkpoint in whose folder
+they are. And a save in progress may refer to old objects that no checkpoint names any more: its
+mark says so (:mod:`cloudckpt.checkpoint.references`), and is looked for after everything else is
+read.
 """
 
 from __future__ import annotations
@@ -52,19 +53,19 @@ from cloudckpt.uri import CheckpointURI, URILike
 __all__ = ["LEFTOVERS_AGE", "Leftovers", "Sweep", "clock_of", "find_leftovers", "sweep"]
 
 LEFTOVERS_AGE = 2 * LONGEST_SAVE
-"""Seconds after which what no checkpoint names is a leftover."""
+"""Seconds after which an object that no checkpoint names is a leftover."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Leftovers:
-    """What saves that were killed have left in a run.
+    """What killed saves have left in a run.
 
     Attributes:
         objects: The URIs of data that no checkpoint names.
         nbytes: Their bytes.
-        uploads: The URIs of objects whose upload cloudckpt has begun, and not completed.
-        unread: The URIs of commit objects, and of records of files, that can't be read: beside
-            them, and beneath them, nothing is a leftover.
+        uploads: The URIs of objects whose upload cloudckpt has begun and not completed.
+        unread: The URIs of commit objects, and of records of files, that can't be read: nothing
+            beside or beneath them counts as a leftover.
     """
 
     objects: tuple[str, ...]
@@ -76,11 +77,11 @@ class Leftovers:
 def find_leftovers(
     run: URILike, *, older_than: float = LEFTOVERS_AGE, config: Config | None = None
 ) -> Leftovers:
-    """What :func:`sweep` would delete.
+    """Finds what :func:`sweep` would delete.
 
     Args:
-        run: The folder of a run, or any other; all that is beneath it is looked at.
-        older_than: Seconds; less than a day only if no job is saving there.
+        run: The folder of a run, or any other; everything beneath it is examined.
+        older_than: Minimum age in seconds; less than a day only if no job is saving there.
         config: Options.
 
     Raises:
@@ -93,31 +94,32 @@ def find_leftovers(
 def sweep(
     run: URILike, *, older_than: float = LEFTOVERS_AGE, config: Config | None = None
 ) -> Leftovers:
-    """Deletes what saves that were killed have left, and returns what it was.
+    """Deletes what killed saves have left, and returns what was deleted.
 
-    Never what a checkpoint names, what a save may still commit, and what cloudckpt has not written:
-    other files, uploads of other programs, and the objects of torch's own writers, whose names do
-    not tell one save from another. Uploads of models and of single files stay in S3 and Google's
-    Cloud Storage, too: their names are those that other programs give to theirs. Arguments and
-    errors are those of :func:`find_leftovers`.
+    It never deletes what a checkpoint names, what a save may still commit, or what cloudckpt has
+    not written: other files, uploads of other programs, and the objects of torch's own writers,
+    whose names do not tell one save from another. Uploads of models and of single files also stay
+    in S3 and Google Cloud Storage: other programs use the same names. Arguments and errors are
+    those of :func:`find_leftovers`.
 
     Raises:
-        StoreError: If something can't be deleted; all else is.
+        StoreError: If something can't be deleted; the rest is.
     """
     return Sweep(run, older_than=older_than, config=config).carried_out()
 
 
 class Sweep:
-    """What was left over when it was looked for, and the deletion of just this.
+    """The leftovers of a run as first listed, and the deletion of exactly these.
 
-    Between the two somebody may be asked. What has become a leftover by then was not shown to him,
-    and what no longer is one has become part of a checkpoint: :meth:`narrow` it before.
+    Between the two a user may be asked to confirm. What has become a leftover by then was not
+    shown, and what is no longer a leftover has become part of a checkpoint: call :meth:`narrow`
+    first.
     """
 
     def __init__(
         self, run: URILike, *, older_than: float = LEFTOVERS_AGE, config: Config | None = None
     ) -> None:
-        """Looks. Arguments and errors are those of :func:`find_leftovers`."""
+        """Lists the leftovers. Arguments and errors are those of :func:`find_leftovers`."""
         self._run = Run(run, config=config)
         self._older_than = older_than
         self._objects: list[ObjectInfo] = []
@@ -126,7 +128,7 @@ class Sweep:
         self._look()
 
     def found(self) -> Leftovers:
-        """What there is to be deleted, or was."""
+        """The leftovers to be deleted, or that were."""
         uri = self._run.store.uri
         return Leftovers(
             objects=tuple(uri(info.key) for info in self._objects),
@@ -136,7 +138,7 @@ class Sweep:
         )
 
     def narrow(self) -> None:
-        """Looks once more, and keeps of what was found before what is a leftover still.
+        """Looks once more, and keeps only what is still a leftover.
 
         Raises:
             StoreError: If the store refuses or stays unreachable.
@@ -147,10 +149,10 @@ class Sweep:
         self._uploads = [upload for upload in self._uploads if upload in uploads]
 
     def carried_out(self) -> Leftovers:
-        """Deletes what was found.
+        """Deletes the leftovers.
 
         Raises:
-            StoreError: If something can't be deleted; all else is.
+            StoreError: If something can't be deleted; the rest is.
         """
         run, config = self._run, self._run.config
         for upload in self._uploads:
@@ -197,7 +199,7 @@ class Sweep:
                 parent = folder.rpartition("/")[0]
                 if parent not in around and self._marks_in(folder):
                     around[parent] = self._named_beside(folder)
-                named = around.get(parent)  # nobody refers to what is in a folder without marks
+                named = around.get(parent)  # without marks in a folder, nothing refers to it
                 self._objects += (
                     left if named is None else self._unneeded(folder, left, named, limit)
                 )
@@ -205,8 +207,8 @@ class Sweep:
     def _unneeded(
         self, folder: str, left: list[ObjectInfo], named: _Named, limit: float
     ) -> Iterable[ObjectInfo]:
-        """Those of a folder's old objects that no checkpoint names, and no save may refer to."""
-        if named.unread:  # nobody knows what it refers to
+        """A folder's old objects that no checkpoint names and no save may refer to."""
+        if named.unread:  # what it refers to is unknown
             return ()
         marks = [info for info in left if is_keep_name(info.key.rpartition("/")[2])]
         data = [info for info in left if info not in marks and info.key not in named.keys]
@@ -221,7 +223,7 @@ class Sweep:
         return self._run.retrier.call(lambda: list(self._run.store.list(start)))
 
     def _named_beside(self, folder: str) -> _Named:
-        """What all checkpoints name that stand in the same folder as one."""
+        """What is named by all checkpoints in the same parent folder."""
         parent = folder.rpartition("/")[0]
         listed = self._run.store.list_level
         names = self._run.retrier.call(lambda: list(listed(f"{parent}/" if parent else "")))
@@ -232,7 +234,7 @@ class Sweep:
         return found
 
     def _named(self, folder: str) -> _Named:
-        """What the checkpoint in a folder names, as it is now."""
+        """What the checkpoint in a folder names now."""
         store, uri = self._run.store, self._uri(folder)
         key = uri.key(METADATA)
         try:
@@ -255,7 +257,7 @@ class Sweep:
         return replace(self._run.root, prefix=folder)
 
     def _uncommitted(self, old: list[ObjectInfo], beside: Collection[str]) -> Iterable[ObjectInfo]:
-        """Of a folder's old objects of files, those that no manifest names, nor a record beside."""
+        """A folder's old model files that no manifest and no record beside them names."""
         committed: set[str] = set()
         for folder in folders_above(old[0].key):
             named = self._named_above(folder)
@@ -301,12 +303,12 @@ class Sweep:
 
 @dataclass
 class _Named:
-    """What checkpoints name.
+    """The keys that checkpoints name.
 
     Attributes:
         keys: Of their data objects.
         marks: The keys of their marks in others.
-        unread: Whether one of them can't be read.
+        unread: Whether one of the checkpoints can't be read.
     """
 
     keys: set[str] = field(default_factory=set)
@@ -314,14 +316,14 @@ class _Named:
     unread: bool = False
 
     def add(self, other: _Named) -> None:
-        """Takes what another names, too."""
+        """Adds what another names."""
         self.keys |= other.keys
         self.marks |= other.marks
         self.unread = self.unread or other.unread
 
 
 def clock_of(store: ObjectStore, folder: CheckpointURI, config: Config) -> float:
-    """What a store's clock says: when it has written an object just now, in a folder.
+    """The time by a store's clock, from an object written to a folder just now.
 
     Raises:
         StoreError: If it does not say, refuses, or stays unreachable.
@@ -351,6 +353,6 @@ def _is_of_files(key: str) -> bool:
 
 
 def _is_written(key: str) -> bool:
-    """Whether it is the record of a file that waits for no commit."""
+    """Whether it is the record of a file that is not pending a commit."""
     name = key.rpartition("/")[2]
     return is_record_name(name) and not is_pending_record(name)

@@ -1,4 +1,4 @@
-"""Whether all of a checkpoint is as it was written."""
+"""Checks that all of a checkpoint is as it was written."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["Verified", "find_damages", "one_error", "verify"]
 
-_BETWEEN_NOTES = 5.0  # seconds of work that an interruption may cost
-_LOTS_EACH = 16  # of a rank, so that all end at about the same time
+_BETWEEN_NOTES = 5.0  # seconds of work that an interruption may lose
+_LOTS_EACH = 16  # per rank, so that all end at about the same time
 _SMALLEST_LOT, _LARGEST_LOT = 16 * MIB, 1024 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """What has been read, and was found to be as it was written.
+    """What was read and is as it was written.
 
     Attributes:
-        items: How many pieces of entries.
+        items: The number of pieces of entries.
         nbytes: Their bytes, without envelopes.
-        has_checksums: Whether each block was compared with its checksum; else it is only known that
-            all bytes are there.
-        resumed: Bytes that were read by an earlier verification, which was interrupted.
+        has_checksums: Whether each block was compared with its checksum; if not, it is only known
+            that all bytes are there.
+        resumed: Bytes that an earlier, interrupted verification had read.
     """
 
     items: int
@@ -64,31 +64,31 @@ def verify(
 ) -> Verified:
     """Reads all of a committed checkpoint, and compares each block with its checksum.
 
-    So are the envelopes around tensors, which other readers than cloudckpt need, but for those of
-    saves with ``zip_crc32``. The bytes pass through memory of at most ``memory_budget``. Of a
-    checkpoint of torch's own writers, which has no checksums, it is seen that all bytes are there.
-    All that is damaged is told, and not only the first of it; of an object whose index is damaged,
-    no more than that.
+    The envelopes around tensors, which readers other than cloudckpt need, are compared too, except
+    in saves with ``zip_crc32``. The bytes pass through memory of at most ``memory_budget``. A
+    checkpoint of torch's own writers has no checksums; here only the presence of all bytes is
+    checked. All damage is reported, not only the first; of an object whose index is damaged, only
+    that it is.
 
     A checkpoint of cloudckpt says three times where each item lies and what it is: in columns that
-    our readers believe, in the pickle that torch's believe, and in the index of each data object.
-    Any two that contradict each other are damage, too, whatever their checksums.
+    our readers use, in the pickle that torch's use, and in the index of each data object. Any
+    contradiction between two of them is damage, too, whatever their checksums.
 
     Args:
         uri: ``s3://bucket/path`` or another location.
         config: Options.
-        resume: Whether to go on where the same verification was interrupted within the last day,
-            also by an error or a kill. How far it is stands in a small file in the user's cache
-            folder (``$XDG_CACHE_HOME/cloudckpt``), which is deleted when all was read.
-        process_group: Ranks that divide the bytes among each other, if all of them call this. To
-            resume, there must be as many, and each on the same machine as before.
-        progress: Called with the bytes that this rank has read and those that it is to read,
-            envelopes included, by any thread.
+        resume: Whether to continue where the same verification was interrupted within the last day,
+            also by an error or a kill. Progress is kept in a small file in the user's cache folder
+            (``$XDG_CACHE_HOME/cloudckpt``), which is deleted when everything was read.
+        process_group: Ranks that divide the bytes among themselves, if all of them call this. To
+            resume, there must be as many, each on the same machine as before.
+        progress: Called with the bytes that this rank has read so far and will read in all,
+            envelopes included, from any thread.
 
     Raises:
         CheckpointNotFoundError: If there is no committed checkpoint.
-        CheckpointCorruptError: If anything of it is missing, or not as it was written; its
-            ``damages`` are all that were found.
+        CheckpointCorruptError: If any part is missing, or not as it was written; its ``damages``
+            are all that were found.
         CheckpointReplacedError: If it was replaced meanwhile, again and again.
         StoreError: If the store refuses or stays unreachable.
     """
@@ -104,14 +104,14 @@ def verify(
 
 @dataclass(frozen=True)
 class _Content:
-    """What there is to read.
+    """What is to be read.
 
     Attributes:
-        items: The data proper of all items.
-        between: What stands around it, as far as that has checksums.
+        items: The items' own bytes.
+        between: The bytes around them that have checksums.
         commits: The commit objects that were read.
-        has_checksums: Whether they all have checksums.
-        damaged: What was found damaged so far.
+        has_checksums: Whether all of them have checksums.
+        damaged: The damage found so far.
     """
 
     items: Sequence[StoredBytes]
@@ -137,15 +137,15 @@ class _Content:
 
     @property
     def sources(self) -> list[StoredBytes]:
-        """All that is to be read, in the order of the objects' bytes."""
+        """Everything to be read, in the order of the objects' bytes."""
         return sorted([*self.items, *self.between], key=lambda source: (source.key, source.offset))
 
 
 def _contradictions(
     said: CommitObject, store: ObjectStore, retrier: Retrier
 ) -> list[CheckpointCorruptError]:
-    """In what a commit object contradicts itself; or that its part for other readers is damaged."""
-    if said.record is None:  # another writer's says all once
+    """Contradictions in a commit object, and damage to its part for other readers."""
+    if said.record is None:  # another writer's says everything only once
         return []
     try:
         found = contradictions(said.record, said.pickled(store, retrier))
@@ -212,7 +212,7 @@ def cut(
 ) -> Iterator[Sequence[tuple[StoredBytes, int, int]]]:
     """Divides items into lots of about ``size`` bytes: ranges of items, from one byte to another.
 
-    An item is cut between its blocks only, so that no block is read twice.
+    An item is cut only between its blocks, so that no block is read twice.
     """
     lot: list[tuple[StoredBytes, int, int]] = []
     room = size
@@ -232,7 +232,7 @@ def cut(
 
 
 class _Lot(Sink):
-    """Ranges of items that are counted as read when all of them were; it keeps no byte."""
+    """Ranges of items that count as read once all of them were; it keeps no bytes."""
 
     __slots__ = ("left", "ranges", "seen")
 
@@ -247,10 +247,10 @@ class _Lot(Sink):
 
 
 class _Journal(contextlib.AbstractContextManager["_Journal"]):
-    """Notes which lots were read; left without an error, all of them were.
+    """Records which lots were read; on exit without an error, all of them were.
 
     Attributes:
-        resumed: Bytes that were read before.
+        resumed: Bytes that an earlier verification had read.
     """
 
     def __init__(
@@ -274,7 +274,7 @@ class _Journal(contextlib.AbstractContextManager["_Journal"]):
             lot.seen = self._seen
 
     def wanted(self) -> list[Wanted]:
-        """What is still to be read."""
+        """What remains to be read."""
         return [
             Wanted(source, start, stop, lot, True)
             for lot in self._lots
@@ -307,7 +307,7 @@ class _Journal(contextlib.AbstractContextManager["_Journal"]):
 def find_damages(
     store: RangeReader, uri: CheckpointURI, wanted: Sequence[Wanted], config: Config
 ) -> list[CheckpointCorruptError]:
-    """Reads items, and tells what of them is missing, or not as it was written.
+    """Reads items, and reports those that are missing, or not as they were written.
 
     Raises:
         StoreError: If the store refuses or stays unreachable.
@@ -322,7 +322,7 @@ def _places(damages: Sequence[Damage]) -> list[tuple[str, int, str]]:
 
 
 def one_error(found: Sequence[CheckpointCorruptError]) -> CheckpointCorruptError:
-    """An error that tells of all that is damaged; its message has the first."""
+    """An error that lists all damage; its message describes the first."""
     first = found[0]
     damages = tuple(dict.fromkeys(damage for error in found for damage in error.damages))
     more = len(damages) - len(first.damages)

@@ -1,1 +1,1 @@
-"""Where bytes live: one seam (``base``), one file for each kind of store behind it."""
+"""Object stores: the interface (``base``), and one module for each kind of store."""

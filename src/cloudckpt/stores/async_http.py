@@ -1,8 +1,8 @@
 """Requests that an event loop sends for the vendors' asynchronous SDKs.
 
-aiobotocore and azure-storage-blob compose the requests and read the answers. In between they are
-sent here, so that they have the credentials, limits, proxies and errors of the store: what a store
-says from an event loop is what it says in a thread.
+aiobotocore and azure-storage-blob compose the requests and read the answers. The requests are sent
+here, with the store's credentials, limits, proxies and errors: a store behaves the same from an
+event loop as from a thread.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _call: ContextVar[tuple[AsyncCalls, Call]] = ContextVar("cloudckpt_call")
 
 
 async def send_for_call(method: str, url: str, headers: Mapping[str, str | bytes]) -> Answer:
-    """Sends what an SDK has composed, as part of the call that it was composed for."""
+    """Sends a request that an SDK has composed, as part of the SDK call it belongs to."""
     calls, call = _call.get()
     call.has_sent = True
     return await calls.send(method, url, sent_headers(headers, call), key=call.key)
@@ -58,7 +58,7 @@ class AsyncCalls:
     """The connections of one event loop to a store."""
 
     def __init__(self, store: RestStore, options: HttpOptions, tls: ssl.SSLContext) -> None:
-        """``tls`` is what :func:`tls_of` makes of ``options``, which takes reading files."""
+        """``tls`` is the result of :func:`tls_of` for ``options``; making it reads files."""
         self._store = store
         proxy = None if options.proxy is None else proxy_url(options.proxy)
         self._proxy = None if proxy is None else proxy.url
@@ -87,16 +87,16 @@ class AsyncCalls:
             _call.reset(token)
 
     async def send(self, method: str, url: str, headers: Mapping[str, str], *, key: str) -> Answer:
-        """Sends what an SDK has composed; once more, if what refuses it can be mended.
+        """Sends a request that an SDK has composed; retries once if the refusal can be remedied.
 
         Args:
-            method: Of the request, which has no body.
-            url: Where to.
+            method: The method of the request, which has no body.
+            url: Where to send it.
             headers: Names and values.
-            key: What the request is about, for messages.
+            key: The key that the request concerns, for messages.
 
         Raises:
-            StoreError: If the answer is no success.
+            StoreError: If the request fails.
         """
         request = Request(method, url, headers, key=key)
         seen: set[type[StoreError]] = set()
@@ -132,7 +132,7 @@ class AsyncCalls:
                 certain=True,
             ) from exc
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as exc:
-            # aiohttp's errors of TLS are of OpenSSL's classes, without what those say
+            # aiohttp's TLS errors have OpenSSL's classes, but not their messages
             lasting = lasting_failure(exc.__cause__ or exc, urlsplit(used.url).netloc)
             if lasting is not None:
                 raise lasting from exc
@@ -152,7 +152,7 @@ class AsyncCalls:
 
 
 def tls_of(options: HttpOptions, uri: str) -> ssl.SSLContext:
-    """What connections by https trust, and show.
+    """The certificates that https connections trust and present.
 
     Raises:
         ConfigError: If the files that the options name can't be read.

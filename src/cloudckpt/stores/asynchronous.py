@@ -1,4 +1,4 @@
-"""A store that is looked at from an event loop; threads for those that have no other way."""
+"""Reads about a store from an event loop, in threads for stores without another way."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ T = TypeVar("T")
 def look_at(store: ObjectStore, key: str) -> ObjectInfo:
     """Size and version of an object, by a request for its first byte.
 
-    Other than the answer to HEAD, this one tells a missing bucket from a missing object.
+    Unlike HEAD, this distinguishes a missing bucket from a missing object.
 
     Raises:
-        ObjectNotFoundError: If the store says that there is none.
+        ObjectNotFoundError: If the store says that there is no such object.
     """
     try:
         return store.get_range(key, 0, [memoryview(bytearray(1))])
@@ -32,9 +32,9 @@ def look_at(store: ObjectStore, key: str) -> ObjectInfo:
 
 
 class AsyncStore(ABC):
-    """One bucket. It makes one attempt at what it is asked, and never blocks the event loop.
+    """One bucket. Makes one attempt at each call, and never blocks the event loop.
 
-    For one loop; to be closed there. Errors are those of
+    It belongs to one loop and must be closed there. Errors are those of
     :class:`~cloudckpt.stores.base.ObjectStore`.
     """
 
@@ -55,11 +55,11 @@ class AsyncStore(ABC):
         """The names beneath ``prefix`` that have keys beneath them, in order."""
 
     async def close(self) -> None:  # noqa: B027 - most have nothing to give back
-        """Gives connections back."""
+        """Releases connections."""
 
 
 class ThreadedStore(AsyncStore):
-    """Any store: a question is asked by a thread of its own, of which there are so many at most."""
+    """Any store: each call runs in its own thread, up to a limited number of threads."""
 
     def __init__(self, store: ObjectStore, threads: int) -> None:
         self._store = store
@@ -85,11 +85,11 @@ class ThreadedStore(AsyncStore):
 async def in_thread(
     call: Callable[[], T], interrupt: Callable[[Collection[int]], None] = lambda threads: None
 ) -> T:
-    """What ``call`` returns in a thread of its own.
+    """Runs ``call`` in its own thread and returns its result.
 
-    Not in one of the loop's executor: there are few of those, in which the loop also looks up host
-    names, and a call may wait for a network for minutes. If the caller is cancelled, the thread is
-    told by ``interrupt`` to break off, and nobody waits for it.
+    It does not use the loop's executor: that has few threads, in which the loop also looks up host
+    names, and a call may wait minutes for a network. If the caller is cancelled, ``interrupt``
+    breaks off the thread, and nobody waits for it.
     """
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[T] = loop.create_future()

@@ -1,8 +1,8 @@
 """``az://``: Azure Blob Storage.
 
-Azure's SDKs find credentials and endpoint; all requests travel through
-:mod:`cloudckpt.stores.http`. An upload in parts sends the blocks of a block blob, under identifiers
-that no other upload has, and then the list of them that makes the blob.
+Azure's SDKs find the credentials and endpoint; all requests go through
+:mod:`cloudckpt.stores.http`. A multipart upload sends the blocks of a block blob, with identifiers
+unique to the upload, and then the block list that makes the blob.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class AzureStore(RestStore):
     """One container of a storage account, or of Azurite."""
 
     def __init__(self, container: str, config: Config, host: str = "", root: str = "") -> None:
-        """``host`` is the blob endpoint that the URI names, if any; ``root`` is for messages."""
+        """``host`` is the URI's blob endpoint, if it names one; ``root`` is for messages."""
         self._access = ContainerAccess(container, host, config, root or f"az://{container}")
         http = HttpClient(self._access.http_options)
         super().__init__(root or f"az://{container}", http, self._access.credentials)
@@ -130,7 +130,7 @@ class AzureStore(RestStore):
     # uploads in parts
 
     def create_upload(self, key: str, part_size: int) -> Upload:
-        """Azure learns of an upload by its first block; until then it is known here only."""
+        """Begins an upload; Azure does not know it before its first block arrives."""
         check_blob(key, self.uri(key))
         upload = Upload(key, random_suffix(), part_size)
         self._begun[upload.id] = upload
@@ -174,7 +174,7 @@ class AzureStore(RestStore):
     def holds(
         self, key: str, *, size: int, checksum: int | None, parts: Sequence[Part] = ()
     ) -> ObjectInfo | None:
-        """As everywhere; a blob of blocks is known by their identifiers, and not read for it."""
+        """As in the base class; a blob made of blocks is recognized by their identifiers, unread."""
         if not parts:
             return super().holds(key, size=size, checksum=checksum)
         try:
@@ -218,12 +218,12 @@ class AzureStore(RestStore):
         return Part(number, stop - start, tag, crc64)
 
     def abort_upload(self, upload: Upload) -> None:
-        """Discards the blocks of a blob that was never completed, unless others have some there.
+        """Discards the blocks of a blob that was never completed, unless other uploads have some.
 
-        Deleting such a blob discards all of them at once, as AzCopy does it. Azure knows no
-        condition that would spare a blob which somebody commits meanwhile, so the look at it comes
-        last, and where another upload may be about to commit, nothing is deleted. What is left, as
-        are blocks that would replace a blob, goes with its next write, or after a week.
+        Deleting such a blob discards all of its blocks at once, as AzCopy does. Azure has no
+        condition that would spare a blob committed in the meantime, so the check comes last, and
+        if another upload may be about to commit, nothing is deleted. Leftovers, including blocks
+        that would replace a blob, go with the blob's next write, or after a week.
         """
         self._aborted.add(upload.id)
         self._begun.pop(upload.id, None)
@@ -236,7 +236,7 @@ class AzureStore(RestStore):
             self.delete(upload.key)
 
     def list_uploads(self, prefix: str) -> Iterator[Upload]:
-        """The uploads that Azure has blocks of, and those that were begun here."""
+        """The uploads that Azure has blocks of, and those begun here."""
         known = list(self._begun.values())  # at once, since other threads begin and end uploads
         begun = {upload.id: upload for upload in known if upload.key.startswith(prefix)}
         pages = self._pages(prefix, {"include": "uncommittedblobs"})
@@ -248,7 +248,7 @@ class AzureStore(RestStore):
         yield from begun.values()
 
     def _uploads_of(self, key: str) -> list[str]:
-        """The uploads that have sent blocks of a blob."""
+        """The uploads that have sent blocks for a blob."""
         try:
             blocks, _ = self._blocks(key, "uncommitted")
         except ObjectNotFoundError:
@@ -256,7 +256,7 @@ class AzureStore(RestStore):
         return sorted({_upload_of(name) for name, _ in blocks})
 
     def _blocks(self, key: str, kind: str) -> tuple[Sequence[tuple[str, str]], str]:
-        """Names and sizes of a blob's blocks of one kind, and its version, if it has one."""
+        """Names and sizes of a blob's blocks of one kind, and the blob's version, if any."""
         url = self.object_url(key, {"comp": "blocklist", "blocklisttype": kind})
         with self.exchange("GET", url, {}, key=key) as reply:
             page = unqualified(reply.read_all(), self.uri(key))
@@ -265,14 +265,14 @@ class AzureStore(RestStore):
         return [(text(block, "Name"), text(block, "Size")) for block in found], version
 
     def _check_open(self, upload: Upload) -> None:
-        """Lets no late part bring back what was discarded."""
+        """Keeps a late part from bringing back a discarded upload."""
         if upload.id in self._aborted:
             raise ObjectNotFoundError("the upload was aborted", uri=self.uri(upload.key))
 
     # head, list and delete
 
     def head(self, key: str) -> ObjectInfo:
-        # other than S3, Azure names the reason of a failure in a header
+        # unlike S3, Azure names the reason of a failure in a header
         with self.exchange("HEAD", self.object_url(key), {}, key=key) as reply:
             if reply.headers.get("x-ms-meta-hdi_isfolder") == "true":
                 raise ObjectNotFoundError("there is a directory, not a blob", uri=self.uri(key))
@@ -289,7 +289,7 @@ class AzureStore(RestStore):
                 yield _name(folder).removeprefix(prefix).rstrip("/")
 
     def _pages(self, prefix: str, query: Mapping[str, str]) -> Iterator[Element]:
-        """The pages of a listing, which Azure's SDK would take eight times as long to read."""
+        """The pages of a listing; Azure's SDK takes eight times as long to read them."""
         query = {
             "restype": "container",
             "comp": "list",
@@ -317,7 +317,7 @@ class AzureStore(RestStore):
                 self.head(key)
                 raise
 
-    # what the requests are made of
+    # building requests
 
     def rules(self, prefix: str) -> BucketRules:
         return self._control.rules()
@@ -371,7 +371,7 @@ def _block_name(upload: Upload, number: int) -> str:
 
 
 def _upload_of(block: str) -> str:
-    """The upload that a block belongs to; one of another program is taken for an upload."""
+    """The upload that a block belongs to; another program's block counts as an upload."""
     try:
         name = base64.b64decode(block).decode("ascii")
     except (binascii.Error, UnicodeDecodeError):
@@ -380,7 +380,7 @@ def _upload_of(block: str) -> str:
 
 
 def _blob_headers(options: AzureOptions) -> dict[str, str]:
-    """What every new blob gets."""
+    """The headers of every new blob."""
     tags = urlencode(options.tags, quote_via=quote)
     return _present({"x-ms-access-tier": options.access_tier, "x-ms-tags": tags or None})
 
@@ -406,7 +406,7 @@ def _found(blob: tuple[str, Element]) -> ObjectInfo:
 
 
 def _name(blob: Element) -> str:
-    """The name of a listed blob; one with characters that XML does not have is encoded."""
+    """The name of a listed blob, decoded if it has characters that XML does not allow."""
     element = blob.find("Name")
     if element is None:
         return ""

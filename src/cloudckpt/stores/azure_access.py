@@ -1,4 +1,4 @@
-"""How a container is reached: its account, its endpoint, and what authorizes requests to it."""
+"""Access to a container: its account, its endpoint, and what authorizes requests."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ except ImportError as exc:
 __all__ = ["API_VERSION", "ContainerAccess"]
 
 API_VERSION = "2021-12-02"
-"""The version of the REST API that requests are written for: the first that knows the cold tier,
-and later than those of encoded names in listings and of large blocks."""
+"""The REST API version that requests are written for: the first with the cold tier, and later than
+the versions that added encoded names in listings and large blocks."""
 
 _AZURE_HOST = re.compile(
     r"\.(core\.windows\.net|core\.chinacloudapi\.cn|core\.usgovcloudapi\.net|storage\.azure\.net)$"
@@ -74,13 +74,13 @@ _SIGNED = (  # in this order, whether they are sent or not
 
 
 class ContainerAccess:
-    """What Azure's SDKs know about a container.
+    """How to reach a container, as Azure's SDKs determine it.
 
     Attributes:
         container: Its name.
-        endpoint: Of the account, without a slash at its end.
+        endpoint: The account's endpoint, without a trailing slash.
         url: The URL of the container.
-        endpoint_from: What names the account.
+        endpoint_from: The setting that names the account.
         is_azure: Whether the endpoint is Azure's own, in any of its clouds.
         http_options: How to connect to it.
         credentials: What authorizes requests.
@@ -136,12 +136,12 @@ class ContainerAccess:
     def authorize(
         self, method: str, url: str, headers: Mapping[str, str]
     ) -> tuple[str, dict[str, str]]:
-        """The URL and headers with which a request may be sent, given all others of its headers.
+        """The URL and headers to send a request with, given all its other headers.
 
         Raises:
             AccessDeniedError: If it would write to an endpoint that can only be read.
             CredentialsError: If there are no credentials, or they can't be renewed.
-            TransientStoreError: If they can't be renewed for the moment.
+            TransientStoreError: If they temporarily can't be renewed.
         """
         if self._place.is_secondary and method not in ("GET", "HEAD"):
             raise AccessDeniedError(
@@ -160,16 +160,16 @@ class ContainerAccess:
         return url, headers
 
     def reaches(self, other: ContainerAccess) -> bool:
-        """Whether this endpoint can be told to read from that one: both are of the same cloud."""
+        """Whether this endpoint can read from that one: both are in the same cloud."""
         if self.is_azure and other.is_azure:
             zones = (_CLOUD.search(urlsplit(access.url).netloc) for access in (self, other))
             return len({zone and zone["suffix"] for zone in zones}) == 1
         return self._place.endpoint == other._place.endpoint
 
     def as_source(self, key: str) -> tuple[str, str | None]:
-        """A URL that the store itself can read a blob by, and what authorizes it besides.
+        """A URL from which the store itself can read a blob, and any further authorization.
 
-        A key can't travel, so it signs a permission to read this one blob for two hours.
+        A key can't be sent, so it signs a permission to read this one blob for two hours.
 
         Raises:
             StoreError: If there are no credentials, or they can't be renewed.
@@ -192,7 +192,7 @@ class ContainerAccess:
 
     @property
     def refused(self) -> Meaning | None:
-        """What it means that the store refuses the token; None if there is none."""
+        """The meaning of the store refusing the token; None if there is no token."""
         return TOKEN_REFUSED if self.credentials.current.token is not None else None
 
 
@@ -204,8 +204,8 @@ class _Source:
         sign: Makes the Authorization header of a request.
         sas: The signature.
         token: Gives the token.
-        given: The key or signature that the environment holds, if it does.
-        found: Tells where they come from.
+        given: The key or signature from the environment, if any.
+        found: Says where they come from.
     """
 
     sign: Callable[[str, str, Mapping[str, str]], str] | None = None
@@ -224,17 +224,17 @@ class _Source:
 
 
 class _SharedKey:
-    """Signs requests to the blobs of one account with its key, which never travels.
+    """Signs requests to the blobs of one account with its key, which is never sent.
 
-    Nor does anything that could be used again: a shared access signature made of the key would be
-    bound to a version of the API that not every cloud of Azure knows, and to the account's policy.
+    Nothing reusable is sent either: a shared access signature made from the key would be bound to
+    an API version that not every Azure cloud knows, and to the account's policy.
     https://learn.microsoft.com/rest/api/storageservices/authorize-with-shared-key
     """
 
     def __init__(self, account: str, key: str, uri: str) -> None:
         """
         Raises:
-            CredentialsError: If the key is none.
+            CredentialsError: If the key is invalid.
         """
         self._account = account
         try:
@@ -249,7 +249,7 @@ class _SharedKey:
             )
 
     def authorization(self, method: str, url: str, headers: Mapping[str, str]) -> str:
-        """The Authorization header of a request, all of whose other headers are given."""
+        """The Authorization header of a request, given all its other headers."""
         given = {name.lower(): value.strip() for name, value in headers.items()}
         if given.get("content-length") == "0":
             given["content-length"] = ""
@@ -265,7 +265,7 @@ class _SharedKey:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class _Given:
-    """What the environment says; empty where it says nothing."""
+    """The settings from the environment; empty where unset."""
 
     endpoint: str = ""
     account: str = ""
@@ -280,14 +280,14 @@ class _Given:
 
 @dataclass(frozen=True)
 class _Place:
-    """The blob endpoint of an account, without a slash at its end."""
+    """The blob endpoint of an account, without a trailing slash."""
 
     endpoint: str
     account: str
 
     @property
     def is_secondary(self) -> bool:
-        """Whether it is the endpoint of the read-only copy that another region may have."""
+        """Whether it is the endpoint of a read-only copy in another region."""
         host = urlsplit(self.endpoint).hostname
         return _is_azure(host) and "-secondary" in _first_of(self.endpoint)
 
@@ -319,7 +319,7 @@ def _from_environment(container: str, uri: str) -> _Given:
 
 
 def _end_of(sas: str) -> float | None:
-    """When a shared access signature expires, if it says so itself and not a policy."""
+    """When a shared access signature expires, unless a stored policy says so instead."""
     ends = dict(parse_qsl(sas)).get("se", "")
     if "T" not in ends:
         ends += "T00:00:00Z"  # a day begins it
@@ -331,7 +331,7 @@ def _first(variables: tuple[str, ...]) -> str:
 
 
 def _secret(variables: tuple[str, ...], uri: str) -> str:
-    """The first of them that is set; it has no white space around it."""
+    """The first of the variables that is set, checked for surrounding white space."""
     for name in variables:
         if (text := os.environ.get(name, "")).strip():
             check_credential(text, name, uri)
@@ -340,7 +340,7 @@ def _secret(variables: tuple[str, ...], uri: str) -> str:
 
 
 def _locate(host: str, config: Config, given: _Given, uri: str) -> _Place:
-    """The account: of the URI, else of the options, else of the environment."""
+    """The account: from the URI, else the options, else the environment."""
     options = config.azure
     if host:
         return _Place(f"https://{host}", _account_of(f"https://{host}"))
@@ -372,7 +372,7 @@ def _is_azure(host: str | None) -> bool:
 
 
 def _first_of(endpoint: str) -> str:
-    """The name that an endpoint begins with: in its path for emulators, else in its host."""
+    """The first name in an endpoint: in its path for emulators, else in its host."""
     parts = urlsplit(endpoint)
     return parts.path.strip("/") or (parts.hostname or "").partition(".")[0]
 
@@ -383,10 +383,10 @@ def _account_of(endpoint: str) -> str:
 
 
 def _check_cloud(given: _Given, place: _Place, uri: str) -> None:
-    """Keeps the credentials of an account from one of the same name in another cloud.
+    """Keeps an account's credentials from an account of the same name in another cloud.
 
     Raises:
-        ConfigError: If the connection string is of another one.
+        ConfigError: If the connection string is for another cloud.
     """
     hosts = [urlsplit(endpoint).hostname or "" for endpoint in (given.endpoint, place.endpoint)]
     there, here = map(_CLOUD.search, hosts)
@@ -399,7 +399,7 @@ def _check_cloud(given: _Given, place: _Place, uri: str) -> None:
 
 
 def _hide_signature(record: logging.LogRecord) -> bool:
-    """Cuts signatures out of the URLs that urllib3 writes into its debug log."""
+    """Removes signatures from the URLs in urllib3's debug log."""
     if isinstance(record.args, tuple):
         record.args = tuple(
             masked(value) if isinstance(value, str) else value for value in record.args

@@ -1,4 +1,4 @@
-"""Azure from an event loop: requests that azure-storage-blob composes, and reads the answers of."""
+"""Azure from an event loop: azure-storage-blob composes the requests and reads the answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["open_azure"]
 
 
 def open_azure(store: ObjectStore) -> Callable[[], AsyncStore]:
-    """Makes, on an event loop, what looks at a container; this itself reads files, and blocks."""
+    """Returns a factory to call on an event loop; this function itself reads files, and blocks."""
     assert isinstance(store, AzureStore)
     access = store._access
     tls = tls_of(access.http_options, store.root)
@@ -115,10 +115,10 @@ class _Transport(AsyncHttpTransport[HttpRequest, "_Response"]):
         return _Response(request, answer)
 
     async def open(self) -> None:
-        """The connections are opened by who made the call."""
+        """Does nothing: the caller opens the connections."""
 
     async def close(self) -> None:
-        """See above."""
+        """Does nothing: the caller closes the connections."""
 
     async def __aexit__(self, *_: object) -> None:
         pass
@@ -138,14 +138,14 @@ class _Response(AsyncHttpResponse):
         return self._body
 
     async def load_body(self) -> None:
-        """It is here."""
+        """Does nothing: the body has been read."""
 
     def stream_download(self, *_: Any, **__: Any) -> _Stream:
         return _Stream(self)
 
 
 class _Stream(AsyncIterator[bytes]):
-    """The body of an answer in one piece, with the attributes that azure-core's own has."""
+    """The body of an answer in one piece, with the attributes of azure-core's own."""
 
     def __init__(self, response: _Response) -> None:
         self.response = response

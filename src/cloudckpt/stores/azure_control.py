@@ -1,4 +1,4 @@
-"""What is not about bytes, on Azure: requests that azure-storage-blob composes and reads."""
+"""Azure requests without payload, which azure-storage-blob composes and parses."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Control:
         )
 
     def delete(self, key: str, version: str | None) -> None:
-        """Removes a blob with its snapshots; on the condition of a version, if one is given."""
+        """Removes a blob with its snapshots; if ``version`` is given, only that version."""
         condition = None if version is None else MatchConditions.IfNotModified
         with contextlib.suppress(ObjectNotFoundError), self._calls.about(key):
             blob = self._client.get_blob_client(key)
@@ -67,12 +67,12 @@ class Control:
         Args:
             source: The container that it is in.
             found: The blob.
-            key: That of the copy.
-            created: Headers of what makes a blob.
+            key: The key of the copy.
+            created: The headers of new blobs.
             if_absent: Whether the copy must not replace a blob.
 
         Returns:
-            The copy's ETag, and its CRC64, if Azure tells it.
+            The copy's ETag, and its CRC64 if Azure returns it.
         """
         told: list[int | None] = []
         condition = MatchConditions.IfMissing if if_absent else None
@@ -96,7 +96,7 @@ class Control:
         return str(made.get("etag") or ""), told[0]
 
     def rules(self) -> BucketRules:
-        """What the container keeps; of versions and soft deletion only the account knows."""
+        """The container's rules; versioning and soft deletion are known to the account only."""
         try:
             with self._calls.about(""):
                 found = self._client.get_container_properties()
@@ -114,7 +114,7 @@ class Control:
         start: int,
         stop: int,
     ) -> int | None:
-        """Makes a range of another blob the block ``name``; returns its CRC64, if it is told."""
+        """Makes a range of another blob the block ``name``; returns its CRC64 if Azure does."""
         told: list[int | None] = []
         with self._calls.about(key, is_long=True):
             url, authorization = source.as_source(found.key)
@@ -131,7 +131,7 @@ class Control:
 
 
 def _phrases(found: Any) -> Iterator[str]:
-    """What a container keeps, by its properties."""
+    """Descriptions of what a container retains, by its properties."""
     if found.has_immutability_policy or found.immutable_storage_with_versioning_enabled:
         yield "everything for the time of an immutability policy"
     if found.has_legal_hold:
@@ -145,7 +145,7 @@ def _crc64(headers: Mapping[str, str]) -> int | None:
 
 
 class _Transport(HttpTransport[HttpRequest, "_Response"]):
-    """What Azure's client sends its requests by."""
+    """The transport of Azure's client, over the store's connections."""
 
     def __init__(self, calls: SdkCalls) -> None:
         self._calls = calls
@@ -156,10 +156,10 @@ class _Transport(HttpTransport[HttpRequest, "_Response"]):
         return _Response(request, answer)
 
     def open(self) -> None:
-        """The store's connections are open."""
+        """Does nothing: the store's connections are open."""
 
     def close(self) -> None:
-        """The store closes them."""
+        """Does nothing: the store closes them."""
 
     def __exit__(self, *_: object) -> None:
         self.close()

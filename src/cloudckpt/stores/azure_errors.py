@@ -102,7 +102,7 @@ _BY_CODE = by_code(
     }
 ) | {"AuthenticationFailed": _REFUSED, "InvalidAuthenticationInfo": _REFUSED}
 
-# codes that Azure has, or may yet get, more of than it documents
+# words in codes, of which Azure has, or may get, more than it documents
 _BY_WORD: dict[str, Meaning] = {
     "^KeyVault": (
         AccessDeniedError,
@@ -151,7 +151,7 @@ TOKEN_REFUSED: Meaning = (
     "--tenant'; a managed identity is of the tenant of its subscription), or of another cloud "
     "(AZURE_AUTHORITY_HOST); the identity needs the role 'Storage Blob Data Contributor'",
 )
-"""What it means that a token was refused."""
+"""The meaning of a refused token."""
 
 
 def from_answer(
@@ -163,10 +163,10 @@ def from_answer(
     *,
     refused: Meaning | None = None,
 ) -> StoreError:
-    """The error for an answer that is no success: by its code, else by its HTTP status.
+    """The error for a failed request: by its code, else by its HTTP status.
 
-    ``refused`` is what it means that the credentials were not accepted, if they are no key or
-    shared access signature.
+    ``refused`` is the meaning of refused credentials, if they are not a key or shared access
+    signature.
     """
     given = {name.lower(): value for name, value in headers.items()}
     fields = error_fields(body)
@@ -181,7 +181,7 @@ def from_answer(
 
 
 def _documented(code: str, status: int) -> Meaning | None:
-    """What Azure documents about a code, or about others of its kind."""
+    """What Azure documents about a code, or about similar codes."""
     if code in _BY_CODE or status >= 500 or status in (408, 429):
         return _BY_CODE.get(code)
     return next((meaning for word, meaning in _BY_WORD.items() if re.search(word, code)), None)

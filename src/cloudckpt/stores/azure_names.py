@@ -1,9 +1,8 @@
-"""Names that Azure takes as they are written.
+"""Refuses names that Azure would change or reject.
 
-Azure drops a dot at the end of a path segment and takes a backslash for a slash: what is saved
-under such a name is somewhere else, where nobody looks for it, or replaces what is there. Other
-names it refuses, with words that do not say why. Both are refused here before anything is sent, by
-these rules:
+Azure drops a dot at the end of a path segment and takes a backslash for a slash: data saved under
+such a name ends up elsewhere, where nobody looks for it, or replaces what is there. Other names it
+refuses without saying why. Both kinds are refused here before anything is sent, by these rules:
 https://learn.microsoft.com/rest/api/storageservices/naming-and-referencing-containers--blobs--and-metadata
 """
 
@@ -18,7 +17,7 @@ __all__ = ["check_blob", "check_location"]
 
 _LONGEST = 1024  # characters, counted as UTF-16 has them
 _DEEPEST = 254  # segments between slashes
-_BENEATH = 64  # characters that the objects of a checkpoint have at most behind its prefix
+_BENEATH = 64  # most characters that a checkpoint's objects have after its prefix
 
 _UNFIT = (
     (re.compile(r"[\x00-\x1f\x7f-\x9f]"), "holds a control character"),
@@ -31,10 +30,10 @@ _CONTAINER = re.compile(r"\$?[a-z0-9]+(?:-[a-z0-9]+)*")
 
 
 def check_blob(name: str, uri: str) -> None:
-    """Whether Azure has a blob of exactly this name, if it is written there.
+    """Checks that Azure would store a blob under exactly this name.
 
     Raises:
-        InvalidRequestError: If not.
+        InvalidRequestError: If it would not.
     """
     why = _why_unfit(name, longest=_LONGEST, deepest=_DEEPEST) if name else "is empty"
     if why:
@@ -46,14 +45,14 @@ def check_blob(name: str, uri: str) -> None:
 
 
 def check_location(uri: CheckpointURI, *, is_checkpoint: bool) -> None:
-    """Whether Azure has what is written to a location at exactly this place.
+    """Checks that Azure would store what is written to a location at exactly this place.
 
     Args:
         uri: An ``az`` location.
-        is_checkpoint: Whether it is one of objects beneath it, for whose names there must be room.
+        is_checkpoint: Whether objects go beneath it, whose names need room.
 
     Raises:
-        InvalidURIError: If not.
+        InvalidURIError: If it would not.
     """
     if len(uri.bucket) > 63 or not _CONTAINER.fullmatch(uri.bucket):
         raise InvalidURIError(

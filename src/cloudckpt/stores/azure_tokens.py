@@ -1,4 +1,4 @@
-"""Access tokens of Microsoft Entra ID, which azure-identity's ``DefaultAzureCredential`` gives."""
+"""Microsoft Entra ID access tokens from azure-identity's ``DefaultAzureCredential``."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ except ImportError as exc:
 __all__ = ["Tokens"]
 
 _SCOPE = "https://storage.azure.com/.default"
-_MARGIN = 300.0  # seconds before its end in which azure-identity gives a new token
-_PAUSE = 30.0  # seconds between renewals; azure-identity's own between those that fail
-_CLI_TIMEOUT = 60  # seconds; on a busy machine `az` takes many of them to start
+_MARGIN = 300.0  # seconds before a token's end from which azure-identity gives a new one
+_PAUSE = 30.0  # seconds between renewals; azure-identity's own interval after failures
+_CLI_TIMEOUT = 60  # seconds; `az` starts slowly on a busy machine
 
 
 @dataclass(frozen=True, repr=False)
 class _Held:
-    """A token, when to ask for another one, and its end (seconds since the epoch)."""
+    """A token, when to renew it, and when it expires (seconds since the epoch)."""
 
     token: str = ""
     due: float = 0.0
@@ -41,11 +41,11 @@ class _Held:
 
 
 class Tokens:
-    """A token that is valid, for all threads.
+    """A valid token, shared by all threads.
 
-    Only some of azure-identity's sources keep their token: `az` would run for each request. One
-    thread renews it when its issuer wants that, or five minutes before its end; meanwhile, and
-    when that fails, the others go on with the old one as long as it is valid.
+    Only some of azure-identity's sources cache their token: `az` would run for each request. One
+    thread renews the token when its issuer wants that, or five minutes before it expires;
+    meanwhile, and if that fails, the others keep using the old token as long as it is valid.
     """
 
     def __init__(self, config: Config, uri: str, *, note: str = "") -> None:
@@ -53,7 +53,7 @@ class Tokens:
         Args:
             config: How long to wait for the network.
             uri: What the token is for, in messages.
-            note: What else to say where no credentials are found.
+            note: What else to say if no credentials are found.
         """
         self._uri = uri
         self._note = note
@@ -72,7 +72,7 @@ class Tokens:
 
         Raises:
             CredentialsError: If no source has credentials, or they are refused.
-            TransientStoreError: If the token has ended and can't be renewed for the moment.
+            TransientStoreError: If the token has expired and temporarily can't be renewed.
         """
         held, now = self._held, time.time()
         if now < held.due:
@@ -83,7 +83,7 @@ class Tokens:
         return self._held.token
 
     def origin(self) -> Origin:
-        """Which of azure-identity's sources has given it; that has no public name."""
+        """Which azure-identity source gave the token; azure-identity has no public name for it."""
         found = getattr(self._credential, "_successful_credential", None) or self._credential
         source = f"azure-identity's {type(found).__name__}"
         return Origin(source=source, ends=self._held.ends or None)

@@ -1,10 +1,9 @@
-"""The seam between cloudckpt and an object store.
+"""The interface between cloudckpt and an object store.
 
-A store makes exactly one attempt at what it is told (and one more if its credentials were replaced,
-see :mod:`cloudckpt.stores.credentials`) and maps the vendor's errors to :mod:`cloudckpt.errors`;
-retries, parallelism and clean-up are the caller's. Buffers go in and out
-without a copy: an upload is a sequence of memoryviews that are sent one after the other, a download
-fills memoryviews of the caller.
+A store makes exactly one attempt per call (and one more if its credentials were replaced, see
+:mod:`cloudckpt.stores.credentials`) and maps the vendor's errors to :mod:`cloudckpt.errors`;
+retries, parallelism and clean-up are up to the caller. Buffers are never copied: an upload is a
+sequence of memoryviews sent in order, a download fills the caller's memoryviews.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ __all__ = [
     "Upload",
 ]
 
-_PIECE = 16 * 1024**2  # bytes that are read at a time
+_PIECE = 16 * 1024**2  # bytes read at a time
 
 Body = Sequence[memoryview]
 """Byte views (format ``B``), sent in order."""
@@ -49,18 +48,18 @@ class Capabilities:
 
     Attributes:
         conditional_writes: Whether ``if_absent`` and ``if_version`` of ``put`` are honoured: True
-            or False where that is documented, None where it has to be tried out.
+            or False where that is documented, None where it must be tried.
         create_only: Whether ``if_absent`` of ``put`` and ``complete_upload`` is documented to keep
-            a repeated request from making a second version that is billed.
+            a repeated request from making a second, billed version.
         min_part_size: Fewest bytes of an upload part other than the last.
         max_part_size: Most bytes of an upload part.
         max_parts: Most parts of an upload.
         max_put_size: Most bytes of a single ``put``.
-        checksum: Of what is sent: the one that the store verifies, if it verifies any.
-        verifies: Whether the checksum is sent along, and the store rejects what does not match it:
-            as its vendor documents it, or the user says.
-        max_copy_size: Most bytes that one `copy` takes; 0 if the store makes no copies itself.
-        copies_parts: Whether `copy_part` is there, with the limits of other parts.
+        checksum: The checksum algorithm for what is sent: the one that the store verifies, if any.
+        verifies: Whether the checksum is sent and the store rejects mismatches, according to its
+            vendor's documentation or the user.
+        max_copy_size: Most bytes that one `copy` takes; 0 if the store can't copy.
+        copies_parts: Whether `copy_part` is supported, with the limits of other parts.
     """
 
     conditional_writes: bool | None
@@ -77,14 +76,14 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """An object as the store knows it.
+    """An object as the store describes it.
 
     Attributes:
         key: The key in the bucket.
         size: Bytes.
         version: What changes when the object is replaced (ETag, generation); opaque.
-        checksum: That of the bytes, by ``capabilities.checksum``, if the store has told it.
-        modified: When it was written, in seconds since 1970 by the store's clock; listings tell it.
+        checksum: The bytes' checksum, by ``capabilities.checksum``, if the store reported it.
+        modified: When it was written, in seconds since 1970 by the store's clock; set by listings.
     """
 
     key: str
@@ -102,9 +101,9 @@ class Upload:
         key: The key that the object will have.
         id: The store's name for this upload.
         part_size: Bytes of every part but the last.
-        began: When it was, in seconds since 1970 by the store's clock, if a listing tells it.
-        is_ours: Whether what it is called shows that cloudckpt has begun it, whatever its key is;
-            where stores name uploads, that does not show.
+        began: When it began, in seconds since 1970 by the store's clock, if a listing reports it.
+        is_ours: Whether its id shows that cloudckpt began it, whatever its key; always False where
+            the store chooses the id.
     """
 
     key: str
@@ -116,13 +115,13 @@ class Upload:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part that the store has taken.
+    """A part that the store has received.
 
     Attributes:
         number: From 1.
         size: Bytes.
-        tag: The store's name for what it has taken.
-        checksum: Of its bytes; None if the store has copied them itself and told none.
+        tag: The store's name for the part.
+        checksum: Of its bytes; None if the store copied them itself and reported none.
     """
 
     number: int
@@ -132,14 +131,14 @@ class Part:
 
 
 class Regions(NamedTuple):
-    """Two regions of a cloud, by its names for them."""
+    """Two regions of a cloud, by the cloud's names."""
 
     machine: str
     bucket: str
 
 
 class RangeReader(ABC):
-    """What a download needs: objects that are read by ranges. Safe to use from many threads."""
+    """Reads ranges of objects, for downloads. Safe to use from many threads."""
 
     @abstractmethod
     def get_range(
@@ -161,28 +160,28 @@ class RangeReader(ABC):
             progress: See :data:`Progress`.
 
         Raises:
-            ConnectionLostError: Also if the body was short; its ``received`` says what arrived.
+            ConnectionLostError: Also if the body was short; ``received`` says what arrived.
             RangeNotSatisfiableError: If the object ends before the range does.
         """
 
     def interrupt(self, threads: Collection[int]) -> None:  # noqa: B027 - most need nothing
-        """Breaks off what these threads (by identifier) are waiting for; their calls fail soon.
+        """Interrupts what these threads (by identifier) are waiting for; their calls fail soon.
 
-        For readers whose calls may wait for a network; others do nothing.
+        Readers whose calls do not wait for a network do nothing.
         """
 
     def moved(self, threads: Collection[int]) -> Sequence[int] | None:
-        """Bytes that each of these threads' connections has moved since this was asked last.
+        """Bytes that each of these threads' connections has moved since the last call.
 
-        Also those of requests that are under way. None if nobody counts them: more connections
-        then have no visible effect.
+        Includes requests under way. None if bytes are not counted: the effect of more connections
+        is then not visible.
         """
         return None
 
     def regions(self) -> Regions | None:
-        """Where this machine and the bucket are; None if one of them is not known.
+        """The regions of this machine and the bucket; None if either is unknown.
 
-        Nobody is asked for it: it is what the environment and answers have said up to now.
+        Sends no request: the environment and earlier answers are the only sources.
         """
         return None
 
@@ -192,11 +191,11 @@ class RangeReader(ABC):
 
 
 class ObjectStore(RangeReader):
-    """One bucket. Safe to use from many threads; made anew in every process.
+    """One bucket. Safe to use from many threads; every process makes its own.
 
-    All methods raise :class:`~cloudckpt.errors.StoreError` or one of its children, which is
-    ``certain`` only if the request was certainly not carried out: a commit depends on it. Methods
-    that move payload take ``progress``, see :data:`Progress`.
+    All methods raise :class:`~cloudckpt.errors.StoreError` or a subclass, which is ``certain`` only
+    if the request was certainly not carried out: a commit depends on that. Methods that move
+    payload take ``progress``, see :data:`Progress`.
     """
 
     root: str
@@ -220,7 +219,7 @@ class ObjectStore(RangeReader):
         Args:
             key: The key.
             body: The bytes.
-            checksum: That of the bytes, by ``capabilities.checksum``.
+            checksum: The bytes' checksum, by ``capabilities.checksum``.
             if_absent: Fail with PreconditionFailedError if the key is taken.
             if_version: Fail with PreconditionFailedError unless the key holds this version.
             progress: See :data:`Progress`.
@@ -228,7 +227,7 @@ class ObjectStore(RangeReader):
 
     @abstractmethod
     def create_upload(self, key: str, part_size: int) -> Upload:
-        """Begins an object that is sent in parts of ``part_size`` bytes, the last one shorter."""
+        """Begins an object sent in parts of ``part_size`` bytes; the last may be shorter."""
 
     @abstractmethod
     def put_part(
@@ -240,28 +239,28 @@ class ObjectStore(RangeReader):
         checksum: int,
         progress: Progress | None = None,
     ) -> Part:
-        """Sends part ``number`` (from 1); sending it again replaces it. Arguments as in `put`."""
+        """Sends part ``number`` (from 1), replacing any earlier one. Arguments as in `put`."""
 
     @abstractmethod
     def complete_upload(
         self, upload: Upload, parts: Sequence[Part], *, if_absent: bool = False
     ) -> ObjectInfo:
-        """Makes the object visible, from all of its parts in order; ``if_absent`` as in `put`."""
+        """Makes the object visible, from all its parts in order; ``if_absent`` as in `put`."""
 
     def copies_from(self, source: ObjectStore) -> bool:
-        """Whether `copy` takes objects of that bucket: of the same kind, place and credentials.
+        """Whether `copy` takes objects from that bucket: same kind, place and credentials.
 
-        What the credentials may read there is not asked; `copy` fails if it is too little.
+        Read permission there is not checked; `copy` fails without it.
         """
         return False
 
     def copy(
         self, source: ObjectStore, found: ObjectInfo, key: str, *, if_absent: bool = False
     ) -> ObjectInfo:
-        """Copies an object of another bucket, or of this one, within the store: no bytes come here.
+        """Copies an object from this or another bucket within the store: no bytes come here.
 
-        The copy gets what `put` gives to new objects (class, encryption, tags), whatever the source
-        has. Its checksum is told where the store tells it.
+        The copy gets what `put` gives new objects (class, encryption, tags), whatever the source
+        has. Its checksum is set if the store reports it.
 
         Args:
             source: A store that this one ``copies_from``.
@@ -270,7 +269,7 @@ class ObjectStore(RangeReader):
             if_absent: As in `put`.
 
         Raises:
-            PreconditionFailedError: If the source is not ``found.version`` any more, or the key is
+            PreconditionFailedError: If the source is no longer ``found.version``, or the key is
                 taken.
             ObjectNotFoundError: If the source is gone.
         """
@@ -295,7 +294,7 @@ class ObjectStore(RangeReader):
 
     @abstractmethod
     def abort_upload(self, upload: Upload) -> None:
-        """Discards an upload; doing it again, or after completion, is no error."""
+        """Discards an upload; doing so again, or after completion, is not an error."""
 
     @abstractmethod
     def list_uploads(self, prefix: str) -> Iterator[Upload]:
@@ -306,9 +305,9 @@ class ObjectStore(RangeReader):
         """Reads a whole object into memory: for metadata, not for shards."""
 
     def get_latest(self, key: str) -> tuple[bytearray, ObjectInfo]:
-        """As `get`, but never what some cache keeps of an earlier version.
+        """As `get`, but never from a cache that may hold an earlier version.
 
-        For keys that are written again. Only stores that have such caches do otherwise than `get`.
+        For keys that are rewritten. It differs from `get` only for stores that have such caches.
         """
         return self.get(key)
 
@@ -317,25 +316,25 @@ class ObjectStore(RangeReader):
         """Size and version of an object.
 
         Raises:
-            ObjectNotFoundError: If there is none.
+            ObjectNotFoundError: If there is no such object.
         """
 
     def holds(
         self, key: str, *, size: int, checksum: int | None, parts: Sequence[Part] = ()
     ) -> ObjectInfo | None:
-        """The object, if it is there and made of exactly these bytes; else None.
+        """The object, if it exists with exactly these bytes; else None.
 
-        For after a request whose answer was lost, which may have been carried out.
+        For use after a request whose answer was lost: it may have been carried out.
 
         Args:
             key: The key.
             size: Bytes of the object.
-            checksum: That of the whole, by ``capabilities.checksum``; None if it is not known, as
-                of copies: then only its parts can tell.
-            parts: What it was to be made of, if it was sent in parts.
+            checksum: The whole object's checksum, by ``capabilities.checksum``; None if unknown, as
+                for copies: then only its parts can tell.
+            parts: The parts that it should consist of, if it was sent in parts.
 
         Raises:
-            StoreError: If that can't be found out.
+            StoreError: If the store does not answer that.
         """
         if checksum is None:
             return None
@@ -346,7 +345,7 @@ class ObjectStore(RangeReader):
             return None
 
     def _checksum_of(self, info: ObjectInfo) -> int:
-        """What the object's bytes add up to: read, where the store has not told it."""
+        """The object's checksum: computed by reading it if the store has not reported it."""
         if info.checksum is not None:
             return info.checksum
         buffer = memoryview(bytearray(min(info.size, _PIECE)))
@@ -363,11 +362,11 @@ class ObjectStore(RangeReader):
 
     @abstractmethod
     def list_level(self, prefix: str) -> Iterator[ObjectInfo | str]:
-        """What is directly beneath ``prefix``, page by page: the objects there, and folders.
+        """The objects and folders directly beneath ``prefix``, page by page.
 
-        A folder is the name of what has keys beneath it. Of each page the objects come first, and
-        both are in order. It takes a request for each thousand of them, however many keys there
-        are beneath the folders.
+        A folder is a name that has keys beneath it. In each page the objects come first, and both
+        are in order. It takes one request per thousand of them, however many keys are beneath the
+        folders.
 
         Args:
             prefix: Empty, or ends in a slash.
@@ -375,24 +374,24 @@ class ObjectStore(RangeReader):
 
     @abstractmethod
     def delete(self, key: str, *, if_version: str | None = None) -> None:
-        """Removes an object; that it is not there is no error.
+        """Removes an object; a missing object is not an error.
 
         Args:
             key: The key.
             if_version: Fail with PreconditionFailedError if the key holds another version. Servers
-                other than the clouds' own may ignore it, as it is younger than that of `put`.
+                other than the clouds' own may ignore it, as it is newer than that of `put`.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Gives connections back; the store can't be used afterwards."""
+        """Releases connections; the store can't be used afterwards."""
 
     def uri(self, key: str) -> str:
         return f"{self.root}/{key}"
 
 
 def whole_checksum(parts: Iterable[Part], algorithm: ChecksumAlgorithm) -> int | None:
-    """That of an object made of ``parts``, in order; None if that of one is not known."""
+    """The checksum of an object made of ``parts``, in order; None if a part's is unknown."""
     sums: list[tuple[int, int]] = []
     for part in parts:
         if part.checksum is None:
@@ -419,11 +418,11 @@ def skip(views: Sequence[memoryview], count: int) -> list[memoryview]:
 
 
 AT_FIRST = 1000
-"""How many names of a level are asked for at first: those of one page, in every store."""
+"""How many names of a level are requested at first: one page, in every store."""
 
 
 def first_of_level(store: ObjectStore, prefix: str) -> list[ObjectInfo | str]:
-    """The first :data:`AT_FIRST` of what is directly beneath ``prefix``; if fewer, all of it."""
+    """The first :data:`AT_FIRST` entries directly beneath ``prefix``, or all if fewer."""
     return list(itertools.islice(store.list_level(prefix), AT_FIRST))
 
 
