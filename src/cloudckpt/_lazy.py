@@ -1,4 +1,4 @@
-"""Names of a package that are imported when somebody asks for them, since that takes torch."""
+"""Names of a package that are imported on first use, since importing them imports torch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def imported_later(
 
     Args:
         package: Its name.
-        names: The names that a module has, by that module; several are divided by spaces.
-        modules: The modules that are attributes of the package without being imported before.
+        names: For each module, its names, separated by spaces.
+        modules: The modules that are attributes of the package before anything has imported them.
     """
     homes = {name: module for module, those in names.items() for name in those.split()}
     known = frozenset(modules)

@@ -1,6 +1,6 @@
-"""``import cloudckpt.auto`` installs: for whatever can import a module, and can't make a call.
+"""``import cloudckpt.auto`` installs: for tools that can import a module but not make a call.
 
-It is ``cloudckpt.install()`` with the options of the environment, see docs/configuration.md.
+It is ``cloudckpt.install()`` with the options of the environment; see docs/configuration.md.
 """
 
 from cloudckpt.integrations.install import install

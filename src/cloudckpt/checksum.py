@@ -1,9 +1,9 @@
 """Checksums of buffers, and arithmetic on them.
 
-The blocks of a checkpoint carry the checksum that its store verifies by itself: CRC32C on S3 and
-Google Cloud Storage, CRC64 on Azure. So every byte is looked at once, for the checksum of a part or
-an object follows from those of its blocks. awscrt computes either at memory speed, without a copy
-and without the GIL.
+The blocks of a checkpoint carry the checksum that its store verifies, too: CRC32C on S3 and Google
+Cloud Storage, CRC64 on Azure. So every byte is processed once: the checksum of a part or an object
+follows from those of its blocks. awscrt computes either at memory speed, without a copy and without
+the GIL.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _BLOCKS_PER_ITEM = 64
 
 @dataclass(frozen=True, slots=True)
 class ChecksumAlgorithm:
-    """A checksum that can be combined from those of neighbours.
+    """A checksum that can be combined with those of neighbours.
 
     Attributes:
-        name: As people know it.
+        name: Its usual name.
         of: The checksum of a buffer; a second argument continues an earlier one.
-        joined: The checksum of two neighbours, given both of theirs and the bytes of the second.
-        code: How :mod:`struct` packs one.
+        joined: The checksum of two neighbours, given both checksums and the bytes of the second.
+        code: The format character of :mod:`struct` for a checksum.
     """
 
     name: str
@@ -62,7 +62,7 @@ class ChecksumAlgorithm:
         return total
 
     def pack(self, values: Sequence[int]) -> bytes:
-        """Checksums as they are stored: little-endian, one after the other."""
+        """Checksums as they are stored: little-endian, one after another."""
         return struct.pack(f"<{len(values)}{self.code}", *values)
 
     def unpack(self, packed: bytes) -> tuple[int, ...]:
@@ -74,14 +74,14 @@ CRC32C = ChecksumAlgorithm("crc32c", checksums.crc32c, checksums.combine_crc32c,
 """Castagnoli's: polynomial 0x1EDC6F41, reflected."""
 
 CRC64NVME = ChecksumAlgorithm("crc64nvme", checksums.crc64nvme, checksums.combine_crc64nvme, "Q")
-"""That of NVM Express and of Azure Storage: polynomial 0xAD93D23594C93659, reflected."""
+"""That of NVM Express and Azure Storage: polynomial 0xAD93D23594C93659, reflected."""
 
 ALGORITHMS = {algorithm.name: algorithm for algorithm in (CRC32C, CRC64NVME)}
 """By name."""
 
 
 def to_base64(crc32c: int) -> str:
-    """The four big-endian bytes of a CRC32C in base64, as S3 and Google spell it."""
+    """The four big-endian bytes of a CRC32C in base64, as S3 and Google write it."""
     return base64.b64encode(struct.pack(">I", crc32c)).decode("ascii")
 
 
@@ -89,8 +89,8 @@ def block_size_for(nbytes: int) -> int:
     """Bytes that share one checksum in an item of ``nbytes``: a power of two, 64 KiB to 1 MiB.
 
     A reader that wants part of an item must fetch whole blocks to verify them. Sixty-four blocks
-    an item keep that surplus at a few percent, while 1 MiB keeps the checksums of a terabyte at
-    8 MiB.
+    per item keep that surplus at a few percent, while 1 MiB keeps the checksums of a terabyte at 8
+    MiB.
     """
     wanted = max(1, nbytes // _BLOCKS_PER_ITEM)
     power = 1 << (wanted.bit_length() - 1)
@@ -101,13 +101,14 @@ class BlockChecksums:
     """Collects the checksums of an item's blocks from pieces that come in any order.
 
     Pieces may end anywhere; one writer thread handles one piece, several threads may add to the
-    same item. A piece's own checksum is a by-product, so that nothing is read twice.
+    same item. The checksum of a piece is computed on the way, so that nothing is read twice.
 
     Args:
         algorithm: Of the checksums.
         block_size: Bytes of a block.
-        expected: Those of the same blocks when they were looked at before, if they were.
-        reuse: Whether to take these for what is in one piece, without another look at the bytes.
+        expected: The checksums of the same blocks when they were computed before, if they were.
+        reuse: Whether to use these for blocks that lie in one piece, without reading the bytes
+            again.
         item: The item, for messages.
     """
 
@@ -130,7 +131,7 @@ class BlockChecksums:
         self._found: list[tuple[int, int, int]] = []  # append is atomic
 
     def add(self, start: int, view: memoryview) -> int:
-        """Takes the bytes of the item that begin at ``start``; returns the checksum of ``view``."""
+        """Adds the item's bytes that begin at ``start``; returns the checksum of ``view``."""
         of, joined = self._algorithm.of, self._algorithm.joined
         size, block = view.nbytes, self.block_size
         if start // block == (start + size - 1) // block and not self._reuse:
@@ -154,7 +155,7 @@ class BlockChecksums:
 
         Raises:
             ValueError: If the pieces do not cover the item exactly once.
-            TensorChangedError: If they are not what was expected.
+            TensorChangedError: If the checksums are not the expected ones.
         """
         blocks: list[int] = []
         expected = 0
@@ -175,7 +176,7 @@ class BlockChecksums:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The blocks of an item, as they should be.
+    """The expected checksums of an item's blocks.
 
     Attributes:
         algorithm: Of their checksums.
@@ -190,12 +191,12 @@ class Blocks:
     def bad(self, first: int, views: Sequence[memoryview]) -> list[int]:
         """Checks the whole blocks, from block ``first``, that lie in ``views`` in order.
 
-        All of a view is looked at in one call, for each call hands the GIL over, and may wait for
-        it. What the checksum of the whole must be follows from those of the blocks; which of them
-        are wrong is looked for only if there are any.
+        Each view is processed in one call, since each call releases the GIL and may have to wait
+        for it. The expected checksum of the whole follows from those of the blocks; only if it
+        differs are the wrong blocks searched for.
 
         Returns:
-            The wrong ones; empty if all are right.
+            The numbers of the wrong blocks; empty if all are right.
         """
         total, size = 0, 0
         for view in views:

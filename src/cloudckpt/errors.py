@@ -48,7 +48,7 @@
             └── ClosedError           the saver was closed
 
 Every error survives pickling with its message, URI, item and the text of its cause: torch gathers
-the failures of all ranks by pickle, and a cause that is lost there is lost for good.
+the failures of all ranks by pickle, and a cause that does not survive it is lost.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ class CloudCheckpointError(Exception):
         message: What failed, why, and what to do.
         uri: The object or checkpoint it is about, without secrets, if there is one.
         item: The state-dict entry it is about, if there is one.
-        cause: The text of the error beneath, kept because ``__cause__`` does not survive pickling.
+        cause: The text of the underlying error, kept because ``__cause__`` does not survive
+            pickling.
     """
 
     def __init__(
@@ -159,7 +160,7 @@ def _rebuild(
 
 
 class InvalidURIError(CloudCheckpointError, ValueError):
-    """A string that is not a valid checkpoint location; the message says what to write instead."""
+    """The string is not a valid checkpoint location; the message says what to write instead."""
 
 
 class ConfigError(CloudCheckpointError, ValueError):
@@ -230,7 +231,7 @@ class WrongRegionError(StoreError):
 
 
 class PreconditionFailedError(StoreError):
-    """A conditional request did not find the object in the state that it named."""
+    """A conditional request found the object in another state than its condition names."""
 
 
 class StorageFullError(StoreError):
@@ -242,7 +243,7 @@ class InvalidRequestError(StoreError):
 
 
 class RangeNotSatisfiableError(InvalidRequestError):
-    """The object ends before the range that was asked for."""
+    """The object ends before the requested range."""
 
 
 class TransientStoreError(StoreError):
@@ -258,11 +259,11 @@ class TransientStoreError(StoreError):
 
 
 class ThrottledError(TransientStoreError):
-    """The store asks for fewer requests (429, 503 SlowDown)."""
+    """The store asks to slow down (429, 503 SlowDown)."""
 
 
 class ServerError(TransientStoreError):
-    """The store failed inside (5xx), or answered 200 with an error in its body."""
+    """The store failed internally (5xx), or answered 200 with an error in its body."""
 
 
 class ConnectionLostError(TransientStoreError):
@@ -270,7 +271,7 @@ class ConnectionLostError(TransientStoreError):
 
     Attributes:
         received: Bytes of a download that had arrived; the retry continues after them.
-        version: Of which version of the object they are, if the answer said so.
+        version: The object version that they are of, if the answer said so.
     """
 
     def __init__(
@@ -282,7 +283,7 @@ class ConnectionLostError(TransientStoreError):
 
 
 class TransferCancelledError(CloudCheckpointError):
-    """The transfer was stopped because another one of the same save or load had failed."""
+    """The transfer was stopped because another transfer of the same save or load had failed."""
 
 
 class CheckpointError(CloudCheckpointError):
@@ -294,7 +295,7 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 
 class CheckpointExistsError(CheckpointError, FileExistsError):
-    """A checkpoint is there already and ``overwrite`` is off."""
+    """A checkpoint already exists and ``overwrite`` is off."""
 
 
 class CheckpointConflictError(CheckpointError):
@@ -310,7 +311,7 @@ class CommitUnknownError(CheckpointError):
 
 
 class DifferentCheckpointsError(CheckpointError):
-    """The ranks of one save or load mean different checkpoints."""
+    """The ranks of one save or load were given different checkpoints."""
 
 
 class IncompleteSaveError(CheckpointError):
@@ -319,7 +320,7 @@ class IncompleteSaveError(CheckpointError):
 
 @dataclass(frozen=True)
 class Damage:
-    """A place in a checkpoint that is not as it was written.
+    """A place in a checkpoint that differs from what was written.
 
     Attributes:
         object: The URI of the object.
@@ -340,8 +341,8 @@ class CheckpointCorruptError(CheckpointError):
     """Bytes of the checkpoint are missing, were replaced, or do not match their checksum.
 
     Attributes:
-        damages: The places that are known to be damaged: of a load one, of a verification all.
-            Where none is named, the object that the error is about.
+        damages: The places known to be damaged: one for a load, all for a verification. If none is
+            given, the object that the error is about.
     """
 
     def __init__(self, message: str, *, damages: Sequence[Damage] = (), **context: Any) -> None:
@@ -357,8 +358,8 @@ class CheckpointReplacedError(CheckpointError):
     :func:`cloudckpt.load` starts again with the newer one, and raises this after a few times.
 
     Attributes:
-        times: How often that was noticed in this load; after more than once it was given up.
-        saves: Which saves two ranks have read, if it was noticed by that.
+        times: How often this load noticed that; it gives up after a few times.
+        saves: Which saves two ranks have read, if that is how it was noticed.
     """
 
     def __init__(
@@ -375,7 +376,7 @@ class CheckpointReplacedError(CheckpointError):
 
 
 class UntrustedPickleError(CheckpointError):
-    """The checkpoint holds a pickle that names code outside of the allow-list."""
+    """The checkpoint holds a pickle that names code outside the allow-list."""
 
 
 class KeyCollisionError(CheckpointError, ValueError):
@@ -403,7 +404,7 @@ class TensorChangedError(CheckpointError):
 
     @classmethod
     def of(cls, item: str | None, **context: Any) -> TensorChangedError:
-        """Says what to do about it; ``context`` is that of :class:`CloudCheckpointError`."""
+        """Adds the advice on what to do; ``context`` is that of :class:`CloudCheckpointError`."""
         return cls(
             f"{item or 'a tensor'} changed while it was saved, so that its checksum does not fit "
             "what was sent: let nobody write to it before the save has returned (also no "
@@ -415,11 +416,11 @@ class TensorChangedError(CheckpointError):
 
 
 class ProcessGroupError(CheckpointError):
-    """The ranks can't reach each other any more: one died, or its connection did.
+    """The ranks can no longer reach each other: one died, or its connection did.
 
     Attributes:
-        committed: Whether the save that they were in is committed all the same; None if this rank
-            does not know, or there was no save.
+        committed: Whether the save in progress is committed nevertheless; None if this rank does
+            not know, or there was no save.
     """
 
     def __init__(self, message: str, *, committed: bool | None = None, **context: Any) -> None:
@@ -454,7 +455,7 @@ class StagingMemoryError(AsyncSaveError, MemoryError):
 
 
 class SaveInProgressError(AsyncSaveError):
-    """An earlier save has not ended in the time that it was given."""
+    """An earlier save has not ended in the time allowed."""
 
 
 class SaveProcessError(AsyncSaveError):
@@ -462,4 +463,4 @@ class SaveProcessError(AsyncSaveError):
 
 
 class ClosedError(AsyncSaveError):
-    """The stager, saver or checkpointer was closed before."""
+    """The stager, saver or checkpointer is already closed."""

@@ -1,4 +1,4 @@
-"""What saving and loading are doing, told meanwhile: to functions, the log and OpenTelemetry."""
+"""Progress of saves and loads, reported to functions, the log and OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -45,26 +45,27 @@ Phase = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something that a rank has done, or is doing.
+    """Something that a rank has done or is doing.
 
     Attributes:
-        phase: ``plan``: from the begin of a save to its first byte; ``stage``: the copy of an
-            asynchronous save; ``upload``: the data of this rank; ``commit``: the metadata,
-            on the coordinator; ``load``: the data of this rank, with what ``verify`` took of all
-            its threads; ``retry`` and ``throttle``: a request is tried again, because it failed or
-            because the store asks to slow down; ``progress``: bytes so far, some times a second;
-            ``failure``: a step of a run was not saved, and training goes on.
+        phase: ``plan``: from the start of a save to its first byte; ``stage``: the copy of an
+            asynchronous save; ``upload``: the data of this rank; ``commit``: the metadata, on the
+            coordinator; ``load``: the data of this rank, including the time of ``verify``, which is
+            summed over its threads; ``retry`` and ``throttle``: a request is tried again, because
+            it failed or because the store asks to slow down; ``progress``: bytes so far, several
+            times a second; ``failure``: a step of a run was not saved, and training continues.
         uri: The checkpoint, without secrets.
-        rank: In the group that saves or loads.
+        rank: The rank in the group that saves or loads.
         began: Seconds since the epoch.
-        seconds: How long it took; 0 for what is only counted.
-        nbytes: That were moved.
-        total: Of ``progress``: the bytes that there will be, as far as that is known.
-        detail: Of ``retry`` and ``throttle``, and of what failed: the class of the error.
+        seconds: How long it took; 0 for events that are only counted.
+        nbytes: Bytes moved.
+        total: For ``progress``: the expected bytes, as far as known.
+        detail: For ``retry``, ``throttle`` and failures: the class of the error.
         failed: Whether it ended with an error.
-        step: Of ``failure``: the step.
-        newest_step: Of ``failure``: the newest step that is committed, as far as is known here.
-        newest_age: Of ``failure``: seconds since that was committed; None if another job did.
+        step: For ``failure``: the step.
+        newest_step: For ``failure``: the newest committed step, as far as known here.
+        newest_age: For ``failure``: seconds since that step was committed; None if another job
+            committed it.
     """
 
     phase: Phase
@@ -83,10 +84,10 @@ class Event:
 
 @dataclass(frozen=True)
 class Transferred:
-    """The sum of one save or load of one rank.
+    """The totals of one save or load on one rank.
 
     Attributes:
-        nbytes: Payload bytes sent or received, those of repeated tries included.
+        nbytes: Payload bytes sent or received, including those of repeated tries.
         requests: Data requests that succeeded.
         retries: Requests that had to be tried again.
         seconds: From the first to the last byte.
@@ -107,19 +108,19 @@ class _Subscription:
     progress: bool
 
 
-_lock = ModuleLock()  # the threads that save come and go as listeners
+_lock = ModuleLock()  # the threads that save subscribe and unsubscribe
 _subscriptions: tuple[_Subscription, ...] = ()
 _relay: Listener | None = None
 
 
 def subscribe(listener: Listener, *, progress: bool = True) -> Callable[[], None]:
-    """Has a function called with each event of this process, and of its saving processes.
+    """Calls a function with each event of this process and of its saving processes.
 
     It is called on the threads that save and load, and should be quick; what it raises is logged.
 
     Args:
         listener: The function.
-        progress: Whether it is also told of ``progress``, which costs nothing if nobody is.
+        progress: Whether to report ``progress``, too; it costs nothing if no listener wants it.
 
     Returns:
         A function that ends the subscription.
@@ -138,24 +139,24 @@ def subscribe(listener: Listener, *, progress: bool = True) -> Callable[[], None
 
 
 def relay(listener: Listener) -> None:
-    """Has a function called with each event, and nobody else.
+    """Calls a function with each event, and no other listener.
 
-    For a process whose events another one tells: else what hears of both, as a log or a collector
-    of spans, would hear twice.
+    For a process whose events another process reports: otherwise a listener to both, such as a log
+    or a collector of spans, would get each event twice.
     """
     global _relay
     _relay = listener
 
 
 def has_listeners() -> bool:
-    """Whether anybody would hear of progress."""
+    """Whether any listener wants progress."""
     return _relay is not None or any(held.progress for held in _subscriptions)
 
 
 def emit(event: Event) -> None:
-    """Tells all listeners, the log (at level DEBUG), and OpenTelemetry if it is installed.
+    """Reports to all listeners, the log (at level DEBUG), and OpenTelemetry if it is installed.
 
-    It never raises what they raise: nothing that listens may fail a save.
+    It never raises what they raise: no listener may fail a save.
     """
     if _relay is not None:
         _tell(_relay, event)
@@ -201,12 +202,12 @@ def _tracer() -> Any:
 
 
 def _report_span(event: Event) -> None:
-    """Reports a phase that has ended, beneath the span that this thread is in, if any."""
+    """Reports a finished phase as a child of this thread's current span, if any."""
     tracer = _tracer() if event.seconds > 0 else None
     if tracer is None:
         return
     start = int(event.began * 1e9)
-    # that of verify would end in the future: it sums up what threads did at the same time
+    # the span of verify would end in the future: its time is a sum over parallel threads
     end = min(start + int(event.seconds * 1e9), max(start, time.time_ns()))
     attributes: dict[str, str | int | float | bool] = {
         "cloudckpt.uri": event.uri,
@@ -229,7 +230,7 @@ class Span:
     """Measures a phase; emits its event at the end of the ``with`` block, failed or not.
 
     Attributes:
-        nbytes: What was moved; to be set within the block.
+        nbytes: Bytes moved; set it within the block.
     """
 
     def __init__(self, phase: Phase, uri: str, rank: int) -> None:
@@ -273,7 +274,7 @@ class Timeline:
             self.events.append(event)
 
     def table(self) -> str:
-        """A line for each event: phase, begin and duration in seconds, MiB, rank, URI."""
+        """A line for each event: phase, start and duration in seconds, MiB, rank, URI."""
         if not self.events:
             return "nothing was recorded"
         first = min(event.began for event in self.events)
@@ -316,7 +317,7 @@ def record(uri: str | None = None) -> Iterator[Timeline]:
     """Collects the events of a ``with`` block, of one checkpoint if its URI is given.
 
     Args:
-        uri: As events name it: ``s3://bucket/run/step-1000``, or ``file:///path``. None for all.
+        uri: As in events: ``s3://bucket/run/step-1000``, or ``file:///path``. None for all.
     """
     timeline = Timeline()
 
@@ -333,7 +334,7 @@ def record(uri: str | None = None) -> Iterator[Timeline]:
 
 @contextlib.contextmanager
 def progress_bar() -> Iterator[None]:
-    """Shows the bytes of saves and loads in a ``with`` block; nothing if there is no terminal.
+    """Shows the bytes of saves and loads in a ``with`` block; does nothing without a terminal.
 
     Raises:
         MissingDependencyError: If rich is not installed.

@@ -1,8 +1,8 @@
-"""Locks of a module, which a forked child finds open, and imports, which a fork waits for.
+"""Module locks, which are released in a forked child, and imports, which a fork waits for.
 
 A child has only the thread that forked. A lock that another thread of its parent held at that
-moment would stay locked in it for good, and with it whatever the module guards. So would the lock
-of a module that another thread was importing.
+moment would stay locked in the child for good, and with it whatever the module guards. So would the
+lock of a module that another thread was importing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["ModuleLock", "late_imports"]
 
 
 class ModuleLock:
-    """A lock that is made anew in a forked child; for blocks that do not fork themselves."""
+    """A lock that is replaced in a forked child; for blocks that do not fork themselves."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -28,7 +28,7 @@ class ModuleLock:
         self._lock.release()
 
     def renew(self) -> None:
-        """Forgets who holds it."""
+        """Replaces the lock with an unlocked one."""
         self._lock = threading.Lock()
 
 
@@ -43,7 +43,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 late_imports = threading.RLock()
-"""Held while the packages of a store are imported, on whatever thread first needs them."""
+"""Held while the packages of a store are imported, on whichever thread first needs them."""
 
 os.register_at_fork(
     before=late_imports.acquire,

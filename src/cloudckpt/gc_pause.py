@@ -1,8 +1,8 @@
-"""Holds back Python's cyclic garbage collector while many objects are made that all stay alive.
+"""Pauses Python's cyclic garbage collector while many objects are created that all stay alive.
 
 Plans and metadata of a large model are hundreds of thousands of small objects. Their number alone
-makes CPython look through the trainer's whole heap again and again, with the GIL held, and find
-nothing: it took half of the time of saving 20,000 tensors.
+makes CPython scan the trainer's whole heap again and again, holding the GIL, and find nothing: it
+took half of the time of saving 20,000 tensors.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ class _Pause:
                 _paused_here = False
 
 
-# weakly: one whose end an interrupt has prevented is gone, and the end of the next one makes good
+# weak: a pause whose exit an interrupt prevented disappears, and the next exit enables the
+# collector
 _pauses: weakref.WeakSet[_Pause] = weakref.WeakSet()
 
 
 def paused_gc() -> _Pause:
     """No automatic collection in the block, in any thread; for computation, never across I/O.
 
-    Blocks may nest and overlap. A collector that the program has disabled stays so.
+    Blocks may nest and overlap. A collector that the program has disabled stays disabled.
     """
     return _Pause()
 

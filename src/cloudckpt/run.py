@@ -1,12 +1,11 @@
 """``python -m cloudckpt.run train.py …`` runs an unchanged script with cloudckpt installed.
 
-Under torchrun it takes the place of the script, which each rank then runs as torchrun would have::
+Under torchrun it replaces the script, which each rank then runs as torchrun would have::
 
     torchrun --nproc-per-node 8 -m cloudckpt.run train.py --folder s3://bucket/run
     torchrun --nproc-per-node 8 -m cloudckpt.run -m torchtitan.train --checkpoint.folder s3://…
 
-Processes that the script forks have it, too; those that it spawns import ``cloudckpt.auto``
-themselves.
+Processes that the script forks have it, too; those that it spawns must import ``cloudckpt.auto``.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _USAGE = "usage: python -m cloudckpt.run (script.py | -m module) [argument ...]"
 
 
 def main(arguments: list[str]) -> None:
-    """Runs a script, or a module behind ``-m``, with the arguments that follow it."""
+    """Runs a script, or the module after ``-m``, with the arguments that follow it."""
     is_module = arguments[:1] == ["-m"]
     command = arguments[1:] if is_module else arguments
     if not command or command[0].startswith("-"):
@@ -29,7 +28,7 @@ def main(arguments: list[str]) -> None:
     import cloudckpt.auto  # noqa: F401 - which installs
 
     sys.argv = list(command)
-    if is_module:  # sys.path begins with this folder, as python -m has it
+    if is_module:  # sys.path begins with this folder, as with python -m
         runpy.run_module(command[0], run_name="__main__", alter_sys=True)
         return
     if not getattr(sys.flags, "safe_path", False):  # Python 3.11

@@ -22,7 +22,7 @@ _FORMS = (
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]*)://")
 _SWALLOWED_SLASH = re.compile(r"^(https|memory|file):/(?!/)", re.IGNORECASE)
-_MEANT = {  # schemes of other tools, and what is to be written here
+_MEANT = {  # schemes of other tools, and what to write here
     "gcs": "gs",
     "s3a": "s3",
     "s3n": "s3",
@@ -31,7 +31,7 @@ _MEANT = {  # schemes of other tools, and what is to be written here
     "azure": "az",
     "local": "file",
 }
-_SERVICES = {  # stores with the API of S3, and their endpoints
+_SERVICES = {  # stores with S3's API, and their endpoints
     "b2": "https://s3.<region>.backblazeb2.com",
     "ceph": "the URL of its gateway",
     "cos": "https://cos.<region>.myqcloud.com",
@@ -41,7 +41,7 @@ _SERVICES = {  # stores with the API of S3, and their endpoints
     "oss": "https://s3.oss-<region>.aliyuncs.com",
     "r2": "https://<account id>.r2.cloudflarestorage.com",
 }
-_MOUNTED = {  # file systems that are reached through a folder
+_MOUNTED = {  # file systems that are mounted as folders
     "dbfs": "on Databricks that is /dbfs/path, or better a volume, /Volumes/path",
     **dict.fromkeys(
         ("hdfs", "webhdfs", "viewfs"), "mount it, by NFS or FUSE, and write the path of the folder"
@@ -56,14 +56,14 @@ _AZURE_HOST = re.compile(  # of the public cloud, China, US Government, and acco
     r"\.(?:blob|dfs)\."
     r"(core\.windows\.net|core\.chinacloudapi\.cn|core\.usgovcloudapi\.net|storage\.azure\.net)"
 )
-_FOLDED = re.compile(  # a folder named as the schemes of the three clouds, other tools' included
+_FOLDED = re.compile(  # a folder named like a scheme of the three clouds, or other tools' schemes
     r"(?:^|/)((?:s3[an]?|gs|gcs|az|abfss?|wasbs?|adl):|https:(?=/+"
     + _AZURE_HOST.pattern
     + r"(?:/|$)))"
     r"(?:/+(?P<rest>.*))?$",
     re.IGNORECASE | re.DOTALL,
 )
-_NEARLY = re.compile(  # what is before it, or no slash behind it, makes a folder of a URI
+_NEARLY = re.compile(  # text before the scheme, or no slashes after it, makes a URI a local folder
     r"[\s'\"<\ufeff]+[a-z][a-z0-9+.\-]*:/|(?:s3[an]?|gs|gcs|az|abfss?):[^/]", re.IGNORECASE
 )
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -71,7 +71,7 @@ _HALVES = re.compile(r"[\ud800-\udfff]")
 _ACCESS_POINT = re.compile(
     r"(arn:aws[a-z-]*:s3:[a-z0-9-]+:\d{12}:accesspoint)[:/]([A-Za-z0-9-]+)(?:/|$)"
 )
-_NO_BUCKETS = tuple(  # of S3, by the names and ARNs that AWS reserves for them
+_NO_BUCKETS = tuple(  # names and ARNs that AWS reserves for other things than S3 buckets
     (re.compile(pattern), meaning)
     for pattern, meaning in (
         (
@@ -114,14 +114,14 @@ URILike = Union[str, "os.PathLike[str]", "CheckpointURI"]
 class CheckpointURI:
     """A parsed location: ``scheme://bucket/prefix``.
 
-    It is never a ``pathlib.Path``: a path would fold ``s3://`` into ``s3:/``.
+    It is never a ``pathlib.Path``: a path would collapse ``s3://`` into ``s3:/``.
 
     Attributes:
         scheme: ``s3``, ``gs``, ``az``, ``file`` or ``memory``.
-        bucket: The bucket or container, or the ARN of an access point of S3; empty for ``file``.
+        bucket: The bucket or container, or the ARN of an S3 access point; empty for ``file``.
         prefix: The key prefix without slashes at its ends; for ``file`` the absolute path.
         account: The host of the storage account's blob endpoint, if an ``az`` location names it;
-            else empty.
+            otherwise empty.
     """
 
     scheme: str
@@ -131,7 +131,7 @@ class CheckpointURI:
 
     @classmethod
     def accepts(cls, location: URILike) -> bool:
-        """Whether :meth:`parse` can read it."""
+        """Whether :meth:`parse` accepts it."""
         try:
             cls.parse(location)
         except InvalidURIError:
@@ -140,7 +140,7 @@ class CheckpointURI:
 
     @classmethod
     def parse(cls, location: URILike) -> CheckpointURI:
-        """Reads a location as a user writes it.
+        """Parses a location as a user writes it.
 
         Raises:
             InvalidURIError: If the location can't name a checkpoint; the message says why.
@@ -202,14 +202,14 @@ class CheckpointURI:
             raise InvalidURIError(
                 f"{_shown(text)!r}: write %3F for '?' and %23 for '#' in a file URI"
             )
-        path = os.fsdecode(unquote_to_bytes(os.fsencode(parts.path)))  # names may be no UTF-8
+        path = os.fsdecode(unquote_to_bytes(os.fsencode(parts.path)))  # names may not be UTF-8
         if _CONTROL.search(path):
             raise InvalidURIError(f"{_shown(text)!r} contains a control character")
         return cls("file", "", os.path.abspath(path))
 
     @classmethod
     def _azure(cls, scheme: str, rest: str, text: str) -> CheckpointURI:
-        """The forms that Hadoop and the portal write: ``abfss`` with the account, and ``https``."""
+        """The forms used by Hadoop and the portal: ``abfss`` with the account, and ``https``."""
         authority, slash, path = rest.partition("/")
         if scheme == "https":
             container, host = "", authority.lower()
@@ -233,7 +233,7 @@ class CheckpointURI:
                 f"{_shown(text)!r}: do not put a shared access signature into a URI; put it "
                 "into AZURE_STORAGE_SAS_TOKEN"
             )
-        if scheme == "https":  # a URL, which is encoded; the others are taken as they are
+        if scheme == "https":  # a URL, which is percent-encoded; the others are taken literally
             if re.search(r"%(?![0-9A-Fa-f]{2})", path):
                 raise InvalidURIError(f"{_shown(text)!r}: write %25 for '%' in an https URI")
             try:
@@ -291,7 +291,7 @@ class CheckpointURI:
     def key(self, name: str) -> str:
         """The store's key of the object ``name`` under this prefix.
 
-        Names that begin with ``../`` and a folder are of objects in another location beside it.
+        Names that begin with ``../`` and a folder are objects in another location beside it.
         """
         at, name = self._of(name)
         return f"{at.prefix}/{name}" if at.prefix else name
@@ -305,29 +305,29 @@ class CheckpointURI:
 
     @property
     def parent(self) -> CheckpointURI:
-        """The folder around it; that around the root of a bucket is the root."""
+        """The parent folder; for the root of a bucket, the root itself."""
         return replace(self, prefix=self.prefix.rstrip("/").rpartition("/")[0])
 
     def object(self, name: str) -> str:
-        """The object ``name`` as messages name it; see :meth:`key`."""
+        """The URI of the object ``name``, for messages; see :meth:`key`."""
         at, name = self._of(name)
         return f"{at}/{name}"
 
     def _of(self, name: str) -> tuple[CheckpointURI, str]:
-        """The location that an object is beneath, and its name there."""
+        """The location that holds an object, and the object's name there."""
         if not name.startswith("../"):
             return self, name
         folder, _, name = name[3:].partition("/")
         return self.beside(folder), name
 
     def beside(self, folder: str) -> CheckpointURI:
-        """The location that is called ``folder`` in the folder around this one."""
+        """The location named ``folder`` in the same parent folder."""
         prefix = self.prefix.rstrip("/")
         return replace(self, prefix=prefix[: len(prefix) - len(self.folder)] + folder)
 
     @property
     def folder(self) -> str:
-        """What it is called in the folder around it; empty for the root of a bucket."""
+        """Its name in the parent folder; empty for the root of a bucket."""
         return self.prefix.rstrip("/").rpartition("/")[2]
 
     def __str__(self) -> str:
@@ -337,20 +337,20 @@ class CheckpointURI:
 
     @property
     def root(self) -> str:
-        """``scheme://bucket``, with the account if it is known: what a store is opened on."""
+        """``scheme://bucket``, with the account if known: the unit in which stores are opened."""
         if self.account:
             return f"abfss://{self.bucket}@{self.account.replace('.blob.', '.dfs.', 1)}"
         return f"{self.scheme}://{self.bucket}"
 
 
 def text_of(location: object) -> str | None:
-    """What a location says; None if it is neither a string nor a path, and says no URI.
+    """The text of a location; None if it is neither a string nor a path, and its text is not a URI.
 
-    Path objects of other libraries are asked for their text first: what they give as a path may be
-    that of a local copy, which nobody would ever find again.
+    For path objects of other libraries, their text comes first: their file-system path may be that
+    of a local copy, where a checkpoint would never be found again.
     """
     if isinstance(location, str):
-        return str.__str__(location)  # which is its name, of a member of an enum
+        return str.__str__(location)  # for a member of a string enum, its value
     said = str(location)
     if _SCHEME.match(said):
         return said
@@ -359,23 +359,23 @@ def text_of(location: object) -> str | None:
 
 
 def unfolded(path: str) -> str | None:
-    """The URI that a local path was before ``pathlib`` or ``os.path`` folded it; else None.
+    """The URI that a local path was before ``pathlib`` or ``os.path`` collapsed it; else None.
 
-    ``s3:/bucket/run`` was ``s3://bucket/run``, and so was ``/home/me/s3:/bucket/run``. Nobody means
+    ``s3:/bucket/run`` was ``s3://bucket/run``, and so was ``/home/me/s3:/bucket/run``. Nobody wants
     a folder of such a name, and what is saved there is lost with the machine.
     """
     if scheme := _SCHEME.match(path):
         if scheme.group(1).lower() != "file":
             return None
         path = unquote(path[scheme.end() :])
-    for form in (path, os.path.abspath(path)):  # a relative one may be beneath such a folder
+    for form in (path, os.path.abspath(path)):  # a relative path may be beneath such a folder
         if found := _FOLDED.search(form):
             return f"{found.group(1)}//{found['rest'] or ''}"
     return None
 
 
 def _did_you_mean(scheme: str, rest: str, text: str) -> str:
-    """What to write instead of a location with a scheme of other tools."""
+    """What to write instead of a location with another tool's scheme."""
     unknown, rest = f"unknown scheme {scheme!r} in {_shown(text)!r}", rest.lstrip("/")
     if scheme in _MOUNTED:
         return f"{unknown}: {_MOUNTED[scheme]}"
@@ -401,11 +401,11 @@ def _did_you_mean(scheme: str, rest: str, text: str) -> str:
 
 
 def _without_secrets(rest: str) -> str:
-    """What stands behind the scheme, without user information and query."""
+    """What follows the scheme, without user information and query."""
     return _shown(f"://{rest}").removeprefix("://").removeprefix("***@").partition("?")[0]
 
 
 def _shown(text: str) -> str:
-    """The text without what may be a secret: user information and the query."""
+    """The text without possible secrets: user information and the query."""
     text = re.sub(r":(/+).*@", r":\1***@", text, flags=re.DOTALL)
     return re.sub(r"\?.*", "?***", text, flags=re.DOTALL)

@@ -1,10 +1,10 @@
-"""Looking at checkpoints from an event loop.
+"""Checkpoints of runs, read from an event loop.
 
-The functions are those of :mod:`cloudckpt` that only read, with the same arguments, results and
-errors, as coroutines; and :func:`watch`, for services that evaluate or serve what a training
-writes. Requests travel by aiobotocore (``s3://``), by azure-storage-blob (``az://``), and in
-threads else (``gs://``, disks). None of them keeps the caller's event loop from going on, and
-nothing has to be closed: connections are, when nobody waits for an answer.
+The read-only functions of :mod:`cloudckpt` as coroutines, with the same arguments, results and
+errors; and :func:`watch`, for services that evaluate or serve what a training job writes. Requests
+use aiobotocore (``s3://``), azure-storage-blob (``az://``), and threads otherwise (``gs://``,
+disks). None of them blocks the caller's event loop, and nothing has to be closed: connections are
+closed when no call is waiting for an answer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What :mod:`cloudckpt` has as functions that only read, as coroutines."""
+"""The read-only functions of :mod:`cloudckpt`, as coroutines."""
 
 from __future__ import annotations
 
@@ -60,16 +60,16 @@ async def list_checkpoints(
     return await aside(ask())
 
 
-# What follows moves bytes, which is not for an event loop: threads do that, without the GIL.
+# What follows moves bytes, which does not belong on an event loop: threads do that without the GIL.
 
 
 async def inspect(uri: URILike, *, config: Config | None = None) -> CheckpointContents:
-    """As :func:`cloudckpt.inspect`, in a thread; if it is cancelled, that ends by itself."""
+    """As :func:`cloudckpt.inspect`, in a thread, which runs to its end if this is cancelled."""
     return await in_thread(partial(contents.inspect, uri, config=config))
 
 
 async def verify(uri: URILike, *, config: Config | None = None) -> Verified:
-    """As :func:`cloudckpt.verify`, in threads; if it is cancelled, they stop at the next block."""
+    """As :func:`cloudckpt.verify`, in threads, which stop at the next block if it is cancelled."""
     cancelled = threading.Event()
 
     def look(done: int, total: int) -> None:
@@ -85,5 +85,5 @@ async def verify(uri: URILike, *, config: Config | None = None) -> Verified:
 async def load_file(
     uri: URILike, *, if_version: str | None = None, config: Config | None = None
 ) -> files.FileContent:
-    """As :func:`cloudckpt.files.load_file`, in threads, which end by themselves if cancelled."""
+    """As :func:`cloudckpt.files.load_file`, in threads, which run to their end if cancelled."""
     return await in_thread(partial(files.load_file, uri, if_version=if_version, config=config))

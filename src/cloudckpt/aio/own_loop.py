@@ -1,9 +1,9 @@
-"""An event loop of cloudckpt's own, in a thread: all requests of :mod:`cloudckpt.aio` live there.
+"""cloudckpt's own event loop, in a thread: all requests of :mod:`cloudckpt.aio` run there.
 
-The vendors' SDKs are asynchronous, but not light: to sign a request, to read a page of a listing
-and to load their descriptions takes them milliseconds to tenths of a second, in which an event loop
-does nothing else. A service that answers its users on its loop must not pay for that. So its loop
-only waits, and what asks the store runs here.
+The vendors' SDKs are asynchronous, but not light: signing a request, parsing a page of a listing
+and loading their service descriptions takes milliseconds to tenths of a second, in which an event
+loop does nothing else. A service that answers its users on its loop must not pay for that. So the
+service's loop only waits, and the requests run here.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ["aside"]
 
 T = TypeVar("T")
 
-_LAST_WAIT = 1.0  # seconds, at the end of the process, for connections to be closed
+_LAST_WAIT = 1.0  # seconds to close connections at the end of the process
 
 
 async def aside(question: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine returns on cloudckpt's own loop; it is cancelled with its caller."""
+    """The result of a coroutine run on cloudckpt's own loop; it is cancelled with its caller."""
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(question, _own_loop()))
 
 
@@ -36,7 +36,7 @@ _process = 0
 
 
 def _own_loop() -> asyncio.AbstractEventLoop:
-    """The loop of this process; a forked child has another one than its parent."""
+    """The loop of this process; a forked child gets its own."""
     global _loop, _process
     with _lock:
         if _loop is None or _process != os.getpid():
@@ -48,7 +48,7 @@ def _own_loop() -> asyncio.AbstractEventLoop:
 
 @atexit.register
 def _end() -> None:
-    """Lets what was cancelled last close its connections."""
+    """Lets tasks that were just cancelled close their connections."""
     if _loop is not None and _process == os.getpid():
         with contextlib.suppress(Exception):
             asyncio.run_coroutine_threadsafe(_cancel_all(), _loop).result(_LAST_WAIT)

@@ -1,4 +1,4 @@
-"""A store as an event loop sees it: open as long as somebody asks, and shared by all who do."""
+"""A store as an event loop sees it: shared by concurrent calls, and closed after the last."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ S = TypeVar("S")
 
 
 class LoopView(View):
-    """The view of an event loop, which goes on while the store answers."""
+    """The view for an event loop, which keeps running while the store answers."""
 
     def __init__(self, store: AsyncStore, policy: RetryPolicy) -> None:
         self._store = store
@@ -47,7 +47,7 @@ class LoopView(View):
     async def each(
         self, look: Callable[[S], Coroutine[Any, Any, T]], wanted: Iterable[S]
     ) -> list[T]:
-        # how many requests there are at a time, the store limits
+        # the store limits the number of concurrent requests
         tasks = [asyncio.ensure_future(look(one)) for one in wanted]
         try:
             return list(await asyncio.gather(*tasks))
@@ -59,7 +59,7 @@ class LoopView(View):
 
 
 async def tried(operation: Callable[[], Awaitable[T]], policy: RetryPolicy) -> T:
-    """What ``operation`` returns, tried as :class:`~cloudckpt.transfer.retry.Retrier` does it."""
+    """The result of ``operation``, retried as :class:`~cloudckpt.transfer.retry.Retrier` does."""
     pauses = Pauses(policy)
     with pauses.waiting:
         while True:
@@ -74,7 +74,7 @@ async def tried(operation: Callable[[], Awaitable[T]], policy: RetryPolicy) -> T
 
 @dataclass
 class _Opened:
-    """A store that somebody uses, or is about to."""
+    """A store in use, or about to be."""
 
     store: asyncio.Task[AsyncStore]
     users: int = 0
@@ -89,8 +89,8 @@ _opened = weakref.WeakKeyDictionary()
 async def opened(uri: CheckpointURI, config: Config) -> AsyncIterator[LoopView]:
     """The store of a bucket, as the running loop sees it.
 
-    All who ask the same bucket at the same time share its connections, which are closed when the
-    last of them has its answer: nobody has to close anything, and nothing is left open.
+    Calls to the same bucket at the same time share its connections, which are closed when the last
+    of them has its answer: callers have nothing to close, and nothing is left open.
 
     Raises:
         StoreError: If there are no credentials for it, none that can be used, or none in time.

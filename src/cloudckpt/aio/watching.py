@@ -21,7 +21,7 @@ from cloudckpt.uri import URILike
 
 __all__ = ["watch"]
 
-_AGAIN = 3  # older steps that a poll looks at again, besides the newest
+_AGAIN = 3  # older steps that a poll checks again, besides the newest
 
 
 def watch(
@@ -32,40 +32,39 @@ def watch(
     step_name: str = DEFAULT_PATTERN,
     config: Config | None = None,
 ) -> AsyncIterator[CheckpointSummary]:
-    """Tells of each committed checkpoint of a run once: of those that are there, then of new ones.
+    """Yields each committed checkpoint of a run once: the existing ones, then new ones.
 
     ::
 
         async for checkpoint in aio.watch("s3://bucket/run", start=last_evaluated + 1):
             await evaluate(checkpoint.uri)
 
-    What a poll finds is told in the order of steps, and each is looked at just before it is told.
-    It may be deleted, by the training's retention for example, as soon as it has been.
+    The checkpoints of a poll are yielded in the order of steps, and each is checked just before it
+    is yielded. After that it may be deleted at any time, by the training's retention for example.
 
-    - A run that is not there yet has no checkpoints; a bucket that is not there is an error.
+    - A run that does not exist yet has no checkpoints; a bucket that does not exist is an error.
     - A checkpoint that was deleted before its turn is left out.
-    - One that was replaced, or deleted and saved again, is told again: at the next poll if it is
-      the newest, else as its turn comes, since a poll looks at three of the older ones again. The
-      same goes for a step that is committed later than a higher one, as after a return to an older
-      step.
-    - Clocks do not matter: versions are compared, and no times.
+    - A checkpoint that was replaced, or deleted and saved again, is yielded again: at the next poll
+      if it is the newest, otherwise when its turn comes, since a poll checks three of the older
+      ones again. The same goes for a step that is committed later than a higher one, as after a
+      return to an older step.
+    - Clocks do not matter: versions are compared, not times.
 
-    A poll takes a request for each thousand folders of the run, one for each new folder, and four
-    at most to look again. They are tried again as ``config.retry`` says; what remains an error then
-    is raised, and ends the watch. Between polls, and while the caller is busy with a checkpoint,
-    nothing is open. Leaving the loop, or being cancelled, ends the watch.
+    A poll takes one request per thousand folders of the run, one for each new folder, and at most
+    four to check older steps again. They are retried as ``config.retry`` says; an error that
+    remains is raised, and ends the watch. Between polls, and while the caller is busy with a
+    checkpoint, nothing is open. Leaving the loop, or being cancelled, ends the watch.
 
     Args:
         run: The folder, for example ``s3://bucket/run``.
-        interval: Seconds from the beginning of a poll to that of the next, if the caller is ready.
-        start: The first step that is told; or ``"latest"`` for the newest that there is at the
-            beginning.
+        interval: Seconds from the start of one poll to that of the next, if the caller is ready.
+        start: The first step to yield; or ``"latest"`` for the newest at the beginning.
         step_name: What its checkpoints are called.
         config: Options.
 
     Raises:
         InvalidURIError: If it is not a valid location.
-        ConfigError: If an option makes no sense.
+        ConfigError: If an option is invalid.
         StoreError: If the store refuses or stays unreachable.
     """
     if not (0 < interval < math.inf):
@@ -88,18 +87,18 @@ async def _told(watch: _Watch, interval: float) -> AsyncIterator[CheckpointSumma
 
 
 class _Watch:
-    """What of a run was told until now, and what is to be looked at."""
+    """What was yielded of a run so far, and what to check next."""
 
     def __init__(self, run: Run, start: int | Literal["latest"]) -> None:
         self._run = run
         self._start = start
         self._told: dict[int, str] = {}  # the version of each step's commit object
         self._due: deque[int] = deque()
-        self._turn = -1  # the older step that was looked at again last
+        self._turn = -1  # the older step that was checked again last
         self._has_polled = False
 
     async def poll(self) -> CheckpointSummary | None:
-        """Looks which steps there are; returns the first that is to be told."""
+        """Lists the steps; returns the first checkpoint to yield."""
         async with opened(self._run.root, self._run.config) as view:
             steps = await self._steps(view)
             if self._start == "latest":
@@ -108,14 +107,14 @@ class _Watch:
             return await self._next(view)
 
     async def go_on(self) -> CheckpointSummary | None:
-        """The next of this poll that is to be told."""
+        """The next checkpoint of this poll to yield."""
         if not self._due:
             return None
         async with opened(self._run.root, self._run.config) as view:
             return await self._next(view)
 
     async def _steps(self, view: View) -> list[int]:
-        if not self._has_polled:  # it is logged once if all folders are called otherwise
+        if not self._has_polled:  # logs once if folders exist but none has a step's name
             self._has_polled = True
             return await steps_of(view, self._run)
         return self._run.steps_among(await view.folders(self._run.root.key("")))
@@ -127,7 +126,7 @@ class _Watch:
         return 0
 
     def _worth_a_look(self, steps: list[int]) -> list[int]:
-        """Those above all that were told, the newest of the others, and some more of them."""
+        """The steps above all those yielded, the newest of the others, and some older ones."""
         self._told = {step: self._told[step] for step in steps if step in self._told}
         known = bisect_right(steps, max(self._told, default=-1))
         older, newest, new = steps[: known - 1], steps[known - 1 : known], steps[known:]

@@ -1,7 +1,7 @@
 """The options: frozen, validated, and each settable by an environment variable.
 
-An option given to the constructor wins over its ``CLOUDCKPT_*`` variable, and that over the
-default. Sizes are bytes (variables also take ``64MiB``), times are seconds.
+An option given to the constructor takes precedence over its ``CLOUDCKPT_*`` variable, and the
+variable over the default. Sizes are in bytes (variables also accept ``64MiB``), times in seconds.
 """
 
 from cloudckpt.config.clouds import AzureOptions, GCSOptions, S3Options

@@ -10,7 +10,7 @@ from cloudckpt.config.options import Options, Pairs, Switch, check_endpoint, opt
 
 __all__ = ["AzureOptions", "GCSOptions", "S3Options"]
 
-_MOST_TAGS = 10  # of an object on S3 and Azure, and the characters of a tag's name and its value
+_MOST_TAGS = 10  # per object on S3 and Azure; then the most characters of a tag's name and value
 _LONGEST_TAG = (128, 256)
 # https://learn.microsoft.com/rest/api/storageservices/set-blob-tags
 _AZURE_TAGS = r"[A-Za-z0-9 +\-./:=_]"
@@ -24,10 +24,10 @@ _VALUE = re.compile(r"(?:[\x21-\x7e](?:[\x20-\x7e]*[\x21-\x7e])?)?")
 
 @dataclass(frozen=True, kw_only=True)
 class S3Options(Options):
-    """What is special to S3 and the stores that speak its protocol.
+    """Options specific to S3 and the stores that speak its protocol.
 
     Credentials come from boto3's own chain unless ``anonymous`` or ``profile`` is given; the region
-    is that of ``region``, else of ``AWS_REGION``, ``AWS_DEFAULT_REGION``, or the profile.
+    is ``region``, else ``AWS_REGION``, ``AWS_DEFAULT_REGION``, or that of the profile.
     """
 
     variables: ClassVar[str] = "CLOUDCKPT_S3_"
@@ -86,7 +86,7 @@ class S3Options(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class GCSOptions(Options):
-    """What is special to Google Cloud Storage.
+    """Options specific to Google Cloud Storage.
 
     Credentials come from Google's application default chain unless ``anonymous`` or
     ``credentials_file`` is given.
@@ -132,7 +132,7 @@ class GCSOptions(Options):
             not (self.anonymous and (self.credentials_file or self.impersonate)),
             "anonymous=True goes without credentials: leave out credentials_file and impersonate",
         )
-        # metadata must come out as they go in: they travel in headers, which ignore case in names
+        # metadata must be read back as written, but travels in headers, which ignore case in names
         # and white space around values
         for name, value in self.metadata:
             require(
@@ -147,9 +147,9 @@ class GCSOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class AzureOptions(Options):
-    """What is special to Azure Blob Storage.
+    """Options specific to Azure Blob Storage.
 
-    Secrets are no options: the connection string, account key or shared access signature is read
+    Secrets are not options: the connection string, account key or shared access signature is read
     from ``AZURE_STORAGE_*``, else azure-identity finds credentials, unless ``anonymous`` is given.
     """
 
@@ -187,14 +187,14 @@ class AzureOptions(Options):
 
 
 def _check_tags(tags: Pairs, allowed: str) -> None:
-    """Whether tags are such as the store takes, which refuses others when all data is on its way.
+    """Checks that the store accepts these tags; it would refuse them only after the data was sent.
 
     Args:
         tags: Names and values.
-        allowed: The pattern of a character.
+        allowed: The pattern of an allowed character.
 
     Raises:
-        ConfigError: If they are not.
+        ConfigError: If it does not.
     """
     require(len(tags) <= _MOST_TAGS, f"tags: {len(tags)} tags are given, {_MOST_TAGS} is the most")
     longest_name, longest_value = _LONGEST_TAG
@@ -212,7 +212,7 @@ def _check_tags(tags: Pairs, allowed: str) -> None:
 
 
 def _check_unique(option: str, pairs: Pairs, *, ignore_case: bool = False) -> None:
-    """Whether no name is given twice: a store refuses that, or keeps one of the values."""
+    """Checks that no name is given twice: a store refuses that, or keeps one of the values."""
     seen: set[str] = set()
     for name, _ in pairs:
         folded = name.lower() if ignore_case else name

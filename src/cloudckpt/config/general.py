@@ -21,18 +21,18 @@ from cloudckpt.config.options import (
 __all__ = ["MOST_ON_A_MACHINE", "BackgroundOptions", "Config", "RetryPolicy"]
 
 MOST_ON_A_MACHINE = 64
-"""Connections that the ranks of a machine open together if nobody has said how many. At the 90 MB/s
-of a connection to S3 they fill 45 Gb/s."""
+"""Connections that the ranks of a machine open together by default. At the 90 MB/s of a connection
+to S3 they fill 45 Gb/s."""
 
 _SMALL_REQUESTS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy(Options):
-    """How long a failed request is tried again, with pauses that grow at random.
+    """How long a failed request is tried again, with growing random pauses.
 
-    Only failures that may pass by themselves are: a store that can't be reached, fails inside or
-    asks for fewer requests. What a store refuses for good is an error at once.
+    Only failures that may pass are retried: a store that can't be reached, fails internally or asks
+    to slow down. A request that the store refuses for good raises at once.
     """
 
     variables: ClassVar[str] = "CLOUDCKPT_RETRY_"
@@ -62,7 +62,7 @@ class RetryPolicy(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class BackgroundOptions(Options):
-    """How asynchronous saves are staged, ordered and carried out."""
+    """How asynchronous saves are staged, ordered and sent."""
 
     variables: ClassVar[str] = "CLOUDCKPT_ASYNC_"
 
@@ -201,14 +201,14 @@ class Config(Options):
 
     @property
     def requests_at_once(self) -> int:
-        """How many requests that move hardly any bytes, such as deletions, go at a time."""
+        """How many requests without much data, such as deletions, are sent at a time."""
         if self.connections != "auto":
             return self.connections
         return min(_SMALL_REQUESTS, self.most_connections)
 
 
 def _ranks_here() -> int:
-    """How many ranks this machine has, as their launcher says: torchrun, or MPI."""
+    """The number of ranks on this machine, as reported by their launcher: torchrun, or MPI."""
     for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
         text = os.environ.get(name, "")
         if text.isdigit() and int(text):

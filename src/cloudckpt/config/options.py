@@ -1,8 +1,8 @@
-"""How options are declared: a dataclass field with a type, a default and one text says it all.
+"""Declares options: a dataclass field with a type, a default and a text is all that is needed.
 
-The environment variable follows from class and name, the check and the reading of the variable's
-text from the annotation. The meaning is an argument of :func:`option`, as Python drops a string
-that merely stands below a field.
+The environment variable follows from class and name; the check, and the parsing of the variable's
+text, from the annotation. The meaning is an argument of :func:`option`, since Python discards a
+string that merely follows a field.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ T = TypeVar("T")
 Switch = Literal["auto", "on", "off"]
 Pairs = tuple[tuple[str, str], ...]
 Bytes = Annotated[int, "bytes"]
-"""A number of bytes; its variable may also say ``64MiB``."""
+"""A number of bytes; its variable also accepts ``64MiB``."""
 
 MIB = 1024 * 1024
 GIB = 1024 * MIB
@@ -66,22 +66,22 @@ def option(default: T, doc: str, *, least: float | None = None, most: float = ma
     """Declares a field of :class:`Options`.
 
     Args:
-        default: What it is without argument and variable.
+        default: The value without argument and variable.
         doc: What it means.
-        least: The least number that works, if there is one.
-        most: The greatest one, if there is a least.
+        least: The least valid number, if there is one.
+        most: The greatest valid number, if there is a least.
     """
     return cast(T, _Option(default, doc, least, most))
 
 
 def timeout(default: float, doc: str) -> float:
-    """Declares a field of seconds: more than none, and at most a day, as every wait has an end."""
+    """Declares a field of seconds: above 0, and at most a day, so that every wait ends."""
     return cast(float, _Option(default, doc, is_timeout=True))
 
 
 @dataclass(eq=False)
 class _Option:
-    """Stands as the default of a field, and knows what its value may be."""
+    """The default of a field, which knows the valid values."""
 
     default: Any
     doc: str
@@ -98,14 +98,14 @@ class _Option:
 
     @cached_property
     def _annotation(self) -> tuple[Any, bool, tuple[str, ...]]:
-        """Its type, whether it may be None, and the words that it may be instead."""
+        """Its type, whether it may be None, and the words allowed instead."""
         hint = _hints_of(self.owner)[self.name]
         kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         words = [get_args(kind) for kind in kinds[1:] if get_origin(kind) is Literal]
         return kinds[0], NoneType in kinds, tuple(itertools.chain(*words))
 
     def from_environment(self) -> Any:
-        """What its variable says, else the default."""
+        """The value of its variable, else the default."""
         text = os.environ.get(self.variable)
         if not text:
             return self.default
@@ -120,10 +120,10 @@ class _Option:
             raise ConfigError(f"{self.variable}={text!r} is not valid: write {form}") from None
 
     def checked(self, value: Any) -> Any:
-        """The value, as it is kept.
+        """The value, normalised.
 
         Raises:
-            ConfigError: If it can't work.
+            ConfigError: If it is not valid.
         """
         kind, optional, words = self._annotation
         shown = f"{self.owner.__name__}.{self.name}={value!r}"
@@ -155,20 +155,20 @@ class _Option:
 
 
 def whole_number(value: object) -> int | None:
-    """A whole number of Python, numpy or torch (of no dimension); None if it is none.
+    """A whole number of Python, numpy or torch (zero-dimensional); None for anything else.
 
-    True is none, although Python counts with it, and neither is 5.0.
+    True does not count, although Python's bool is an int, and neither does 5.0.
     """
     if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
         return None
     try:
-        return operator.index(value)  # type: ignore[arg-type]  # what else it is, it refuses
+        return operator.index(value)  # type: ignore[arg-type]  # it refuses anything else
     except (TypeError, ValueError, RuntimeError):  # also a tensor of many, or without a value
         return None
 
 
 def _as_number(kind: type, value: Any) -> Any:
-    """The same number as one of Python's, if it is one."""
+    """The same number as a Python number, if it is a number."""
     if (whole := whole_number(value)) is not None:
         return whole
     is_real = kind is float and isinstance(value, numbers.Real) and not isinstance(value, bool)
@@ -177,12 +177,12 @@ def _as_number(kind: type, value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Values that are checked when they are made; a class of options derives from it.
+    """Values that are validated on construction; the base of classes of options.
 
-    What is not given comes from the environment, as it is then, else it is the default.
+    An option that is not given comes from the environment at that moment, else it has its default.
 
     Attributes:
-        variables: What the names of its variables begin with.
+        variables: The prefix of its variables.
     """
 
     variables: ClassVar[str]
@@ -200,7 +200,7 @@ class Options:
         self._check()
 
     def _check(self) -> None:
-        """Raises ConfigError if values that are right by themselves don't go together."""
+        """Raises ConfigError if values that are valid alone don't go together."""
 
 
 @cache
@@ -221,10 +221,10 @@ def require(ok: bool, message: str) -> None:
 
 
 def check_endpoint(url: str | None, name: str = "endpoint_url") -> None:
-    """Whether an endpoint is a plain URL; what may hold a password or signature is not shown.
+    """Checks that an endpoint is a plain URL; possible passwords and signatures are not shown.
 
     Raises:
-        ConfigError: If it is none.
+        ConfigError: If it is not.
     """
     if url is None:
         return
@@ -241,7 +241,7 @@ def check_endpoint(url: str | None, name: str = "endpoint_url") -> None:
     try:
         parts = urlsplit(url)
         names_host = bool(parts.hostname) and (parts.port is None or parts.port > 0)
-    except ValueError:  # of brackets, or a port that is no number
+    except ValueError:  # for wrong brackets, or a port that is not a number
         names_host = False
     require(names_host, f"{name}={url!r} names no host and port: write http://host:port")
 
@@ -269,7 +269,7 @@ _READERS: dict[Any, tuple[Callable[[str], Any], str]] = {
 
 
 def _as_pairs(shown: str, value: object) -> Pairs:
-    """A mapping, or pairs of strings, as what can be hashed."""
+    """A mapping, or pairs of strings, in a hashable form."""
     pairs: Any = value.items() if isinstance(value, Mapping) else value
     try:
         return tuple((str(key), str(content)) for key, content in pairs)
@@ -278,7 +278,7 @@ def _as_pairs(shown: str, value: object) -> Pairs:
 
 
 def _or_word(form: str, words: tuple[str, ...]) -> str:
-    """What may be written, and the words that may stand in its place."""
+    """The accepted form, and the words accepted instead of it."""
     return " or ".join([form, *map(repr, words)])
 
 
