@@ -1,4 +1,4 @@
-"""Objects that a store copies by itself: in one request, or in parallel parts."""
+"""Copies within a store: in one request, or in parallel parts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PARTS_AIMED_AT = 9_000
 
 
 def copies_within(source: ObjectStore, target: ObjectStore, size: int) -> bool:
-    """Whether ``target`` can copy an object of ``size`` bytes from ``source`` by itself."""
+    """Whether ``target`` can itself copy an object of ``size`` bytes from ``source``."""
     limits = target.capabilities
     return target.copies_from(source) and (size <= limits.max_copy_size or limits.copies_parts)
 
