@@ -29,17 +29,17 @@ def copy_part_size(size: int, limits: Capabilities) -> int:
 class ObjectCopy(ObjectUpload):
     """One object that the store copies from another bucket, or from another key.
 
-    It is made as an :class:`~cloudckpt.transfer.upload.ObjectUpload` is: by the threads of its
-    group, with retries, whole or not at all; :meth:`start` stands for writing and closing. It
-    differs in that nothing of the bytes is seen here: whoever wants to know that the copy is the
-    source's equal compares ``info.checksum``, where the store has told it, with the source's.
-    ``abandon`` removes the key, so it must be one that only this copy writes.
+    It is made like an :class:`~cloudckpt.transfer.upload.ObjectUpload`: by its group's threads,
+    with retries, whole or not at all; :meth:`start` replaces writing and closing. But the bytes are
+    not seen here: to verify that the copy equals the source, compare ``info.checksum``, if the
+    store reported it, with the source's. ``abandon`` removes the key, so only this copy may write
+    it.
     """
 
     def start(self, source: ObjectStore, found: ObjectInfo) -> None:
-        """Begins; ``found`` is what ``source`` has, at the version that is to be copied.
+        """Begins; ``found`` is the object in ``source``, at the version to copy.
 
-        Its checksum, where it is known, is how a copy is recognized whose answer was lost.
+        Its checksum, if known, identifies a copy whose answer was lost.
 
         Raises:
             StoreError: If an upload for its parts can't be begun.

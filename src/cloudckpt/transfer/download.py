@@ -155,7 +155,7 @@ class Download:
         self._receive(request, [into])
 
     def land(self, request: Sequence[Segment], data: memoryview) -> None:
-        """Delivers a request whose bytes have arrived; if they are damaged, it is fetched again."""
+        """Delivers a request whose bytes have arrived; damaged ones are read from the store."""
         self._land(request, functools.partial(_copy, data))
 
     def _land(
