@@ -105,8 +105,8 @@ class Credentials(Generic[S]):
     def failed(self, error: CredentialsError) -> StoreError:
         """The error for a request without credentials; the next request looks them up again.
 
-        Once credentials have worked, they may return: the error is transient, and the request's
-        retries look until their deadline. Before that it is final: the job is set up wrongly.
+        If there were credentials before, they may return: the error is transient, and the request's
+        retries look until their deadline. Otherwise it is final: the job is set up wrongly.
         """
         self._failed = True
         if not self._held:
