@@ -1,4 +1,4 @@
-"""Why a save fails in new surroundings: what it needs is tried, one thing after the other."""
+"""Diagnoses why a save fails in a new environment: tries each thing that it needs in turn."""
 
 from cloudckpt.doctor.examination import examine
 from cloudckpt.doctor.findings import Finding

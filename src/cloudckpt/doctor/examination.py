@@ -1,4 +1,4 @@
-"""All checks of a location, in their order."""
+"""All checks of a location, in order."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def examine(
     patience: float = 60.0,
     tell: Callable[[Finding], None] = lambda finding: None,
 ) -> list[Finding]:
-    """Tries all that saving to a location and loading from it takes, and tells what it finds.
+    """Tries everything that saving to and loading from a location needs, and reports the findings.
 
-    A check that fails is a finding, and no error; those that can still be made are made. What is
-    written has names that begin with ``.cloudckpt-doctor.`` and is deleted again, also after an
-    interrupt; what can't be is told. No finding shows credentials.
+    A failed check is a finding, not an error; checks that are still possible are made. Objects
+    written have names beginning with ``.cloudckpt-doctor.`` and are deleted again, also after an
+    interrupt; any that can't be deleted are reported. No finding shows credentials.
 
     Args:
-        location: Where checkpoints are to be, for example ``s3://bucket/run``.
+        location: Where checkpoints will be, for example ``s3://bucket/run``.
         config: Options.
-        size: Bytes of the part by which speed is measured, up to 1 GiB.
-        read_only: Write nothing: for who may only load.
-        patience: Seconds after which a check is broken off, and has failed.
-        tell: Is told each finding at once.
+        size: Bytes of the part used to measure speed, up to 1 GiB.
+        read_only: Write nothing: for users that may only load.
+        patience: Seconds after which a check is interrupted and counts as failed.
+        tell: Called with each finding at once.
 
     Raises:
         ConfigError: If ``size`` or ``patience`` makes no sense.
@@ -71,7 +71,7 @@ def examine(
 
 
 def _reached(checks: Checks, uri: CheckpointURI, config: Config) -> ObjectStore | None:
-    """Looks at the way to the store; the store, if it can be opened."""
+    """Checks the route to the store; returns the store if it can be opened."""
     opened: list[ObjectStore] = []
 
     def log_in(retrier: Retrier) -> Finding:

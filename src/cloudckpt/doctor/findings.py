@@ -1,4 +1,4 @@
-"""What is found by a check, and how checks are run: each in limited time, and all of them."""
+"""Findings of checks, and how checks run: each in limited time, and all of them."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class Finding:
     """The result of a check; it shows no credentials.
 
     Attributes:
-        check: What was looked at.
-        outcome: ``failed`` is what keeps cloudckpt from working, ``warning`` what should be known.
-        found: What was found.
+        check: What was checked.
+        outcome: ``failed`` keeps cloudckpt from working; ``warning`` is something to know.
+        found: The result in words.
         advice: What to do about it, if anything.
         seconds: How long it took.
         values: The same for programs: numbers and names.
@@ -65,39 +65,39 @@ class Finding:
 
 
 def ok(found: str, advice: str = "", values: Values | None = None) -> Finding:
-    """All is well."""
+    """A finding that all is well."""
     return Finding(outcome="ok", found=found, advice=advice, values=values or {})
 
 
 def warning(found: str, advice: str = "", values: Values | None = None) -> Finding:
-    """It works, but."""
+    """A finding that it works, with a caveat."""
     return Finding(outcome="warning", found=found, advice=advice, values=values or {})
 
 
 def failed(found: str, advice: str = "", values: Values | None = None) -> Finding:
-    """It does not work."""
+    """A finding that it does not work."""
     return Finding(outcome="failed", found=found, advice=advice, values=values or {})
 
 
 def skipped(found: str) -> Finding:
-    """It can't be told."""
+    """A finding that it can't be determined."""
     return Finding(outcome="skipped", found=found)
 
 
 Look = Callable[[Retrier], Finding]
-"""Looks at one thing. What it raises is its finding, too."""
+"""Checks one thing; an error that it raises becomes a finding."""
 
 
 class Checks:
-    """Runs checks one after the other and keeps what they find.
+    """Runs checks one after another and keeps their findings.
 
     Attributes:
-        findings: Those until now.
-        hopeless: Whether the store can't be reached, or lets nobody in: what needs it is skipped.
+        findings: The findings so far.
+        hopeless: Whether the store can't be reached or denies access: checks of it are skipped.
     """
 
     def __init__(self, tell: Callable[[Finding], None], patience: float) -> None:
-        """``patience``: seconds after which a check is broken off."""
+        """``patience``: seconds after which a check is interrupted."""
         self.findings: list[Finding] = []
         self.hopeless = False
         self._tell = tell
@@ -117,9 +117,9 @@ class Checks:
         Args:
             check: Its name.
             look: What it does.
-            needs: The permission that it takes.
-            is_vital: Whether all else that needs the store is in vain if nothing answers here.
-            interrupt: Breaks off what threads, given by their identifiers, are waiting for.
+            needs: The permission that it needs.
+            is_vital: Whether later checks of the store are pointless if nothing answers here.
+            interrupt: Interrupts what threads, given by their identifiers, are waiting for.
         """
         began = time.monotonic()
         found: list[Finding] = []
@@ -159,7 +159,7 @@ class Checks:
         return self.add(check, finding, seconds=time.monotonic() - began)
 
     def add(self, check: str, finding: Finding, *, seconds: float = 0.0) -> Finding:
-        """Keeps and tells what a check has found."""
+        """Keeps and reports a check's finding."""
         finding = dataclasses.replace(
             finding,
             check=check,

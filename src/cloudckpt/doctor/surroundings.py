@@ -1,4 +1,4 @@
-"""What a save depends on outside of the bucket: packages, credentials, the way there, the clock."""
+"""Checks outside the bucket: packages, credentials, the route to the store, the clock."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def versions() -> Finding:
 
 
 def credentials(origin: Origin) -> Finding:
-    """Where they come from, and how long they last."""
+    """Where credentials come from, and how long they last."""
     whose = f"{origin.source}, {origin.identity}" if origin.identity else origin.source
     values: Values = {"source": origin.source, "identity": origin.identity, "ends": origin.ends}
     if origin.ends is None:
@@ -63,7 +63,7 @@ def credentials(origin: Origin) -> Finding:
 
 
 def anonymous(config: Config) -> Config:
-    """The same options without credentials: they lead to the same endpoint."""
+    """The same options without credentials, for the same endpoint."""
     return dataclasses.replace(
         config,
         s3=dataclasses.replace(config.s3, anonymous=True, profile=None, requester_pays=False),
@@ -75,7 +75,7 @@ def anonymous(config: Config) -> Config:
 
 
 def endpoint(route: Route) -> Finding:
-    """Where requests go, and what says so."""
+    """Where requests go, and which setting says so."""
     parts = urlsplit(route.url)
     found = f"{parts.scheme}://{parts.netloc}, by {route.endpoint_from}"
     if route.region:
@@ -92,7 +92,7 @@ def endpoint(route: Route) -> Finding:
 
 
 def names(route: Route) -> Finding:
-    """Whether the host has an address; that of the proxy, if there is one."""
+    """Whether the host, or the proxy if there is one, has an address."""
     proxy = route.http.proxy
     parts = urlsplit(proxy if proxy and "://" in proxy else f"//{proxy}" if proxy else route.url)
     host = parts.hostname or ""
@@ -115,7 +115,7 @@ def names(route: Route) -> Finding:
 
 
 class Connection:
-    """One request without credentials: any answer tells how the server is reached, and its time."""
+    """One request without credentials: any answer shows how the server is reached, and its time."""
 
     def __init__(self, route: Route) -> None:
         self._route = route
@@ -124,7 +124,7 @@ class Connection:
         self.interrupt = self._http.interrupt
 
     def look(self) -> Finding:
-        """Connects and asks.
+        """Connects and sends the request.
 
         Raises:
             StoreError: If no answer comes.
@@ -171,7 +171,7 @@ class Connection:
         return ok(found, values=values)
 
     def close(self) -> None:
-        """Gives the connection back."""
+        """Releases the connection."""
         self._http.close()
 
 
@@ -183,5 +183,5 @@ def _duration(seconds: float) -> str:
 
 
 def _is_near(host: str) -> bool:
-    """Whether a host is of this machine or of a private network by its name."""
+    """Whether a host's name is that of this machine or in a private network."""
     return host in ("localhost", "::1") or host.startswith(("127.", "10.", "192.168."))

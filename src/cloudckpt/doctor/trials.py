@@ -1,4 +1,4 @@
-"""What is tried in the bucket itself, under names of its own, which are all deleted in the end."""
+"""Trials in the bucket itself, under separate names, which are all deleted in the end."""
 
 from __future__ import annotations
 
@@ -58,17 +58,17 @@ NEEDS = {
     },
     "delete": {"s3": "s3:DeleteObject", "gs": "storage.objects.delete", "az": f"{_BLOBS}/delete"},
 }
-"""The permission that each trial takes, by scheme."""
+"""The permission that each trial needs, by scheme."""
 
 
 class Trials:
     """Tries what saving and loading do in one bucket.
 
-    Each trial writes objects of its own, so that one that fails leaves the others their say.
+    Each trial writes its own objects, so that a failed trial does not affect the others.
     """
 
     def __init__(self, store: ObjectStore, uri: CheckpointURI, config: Config, size: int) -> None:
-        """``size``: bytes of the part whose speed is measured."""
+        """``size``: bytes of the part used to measure speed."""
         self._store = store
         self._uri = uri
         self._config = config
@@ -81,19 +81,19 @@ class Trials:
         self._folders = _missing_folders(uri)
 
     def list(self, retrier: Retrier) -> Finding:
-        """A page of what is there."""
+        """Lists one page."""
         found = retrier.call(self._first)
         return ok("the location can be listed" + ("" if found else "; nothing is there yet"))
 
     def write(self, retrier: Retrier) -> Finding:
-        """One object, in one request."""
+        """Writes one object in one request."""
         key = self._key("object")
         self._put(retrier, key, self._content)
         self._written = key
         return ok("an object was written")
 
     def read(self, retrier: Retrier) -> Finding:
-        """An object as a whole, and a range of it; a range of another's, where none was written."""
+        """Reads an object whole, and a range of it; if none was written, a range of another."""
         store, start = self._store, _BYTES // 4
         if self._written is None:
             found = retrier.call(self._first)
@@ -110,7 +110,7 @@ class Trials:
         return ok("an object was read, as a whole and by a range")
 
     def conditions(self, retrier: Retrier) -> Finding:
-        """Whether writes on a condition are refused where it does not hold."""
+        """Whether conditional writes are refused if the condition does not hold."""
         key = self._key("conditions")
         self._put(retrier, key, self._content)
         if honours_conditions(self._store, key, self._content, retrier):
@@ -125,7 +125,7 @@ class Trials:
         )
 
     def deletion(self, retrier: Retrier) -> Finding:
-        """Whether a deletion on a condition is refused where it does not hold."""
+        """Whether a conditional deletion is refused if the condition does not hold."""
         store, key = self._store, self._key("deletion")
         old = self._put(retrier, key, self._content)
         self._put(retrier, key, self._content[::-1], if_version=old.version)
@@ -139,7 +139,7 @@ class Trials:
         )
 
     def checksums(self, retrier: Retrier) -> Finding:
-        """Whether a wrong checksum makes the store refuse what is written."""
+        """Whether the store refuses a write with a wrong checksum."""
         sent = self._store.capabilities.verifies
         store = self._store if sent else open_store(self._uri, _with_checksums(self._config))
         kind = store.capabilities.checksum.name
@@ -166,7 +166,7 @@ class Trials:
         return failed(found, advice, values=values)
 
     def _wrong(self, store: ObjectStore) -> Iterator[tuple[str, Callable[[], object]]]:
-        """What sends an object, and a part, with a checksum of something else."""
+        """Functions that send an object and a part with a wrong checksum."""
         body = [memoryview(self._content)]
         wrong = store.capabilities.checksum.of(self._content) ^ 1
         alone = creates_only(store, self._config)
@@ -176,7 +176,7 @@ class Trials:
         yield "parts", partial(store.put_part, upload, 1, body, checksum=wrong)
 
     def multipart(self, retrier: Retrier) -> Finding:
-        """An object out of two parts."""
+        """Makes an object from two parts."""
         store, key = self._store, self._key("parts")
         first = bytes(
             max(store.capabilities.min_part_size, _BYTES)
@@ -203,7 +203,7 @@ class Trials:
         return ok("an object was written in parts")
 
     def abort(self, retrier: Retrier) -> Finding:
-        """An upload that is begun, found, and discarded."""
+        """Begins an upload, lists it and discards it."""
         store, key = self._store, self._key("aborted")
         upload = self._began(retrier.call(lambda: store.create_upload(key, _BYTES)))
         checksum = store.capabilities.checksum.of(self._content)
@@ -221,7 +221,7 @@ class Trials:
         return ok("an open upload was found and discarded")
 
     def bucket(self, retrier: Retrier) -> Finding:
-        """What the bucket does by itself."""
+        """The bucket's own rules."""
         if not isinstance(self._store, RestStore):
             return skipped("a local folder has no rules")
         rules = retrier.call(partial(self._store.rules, self._uri.key("")))
@@ -243,7 +243,7 @@ class Trials:
         return verdict("; ".join(found), "; ".join(advice), values=days)
 
     def speed(self, retrier: Retrier) -> Finding:
-        """How fast one connection is, up and down."""
+        """The speed of one connection, up and down."""
         store, sums = self._store, self._store.capabilities.checksum
         block = os.urandom(min(self._size, _MIB))
         body = [memoryview(block)] * (self._size // len(block))
@@ -258,7 +258,7 @@ class Trials:
         return self._told(nbytes, up, self._read_speed(retrier, key, nbytes))
 
     def download_speed(self, retrier: Retrier) -> Finding:
-        """The same, down only, of an object that is there."""
+        """The download speed only, from an existing object."""
         found = retrier.call(self._first)
         if found is None or not found.size:
             return skipped("there is nothing to read")
@@ -276,7 +276,7 @@ class Trials:
 
     @property
     def start(self) -> str:
-        """What the URIs of all that is written begin with."""
+        """The prefix of the URIs of everything written."""
         return self._store.uri(self._start)
 
     @property
@@ -285,7 +285,7 @@ class Trials:
         return bool(self._keys)
 
     def clean(self) -> Finding:
-        """Deletes all that was written."""
+        """Deletes everything written."""
         store, left = self._store, dict[str, StoreError]()
         retrier = Retrier(_CLEANUP)
         for upload in self._uploads:
@@ -345,10 +345,10 @@ class Trials:
 
 
 def _is_refused(send: Callable[[], object]) -> bool:
-    """Whether the store minds what is sent.
+    """Whether the store refuses what is sent.
 
     Raises:
-        StoreError: If it has not looked at it.
+        StoreError: If the failure says nothing about what was sent.
     """
     try:
         send()
@@ -367,14 +367,14 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def _switch(uri: CheckpointURI) -> str:
-    """The variable of the option that has checksums sent."""
+    """The variable of the option that turns checksums on."""
     return {"s3": "CLOUDCKPT_S3_", "gs": "CLOUDCKPT_GCS_", "az": "CLOUDCKPT_AZURE_"}[
         uri.scheme
     ] + "CHECKSUM"
 
 
 def _with_checksums(config: Config) -> Config:
-    """The same options, with checksums that the store is to verify."""
+    """The same options, with checksums for the store to verify."""
     return dataclasses.replace(
         config,
         s3=dataclasses.replace(config.s3, checksum="on"),

@@ -174,7 +174,7 @@ class AzureStore(RestStore):
     def holds(
         self, key: str, *, size: int, checksum: int | None, parts: Sequence[Part] = ()
     ) -> ObjectInfo | None:
-        """As in the base class; a blob made of blocks is known by their identifiers, unread."""
+        """As in the base class; a blob of blocks is recognized by their identifiers, unread."""
         if not parts:
             return super().holds(key, size=size, checksum=checksum)
         try:

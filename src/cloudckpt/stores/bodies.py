@@ -24,8 +24,8 @@ _PIECE = 64 * 1024
 _MOST_ERROR_BYTES = 64 * 1024
 _MOST_CONTROL_BYTES = 16 * 1024 * 1024  # a page of 1,000 keys of 1 KiB has some 2 MiB
 
-# Each call gives the GIL away and waits for it: a request of 16 MiB should be one. Elsewhere than
-# on Linux the watch can't see what moves in the middle of a call, which has to end in time.
+# Each call releases the GIL and waits for it: a request of 16 MiB should be one call. Except on
+# Linux the watch can't see progress in the middle of a call, which must therefore end in time.
 STEP = (16 if sys.platform == "linux" else 4) * 1024 * 1024
 """Bytes that one blocking call moves."""
 
@@ -100,7 +100,7 @@ class Reply:
 
     @property
     def length(self) -> int | None:
-        """The bytes that the body is said to have."""
+        """The announced size of the body in bytes."""
         text = self.headers.get("Content-Length")
         return int(text) if text is not None and text.isdigit() else None
 
@@ -145,7 +145,7 @@ class Reply:
                     progress(count)
 
     def read(self, limit: int = _MOST_ERROR_BYTES) -> bytes:
-        """What comes of the body of a short answer, at most ``limit`` bytes of it."""
+        """What arrives of the body of a short answer, at most ``limit`` bytes."""
         data = bytearray()
         with contextlib.suppress(OSError, http.client.HTTPException):
             self._receive(data, limit)

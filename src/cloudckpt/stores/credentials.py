@@ -1,8 +1,8 @@
-"""Credentials: named when they can't be right, looked for anew when refused, and never shown.
+"""Credentials: rejected when malformed, looked up again when refused, and never shown.
 
-What a transport or an SDK says of a failure may quote what it was about to send: http.client puts
-the value of a header into its ValueError, urllib3 the URL with its signature, requests the URL of a
-proxy with its password. Every rank raises and logs that text, so it passes through here first.
+A transport's or SDK's error message may quote what it was about to send: http.client puts a
+header's value into its ValueError, urllib3 the URL with its signature, requests a proxy's URL with
+its password. Every rank raises and logs that text, so it passes through here first.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _LONGEST_WAIT = 120.0  # seconds for credentials that another thread is fetching
 
 
 class Source(Protocol):
-    """What one look at the environment, files and services has found."""
+    """The result of one lookup in the environment, files and services."""
 
     def secrets(self) -> tuple[str, ...]:
         """What requests are authorized with; fetches it if it was not yet.
@@ -62,13 +62,13 @@ S = TypeVar("S", bound=Source)
 
 
 class Credentials(Generic[S]):
-    """The credentials of a store, which looks for them again when they are refused.
+    """The credentials of a store, which looks them up again when they are refused.
 
     A job outlives what its environment and files held when the store was opened; without another
-    look, a store that is kept would be refused for ever.
+    lookup, a long-lived store would be refused for ever.
 
     Attributes:
-        current: What requests are authorized with.
+        current: What authorizes requests.
     """
 
     def __init__(self, look: Callable[[], S]) -> None:
@@ -103,10 +103,10 @@ class Credentials(Generic[S]):
         return secrets
 
     def failed(self, error: CredentialsError) -> StoreError:
-        """What it means that there are none for a request; the next one looks for others.
+        """The error for a request without credentials; the next request looks them up again.
 
-        What was held once can be had again: from then on, it is transient, and the retries of the
-        request look until their deadline. Before that it is final: the job is set up wrongly.
+        If there were credentials before, they may return: the error is transient, and the request's
+        retries look until their deadline. Otherwise it is final: the job is set up wrongly.
         """
         self._failed = True
         if not self._held:
@@ -115,12 +115,12 @@ class Credentials(Generic[S]):
         return ConnectionLostError(text, uri=error.uri, cause=error, certain=True)
 
     def renew(self, refused: S, secrets: Iterable[str]) -> bool:
-        """Whether there are others now than those of ``refused``, which were ``secrets``.
+        """Whether there are now credentials other than those of ``refused``, the ``secrets``.
 
-        Of many threads that are refused at the same time one looks; the others share what it found.
+        Of many threads refused at the same time, one looks them up; the others share its result.
 
         Raises:
-            TransientStoreError: If others can't be fetched for the moment.
+            TransientStoreError: If others temporarily can't be fetched.
         """
         asked = time.monotonic()
         with self._lock:
@@ -200,7 +200,7 @@ _VARIABLES = (
 
 
 def masked(text: str, secrets: Iterable[str] = ()) -> str:
-    """A text that others wrote, without the credentials that it may quote."""
+    """A foreign text, without the credentials that it may quote."""
     for user in _proxy_users():
         text = text.replace(f"{user}@", f"{_MASK}@")
     known = {value for name in _VARIABLES if (value := os.environ.get(name))} | set(secrets)

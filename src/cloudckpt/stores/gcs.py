@@ -1,9 +1,9 @@
 """``gs://``: Google Cloud Storage.
 
-google-auth finds credentials and renews tokens. Objects are written, read, listed and deleted by
-the JSON API, which is what emulators speak too; only multipart uploads, which it does not have, go
-through the XML API. A version is an object's generation. CRC32C goes along with every body, and
-that of an object made of parts is compared with theirs.
+google-auth finds credentials and renews tokens. Objects are written, read, listed and deleted
+through the JSON API, which emulators also speak; only multipart uploads, which it lacks, go through
+the XML API. A version is an object's generation. Every body is sent with its CRC32C, and that of an
+object made of parts is compared with the parts'.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a bucket is reached: the endpoint, where credentials are found, and the tokens they give.
+"""Access to a bucket: the endpoint, where credentials are found, and the tokens that they give.
 
 google-auth finds credentials and refreshes their tokens.
 """
@@ -90,15 +90,15 @@ class BucketAccess:
         self.credentials = Credentials(look)
 
     def shares_realm(self, other: BucketAccess) -> bool:
-        """Whether one request may be about buckets of both: the same place and the same user."""
+        """Whether one request may involve buckets of both: same endpoint and same user."""
         return (self.endpoint, self._user) == (other.endpoint, other._user)
 
     def headers(self, method: str, url: str) -> Mapping[str, str]:
-        """What authorizes a request, and says who pays for it.
+        """The headers that authorize a request and say who pays for it.
 
         Raises:
             CredentialsError: If the credentials can't be refreshed.
-            ConnectionLostError: If they can't be for the moment.
+            ConnectionLostError: If they temporarily can't be refreshed.
         """
         headers = self.credentials.current.headers(method, url)
         if self._payer is not None:
@@ -136,10 +136,10 @@ def _endpoint(options: GCSOptions) -> tuple[str, bool]:
 
 
 def _check_universe(universe: str, endpoint: str, host: str, uri: str) -> None:
-    """Whether credentials are for the cloud that the endpoint belongs to, as Google's clients do.
+    """Checks that credentials are for the endpoint's cloud, as Google's clients do.
 
-    Clouds of Google's technology that others run ("universes") do not know each other's accounts.
-    A token that is sent to another one is shown to strangers, who refuse it without a reason.
+    Clouds with Google's technology run by others ("universes") do not know each other's accounts. A
+    token sent to another universe is exposed to strangers, who refuse it without a reason.
     """
     known = (_universe(), "googleapis.com")
     domain = next((name for name in known if host.endswith(f".{name}")), _universe())

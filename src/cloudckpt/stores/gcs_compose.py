@@ -1,9 +1,9 @@
-"""Large objects out of temporary ones: for whom the XML multipart API is not there.
+"""Large objects composed from temporary ones, where the XML multipart API is not available.
 
-A part is an object ``<key>.<upload>.<number>.cloudckpt-part``. Part 0, which is empty, stands for
-the upload itself. Up to 32 parts are composed in one request; more in two rounds. Composing
-deletes the sources, so a try whose answer was lost is recognized by its result: that of the last
-request by the caller, those before it here.
+A part is an object ``<key>.<upload>.<number>.cloudckpt-part``. Part 0, which is empty, represents
+the upload itself. Up to 32 parts are composed in one request; more in two rounds. Composing deletes
+the sources, so an attempt whose answer was lost is recognized by its result: for the last request
+by the caller, for earlier requests here.
 """
 
 from __future__ import annotations
@@ -130,10 +130,11 @@ class Composition:
         return self._objects.checked(made, *_joined(pieces))
 
     def abort(self, upload: Upload) -> None:
-        """Deletes whatever there is of an upload; each object is tried, whatever became of others.
+        """Deletes all objects of an upload; each is tried, whatever happens to the others.
 
         Raises:
-            StoreError: If one is left; of several errors one that is worth another try.
+            StoreError: If an object is left; if there are several errors, preferably a retryable
+                one.
         """
         found = self._control.list(f"{upload.key}.{upload.id}.")
         failures: list[StoreError] = []

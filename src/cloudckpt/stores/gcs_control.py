@@ -1,4 +1,4 @@
-"""What is not about bytes, on Google: requests that google-cloud-storage composes and reads."""
+"""Google requests without payload, which google-cloud-storage composes and parses."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Control:
         return all_pages(self._store.uri(prefix), ask)
 
     def delete(self, key: str, version: str | None = None) -> None:
-        """Removes an object; that it is not there is no error."""
+        """Removes an object; a missing object is not an error."""
         condition = None if version is None else int(generation(version))
         with contextlib.suppress(ObjectNotFoundError), self._calls.about(key):
             blob = self._bucket(self.name).blob(key)
@@ -123,8 +123,8 @@ class Control:
     def copy(self, source: str, found: ObjectInfo, key: str, *, if_absent: bool) -> ObjectInfo:
         """Copies an object of the bucket ``source``.
 
-        Google copies at once within a location and storage class. Elsewhere it takes a request for
-        each piece, as large as it likes; who tries again goes on where the last one ended.
+        Google copies at once within a location and storage class. Otherwise it takes several
+        requests, each for as much as Google likes; a retry continues where the last one ended.
         """
         copied = (source, found.key, found.version, key, if_absent)
         token = self._tokens.pop(copied, None)

@@ -42,8 +42,8 @@ _NO_GENERATION = str(2**63 - 1)  # generations are times: no object has the last
 _RESOURCE = "name,size,generation,crc32c"
 
 CACHE_CONTROL = "no-store"
-"""Google caches what everybody may read for an hour, unless the object forbids it; replacing or
-deleting it does not change what is cached: https://cloud.google.com/storage/docs/caching"""
+"""Google caches publicly readable objects for an hour unless they forbid it; replacing or deleting
+an object leaves the cache unchanged: https://cloud.google.com/storage/docs/caching"""
 
 _HEADER_VALUE = re.compile(r"[\x20-\x7e]*")
 
@@ -198,8 +198,8 @@ class JsonObjects:
     ) -> ObjectInfo:
         """Concatenates up to 32 objects, given by key and generation, and deletes them.
 
-        What is deleted by this request, and not later, is billed neither as soft-deleted nor for
-        the shortest duration of its storage class.
+        Objects deleted by this request, rather than later, are billed neither as soft-deleted nor
+        for the minimum duration of their storage class.
         """
         options = self._of_parts if is_part else self._options
         content = json.dumps(
@@ -225,10 +225,10 @@ class JsonObjects:
             return self._stored(resource, key)
 
     def checked(self, made: ObjectInfo, size: int, crc32c: int | None) -> ObjectInfo:
-        """An object that the store has put together, if it is what its parts make.
+        """Returns a composed object if it matches its parts.
 
         Raises:
-            StoreError: If it is not. It is deleted; its parts are gone, so there is no other try.
+            StoreError: If it does not. It is deleted; its parts are gone, so there is no retry.
         """
         if made.size == size and made.checksum in (None, crc32c):
             return made

@@ -1,8 +1,8 @@
 """The zero-copy HTTP layer under the cloud stores.
 
-urllib3 keeps the connections, speaks TLS and finds its way through proxies. This module adds what
-a mover of large buffers needs: bodies that are lists of memoryviews, answers received straight into
-memoryviews, and a watch that ends a connection which no longer makes progress.
+urllib3 manages connections, TLS and proxies. This module adds what large buffers need: bodies that
+are lists of memoryviews, answers received straight into memoryviews, and a watch that ends a
+connection that no longer makes progress.
 """
 
 from __future__ import annotations
@@ -285,8 +285,8 @@ class HttpClient:
 
         Raises:
             ConnectionLostError: If no answer came.
-            TLSError: If none will come.
-            InvalidRequestError: If HTTP does not allow what is to be sent.
+            TLSError: If TLS can't be established, now or later.
+            InvalidRequestError: If HTTP does not allow the request.
         """
         for name, value in headers.items():
             if _UNFIT.search(value):  # http.client would quote it
@@ -363,10 +363,10 @@ class HttpClient:
 
 
 def _socket_options() -> list[tuple[int, int, int]]:
-    """No delay of small requests, and a sign of life on connections that are silent.
+    """Turns off delays for small requests, and turns on keep-alive for silent connections.
 
-    An answer may be minutes away. Address translators forget silent connections meanwhile (AWS's
-    after 350 s, Azure's after 4 minutes), and of a peer that is gone nothing would be heard.
+    An answer may take minutes. Address translators drop silent connections meanwhile (AWS's after
+    350 s, Azure's after 4 minutes), and a peer that is gone would go unnoticed.
     """
     options = [
         (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),

@@ -1,4 +1,4 @@
-"""What other libraries in this process remember of what is in a store."""
+"""Listings of stores that other libraries in this process have cached."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _PROTOCOLS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", 
 
 
 def forget_listings() -> None:
-    """Lets live fsspec file systems of the three clouds forget the listings that they have cached.
+    """Clears the cached listings of live fsspec file systems of the three clouds.
 
-    To be called after a commit and after deletions, in the process that may list. s3fs and its like
-    remember a folder's content for good, and see only what they have written themselves: a trainer
-    that looks for old checkpoints by them would never find one of ours, and keep all.
+    Call it after a commit and after deletions, in the process that may list. s3fs and the like
+    cache a folder's contents for good, and notice only their own writes: a trainer that looks for
+    old checkpoints through them would never find ours, and would keep them all.
 
-    fsspec is not imported for it. File systems that were made with ``skip_instance_cache`` are
-    known to their makers only, and are not reached. What fails here is logged, and fails nothing.
+    fsspec is not imported for this. File systems made with ``skip_instance_cache`` are known to
+    their makers only, and are not reached. Failures are only logged.
     """
     module = sys.modules.get("fsspec.spec")
     base = getattr(module, "AbstractFileSystem", None)

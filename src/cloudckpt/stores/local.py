@@ -1,7 +1,7 @@
 """``file:///path`` and plain paths: a store on a POSIX file system.
 
-An object appears by one atomic step of the file system: a hard link for a new one, a rename for a
-replacement. Its bytes and its directory entry are on the disk (fsync) before that is reported.
+An object appears by one atomic file system operation: a hard link for a new object, a rename for a
+replacement. Its bytes and directory entry are on disk (fsync) before success is reported.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class LocalStore(ObjectStore):
 
     @contextlib.contextmanager
     def _opened(self, key: str, if_version: str | None) -> Iterator[tuple[int, ObjectInfo]]:
-        """The descriptor of a file that is read, and what it is of."""
+        """The descriptor of a file opened for reading, and its object."""
         with self._errors(key), open(key, "rb", buffering=0) as file:
             info = _info(key, os.fstat(file.fileno()))
             if if_version is not None and info.version != if_version:
@@ -252,7 +252,7 @@ class LocalStore(ObjectStore):
                 Path(key).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """No file stays open between two calls."""
+        """Does nothing: no file stays open between calls."""
 
     def uri(self, key: str) -> str:
         return Path(key).as_uri()
@@ -296,9 +296,9 @@ class LocalStore(ObjectStore):
                 ) from exc
 
     def _appear(self, upload: Upload, *, if_absent: bool) -> None:
-        """Takes the step that makes an object appear.
+        """Makes an object appear, by one atomic operation.
 
-        A network file system may take it and fail all the same, when its server's answer is lost.
+        A network file system may carry it out and still fail, if its server's answer is lost.
         """
         key = upload.key
         try:

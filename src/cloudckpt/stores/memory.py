@@ -219,7 +219,7 @@ class MemoryStore(ObjectStore):
             self._bucket.objects.pop(key, None)
 
     def close(self) -> None:
-        """The objects stay: they belong to the process."""
+        """Does nothing: the objects belong to the process."""
 
     def _held(self, key: str) -> MemoryObject:
         with self._bucket.lock:

@@ -1,4 +1,4 @@
-"""Where a store's settings come from, and what its bucket does by itself: told to people."""
+"""Where a store's settings come from, and the bucket's own rules, in words for users."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Files of ``torch.save`` on a store: written whole or not at all, read in parts, sent to ranks."""
+"""``torch.save`` files on a store: written whole or not at all, read in parts, sent to ranks."""

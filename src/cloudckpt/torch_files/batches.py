@@ -28,7 +28,7 @@ class FileTensor:
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements of a tensor that follow each other in row-major order.
+    """Consecutive elements of a tensor in row-major order.
 
     Attributes:
         tensor: The tensor.
@@ -56,7 +56,7 @@ class Slice:
 
 @dataclass
 class Batch:
-    """Slices that are sent together."""
+    """Slices sent together."""
 
     slices: list[Slice] = field(default_factory=list)
     size: int = 0
@@ -79,7 +79,7 @@ def batches(tensors: Iterable[FileTensor], limit: int) -> Iterator[Batch]:
 
 @dataclass(frozen=True)
 class _Target:
-    """A tensor that takes a region of one of the file, which begins at ``offsets``."""
+    """A tensor that takes a region, beginning at ``offsets``, of a tensor in the file."""
 
     item: ReadItem
     tensor: torch.Tensor
@@ -139,7 +139,7 @@ class Targets:
                 _copy_common(part, room, target)
 
     def commit(self) -> None:
-        """Tells the planner that all have arrived."""
+        """Commits all tensors to the planner once they have arrived."""
         for targets in self._by_fqn.values():
             for target in targets:
                 self._planner.commit_tensor(target.item, target.tensor)

@@ -1,4 +1,4 @@
-"""Loads a file of ``torch.save`` into the shards of all ranks: one reads, and sends to the rest."""
+"""Loads a ``torch.save`` file into the shards of all ranks: one rank reads and broadcasts it."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ __all__ = ["BroadcastingTorchSaveReader"]
 
 @dataclass(frozen=True)
 class _Offer:
-    """What a rank says before it takes part.
+    """What a rank offers before it takes part.
 
     Attributes:
-        group: The size of the group that it will use, and a hash of the ranks in it.
-        limit: The most bytes of a batch, for which it has memory.
+        group: The size of the group that it will use, and a hash of its ranks.
+        limit: The largest batch, in bytes, that it has memory for.
     """
 
     group: tuple[int, int]
@@ -48,9 +48,9 @@ class _Script:
 
     Attributes:
         tensors: The tensors.
-        values: What is no tensor, as ``torch.save`` writes it.
+        values: Everything that is not a tensor, as written by ``torch.save``.
         world: How many ranks take part.
-        limit: The most bytes of a batch.
+        limit: Most bytes of a batch.
     """
 
     tensors: tuple[FileTensor, ...]
@@ -60,15 +60,15 @@ class _Script:
 
 
 class BroadcastingTorchSaveReader(OurReader):
-    """Reads a file of ``torch.save`` at a URI on one rank and broadcasts it to the others.
+    """Reads a ``torch.save`` file at a URI on one rank and broadcasts it to the others.
 
     Use it with :class:`DynamicMetaLoadPlanner` (ours or torch's), in ``cloudckpt.load`` or in
     ``torch.distributed.checkpoint.load``, to load the file into state dicts of any sharding. Only
-    tensors that a state dict asks for are read. Each rank takes ``memory_budget`` (64 MiB by
-    default) besides its state, and no rank holds the whole file; tensors that were saved with gaps
-    between their elements are held one at a time by the reading rank.
+    tensors that a state dict asks for are read. Each rank uses ``memory_budget`` (64 MiB by
+    default) besides its state, and no rank holds the whole file; the reading rank holds tensors
+    saved with gaps between their elements one at a time.
 
-    If a rank fails or is interrupted, all of them stop before the next batch, and raise.
+    If a rank fails or is interrupted, all ranks stop before the next batch, and raise.
 
     Attributes:
         checkpoint_id: The location, as a string.
@@ -86,14 +86,14 @@ class BroadcastingTorchSaveReader(OurReader):
     ) -> None:
         """
         Args:
-            checkpoint_id: The file; or name it in the call of ``load``.
-            coordinator_rank: The global rank that reads. It must be the first of the group.
-            process_group: The group that is given to ``load``, if one is.
+            checkpoint_id: The file, if it is not passed to ``load``.
+            coordinator_rank: The global rank that reads. It must be the first in the group.
+            process_group: The group passed to ``load``, if any.
             config: Options.
             trust_pickle: Whether the file's pickle may run any code.
 
         Raises:
-            InvalidURIError: If ``checkpoint_id`` is no location.
+            InvalidURIError: If ``checkpoint_id`` is not a valid location.
         """
         super().__init__()
         self.coordinator_rank = coordinator_rank
@@ -114,7 +114,7 @@ class BroadcastingTorchSaveReader(OurReader):
         return CheckpointURI.accepts(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Goes to another location, if one is given."""
+        """Switches to another location, if given."""
         if checkpoint_id:
             self._uri = CheckpointURI.parse(checkpoint_id)
         self.transferred = None
@@ -125,7 +125,7 @@ class BroadcastingTorchSaveReader(OurReader):
         self._room = self._host = torch.empty(0, device="cpu")  # of one batch
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        """No metadata: :class:`DynamicMetaLoadPlanner` makes it from the state dict."""
+        """Returns empty metadata: :class:`DynamicMetaLoadPlanner` makes it from the state dict."""
         return Metadata(state_dict_metadata={})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
@@ -133,7 +133,7 @@ class BroadcastingTorchSaveReader(OurReader):
 
         Raises:
             InvalidURIError: If no location was given.
-            ConfigError: If another rank than ``coordinator_rank`` coordinates the load.
+            ConfigError: If a rank other than ``coordinator_rank`` coordinates the load.
         """
         if self._uri is None:
             raise InvalidURIError("no file was named: pass checkpoint_id")
@@ -146,7 +146,7 @@ class BroadcastingTorchSaveReader(OurReader):
             )
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Sets memory aside: a rank that has none fails here, where no other waits for it."""
+        """Allocates memory: a rank without enough fails here, where no other rank waits for it."""
         limit, group, device = self.config.memory_budget // 2, (1, 0), "cpu"
         if dist.is_initialized():
             ranks = dist.get_process_group_ranks(self._group)
@@ -155,16 +155,16 @@ class BroadcastingTorchSaveReader(OurReader):
         return dataclasses.replace(plan, storage_data=_Offer(group, limit))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Opens the file, and settles what will be sent; on the reading rank only.
+        """Opens the file and decides what will be sent; on the reading rank only.
 
         Raises:
             CheckpointNotFoundError: If there is no such file.
-            CheckpointCorruptError: If it can't be read, or is not one of ``torch.save``.
+            CheckpointCorruptError: If it can't be read, or is not a ``torch.save`` file.
             UntrustedPickleError: If its pickle would run code that is not on torch's allow-list.
             MissingKeyError: If it lacks a key.
-            UnsupportedTensorError: If an entry is a tensor in the file and none in the state dict,
-                or the other way round, or is a kind of tensor that has no plain elements.
-            ConfigError: If the ranks have readers of another group than that of the load.
+            UnsupportedTensorError: If an entry is a tensor in the file but not in the state dict,
+                or vice versa, or is a kind of tensor without plain elements.
+            ConfigError: If the ranks' readers use a different group than the load.
         """
         assert self._uri is not None
         with portable_errors(str(self._uri)):
@@ -181,7 +181,7 @@ class BroadcastingTorchSaveReader(OurReader):
         return [dataclasses.replace(plan, storage_data=script) for plan in plans]
 
     def _agreed(self, plans: list[LoadPlan]) -> int:
-        """The most bytes of a batch, if all ranks will meet in the same broadcasts."""
+        """Most bytes of a batch, after checking that all ranks use the same group."""
         offers = [plan.storage_data for plan in plans]
         groups = {offer.group for offer in offers}
         if len(plans) > 1 and (len(groups) > 1 or groups.pop()[0] != len(plans)):
@@ -195,10 +195,10 @@ class BroadcastingTorchSaveReader(OurReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads or receives what the ranks need, a batch of at most ``memory_budget`` at a time.
 
-        A rank returns early if another one has failed, which torch then tells to all.
+        A rank returns early if another rank has failed; torch then raises the failure on all.
 
         Raises:
-            ShapeMismatchError: If a tensor has another shape in the file than in the state dict.
+            ShapeMismatchError: If a tensor has a different shape in the file and the state dict.
             CheckpointReplacedError: If the file was replaced meanwhile.
             StoreError: If the store refuses or stays unreachable.
         """
@@ -218,9 +218,9 @@ class BroadcastingTorchSaveReader(OurReader):
         return future
 
     def _receive(self, script: _Script, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Goes on from batch to batch as long as no rank has failed.
+        """Receives batch after batch as long as no rank has failed.
 
-        Before each batch all ranks tell each other whether they have. A rank that fails or is
+        Before each batch the ranks exchange whether they have failed. A rank that fails or is
         interrupted stays until then: if it left at once, the others would wait for it in vain.
         """
         room, host, contents = self._room, self._host, self._contents

@@ -1,4 +1,4 @@
-"""What a file of ``torch.save`` has for the keys that planners ask for."""
+"""The contents of a ``torch.save`` file, by the keys that planners ask for."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ __all__ = ["FileContents"]
 
 
 class FileContents:
-    """The entries of a file, by the names that planners give them.
+    """The entries of a file, by planners' names.
 
-    No data of tensors is held, but for one tensor that was saved with gaps between its elements;
-    and for all, if there are entries that only ``torch.load`` can build.
+    No tensor data is held, except one tensor saved with gaps between its elements; or everything,
+    if there are entries that only ``torch.load`` can build.
 
     Attributes:
         file: The file.
 
     Raises:
         CheckpointNotFoundError: If there is no such file.
-        CheckpointCorruptError: If it can't be read, or is not one of ``torch.save``.
-        CheckpointError: If it holds no dict.
+        CheckpointCorruptError: If it can't be read, or is not a ``torch.save`` file.
+        CheckpointError: If it does not hold a dict.
         UntrustedPickleError: If its pickle would run code that is not on torch's allow-list.
     """
 
@@ -48,15 +48,15 @@ class FileContents:
     def select(
         self, kinds: Mapping[str, LoadItemType]
     ) -> tuple[tuple[FileTensor, ...], Mapping[str, bytes]]:
-        """What is wanted, in the order of ``kinds``.
+        """Selects the wanted entries, in the order of ``kinds``.
 
         Returns:
-            The tensors, and what is no tensor, as ``torch.save`` writes it.
+            The tensors, and the other values as written by ``torch.save``.
 
         Raises:
             MissingKeyError: If the file lacks a key.
-            UnsupportedTensorError: If an entry is a tensor in the file and none in the state dict,
-                or the other way round.
+            UnsupportedTensorError: If an entry is a tensor in the file but not in the state dict,
+                or vice versa.
         """
         missing = [fqn for fqn in kinds if fqn not in self._entries]
         if missing:
@@ -85,7 +85,7 @@ class FileContents:
         return tuple(tensors), values
 
     def fill(self, batch: Batch, room: torch.Tensor) -> None:
-        """Reads what a batch carries, over parallel connections."""
+        """Reads the data of a batch, over parallel connections."""
         ranges = []
         for part in batch.slices:
             entry = self._entries[part.tensor.fqn]
@@ -136,7 +136,7 @@ class FileContents:
 
 
 def _named(state: Any, uri: str) -> dict[str, Any]:
-    """The entries by their names, flattened and not."""
+    """The entries by name, both flattened and unflattened."""
     if not isinstance(state, dict):
         raise CheckpointError(
             f"the file holds a {type(state).__name__}, and only a dict can be loaded by key",

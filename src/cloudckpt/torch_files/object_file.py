@@ -1,4 +1,4 @@
-"""An object as a file that is read: of one version, by ranges, over parallel connections."""
+"""An object as a readable file: one version, read by ranges over parallel connections."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _REQUESTS = 64  # of that size at most: then larger ones occupy all connections,
 
 
 class PinnedObject(RangeReader):
-    """One version of an object: whatever is read of it belongs together.
+    """One version of an object: everything read from it is consistent.
 
     Attributes:
-        info: Its size and version, at the time it was opened.
-        grain: Bytes of the blocks that are fetched whole, to be compared with their checksums.
+        info: Its size and version when it was opened.
+        grain: Bytes of the blocks that are fetched whole, to verify their checksums.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class PinnedObject(RangeReader):
             key: The key.
             config: Options.
             stats: Counts what is received.
-            blocks: What its blocks must be, if that is known: then all that is read is compared.
+            blocks: The expected checksums of its blocks, if known: then every read is verified.
 
         Raises:
             ObjectNotFoundError: If there is no such object.
@@ -72,7 +72,7 @@ class PinnedObject(RangeReader):
 
     @property
     def transferred(self) -> Transferred:
-        """What was received until now."""
+        """What was received so far."""
         return self._stats.snapshot()
 
     def source(self, offset: int, nbytes: int) -> StoredBytes:
@@ -84,7 +84,7 @@ class PinnedObject(RangeReader):
 
         Args:
             wanted: Bytes of this object.
-            request_size: Unless the user has chosen one.
+            request_size: The size of requests, unless the user has chosen one.
 
         Raises:
             CheckpointReplacedError: If the object was replaced or deleted since it was opened.
@@ -101,7 +101,7 @@ class PinnedObject(RangeReader):
             raise
 
     def read(self, ranges: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Fills each tensor of bytes with those from a position on."""
+        """Fills each byte tensor with the bytes from a position on."""
         wanted = []
         for start, room in ranges:
             sink = FlatSink(room, torch.uint8)
@@ -124,7 +124,7 @@ class PinnedObject(RangeReader):
         if_version: str | None = None,
         progress: Progress | None = None,
     ) -> ObjectInfo:
-        """As the store's, of the pinned version only."""
+        """As the store's, for the pinned version only."""
         version = if_version or self.info.version
         found = self._store.get_range(key, start, into, if_version=version, progress=progress)
         if found.version != self.info.version:  # of a store that ignores the condition
@@ -152,13 +152,13 @@ class ObjectFile(io.RawIOBase):
     """A seekable file over the ranges of an object.
 
     Reads of 32 MiB and more go over parallel connections straight into the reader's memory. Smaller
-    ones are served from windows, which grow from 64 KiB to 32 MiB as long as reads follow each
-    other; the two last windows are kept. The memory in use is at most 64 MiB, or ``memory_budget``
-    if that is less.
+    reads are served from windows, which grow from 64 KiB to 32 MiB while reads are sequential; the
+    last two windows are kept. It uses at most 64 MiB of memory, or ``memory_budget`` if that is
+    less.
 
     Attributes:
-        failure: The first error of a read, or an interrupt. Readers written in C++ replace it by
-            an error of their own.
+        failure: The first error of a read, or an interrupt. Readers written in C++ replace it with
+            their own error.
     """
 
     def __init__(self, pinned: PinnedObject, config: Config) -> None:
@@ -215,7 +215,7 @@ class ObjectFile(io.RawIOBase):
         view[:] = bytes_of(window)[self._at - first : stop - first]
 
     def _look(self, count: int) -> tuple[int, torch.Tensor]:
-        """A new window with ``count`` bytes from here, and more that may follow."""
+        """A new window with ``count`` bytes from here, and perhaps more."""
         follows = any(
             first <= self._at <= first + window.nbytes + _FIRST_WINDOW
             for first, window in self._windows

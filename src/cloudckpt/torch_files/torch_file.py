@@ -1,4 +1,4 @@
-"""A file of ``torch.save`` on a store, read as far as needed."""
+"""A ``torch.save`` file on a store, read as far as needed."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ _OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # says nothing about the
 
 
 class TorchFile:
-    """A file of ``torch.save`` that is read over the network; all of it from one version.
+    """A ``torch.save`` file read over the network, all from one version.
 
     torch unpickles the *skeleton*: what was saved, with tensors on the ``meta`` device, which have
-    no data but know their place in the file. Of these, any can be read, and all at once.
+    no data but know their place in the file. Any of them, or all at once, can be read.
 
     Args:
-        uri: Where it is.
+        uri: The file.
         config: Options.
         trust_pickle: Whether its pickle may run any code.
-        rank: Who reads, for the events.
+        rank: The reading rank, for the events.
 
     Raises:
         CheckpointNotFoundError: If there is no such file.
-        CheckpointError: If it is of another format, which the message names.
-        CheckpointCorruptError: If it is truncated, or no file of ``torch.save``.
+        CheckpointError: If it has another format, which the message names.
+        CheckpointCorruptError: If it is truncated, or not a ``torch.save`` file.
     """
 
     def __init__(
@@ -84,15 +84,15 @@ class TorchFile:
 
     @property
     def transferred(self) -> Transferred:
-        """What was received until now."""
+        """What was received so far."""
         return self._object.transferred
 
     def skeleton(self) -> Any:
-        """What was saved, with tensors on the ``meta`` device: nothing of their data is read.
+        """What was saved, with tensors on the ``meta`` device: none of their data is read.
 
-        They do have data if torch can't do that: in files of another byte order, where it swaps
-        what is not there and crashes, in those with nested or quantized tensors, and with a torch
-        such as 2.9 in all files.
+        The tensors have data where torch does not support this: in files of another byte order,
+        where torch crashes swapping missing data, in files with nested or quantized tensors, and
+        with some versions such as torch 2.9 in all files.
 
         Raises:
             UntrustedPickleError: If it needs code that is not on torch's allow-list.
@@ -108,16 +108,16 @@ class TorchFile:
         return self._load("cpu"), True
 
     def load(self, map_location: Any = "cpu") -> Any:
-        """What was saved.
+        """Loads what was saved.
 
-        With the default, all tensors are fetched at once straight into their memory; it takes one
-        copy of the state and ``memory_budget``. With another ``map_location``, or if the file holds
-        more than plain tensors in dicts, lists and tuples, ``torch.load`` reads it front to back.
+        By default, all tensors are fetched at once straight into their memory; this takes one copy
+        of the state and ``memory_budget``. With another ``map_location``, or if the file holds more
+        than plain tensors in dicts, lists and tuples, ``torch.load`` reads it front to back.
 
         Raises:
             UntrustedPickleError: If it needs code that is not on torch's allow-list.
             CheckpointCorruptError: If it can't be read.
-            CheckpointError: If there is no such device as ``map_location``, or the file, names.
+            CheckpointError: If the device named by ``map_location`` or the file does not exist.
         """
         if str(map_location) != "cpu":
             return self._load_to(map_location)
@@ -139,10 +139,10 @@ class TorchFile:
         return value
 
     def extent(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """The first byte in the file of a tensor of the skeleton, and behind its last.
+        """The first byte in the file of a tensor of the skeleton, and the end after its last.
 
-        None if only ``torch.load`` can tell: if the tensor is more than a view of a storage, or the
-        file was packed by another zip than torch's.
+        None if only ``torch.load`` knows: if the tensor is more than a view of a storage, or the
+        file was packed by a zip program other than torch's.
         """
         if (
             type(tensor) not in (torch.Tensor, torch.nn.Parameter)
@@ -164,9 +164,9 @@ class TorchFile:
     def read_into(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Fetches tensors of the skeleton into targets of the same shape, wherever these lie.
 
-        Contiguous targets in host memory receive their bytes themselves, all others through
-        ``memory_budget``. A tensor that was saved with gaps between its elements is fetched with
-        them, one such tensor at a time.
+        Contiguous targets in host memory receive their bytes directly, all others through
+        ``memory_budget``. A tensor saved with gaps between its elements is fetched with the gaps,
+        one such tensor at a time.
 
         Raises:
             CheckpointReplacedError: If the file was replaced or deleted meanwhile.
@@ -186,7 +186,7 @@ class TorchFile:
         return _filled(tensor, room, start - (_place(tensor) or 0))
 
     def read_ranges(self, ranges: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Fills each tensor of bytes with those of the file from a position on."""
+        """Fills each byte tensor with the file's bytes from a position on."""
         self._object.read(ranges)
 
     def _extent(self, tensor: torch.Tensor) -> tuple[int, int]:
@@ -255,7 +255,7 @@ def object_at(uri: CheckpointURI, config: Config) -> tuple[ObjectStore, str]:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor] | None:
-    """The tensors in dicts, lists, tuples and sets; None if there may be others, in an object."""
+    """The tensors in dicts, lists, tuples and sets; None if an object may hold others."""
     found: list[torch.Tensor] = []
     waiting, seen = [value], set[int]()
     while waiting:

@@ -59,17 +59,17 @@ _OTHER_FORMATS = {
     ".safetensors": "safetensors",
     ".tflite": "LiteRT",
 }
-"""Names under which other programs look for something that is no file of ``torch.save``."""
+"""Names under which other programs expect something other than a ``torch.save`` file."""
 
 
 def check_destination(uri: CheckpointURI, config: Config) -> tuple[ObjectStore, str]:
-    """The store and the key of a file to be written.
+    """The store and the key of a file to write.
 
     Raises:
         InvalidURIError: If the location can't be that of a file, or is named like a file of another
-            format, whose readers would find something else in it.
-        CheckpointExistsError: If there is something and ``overwrite`` is off. This looks once: it
-            does not keep two writers apart.
+            format, whose readers would expect other contents.
+        CheckpointExistsError: If something exists there and ``overwrite`` is off. This checks once:
+            it does not keep two writers apart.
     """
     store, key = object_at(uri, config)
     suffix = PurePosixPath(key).suffix.lower()
@@ -96,14 +96,14 @@ def write_torch_file(
 ) -> Transferred:
     """``torch.save`` to a location: atomic, in parallel parts.
 
-    The file appears, or replaces the one that is there, when it is complete. Besides ``value`` it
-    takes ``memory_budget``; storages of accelerators pass through host memory one by one.
+    The file appears, or replaces the existing file, when it is complete. Besides ``value`` it takes
+    ``memory_budget``; storages of accelerators pass through host memory one by one.
 
     Args:
         value: What to write.
-        uri: Where to.
+        uri: Where to write.
         config: Options.
-        rank: Who writes, for the events.
+        rank: The writing rank, for the events.
 
     Raises:
         CheckpointError: If ``torch.save`` can't write ``value``.
@@ -136,7 +136,7 @@ def write_torch_file(
 
 
 class _NamedUpload(ObjectUpload):
-    """An upload to a key that its user has chosen: what else is at that key is not touched."""
+    """An upload to a key that the user chose: nothing else at that key is touched."""
 
     def abandon(self) -> None:
         if self._upload is not None and self.info is None:
@@ -145,7 +145,7 @@ class _NamedUpload(ObjectUpload):
 
     def _abort_twins(self) -> None:
         if self._may_have_twin:
-            # unlike one with a random key, it can't be told from an upload of somebody else
+            # unlike one with a random key, it may be somebody else's upload
             logger.warning(
                 "%s: an empty multipart upload may have been left behind",
                 self._store.uri(self.key),
@@ -153,12 +153,12 @@ class _NamedUpload(ObjectUpload):
 
 
 class UploadStream(io.RawIOBase):
-    """A file that is sent while it is written; what is written is copied, so it may change after,
-    unless the caller has said of its memory that it lasts.
+    """A file that is sent while it is written. Written data is copied, so it may change afterwards,
+    unless the caller has said that its memory lasts.
 
     Attributes:
-        failure: The first error of a write, or an interrupt. Writers written in C++ replace it by
-            an error of their own.
+        failure: The first error of a write, or an interrupt. Writers written in C++ replace it with
+            their own error.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class UploadStream(io.RawIOBase):
             self._upload.write(Piece(slab.view[: self._filled], self._checks, start, slab))
 
     def finish(self) -> None:
-        """Says that nothing follows."""
+        """Marks the end of the data."""
         self._pass_on()
         self._upload.close()
 
@@ -252,21 +252,21 @@ def upload_stream(
     """Sends what ``write`` writes as the object ``key``, which appears, or is replaced, at the end.
 
     If ``write`` raises, nothing changes at the key, and no parts are left in the store; only if the
-    answer to the last request was lost may the new object be there, whole. The memory in use is
-    ``memory_budget``; for objects of more than about 100 GiB, whose parts must be larger, it is
-    1/1500 of ``expected``, the bytes that will be written, about.
+    answer to the last request was lost may the new object exist, whole. It uses ``memory_budget``
+    of memory; for objects of more than about 100 GiB, whose parts must be larger, 1/1500 of
+    ``expected``.
 
     Args:
         store: The store.
         key: The key.
-        write: Writes the object to the stream that it is given.
+        write: Writes the object to the stream passed to it.
         config: Options.
-        stats: Counts.
-        expected: Bytes, about.
-        checks: Collects the checksums of what is sent; then the key is one that was drawn at
-            random, and nothing else can be there.
-        lasts: Says of the memory that is written whether it stays as it is until this returns: it
-            is sent without a copy then.
+        stats: Transfer counters.
+        expected: Approximate bytes to write.
+        checks: Collects the checksums of what is sent; the key must then be random, so that nothing
+            else can be there.
+        lasts: Says whether memory being written stays unchanged until this returns: it is then sent
+            without a copy.
 
     Returns:
         The object as the store has written it.

@@ -1,1 +1,1 @@
-"""How bytes move: pure plans of parts and ranges, and the engine that carries them out."""
+"""Transfers: pure plans of parts and ranges, and the engine that carries them out."""

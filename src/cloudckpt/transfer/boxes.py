@@ -1,7 +1,7 @@
 """Arithmetic of bytes and of row-major tensors: alignment, strides, boxes. No I/O, no torch.
 
-All sizes are bytes unless it says elements. Whoever needs an aligned position, the strides of a
-shape, or the bytes of a region of it takes them from here.
+All sizes are bytes unless stated as elements. Aligned positions, the strides of a shape, and the
+bytes of its regions are computed only here.
 """
 
 from __future__ import annotations
@@ -25,20 +25,19 @@ __all__ = [
 ]
 
 ALIGNMENT = 64
-"""What items are aligned to, in objects and in memory: as torch.save does, and enough for any
-dtype."""
+"""The alignment of items, in objects and in memory: that of torch.save, enough for any dtype."""
 
 Box = tuple[tuple[int, int], ...]
 """``(start, length)`` for each dimension."""
 
 
 def aligned(position: int, to: int = ALIGNMENT) -> int:
-    """The first multiple of ``to`` that is not below ``position``."""
+    """``position`` rounded up to a multiple of ``to``."""
     return -(-position // to) * to
 
 
 def padding(position: int, to: int = ALIGNMENT) -> int:
-    """How many bytes are missing to the next multiple of ``to``."""
+    """The bytes from ``position`` to the next multiple of ``to``."""
     return -position % to
 
 
@@ -61,7 +60,7 @@ def is_row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def reach(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to behind the last of a tensor that is not empty."""
+    """Elements from the first to just after the last of a nonempty tensor."""
     return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
 
 
@@ -72,9 +71,9 @@ class BoxBytes:
     Attributes:
         box: The box.
         start: The first byte.
-        stop: Behind the last one.
-        contiguous: Whether the bytes are the box in row-major order; otherwise the box's elements
-            stand among others, at the strides of the tensor.
+        stop: The end, after the last byte.
+        contiguous: Whether the bytes are exactly the box in row-major order; otherwise the box's
+            elements lie among others, at the tensor's strides.
     """
 
     box: Box
@@ -84,9 +83,9 @@ class BoxBytes:
 
 
 def row_major_slices(shape: Sequence[int], itemsize: int, limit: int) -> Iterator[BoxBytes]:
-    """Cuts a tensor into contiguous boxes that follow one another, each of at most ``limit`` bytes.
+    """Cuts a tensor into consecutive contiguous boxes, each of at most ``limit`` bytes.
 
-    A single element may exceed it.
+    A single element may exceed the limit.
     """
     if 0 in shape:
         return
@@ -116,10 +115,10 @@ def plan_boxes(
     limit: int,
     merge_gap: int,
 ) -> Iterator[BoxBytes]:
-    """How to read a region of a row-major tensor; the boxes are relative to the region.
+    """Plans reading a region of a row-major tensor; the boxes are relative to the region.
 
-    Rows that follow each other are one range. A strided region is read by the cheaper way at each
-    level: with the bytes in between, if those are at most ``merge_gap``, or else range by range.
+    Consecutive rows are one range. A strided region is read the cheaper way at each level: with the
+    bytes in between if they are at most ``merge_gap``, or else range by range.
 
     Args:
         shape: The shape of the stored tensor.
@@ -128,7 +127,7 @@ def plan_boxes(
         itemsize: Bytes of an element.
         limit: Most bytes of a range that is not contiguous, so that its detour through memory stays
             small. Contiguous ranges have any size: they can be cut later.
-        merge_gap: Bytes that are rather read than skipped.
+        merge_gap: Gaps of up to this many bytes are read, not skipped.
     """
     if 0 in lengths:
         return

@@ -1,7 +1,7 @@
-"""How many connections a transfer opens: as many as were asked for, or as many as pay.
+"""How many connections a transfer opens: as many as configured, or as many as increase speed.
 
-What a transfer has found is where the next one begins that goes the same way to the same bucket;
-it is a beginning only, and searched on from.
+The next transfer in the same direction with the same bucket starts its search at a transfer's
+result.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Direction = Literal["out", "in"]
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What an earlier transfer has found: see :class:`LaneSearch`."""
+    """The result of an earlier transfer's search: see :class:`LaneSearch`."""
 
     lanes: int
     each: float | None
@@ -44,11 +44,11 @@ def transfer_group(
     """The threads of a transfer, each with a connection.
 
     Args:
-        store: Where to, or from.
-        config: Options, of which ``connections`` says how many; by ``"auto"`` they are searched for
-            where the store counts what it moves, and else those of small requests.
+        store: The target or source.
+        config: Options; ``connections`` says how many. ``"auto"`` searches for the number if the
+            store counts what it moves, and otherwise uses that for small requests.
         direction: Which way the bytes go.
-        name: How the threads are called.
+        name: The name of the threads.
         most_waiting: See :class:`TaskGroup`.
     """
     width, pace = config.requests_at_once, None

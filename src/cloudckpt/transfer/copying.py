@@ -1,4 +1,4 @@
-"""Objects that a store copies by itself: in one request, or in parallel parts."""
+"""Copies within a store: in one request, or in parallel parts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PARTS_AIMED_AT = 9_000
 
 
 def copies_within(source: ObjectStore, target: ObjectStore, size: int) -> bool:
-    """Whether ``target`` can copy an object of ``size`` bytes from ``source`` by itself."""
+    """Whether ``target`` can itself copy an object of ``size`` bytes from ``source``."""
     limits = target.capabilities
     return target.copies_from(source) and (size <= limits.max_copy_size or limits.copies_parts)
 
@@ -29,17 +29,17 @@ def copy_part_size(size: int, limits: Capabilities) -> int:
 class ObjectCopy(ObjectUpload):
     """One object that the store copies from another bucket, or from another key.
 
-    It is made as an :class:`~cloudckpt.transfer.upload.ObjectUpload` is: by the threads of its
-    group, with retries, whole or not at all; :meth:`start` stands for writing and closing. It
-    differs in that nothing of the bytes is seen here: whoever wants to know that the copy is the
-    source's equal compares ``info.checksum``, where the store has told it, with the source's.
-    ``abandon`` removes the key, so it must be one that only this copy writes.
+    It is made like an :class:`~cloudckpt.transfer.upload.ObjectUpload`: by its group's threads,
+    with retries, whole or not at all; :meth:`start` replaces writing and closing. But the bytes are
+    not seen here: to verify that the copy equals the source, compare ``info.checksum``, if the
+    store reported it, with the source's. ``abandon`` removes the key, so only this copy may write
+    it.
     """
 
     def start(self, source: ObjectStore, found: ObjectInfo) -> None:
-        """Begins; ``found`` is what ``source`` has, at the version that is to be copied.
+        """Begins; ``found`` is the object in ``source``, at the version to copy.
 
-        Its checksum, where it is known, is how a copy is recognized whose answer was lost.
+        Its checksum, if known, identifies a copy whose answer was lost.
 
         Raises:
             StoreError: If an upload for its parts can't be begun.

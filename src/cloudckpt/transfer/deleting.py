@@ -1,7 +1,7 @@
-"""Deletes many objects, in parallel; each is tried, whatever becomes of the others.
+"""Deletes many objects in parallel; each is tried, whatever happens to the others.
 
-One object that can't be deleted, for a hold or for the moment, must not keep the rest in the store,
-where they are billed.
+An object that can't be deleted, because of a hold or temporarily, must not keep the rest in the
+store, where they are billed.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ logger = logging.getLogger("cloudckpt")
 def delete_each(
     store: ObjectStore, keys: Iterable[str], policy: RetryPolicy, *, threads: int
 ) -> dict[str, StoreError]:
-    """Deletes objects, on up to ``threads`` threads, and tells which are left, and why.
+    """Deletes objects on up to ``threads`` threads, and returns which are left, and why.
 
-    Those whose deletion may succeed later are tried again, all of them together, as often and as
-    long as ``policy`` says: it bounds the whole, not each key. Once the connection is lost no
-    further key is tried before the next pause: each might wait as long for nothing.
+    Deletions that may succeed later are retried together, as often and as long as ``policy`` says:
+    it bounds the whole, not each key. Once the connection is lost, no further key is tried before
+    the next pause: each might wait just as long in vain.
 
     Args:
         store: The store.
-        keys: The keys; one that is repeated counts once, one that is not there is no failure.
+        keys: The keys; a repeated key counts once, a missing object is not a failure.
         policy: How often and how long to try.
         threads: The most requests at a time.
     """
@@ -65,10 +65,10 @@ def delete_all(
         keys: The keys.
         policy: How often and how long to try.
         threads: The most requests at a time.
-        what: They are, for the message.
+        what: What they are, for the message.
 
     Raises:
-        StoreError: Why one of them is left; all others were tried.
+        StoreError: The failure of one that is left; all others were tried.
     """
     if left := delete_each(store, keys, policy, threads=threads):
         reason = next(iter(left.values()))
@@ -79,9 +79,9 @@ def delete_all(
 def delete_quietly(
     store: ObjectStore, keys: Iterable[str], policy: RetryPolicy, *, threads: int
 ) -> None:
-    """Deletes objects that nobody needs, with a few tries; what is left is logged.
+    """Deletes unneeded objects, with a few tries; leftovers are logged.
 
-    Its failure loses nothing, and must hide no error and undo no commit.
+    A failure loses nothing, and must not hide another error or undo a commit.
     """
     try:
         left = delete_each(store, keys, Retrier.for_cleanup(policy).policy, threads=threads)
@@ -94,7 +94,7 @@ def delete_quietly(
 
 
 def _try_each(store: ObjectStore, keys: list[str], threads: int) -> dict[str, StoreError]:
-    """Deletes objects; those that are left, first those that had no turn, and why."""
+    """Deletes objects; returns what is left and why, beginning with those never tried."""
     group = TaskGroup(threads, name="cloudckpt-delete", interrupt=store.interrupt)
     failed: dict[str, StoreError] = {}
     lost: list[ConnectionLostError] = []

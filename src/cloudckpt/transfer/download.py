@@ -1,4 +1,4 @@
-"""Fetches ranges of many objects at once, verifies them, and hands them to their sinks."""
+"""Fetches ranges of many objects at once, verifies them, and delivers them to their sinks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _GRAIN = 1024 * 1024  # where unverified data may be cut
 
 
 def raise_it(error: CheckpointCorruptError) -> None:
-    """What is done with damage where nothing else is said."""
+    """The default handler for damage."""
     raise error
 
 
@@ -44,20 +44,20 @@ def download(
     damaged: Callable[[CheckpointCorruptError], None] = raise_it,
     shared: Shared | None = None,
 ) -> None:
-    """Delivers all that is wanted; at its return every byte has arrived and was verified.
+    """Delivers everything wanted; when it returns, every byte has arrived and was verified.
 
     Args:
-        store: Where it is.
+        store: The store that holds it.
         wanted: What is wanted.
         config: Options.
-        stats: Counts.
-        damaged: Called with what is damaged, by any thread. If it does not raise, the rest is read
-            nevertheless, and what is damaged, and shares a request with it, is not delivered.
-        shared: Brings what others want, too; of ``wanted`` it has the segments.
+        stats: Transfer counters.
+        damaged: Called with each damage, from any thread. If it does not raise, the rest is still
+            read, but the damaged bytes, and others in the same request, are not delivered.
+        shared: Fetches what other ranks also want; it has the segments of ``wanted``.
 
     Raises:
-        CheckpointCorruptError: If bytes are missing, were replaced, or do not match their
-            checksum when they are fetched a second time.
+        CheckpointCorruptError: If bytes are missing, were replaced, or still do not match their
+            checksum when fetched a second time.
         StoreError: If the store refuses or stays unreachable.
     """
     check_regions(store, config, sum(want.stop - want.start for want in wanted))
@@ -74,14 +74,14 @@ def download(
 
 
 class Shared(Protocol):
-    """Brings bytes that others want, too."""
+    """Fetches bytes that other ranks also want."""
 
     def carry_out(self, download: Download) -> Sequence[Segment]:
-        """Delivers what others want, too; returns what is left to be fetched."""
+        """Delivers what other ranks also want; returns what is left to fetch."""
 
 
 def segments_for(wanted: Sequence[Wanted], config: Config) -> list[Segment]:
-    """What to ask for, of each that is not empty."""
+    """The segments to request, for each nonempty ``Wanted``."""
     with paused_gc():
         return [
             _whole_blocks(want, verify=config.verify) for want in wanted if want.stop > want.start
@@ -89,7 +89,7 @@ def segments_for(wanted: Sequence[Wanted], config: Config) -> list[Segment]:
 
 
 def _whole_blocks(want: Wanted, *, verify: bool) -> Segment:
-    """The bytes to ask for: whole rows, and whole blocks, if they can be verified."""
+    """The bytes to request: whole rows, and whole blocks if they can be verified."""
     source = want.source
     start = want.start // want.row * want.row
     stop, grain = min(aligned(want.stop, want.row), source.nbytes), _GRAIN
@@ -104,7 +104,7 @@ def _whole_blocks(want: Wanted, *, verify: bool) -> Segment:
 class Download:
     """Fetches requests on its threads, verifies and delivers them; the first failure stops all.
 
-    :func:`download` is what mostly serves; this is for who brings some of the bytes otherwise.
+    Mostly :func:`download` is enough; this is for callers that get some bytes by other means.
     """
 
     def __init__(
@@ -134,12 +134,12 @@ class Download:
         self._receiver = Receiver(store, self._retrier, progress)
 
     def requests(self, segments: Sequence[Segment]) -> list[list[Segment]]:
-        """The requests that ask for segments."""
+        """Groups segments into requests."""
         limit = self._config.request_size or self._even_share(segments)
         return list(pack_requests(segments, limit=limit, merge_gap=self._config.merge_gap))
 
     def _even_share(self, segments: Sequence[Segment]) -> int:
-        """The size of requests; small if they need scratch memory, of which there is little."""
+        """The size of requests; small if they need scratch memory, which is scarce."""
         wanted = [segment.want for segment in segments]
         if any(want.sink.memory is None for want in wanted):
             return even_share(0, self._config.most_connections)
@@ -151,11 +151,11 @@ class Download:
         self._land(request, functools.partial(self._receive, request))
 
     def read(self, request: Sequence[Segment], into: memoryview) -> None:
-        """Fetches the bytes of a request from its first to its last, and does no more."""
+        """Only fetches the bytes of a request, from first to last."""
         self._receive(request, [into])
 
     def land(self, request: Sequence[Segment], data: memoryview) -> None:
-        """Delivers a request whose bytes are there; if they are damaged, it is fetched."""
+        """Delivers a request whose bytes have arrived; damaged ones are read from the store."""
         self._land(request, functools.partial(_copy, data))
 
     def _land(
@@ -176,10 +176,10 @@ class Download:
     def _make_right(
         self, request: Sequence[Segment], landing: ScatterPlan, views: Sequence[memoryview]
     ) -> None:
-        """Receives a request once more if a checksum is wrong.
+        """Fetches a request once more if a checksum is wrong.
 
         Raises:
-            CheckpointCorruptError: If it is wrong again, or the bytes are not there.
+            CheckpointCorruptError: If it is wrong again, or the bytes are missing.
         """
         if not (bad := self._bad(landing)):
             return

@@ -1,4 +1,4 @@
-"""Parallel tasks of which the first failure stops the rest."""
+"""Parallel tasks; the first failure stops the rest."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ look and the wait would else be handled only when the wait ends."""
 
 
 class Cancellation:
-    """A flag that running transfers look at; see :meth:`check`."""
+    """A flag that running transfers check; see :meth:`check`."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
 
     def cancel(self) -> None:
-        """Asks all that watch this flag to stop."""
+        """Asks everything that checks this flag to stop."""
         self._event.set()
 
     @property
     def is_set(self) -> bool:
-        """Whether it was."""
+        """Whether it was cancelled."""
         return self._event.is_set()
 
     def check(self) -> None:
@@ -39,7 +39,7 @@ class Cancellation:
             raise TransferCancelledError("stopped, because another transfer failed")
 
     def wait(self, seconds: float) -> None:
-        """Sleeps, but not past the cancellation."""
+        """Sleeps, at most until cancelled."""
         if seconds > 0 and self._event.wait(seconds):
             self.check()
 
@@ -49,7 +49,7 @@ class Pace(Protocol):
 
     @property
     def tick(self) -> float:
-        """Seconds after which it wants to be asked again."""
+        """Seconds until it wants to be asked again."""
 
     def width(self, threads: Sequence[int], *, is_full: bool) -> int:
         """How many there should be from now on.
@@ -60,7 +60,7 @@ class Pace(Protocol):
         """
 
     def ended(self) -> None:
-        """Called when all tasks have been carried out."""
+        """Called when all tasks have ended."""
 
 
 class TaskGroup:

@@ -26,7 +26,7 @@ __all__ = [
     "copy_into",
 ]
 
-_DIRECT = 64 * 1024  # fewer bytes are cheaper to copy than to receive in a call of their own
+_DIRECT = 64 * 1024  # fewer bytes are cheaper to copy than to receive in a separate call
 
 
 _MAPPED = 1024 * 1024
@@ -36,7 +36,7 @@ class Sink:
     """Takes the bytes of one range.
 
     Attributes:
-        memory: Where they belong, byte for byte, so that they can be received there; else None.
+        memory: Where they belong, if they can be received there byte for byte; else None.
         pinned: Whether pinned memory makes :meth:`deliver` faster.
     """
 
@@ -54,10 +54,10 @@ class Sink:
 
 
 class BytesSink(Sink):
-    """Keeps the bytes: for items that are not tensors.
+    """Keeps the bytes, for items that are not tensors.
 
-    Of many bytes the system gives no memory before they arrive: metadata that are damaged may say
-    of an item that it has any number.
+    For large items the system commits memory only as bytes arrive: damaged metadata may claim any
+    size for an item.
     """
 
     __slots__ = ("data",)
@@ -143,17 +143,17 @@ def _viewed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class StoredBytes:
-    """Raw data of an item in an object.
+    """An item's raw data in an object.
 
     Attributes:
         key: The object.
         offset: The first byte of the raw data in the object.
         nbytes: Its length.
-        blocks: What its blocks must be, or None if that is unknown.
-        object_size: What the object's size must be, or None if that is unknown.
+        blocks: Its expected blocks, or None if unknown.
+        object_size: The object's expected size, or None if unknown.
         item: The item's name, for messages.
-        version: What the object's version must be, or None if that is unknown: then all of its
-            ranges must be of the same one.
+        version: The object's expected version, or None if unknown: then all of its ranges must be
+            of the same version.
     """
 
     key: str
@@ -167,13 +167,13 @@ class StoredBytes:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Bytes ``start`` to ``stop`` of a source's raw data, and who takes them.
+    """Bytes ``start`` to ``stop`` of a source's raw data, and the sink that takes them.
 
     Attributes:
         source: The raw data.
         start: The first byte.
-        stop: Behind the last one.
-        sink: The taker.
+        stop: The end, after the last byte.
+        sink: What takes them.
         divisible: Whether the sink accepts the bytes in several deliveries.
         row: Bytes of a row, of which only some columns are wanted. Whole rows are asked for: so
             ranks that want different columns of them ask for the same, and can share it.
@@ -189,13 +189,13 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Bytes of an object that are asked for on behalf of one who wants them.
+    """Bytes of an object that are requested for a ``Wanted``.
 
     Attributes:
         want: What is wanted; the segment may hold less of it, and more around it: whole blocks.
         start: The first byte in the object.
-        stop: Behind the last one.
-        grain: It may be cut at multiples of so many bytes of the raw data; not at all if 0.
+        stop: The end, after the last byte.
+        grain: It may be cut at multiples of this many bytes of the raw data; 0: not at all.
     """
 
     want: Wanted
@@ -336,6 +336,6 @@ class ScatterPlan:
         return found
 
     def deliver(self) -> None:
-        """Hands over what did not land in its target by itself."""
+        """Delivers what was not received directly into its target."""
         for landed in self._landed:
             landed.deliver()

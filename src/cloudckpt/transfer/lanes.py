@@ -1,9 +1,9 @@
-"""How many lanes a transfer is worth: decided from what moved, without I/O or a clock.
+"""How many lanes a transfer should use: decided from what moved, without I/O or a clock.
 
 A lane is a thread with a connection. Clouds limit each connection (S3 to about 90 MB/s, others to
-10), so more of them are faster until the link, the store or the CPU is the limit; from there on
-they only cost. Nobody knows that number beforehand, so it is searched for: the lanes are multiplied
-as long as that moves more, and taken back to as many as made the difference when it does not.
+10), so more lanes are faster until the link, the store or the CPU is the limit; beyond that they
+only cost. That number is not known beforehand, so it is searched for: the lanes are multiplied as
+long as that moves more, and otherwise reduced to as many as made the difference.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ __all__ = [
 
 
 def settled(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor; if it is what a collective fills meanwhile, its memory when that has ended."""
+    """The tensor; if a collective is still filling it, waits and returns its memory."""
     if type(tensor) is not AsyncCollectiveTensor:
         return tensor
     wait: Any = tensor.trigger_wait
@@ -38,17 +38,17 @@ def settled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie in host memory, in row-major order, just as they are to be read."""
+    """Whether the elements lie in host memory, in row-major order, with their actual values."""
     return tensor.is_cpu and tensor.is_contiguous() and shows_its_memory(tensor)
 
 
 def shows_its_memory(tensor: torch.Tensor) -> bool:
-    """Whether the values are those in memory: a conjugated or negated view shows others."""
+    """Whether the values are those in memory, unlike in a conjugated or negated view."""
     return not tensor.is_neg() and not (tensor.is_complex() and tensor.is_conj())
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether all elements have memory: not if it was freed, shrunk, or only pretends to exist."""
+    """Whether all elements have memory: False if it was freed or shrunk, or is fake."""
     return tensor.numel() == 0 or memory_of(tensor) is not None
 
 
@@ -94,10 +94,10 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def host_buffer(nbytes: int, *, pinned: bool) -> torch.Tensor:
-    """Bytes of host memory, which the system has back as soon as nobody uses them.
+    """Allocates host memory that returns to the system as soon as it is unused.
 
-    They are a mapping of their own, and not malloc's, which keeps what one thread has freed from
-    the others, and from the system.
+    It is a separate mapping, not malloc's, which keeps what one thread has freed from other threads
+    and from the system.
 
     Args:
         nbytes: How many; not 0.
