@@ -358,7 +358,7 @@ class CheckpointReplacedError(CheckpointError):
     :func:`cloudckpt.load` starts again with the newer one, and raises this after a few times.
 
     Attributes:
-        times: How often this load noticed that; it gives up after a few times.
+        times: How often this load noticed that; above 1, it has given up.
         saves: Which saves two ranks have read, if that is how it was noticed.
     """
 

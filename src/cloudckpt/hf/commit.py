@@ -2,35 +2,34 @@
 
 No store changes several objects at once, and the names of the files are those that transformers
 expects, so a new model mostly has the names of the old one. What makes a model is therefore one
-object that is written last: the index, or the file of a model that has only one. A commit goes like
-this, when all bytes are at the store, in uploads that nobody sees:
+object that is written last: the index, or the file of a model that has only one. Once all bytes are
+at the store, in uploads that are not visible yet, a commit goes like this:
 
 1. The index is claimed: on the condition that it is what it was when the save began, or still
-   missing, it is replaced by a text that is no index, and that names the files to be deleted if
-   this save does not come to its end. Readers find no model from here on.
+missing, it is replaced by a text that is not an index, and that names the files to be deleted if
+this save does not complete. Readers find no model from here on.
 2. The files of the old model are deleted, each on the condition that it is what it was.
 3. The new files appear, each on the condition that there is none of its name.
-4. The index replaces the claim, on the condition that this is still there.
+4. The index replaces the claim, on the condition that the claim is still there.
 
-A model of one file needs no index: it does steps 1 and 2 if there is more than such a file, and
-deletes the claim; then the file appears, or replaces its predecessor at once. Beside a model of
-several files, each of the two looks for the other's before or behind its last step: at least one
-sees the other, and gives up. Of two that replace the same file both may succeed, one behind the
-other: stores complete an upload on the condition that there is no object, and on no other.
+A model of one file needs no index. If anything but such a file is there, steps 1 and 2 are done and
+the claim is deleted; then the file appears, or replaces its predecessor at once. A save of one file
+and a save of several each look for the other's model before or after their last step: at least one
+sees the other, and gives up. Of two saves that replace the same file both may succeed, one after
+the other: stores complete an upload on the condition that there is no object, and on no other.
 
-So these can't happen, where A and B are two jobs, or a process that was thought dead and the one
-that was started in its place:
+This rules out the following, where A and B are two jobs, or a process that was thought dead and the
+one that was started in its place:
 
-- *A dies.* Before step 1 the old model is whole. Until step 4 there is no model: the claim is no
-  index, and files that no index names are not taken for a model. Then the new one is whole. The
-  next save deletes what A has left.
+- *A dies.* Before step 1 the old model is intact. Until step 4 there is no model: the claim is not
+  an index, and files that no index names do not count as a model. After that the new model is
+  complete. The next save deletes what A has left.
 - *A and B save at the same time.* One of them claims first; the other's condition does not hold. If
-  B begins amid A's commit, and takes the claim from A, then A's step 4 fails; what A makes
-  meanwhile B does not replace, nor A what B makes, so that all files of the one that commits are
-  its own.
+  B begins during A's commit, and takes the claim from A, then A's step 4 fails; meanwhile neither
+  replaces files that the other makes, so that all files of the one that commits are its own.
 - *A reader has the old index, and the files are replaced while it reads them.* It reads each file
-  on the condition that it is what it was, and an old file is deleted before any new one appears:
-  so it fails, and begins anew (``transfer.retry.retry_if_replaced``).
+  on the condition that it is what it was, and an old file is deleted before any new one appears: so
+  the read fails, and starts again (``transfer.retry.retry_if_replaced``).
 - *The answer to the last step is lost.* As in ``checkpoint.commit``: the store is asked what is
   there; if it does not say, that is a :class:`CommitUnknownError`, and nothing is deleted.
 """
@@ -84,10 +83,10 @@ _NUMBERED = re.compile(r"(shard-\d+-)?model-\d+-of-\d+\.safetensors")
 
 
 class FilesUnderConstruction:
-    """The files of a model that nobody sees yet, and their commit.
+    """The files of a model that are not visible yet, and their commit.
 
     Attributes:
-        uploads: Of the files, once begun.
+        uploads: The uploads of the files, once begun.
     """
 
     def __init__(self, uri: CheckpointURI, config: Config, files: Sequence[FilePlan]) -> None:
@@ -104,10 +103,10 @@ class FilesUnderConstruction:
         self._may_be_there = False  # whether the last step was sent, and not refused
 
     def begin(self, part_sizes: Sequence[int]) -> None:
-        """Looks what is there, and begins the uploads.
+        """Checks what is there, and begins the uploads.
 
         Args:
-            part_sizes: Bytes of the parts of each file.
+            part_sizes: The part size of each file, in bytes.
 
         Raises:
             CheckpointExistsError: If there is a model and ``overwrite`` is off.
@@ -143,14 +142,14 @@ class FilesUnderConstruction:
         self.uploads = [one.upload for one in self._begun]
 
     def commit(self, parts: Sequence[Sequence[Part]]) -> None:
-        """Makes the files appear, of the parts of each in order, then the index.
+        """Makes the files appear, each from its parts in order, then the index.
 
-        Whatever it raises, there is nothing left to be abandoned.
+        Whatever this raises, nothing remains to be abandoned.
 
         Raises:
             CheckpointConflictError: If another writer was faster; what appeared is deleted.
-            CommitUnknownError: If the store did not say whether it has carried out the last step.
-            StoreError: If it certainly has not, and will not.
+            CommitUnknownError: If the store did not say whether it carried out the last step.
+            StoreError: If the last step was certainly not carried out, and will not be.
         """
         try:
             with Span("commit", str(self._uri), 0):
@@ -204,7 +203,7 @@ class FilesUnderConstruction:
         try:
             commit(self._store, baseline, body, conditional=conditional, retrier=self._retrier)
         except (CheckpointConflictError, StoreError):
-            self._may_be_there = False  # only these two say so for certain
+            self._may_be_there = False  # only these two errors are certain
             raise
 
     def _commit_alone(self, parts: Sequence[Part]) -> None:
@@ -248,21 +247,21 @@ class FilesUnderConstruction:
 
         self._each([one for one in begun if one.info is None], FileUpload.abandon)
         self._each(made, delete)
-        if self._claim is not None:  # last: files without an index are taken for a model by some
+        if self._claim is not None:  # last: some readers take files without an index for a model
             delete(self._claim)
 
     def _replaces(self, name: str) -> bool:
-        """Whether a file replaces the one of its name, which is not deleted before."""
+        """Whether a file replaces the old file of its name, which is not deleted first."""
         return name in self._there and not needs_index(self._files)
 
     def _look(self) -> dict[str, ObjectInfo]:
-        """What belongs to a model that is there, or was to: its index and its files, by name.
+        """The index and files of a model that is there, or was being written, by name.
 
-        Other files that are there, such as adapters, are none of ours.
+        Other files, such as adapters, are left alone.
         """
         below = self._uri.key("")
         found: dict[str, ObjectInfo] = {}
-        for prefix in (SINGLE_FILE, "model-", "shard-"):  # first the index: its files are there
+        for prefix in (SINGLE_FILE, "model-", "shard-"):  # index first: then its files exist
             for info in self._retrier.call(functools.partial(self._listed, below + prefix)):
                 name = info.key.removeprefix(below)
                 if name in (INDEX, SINGLE_FILE) or _NUMBERED.fullmatch(name):
@@ -280,7 +279,7 @@ class FilesUnderConstruction:
         return found
 
     def _named_by(self, key: str) -> Iterable[str]:
-        """The files that an index names, or a claim."""
+        """The files named by an index or a claim."""
         try:
             data, _ = self._retrier.call(lambda: self._store.get_latest(key))
             claimed = claimed_files(data, self._store.uri(key))
@@ -298,7 +297,7 @@ class FilesUnderConstruction:
             return None
 
     def _delete(self, found: Iterable[ObjectInfo]) -> None:
-        """Deletes objects, unless others have taken their place; first what readers begin with."""
+        """Deletes objects, unless others have replaced them; first what readers open first."""
         ordered = sorted(found, key=lambda info: info.key != self._uri.key(SINGLE_FILE))
         delete = functools.partial(self._delete_one, retrier=self._retrier)
         self._each(ordered[:1], delete)
@@ -321,14 +320,14 @@ class FilesUnderConstruction:
         self._each(self._begun, check)
 
     def _check_no_other(self, name: str) -> None:
-        """Raises PreconditionFailedError if another writer makes a model of other files."""
+        """Raises PreconditionFailedError if another writer has made a model with other files."""
         if self._head(self._uri.key(name)) is not None:
             raise PreconditionFailedError(
                 "another model is there", uri=self._store.uri(self._uri.key(name)), certain=True
             )
 
     def _each(self, items: Sequence[_T], action: Callable[[_T], None]) -> None:
-        """Does something with each, on as many threads as there may be connections."""
+        """Calls ``action`` with each item, on as many threads as there may be connections."""
         if not items:
             return
         group = TaskGroup(

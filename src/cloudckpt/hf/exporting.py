@@ -1,8 +1,8 @@
-"""A finished checkpoint becomes a model in safetensors files, by copies within the store if it can.
+"""Exports a committed checkpoint as a model in safetensors files, by store-side copies if possible.
 
 A part of a file is copied by the store if it is a range of one data object of the checkpoint. What
-is smaller than a part may be (headers, small tensors, the begin of a tensor behind them) is read
-and sent by this process.
+is smaller than a part may be (headers, small tensors, the start of a tensor after them) is read and
+sent by this process.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ __all__ = ["Exported", "PlannedCopy", "cut_into_parts", "export_checkpoint"]
 
 logger = logging.getLogger("cloudckpt")
 
-_COPY = 256 * MIB  # a store copies some hundred MiB a second for each request
+_COPY = 256 * MIB  # a store copies some hundred MiB per second and request
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export has made.
+    """The result of an export.
 
     Attributes:
         files: The names of the files.
-        nbytes: Of the files.
-        moved: Bytes that this process has sent; the rest was copied within the store.
-        left_out: Names in the checkpoint that are no tensors, or that ``key_mapping`` left out.
+        nbytes: Bytes of the files.
+        moved: Bytes that this process sent; the rest was copied within the store.
+        left_out: Names in the checkpoint that are not tensors, or that ``key_mapping`` left out.
     """
 
     files: Sequence[str]
@@ -86,27 +86,27 @@ def export_checkpoint(
 ) -> Exported:
     """Writes the tensors of a checkpoint as a model in safetensors files; see :func:`save`.
 
-    Where the store can copy ranges, and reach both places with the same credentials, it copies
-    nearly all bytes itself. Else, and if types are converted, or tensors were saved in columns, the
-    files are made one after the other, in about ``max_shard_size`` of memory. Call it on one rank:
-    it takes no part in collectives.
+    If the store can copy ranges, and reach both locations with the same credentials, it copies
+    nearly all bytes itself. Otherwise, and if types are converted, or tensors were saved in
+    columns, the files are made one after another, in about ``max_shard_size`` of memory. Call it on
+    one rank: it takes no part in collectives.
 
     Args:
         source: A committed checkpoint, of cloudckpt or of torch.
         target: The folder of the model.
-        max_shard_size: Most bytes of tensors in a file.
-        dtype: What floating-point tensors are converted to; as they are by default.
-        fqn_to_file: The file of each tensor instead, by its name there or by its number from 1.
-        key_mapping: What a tensor of the checkpoint is called in the model, or None to leave it
-            out, as ``optim.…`` mostly.
+        max_shard_size: Maximum bytes of tensors in a file.
+        dtype: The type that floating-point tensors are converted to; by default none are.
+        fqn_to_file: Instead, the file of each tensor, by its name there or by its number from 1.
+        key_mapping: Returns the name in the model of a tensor of the checkpoint, or None to leave
+            it out, as usual for ``optim.…``.
         config: Options, for both sides.
 
     Raises:
-        CheckpointNotFoundError: If there is no checkpoint, or no tensor is left of it.
+        CheckpointNotFoundError: If there is no checkpoint, or none of its tensors is left.
         CheckpointExistsError: If there is a model and ``overwrite`` is off.
         CheckpointCorruptError: If bytes of the checkpoint are missing or damaged.
         UnsupportedTensorError: If safetensors files can't hold a tensor.
-        KeyCollisionError: If ``key_mapping`` gives two tensors one name.
+        KeyCollisionError: If ``key_mapping`` gives two tensors the same name.
         CloudCheckpointError: As :func:`save`.
     """
     config = config if config is not None else Config()
@@ -122,7 +122,7 @@ def export_checkpoint(
         try:
             _export_by_copies(uri, config, files, found, stats)
             return _outcome(files, stats, found)
-        except InvalidRequestError as error:  # some servers want parts of one size, or no copies
+        except InvalidRequestError as error:  # some servers want equal parts, or copy nothing
             logger.warning("the store does not copy that, so it is read and sent: %s", error)
     building = FilesUnderConstruction(uri, config, files)
     sizes, (work,) = plan_work(files, config, target_store.capabilities, [True])
@@ -147,9 +147,9 @@ class _Source:
 
     Attributes:
         tensors: As they will be stored, by their new names.
-        stored: Of each the chunks, with where they begin.
+        stored: The chunks of each tensor, with where they begin.
         left_out: The other names.
-        is_copyable: Whether all bytes are in the checkpoint just as they will be in the files.
+        is_copyable: Whether all bytes are in the checkpoint exactly as they will be in the files.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class _Source:
         self.is_copyable = self.is_copyable and all(map(self._is_in_order, self.tensors))
 
     def _is_in_order(self, tensor: TensorPlan) -> bool:
-        """Whether its chunks, one behind the other, are the tensor; sorts them so."""
+        """Whether its chunks, one after another, are the tensor; sorts them into that order."""
         chunks = sorted(self.stored[tensor.name], key=lambda chunk: chunk[0])
         self.stored[tensor.name] = chunks
         rows = 0
@@ -271,23 +271,24 @@ class PlannedCopy:
 
     @property
     def nbytes(self) -> int:
-        """How many."""
+        """The number of bytes."""
         return self.stop - self.start
 
 
 def cut_into_parts(
     header: bytes, extents: Sequence[StoredBytes], *, least: int, most: int
 ) -> Iterator[PlannedCopy | list[bytes | PlannedCopy]]:
-    """The parts of a file: what the store copies, or what is to be read and sent.
+    """The parts of a file: what the store copies, and what is to be read and sent.
 
-    All but the last have at least ``least`` bytes. A copy begins and ends with a block that has a
-    checksum, if there are blocks, so that the store's word for it can be compared.
+    All parts but the last have at least ``least`` bytes. A copy begins and ends with a block that
+    has a checksum, if there are blocks, so that the checksum that the store reports can be
+    compared.
 
     Args:
-        header: What stands in front.
-        extents: Where the rest is, in order.
-        least: Fewest bytes of a part.
-        most: Most bytes of a copy.
+        header: The bytes at the start.
+        extents: The locations of the rest, in order.
+        least: Minimum bytes of a part.
+        most: Maximum bytes of a copy.
     """
     ours: list[bytes | PlannedCopy] = [header]
     size = len(header)
@@ -403,7 +404,7 @@ def _copy(
 
 
 def _checksum_of(planned: PlannedCopy, store: ObjectStore) -> int | None:
-    """What the copied bytes must add up to, by the blocks of the checkpoint."""
+    """The checksum that the copied bytes must have, from the blocks of the checkpoint."""
     blocks = planned.source.blocks
     algorithm = store.capabilities.checksum
     if blocks is None or blocks.algorithm.name != algorithm.name or planned.start % blocks.size:
@@ -424,7 +425,7 @@ def _relay(
     config: Config,
     stats: TransferStats,
 ) -> None:
-    """Reads what a part consists of, verified, and sends it."""
+    """Reads and verifies the content of a part, and sends it."""
     sinks = [one if isinstance(one, bytes) else BytesSink(one.nbytes) for one in content]
     wanted = [
         Wanted(one.source, one.start, one.stop, sink, True)

@@ -1,10 +1,10 @@
-"""The plan of a model in safetensors files: what stands where, and which rank sends it. No I/O.
+"""The plan of a model in safetensors files: what lies where, and which rank sends it. No I/O.
 
-The tensors of a file stand one behind the other, in row-major order, while ranks hold boxes of
-them: rows, columns, or anything that a device mesh cuts. A file is sent in parts of equal size,
-each by one rank, its owner: the one that has most of its bytes. What other ranks have of a part
-they hand to the owner in rounds. In a round each rank puts together one part at most and gives
-away about as many bytes as a part has, so that the memory in use does not depend on the model.
+The tensors of a file lie one after another, in row-major order, while ranks hold boxes of them:
+rows, columns, or anything that a device mesh cuts. A file is sent in parts of equal size, each by
+one rank, its owner: the rank that holds most of its bytes. Other ranks hand their bytes of a part
+to the owner, in rounds. In a round each rank assembles at most one part and gives away about as
+many bytes as a part has, so that the memory in use does not depend on the model.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _FILE_NAME = re.compile(r"[^/\x00-\x1f]+\.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor that a rank holds, as the item of that number in its plan."""
+    """A box of a tensor that a rank holds, which is the item of that number in its plan."""
 
     rank: int
     item: int
@@ -103,10 +103,10 @@ class PieceOfRun:
     """A part of a run that lies in one chunk.
 
     Attributes:
-        rank: Who has it.
-        item: In which item of its plan.
-        source: Which box of that item.
-        place: Where in the run.
+        rank: The rank that has it.
+        item: The number of the item in that rank's plan.
+        source: The box within that item.
+        place: The position in the run.
     """
 
     rank: int
@@ -117,7 +117,7 @@ class PieceOfRun:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Elements that follow one another in a file: a box of a tensor, and what makes it up."""
+    """Elements that follow one another in a file: a box of a tensor, and its pieces."""
 
     name: str
     dtype: torch.dtype
@@ -141,7 +141,7 @@ class PartPlanOfRanks:
 
 @dataclass(frozen=True, slots=True)
 class Gift:
-    """What a rank hands to the owner of a part."""
+    """Bytes that a rank hands to the owner of a part."""
 
     to: int
     item: int
@@ -151,7 +151,7 @@ class Gift:
 
 @dataclass
 class Round:
-    """What a rank does in a round: the part that it puts together, and what it hands to others."""
+    """A rank's work in a round: the part that it assembles, and what it hands to others."""
 
     part: PartPlanOfRanks | None = None
     gifts: list[Gift] = field(default_factory=list)
@@ -159,7 +159,7 @@ class Round:
 
 @dataclass(frozen=True)
 class RankWork:
-    """What a rank does: rounds, of which all ranks have the same number, and parts of its own."""
+    """A rank's work: rounds, the same number on all ranks, and parts that are only its own."""
 
     rounds: Sequence[Round]
     own: Sequence[PartPlanOfRanks]
@@ -170,15 +170,15 @@ def plan_files(
     max_shard_size: int,
     fqn_to_file: Mapping[str, str | int] | None,
 ) -> list[FilePlan]:
-    """Which file a tensor goes into, and where.
+    """Decides which file each tensor goes into, and where.
 
     Args:
         tensors: All of them, in the order in which they fill the files.
-        max_shard_size: Most bytes of tensors in a file; one that has more is alone in its file.
-        fqn_to_file: The file of each tensor instead: its name, or its number from 1.
+        max_shard_size: Maximum bytes of tensors in a file; a larger tensor gets a file to itself.
+        fqn_to_file: Instead, the file of each tensor: its name, or its number from 1.
 
     Raises:
-        ConfigError: If ``fqn_to_file`` leaves out a tensor, or has no names of files.
+        ConfigError: If ``fqn_to_file`` leaves out a tensor, or has invalid file names.
         UnsupportedTensorError: If safetensors files can't hold a tensor.
     """
     if fqn_to_file is None:
@@ -219,7 +219,7 @@ def _numbered(number: int, count: int) -> str:
 
 
 def _file(name: str, tensors: Sequence[TensorPlan]) -> FilePlan:
-    # larger elements first: then each lies at a multiple of its size, as readers map it
+    # larger elements first: each then lies at a multiple of its size, for readers that map it
     ordered = [_ordered(one) for one in sorted(tensors, key=lambda one: -one.dtype.itemsize)]
     header = header_bytes([(tensor.name, tensor.dtype, tensor.shape) for tensor in ordered])
     starts, at = [], len(header)
@@ -230,7 +230,7 @@ def _file(name: str, tensors: Sequence[TensorPlan]) -> FilePlan:
 
 
 def _ordered(tensor: TensorPlan) -> TensorPlan:
-    """The same with the boxes in the order of their rows, by which they are found."""
+    """The same tensor, with its boxes sorted by rows, so that they can be searched."""
     if not tensor.shape:
         return tensor
     chunks = sorted(tensor.chunks, key=lambda chunk: (_first_row(chunk), _behind_rows(chunk)))
@@ -266,7 +266,7 @@ def weight_map(files: Sequence[FilePlan]) -> dict[str, str]:
 
 
 def boxes_between(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """The boxes that elements ``start`` to ``stop`` of a row-major tensor consist of, in order."""
+    """The boxes that make up elements ``start`` to ``stop`` of a row-major tensor, in order."""
     if start >= stop:
         return
     if not shape:
@@ -292,9 +292,9 @@ def boxes_between(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 
 
 def runs_of_part(file: FilePlan, start: int, stop: int, limit: int) -> Iterator[bytes | Run]:
-    """What bytes ``start`` to ``stop`` of a file consist of, in order.
+    """The content of bytes ``start`` to ``stop`` of a file, in order.
 
-    What several chunks make up together comes in runs of at most ``limit`` bytes.
+    Content that several chunks make up together comes in runs of at most ``limit`` bytes.
     """
     header = len(file.header)
     if start < header:
@@ -350,14 +350,14 @@ def divide(
     limit: int,
     most: int | None = None,
 ) -> list[RankWork]:
-    """Which rank sends which parts of the files, and what the others hand to it.
+    """Decides which rank sends which parts of the files, and what the others hand to it.
 
     Args:
         files: The files.
-        part_sizes: Bytes of the parts of each.
-        ranks: How many ranks there are.
-        limit: Most bytes that are put together at a time.
-        most: Most bytes that a rank hands on in a round; by default those of a part.
+        part_sizes: The part size of each file, in bytes.
+        ranks: The number of ranks.
+        limit: Maximum bytes that are assembled at a time.
+        most: Maximum bytes that a rank hands over in a round; by default those of a part.
     """
     own: list[list[PartPlanOfRanks]] = [[] for _ in range(ranks)]
     rounds: list[list[Round]] = []
@@ -370,7 +370,7 @@ def divide(
             part = PartPlanOfRanks(number_of_file, number, runs)
             shares = _shares(runs)
             owner = max(shares, key=lambda rank: (shares[rank], -owned[rank], -rank), default=0)
-            if not shares:  # of a header alone
+            if not shares:  # a part of a header alone
                 owner = min(range(ranks), key=lambda rank: owned[rank])
             owned[owner] += size
             if len(shares) <= 1:
@@ -406,16 +406,16 @@ def divide(
 def plan_work(
     files: Sequence[FilePlan], config: Config, limits: Capabilities, is_plain: Sequence[bool]
 ) -> tuple[list[int], list[RankWork]]:
-    """The bytes of the parts of each file, and what each rank does.
+    """The part size of each file, and the work of each rank.
 
-    Parts are as large as they would be in a checkpoint, if little of each is copied or handed on;
-    else they are so small that copies of some fit into the memory budget.
+    Parts are as large as they would be in a checkpoint, if little of each is copied or handed over;
+    otherwise they are so small that several copies fit into the memory budget.
 
     Args:
         files: The files.
         config: Options.
-        limits: Of the store.
-        is_plain: Of each rank whether its tensors lie in memory as they do in the files.
+        limits: The limits of the store.
+        is_plain: For each rank, whether its tensors lie in memory as they do in the files.
     """
     ranks, most = len(is_plain), part_of_budget(config.memory_budget)
     slab = slab_bytes(config.memory_budget)
@@ -431,28 +431,28 @@ def plan_work(
 
 
 def part_of_budget(budget: int) -> int:
-    """Most bytes of a part that are copies: two such parts are held back, and two exchanged."""
+    """Maximum copied bytes in a part: two such parts are held back, and two exchanged."""
     return budget // 6
 
 
 def pool_budget(budget: int) -> int:
-    """What is left of the budget to put parts together in."""
+    """The rest of the budget, in which parts are assembled."""
     return budget - 2 * part_of_budget(budget)
 
 
 def slab_bytes(budget: int) -> int:
-    """Most bytes that are put together at a time."""
+    """Maximum bytes that are assembled at a time."""
     return slab_of(pool_budget(budget))
 
 
 def _part_size(size: int, limit: int, config: Config, limits: Capabilities) -> int:
     found = choose_part_size(size, config.part_size, limits, connections=config.most_connections)
     least = max(-(-size // limits.max_parts), limits.min_part_size)
-    return aligned(max(min(found, limit), least), ALIGNMENT)  # no element is cut
+    return aligned(max(min(found, limit), least), ALIGNMENT)  # so that no element is cut
 
 
 def _copied(file: FilePlan, size: int, slab: int, is_plain: Sequence[bool]) -> Iterator[int]:
-    """The bytes that are copied, or handed on, for each part of a file."""
+    """The bytes that are copied, or handed over, for each part of a file."""
     for start in range(0, file.size, size):
         runs = [
             run
@@ -465,7 +465,7 @@ def _copied(file: FilePlan, size: int, slab: int, is_plain: Sequence[bool]) -> I
 
 
 def _lies_at(run: Run, rank: int) -> bool:
-    """Whether a run is sent from the memory of a tensor of that rank, if that is plain."""
+    """Whether a run is sent from tensor memory of that rank, provided that the memory is plain."""
     return len(run.pieces) == 1 and run.pieces[0].rank == rank and run.nbytes >= PACKED_BELOW
 
 
@@ -485,7 +485,7 @@ def _shares(runs: Iterable[bytes | Run]) -> Counter[int]:
 
 
 def natural(name: str) -> list[tuple[bool, int, str]]:
-    """Orders names by the numbers in them: layer 2 stands before layer 10."""
+    """A sort key that orders names by the numbers in them: layer 2 before layer 10."""
     parts = re.split(r"(\d+)", name)
     return [
         (part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts if part

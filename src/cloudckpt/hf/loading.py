@@ -1,4 +1,4 @@
-"""``load``: from a model in safetensors files into tensors, sharded or not."""
+"""``load``: reads a model in safetensors files into tensors, sharded or not."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ def load(
     no_dist: bool = False,
     config: Config | None = None,
 ) -> None:
-    """Loads a model of safetensors files into a state dict, in place.
+    """Loads a model in safetensors files into a state dict, in place.
 
-    All ranks call it. Each fetches only the bytes of its shards, straight into its tensors where
-    these are contiguous in host memory, and converts types where they differ. The files have no
-    checksums of their own: TLS, and the store, guard the bytes; what this checks is that headers
-    and index are sound, and that all ranges of a file are of one version of it.
+    All ranks call it. Each fetches only the bytes of its shards, straight into tensors that are
+    contiguous in host memory, and converts types where they differ. The files have no checksums of
+    their own: TLS and the store guard the bytes; this checks that headers and index are sound, and
+    that all ranges of a file are of one version of it.
 
     Args:
-        state_dict: What to load: its keys say what, its tensors where to and how sharded.
+        state_dict: What to load: its keys say what, its tensors say where and how sharded.
         uri: The folder of the model, or one safetensors file.
-        key_mapping: What a tensor of the files is called in the state dict, or None to leave it
-            out; called with each name in the files.
-        strict: Whether a key that the model lacks is an error; else it keeps its value, as that of
-            tied weights, which models mostly store once.
-        process_group: The ranks that load, if these are not all.
-        no_dist: This process alone loads.
+        key_mapping: Returns a tensor's name in the state dict, or None to leave it out; called with
+            each name in the files.
+        strict: Whether a key that the model lacks is an error; otherwise it keeps its value, such
+            as tied weights, which most models store once.
+        process_group: The ranks that load; all if not given.
+        no_dist: Whether this process loads alone.
         config: Options.
 
     Raises:
         CheckpointNotFoundError: If there is no model.
-        MissingKeyError: If it lacks a key of the state dict, and ``strict`` is on.
+        MissingKeyError: If the model lacks a key of the state dict, and ``strict`` is on.
         ShapeMismatchError: If a shape differs.
-        KeyCollisionError: If ``key_mapping`` gives two tensors one name.
+        KeyCollisionError: If ``key_mapping`` gives two tensors the same name.
         CheckpointCorruptError: If files are missing, cut off, or not what the format says.
         CheckpointReplacedError: If writers replaced it again and again meanwhile.
         RanksFailedError: If ranks failed for different reasons, or outside of cloudckpt.

@@ -1,4 +1,4 @@
-"""``save``: a model in safetensors files."""
+"""``save``: writes a model in safetensors files."""
 
 from __future__ import annotations
 
@@ -33,33 +33,33 @@ def save(
     """Saves tensors, sharded or not, as a model that transformers, vLLM and safetensors read.
 
     All ranks call it. It writes ``model.safetensors``, or ``model-00001-of-00003.safetensors`` and
-    so on with ``model.safetensors.index.json``. When it returns, the model is there and whole. If
-    it raises, it does so on every rank, and what was sent is deleted; what was there before is
-    untouched, unless the store fails while the files, all of them sent, are made to appear: then
-    there is no index, and nobody takes what is there for a model.
+    so on with ``model.safetensors.index.json``. When this returns, the model is there and complete.
+    If it raises, it raises on every rank, and what was sent is deleted; what was there before is
+    untouched, unless the store fails after all files are sent, while they are made visible: then
+    there is no index, and readers find no model.
 
-    Tensors go from memory to the store. None is gathered: what several ranks have of one part of a
-    file they hand to one of them, part after part, in bounded memory.
+    Tensors go from memory to the store, without gathering: ranks that hold bytes of the same part
+    of a file hand them to one of them, part after part, in bounded memory.
 
     Args:
-        state_dict: Tensors by name, in dicts if you like: then their names are joined by dots.
-            What is replicated is written once.
+        state_dict: Tensors by name; nested dicts are allowed, whose names are joined by dots.
+            Replicated tensors are written once.
         uri: The folder: ``s3://bucket/model`` or another location.
-        max_shard_size: Most bytes of tensors in a file, as a number, ``"5GB"`` or ``"4GiB"``; a
-            tensor that has more is alone in its file.
-        dtype: What floating-point tensors are converted to; as they are by default.
-        fqn_to_file: The file of each tensor instead, by its name or by its number from 1.
-        process_group: The ranks that save, if these are not all.
-        no_dist: This process alone saves what it has.
+        max_shard_size: Maximum bytes of tensors in a file, as a number, ``"5GB"`` or ``"4GiB"``; a
+            larger tensor gets a file to itself.
+        dtype: The type that floating-point tensors are converted to; by default none are.
+        fqn_to_file: Instead, the file of each tensor, by its name or by its number from 1.
+        process_group: The ranks that save; all if not given.
+        no_dist: Whether this process alone saves what it has.
         config: Options.
 
     Raises:
         CheckpointExistsError: If there is a model and ``overwrite`` is off.
         CheckpointConflictError: If another writer wrote there meanwhile.
-        UnsupportedTensorError: If something is no tensor, or of a type that the format has not.
-        CommitUnknownError: If the store did not say whether it has carried out the last step.
-        CloudCheckpointError: The cause, if the ranks that failed did so for the same reason.
-        RanksFailedError: If they failed for different reasons, or outside of cloudckpt.
+        UnsupportedTensorError: If a value is not a tensor, or of a type that the format lacks.
+        CommitUnknownError: If the store did not say whether it carried out the last step.
+        CloudCheckpointError: The cause, if all ranks that failed did so for the same reason.
+        RanksFailedError: If ranks failed for different reasons, or outside of cloudckpt.
         ProcessGroupError: If a rank died or the ranks lost each other.
     """
     made: list[SafetensorsWriter] = []

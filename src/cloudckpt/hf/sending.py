@@ -1,4 +1,4 @@
-"""One rank's work on a model: it hands to other ranks what they send, and sends its own parts."""
+"""One rank's work on a model: it hands bytes to the ranks that send them, and sends its parts."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from cloudckpt.transfer.upload import ObjectUpload
 __all__ = ["FileUpload", "send_work"]
 
 
-_GRAIN = 8  # bytes: where elements of all types may begin
-_STATUS = 8  # bytes behind what a rank hands to another: the first is 1 if it has failed
+_GRAIN = 8  # bytes: an alignment that suits elements of all types
+_STATUS = 8  # bytes after what a rank hands to another: the first is 1 if it has failed
 
 
 class FileUpload(ObjectUpload):
-    """A file of which any rank may send parts, and that appears only when it is told to."""
+    """A file whose parts any rank may send, and that appears only on :meth:`appear`."""
 
     def adopt(self, upload: Upload) -> None:
-        """Goes on with an upload that another process may have begun."""
+        """Continues an upload that another process may have begun."""
         self._upload = upload
 
     def begin(self) -> None:
@@ -43,32 +43,32 @@ class FileUpload(ObjectUpload):
 
     @property
     def upload(self) -> Upload:
-        """What was begun."""
+        """The upload that was begun."""
         assert self._upload is not None
         return self._upload
 
     def send(self, part: PartPlan) -> None:
-        """Sends a part, by a thread of the group."""
+        """Sends a part, on a thread of the group."""
         self._group.submit(lambda: self._put_part(part))
 
     def send_now(self, part: PartPlan) -> None:
-        """Sends a part, by the thread that calls it."""
+        """Sends a part, on the calling thread."""
         self._put_part(part)
 
     def took(self, part: Part) -> None:
-        """Notes a part that the store has made itself."""
+        """Records a part that the store has made itself."""
         self._took(part)
 
     @property
     def sent(self) -> list[Part]:
-        """The parts that were sent from here."""
+        """The parts sent from here."""
         return self._sent
 
     def appear(self, parts: Sequence[Part]) -> None:
-        """Makes the object of the parts that all ranks have sent.
+        """Creates the object from the parts that all ranks have sent.
 
         Raises:
-            PreconditionFailedError: If there is one, and it must not be replaced.
+            PreconditionFailedError: If it exists, and must not be replaced.
             StoreError: If it did not appear; ``is_doubtful`` says whether it yet may.
         """
         self._sent = list(parts)
@@ -76,7 +76,7 @@ class FileUpload(ObjectUpload):
         self._complete()
 
     def abandon(self) -> None:
-        """Ends the upload; what is at the key stays."""
+        """Aborts the upload; what is at the key stays."""
         if self._upload is not None:
             self._abort(self._upload)
         if self._may_have_twin:
@@ -92,22 +92,22 @@ def send_work(
     stats: TransferStats,
     group: dist.ProcessGroup | None,
 ) -> list[list[Part]]:
-    """Does a rank's work; returns, of each file, the parts that it has sent.
+    """Does a rank's work; returns, for each file, the parts that it has sent.
 
     All ranks of ``group`` call it together. If one fails, all stop after the round.
 
     Args:
         work: What to do.
-        uploads: Of the files.
-        resolve: The tensor of an item of this rank's plan.
+        uploads: The uploads of the files.
+        resolve: Returns the tensor of an item of this rank's plan.
         store: The store of the files.
         config: Options.
         stats: Counts what is sent.
         group: The ranks, or None if this process is alone.
 
     Raises:
-        CloudCheckpointError: Why this rank has failed.
-        TransferCancelledError: If only others have.
+        CloudCheckpointError: The reason why this rank failed.
+        TransferCancelledError: If only other ranks failed.
     """
     tasks = transfer_group(store, config, "out", name="cloudckpt-save")
     retrier = Retrier(config.retry, tasks.cancellation, on_retry=stats.add_retry)
@@ -149,7 +149,7 @@ def send_work(
 
 
 class _Sender:
-    """Makes parts of the memory of tensors, and sends them."""
+    """Makes parts from tensor memory, and sends them."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class _Sender:
         self._tensors: dict[int, torch.Tensor] = {}
 
     def forget(self) -> None:
-        """Lets go of the tensors."""
+        """Releases the tensors."""
         self._tensors.clear()
 
     def _tensor(self, item: int) -> torch.Tensor:
@@ -172,12 +172,12 @@ class _Sender:
         return self._tensors[item]
 
     def give(self, gift: Gift, into: torch.Tensor) -> None:
-        """Copies what another rank gets to bytes of the same number."""
+        """Copies what another rank gets into ``into``, which has the same number of bytes."""
         source = narrow(self._tensor(gift.item), gift.source)
         into.view(gift.dtype).view(source.shape).copy_(source)
 
     def send(self, part: PartPlanOfRanks, received: Mapping[int, torch.Tensor]) -> None:
-        """Puts a part together and sends it; ``received`` has what other ranks gave, in order."""
+        """Assembles a part and sends it; ``received`` has the other ranks' bytes, in order."""
         plan = PartPlan(part.number)
         at = dict.fromkeys(received, 0)
         for piece in self._pieces(part, received, at):
@@ -188,7 +188,7 @@ class _Sender:
     def _pieces(
         self, part: PartPlanOfRanks, received: Mapping[int, torch.Tensor], at: dict[int, int]
     ) -> Iterator[Piece]:
-        waiting: list[Run] = []  # to be put together in one slab
+        waiting: list[Run] = []  # to be assembled in one slab
         filled = 0
         for run in part.runs:
             own = self._as_it_lies(run, received, at)
@@ -210,7 +210,7 @@ class _Sender:
     def _as_it_lies(
         self, run: bytes | Run, received: Mapping[int, torch.Tensor], at: dict[int, int]
     ) -> Iterator[Piece] | None:
-        """The pieces of a run that need not be put together with others."""
+        """The pieces of a run that need not be assembled with others."""
         if isinstance(run, bytes):
             return iter((Piece(memoryview(run)),))
         if len(run.pieces) > 1 or run.nbytes < PACKED_BELOW:
@@ -229,7 +229,7 @@ class _Sender:
     def _given_whole(
         self, run: Run, received: Mapping[int, torch.Tensor], at: dict[int, int]
     ) -> Iterator[Piece]:
-        """A run that another rank gave, and that no slab holds at once."""
+        """A run that another rank gave, and that is too large for one slab."""
         rank = run.pieces[0].rank
         start, most = at[rank], self._pool.slab_bytes
         at[rank] += aligned(run.nbytes, _GRAIN)
@@ -265,9 +265,9 @@ class _Sender:
 
 
 class _Exchange:
-    """What ranks hand to each other, round after round, in two pieces of memory.
+    """The bytes that ranks hand to each other, round after round, in two pieces of memory.
 
-    All ranks take part in each round, also those that have failed: all stop behind it.
+    All ranks take part in each round, also those that have failed: all stop after it.
     """
 
     def __init__(self, group: dist.ProcessGroup, rounds: Sequence[Round]) -> None:
@@ -281,7 +281,7 @@ class _Exchange:
         )
 
     def _sizes(self, work: Round) -> tuple[list[int], list[int]]:
-        """Bytes that this rank hands to each rank, and that it gets."""
+        """The bytes that this rank hands to each rank, and that it gets from each."""
         size = dist.get_world_size(self._group)
         handed, expected = [_STATUS] * size, [_STATUS] * size
         for gift in work.gifts:
@@ -299,16 +299,16 @@ class _Exchange:
         give: Callable[[Gift, torch.Tensor], None],
         failure: Exception | None,
     ) -> tuple[dict[int, torch.Tensor], Exception | None, bool]:
-        """One round.
+        """Carries out one round.
 
         Args:
             work: What this rank does in it.
             give: Copies what another rank gets.
-            failure: Why this rank has failed before, if it has.
+            failure: Why this rank failed earlier, if it did.
 
         Returns:
-            What this rank was given, by ranks, until the next round; why it has failed, if it has;
-            and whether any has.
+            What this rank received, by rank, valid until the next round; why it failed, if it
+            did; and whether any rank has failed.
         """
         handed, expected = self._sizes(work)
         ends = list(itertools.accumulate(handed))

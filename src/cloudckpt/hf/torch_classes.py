@@ -1,4 +1,4 @@
-"""torch's own classes for safetensors become ours for locations in stores, by ``install``."""
+"""Makes torch's own safetensors classes ours for locations in stores, through ``install``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def changes() -> Iterator[Change]:
     try:
         storage = importlib.import_module(f"{_DCP}.hf_storage")
         consolidation = importlib.import_module(f"{_DCP}._consolidate_hf_safetensors")
-    except ModuleNotFoundError:  # of a torch that has them no more
+    except ModuleNotFoundError:  # a torch that no longer has them
         return
     try:
         for name, become in (
@@ -54,7 +54,7 @@ def changes() -> Iterator[Change]:
 
 
 def _becoming(kind: type, become: Callable[[Any, str, dict[str, Any]], None]) -> Any:
-    """The constructor of a class of torch that makes ours of an object for a location of ours."""
+    """The constructor of a torch class; for a location of ours it makes the object one of ours."""
     original = vars(kind)["__init__"]
     signature = inspect.signature(original)
 
@@ -71,7 +71,7 @@ def _becoming(kind: type, become: Callable[[Any, str, dict[str, Any]], None]) ->
 
 
 def _become_writer(self: Any, uri: str, given: dict[str, Any]) -> None:
-    """Torch writes shards and puts them together; ours are whole from the beginning."""
+    """Torch writes shards and consolidates them; ours writes the final files at once."""
     self.__class__ = SafetensorsWriter
     mapping = given.get("fqn_to_index_mapping")
     config = chosen_config()
@@ -86,7 +86,7 @@ def _become_reader(self: Any, uri: str, given: dict[str, Any]) -> None:
 
 
 def _consolidating(original: Callable[..., None]) -> Any:
-    """A function of torch that puts shards together, for locations of ours on one rank."""
+    """A torch function that consolidates shards; for locations of ours it runs on one rank."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)

@@ -1,4 +1,4 @@
-"""``SafetensorsWriter``: torch's StorageWriter that makes a model in safetensors files."""
+"""``SafetensorsWriter``: a StorageWriter for torch that writes models in safetensors files."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
 
 
 def bytes_of_size(size: int | str) -> int:
-    """``"5GB"`` as bytes; GB are 10**9 bytes, as for transformers, and GiB 2**30.
+    """``"5GB"`` as bytes; GB are 10**9 bytes, as in transformers, and GiB 2**30.
 
     Raises:
-        ConfigError: If it is no size.
+        ConfigError: If it is not a valid size.
     """
     if isinstance(size, str):
         match = _SIZE.fullmatch(size)
@@ -76,7 +76,7 @@ def bytes_of_size(size: int | str) -> int:
 
 @dataclass(frozen=True)
 class _Task:
-    """What the coordinator tells a rank to do; it travels with the rank's plan."""
+    """The coordinator's orders to a rank; they travel with the rank's plan."""
 
     ranks: int
     work: RankWork
@@ -85,7 +85,7 @@ class _Task:
 
 @dataclass(frozen=True)
 class _Sent:
-    """What a rank tells the coordinator: the parts of each file that it has sent."""
+    """A rank's report to the coordinator: the parts of each file that it has sent."""
 
     parts: Sequence[Sequence[Part]]
 
@@ -94,13 +94,13 @@ class SafetensorsWriter(OurWriter):
     """Writes a model as safetensors files, and their index, from any number of ranks.
 
     Works wherever torch takes a ``storage_writer``. Each rank sends parts of the files straight
-    from tensor memory; where a part holds bytes of several ranks, these hand theirs to the one that
-    has most of them, in bounded memory. The files appear when all of them are complete, the index
-    behind them.
+    from tensor memory; if a part holds bytes of several ranks, they hand theirs to the rank that
+    has most of them, in bounded memory. The files appear when all of them are complete, and the
+    index after them.
 
     Attributes:
         transferred: What this rank sent in the last save.
-        failure: What the last save failed with, for all ranks.
+        failure: The error of the last save, for all ranks.
     """
 
     def __init__(
@@ -117,16 +117,17 @@ class SafetensorsWriter(OurWriter):
         """
         Args:
             checkpoint_id: The folder of the model.
-            max_shard_size: Most bytes of tensors in a file, as a number, ``"5GB"`` or ``"4GiB"``.
-            dtype: What floating-point tensors are converted to; as they are by default.
-            fqn_to_file: The file of each tensor instead, by its name or by its number from 1.
-            config: Options; read from the environment where they are not given.
-            process_group: The ranks that save, if these are not all.
-            planner: That of the save: then parts can be larger where nothing is copied.
+            max_shard_size: Maximum bytes of tensors in a file, as a number, ``"5GB"`` or
+                ``"4GiB"``.
+            dtype: The type that floating-point tensors are converted to; by default none are.
+            fqn_to_file: Instead, the file of each tensor, by its name or by its number from 1.
+            config: Options; those not given are read from the environment.
+            process_group: The ranks that save; all if not given.
+            planner: The planner of the save; if given, parts can be larger where nothing is copied.
 
         Raises:
-            InvalidURIError: If ``checkpoint_id`` is no location, or that of a single file.
-            ConfigError: If another argument can't be what it is given for.
+            InvalidURIError: If ``checkpoint_id`` is not a valid location, or that of a single file.
+            ConfigError: If another argument is invalid.
             UnsupportedTensorError: If safetensors files can't hold ``dtype``.
         """
         super().__init__()
@@ -153,7 +154,7 @@ class SafetensorsWriter(OurWriter):
         return CheckpointURI.accepts(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begins anew, at another location if one is given."""
+        """Starts over, at another location if one is given."""
         if checkpoint_id:
             uri = CheckpointURI.parse(checkpoint_id)
             if uri.prefix.endswith(SUFFIX):
@@ -164,14 +165,14 @@ class SafetensorsWriter(OurWriter):
         self._under_construction = None
 
     def storage_meta(self) -> None:
-        """Nothing: a model has no metadata of torch."""
+        """Does nothing: a model has no torch metadata."""
         return
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         check_together(kwargs.get("use_collectives", True), str(self.uri))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        lies = self._planner is not None  # as it is stored
+        lies = self._planner is not None  # whether all tensors lie as stored
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
                 raise UnsupportedTensorError(
@@ -184,7 +185,7 @@ class SafetensorsWriter(OurWriter):
         return dataclasses.replace(plan, storage_data=lies)
 
     def _lies_as_stored(self, item: WriteItem) -> bool:
-        """Whether a tensor is in memory just what it will be in the file."""
+        """Whether a tensor lies in memory exactly as it will in the file."""
         assert self._planner is not None
         tensor = self._planner.resolve_data(item)
         assert isinstance(tensor, torch.Tensor)
@@ -195,7 +196,7 @@ class SafetensorsWriter(OurWriter):
         )
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Plans the files and begins them.
+        """Plans the files and begins their uploads.
 
         Raises:
             CheckpointExistsError: If there is a model and ``overwrite`` is off.
@@ -222,7 +223,7 @@ class SafetensorsWriter(OurWriter):
         try:
             store = meeting.begin(
                 lambda: open_store(self.uri, self.config),
-                # parts are put together in memory of this size, as the coordinator has planned
+                # parts are assembled in memory of this size, as the coordinator planned
                 lambda _: RankStatus(
                     location=str(self.uri), options=f"memory_budget={self.config.memory_budget}"
                 ),
@@ -262,7 +263,7 @@ class SafetensorsWriter(OurWriter):
 
         Raises:
             CheckpointConflictError: If another writer was faster.
-            CommitUnknownError: If the store did not say whether it has carried out the last step.
+            CommitUnknownError: If the store did not say whether it carried out the last step.
         """
         building, self._under_construction = self._under_construction, None
         assert building is not None
@@ -274,14 +275,14 @@ class SafetensorsWriter(OurWriter):
         building.commit([sorted(each, key=lambda part: part.number) for each in parts])
 
     def discard(self) -> None:
-        """Ends what was begun and is not committed; errors are logged."""
+        """Aborts what was begun and not committed; errors are logged."""
         building, self._under_construction = self._under_construction, None
         if building is not None:
             building.abandon()
 
 
 def _tensors(plans: Sequence[SavePlan], dtype: torch.dtype | None) -> list[TensorPlan]:
-    """The tensors that the ranks' plans are of, in the natural order of their names."""
+    """The tensors in the ranks' plans, in the natural order of their names."""
     chunks: dict[str, list[Chunk]] = {}
     kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for rank, plan in enumerate(plans):

@@ -1,7 +1,7 @@
-"""The life of the checkpoints of a run: which there are, which are kept, copied, deleted.
+"""The checkpoints of a run over time: listed, kept, copied, deleted.
 
 Here are the results of the functions of :mod:`cloudckpt`, and what a ``CheckpointManager`` takes
-and returns. What needs torch is imported when it is first asked for.
+and returns. What needs torch is imported on first use.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from cloudckpt._lazy import imported_later
 
-if TYPE_CHECKING:  # for who reads the code; imported later
+if TYPE_CHECKING:  # for readers and type checkers; imported on first use
     from cloudckpt.runs.adopting import adopt
     from cloudckpt.runs.catalog import CheckpointSummary
     from cloudckpt.runs.comparing import ComparedItem, Comparison
@@ -37,7 +37,7 @@ __all__ = [
     "find_leftovers",
 ]
 
-if not TYPE_CHECKING:  # which would take any name for one of ours
+if not TYPE_CHECKING:  # type checkers would accept any name with it
     __getattr__, __dir__ = imported_later(
         __name__,
         {

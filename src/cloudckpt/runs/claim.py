@@ -1,9 +1,10 @@
-"""Which job writes to a run: a small object that the latest to begin has written.
+"""Which job writes to a run: a small object, written by the job that began last.
 
 Two jobs that save into one run delete each other's checkpoints and mix two trainings under
-consecutive steps, and each of their commits succeeds. So a job writes its name into the run before
-its first save, and looks whether it is still there before each commit. A job that is started
-again takes over from the one that was killed; if that one lives on somewhere, it is told.
+consecutive steps, while each of their commits succeeds. So a job writes its name into the run
+before its first save, and checks before each commit that the name is still there. A job that is
+started again takes over from the one that was killed; if that one is still running somewhere, its
+next commit fails.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ logger = logging.getLogger("cloudckpt")
 CLAIM = ".cloudckpt-job.json"
 """The object beneath the folder of a run."""
 
-_TRIES = 5  # of jobs that begin at the same time
+_TRIES = 5  # against jobs that begin at the same time
 
 
 @dataclass(frozen=True)
 class Claim:
-    """That a job writes to a run.
+    """A job's claim to be the one that writes to a run.
 
     Attributes:
         run: The folder of the run.
-        config: How it is reached.
-        version: Of the object that says so.
+        config: The options to reach it.
+        version: The version of the claim object.
         job: The job's name, drawn at random; empty if the object could not be written.
     """
 
@@ -60,7 +61,7 @@ class Claim:
 
     @classmethod
     def make(cls, run: CheckpointURI, config: Config) -> Claim:
-        """Claims a run, from whatever job has done so before.
+        """Claims a run, even if another job has claimed it before.
 
         Raises:
             StoreError: If the store refuses or stays unreachable.
@@ -77,7 +78,7 @@ class Claim:
         for left in reversed(range(_TRIES)):
             held = _version_of(store, key, retrier)
             condition: dict[str, Any] = {}
-            if creates_only(store, config):  # there are policies that demand one
+            if creates_only(store, config):  # some bucket policies demand a condition
                 condition = {"if_absent": True} if held is None else {"if_version": held}
             try:
                 return cls(run, config, put(**condition).version, job)
@@ -98,7 +99,7 @@ class Claim:
 
     @staticmethod
     def holder(run: CheckpointURI, config: Config) -> str:
-        """The name of the job that has claimed a run last; empty if none has, or it is unknown.
+        """The name of the job that claimed a run last; empty if there is none, or it is unknown.
 
         Raises:
             StoreError: If the store refuses or stays unreachable.
@@ -111,10 +112,10 @@ class Claim:
             return ""
 
     def check(self) -> None:
-        """Sees that no other job has claimed the run since.
+        """Checks that no other job has claimed the run since.
 
         Raises:
-            CheckpointConflictError: If one has, or somebody has deleted the claim.
+            CheckpointConflictError: If another job has, or the claim was deleted.
             StoreError: If the store refuses or stays unreachable.
         """
         store, key = open_store(self.run, self.config), self.run.key(CLAIM)
@@ -132,7 +133,7 @@ class Claim:
 
 
 class ClaimHook(CommitHook):
-    """Checks the claim of the run before each commit, and calls the hook of the user."""
+    """Checks the claim of the run before each commit, and calls the user's hook."""
 
     def __init__(self, inner: CommitHook | None) -> None:
         self.claim: Claim | None = None
@@ -140,7 +141,7 @@ class ClaimHook(CommitHook):
 
     @property
     def claimed_by(self) -> str:  # type: ignore[override]
-        """That of the claim."""
+        """The job of the claim."""
         return "" if self.claim is None else self.claim.job
 
     def before_commit(self, uri: str, metadata: Metadata) -> None:
@@ -161,7 +162,7 @@ def _version_of(store: ObjectStore, key: str, retrier: Retrier) -> str | None:
 
 
 def _who(store: ObjectStore, key: str) -> str:
-    """Which other job it is, for a message."""
+    """The other job's identity, for a message."""
     try:
         said = json.loads(bytes(store.get_latest(key)[0]))
         return f"process {int(said['pid'])} on host {str(said['host'])[:100]!r}"

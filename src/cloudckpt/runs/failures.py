@@ -1,4 +1,4 @@
-"""How many saves of a run may fail before training ends, and what is known of a run meanwhile."""
+"""How many saves of a run may fail before training ends, and the state of its saves."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _MAY_PASS = (
     SaveProcessError,
     StagingMemoryError,
 )
-"""What may be over when the next step is saved. A bucket that is missing, credentials that are
-denied, a full disk or another job in the same run are not."""
+"""Failures that may be over when the next step is saved. A missing bucket, denied credentials, a
+full disk or another job in the same run are not among them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +38,12 @@ class RunStatus:
     """What a rank knows of the saves of its run, without asking the store.
 
     Attributes:
-        newest_step: The newest step that is known to be committed: saved here, or restored.
+        newest_step: The newest step known to be committed: saved here, or restored.
         newest_age: Seconds since it was committed; None if this job has not saved it.
-        under_way: The steps that are being saved, oldest first.
-        failures_in_row: How many saves have failed, one after the other, up to the last one of
-            which the outcome was told.
-        last_failure: The last failure that was told; None if there was none.
+        under_way: The steps being saved, oldest first.
+        failures_in_row: How many saves have failed in a row, up to the last save whose outcome is
+            known.
+        last_failure: The last failure reported; None if there was none.
     """
 
     newest_step: int | None
@@ -54,10 +54,10 @@ class RunStatus:
 
 
 class FailureBudget:
-    """Decides whether training goes on when a save has failed; alike on all ranks.
+    """Decides whether training goes on after a failed save; the same on all ranks.
 
     Attributes:
-        in_row: How many saves have failed, one after the other, the last that is known included.
+        in_row: How many saves have failed in a row, including the last whose outcome is known.
         last: The last failure.
     """
 
@@ -65,10 +65,10 @@ class FailureBudget:
         """
         Args:
             on_failure: What to do with a failure.
-            max_failures: How many in a row end training.
+            max_failures: After how many in a row training ends.
 
         Raises:
-            ConfigError: If one of them makes no sense.
+            ConfigError: If an option is invalid.
         """
         if on_failure not in get_args(OnFailure):
             raise ConfigError(f"on_failure={on_failure!r}: choose one of {get_args(OnFailure)}")
@@ -83,14 +83,14 @@ class FailureBudget:
 
     @property
     def logs(self) -> bool:
-        """Whether any failure is only logged."""
+        """Whether some failures are only logged."""
         return self._on_failure != "raise"
 
     def goes_on(self, number: int, error: CloudCheckpointError) -> bool:
-        """Counts a failure, and returns whether training goes on all the same.
+        """Counts a failure, and returns whether training goes on nevertheless.
 
         Args:
-            number: Of the save, among those that were asked for; ranks count alike.
+            number: The number of the save among those requested, the same on all ranks.
             error: Why it failed.
         """
         self._failed.add(number)
@@ -104,10 +104,10 @@ class FailureBudget:
         return self._on_failure == "log_all" or isinstance(error, _MAY_PASS)
 
     def dropped(self, number: int) -> None:
-        """Passes over a save that another took the place of: it neither failed nor succeeded."""
+        """Skips a save that was replaced by another: it neither failed nor succeeded."""
         self._dropped.add(number)
 
     def succeeded(self, number: int) -> None:
-        """Ends the row of failures, if none behind a save is known to have failed."""
+        """Ends the row of failures, unless a later save is known to have failed."""
         if number > max(self._failed, default=0):
             self.in_row = 0

@@ -1,4 +1,4 @@
-"""What tells a job that it is about to be ended, and lets all ranks hear of it at the same step."""
+"""Notices that a job is about to be ended, and lets all ranks learn it at the same step."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ __all__ = ["Agreement", "Preemption"]
 
 logger = logging.getLogger("cloudckpt")
 
-_START = 600.0  # seconds in which all ranks come to make the group
-_PATIENCE = 1800.0  # seconds in which all ranks come to a step that one has reached, as torch's
-_LONG = 1.0  # seconds of a step beside which a word among all ranks costs nothing
+_START = 600.0  # seconds for all ranks to come to create the group
+_PATIENCE = 1800.0  # seconds for all ranks to reach a step that one has reached, as in torch
+_LONG = 1.0  # seconds of a step that make the cost of a collective negligible
 
 
 class Preemption:
-    """Notices that this job is to be ended: by a signal, a function, or a point in time."""
+    """Notices that this job is about to be ended: by a signal, a function, or a point in time."""
 
     def __init__(
         self,
@@ -40,18 +40,18 @@ class Preemption:
     ) -> None:
         """
         Args:
-            signals: Those that say so. A handler that was set before is called, too; if none was,
-                the process goes on, and it is for the training loop to end.
-            is_due: A function that says so, such as a look at what the instance is told; it is
-                called at each step, and must not wait. If it raises, that is logged, and it is
-                asked again at the next step.
+            signals: Signals that announce it. A handler that was set before is called, too; if
+                there was none, the process goes on, and the training loop has to end it.
+            is_due: A function that returns whether it is due, such as a check of the instance's
+                metadata; it is called at each step, and must not block. If it raises, that is
+                logged, and it is called again at the next step.
             deadline: When to save for the last time, in seconds since 1970: the end of the job
-                less the time that a save takes.
+                minus the time that a save takes.
         """
         self._signals = tuple(signals)
         self._is_due = is_due
         self._deadline = deadline
-        # no lock guards it: the handler of a signal would wait for the very code it interrupts
+        # no lock guards it: a signal handler would wait for the very code that it interrupts
         self._noticed = False
         self._has_failed = False
         self._before: dict[int, Any] = {}
@@ -60,20 +60,20 @@ class Preemption:
 
     @property
     def noticed(self) -> bool:
-        """Whether this rank has been told, as far as it knows by itself; never False again."""
+        """Whether this rank itself has noticed it; once True, never False again."""
         if not self._noticed:
             is_late = self._deadline is not None and time.time() >= self._deadline
             self._noticed = is_late or self._is_told()
         return self._noticed
 
     def _is_told(self) -> bool:
-        """What the function says."""
+        """The result of the function."""
         if self._is_due is None:
             return False
         try:
             told = bool(self._is_due())
         except Exception:
-            if not self._has_failed:  # it may fail at each of a million steps
+            if not self._has_failed:  # log only the first: it may fail at every step
                 logger.exception(
                     "the is_due= of Preemption raised an error; it is called again at each step"
                 )
@@ -83,10 +83,10 @@ class Preemption:
         return told
 
     def watch(self) -> None:
-        """Begins to heed the signals, until :meth:`ignore` was called as often.
+        """Begins to handle the signals, until :meth:`ignore` was called as many times.
 
         Raises:
-            ConfigError: If this is not the main thread, where alone Python can do so.
+            ConfigError: If this is not the main thread: Python sets signal handlers only there.
         """
         if self._signals and threading.current_thread() is not threading.main_thread():
             raise ConfigError(
@@ -100,9 +100,9 @@ class Preemption:
                 self._before[number] = signal.signal(number, self._on_signal)
 
     def ignore(self) -> None:
-        """Sets the handlers that were there before.
+        """Restores the previous handlers.
 
-        One that was set since, and calls ours, stays; ours then only passes on.
+        A handler that was set since, and calls ours, stays; ours then only calls the previous one.
         """
         self._watchers -= 1
         if self._watchers or threading.current_thread() is not threading.main_thread():
@@ -128,36 +128,36 @@ class Preemption:
 
 
 class Agreement:
-    """Lets all ranks know at the same step what one of them has noticed.
+    """Lets all ranks learn at the same step what one of them has noticed.
 
-    Schedulers signal one rank, or each at another moment, while all ranks must save the same step.
-    So each step begins to ask all ranks, and the next one has their answer: nobody waits for it.
-    Where steps take seconds, a step later may be too late, and a wait for the answer takes no time
-    in comparison: the ranks tell each other whether their last step was long, and if it was so for
-    all, they wait for the answer at once, all of them.
+    Schedulers signal one rank, or each rank at another moment, while all ranks must save the same
+    step. So each step starts a collective, and the next step has its result: no rank waits for it.
+    If steps take seconds, a step later may be too late, and waiting for the result takes little
+    time in comparison: the ranks tell each other whether their last step was long, and if it was on
+    all ranks, all of them wait for the result at once.
     """
 
     def __init__(self, parent: dist.ProcessGroup | None) -> None:
-        """``parent``: The ranks, which get a group of their own; None if this one is alone."""
+        """``parent``: The ranks, which get a separate group; None if this rank is alone."""
         self._group: dist.ProcessGroup | None = None
         self._asked: tuple[torch.Tensor, dist.Work | None] = _flags(told=False, is_short=True), None
-        self._last: float | None = None  # when the step before was, by the monotonic clock
+        self._last: float | None = None  # time of the previous step, by the monotonic clock
         if parent is not None:
             self._group = open_group(parent, start_timeout=_START, collective_timeout=_PATIENCE)
 
     def close(self) -> None:
-        """Gives the group back; a collective that is under way is waited for."""
+        """Releases the group, after waiting for a collective in progress."""
         if self._group is not None:
-            with contextlib.suppress(RuntimeError):  # a rank that is gone is no concern any more
+            with contextlib.suppress(RuntimeError):  # a rank that is gone no longer matters
                 self._answer()
             give_back(self._group)
             self._group = None
 
     def step(self, noticed: bool) -> bool:
-        """Whether some rank had noticed it, at the step before or at a long one: on all the same.
+        """Whether a rank noticed it by the last step, or by now after long steps; same on all.
 
         Args:
-            noticed: Whether this rank has now.
+            noticed: Whether this rank has noticed it by now.
 
         Raises:
             ProcessGroupError: If the ranks lost each other.
@@ -182,7 +182,7 @@ class Agreement:
         return told
 
     def _answer(self) -> tuple[bool, bool]:
-        """Whether a rank was told, and whether the last step of one was short."""
+        """Whether a rank has noticed it, and whether the last step was short on some rank."""
         flags, work = self._asked
         if work is not None:
             with all_expected(None if work.is_completed() else self._group):

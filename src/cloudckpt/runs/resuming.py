@@ -1,4 +1,4 @@
-"""Remembers how far a long command has come, so that the same command goes on there."""
+"""Remembers the progress of a long command, so that the same command resumes there."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ __all__ = ["Unfinished"]
 
 logger = logging.getLogger("cloudckpt")
 
-_LIFETIME = 24 * 3600.0  # seconds after which what was found is no longer believed
+_LIFETIME = 24 * 3600.0  # seconds after which stored progress is no longer used
 
 
 class Unfinished:
     """A small file beneath ``$XDG_CACHE_HOME`` (``~/.cache``), one for each piece of work.
 
-    Nothing depends on it: without a folder that can be written to, which is logged once, and with
-    a file that makes no sense, an interrupted piece of work begins anew.
+    Nothing depends on it: without a writable folder, which is logged once, or with an invalid file,
+    interrupted work starts over.
     """
 
     def __init__(self, *work: object) -> None:
         """
         Args:
-            work: What is done, on what, in which version of it: who does the same finds the file.
+            work: What is done, on what, in which version of it: the same work uses the same file.
         """
         name = hashlib.sha256(json.dumps(work, default=str).encode()).hexdigest()
         root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         self.path = Path(root) / "cloudckpt" / f"{name}.json"
         self._began = time.time()
         self._has_place = True
-        if not os.path.isabs(root):  # without HOME, of a user that the system does not know
+        if not os.path.isabs(root):  # no HOME, and a user unknown to the system
             self._give_up("there is no home folder, and XDG_CACHE_HOME names no folder")
 
     def read(self) -> dict[str, Any]:
-        """What was written last, if that was begun within a day; else empty."""
+        """What was written last, if the work began within a day; otherwise empty."""
         if not self._has_place:
             return {}
         try:
@@ -86,7 +86,7 @@ class Unfinished:
         logger.info("progress could not be recorded, so the work can't be resumed: %s", why)
 
     def forget(self) -> None:
-        """Says that the work is done."""
+        """Records that the work is done, by deleting the file."""
         if not self._has_place:
             return
         with contextlib.suppress(OSError):
